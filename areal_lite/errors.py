@@ -1,0 +1,76 @@
+"""Every error the project raises on purpose, as one tree.
+
+    ArealLiteError
+    ├── ConfigError(ValueError)        a recipe, an override or a combination of settings is wrong
+    ├── DataError(ValueError)          a data file or a row of it is wrong
+    ├── WireError(ValueError)          a message cannot be read: malformed, too large, another schema version
+    ├── LedgerError(RuntimeError)      a request the ledger's state does not allow
+    ├── QueueTimeout(TimeoutError)     the sample queue did not answer in time
+    ├── StallError(TimeoutError)       nothing moved for too long; names who was late, on what, since when
+    ├── VerifierError(RuntimeError)    a verifier cannot be loaded or used
+    ├── HandoverError(RuntimeError)    a weight hand-over failed; names the engines
+    ├── EngineError(RuntimeError)      a generation engine died or refused
+    └── CheckpointError(ValueError)    a checkpoint is missing, broken, or from another model or recipe
+
+A message has three parts: what was expected, what came, what to do. Each class also inherits the
+standard kind, so `except ValueError` works, and takes one string, so that it survives pickling
+between Ray processes.
+"""
+
+__all__ = [
+    "ArealLiteError",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "EngineError",
+    "HandoverError",
+    "LedgerError",
+    "QueueTimeout",
+    "StallError",
+    "VerifierError",
+    "WireError",
+]
+
+
+class ArealLiteError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class ConfigError(ArealLiteError, ValueError):
+    """A recipe, an override, or a combination of settings is wrong."""
+
+
+class DataError(ArealLiteError, ValueError):
+    """A data file, or too large a share of its rows, cannot be used."""
+
+
+class WireError(ArealLiteError, ValueError):
+    """A message is malformed, too large, or of an unknown schema version."""
+
+
+class LedgerError(ArealLiteError, RuntimeError):
+    """A request that the ledger's present state does not allow."""
+
+
+class QueueTimeout(ArealLiteError, TimeoutError):
+    """The sample queue did not answer within the client's deadline."""
+
+
+class StallError(ArealLiteError, TimeoutError):
+    """Nothing made progress within the deadline; the message names who was late."""
+
+
+class VerifierError(ArealLiteError, RuntimeError):
+    """A verifier cannot be found, loaded, or started."""
+
+
+class HandoverError(ArealLiteError, RuntimeError):
+    """A weight hand-over failed; the message names the engines concerned."""
+
+
+class EngineError(ArealLiteError, RuntimeError):
+    """A generation engine died, or refused a request."""
+
+
+class CheckpointError(ArealLiteError, ValueError):
+    """A checkpoint is missing, broken, or belongs to another model or recipe."""

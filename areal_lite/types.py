@@ -1,0 +1,183 @@
+"""What travels between the processes: prompts, samples, groups, shards of a batch.
+
+Frozen, keyword-only dataclasses that check themselves on construction. `wire.py` turns each of them
+into bytes and back. Nothing here knows Ray, vLLM or torch.
+
+Shape letters: `G` samples of a prompt, `N` groups of a batch, `T` output tokens of one sample.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "Group",
+    "Lease",
+    "Prompt",
+    "Row",
+    "Sample",
+    "Score",
+    "Shard",
+    "StopReason",
+    "VersionSpan",
+]
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+
+
+class StopReason(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    """The model produced the end-of-sequence token, which is the last of `token_ids`."""
+    LENGTH = "length"
+    """The token limit was reached; no end-of-sequence token is present."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """Output tokens `start .. end - 1` were produced by the weights of `version`."""
+
+    version: int
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end or self.version < 0:
+            raise ValueError(
+                f"a version span must have version >= 0 and 0 <= start < end, got version={self.version}, "
+                f"start={self.start}, end={self.end}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One task from the data source.
+
+    Example: `Prompt(prompt_id="train/0/17", text="7+25=?", token_ids=[...], answer="32", row={})`
+    """
+
+    prompt_id: str
+    """`source/epoch/index`, stable across runs and resumes."""
+    text: str
+    token_ids: tuple[int, ...]
+    answer: str
+    """Reference answer handed to the verifier; empty when the data has none."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """Further columns of the data row, handed to the verifier as keyword arguments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One completion of a prompt, before or after it was scored."""
+
+    token_ids: Int32
+    """[T] output tokens, end-of-sequence included: it is trained like any other."""
+    logprobs: Float32
+    """[T] log-probability of each token under the behaviour policy, temperature applied, in nats."""
+    spans: tuple[VersionSpan, ...]
+    """Which version produced which tokens, as stamped by the engine; covers 0..T without gaps."""
+    stop_reason: StopReason
+    text: str = ""
+    """Decoded completion, special tokens left out."""
+    reward: float | None = None
+    """The verifier's reward; None before verification and when the verifier failed."""
+    failure: str | None = None
+    """Why the verifier gave no reward; None otherwise."""
+
+    def __post_init__(self) -> None:
+        num_tokens = len(self.token_ids)
+        if num_tokens == 0 or len(self.logprobs) != num_tokens:
+            raise ValueError(
+                f"a sample must have one logprob per token and at least one token, got {num_tokens} tokens "
+                f"and {len(self.logprobs)} logprobs"
+            )
+        edges = [0] + [span.end for span in self.spans]
+        if [span.start for span in self.spans] != edges[:-1] or edges[-1] != num_tokens:
+            raise ValueError(f"version spans must cover all {num_tokens} tokens without gaps, got {self.spans}")
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the number of output tokens."""
+        return len(self.token_ids)
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest token."""
+        return min(span.version for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """A verifier's word on one sample: a reward, or the reason there is none (never both)."""
+
+    reward: float | None = None
+    failure: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.reward is None) == (self.failure is None):
+            raise ValueError(f"a score must be a reward or a failure, got {self.reward!r} and {self.failure!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """One attempt at a prompt with its G samples: the unit of admission, leases and baselines."""
+
+    group_id: str
+    """`prompt_id#attempt`."""
+    prompt: Prompt
+    samples: tuple[Sample, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """A loan of one group to a worker, alive while the worker's heartbeats name it."""
+
+    lease_id: str
+    """Unique over the run; every later request about this work carries it."""
+    group: Group
+    """Without samples for rollout, with them for verification."""
+    version: int
+    """Ledger version when the lease was given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One sample of a taken batch, with its place in the batch."""
+
+    group_index: int
+    """0..N-1, the row of `Shard.rewards`."""
+    sample_index: int
+    """0..G-1, the column of `Shard.rewards`."""
+    minibatch: int
+    """Which optimiser update of the step this row belongs to."""
+    prompt_token_ids: tuple[int, ...]
+    sample: Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """What one trainer rank gets of a batch: its own rows, and every group's rewards."""
+
+    batch_id: str
+    rank: int
+    version: int
+    """Trainer version when the batch was taken; a token's age is counted from it."""
+    rewards: Float32
+    """[N, G] rewards of the whole batch; NaN where the verifier failed."""
+    rows: tuple[Row, ...]
+
+    def __post_init__(self) -> None:
+        shape: Sequence[int] = self.rewards.shape
+        if len(shape) != 2:
+            raise ValueError(f"rewards must be [groups, samples], got shape {tuple(shape)}")
+        for row in self.rows:
+            if not (row.group_index < shape[0] and row.sample_index < shape[1]):
+                raise ValueError(
+                    f"row ({row.group_index}, {row.sample_index}) lies outside rewards of shape {tuple(shape)}"
+                )

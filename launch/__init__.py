@@ -1,0 +1,1 @@
+"""Controller, placement and shipped recipes."""
