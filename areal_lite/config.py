@@ -58,7 +58,8 @@ class ModelConfig(Section):
     path: str = Field("builtin:arith", description="Hugging Face model folder, or builtin:arith (tiny, warm-started)")
     max_context: int = Field(512, ge=8, description="prompt plus completion tokens the engine and trainer accept")
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="dtype of the trainer's matrix work and of the engine; auto = float32 on cpu, bfloat16 on cuda"
+        "auto",
+        description="dtype of the trainer's matrix work and of the engine; auto = float32 on cpu, bfloat16 on cuda",
     )
     warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)
 
@@ -111,7 +112,9 @@ class QueueConfig(Section):
     """The sample queue and its staleness bound."""
 
     max_staleness: int = Field(4, description="eta: largest age a token may have and still train; 0 = synchronous")
-    on_stale: Literal["mask", "wait", "drop"] = Field("mask", description="what enforces the bound when a batch is taken")
+    on_stale: Literal["mask", "wait", "drop"] = Field(
+        "mask", description="what enforces the bound when a batch is taken"
+    )
     groups_per_step: int = Field(16, ge=1, description="groups of one trainer step")
     samples_per_group: int = Field(8, ge=1, description="samples of one prompt (G)")
     reject: Literal["none", "zero_variance"] = Field(
@@ -127,7 +130,8 @@ class VerifierConfig(Section):
     """Scoring."""
 
     function: str = Field(
-        "areal_lite.verify.builtin:last_number", description="module:function or path.py:function, see docs/verifiers.md"
+        "areal_lite.verify.builtin:last_number",
+        description="module:function or path.py:function, see docs/verifiers.md",
     )
     timeout_s: float = Field(5.0, gt=0, description="hard deadline of one call")
     processes: int = Field(1, ge=1, description="killable processes of one verifier worker")
@@ -141,10 +145,13 @@ class ObjectiveConfig(Section):
     clip_low: float = Field(0.2, ge=0, lt=1, description="lower clip distance of the proximal ratio")
     clip_high: float = Field(0.2, ge=0, description="upper clip distance of the proximal ratio")
     proximal: Literal["recompute", "reuse", "behaviour"] = Field(
-        "recompute", description="proximal policy: one pass when the batch is taken, the current one (needs minibatches "
-        "1), or the behaviour policy (naive PPO)"
+        "recompute",
+        description="proximal policy: one pass when the batch is taken, the current one (needs minibatches "
+        "1), or the behaviour policy (naive PPO)",
     )
-    behaviour_weight_cap: float = Field(5.0, gt=0, description="tokens whose weight pi_prox/pi_behav exceeds it are masked")
+    behaviour_weight_cap: float = Field(
+        5.0, gt=0, description="tokens whose weight pi_prox/pi_behav exceeds it are masked"
+    )
 
 
 class TrainerConfig(Section):
@@ -168,7 +175,9 @@ class TrainerConfig(Section):
 class WeightsConfig(Section):
     """The hand-over of weights from trainer to engines."""
 
-    transport: Literal["gloo", "nccl", "ipc"] = Field("gloo", description="gloo = CPU; nccl = GPUs; ipc = one shared GPU")
+    transport: Literal["gloo", "nccl", "ipc"] = Field(
+        "gloo", description="gloo = CPU; nccl = GPUs; ipc = one shared GPU"
+    )
     timeout_s: float = Field(30.0, gt=0, description="seconds one transfer may take before its engine is given up")
     parity_every: int = Field(20, ge=0, description="publications between logprob parity checks; 0 = never")
     parity_sequences: int = Field(8, ge=1, description="stored sequences compared in one parity check")
@@ -221,7 +230,8 @@ def _combination_problems(config: Config) -> Iterable[str]:
     if config.samples_per_step // trainer.minibatches < trainer.ranks:
         yield (
             f"every trainer rank needs a sample in each minibatch, got {config.samples_per_step} samples, "
-            f"{trainer.minibatches} minibatches and {trainer.ranks} ranks: raise queue.groups_per_step or lower trainer.ranks"
+            f"{trainer.minibatches} minibatches and {trainer.ranks} ranks: raise "
+            "queue.groups_per_step or lower trainer.ranks"
         )
     if config.objective.proximal == "reuse" and trainer.minibatches != 1:
         yield (
@@ -230,8 +240,8 @@ def _combination_problems(config: Config) -> Iterable[str]:
         )
     if rollout.top_p != 1.0 or rollout.top_k != 0:
         yield (
-            f"training samples with temperature only, got rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}: "
-            "a token outside the set would have probability 0 for the trainer; set top_p=1 and top_k=0"
+            f"training samples with temperature only, got top_p={rollout.top_p}, top_k={rollout.top_k}: a "
+            "token outside the set would have probability 0 for the trainer; set top_p=1 and top_k=0"
         )
     if rollout.max_new_tokens >= config.model.max_context:
         yield (

@@ -1,1 +1,1 @@
-"""train."""
+"""Training: the model, micro-batches, the optimiser update, the RL step, supervised learning, checkpoints."""

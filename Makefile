@@ -1,0 +1,38 @@
+# What a user and a contributor type; `make` lists it.
+#   EXTRA=cpu|gpu   which build of vLLM and PyTorch `make setup` installs (default: cpu, or what .venv was made for)
+#   ARGS="..."      further words for the command behind demo and test
+SHELL := /bin/bash
+PYTHON := .venv/bin/python
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test format check clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## make .venv ready; instant when it is (EXTRA=gpu for the CUDA build)
+	@./setup.sh $(EXTRA)
+
+demo: setup ## watch a language model learn arithmetic by asynchronous RL, on this CPU
+	@.venv/bin/areal-lite train arith_cpu $(ARGS)
+
+# Left out are only the tests that this machine cannot run; which and why is said first.
+test: setup ## run the tests (ARGS="-k ledger" for some of them)
+	@out=; keep=; leave() { out="$$out, $$1 ($$2)"; keep="$$keep and not $$1"; }; \
+	if ! grep -qs ^gpu .venv/made-for; then leave gpu "needs the CUDA build: make setup EXTRA=gpu"; \
+	else leave loop "needs the CPU build: make setup EXTRA=cpu"; nvidia-smi -L >/dev/null 2>&1 || leave gpu "no NVIDIA GPU"; fi; \
+	[ -n "$$AREAL_LITE_GSM8K_DIR" ] || leave data "AREAL_LITE_GSM8K_DIR names no folder with the GSM8K files"; \
+	out="$${out#, }"; echo "tests left out: $${out:-none}"; \
+	$(PYTHON) -m pytest -m "$${keep# and }" $(ARGS)
+
+format: setup ## rewrite the code in the project's format
+	@$(PYTHON) -m ruff format . && $(PYTHON) -m ruff check --fix .
+
+check: setup ## what a change must pass: format, lint, types, tests
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
+	@$(MAKE) --no-print-directory test
+
+clean: ## remove caches and build products (.venv, runs and the warm-start cache stay)
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name .venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,57 @@
+"""The process that holds the sample queue."""
+
+import time
+
+from areal_lite.actors.process import log_to_file
+from areal_lite.config import Config
+from areal_lite.data.cursor import PromptCursor
+from areal_lite.data.source import load_source
+from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
+from areal_lite.sample_queue.server import QueueServer
+from areal_lite.wire import decode
+
+__all__ = ["QueueActor"]
+
+
+class QueueActor:
+    """Owns the ledger, the data cursor and the ZeroMQ server around them."""
+
+    def __init__(self, config: Config, *, model_folder: str, log_folder: str, state: bytes | None) -> None:
+        log_to_file(log_folder, "queue")
+        from transformers import AutoTokenizer
+
+        prompts = load_source(config, AutoTokenizer.from_pretrained(model_folder), "train")
+        cursor = PromptCursor(prompts, source=config.data.source, seed=config.run.seed)
+        settings = LedgerSettings(
+            max_staleness=config.queue.max_staleness,
+            on_stale=config.queue.on_stale,
+            groups_per_step=config.queue.groups_per_step,
+            samples_per_group=config.queue.samples_per_group,
+            total_steps=config.run.steps,
+            max_attempts=config.queue.max_attempts,
+            lease_timeout_s=config.queue.lease_timeout_s,
+            reject=config.queue.reject,
+        )
+        ledger = Ledger(settings, clock=time.monotonic)
+        if state is not None:
+            saved = decode(state)
+            ledger = Ledger.restore(settings, saved["ledger"], clock=time.monotonic)
+            cursor.load(saved["cursor"])
+        self._server = QueueServer(
+            ledger,
+            cursor,
+            num_minibatches=config.trainer.minibatches,
+            num_ranks=config.trainer.ranks,
+            seed=config.run.seed,
+            bind=config.queue.bind,
+            max_message_bytes=config.queue.max_message_mb * 2**20,
+        )
+        self._endpoint = self._server.start()
+
+    def endpoint(self) -> str:
+        """Address that workers connect to."""
+        return self._endpoint
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.close()

@@ -1,0 +1,104 @@
+"""The process of one rollout worker: a vLLM engine and the loop that keeps it full."""
+
+import asyncio
+import os
+from typing import Any
+
+from areal_lite.actors.process import log_to_file
+from areal_lite.config import Config
+from areal_lite.errors import EngineError
+from areal_lite.events import Event, EventBuffer
+from areal_lite.rollout.engine import Interrupt, Sampling
+from areal_lite.rollout.vllm_engine import VllmEngine
+from areal_lite.rollout.worker import RolloutWorker
+from areal_lite.sample_queue.client import AsyncQueueClient
+from areal_lite.types import Prompt, Sample
+
+__all__ = ["RolloutActor"]
+
+
+class RolloutActor:
+    """Delegates to `RolloutWorker` and `VllmEngine`; every call of the hand-over leaves an event."""
+
+    def __init__(self, config: Config, *, name: str, model_folder: str, endpoint: str, log_folder: str) -> None:
+        log_to_file(log_folder, name)
+        self._config, self._name = config, name
+        self._model_folder, self._endpoint = model_folder, endpoint
+        self._events = EventBuffer(name)
+
+    async def start(self) -> int:
+        """Load the model; returns the process id."""
+        config = self._config
+        self._engine = await VllmEngine.start(config, model_folder=self._model_folder)
+        self._client = AsyncQueueClient(self._endpoint, timeout_s=config.queue.lease_timeout_s)
+        self._worker = RolloutWorker(
+            self._client,
+            self._engine,
+            name=self._name,
+            samples_per_group=config.queue.samples_per_group,
+            slots=config.rollout.slots,
+            sampling=Sampling(max_new_tokens=config.rollout.max_new_tokens, temperature=config.rollout.temperature),
+            run_seed=config.run.seed,
+            heartbeat_s=config.queue.lease_timeout_s / 5,
+            events=self._events,
+        )
+        return os.getpid()
+
+    async def run(self) -> None:
+        """Serve until `stop`; raises what ended the worker."""
+        await self._worker.run()
+
+    async def stop(self) -> None:
+        """End `run` and the engine."""
+        await self._worker.stop()
+        await self._engine.close()
+        await self._client.close()
+
+    async def pause(self, interrupt: Interrupt) -> None:
+        """Step 1 of the hand-over."""
+        self._events.emit("drain" if interrupt == "drain" else "pause")
+        await self._engine.pause(interrupt)
+        self._events.emit("paused")
+
+    async def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Join the trainer's transfer group."""
+        await self._engine.weights_call("init_weight_transfer_engine", init_info)
+
+    async def start_weight_update(self) -> None:
+        """Step 2: open the update."""
+        self._events.emit("update_open")
+        await self._engine.weights_call("start_weight_update")
+
+    async def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Step 3: receive every parameter."""
+        await self._engine.weights_call("update_weights", update_info)
+        self._events.emit("update_received")
+
+    async def finish_weight_update(self) -> None:
+        """Step 4: load them."""
+        await self._engine.weights_call("finish_weight_update")
+        self._events.emit("update_loaded")
+
+    async def stamp(self, version: int) -> None:
+        """Step 5: label tokens with the new version."""
+        await self._engine.stamp(version)
+        self._events.emit("stamped", version=version)
+
+    async def resume(self) -> None:
+        """Step 6."""
+        await self._engine.resume()
+        self._events.emit("resumed")
+
+    async def evaluate(self, prompts: list[Prompt]) -> list[Sample]:
+        """Complete prompts greedily."""
+        return await self._worker.evaluate(prompts, max_new_tokens=self._config.rollout.max_new_tokens)
+
+    async def score(self, sequences: list[tuple[list[int], list[int]]]) -> list[Any]:
+        """Log-probabilities of stored sequences under the engine's present weights."""
+        return list(await asyncio.gather(*(self._engine.score(prompt, output) for prompt, output in sequences)))
+
+    async def collect(self) -> tuple[list[Event], dict[str, float]]:
+        """Events since the last call, and figures of this moment."""
+        if self._engine._llm.errored:
+            raise EngineError(f"the engine-core process of {self._name} died; see its log")
+        return self._events.drain(), self._worker.gauges()

@@ -1,0 +1,95 @@
+"""The process of one trainer rank."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from areal_lite.actors.engine_client import EngineClient
+from areal_lite.actors.process import log_to_file
+from areal_lite.config import Config
+from areal_lite.sample_queue.client import QueueClient
+from areal_lite.train.distributed import free_address, join_process_group, leave_process_group
+from areal_lite.train.trainer import StepStats, Trainer
+from areal_lite.weights.publisher import WeightPublisher
+
+__all__ = ["TrainerActor"]
+
+
+class TrainerActor:
+    """Delegates to `Trainer` and `WeightPublisher`; `progress` may be called beside any other method."""
+
+    def __init__(self, config: Config, *, rank: int, log_folder: str) -> None:
+        log_to_file(log_folder, f"trainer/{rank}")
+        self._config, self._rank = config, rank
+        if config.run.device == "cpu":
+            torch.set_num_threads(config.trainer.threads)
+
+    def free_address(self) -> str:
+        """Where the ranks can meet (rank 0 is asked)."""
+        return free_address(ray.util.get_node_ip_address())
+
+    def start(self, *, address: str, model_folder: str, endpoint: str, checkpoint: str | None) -> int:
+        """Join the other ranks, build the model, load the checkpoint; returns the version."""
+        config = self._config
+        join_process_group(
+            address,
+            rank=self._rank,
+            world_size=config.trainer.ranks,
+            device=config.run.device,
+            timeout_s=config.run.stall_timeout_s,
+        )
+        self._trainer = Trainer(config, model_folder=model_folder, rank=self._rank, world_size=config.trainer.ranks)
+        if checkpoint is not None:
+            self._trainer.load(Path(checkpoint))
+        self._queue = QueueClient(endpoint, timeout_s=config.run.stall_timeout_s)
+        self._publisher = WeightPublisher(
+            self._trainer.model,
+            transport=config.weights.transport,
+            dtype=getattr(torch, config.compute_dtype),
+            rank=self._rank,
+            host=ray.util.get_node_ip_address(),
+            timeout_s=config.weights.timeout_s,
+        )
+        return self._trainer.version
+
+    def connect(self, engines: dict[str, Any]) -> dict[str, str | None]:
+        """Make exactly these rollout actors the receivers of publications."""
+        timeout_s, ranks = self._config.weights.timeout_s, self._config.rollout.tensor_parallel
+
+        def client(handles: dict[str, Any]) -> EngineClient:
+            return EngineClient(handles, timeout_s=timeout_s, ranks_per_engine=ranks)
+
+        clients = {name: client({name: handle}) for name, handle in engines.items()}
+        return self._publisher.connect(clients, group_client=client(engines), num_engine_ranks=ranks * len(engines))
+
+    def train_step(self, batch_id: str) -> StepStats:
+        """Fetch this rank's shard of a taken batch and train it."""
+        return self._trainer.train_step(self._queue.fetch(batch_id=batch_id, rank=self._rank))
+
+    def publish(self) -> dict[str, str | None]:
+        """Send the present weights to all engines; returns per engine None or why it failed."""
+        return self._publisher.publish()
+
+    def progress(self) -> int:
+        """Return a number that grows while this rank works."""
+        return self._trainer.progress
+
+    def score(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Any]:
+        """Log-probabilities of stored sequences under the present weights; all ranks together."""
+        return self._trainer.score(sequences)
+
+    def save(self, folder: str) -> None:
+        """Write a checkpoint; all ranks together."""
+        self._trainer.save(Path(folder))
+
+    def export(self, folder: str) -> None:
+        """Write a Hugging Face folder; all ranks together."""
+        self._trainer.export(Path(folder))
+
+    def stop(self) -> None:
+        """Leave the process group."""
+        self._queue.close()
+        leave_process_group()

@@ -1,0 +1,48 @@
+"""The process of one verifier worker: a pool of killable processes and the loop that feeds it."""
+
+from areal_lite.actors.process import log_to_file
+from areal_lite.config import Config
+from areal_lite.events import Event, EventBuffer
+from areal_lite.sample_queue.client import AsyncQueueClient
+from areal_lite.types import Prompt, Score
+from areal_lite.verify.pool import VerifierPool
+from areal_lite.verify.worker import VerifierWorker
+
+__all__ = ["VerifierActor"]
+
+
+class VerifierActor:
+    """Delegates to `VerifierPool` and `VerifierWorker`."""
+
+    def __init__(self, config: Config, *, name: str, endpoint: str, log_folder: str) -> None:
+        log_to_file(log_folder, name)
+        self._config, self._name, self._endpoint = config, name, endpoint
+        self._events = EventBuffer(name)
+
+    async def start(self) -> None:
+        """Start the pool; a verifier that cannot be loaded fails here."""
+        verifier = self._config.verifier
+        self._pool = VerifierPool(verifier.function, processes=verifier.processes, timeout_s=verifier.timeout_s)
+        await self._pool.start()
+        self._client = AsyncQueueClient(self._endpoint, timeout_s=self._config.queue.lease_timeout_s)
+        self._worker = VerifierWorker(
+            self._client, self._pool, name=self._name, events=self._events, lease_limit=4 * verifier.processes
+        )
+
+    async def run(self) -> None:
+        """Serve until `stop`; raises what ended the worker."""
+        await self._worker.run()
+
+    async def stop(self) -> None:
+        """End `run` and every process of the pool."""
+        await self._worker.stop()
+        await self._pool.close()
+        await self._client.close()
+
+    async def score(self, prompts: list[Prompt], completions: list[str]) -> list[Score]:
+        """Score evaluation completions, one per prompt."""
+        return [(await self._pool.score(prompt, [text]))[0] for prompt, text in zip(prompts, completions, strict=True)]
+
+    async def collect(self) -> tuple[list[Event], dict[str, float]]:
+        """Events since the last call, and figures of this moment."""
+        return self._events.drain(), self._pool.gauges()

@@ -1,0 +1,148 @@
+"""The command line: `areal-lite train | check-config | doctor`.
+
+Heavy imports happen inside the commands, so that `--help` and `check-config` answer at once.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+
+from areal_lite import __version__
+from areal_lite.config import Config, load_config, shipped_recipes
+from areal_lite.errors import ArealLiteError
+
+__all__ = ["main"]
+
+
+_SUMMARY_KEYS = (
+    "steps", "wall_s", "samples_per_s", "gen_tokens_per_s", "reward_first", "reward_last", "age_max_trained",
+    "max_staleness", "rollout_idle_fraction", "trainer_idle_fraction", "paused_fraction", "parity_max_abs_logprob_diff",
+)  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the process's exit code: 0 done, 1 failed, 2 bad usage, 130 stopped by Ctrl-C."""
+    parser = _parser()
+    words = parser.parse_args(arguments)
+    try:
+        return int(words.command(words))
+    except ArealLiteError as error:
+        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False, soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped")
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="areal-lite",
+        description="Asynchronous reinforcement learning for language models.",
+        epilog=f"Shipped recipes: {', '.join(shipped_recipes())}. First steps: areal-lite train arith_cpu",
+    )
+    parser.add_argument("--version", action="version", version=f"areal-lite {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    train = commands.add_parser(
+        "train",
+        help="train a policy from a recipe",
+        description="Train a policy from a recipe. Ctrl-C finishes the step, saves, and says how to go on.",
+    )
+    _add_recipe(train)
+    train.set_defaults(command=_train)
+
+    check = commands.add_parser(
+        "check-config",
+        help="check a recipe and print it in full",
+        description="Check a recipe and print every setting with its value and meaning. Nothing is started.",
+    )
+    _add_recipe(check)
+    check.set_defaults(command=_check_config)
+
+    doctor = commands.add_parser("doctor", help="say what this machine can run, and what to do about what is missing")
+    doctor.set_defaults(command=_doctor)
+    return parser
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "recipe", metavar="RECIPE", help=f"path of a YAML file, or one of: {', '.join(shipped_recipes())}"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.field=value",
+        help="settings that replace the recipe's, e.g. run.steps=50",
+    )
+
+
+def _train(words: argparse.Namespace) -> int:
+    config = load_config(words.recipe, words.overrides)
+    from areal_lite.launch.controller import Interrupted
+    from areal_lite.launch.train import train
+
+    console = Console()
+    try:
+        summary = train(config, recipe_name=Path(words.recipe).stem, console=console)
+    except Interrupted as stop:
+        given = " ".join(word for word in words.overrides if not word.startswith(("run.resume=", "run.dir=")))
+        console.print("stopped and saved. To go on:", highlight=False)
+        command = " ".join(part for part in ("areal-lite train", words.recipe, given, f"run.resume={stop}") if part)
+        console.print(f"  {command}", highlight=False, soft_wrap=True)
+        return 130
+    _print_summary(summary, console)
+    return 0
+
+
+def _print_summary(summary: dict[str, object], console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(title="summary", show_header=False, title_justify="left")
+    evaluations = summary["eval"]
+    if isinstance(evaluations, dict) and evaluations:
+        first, *_, last = [*evaluations.values(), *evaluations.values()]
+        table.add_row("held-out accuracy, greedy", f"{first:.3f} → {last:.3f}")
+    for key in _SUMMARY_KEYS:
+        value = summary[key]
+        table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
+    console.print(table)
+
+
+def _check_config(words: argparse.Namespace) -> int:
+    config = load_config(words.recipe, words.overrides)
+    for line in _explained(config):
+        print(line)
+    print(f"# {words.recipe} is fine: {config.samples_per_step} samples per step, device {config.run.device}")
+    return 0
+
+
+def _explained(config: Config) -> list[str]:
+    """Render a config as YAML with each field's meaning behind it."""
+    from pydantic import BaseModel
+
+    def render(section: BaseModel, indent: str) -> list[str]:
+        lines = []
+        for name, field in type(section).model_fields.items():
+            value = getattr(section, name)
+            if isinstance(value, BaseModel):
+                lines += [f"{indent}{name}:", *render(value, indent + "  ")]
+            else:
+                text = yaml.safe_dump(value, default_flow_style=True).removesuffix("\n").removesuffix("...").rstrip()
+                lines.append(f"{indent}{name}: {text}".ljust(44) + f"  # {field.description}")
+        return lines
+
+    return render(config, "")
+
+
+def _doctor(words: argparse.Namespace) -> int:
+    from areal_lite.doctor import run_doctor
+
+    return run_doctor()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

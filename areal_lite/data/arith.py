@@ -1,0 +1,111 @@
+"""The built-in task: chained sums, answered step by step.
+
+`7+25-13=?` is answered `7+25=32;32-13=19#19`: one step per operator, separated by `;`, and the answer after
+`#`. Called by `source.py` and by the supervised warm start. Numbers are at least 1, and a minus is drawn only
+where the running total stays at zero or above: the minus sign is always an operator, never part of a number,
+so a tokenizer of single characters needs no rule for it.
+"""
+
+import itertools
+import operator
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from areal_lite.config import ArithConfig
+from areal_lite.errors import ConfigError
+
+__all__ = ["CHARACTERS", "ArithProblem", "arith_problems", "gold_solutions"]
+
+CHARACTERS = "0123456789+-=?;#"
+"""Every character a prompt or a solution can hold."""
+
+_OPERATORS = {"+": operator.add, "-": operator.sub}
+_DRAWS_PER_PROBLEM = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArithProblem:
+    """One chain. Example: `ArithProblem(prompt="7+25=?", solution="7+25=32#32", answer="32")`."""
+
+    prompt: str
+    solution: str
+    """What a perfect policy writes."""
+    answer: str
+    """The number after `#`."""
+
+
+def arith_problems(settings: ArithConfig, split: Literal["train", "eval"]) -> list[ArithProblem]:
+    """Make the problems of a split, the same ones for the same settings.
+
+    Held-out problems differ from each other, and their prompts never occur in training. Training problems may
+    repeat where the settings allow only few.
+
+    Raises:
+        ConfigError: The settings allow too few different problems.
+    """
+    held_out = _held_out(settings)
+    if split == "eval":
+        return list(held_out.values())
+    return _training(settings, held_out, stream="train", count=settings.train_size)
+
+
+def gold_solutions(settings: ArithConfig, count: int, *, seed: int) -> list[ArithProblem]:
+    """Make problems for supervised training, from a stream of their own, never held-out ones.
+
+    Args:
+        settings: The task; its held-out split is the one excluded.
+        count: Number of problems.
+        seed: Picks the stream.
+
+    Raises:
+        ConfigError: The settings allow too few different problems.
+    """
+    return _training(settings, _held_out(settings), stream=f"gold/{seed}", count=count)
+
+
+def _held_out(settings: ArithConfig) -> dict[str, ArithProblem]:
+    """Return the held-out problems by prompt."""
+    held_out: dict[str, ArithProblem] = {}
+    for problem in _draws(settings, stream="eval", count=settings.eval_size):
+        held_out[problem.prompt] = problem
+        if len(held_out) == settings.eval_size:
+            return held_out
+    raise _too_few(settings, f"{settings.eval_size} different held-out problems")
+
+
+def _training(
+    settings: ArithConfig, held_out: dict[str, ArithProblem], *, stream: str, count: int
+) -> list[ArithProblem]:
+    draws = _draws(settings, stream=stream, count=count)
+    problems = list(itertools.islice((problem for problem in draws if problem.prompt not in held_out), count))
+    if len(problems) < count:
+        raise _too_few(settings, f"{settings.eval_size} held-out problems and others to train on")
+    return problems
+
+
+def _draws(settings: ArithConfig, *, stream: str, count: int) -> Iterator[ArithProblem]:
+    """Draw problems, not for ever: settings that allow few of them must end in an error."""
+    # A text seed is hashed with SHA-512: the same problems on every machine and Python version.
+    rng = random.Random(f"arith/{settings.seed}/{stream}")
+    return (_draw(rng, settings) for _ in range(count * _DRAWS_PER_PROBLEM))
+
+
+def _draw(rng: random.Random, settings: ArithConfig) -> ArithProblem:
+    total = rng.randint(1, settings.max_value)
+    prompt, steps = str(total), []
+    for _ in range(rng.randint(settings.min_terms, settings.max_terms) - 1):
+        value = rng.randint(1, settings.max_value)
+        sign = "-" if rng.random() < 0.5 and value <= total else "+"
+        result = _OPERATORS[sign](total, value)
+        steps.append(f"{total}{sign}{value}={result}")
+        prompt, total = f"{prompt}{sign}{value}", result
+    return ArithProblem(prompt=f"{prompt}=?", solution=f"{';'.join(steps)}#{total}", answer=str(total))
+
+
+def _too_few(settings: ArithConfig, wanted: str) -> ConfigError:
+    return ConfigError(
+        f"data.arith must allow {wanted}, got chains of {settings.min_terms} to {settings.max_terms} numbers up to "
+        f"{settings.max_value}: raise data.arith.max_value or max_terms, or lower eval_size"
+    )

@@ -1,0 +1,137 @@
+"""JSONL files of tasks, read line by line.
+
+Called by `source.py`. Knows nothing of tokenizers or templates; a broken line is counted, named by file and
+line number, and tolerated up to a share.
+"""
+
+import difflib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from areal_lite.errors import DataError
+
+__all__ = ["Task", "load_jsonl"]
+
+_log = logging.getLogger(__name__)
+_RESERVED = ("prompt", "completion", "answer")
+_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One prompt before it is tokenised.
+
+    Example: `Task(origin="train.jsonl:17", prompt="7+25=?", answer="32", row={"level": 2})`
+    """
+
+    origin: str
+    """Where it came from, for messages."""
+    prompt: str
+    """Text of the prompt column."""
+    answer: str
+    """Text of the answer column."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The other columns."""
+
+
+def load_jsonl(path: str | Path, *, prompt_column: str, answer_column: str, max_bad_fraction: float) -> list[Task]:
+    """Read one JSON object a line; blank lines are passed over.
+
+    Args:
+        path: The file.
+        prompt_column: Column with the prompt, a non-empty text.
+        answer_column: Column with the reference answer, a text or a number.
+        max_bad_fraction: Share of broken lines above which loading fails.
+
+    Raises:
+        DataError: The file is missing or empty, a column is in no row, or too many lines are broken.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(
+            f"a JSONL file is needed, there is none at {path.absolute()}: correct data.path or data.eval_path"
+        )
+    rows, problems = _parse_lines(path)
+    if not rows and not problems:
+        raise DataError(f"{path} holds no rows: a JSONL file has one JSON object a line")
+    _check_columns(path, rows, columns={"data.prompt_column": prompt_column, "data.answer_column": answer_column})
+    tasks = []
+    for line, row in rows:
+        try:
+            tasks.append(_task(row, origin=f"{path}:{line}", prompt_column=prompt_column, answer_column=answer_column))
+        except ValueError as error:
+            problems.append((line, str(error)))
+    _report(path, sorted(problems), num_rows=len(tasks) + len(problems), max_bad_fraction=max_bad_fraction)
+    return tasks
+
+
+def _parse_lines(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[tuple[int, str]]]:
+    """Split a file into rows and problems, each with its line number (from 1)."""
+    rows, problems = [], []
+    with path.open("rb") as file:
+        for line, raw in enumerate(file, start=1):
+            if not raw.strip():
+                continue
+            try:
+                rows.append((line, _parse_line(raw)))
+            except (ValueError, OverflowError, RecursionError) as error:
+                problems.append((line, f"{error}"))
+    return rows, problems
+
+
+def _parse_line(raw: bytes) -> dict[str, Any]:
+    row = json.loads(raw)
+    if not isinstance(row, dict):
+        raise ValueError(f"a row must be a JSON object, got {type(row).__name__}")
+    msgpack.packb(row)  # lone surrogates and numbers beyond 64 bit would fail much later, on the wire
+    return row
+
+
+def _check_columns(path: Path, rows: Sequence[tuple[int, dict[str, Any]]], *, columns: Mapping[str, str]) -> None:
+    """Tell a wrong column name, which no row has, from a broken row."""
+    known = sorted({name for _, row in rows for name in row})
+    for option, column in columns.items():
+        if known and column not in known:
+            nearest = difflib.get_close_matches(column, known, n=1, cutoff=0.0)[0]
+            raise DataError(
+                f"{path} has no column {column!r} in any row, only {', '.join(known)}: "
+                f"set {option} (nearest: {nearest!r})"
+            )
+
+
+def _task(row: dict[str, Any], *, origin: str, prompt_column: str, answer_column: str) -> Task:
+    prompt, answer = (row.get(column) for column in (prompt_column, answer_column))
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise ValueError(f"column {prompt_column!r} must hold a non-empty text, got {prompt!r:.60}")
+    if not isinstance(answer, str | int | float):
+        raise ValueError(f"column {answer_column!r} must hold a text or a number, got {answer!r:.60}")
+    others = {name: value for name, value in row.items() if name not in (prompt_column, answer_column)}
+    clash = [name for name in _RESERVED if name in others]
+    if clash:
+        raise ValueError(
+            f"column {clash[0]!r} has the name of a verifier argument: rename it, or make it data.prompt_column or "
+            "data.answer_column"
+        )
+    return Task(origin=origin, prompt=prompt, answer=str(answer), row=others)
+
+
+def _report(path: Path, problems: Sequence[tuple[int, str]], *, num_rows: int, max_bad_fraction: float) -> None:
+    """Log the broken lines; raise when there are too many."""
+    for line, problem in problems[:_SHOWN]:
+        _log.warning("%s:%d is left out: %s", path, line, problem)
+    if not problems:
+        return
+    summary = f"{len(problems)} of {num_rows} rows of {path} are broken"
+    _log.warning("%s", summary)
+    if len(problems) == num_rows or len(problems) > max_bad_fraction * num_rows:
+        line, problem = problems[0]
+        raise DataError(
+            f"{summary}, more than data.max_bad_fraction={max_bad_fraction} allows; the first is line {line}: "
+            f"{problem}. Repair the file, or raise data.max_bad_fraction"
+        )

@@ -1,0 +1,96 @@
+"""Shares of time and histograms, as pure functions of the event log.
+
+A `LaneClock` is fed the events of one lane in order and adds up how long the lane spent in each state. The
+controller reads its totals after every step (a step's share is a difference of two readings); the summary
+reads them at the first and the last trained step; a report can feed `events.jsonl` again and gets the same.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from areal_lite.events import Event
+
+__all__ = ["LaneClock", "fraction", "median", "rollout_clock", "trainer_clock"]
+
+_ROLLOUT_STATES = {
+    "pause": "pausing",
+    "drain": "draining",
+    "paused": "transferring",
+    "update_received": "reloading",
+    "update_loaded": "stamping",
+    "resumed": "generating",
+}
+"""A rollout lane's state after an event: a pause runs from the pause call to the resume, draining apart."""
+
+_TRAINER_STATES = {
+    "wait": "waiting",
+    "train": "training",
+    "trained": "publishing",
+    "published": "other",
+}
+
+
+class LaneClock:
+    """Adds up the seconds one lane spends in each state, and its running samples over time.
+
+    Example: `running n=2` at 0 s, `pause` at 3 s, `resumed` at 4 s; read at 5 s gives
+    `{"generating": 4.0, "pausing": 1.0, "slot_seconds": 10.0}`.
+    """
+
+    def __init__(self, states: Mapping[str, str], initial: str) -> None:
+        self._states, self._state = states, initial
+        self._running = 0
+        self._time: float | None = None
+        self._totals: Counter[str] = Counter()
+
+    def feed(self, event: Event) -> None:
+        """Take the next event of the lane, in order of time; kinds it does not know change nothing."""
+        if event["kind"] == "running":
+            self._advance(event["time"])
+            self._running = event["n"]
+        elif event["kind"] in self._states:
+            self._advance(event["time"])
+            self._state = self._states[event["kind"]]
+
+    def read(self, time: float) -> dict[str, float]:
+        """Return seconds per state up to a time, plus `slot_seconds`, the integral of running samples."""
+        self._advance(time)
+        return dict(self._totals)
+
+    def _advance(self, time: float) -> None:
+        if self._time is not None and time > self._time:
+            elapsed = time - self._time
+            idle = self._state == "generating" and self._running == 0
+            self._totals["idle" if idle else self._state] += elapsed
+            self._totals["slot_seconds"] += elapsed * self._running
+        self._time = time if self._time is None else max(time, self._time)
+
+
+def rollout_clock() -> LaneClock:
+    """Clock of a rollout lane: generating, idle, draining, and the four parts of a pause."""
+    return LaneClock(_ROLLOUT_STATES, "generating")
+
+
+def trainer_clock() -> LaneClock:
+    """Clock of the trainer lane: waiting, training, publishing, other."""
+    return LaneClock(_TRAINER_STATES, "other")
+
+
+def fraction(before: Mapping[str, float], after: Mapping[str, float], *states: str) -> float:
+    """Share of the time between two readings of a clock that was spent in some states."""
+
+    def total(reading: Mapping[str, float]) -> float:
+        return sum(value for state, value in reading.items() if state != "slot_seconds")
+
+    elapsed = total(after) - total(before)
+    spent = sum(after.get(state, 0.0) - before.get(state, 0.0) for state in states)
+    return spent / elapsed if elapsed > 0 else 0.0
+
+
+def median(values: list[float]) -> float:
+    """Median; 0 of nothing."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    if not ordered:
+        return 0.0
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

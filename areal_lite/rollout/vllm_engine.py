@@ -1,0 +1,247 @@
+"""The real generation engine: vLLM's `AsyncLLM` behind the `GenerationEngine` protocol.
+
+The only file of the rollout side that imports vLLM. Start it inside the process that owns it
+(`await VllmEngine.start(...)`); the model then lives in one engine-core process below.
+"""
+
+import asyncio
+import itertools
+import os
+from collections.abc import Awaitable, Sequence
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from areal_lite.config import Config
+from areal_lite.errors import EngineError
+from areal_lite.rollout.engine import Interrupt, Sampling
+from areal_lite.types import Float32, Sample, StopReason, VersionSpan
+
+__all__ = ["VllmEngine"]
+
+T = TypeVar("T")
+
+_LIVENESS_SLICE_S = 0.5
+"""How often a call in flight looks whether the engine died: vLLM never fails a pending `collective_rpc`."""
+
+
+class VllmEngine:
+    """One vLLM engine with exact version stamps, pause and resume, and weight transfer."""
+
+    def __init__(self, llm: Any, tokenizer: Any, progress: Any) -> None:
+        self._llm = llm
+        self._tokenizer = tokenizer
+        self._progress = progress
+        self._request_numbers = itertools.count()
+        self._closed = False
+
+    @classmethod
+    async def start(cls, config: Config, *, model_folder: str) -> Self:
+        """Load the model and start the engine-core process.
+
+        Args:
+            config: The recipe; sections `model`, `rollout`, `weights` and `run` are read.
+            model_folder: A Hugging Face model folder.
+
+        Raises:
+            EngineError: vLLM could not start; its own words are in the message.
+        """
+        _set_environment(config)
+        from transformers import AutoTokenizer
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        progress = _progress_logger_class()
+        try:
+            llm = AsyncLLM.from_engine_args(_engine_args(config, model_folder), stat_loggers=[progress])
+            engine = cls(llm, AutoTokenizer.from_pretrained(model_folder), progress)
+            await engine.stamp(0)
+            # The first request pays vLLM's warm-up; pay it before anybody measures or waits.
+            await engine.generate([engine._tokenizer.eos_token_id or 0], Sampling(max_new_tokens=2, temperature=0.0))
+        except Exception as error:
+            raise EngineError(
+                f"vLLM should have started on {model_folder}, got {type(error).__name__}: {error}"
+            ) from error
+        return engine
+
+    @property
+    def tokens_generated(self) -> int:
+        """Output tokens since the start, running samples included."""
+        return int(self._progress.tokens)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Sample:
+        """Complete one prompt.
+
+        Raises:
+            EngineError: The engine died, or returned something other than a finished completion.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            seed=sampling.seed,
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            detokenize=False,
+        )
+        output = await self._final(prompt_ids, params)
+        completion = output.outputs[0]
+        if completion.finish_reason not in ("stop", "length") or not completion.token_ids:
+            raise EngineError(f"a completion must end with stop or length, got {completion.finish_reason!r}")
+        token_ids = np.asarray(completion.token_ids, dtype=np.int32)
+        return Sample(
+            token_ids=token_ids,
+            logprobs=_sampled_logprobs(completion),
+            spans=tuple(
+                VersionSpan(version=int(span.version), start=span.start, end=span.end)
+                for span in completion.weight_versions
+            ),
+            stop_reason=StopReason(completion.finish_reason),
+            text=self._tokenizer.decode(completion.token_ids, skip_special_tokens=True),
+        )
+
+    async def score(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Float32:
+        """Return [T] log-probabilities of given output tokens, at temperature 1, by a fresh prefill."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False
+        )
+        tokens = [*map(int, prompt_ids), *map(int, output_ids)]
+        output = await self._final(tokens, params)
+        start = len(prompt_ids)
+        values = [output.prompt_logprobs[start + i][int(token)].logprob for i, token in enumerate(output_ids)]
+        return np.array(values, dtype=np.float32)
+
+    async def pause(self, interrupt: Interrupt) -> None:
+        """Stop generating, in the manner of `rollout.interrupt`.
+
+        `recompute` and `drain` also drop the caches; `keep_kv` leaves them (prefix caching is off then, so
+        that no new request can start from a cache of older weights).
+        """
+        mode = "wait" if interrupt == "drain" else "keep"
+        # Not `llm.pause_generation`: it adds a fixed sleep of 20 ms that vLLM itself calls unnecessary.
+        await self._guarded(self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=interrupt != "keep_kv"))
+
+    async def resume(self) -> None:
+        """Go on generating."""
+        await self._guarded(self._llm.resume_generation())
+
+    async def stamp(self, version: int) -> None:
+        """Have the engine label every token from now on with this version."""
+        await self._guarded(self._llm.update_weight_version(str(version)))
+
+    async def weights_call(self, method: str, argument: dict[str, Any] | None = None) -> None:
+        """Pass one call of vLLM's weight-transfer protocol on to the engine-core process."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+        match method:
+            case "init_weight_transfer_engine":
+                call = self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=argument or {}))
+            case "update_weights":
+                call = self._llm.update_weights(WeightTransferUpdateRequest(update_info=argument or {}))
+            case "start_weight_update" | "finish_weight_update":
+                call = getattr(self._llm, method)()
+            case _:
+                raise ValueError(f"not a weight-transfer call: {method!r}")
+        await self._guarded(call)
+
+    async def close(self) -> None:
+        """Stop the engine-core process."""
+        if not self._closed:
+            self._closed = True
+            self._llm.shutdown()
+
+    async def _final(self, prompt_ids: Sequence[int], params: Any) -> Any:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        request_id = str(next(self._request_numbers))
+        final = None
+        try:
+            async for output in self._llm.generate({"prompt_token_ids": list(prompt_ids)}, params, request_id):
+                final = output
+        except EngineDeadError as error:
+            raise EngineError("the engine-core process died; see the worker's log") from error
+        return final
+
+    async def _guarded(self, call: Awaitable[T]) -> T:
+        """Await a call of the engine, or raise once the engine is dead."""
+        task = asyncio.ensure_future(call)
+        while not task.done():
+            await asyncio.wait([task], timeout=_LIVENESS_SLICE_S)
+            if not task.done() and self._llm.errored:
+                task.cancel()
+                raise EngineError("the engine-core process died; see the worker's log")
+        return task.result()
+
+
+def _sampled_logprobs(completion: Any) -> Float32:
+    """Log-probability of each sampled token, [T]."""
+    pairs = zip(completion.logprobs, completion.token_ids, strict=True)
+    return np.array([position[token].logprob for position, token in pairs], dtype=np.float32)
+
+
+def _set_environment(config: Config) -> None:
+    """Settings that vLLM reads from the environment, before it is imported."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if config.run.device == "cpu":
+        # With "uni" but multiprocessing left on, vLLM 0.32 goes back to a worker process that spins on a core.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        os.environ["OMP_NUM_THREADS"] = str(config.rollout.threads)
+
+
+def _engine_args(config: Config, model_folder: str) -> Any:
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    on_cpu = config.run.device == "cpu"
+    where: dict[str, Any] = (
+        {
+            "distributed_executor_backend": "uni",
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": config.rollout.kv_cache_mb * 2**20,
+        }
+        if on_cpu
+        else {
+            "gpu_memory_utilization": config.rollout.gpu_memory_fraction,
+            "tensor_parallel_size": config.rollout.tensor_parallel,
+        }
+    )
+    return AsyncEngineArgs(
+        model=model_folder,
+        dtype=config.compute_dtype,
+        max_model_len=config.model.max_context,
+        max_num_seqs=config.rollout.slots,
+        seed=config.run.seed,
+        # The behaviour policy is the temperature-scaled distribution; raw log-probabilities are another one.
+        logprobs_mode="processed_logprobs",
+        # With keep_kv a new request could start from a prefix cached under older weights.
+        enable_prefix_caching=config.rollout.interrupt != "keep_kv",
+        weight_transfer_config=WeightTransferConfig(backend=config.weights.transport),
+        disable_log_stats=False,
+        **where,
+    )
+
+
+def _progress_logger_class() -> Any:
+    """A vLLM stat logger that only counts generated tokens, on the class so that it can be read."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Progress(StatLoggerBase):  # type: ignore[misc]
+        tokens = 0
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+            if iteration_stats is not None:
+                Progress.tokens += iteration_stats.num_generation_tokens
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return Progress

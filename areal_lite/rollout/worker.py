@@ -1,0 +1,197 @@
+"""The rollout worker's loop: keep one engine full, without a batch barrier.
+
+The rollout actor owns one of these. It pulls prompts from the sample queue whenever the engine has a free
+slot, returns each group as soon as its last sample ends, and tells the queue by heartbeat which work it
+still holds. It knows neither Ray nor vLLM nor weights.
+"""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from areal_lite.errors import EngineError, QueueTimeout
+from areal_lite.events import EventBuffer
+from areal_lite.rollout.engine import GenerationEngine, Sampling
+from areal_lite.types import Lease, Prompt, Sample
+
+__all__ = ["RolloutQueue", "RolloutWorker", "sample_seed"]
+
+logger = logging.getLogger(__name__)
+
+_LEASE_WAIT_S = 1.0
+_OCCUPANCY_RESOLUTION_S = 0.005
+
+
+class RolloutQueue(Protocol):
+    """The part of the queue client that a rollout worker uses."""
+
+    async def lease_rollout(self, *, worker: str, limit: int, wait_s: float) -> list[Lease]: ...  # noqa: D102
+    async def complete_rollout(self, *, lease_id: str, samples: Sequence[Sample]) -> bool: ...  # noqa: D102
+    async def heartbeat(self, *, worker: str, lease_ids: Sequence[str], progress: int) -> list[str]: ...  # noqa: D102
+    async def fail(self, *, lease_id: str, reason: str) -> bool: ...  # noqa: D102
+
+
+def sample_seed(run_seed: int, group_id: str, sample_index: int) -> int:
+    """Seed of one sample: the same run, group and index always draw the same tokens from the same weights."""
+    digest = hashlib.blake2b(f"{run_seed}/{group_id}/{sample_index}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
+
+
+class RolloutWorker:
+    """Leases prompts, generates groups, returns them.
+
+    `run` consumes leases and produces finished groups; it waits for a free slot (unblocked by a finished
+    sample) and for the queue's answer (unblocked by admission, at most `_LEASE_WAIT_S`). `stop` ends it.
+    """
+
+    def __init__(
+        self,
+        client: RolloutQueue,
+        engine: GenerationEngine,
+        *,
+        name: str,
+        samples_per_group: int,
+        slots: int,
+        sampling: Sampling,
+        run_seed: int,
+        heartbeat_s: float,
+        events: EventBuffer,
+    ) -> None:
+        self._client, self._engine, self._name = client, engine, name
+        self._samples_per_group, self._slots = samples_per_group, slots
+        self._sampling, self._run_seed = sampling, run_seed
+        self._heartbeat_s, self._events = heartbeat_s, events
+        self._groups: dict[str, asyncio.Task[None]] = {}
+        self._running = 0
+        self._emitted_running = 0
+        self._emit_pending = False
+        self._changed = asyncio.Event()
+        self._stopping = False
+
+    async def run(self) -> None:
+        """Serve until `stop`.
+
+        Raises:
+            EngineError: The engine died; held leases come back to the queue by their missing heartbeats.
+        """
+        heartbeat = asyncio.create_task(self._heartbeat_loop())
+        try:
+            while not self._stopping:
+                self._changed.clear()
+                self._raise_if_engine_died()
+                free = self._slots - self._running
+                if free <= 0:
+                    await self._changed.wait()
+                    continue
+                await self._lease(limit=-(-free // self._samples_per_group))
+        finally:
+            heartbeat.cancel()
+            for task in self._groups.values():
+                task.cancel()
+            await asyncio.gather(heartbeat, *self._groups.values(), return_exceptions=True)
+
+    async def stop(self) -> None:
+        """End `run`: nothing more is leased, samples in flight are cut off."""
+        self._stopping = True
+        self._changed.set()
+
+    async def evaluate(self, prompts: Sequence[Prompt], *, max_new_tokens: int) -> list[Sample]:
+        """Complete prompts greedily, beside whatever else the engine does."""
+        greedy = Sampling(max_new_tokens=max_new_tokens, temperature=0.0)
+        return list(await asyncio.gather(*(self._engine.generate(prompt.token_ids, greedy) for prompt in prompts)))
+
+    def gauges(self) -> dict[str, float]:
+        """Figures of this moment."""
+        return {"running": self._running, "slots": self._slots, "tokens": self._engine.tokens_generated}
+
+    async def _lease(self, *, limit: int) -> None:
+        try:
+            leases = await self._client.lease_rollout(worker=self._name, limit=limit, wait_s=_LEASE_WAIT_S)
+        except QueueTimeout:
+            logger.warning("the queue did not answer a lease request; asking again")
+            return
+        for lease in leases:
+            self._count_running(self._samples_per_group)
+            task = asyncio.create_task(self._serve(lease))
+            self._groups[lease.lease_id] = task
+            task.add_done_callback(lambda _, lease_id=lease.lease_id: self._changed.set())
+
+    async def _serve(self, lease: Lease) -> None:
+        """Generate one group; a request the engine refuses fails the group, a dead engine fails the worker."""
+        group, started = lease.group, time.time()
+        try:
+            samples = await asyncio.gather(
+                *(self._sample(group.group_id, group.prompt, i) for i in range(self._samples_per_group))
+            )
+        except EngineError:
+            raise
+        except Exception as error:
+            logger.exception("group %s could not be generated", group.group_id)
+            await self._client.fail(lease_id=lease.lease_id, reason=f"generation:{type(error).__name__}")
+        else:
+            self._emit_group(group.group_id, started, samples)
+            await self._return(lease.lease_id, [sample for sample, _ in samples])
+        self._groups.pop(lease.lease_id, None)
+
+    async def _return(self, lease_id: str, samples: Sequence[Sample]) -> None:
+        try:
+            await self._client.complete_rollout(lease_id=lease_id, samples=samples)
+        except QueueTimeout:
+            logger.warning("the queue did not take lease %s; it will be generated again", lease_id)
+
+    async def _sample(self, group_id: str, prompt: Prompt, index: int) -> tuple[Sample, float]:
+        sampling = Sampling(
+            max_new_tokens=self._sampling.max_new_tokens,
+            temperature=self._sampling.temperature,
+            seed=sample_seed(self._run_seed, group_id, index),
+        )
+        try:
+            return await self._engine.generate(prompt.token_ids, sampling), time.time()
+        finally:
+            self._count_running(-1)
+
+    async def _heartbeat_loop(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            try:
+                dead = await self._client.heartbeat(
+                    worker=self._name, lease_ids=list(self._groups), progress=self._engine.tokens_generated
+                )
+            except QueueTimeout:
+                logger.warning("the queue did not answer a heartbeat")
+                continue
+            for lease_id in dead:
+                if (task := self._groups.get(lease_id)) is not None and not task.done():
+                    self._groups.pop(lease_id).cancel()
+
+    def _raise_if_engine_died(self) -> None:
+        for lease_id, task in list(self._groups.items()):
+            if task.done():
+                del self._groups[lease_id]
+                if not task.cancelled():
+                    task.result()
+
+    def _count_running(self, change: int) -> None:
+        self._running += change
+        self._changed.set()
+        if not self._emit_pending:
+            self._emit_pending = True
+            asyncio.get_running_loop().call_later(_OCCUPANCY_RESOLUTION_S, self._emit_running)
+
+    def _emit_running(self) -> None:
+        self._emit_pending = False
+        if self._running != self._emitted_running:
+            self._emitted_running = self._running
+            self._events.emit("running", n=self._running)
+
+    def _emit_group(self, group_id: str, started: float, samples: Sequence[tuple[Sample, float]]) -> None:
+        def spans(sample: Sample) -> list[list[int]]:
+            return [[span.version, span.start, span.end] for span in sample.spans]
+
+        entries: list[dict[str, Any]] = [
+            {"end": round(ended, 4), "tokens": sample.num_tokens, "spans": spans(sample)} for sample, ended in samples
+        ]
+        self._events.emit("group", group=group_id, start=started, samples=entries)

@@ -1,0 +1,239 @@
+"""How everybody else talks to the sample queue: one client for coroutines, one for plain calls.
+
+Rollout workers, verifier workers, trainer ranks and the controller use them. Both have one method per
+request of `QueueRequests`, with its fields as keyword arguments. They raise `QueueTimeout` when no answer
+came in time, `WireError` when the message was refused, and `LedgerError` when the request was. What can be
+repeated is sent a second time before they give up.
+"""
+
+import asyncio
+import functools
+import itertools
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+import zmq
+import zmq.asyncio
+
+from areal_lite.errors import ArealLiteError, DataError, LedgerError, QueueTimeout, WireError
+from areal_lite.sample_queue.requests import NOT_REPEATABLE, QueueRequests
+from areal_lite.wire import decode, encode
+
+__all__ = ["AsyncQueueClient", "QueueClient"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_SLICE_S = 0.1
+"""How often a waiting call looks whether the client was closed."""
+_ERRORS: dict[str, type[ArealLiteError]] = {cls.__name__: cls for cls in (DataError, LedgerError, WireError)}
+
+
+def _blocking(request: Callable[Concatenate[QueueRequests, P], R]) -> Callable[Concatenate["QueueClient", P], R]:
+    """Make a request a method of `QueueClient`."""
+
+    @functools.wraps(request)
+    def method(client: "QueueClient", /, *_: P.args, **fields: P.kwargs) -> R:
+        return cast(R, client._call(request.__name__, fields))
+
+    return method
+
+
+def _awaited(
+    request: Callable[Concatenate[QueueRequests, P], R],
+) -> Callable[Concatenate["AsyncQueueClient", P], Awaitable[R]]:
+    """Make a request a coroutine method of `AsyncQueueClient`."""
+
+    @functools.wraps(request)
+    async def method(client: "AsyncQueueClient", /, *_: P.args, **fields: P.kwargs) -> R:
+        return cast(R, await client._call(request.__name__, fields))
+
+    return method
+
+
+class QueueClient:
+    """Plain calls, one at a time: safe from several threads, but a waiting call holds up the others."""
+
+    def __init__(self, endpoint: str, *, timeout_s: float) -> None:
+        """Connect, without waiting for the queue to be there.
+
+        Args:
+            endpoint: As `QueueServer.start` returned it.
+            timeout_s: Seconds to wait for each answer, beyond the request's own `wait_s`.
+        """
+        self._endpoint, self._timeout_s = endpoint, timeout_s
+        self._request_ids = itertools.count()
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._context = zmq.Context()
+        self._socket = _connect(self._context, endpoint)
+
+    def close(self) -> None:
+        """Let go of the connection; a call that waits in another thread raises `LedgerError`. Idempotent."""
+        self._closing.set()
+        with self._lock:
+            self._socket.close(linger=0)
+            self._context.term()
+
+    def _call(self, op: str, fields: dict[str, Any]) -> Any:
+        payload = encode({"op": op, "fields": fields})
+        wait_s = self._timeout_s + fields.get("wait_s", 0.0)
+        with self._lock:
+            request_id = _request_id(self._request_ids)
+            for _ in range(_attempts(op)):
+                self._raise_if_closing(op)
+                self._socket.send_multipart([request_id, payload])
+                answer = self._receive(op, request_id, deadline=time.monotonic() + wait_s)
+                if answer is not None:
+                    return _result(answer)
+        raise _timeout(op, self._endpoint, wait_s=wait_s, num_bytes=len(payload))
+
+    def _receive(self, op: str, request_id: bytes, *, deadline: float) -> bytes | None:
+        """Wait for the answer to one request; late answers to earlier ones are dropped."""
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            self._raise_if_closing(op)
+            if self._socket.poll(1 + int(1000 * min(remaining_s, _SLICE_S))):
+                answered_id, answer = self._socket.recv_multipart()
+                if answered_id == request_id:
+                    return cast(bytes, answer)
+        return None
+
+    def _raise_if_closing(self, op: str) -> None:
+        if self._closing.is_set():
+            raise _closed(op, self._endpoint)
+
+    lease_rollout = _blocking(QueueRequests.lease_rollout)
+    lease_verify = _blocking(QueueRequests.lease_verify)
+    heartbeat = _blocking(QueueRequests.heartbeat)
+    complete_rollout = _blocking(QueueRequests.complete_rollout)
+    complete_verify = _blocking(QueueRequests.complete_verify)
+    reject = _blocking(QueueRequests.reject)
+    fail = _blocking(QueueRequests.fail)
+    take = _blocking(QueueRequests.take)
+    fetch = _blocking(QueueRequests.fetch)
+    batch_groups = _blocking(QueueRequests.batch_groups)
+    return_batch = _blocking(QueueRequests.return_batch)
+    complete_step = _blocking(QueueRequests.complete_step)
+    forget = _blocking(QueueRequests.forget)
+    open_admission = _blocking(QueueRequests.open_admission)
+    close_admission = _blocking(QueueRequests.close_admission)
+    abandon = _blocking(QueueRequests.abandon)
+    status = _blocking(QueueRequests.status)
+    save = _blocking(QueueRequests.save)
+
+
+class AsyncQueueClient:
+    """Coroutines, many requests in flight at once; for one event loop."""
+
+    def __init__(self, endpoint: str, *, timeout_s: float) -> None:
+        """Connect, without waiting for the queue to be there.
+
+        Args:
+            endpoint: As `QueueServer.start` returned it.
+            timeout_s: Seconds to wait for each answer, beyond the request's own `wait_s`.
+        """
+        self._endpoint, self._timeout_s = endpoint, timeout_s
+        self._request_ids = itertools.count()
+        self._context = zmq.asyncio.Context()
+        self._socket = _connect(self._context, endpoint)
+        self._answers: dict[bytes, asyncio.Future[bytes]] = {}
+        self._reader: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def close(self) -> None:
+        """Let go of the connection; calls that wait raise `LedgerError`. Idempotent; from the loop's thread."""
+        self._closed = True
+        if self._reader is not None:
+            self._reader.cancel()
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(_closed("a request", self._endpoint))
+        self._socket.close(linger=0)
+        self._context.term()
+
+    async def _call(self, op: str, fields: dict[str, Any]) -> Any:
+        payload = encode({"op": op, "fields": fields})
+        wait_s = self._timeout_s + fields.get("wait_s", 0.0)
+        request_id = _request_id(self._request_ids)
+        answer = self._answers[request_id] = asyncio.get_running_loop().create_future()
+        try:
+            for _ in range(_attempts(op)):
+                if self._closed:
+                    raise _closed(op, self._endpoint)
+                self._start_reader()
+                await self._socket.send_multipart([request_id, payload])
+                await asyncio.wait([answer], timeout=wait_s)
+                if answer.done():
+                    return _result(answer.result())
+        finally:
+            del self._answers[request_id]
+        raise _timeout(op, self._endpoint, wait_s=wait_s, num_bytes=len(payload))
+
+    def _start_reader(self) -> None:
+        # Not in the constructor, which may run before there is an event loop.
+        if self._reader is None:
+            self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        """Consume answers and hand each to the call that waits for it; waits on the socket, ended by `close`."""
+        while True:
+            request_id, payload = await self._socket.recv_multipart()
+            answer = self._answers.get(request_id)
+            if answer is not None and not answer.done():
+                answer.set_result(payload)
+
+    lease_rollout = _awaited(QueueRequests.lease_rollout)
+    lease_verify = _awaited(QueueRequests.lease_verify)
+    heartbeat = _awaited(QueueRequests.heartbeat)
+    complete_rollout = _awaited(QueueRequests.complete_rollout)
+    complete_verify = _awaited(QueueRequests.complete_verify)
+    reject = _awaited(QueueRequests.reject)
+    fail = _awaited(QueueRequests.fail)
+    take = _awaited(QueueRequests.take)
+    fetch = _awaited(QueueRequests.fetch)
+    batch_groups = _awaited(QueueRequests.batch_groups)
+    return_batch = _awaited(QueueRequests.return_batch)
+    complete_step = _awaited(QueueRequests.complete_step)
+    forget = _awaited(QueueRequests.forget)
+    open_admission = _awaited(QueueRequests.open_admission)
+    close_admission = _awaited(QueueRequests.close_admission)
+    abandon = _awaited(QueueRequests.abandon)
+    status = _awaited(QueueRequests.status)
+    save = _awaited(QueueRequests.save)
+
+
+def _connect(context: Any, endpoint: str) -> Any:
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.set_hwm(0)
+    socket.connect(endpoint)
+    return socket
+
+
+def _request_id(counter: "itertools.count[int]") -> bytes:
+    return next(counter).to_bytes(8, "big")
+
+
+def _attempts(op: str) -> int:
+    return 1 if op in NOT_REPEATABLE else 2
+
+
+def _result(answer: bytes) -> Any:
+    """Return what an answer brings, or raise the error it names."""
+    content = decode(answer)
+    if "error" in content:
+        raise _ERRORS.get(content["error"], LedgerError)(content["message"])
+    return content["result"]
+
+
+def _timeout(op: str, endpoint: str, *, wait_s: float, num_bytes: int) -> QueueTimeout:
+    return QueueTimeout(
+        f"the sample queue at {endpoint} should answer {op} ({num_bytes} bytes) within {wait_s:g} s, got no answer "
+        f"after {_attempts(op)} attempt(s): see whether the queue's process is alive, and its log"
+    )
+
+
+def _closed(op: str, endpoint: str) -> LedgerError:
+    return LedgerError(f"{op} needs an open client, got one of {endpoint} that was closed: make a new client")

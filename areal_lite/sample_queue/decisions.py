@@ -1,0 +1,74 @@
+"""What the ledger decides about groups, as pure functions: is it ready, is it too old, may the batch be taken.
+
+The ledger calls them and moves the groups; nothing is changed here.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from areal_lite.sample_queue import staleness
+from areal_lite.sample_queue.groups import GroupRecord, GroupState
+from areal_lite.types import Sample
+
+__all__ = ["has_trainable_token", "is_over_age", "may_take", "verdict"]
+
+
+def verdict(samples: Sequence[Sample], *, reject: str) -> tuple[GroupState, str]:
+    """Return the state a group enters with its scores, and the reason unless that is `ready`.
+
+    A failed sample leaves its group's baseline, which needs two rewards (one in a group of one sample). With fewer
+    the group fails for the most common reason.
+
+    Args:
+        samples: [G] samples, each with a reward or a failure.
+        reject: `none`, or `zero_variance`: a group whose rewards are all equal teaches nothing and is rejected.
+    """
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    if len(rewards) < min(2, len(samples)):
+        failures = Counter(sample.failure for sample in samples if sample.failure is not None)
+        return GroupState.FAILED, failures.most_common(1)[0][0]
+    if reject == "zero_variance" and len(set(rewards)) == 1:
+        return GroupState.REJECTED, "zero_variance"
+    return GroupState.READY, ""
+
+
+def has_trainable_token(group: GroupRecord, *, version: int, max_staleness: int) -> bool:
+    """Tell whether a scored sample of the group has a token of age <= eta."""
+    return any(
+        staleness.num_trainable(sample.spans, version=version, max_staleness=max_staleness) > 0
+        for sample in group.samples
+        if sample.failure is None
+    )
+
+
+def is_over_age(group: GroupRecord, *, version: int, max_staleness: int) -> bool:
+    """Tell whether the group has, or while it is generated may have, a token of age > eta."""
+    if group.state is GroupState.WAITING:
+        return False
+    return staleness.is_over_age(group.oldest_version, version=version, max_staleness=max_staleness)
+
+
+def may_take(
+    chosen: Sequence[GroupRecord], outstanding: Iterable[GroupRecord], *, version: int, max_staleness: int
+) -> bool:
+    """Tell whether taking `chosen` lets every group left behind be trained within the bound (`on_stale: wait`).
+
+    When no older group is missing from the batch, waiting could not improve it. This matters only after a resume with a
+    smaller bound or another policy, when some groups are over age whatever is done: the trainer masks their tokens.
+
+    Args:
+        chosen: The groups of the batch, oldest admitted first.
+        outstanding: All groups that have not ended, the chosen ones included.
+        version: Trainer version.
+        max_staleness: eta >= 0.
+    """
+    chosen_ids = {group.group_id for group in chosen}
+    left_behind = [group for group in outstanding if group.group_id not in chosen_ids]
+    if all(group.age_order > chosen[-1].age_order for group in left_behind):
+        return True
+    return staleness.may_leave_behind(
+        [group.admitted_version for group in left_behind],
+        version=version,
+        max_staleness=max_staleness,
+        groups_per_step=len(chosen),
+    )

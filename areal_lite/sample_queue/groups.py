@@ -1,0 +1,199 @@
+"""The groups of a run: their states, and the table that counts every one of them.
+
+Only the ledger uses it. The table moves groups between states and keeps the books; when and why a group
+moves is the ledger's business.
+"""
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from areal_lite.errors import LedgerError
+from areal_lite.types import Sample
+
+__all__ = ["ENDED", "OUTSTANDING", "STATE_BEFORE", "GroupRecord", "GroupState", "GroupTable"]
+
+
+class GroupState(StrEnum):
+    """Where a group is on its way from the prompt to the gradient."""
+
+    WAITING = "waiting"
+    """Admitted; no worker has it and none of its tokens exists."""
+    LEASED_ROLLOUT = "leased_rollout"
+    """A rollout worker is generating its samples."""
+    GENERATED = "generated"
+    """It has samples without rewards."""
+    LEASED_VERIFY = "leased_verify"
+    """A verifier worker is scoring its samples."""
+    READY = "ready"
+    """It has rewards and may be taken into a batch."""
+    TAKEN = "taken"
+    """The trainer is learning from it."""
+    TRAINED = "trained"
+    """Its trainer step is complete."""
+    REJECTED = "rejected"
+    """It was valid but is of no use, for the counted reason."""
+    FAILED = "failed"
+    """It could not be generated or scored, for the counted reason."""
+    STALE = "stale"
+    """It grew too old to train."""
+    ABANDONED = "abandoned"
+    """The run ended before it was trained."""
+
+
+OUTSTANDING = tuple(itertools.takewhile(lambda state: state is not GroupState.TRAINED, GroupState))
+"""The states of groups that count against admission."""
+
+ENDED = tuple(itertools.dropwhile(lambda state: state is not GroupState.TRAINED, GroupState))
+"""The terminal states."""
+
+STATE_BEFORE: Mapping[GroupState, GroupState] = {
+    GroupState.LEASED_ROLLOUT: GroupState.WAITING,
+    GroupState.LEASED_VERIFY: GroupState.GENERATED,
+    GroupState.TAKEN: GroupState.READY,
+}
+"""Where a group goes back to when its worker, or the trainer, is lost."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class GroupRecord:
+    """One outstanding group."""
+
+    prompt_id: str
+    attempt: int
+    """0 for the first attempt at the prompt."""
+    sequence: int
+    """Place in the order of admission, unique over the run."""
+    admitted_version: int
+    """Version when it was admitted or, later, when its present generation began: no token of it is older."""
+    state: GroupState = GroupState.WAITING
+    samples: tuple[Sample, ...] = ()
+    """G samples from `generated` on, with rewards from `ready` on."""
+
+    @property
+    def group_id(self) -> str:
+        """`prompt_id#attempt`."""
+        return f"{self.prompt_id}#{self.attempt}"
+
+    @property
+    def age_order(self) -> tuple[int, int]:
+        """Sort key, oldest first. A group that was generated anew is as young as its new tokens."""
+        return self.admitted_version, self.sequence
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest token, or the oldest it can be while the samples are not known."""
+        return min((sample.oldest_version for sample in self.samples), default=self.admitted_version)
+
+
+class GroupTable:
+    """Every group of a run: the outstanding ones by state, the ended ones as counts by state and reason."""
+
+    def __init__(self) -> None:
+        self.num_admitted = 0
+        self.num_moves = 0
+        """Admissions and changes of state so far."""
+        self._by_state: dict[GroupState, dict[str, GroupRecord]] = {state: {} for state in OUTSTANDING}
+        self._ended: Counter[tuple[GroupState, str]] = Counter()
+
+    @property
+    def num_outstanding(self) -> int:
+        """Admitted groups that have not ended."""
+        return sum(len(groups) for groups in self._by_state.values())
+
+    def add(self, prompt_id: str, *, attempt: int, version: int) -> GroupRecord:
+        """Admit a group; it is `waiting`.
+
+        Raises:
+            LedgerError: The same attempt at this prompt is outstanding already.
+        """
+        group = GroupRecord(prompt_id=prompt_id, attempt=attempt, sequence=self.num_admitted, admitted_version=version)
+        if any(group.group_id in groups for groups in self._by_state.values()):
+            raise LedgerError(
+                f"a prompt can be admitted again only after its group has ended, got {prompt_id!r}, which is "
+                "outstanding: give every prompt of every epoch its own prompt_id"
+            )
+        self.num_admitted += 1
+        self.num_moves += 1
+        self._by_state[group.state][group.group_id] = group
+        return group
+
+    def move(self, group: GroupRecord, state: GroupState) -> None:
+        """Bring an outstanding group into another outstanding state."""
+        del self._by_state[group.state][group.group_id]
+        group.state = state
+        self._by_state[state][group.group_id] = group
+        self.num_moves += 1
+
+    def end(self, group: GroupRecord, state: GroupState, *, reason: str = "") -> None:
+        """Bring an outstanding group into a terminal state: it is counted, and its samples are let go."""
+        assert state in ENDED
+        del self._by_state[group.state][group.group_id]
+        group.state = state
+        self._ended[state, reason] += 1
+        self.num_moves += 1
+
+    def in_state(self, state: GroupState) -> Collection[GroupRecord]:
+        """Return the groups in one outstanding state, in no particular order."""
+        return self._by_state[state].values()
+
+    def outstanding(self) -> Iterable[GroupRecord]:
+        """Yield every outstanding group, in no particular order."""
+        return itertools.chain.from_iterable(groups.values() for groups in self._by_state.values())
+
+    def first_admitted(self, state: GroupState, *, limit: int) -> list[GroupRecord]:
+        """Return up to `limit` groups in one outstanding state in the order of admission.
+
+        Groups are lent in this order, so one that came back from a lost worker precedes all that were never lent.
+        """
+        return heapq.nsmallest(limit, self.in_state(state), key=lambda group: group.sequence)
+
+    def counts(self) -> dict[str, int]:
+        """Return groups per state, ended ones also by reason, and `admitted` and `outstanding`."""
+        counts = {str(state): len(groups) for state, groups in self._by_state.items()}
+        counts |= {str(state): 0 for state in ENDED}
+        for (state, reason), number in self._ended.items():
+            counts[state] += number
+            if reason:
+                counts[f"{state}({reason})"] = number
+        return counts | {"admitted": self.num_admitted, "outstanding": self.num_outstanding}
+
+    def state(self, *, version: int) -> dict[str, Any]:
+        """Return everything as plain values and samples; what is lent or taken is written as given back.
+
+        Args:
+            version: Present version: a group that must be generated again starts from it.
+        """
+        return {
+            "num_admitted": self.num_admitted,
+            "ended": [[str(state), reason, number] for (state, reason), number in self._ended.items()],
+            "outstanding": [_group_state(group, version=version) for group in self.outstanding()],
+        }
+
+    @classmethod
+    def restore(cls, state: Mapping[str, Any]) -> "GroupTable":
+        """Build the table that `state` describes."""
+        table = cls()
+        table.num_admitted = state["num_admitted"]
+        for name, reason, number in state["ended"]:
+            table._ended[GroupState(name), reason] = number
+        for fields in state["outstanding"]:
+            group = GroupRecord(**fields | {"state": GroupState(fields["state"]), "samples": tuple(fields["samples"])})
+            table._by_state[group.state][group.group_id] = group
+        return table
+
+
+def _group_state(group: GroupRecord, *, version: int) -> dict[str, Any]:
+    begins_anew = group.state is GroupState.LEASED_ROLLOUT
+    return {
+        "prompt_id": group.prompt_id,
+        "attempt": group.attempt,
+        "sequence": group.sequence,
+        "admitted_version": version if begins_anew else group.admitted_version,
+        "state": str(STATE_BEFORE.get(group.state, group.state)),
+        "samples": list(group.samples),
+    }

@@ -1,0 +1,96 @@
+"""Loans of groups to workers, kept alive by heartbeats.
+
+Only the ledger uses it. The table knows who holds what until when; what becomes of a group whose lease
+was lost is the ledger's business.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from areal_lite.sample_queue.groups import GroupRecord
+
+__all__ = ["HeldLease", "LeaseTable"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldLease:
+    """One loan that is alive."""
+
+    lease_id: str
+    """`group_id@n`, with n unique over the run."""
+    worker: str
+    group: GroupRecord
+    given_at: float
+    """Clock reading, seconds."""
+    deadline: float
+    """Clock reading at which it expires unless a heartbeat names it before, seconds."""
+
+
+class LeaseTable:
+    """The living leases, soonest deadline first."""
+
+    def __init__(self, *, timeout_s: float, clock: Callable[[], float], num_given: int = 0) -> None:
+        self.num_given = num_given
+        """Leases given so far, over the whole run."""
+        self._timeout_s = timeout_s
+        self._clock = clock
+        # Timeouts are all equal and the clock never goes back, so inserting at the end keeps the order of deadlines.
+        self._leases: dict[str, HeldLease] = {}
+
+    def give(self, worker: str, group: GroupRecord) -> HeldLease:
+        """Lend a group to a worker."""
+        now = self._clock()
+        self.num_given += 1
+        lease = HeldLease(
+            lease_id=f"{group.group_id}@{self.num_given}",
+            worker=worker,
+            group=group,
+            given_at=now,
+            deadline=now + self._timeout_s,
+        )
+        self._leases[lease.lease_id] = lease
+        return lease
+
+    def find(self, lease_id: str) -> HeldLease | None:
+        """Return a living lease, None for one that ended or never was."""
+        return self._leases.get(lease_id)
+
+    def all(self) -> list[HeldLease]:
+        """Return the living leases."""
+        return list(self._leases.values())
+
+    def end(self, lease_id: str) -> None:
+        """Forget a living lease: its work is done."""
+        del self._leases[lease_id]
+
+    def renew(self, worker: str, lease_ids: Sequence[str]) -> list[str]:
+        """Move the deadlines of a worker's leases; return those that it does not hold any more."""
+        deadline = self._clock() + self._timeout_s
+        dead = []
+        for lease_id in lease_ids:
+            lease = self._leases.get(lease_id)
+            if lease is None or lease.worker != worker:
+                dead.append(lease_id)
+                continue
+            del self._leases[lease_id]
+            self._leases[lease_id] = replace(lease, deadline=deadline)
+        return dead
+
+    def end_expired(self) -> list[HeldLease]:
+        """End and return the leases whose deadline has passed."""
+        now = self._clock()
+        expired = []
+        for lease in self._leases.values():
+            if lease.deadline > now:
+                break
+            expired.append(lease)
+        for lease in expired:
+            self.end(lease.lease_id)
+        return expired
+
+    def end_where(self, condition: Callable[[HeldLease], bool]) -> list[HeldLease]:
+        """End and return the leases for which `condition` holds."""
+        ended = [lease for lease in self._leases.values() if condition(lease)]
+        for lease in ended:
+            self.end(lease.lease_id)
+        return ended

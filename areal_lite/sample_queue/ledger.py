@@ -1,0 +1,377 @@
+"""The ledger: one state machine per group, the staleness bound, and exact conservation.
+
+    waiting ─► leased_rollout ─► generated ─► leased_verify ─► ready ─► taken ─► trained
+       ▲            │ lost            ▲            │ lost         ▲        │ trainer lost
+       └────────────┘                 └────────────┘              └────────┘
+    terminal besides trained: rejected(reason) · failed(reason) · stale · abandoned
+
+At any moment `admitted = trained + rejected + failed + stale + abandoned + outstanding`. The queue server
+drives it in a run, a simulator on a virtual clock. It has no socket, no thread and no lock: calls come one
+at a time. It knows prompts by their ids only.
+
+Requests about leased work carry the lease id and are safe to repeat: the first valid result wins, and the
+answer `False` means that the lease had ended, so the result was ignored.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from areal_lite.errors import LedgerError
+from areal_lite.sample_queue import decisions, staleness
+from areal_lite.sample_queue.groups import STATE_BEFORE, GroupRecord, GroupState, GroupTable
+from areal_lite.sample_queue.leases import HeldLease, LeaseTable
+from areal_lite.sample_queue.records import Batch, BatchGroup, LeaseRecord, LedgerSettings
+from areal_lite.types import Sample, Score
+
+__all__ = ["Batch", "BatchGroup", "HeldLease", "LeaseRecord", "Ledger", "LedgerSettings"]
+
+
+class Ledger:
+    """Admits, lends, collects and hands out groups, and knows the state of each."""
+
+    def __init__(
+        self, settings: LedgerSettings, *, clock: Callable[[], float] = time.monotonic, version: int = 0
+    ) -> None:
+        """Start with no groups.
+
+        Args:
+            settings: The bound, the policy and the sizes.
+            clock: Seconds that never go back; only leases look at it.
+            version: Completed trainer steps.
+        """
+        self._settings = settings
+        self._version = version
+        self._groups = GroupTable()
+        self._leases = LeaseTable(timeout_s=settings.lease_timeout_s, clock=clock)
+        self._batch: Batch | None = None
+        self._completed_batch_id = ""
+
+    @property
+    def version(self) -> int:
+        """Completed trainer steps."""
+        return self._version
+
+    @property
+    def progress(self) -> int:
+        """A number that grows with every change of a group's state, for watchdogs."""
+        return self._groups.num_moves
+
+    # Admission
+
+    def capacity(self) -> int:
+        """Return how many more groups may be admitted now."""
+        return staleness.admission_capacity(
+            self._groups.num_outstanding,
+            version=self._version,
+            total_steps=self._settings.total_steps,
+            max_staleness=self._settings.max_staleness,
+            groups_per_step=self._settings.groups_per_step,
+        )
+
+    def admit(self, prompt_id: str) -> str:
+        """Admit the first attempt at a prompt; return its group id.
+
+        Raises:
+            LedgerError: There is no capacity, or the prompt is outstanding already.
+        """
+        if self.capacity() == 0:
+            raise LedgerError(
+                f"a group may be admitted only while capacity() > 0, got 0 at version {self._version} with "
+                f"{self._groups.num_outstanding} groups outstanding: ask again after the next trainer step"
+            )
+        return self._groups.add(prompt_id, attempt=0, version=self._version).group_id
+
+    # Leases
+
+    def lease_rollout(self, worker: str, *, limit: int) -> list[LeaseRecord]:
+        """Lend up to `limit` waiting groups for generation, those that came back from a lost worker first."""
+        waiting = self._groups.first_admitted(GroupState.WAITING, limit=limit)
+        for group in waiting:
+            group.admitted_version = self._version
+        return [self._lend(group, GroupState.LEASED_ROLLOUT, worker=worker) for group in waiting]
+
+    def lease_verify(self, worker: str, *, limit: int) -> list[LeaseRecord]:
+        """Lend up to `limit` generated groups for verification, in the order of admission."""
+        generated = self._groups.first_admitted(GroupState.GENERATED, limit=limit)
+        return [self._lend(group, GroupState.LEASED_VERIFY, worker=worker) for group in generated]
+
+    def renew(self, worker: str, lease_ids: Sequence[str]) -> list[str]:
+        """Take a heartbeat: the worker still holds these leases, and no others.
+
+        Returns:
+            Those that are not its own any more: it should stop working on them.
+        """
+        return self._leases.renew(worker, lease_ids)
+
+    def expire(self) -> list[str]:
+        """End the leases whose heartbeats stopped; their groups go back to the state before. Returns lease ids."""
+        return self._give_back(self._leases.end_expired())
+
+    def forget(self, worker: str) -> list[str]:
+        """End all leases of a worker known to be dead; their groups go back to the state before. Returns lease ids."""
+        return self._give_back(self._leases.end_where(lambda lease: lease.worker == worker))
+
+    def leases(self) -> list[HeldLease]:
+        """Return the living leases: who holds what, since when."""
+        return self._leases.all()
+
+    # Results
+
+    def complete_rollout(self, lease_id: str, samples: Sequence[Sample]) -> bool:
+        """Take the samples of a generated group.
+
+        Raises:
+            ValueError: There are not G samples, or one is stamped with a version that does not exist yet.
+        """
+        group = self._leased(lease_id, GroupState.LEASED_ROLLOUT)
+        if group is None:
+            return False
+        self._check_samples(group, samples)
+        self._leases.end(lease_id)
+        group.samples = tuple(samples)
+        self._groups.move(group, GroupState.GENERATED)
+        return True
+
+    def complete_verify(self, lease_id: str, scores: Sequence[Score]) -> bool:
+        """Take the scores of a group: it becomes ready, rejected or failed.
+
+        Raises:
+            ValueError: There is not one score per sample.
+        """
+        group = self._leased(lease_id, GroupState.LEASED_VERIFY)
+        if group is None:
+            return False
+        if len(scores) != len(group.samples):
+            raise ValueError(
+                f"expected one score per sample of {group.group_id}: {len(group.samples)}, got {len(scores)}"
+            )
+        self._leases.end(lease_id)
+        group.samples = tuple(
+            replace(sample, reward=score.reward, failure=score.failure)
+            for sample, score in zip(group.samples, scores, strict=True)
+        )
+        state, reason = decisions.verdict(group.samples, reject=self._settings.reject)
+        if state is GroupState.READY:
+            self._groups.move(group, state)
+        else:
+            self._groups.end(group, state, reason=reason)
+        return True
+
+    def reject(self, lease_id: str, reason: str) -> bool:
+        """End a leased group as `rejected(reason)`: valid, but of no use."""
+        return self._end_leased(lease_id, GroupState.REJECTED, reason=reason)
+
+    def fail(self, lease_id: str, reason: str) -> bool:
+        """End a leased group as `failed(reason)`: it could not be generated or scored."""
+        return self._end_leased(lease_id, GroupState.FAILED, reason=reason)
+
+    # Batches
+
+    def take(self, batch_id: str) -> Batch | None:
+        """Take the next batch; the same batch again for the id of the one that is taken.
+
+        Exactly `groups_per_step` ready groups, oldest admitted first. Ready groups without one trainable
+        token end as `stale` on the way. Under `on_stale: wait` the batch must also leave no group
+        behind that a later step could only train over age.
+
+        Returns:
+            The batch, or None while it is not possible yet.
+
+        Raises:
+            LedgerError: Another batch is taken, or the one with this id is complete.
+        """
+        if self._batch is not None:
+            self._check_taken(batch_id, self._batch)
+            return self._batch
+        if batch_id == self._completed_batch_id:
+            raise LedgerError(f"every batch needs an id of its own, got {batch_id!r}, which is complete: use a new id")
+        chosen = self._choose()
+        if chosen is None:
+            return None
+        for group in chosen:
+            self._groups.move(group, GroupState.TAKEN)
+        self._batch = Batch(
+            batch_id=batch_id,
+            version=self._version,
+            groups=tuple(
+                BatchGroup(group_id=group.group_id, prompt_id=group.prompt_id, samples=group.samples)
+                for group in chosen
+            ),
+        )
+        return self._batch
+
+    def return_batch(self, batch_id: str) -> None:
+        """Put the taken batch back because the trainer was lost; without a taken batch this does nothing.
+
+        Raises:
+            LedgerError: Another batch is taken.
+        """
+        if self._batch is None:
+            return
+        self._check_taken(batch_id, self._batch)
+        for group in list(self._groups.in_state(GroupState.TAKEN)):
+            self._groups.move(group, STATE_BEFORE[group.state])
+        self._batch = None
+
+    def complete_step(self, batch_id: str) -> list[str]:
+        """Count the taken batch as trained and move the version, because its weights are being published.
+
+        Under `on_stale: drop` the groups that the new version puts over age end as `stale`, and
+        their prompts wait for another attempt. Repeating the request changes nothing.
+
+        Returns:
+            The prompts that ended as `failed(too_slow)` after `max_attempts`.
+
+        Raises:
+            LedgerError: No batch of this id is taken.
+        """
+        if batch_id == self._completed_batch_id:
+            return []
+        if self._batch is None:
+            raise LedgerError(f"a step is completed after its batch was taken, got {batch_id!r}: call take first")
+        self._check_taken(batch_id, self._batch)
+        for group in list(self._groups.in_state(GroupState.TAKEN)):
+            self._groups.end(group, GroupState.TRAINED)
+        self._batch = None
+        self._completed_batch_id = batch_id
+        self._version += 1
+        return self._drop_over_age() if self._settings.on_stale == "drop" else []
+
+    def abandon_outstanding(self) -> int:
+        """End every outstanding group as `abandoned`, because the run ends; return how many there were."""
+        self._leases.end_where(lambda lease: True)
+        self._batch = None
+        outstanding = list(self._groups.outstanding())
+        for group in outstanding:
+            self._groups.end(group, GroupState.ABANDONED)
+        return len(outstanding)
+
+    # Books
+
+    def counts(self) -> dict[str, int]:
+        """Return groups per state, ended ones also as `state(reason)`, and `admitted` and `outstanding`."""
+        return self._groups.counts()
+
+    def missing(self) -> int:
+        """Return how many ready groups the next batch still lacks."""
+        return max(0, self._settings.groups_per_step - len(self._groups.in_state(GroupState.READY)))
+
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs, as plain values and samples; nothing changes here.
+
+        Leases and the taken batch do not survive: their groups are written as given back, and are lent first.
+        """
+        return {
+            "version": self._version,
+            "num_leases": self._leases.num_given,
+            "completed_batch_id": self._completed_batch_id,
+            "groups": self._groups.state(version=self._version),
+        }
+
+    @classmethod
+    def restore(
+        cls, settings: LedgerSettings, state: Mapping[str, Any], *, clock: Callable[[], float] = time.monotonic
+    ) -> "Ledger":
+        """Build the ledger that `state` describes, under these settings."""
+        ledger = cls(settings, clock=clock, version=state["version"])
+        ledger._groups = GroupTable.restore(state["groups"])
+        ledger._leases.num_given = state["num_leases"]
+        ledger._completed_batch_id = state["completed_batch_id"]
+        return ledger
+
+    # Inside
+
+    def _lend(self, group: GroupRecord, state: GroupState, *, worker: str) -> LeaseRecord:
+        self._groups.move(group, state)
+        return LeaseRecord(
+            lease_id=self._leases.give(worker, group).lease_id,
+            group_id=group.group_id,
+            prompt_id=group.prompt_id,
+            samples=group.samples,
+            version=self._version,
+        )
+
+    def _leased(self, lease_id: str, state: GroupState) -> GroupRecord | None:
+        lease = self._leases.find(lease_id)
+        if lease is not None and lease.group.state is not state:
+            raise LedgerError(
+                f"lease {lease_id} is for {lease.group.state}, got a result for {state}: check the request"
+            )
+        return None if lease is None else lease.group
+
+    def _check_samples(self, group: GroupRecord, samples: Sequence[Sample]) -> None:
+        if len(samples) != self._settings.samples_per_group:
+            raise ValueError(
+                f"expected {self._settings.samples_per_group} samples of {group.group_id}, got {len(samples)}: "
+                "a group is completed as a whole"
+            )
+        newest = max(span.version for sample in samples for span in sample.spans)
+        if newest > self._version:
+            raise ValueError(
+                f"expected tokens of versions up to {self._version} in {group.group_id}, got version {newest}: "
+                "the ledger's version must move before engines resume on new weights"
+            )
+
+    def _end_leased(self, lease_id: str, state: GroupState, *, reason: str) -> bool:
+        lease = self._leases.find(lease_id)
+        if lease is None:
+            return False
+        self._leases.end(lease_id)
+        self._groups.end(lease.group, state, reason=reason)
+        return True
+
+    def _give_back(self, leases: Sequence[HeldLease]) -> list[str]:
+        for lease in leases:
+            before = STATE_BEFORE[lease.group.state]
+            if before is GroupState.WAITING:
+                lease.group.admitted_version = self._version
+            self._groups.move(lease.group, before)
+        return [lease.lease_id for lease in leases]
+
+    def _choose(self) -> list[GroupRecord] | None:
+        """Pick the groups of the next batch, or None; ends the groups that turn out to be stale."""
+        size, max_staleness = self._settings.groups_per_step, self._settings.max_staleness
+        ready = self._groups.in_state(GroupState.READY)
+        if len(ready) < size:
+            return None
+        chosen: list[GroupRecord] = []
+        for group in sorted(ready, key=lambda group: group.age_order):
+            if not decisions.has_trainable_token(group, version=self._version, max_staleness=max_staleness):
+                self._groups.end(group, GroupState.STALE)
+                continue
+            chosen.append(group)
+            if len(chosen) == size:
+                return chosen if self._may_take(chosen) else None
+        return None
+
+    def _may_take(self, chosen: Sequence[GroupRecord]) -> bool:
+        return self._settings.on_stale != "wait" or decisions.may_take(
+            chosen, self._groups.outstanding(), version=self._version, max_staleness=self._settings.max_staleness
+        )
+
+    def _drop_over_age(self) -> list[str]:
+        """End the groups that are over age, start the next attempts; return the prompts that had their last."""
+        over_age = [g for g in self._groups.outstanding() if self._is_over_age(g)]
+        self._leases.end_where(lambda lease: self._is_over_age(lease.group))
+        too_slow = []
+        for group in over_age:
+            if group.attempt + 1 < self._settings.max_attempts:
+                self._groups.end(group, GroupState.STALE)
+                self._groups.add(group.prompt_id, attempt=group.attempt + 1, version=self._version)
+            else:
+                self._groups.end(group, GroupState.FAILED, reason="too_slow")
+                too_slow.append(group.prompt_id)
+        return too_slow
+
+    def _is_over_age(self, group: GroupRecord) -> bool:
+        return decisions.is_over_age(group, version=self._version, max_staleness=self._settings.max_staleness)
+
+    @staticmethod
+    def _check_taken(batch_id: str, batch: Batch) -> None:
+        if batch_id != batch.batch_id:
+            raise LedgerError(
+                f"one batch is taken at a time, got {batch_id!r} while {batch.batch_id!r} is taken: "
+                "complete or return that first"
+            )

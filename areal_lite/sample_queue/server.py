@@ -1,0 +1,228 @@
+"""The sample queue's one endpoint: a ZeroMQ ROUTER socket around `QueueService`, in a thread of its own.
+
+The queue actor starts it; workers, trainer ranks and the controller connect out to it with `client.py`. It
+knows messages, waiting and refusals; what a request does stands in `service.py`. A request and its answer
+are two frames each, after the ROUTER's own:
+
+    request  [request id, {"op": name, "fields": {...}}]
+    answer   [request id, {"result": value}]   or   [request id, {"error": class, "message": text}]
+
+No message can take the server down: what is not a request is refused with an error, and counted by reason in
+`status()["refused"]`: oversized, version, malformed, unknown_op, bad_fields, and internal for our own mistakes.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import zmq
+
+from areal_lite.errors import ArealLiteError, LedgerError, WireError
+from areal_lite.sample_queue.ledger import Ledger
+from areal_lite.sample_queue.requests import REQUESTS, check_fields
+from areal_lite.sample_queue.service import Cursor, QueueService, Traffic
+from areal_lite.wire import SCHEMA_VERSION, decode, encode, schema_version
+
+__all__ = ["QueueServer"]
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.1
+"""Longest sleep: leases are looked at, and `close` is noticed, this often."""
+_SLACK_BYTES = 2**20
+"""ZeroMQ cuts the connection of a peer whose message is longer than our limit and this; below, we answer it."""
+_FAREWELL_MS = 200
+"""Longest time that closing waits for last answers to leave."""
+
+
+class _Refusal(WireError):
+    """A message that is not a request of ours."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    peer: bytes
+    request_id: bytes
+    run: Callable[[], Any]
+    deadline: float
+    """Monotonic time until which an empty answer is held back."""
+
+
+class QueueServer:
+    """Serves a ledger and a data cursor to whoever connects."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        cursor: Cursor,
+        *,
+        num_minibatches: int,
+        num_ranks: int,
+        seed: int,
+        bind: str = "127.0.0.1",
+        max_message_bytes: int = 64 * 2**20,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepare; nothing is open before `start`.
+
+        Args:
+            ledger: New, or restored; from `start` on it belongs to the server's thread.
+            cursor: Likewise.
+            num_minibatches: Optimiser updates per trainer step.
+            num_ranks: Trainer ranks that will fetch.
+            seed: Of the run; orders the rows of a batch.
+            bind: Address to listen on.
+            max_message_bytes: Longer requests are refused; answers may be longer.
+            clock: The ledger's clock.
+        """
+        self._traffic = Traffic()
+        self._service = QueueService(
+            ledger,
+            cursor,
+            num_minibatches=num_minibatches,
+            num_ranks=num_ranks,
+            seed=seed,
+            traffic=self._traffic,
+            clock=clock,
+        )
+        self._bind, self._max_message_bytes = bind, max_message_bytes
+        self._parked: list[_Request] = []
+        self._closing = threading.Event()
+        self._context = zmq.Context()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> str:
+        """Open the socket on a free port and serve it from a new thread; return `tcp://address:port`."""
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes + _SLACK_BYTES)
+        # No limit on queued messages, since ZeroMQ drops what exceeds it; peers have few requests in flight.
+        self._socket.set_hwm(0)
+        port = self._socket.bind_to_random_port(f"tcp://{self._bind}")
+        self._thread = threading.Thread(target=self._serve, name="sample-queue", daemon=True)
+        self._thread.start()
+        return f"tcp://{self._bind}:{port}"
+
+    def close(self) -> None:
+        """Stop serving; parked requests are answered with an error. Idempotent, ends within a second."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._context.term()
+
+    def _serve(self) -> None:
+        """Serve until `close`.
+
+        Consumes requests, produces answers. Waits on the socket, at most until the next deadline of a parked request
+        and never longer than a tick; unblocked by a message.
+        """
+        try:
+            while not self._closing.is_set():
+                if self._socket.poll(self._patience_ms()):
+                    self._receive(self._socket.recv_multipart())
+                self._service.expire()
+                self._parked = [request for request in self._parked if not self._answer(request)]
+                self._traffic.parked = len(self._parked)
+            for request in self._parked:
+                farewell = self._failure(LedgerError("the sample queue has closed: the run has ended"))
+                self._send(request.peer, request.request_id, farewell)
+        finally:
+            self._socket.close(linger=_FAREWELL_MS)
+
+    def _patience_ms(self) -> int:
+        now = time.monotonic()
+        wake_at = min((request.deadline for request in self._parked), default=now + _TICK_S)
+        return int(1000 * min(max(wake_at - now, 0.0), _TICK_S)) + 1
+
+    def _receive(self, frames: list[bytes]) -> None:
+        """Answer one message, or park it."""
+        self._traffic.messages += 1
+        self._traffic.bytes_in += sum(map(len, frames))
+        peer, request_id = frames[0], frames[1] if len(frames) > 1 else b""
+        try:
+            op, fields = self._read(frames)
+        except Exception as error:
+            self._send(peer, request_id, self._failure(error))
+            return
+        request = _Request(
+            peer=peer,
+            request_id=request_id,
+            run=partial(getattr(self._service, op), **fields),
+            deadline=time.monotonic() + fields.get("wait_s", 0.0),
+        )
+        if not self._answer(request):
+            self._parked.append(request)
+
+    def _read(self, frames: list[bytes]) -> tuple[str, dict[str, Any]]:
+        """Return the request and the checked fields of a message, or raise the refusal."""
+        size = sum(map(len, frames))
+        if size > self._max_message_bytes:
+            raise _Refusal(
+                "oversized",
+                f"a request may have {self._max_message_bytes} bytes, got {size}: send less, or raise "
+                "queue.max_message_mb",
+            )
+        if len(frames) != 3:
+            raise _Refusal("malformed", f"a request has 2 frames, got {len(frames) - 1}: use the clients of areal_lite")
+        return _read_payload(frames[2])
+
+    def _answer(self, request: _Request) -> bool:
+        """Carry out a request and send its answer; False when there is nothing to answer yet."""
+        try:
+            result = request.run()
+            if not result and time.monotonic() < request.deadline:
+                return False
+            answer = encode({"result": result})
+        except Exception as error:
+            answer = self._failure(error)
+        self._send(request.peer, request.request_id, answer)
+        return True
+
+    def _failure(self, error: Exception) -> bytes:
+        """Count an error, and make it an answer."""
+        name = type(error).__name__
+        if isinstance(error, _Refusal):
+            self._traffic.refused[error.reason] += 1
+            name = WireError.__name__
+        elif isinstance(error, ValueError) and not isinstance(error, ArealLiteError):
+            self._traffic.refused["bad_fields"] += 1
+            name = WireError.__name__
+        elif not isinstance(error, ArealLiteError):
+            logger.error("a request failed by our own mistake", exc_info=error)
+            self._traffic.refused["internal"] += 1
+        return encode({"error": name, "message": str(error)})
+
+    def _send(self, peer: bytes, request_id: bytes, answer: bytes) -> None:
+        self._traffic.bytes_out += len(answer)
+        self._socket.send_multipart([peer, request_id, answer])
+
+
+def _read_payload(payload: bytes) -> tuple[str, dict[str, Any]]:
+    """Return the request and its checked fields from the bytes of a message, or raise the refusal."""
+    try:
+        message = decode(payload)
+    except WireError as error:
+        raise _Refusal("version" if _is_of_another_version(payload) else "malformed", str(error)) from error
+    if not isinstance(message, dict) or message.keys() != {"op", "fields"} or not isinstance(message["fields"], dict):
+        raise _Refusal("malformed", f"a request is {{op, fields}}, got {message!r:.80}: use the clients of areal_lite")
+    op = message["op"]
+    if not isinstance(op, str) or op not in REQUESTS:
+        raise _Refusal("unknown_op", f"a request is one of {', '.join(sorted(REQUESTS))}, got {op!r:.80}")
+    try:
+        return op, check_fields(op, message["fields"])
+    except WireError as error:
+        raise _Refusal("bad_fields", str(error)) from error
+
+
+def _is_of_another_version(payload: bytes) -> bool:
+    try:
+        return bool(schema_version(payload) != SCHEMA_VERSION)
+    except WireError:
+        return False

@@ -1,0 +1,318 @@
+"""What each request does to the ledger and the data cursor: the sample queue without its socket.
+
+The queue server calls it, from one thread, one request at a time. It answers at once with what there is;
+waiting for more is the server's business. It joins the ledger's groups with their prompts and splits the
+batch taken over the trainer's ranks.
+"""
+
+# ruff: noqa: D102 -- every request is described once, in requests.py
+
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from areal_lite.errors import LedgerError
+from areal_lite.sample_queue.ledger import Batch, LeaseRecord, Ledger, LedgerSettings
+from areal_lite.sample_queue.requests import BatchInfo, QueueRequests, QueueStatus, WorkerStatus
+from areal_lite.sample_queue.split import assign_rows
+from areal_lite.types import Group, Lease, Prompt, Row, Sample, Score, Shard
+from areal_lite.wire import decode, encode
+
+__all__ = ["Cursor", "QueueService", "Traffic", "restore"]
+
+
+class Cursor(Protocol):
+    """Where prompts come from: endless, seeded, resumable."""
+
+    def next(self) -> Prompt:
+        """Return the next prompt."""
+
+    def get(self, prompt_id: str) -> Prompt:
+        """Return a prompt given out before, in this run or the one it continues."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what `load` needs, in a form that `wire.encode` takes."""
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What passed through the server; the server counts, the service shows."""
+
+    messages: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    parked: int = 0
+    """Requests waiting for an answer now."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Messages that were not carried out, by reason."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    role: str = ""
+    seen_at: float = 0.0
+    progress: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Taken:
+    """The batch in the trainer's hands and the place of each row; rows are numbered through the groups in order."""
+
+    batch: Batch
+    prompts: tuple[Prompt, ...]
+    minibatches: Sequence[int]
+    ranks: Sequence[int]
+
+
+class QueueService(QueueRequests):
+    """Answers the requests of `QueueRequests`, where each is described. For one thread."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        cursor: Cursor,
+        *,
+        num_minibatches: int,
+        num_ranks: int,
+        seed: int,
+        traffic: Traffic,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start with admission closed.
+
+        Args:
+            ledger: New, or restored.
+            cursor: New, or restored.
+            num_minibatches: Optimiser updates per trainer step.
+            num_ranks: Trainer ranks that will fetch.
+            seed: Of the run; together with the version it orders the rows of a batch.
+            traffic: Counters of the server, shown in `status`.
+            clock: The ledger's clock, for the ages that `status` shows.
+        """
+        self._ledger, self._cursor = ledger, cursor
+        self._num_minibatches, self._num_ranks, self._seed = num_minibatches, num_ranks, seed
+        self._traffic, self._clock = traffic, clock
+        self._admission_open = False
+        self._workers: dict[str, _Worker] = {}
+        self._reported_progress = 0
+        self._too_slow: Counter[str] = Counter()
+        self._taken: _Taken | None = None
+
+    def expire(self) -> None:
+        """Take back the leases whose heartbeats stopped; to be called often."""
+        self._ledger.expire()
+
+    # Workers
+
+    def lease_rollout(self, *, worker: str, limit: int, wait_s: float) -> list[Lease]:
+        self._see(worker).role = "rollout"
+        if not self._admission_open:
+            return []
+        self._admit(until_waiting=limit)
+        return [self._lease(record) for record in self._ledger.lease_rollout(worker, limit=limit)]
+
+    def lease_verify(self, *, worker: str, limit: int, wait_s: float) -> list[Lease]:
+        self._see(worker).role = "verify"
+        return [self._lease(record) for record in self._ledger.lease_verify(worker, limit=limit)]
+
+    def heartbeat(self, *, worker: str, lease_ids: Sequence[str], progress: int) -> list[str]:
+        seen = self._see(worker)
+        # A worker that was restarted under its old name counts from 0 again.
+        self._reported_progress += progress - seen.progress if progress >= seen.progress else progress
+        seen.progress = progress
+        return self._ledger.renew(worker, lease_ids)
+
+    def complete_rollout(self, *, lease_id: str, samples: Sequence[Sample]) -> bool:
+        return self._ledger.complete_rollout(lease_id, samples)
+
+    def complete_verify(self, *, lease_id: str, scores: Sequence[Score]) -> bool:
+        return self._ledger.complete_verify(lease_id, scores)
+
+    def reject(self, *, lease_id: str, reason: str) -> bool:
+        return self._ledger.reject(lease_id, reason)
+
+    def fail(self, *, lease_id: str, reason: str) -> bool:
+        return self._ledger.fail(lease_id, reason)
+
+    def forget(self, *, worker: str) -> list[str]:
+        self._workers.pop(worker, None)
+        return self._ledger.forget(worker)
+
+    def _see(self, worker: str) -> _Worker:
+        seen = self._workers.setdefault(worker, _Worker())
+        seen.seen_at = self._clock()
+        return seen
+
+    def _admit(self, *, until_waiting: int) -> None:
+        waiting = self._ledger.counts()["waiting"]
+        for _ in range(min(until_waiting - waiting, self._ledger.capacity())):
+            self._ledger.admit(self._cursor.next().prompt_id)
+
+    def _lease(self, record: LeaseRecord) -> Lease:
+        group = Group(group_id=record.group_id, prompt=self._cursor.get(record.prompt_id), samples=record.samples)
+        return Lease(lease_id=record.lease_id, group=group, version=record.version)
+
+    # Trainer
+
+    def take(self, *, batch_id: str, wait_s: float) -> BatchInfo | None:
+        batch = self._ledger.take(batch_id)
+        if batch is None:
+            return None
+        if self._taken is None or self._taken.batch is not batch:
+            self._taken = self._split(batch)
+        samples = [sample for group in batch.groups for sample in group.samples]
+        return BatchInfo(
+            batch_id=batch_id,
+            version=batch.version,
+            num_groups=len(batch.groups),
+            num_rows=len(samples),
+            prompt_tokens=sum(
+                len(prompt.token_ids) * len(group.samples)
+                for prompt, group in zip(self._taken.prompts, batch.groups, strict=True)
+            ),
+            output_tokens=sum(sample.num_tokens for sample in samples),
+        )
+
+    def fetch(self, *, batch_id: str, rank: int) -> Shard:
+        taken = self._find_taken(batch_id)
+        if not 0 <= rank < self._num_ranks:
+            raise LedgerError(f"trainer ranks are 0..{self._num_ranks - 1}, got {rank}: check trainer.ranks")
+        groups = taken.batch.groups
+        rewards = [[np.nan if sample.reward is None else sample.reward for sample in g.samples] for g in groups]
+        return Shard(
+            batch_id=batch_id,
+            rank=rank,
+            version=taken.batch.version,
+            rewards=np.array(rewards, dtype=np.float32),
+            rows=tuple(row for row, owner in zip(_rows(taken), taken.ranks, strict=True) if owner == rank),
+        )
+
+    def batch_groups(self, *, batch_id: str, limit: int) -> list[Group]:
+        taken = self._find_taken(batch_id)
+        pairs = list(zip(taken.batch.groups, taken.prompts, strict=True))[: max(limit, 0)]
+        return [Group(group_id=group.group_id, prompt=prompt, samples=group.samples) for group, prompt in pairs]
+
+    def return_batch(self, *, batch_id: str) -> None:
+        self._ledger.return_batch(batch_id)
+        self._taken = None
+
+    def complete_step(self, *, batch_id: str) -> int:
+        for prompt_id in self._ledger.complete_step(batch_id):
+            self._too_slow[str(len(self._cursor.get(prompt_id).token_ids))] += 1
+        self._taken = None
+        return self._ledger.version
+
+    def _split(self, batch: Batch) -> _Taken:
+        prompts = tuple(self._cursor.get(group.prompt_id) for group in batch.groups)
+        minibatches, ranks = assign_rows(
+            [
+                len(prompt.token_ids) + sample.num_tokens
+                for prompt, group in zip(prompts, batch.groups, strict=True)
+                for sample in group.samples
+            ],
+            num_minibatches=self._num_minibatches,
+            num_ranks=self._num_ranks,
+            seed=zlib.crc32(f"{self._seed}/{batch.version}".encode()),
+        )
+        return _Taken(batch=batch, prompts=prompts, minibatches=minibatches, ranks=ranks)
+
+    def _find_taken(self, batch_id: str) -> _Taken:
+        if self._taken is None or self._taken.batch.batch_id != batch_id:
+            present = "none" if self._taken is None else repr(self._taken.batch.batch_id)
+            raise LedgerError(f"only the batch that is taken can be read, got {batch_id!r} while {present} is: take it")
+        return self._taken
+
+    # Run
+
+    def open_admission(self) -> None:
+        self._admission_open = True
+
+    def close_admission(self) -> None:
+        self._admission_open = False
+
+    def abandon(self) -> dict[str, int]:
+        self._admission_open = False
+        self._ledger.abandon_outstanding()
+        self._taken = None
+        return self._ledger.counts()
+
+    def status(self) -> QueueStatus:
+        traffic = self._traffic
+        return QueueStatus(
+            version=self._ledger.version,
+            counts=self._ledger.counts(),
+            capacity=self._ledger.capacity(),
+            missing=self._ledger.missing(),
+            admission_open=self._admission_open,
+            progress=self._ledger.progress + self._reported_progress,
+            too_slow=dict(self._too_slow),
+            refused=dict(traffic.refused),
+            workers={name: self._worker_status(name) for name in self._workers},
+            gauges={
+                "messages": traffic.messages,
+                "bytes_in": traffic.bytes_in,
+                "bytes_out": traffic.bytes_out,
+                "parked": traffic.parked,
+            },
+        )
+
+    def save(self) -> bytes:
+        return encode({"ledger": self._ledger.state(), "cursor": self._cursor.state()})
+
+    def _worker_status(self, name: str) -> WorkerStatus:
+        worker, now = self._workers[name], self._clock()
+        given_at = [lease.given_at for lease in self._ledger.leases() if lease.worker == name]
+        return WorkerStatus(
+            role=worker.role,
+            heartbeat_age_s=now - worker.seen_at,
+            leases=len(given_at),
+            oldest_lease_age_s=now - min(given_at, default=now),
+            progress=worker.progress,
+        )
+
+
+def _rows(taken: _Taken) -> list[Row]:
+    """List the rows of a batch, sample by sample through the groups in order."""
+    places = [
+        (group_index, sample_index, sample)
+        for group_index, group in enumerate(taken.batch.groups)
+        for sample_index, sample in enumerate(group.samples)
+    ]
+    return [
+        Row(
+            group_index=group_index,
+            sample_index=sample_index,
+            minibatch=minibatch,
+            prompt_token_ids=taken.prompts[group_index].token_ids,
+            sample=sample,
+        )
+        for (group_index, sample_index, sample), minibatch in zip(places, taken.minibatches, strict=True)
+    ]
+
+
+def restore(
+    saved: bytes, *, settings: LedgerSettings, cursor: Cursor, clock: Callable[[], float] = time.monotonic
+) -> Ledger:
+    """Read what `save` returned: bring the cursor to its place and build the ledger.
+
+    Args:
+        saved: Bytes of a checkpoint.
+        settings: Of the run that continues.
+        cursor: Over the same data; its place is moved.
+        clock: For leases.
+
+    Raises:
+        WireError: The bytes are not of this schema version.
+        CheckpointError: The cursor is over other data.
+    """
+    state = decode(saved)
+    cursor.load(state["cursor"])
+    return Ledger.restore(settings, state["ledger"], clock=clock)

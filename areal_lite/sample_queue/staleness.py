@@ -1,0 +1,156 @@
+"""The staleness bound as arithmetic over integers.
+
+The ledger asks it how many groups may be admitted, which batch may be taken and which group still holds a
+trainable token; the trainer asks it which tokens of a batch may carry a gradient. It keeps no state.
+
+Shape letter: `T` output tokens of one sample.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from areal_lite.types import VersionSpan
+
+__all__ = [
+    "admission_capacity",
+    "admission_limit",
+    "is_over_age",
+    "may_leave_behind",
+    "num_trainable",
+    "token_ages",
+    "trainable_mask",
+]
+
+
+def admission_limit(version: int, *, total_steps: int, max_staleness: int, groups_per_step: int) -> int:
+    """Return how many groups may be outstanding at once.
+
+    `min(eta + 1, total_steps - version) * groups_per_step`: the batch in hand and eta more, but never more
+    than the remaining steps can train.
+
+    Args:
+        version: Completed trainer steps.
+        total_steps: Trainer steps of the whole run.
+        max_staleness: eta >= 0.
+        groups_per_step: Groups that one trainer step trains.
+
+    Returns:
+        Groups, >= 0.
+
+    Source:
+        arXiv 2505.24298 eq. 3, counting what is outstanding instead of everything ever submitted, so that
+        filtered groups, skipped steps and resumes cannot move the bound.
+
+    >>> [admission_limit(v, total_steps=5, max_staleness=2, groups_per_step=4) for v in range(6)]
+    [12, 12, 12, 8, 4, 0]
+    """
+    return max(0, min(max_staleness + 1, total_steps - version)) * groups_per_step
+
+
+def admission_capacity(
+    num_outstanding: int, *, version: int, total_steps: int, max_staleness: int, groups_per_step: int
+) -> int:
+    """Return how many more groups may be admitted now, never negative.
+
+    Args:
+        num_outstanding: Admitted groups that have not ended.
+        version: Completed trainer steps.
+        total_steps: Trainer steps of the whole run.
+        max_staleness: eta >= 0.
+        groups_per_step: Groups that one trainer step trains.
+
+    >>> admission_capacity(9, version=0, total_steps=5, max_staleness=2, groups_per_step=4)
+    3
+    """
+    limit = admission_limit(
+        version, total_steps=total_steps, max_staleness=max_staleness, groups_per_step=groups_per_step
+    )
+    return max(0, limit - num_outstanding)
+
+
+def is_over_age(token_version: int, *, version: int, max_staleness: int) -> bool:
+    """Tell whether a token of `token_version` is too old to train at `version`: `version - token_version > eta`."""
+    return version - token_version > max_staleness
+
+
+def token_ages(spans: Sequence[VersionSpan], *, version: int) -> npt.NDArray[np.int32]:
+    """Return each token's age, trainer version minus token version.
+
+    Args:
+        spans: Version spans that cover the tokens 0..T without gaps.
+        version: Trainer version when the batch was taken.
+
+    Returns:
+        [T] ages in trainer steps.
+
+    >>> token_ages([VersionSpan(version=3, start=0, end=2), VersionSpan(version=5, start=2, end=3)], version=5)
+    array([2, 2, 0], dtype=int32)
+    """
+    ages = np.array([version - span.version for span in spans], dtype=np.int32)
+    return np.repeat(ages, [span.end - span.start for span in spans])
+
+
+def trainable_mask(
+    spans: Sequence[VersionSpan], *, num_tokens: int, version: int, max_staleness: int
+) -> npt.NDArray[np.bool_]:
+    """Return which tokens may carry a gradient: those of age <= eta.
+
+    Args:
+        spans: Version spans that cover the tokens 0..T without gaps.
+        num_tokens: T; a different coverage of `spans` is an error, not a shorter mask.
+        version: Trainer version when the batch was taken.
+        max_staleness: eta >= 0.
+
+    Returns:
+        [T] booleans.
+
+    Raises:
+        ValueError: The spans do not cover exactly `num_tokens` tokens.
+    """
+    ages = token_ages(spans, version=version)
+    if len(ages) != num_tokens:
+        raise ValueError(f"version spans must cover {num_tokens} tokens, got {len(ages)}: pass the sample's own spans")
+    return ages <= max_staleness
+
+
+def num_trainable(spans: Sequence[VersionSpan], *, version: int, max_staleness: int) -> int:
+    """Count the tokens of age <= eta, without building the mask.
+
+    >>> spans = [VersionSpan(version=3, start=0, end=2), VersionSpan(version=5, start=2, end=3)]
+    >>> num_trainable(spans, version=5, max_staleness=1)
+    1
+    """
+    return sum(
+        span.end - span.start
+        for span in spans
+        if not is_over_age(span.version, version=version, max_staleness=max_staleness)
+    )
+
+
+def may_leave_behind(
+    admitted_versions: Iterable[int], *, version: int, max_staleness: int, groups_per_step: int
+) -> bool:
+    """Tell whether a batch may be taken at `version` although these groups stay behind (`on_stale: wait`).
+
+    A group admitted at `a` must be in a batch taken at `a + eta` or before. The batches of the versions
+    `version + 1 .. version + k` have room for `k * groups_per_step` groups, so for every k = 0..eta at most
+    that many of those left behind may be due by `version + k`. Otherwise a later step would be forced over the bound.
+
+    Args:
+        admitted_versions: One per group left behind, in any order; no token of the group is older.
+        version: Trainer version at which the batch would be taken.
+        max_staleness: eta >= 0.
+        groups_per_step: Groups that one trainer step trains.
+
+    >>> may_leave_behind([3], version=4, max_staleness=1, groups_per_step=2)      # due now
+    False
+    >>> may_leave_behind([4, 4], version=4, max_staleness=1, groups_per_step=2)   # both fit into the next batch
+    True
+    >>> may_leave_behind([4, 4, 4], version=4, max_staleness=1, groups_per_step=2)
+    False
+    """
+    due_versions = sorted(admitted + max_staleness for admitted in admitted_versions)
+    return all(bisect_right(due_versions, version + k) <= k * groups_per_step for k in range(max_staleness + 1))

@@ -1,0 +1,65 @@
+"""The event log as a Perfetto trace (Chrome trace-event JSON); a pure function.
+
+One track per lane: `group` and `verify` become slices on tracks of their own, pauses and training become
+slices of the lane, `running` becomes a counter.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from areal_lite.events import Event
+
+__all__ = ["to_trace"]
+
+_SLICES = {
+    "pause": ("pause", "resumed"),
+    "drain": ("pause", "resumed"),
+    "wait": ("wait", "train"),
+    "train": ("train", "trained"),
+    "trained": ("publish", "published"),
+}
+"""Begin event → (name of the slice, end event)."""
+
+
+def to_trace(events: Iterable[Event]) -> dict[str, Any]:
+    """Return the trace as a JSON object.
+
+    Args:
+        events: Rows of `events.jsonl`, in any order of lanes, each lane in order of time.
+    """
+    rows: list[dict[str, Any]] = []
+    lanes: dict[str, int] = {}
+    open_slices: dict[tuple[str, str], tuple[str, float]] = {}
+    start = None
+    for event in events:
+        start = event["time"] if start is None else start
+        lane, kind, time_us = event["lane"], event["kind"], (event["time"] - start) * 1e6
+        pid = lanes.setdefault(lane, len(lanes) + 1)
+        for name, begun in [item for (where, end), item in open_slices.items() if (where, end) == (lane, kind)]:
+            rows.append({"ph": "X", "pid": pid, "tid": 0, "name": name, "ts": begun, "dur": time_us - begun})
+            del open_slices[lane, kind]
+        if kind in _SLICES:
+            name, end = _SLICES[kind]
+            open_slices[lane, end] = (name, time_us)
+        elif kind == "running":
+            rows.append({"ph": "C", "pid": pid, "name": "running", "ts": time_us, "args": {"samples": event["n"]}})
+        elif kind == "group":
+            rows += _group_rows(event, pid, start)
+        elif kind == "verify":
+            begun, ended = (event["start"] - start) * 1e6, (event["end"] - start) * 1e6
+            row = {"ph": "X", "pid": pid, "tid": 1, "name": "verify", "ts": begun, "dur": ended - begun}
+            rows.append({**row, "args": {"group": event["group_id"]}})
+    names = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": lane}} for lane, pid in lanes.items()]
+    return {"traceEvents": names + rows, "displayTimeUnit": "ms"}
+
+
+def _group_rows(event: Event, pid: int, start: float) -> list[dict[str, Any]]:
+    """One asynchronous slice per sample, so that overlapping samples each get a line."""
+    begun = (event["start"] - start) * 1e6
+    rows = []
+    for index, sample in enumerate(event["samples"]):
+        identity = {"cat": "sample", "id": f"{event['group']}/{index}", "pid": pid, "name": event["group"]}
+        detail = {"tokens": sample["tokens"], "versions": [span[0] for span in sample["spans"]]}
+        rows.append({"ph": "b", "ts": begun, "args": detail, **identity})
+        rows.append({"ph": "e", "ts": (sample["end"] - start) * 1e6, **identity})
+    return rows

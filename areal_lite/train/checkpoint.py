@@ -1,0 +1,131 @@
+"""Trainer checkpoints with torch DCP, and export to a Hugging Face folder. Called by the trainer.
+
+    folder/  .metadata, *.distcp   model and optimiser, sharded; any number of ranks can read them
+             rng-<rank>.pt         random state of each rank
+             meta.json             version, and the model's parameter names, shapes and dtypes
+
+Writing is not atomic: the caller hands a temporary folder and renames it when every rank is done.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from transformers import AutoTokenizer
+
+from areal_lite.errors import CheckpointError
+from areal_lite.train.step import Learner
+
+__all__ = ["export_model", "load_checkpoint", "save_checkpoint"]
+
+
+def save_checkpoint(folder: Path, learner: Learner, *, version: int, rank: int) -> None:
+    """Write model, optimiser, version and random state; collective.
+
+    Args:
+        folder: Created if missing; the same on all ranks.
+        learner: The model and its optimiser, between updates.
+        version: Completed trainer steps; the learning rate follows from it.
+        rank: This rank.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    dcp.save(_state(learner), checkpoint_id=folder)
+    torch.save(_random_state(), folder / f"rng-{rank}.pt")
+    if rank == 0:
+        meta = {"version": version, "model": _fingerprint(learner.model)}
+        (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+def load_checkpoint(folder: Path, learner: Learner, *, rank: int) -> int:
+    """Load what `save_checkpoint` wrote, with the same or another number of ranks; collective.
+
+    A rank that did not exist when it was written keeps its own random state.
+
+    Returns:
+        The version, completed trainer steps.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or broken, or of another model.
+    """
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        version, saved = int(meta["version"]), {name: list(kind) for name, kind in meta["model"].items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(
+            f"expected a trainer checkpoint in {folder}, got {error!r}: resume from an older checkpoint"
+        ) from error
+    _check_same_model(saved, _fingerprint(learner.model), folder=folder)
+    state = _state(learner)
+    try:
+        dcp.load(state, checkpoint_id=folder)
+    except Exception as error:  # the library raises its own and builtin kinds
+        raise CheckpointError(
+            f"the checkpoint in {folder} cannot be read ({error!r}): resume from an older checkpoint"
+        ) from error
+    set_model_state_dict(learner.model, state["model"])
+    set_optimizer_state_dict(learner.model, learner.optimizer, state["optimizer"])
+    if (random_file := folder / f"rng-{rank}.pt").exists():
+        _set_random_state(torch.load(random_file, weights_only=True))
+    return version
+
+
+def export_model(folder: Path, model: nn.Module, *, tokenizer_folder: str, rank: int) -> None:
+    """Write a Hugging Face folder that transformers and vLLM load; collective, rank 0 writes.
+
+    Args:
+        folder: Created if missing.
+        model: A transformers model, sharded or not; its weights are written in their own dtype.
+        tokenizer_folder: Where the tokenizer is copied from.
+        rank: This rank.
+    """
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        saver: Any = model
+        saver.save_pretrained(folder, state_dict=weights)
+        AutoTokenizer.from_pretrained(tokenizer_folder).save_pretrained(folder)
+
+
+def _state(learner: Learner) -> dict[str, Any]:
+    """Return the state by parameter name, in tensors that loading fills in place."""
+    return {
+        "model": get_model_state_dict(learner.model),
+        "optimizer": get_optimizer_state_dict(learner.model, learner.optimizer),
+    }
+
+
+def _fingerprint(model: nn.Module) -> dict[str, list[Any]]:
+    """Return the global shape and dtype of every parameter."""
+    return {name: [list(value.shape), str(value.dtype)] for name, value in model.named_parameters()}
+
+
+def _check_same_model(saved: dict[str, list[Any]], present: dict[str, list[Any]], *, folder: Path) -> None:
+    for name in sorted(saved.keys() | present.keys()):
+        expected, got = present.get(name, "no such parameter"), saved.get(name, "no such parameter")
+        if expected != got:
+            raise CheckpointError(
+                f"the checkpoint in {folder} is of another model: {name} must be {expected}, got {got}: "
+                "set model.path to the model it was made with"
+            )
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

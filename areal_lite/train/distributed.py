@@ -1,0 +1,71 @@
+"""The trainer ranks' process group, and the few sums and maxima they share.
+
+Called by the trainer actors (joining, leaving) and by the training code (the rest). Without a process
+group a rank is alone, and every sum is its own.
+"""
+
+import datetime
+import socket
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["free_address", "join_process_group", "leave_process_group", "max_over_ranks", "sum_over_ranks"]
+
+
+def free_address(host: str) -> str:
+    """Return `tcp://host:port` with a port that is free on this machine, for rank 0 to hand to the others."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return f"tcp://{host}:{probe.getsockname()[1]}"
+
+
+def join_process_group(address: str, *, rank: int, world_size: int, device: str, timeout_s: float) -> None:
+    """Join the trainer's process group: NCCL on GPUs, gloo on CPUs.
+
+    Consumes nothing; waits until all ranks have joined; unblocked by `timeout_s`.
+
+    Args:
+        address: From `free_address`, the same on all ranks.
+        rank: 0 .. world_size - 1.
+        world_size: Trainer ranks.
+        device: `cpu` or `cuda`; a rank sees one GPU, or takes the one of its number.
+        timeout_s: Seconds that joining, and later any collective, may take.
+
+    Raises:
+        RuntimeError: A rank did not come in time (torch's own error types).
+    """
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=address,
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+
+
+def leave_process_group() -> None:
+    """Leave the process group; does nothing when there is none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Return the element-wise sum of every rank's tensor; collective."""
+    return _all_reduce(values, dist.ReduceOp.SUM)
+
+
+def max_over_ranks(values: Tensor) -> Tensor:
+    """Return the element-wise maximum of every rank's tensor; collective."""
+    return _all_reduce(values, dist.ReduceOp.MAX)
+
+
+def _all_reduce(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    if not dist.is_initialized():
+        return values
+    reduced = values.clone()
+    dist.all_reduce(reduced, op=operation)
+    return reduced

@@ -1,0 +1,136 @@
+"""From rows of different lengths to padded forward passes under a token budget.
+
+Called by the trainer (training, scoring) and the supervised loop. Per-token quantities live in one flat
+order, row after row, completion tokens only; a micro-batch names its tokens by their place in that order,
+so that the way rows are split or sorted changes nothing but speed.
+
+Two rows, prompt `ab` with completion `cd`, prompt `e` with completion `f`:
+
+    flat order           c d f
+    input_ids_RS         a b c d | e f . .     padded on the right
+    predictors_T         1 2 | 4               flat places in input_ids whose logits predict c d f
+    tokens_T             0 1 2                 the places of c d f in the flat order
+
+Shape letters: `R` rows and `S` padded columns of a micro-batch, `T` its completion tokens.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from areal_lite.train.distributed import max_over_ranks
+
+__all__ = ["MicroBatch", "TokenRows", "equalise", "pack_rows", "split_micro_batches"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """One forward pass. There is no attention mask: behind a causal model's back, padding on the right is unseen."""
+
+    input_ids_RS: Tensor
+    """[R, S] int64, padded with 0, which any vocabulary has."""
+    predictors_T: Tensor
+    """[T] int64 places in the flattened `input_ids_RS`."""
+    tokens_T: Tensor
+    """[T] int64 places in the flat order of completion tokens."""
+
+
+class TokenRows:
+    """Prompts with completions, and the flat order of their completion tokens."""
+
+    def __init__(self, rows: Iterable[tuple[Sequence[int], Sequence[int] | npt.NDArray[np.int32]]]) -> None:
+        """Take (prompt token ids, completion token ids) pairs; a prompt has at least one token.
+
+        Raises:
+            ValueError: A prompt is empty, so that nothing predicts the first completion token.
+        """
+        pairs = [(np.asarray(prompt, np.int64), np.asarray(output, np.int64)) for prompt, output in rows]
+        if any(len(prompt) == 0 for prompt, _ in pairs):
+            raise ValueError("every prompt must have at least one token, got an empty one: add a start token to it")
+        self.prompt_lengths = [len(prompt) for prompt, _ in pairs]
+        self.output_lengths = [len(output) for _, output in pairs]
+        self.offsets = np.cumsum([0, *self.output_lengths])
+        self.sequences = [np.concatenate(pair) for pair in pairs]
+        self.output_ids = np.concatenate([np.empty(0, np.int64), *(output for _, output in pairs)])
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def split(self, values: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
+        """Cut a flat per-token array into one array per row."""
+        return np.split(values, self.offsets[1:-1])
+
+
+def pack_rows(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+    """Group rows of similar length so that rows x longest of each group stays within a budget.
+
+    Args:
+        lengths: Tokens of each row, prompt and completion.
+        max_tokens: Padded tokens of a group at most; a single longer row still gets a group of its own.
+
+    Returns:
+        Groups of indices into `lengths`, shortest rows first; equal lengths keep their order.
+
+    >>> pack_rows([5, 2, 9, 2], max_tokens=10)
+    [[1, 3], [0], [2]]
+    """
+    groups: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if groups and (len(groups[-1]) + 1) * lengths[row] <= max_tokens:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def split_micro_batches(
+    rows: TokenRows, *, chosen: Sequence[int], max_tokens: int, device: torch.device
+) -> list[MicroBatch]:
+    """Build the micro-batches of the chosen rows.
+
+    Args:
+        rows: All rows.
+        chosen: Indices of those to use.
+        max_tokens: Padded tokens of one forward pass at most.
+        device: Where the tensors go.
+    """
+    groups = pack_rows([len(rows.sequences[row]) for row in chosen], max_tokens=max_tokens)
+    return [_micro_batch(rows, [chosen[index] for index in group], device=device) for group in groups]
+
+
+def equalise(updates: Sequence[list[MicroBatch]], *, device: torch.device) -> list[list[MicroBatch]]:
+    """Append empty micro-batches until every rank has equally many in each update; collective.
+
+    FSDP gathers parameters in every forward and backward pass, so a rank with fewer passes would leave the
+    others waiting for ever. An empty micro-batch has one padding token and trains nothing.
+    """
+    counts = torch.tensor([len(batches) for batches in updates], device=device)
+    missing = (max_over_ranks(counts) - counts).tolist()
+    return [[*batches, *[_empty(device)] * number] for batches, number in zip(updates, missing, strict=True)]
+
+
+def _micro_batch(rows: TokenRows, chosen: Sequence[int], *, device: torch.device) -> MicroBatch:
+    width = max(len(rows.sequences[row]) for row in chosen)
+    input_ids = np.zeros((len(chosen), width), np.int64)
+    predictors, tokens = [], []
+    for place, row in enumerate(chosen):
+        sequence, start = rows.sequences[row], rows.prompt_lengths[row] - 1
+        input_ids[place, : len(sequence)] = sequence
+        predictors.append(np.arange(place * width + start, place * width + len(sequence) - 1))
+        tokens.append(np.arange(rows.offsets[row], rows.offsets[row + 1]))
+    return MicroBatch(
+        input_ids_RS=torch.from_numpy(input_ids).to(device),
+        predictors_T=torch.from_numpy(np.concatenate(predictors)).to(device),
+        tokens_T=torch.from_numpy(np.concatenate(tokens)).to(device),
+    )
+
+
+def _empty(device: torch.device) -> MicroBatch:
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    return MicroBatch(
+        input_ids_RS=torch.zeros((1, 1), dtype=torch.int64, device=device), predictors_T=nothing, tokens_T=nothing
+    )

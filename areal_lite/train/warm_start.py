@@ -1,0 +1,144 @@
+"""The built-in model: a tiny Qwen3 that a short supervised run has shown how chained sums are written.
+
+Called by the command line before a run with `model.path: builtin:arith` starts. The result is an ordinary Hugging
+Face folder, cached under a hash of everything that shapes it.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from areal_lite.config import Config, TrainerConfig
+from areal_lite.data.arith import CHARACTERS, ArithProblem, gold_solutions
+from areal_lite.data.tokenizer import build_char_tokenizer
+from areal_lite.train.sft import Example, SftLoop
+
+__all__ = ["ensure_warm_start"]
+
+_RECIPE_VERSION = 1
+"""Raised when the code below changes what comes out."""
+_HEAD_DIM = 32
+_NUM_EXAMPLES = 8192
+_MAX_THREADS = 4
+"""Matrices of this model are too small for more."""
+
+
+def ensure_warm_start(
+    config: Config, *, cache_dir: Path, progress: Callable[[int, int, float], None] | None = None
+) -> Path:
+    """Return the folder of the warm-started model, training it when it is not in the cache.
+
+    Args:
+        config: The recipe: `model.warm_start`, `model.max_context` and `data.arith` shape the result.
+        cache_dir: Created if missing.
+        progress: Called after each step with (steps done, steps in all, loss); not called on a cache hit.
+
+    Returns:
+        `cache_dir/<hash>`, complete: it appears in one piece.
+    """
+    problems = gold_solutions(config.data.arith, _NUM_EXAMPLES, seed=config.model.warm_start.seed)
+    folder = cache_dir / _content_hash(config, problems)
+    if folder.is_dir():
+        return folder
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=cache_dir))
+    try:
+        _train(config, problems, folder=unfinished, progress=progress)
+        _move_into_place(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def _content_hash(config: Config, problems: Sequence[ArithProblem]) -> str:
+    content = {
+        "recipe": _RECIPE_VERSION,
+        "warm_start": config.model.warm_start.model_dump(),
+        "max_context": config.model.max_context,
+        "characters": CHARACTERS,
+        "problems": [asdict(problem) for problem in problems],
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _train(
+    config: Config,
+    problems: Sequence[ArithProblem],
+    *,
+    folder: Path,
+    progress: Callable[[int, int, float], None] | None,
+) -> None:
+    warm_start = config.model.warm_start
+    tokenizer = build_char_tokenizer(CHARACTERS)
+    model = _build_model(config, tokenizer)
+    settings = TrainerConfig(
+        lr=warm_start.lr, schedule="cosine", warmup_steps=min(20, warm_start.steps), micro_batch_tokens=2048
+    )
+    loop = SftLoop(
+        model,
+        [_example(problem, tokenizer) for problem in problems],
+        steps=warm_start.steps,
+        batch_size=warm_start.batch_size,
+        seed=warm_start.seed,
+        settings=settings,
+    )
+    with _threads(_MAX_THREADS):
+        loop.run(progress)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _build_model(config: Config, tokenizer: PreTrainedTokenizerFast) -> Any:
+    warm_start = config.model.warm_start
+    num_heads = max(2, warm_start.hidden_size // _HEAD_DIM)
+    architecture = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=warm_start.hidden_size,
+        intermediate_size=3 * warm_start.hidden_size,
+        num_hidden_layers=warm_start.num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads // 2,
+        head_dim=_HEAD_DIM,
+        max_position_embeddings=config.model.max_context,
+        tie_word_embeddings=warm_start.tie_embeddings,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(warm_start.seed)
+        return Qwen3ForCausalLM(architecture).train()
+
+
+def _example(problem: ArithProblem, tokenizer: PreTrainedTokenizerFast) -> Example:
+    completion = [*tokenizer.encode(problem.solution), tokenizer.eos_token_id]
+    return tokenizer.encode(problem.prompt), completion
+
+
+@contextmanager
+def _threads(limit: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(before, limit))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _move_into_place(unfinished: Path, folder: Path) -> None:
+    try:
+        os.rename(unfinished, folder)
+    except OSError:
+        # Another process was faster; its folder has the same content.
+        if not folder.is_dir():
+            raise

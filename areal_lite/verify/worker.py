@@ -1,0 +1,135 @@
+"""The verifier worker: leases generated groups, has them scored, reports the scores.
+
+Wrapped by a Ray actor. Pulls only what it has room for; several groups are scored at the same time, so that the
+pool's processes stay busy. Knows nothing of verify functions (`pool.py` does) or of rewards' use.
+"""
+
+import asyncio
+import functools
+import time
+from collections.abc import Awaitable, Sequence
+from typing import Any, Protocol
+
+from areal_lite.events import EventBuffer
+from areal_lite.types import Lease, Prompt, Score
+
+__all__ = ["VerifierWorker"]
+
+_LEASE_WAIT_S = 5.0
+
+
+class _Queue(Protocol):
+    """The part of `AsyncQueueClient` that is used here."""
+
+    def lease_verify(self, *, worker: str, limit: int, wait_s: float) -> Awaitable[list[Lease]]: ...
+
+    def complete_verify(self, *, lease_id: str, scores: Sequence[Score]) -> Awaitable[bool]: ...
+
+    def heartbeat(self, *, worker: str, lease_ids: Sequence[str], progress: int) -> Awaitable[list[str]]: ...
+
+
+class _Pool(Protocol):
+    """The part of `VerifierPool` that is used here."""
+
+    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]: ...
+
+    def gauges(self) -> dict[str, Any]: ...
+
+
+class VerifierWorker:
+    """Moves groups from `generated` to `ready`."""
+
+    def __init__(
+        self,
+        client: _Queue,
+        pool: _Pool,
+        *,
+        name: str,
+        events: EventBuffer,
+        lease_limit: int,
+        heartbeat_s: float = 2.0,
+    ) -> None:
+        """Prepare a worker.
+
+        Args:
+            client: Connected to the sample queue; the caller closes it.
+            pool: Started; the caller closes it.
+            name: Name at the queue, unique among workers.
+            events: Gets one `verify` event per scored group.
+            lease_limit: Groups held at the same time.
+            heartbeat_s: Seconds between heartbeats; well below the queue's lease time-out.
+        """
+        self._client = client
+        self._pool = pool
+        self._name = name
+        self._events = events
+        self._lease_limit = lease_limit
+        self._heartbeat_s = heartbeat_s
+        self._held: dict[str, asyncio.Task[None]] = {}
+        self._num_groups = 0
+        self._stopping = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._ended.set()
+
+    async def run(self) -> None:
+        """Work until `stop`.
+
+        Consumes leases, produces scores. Waits for leases (`wait_s`), for room (the pool's deadlines) and for the
+        next heartbeat (`heartbeat_s`); unblocked by `stop`.
+
+        Raises:
+            VerifierError: The pool is broken.
+            QueueTimeout: The sample queue does not answer.
+        """
+        self._ended.clear()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                loops = [tasks.create_task(self._beat()), tasks.create_task(self._lease(tasks))]
+                await self._stopping.wait()
+                for task in [*loops, *self._held.values()]:
+                    task.cancel()
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            self._ended.set()
+
+    async def stop(self) -> None:
+        """Let go of all leases and end `run`; idempotent. The queue lends the groups anew once heartbeats stop."""
+        self._stopping.set()
+        await self._ended.wait()
+
+    def gauges(self) -> dict[str, Any]:
+        """Return the pool's gauges, the groups scored and the groups held."""
+        return {**self._pool.gauges(), "groups": self._num_groups, "held": len(self._held)}
+
+    async def _lease(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            if len(self._held) == self._lease_limit:
+                await asyncio.wait(self._held.values(), return_when=asyncio.FIRST_COMPLETED)
+                continue
+            limit = self._lease_limit - len(self._held)
+            for lease in await self._client.lease_verify(worker=self._name, limit=limit, wait_s=_LEASE_WAIT_S):
+                self._held[lease.lease_id] = task = tasks.create_task(self._score(lease))
+                task.add_done_callback(functools.partial(self._release, lease.lease_id))
+
+    def _release(self, lease_id: str, _: "asyncio.Task[None]") -> None:
+        del self._held[lease_id]
+
+    async def _score(self, lease: Lease) -> None:
+        start = time.time()
+        group = lease.group
+        scores = await self._pool.score(group.prompt, [sample.text for sample in group.samples])
+        await self._client.complete_verify(lease_id=lease.lease_id, scores=scores)
+        self._num_groups += 1
+        failures = sum(score.failure is not None for score in scores)
+        self._events.emit("verify", group_id=group.group_id, start=start, end=time.time(), failures=failures)
+
+    async def _beat(self) -> None:
+        while True:
+            dead = await self._client.heartbeat(
+                worker=self._name, lease_ids=list(self._held), progress=int(self._pool.gauges()["calls"])
+            )
+            for lease_id in dead:
+                if task := self._held.get(lease_id):
+                    task.cancel()
+            await asyncio.sleep(self._heartbeat_s)

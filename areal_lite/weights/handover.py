@@ -1,0 +1,69 @@
+"""The hand-over of weights to the engines, as one written order.
+
+    1 pause all engines      2 open the update      3 broadcast every parameter      4 close the update
+    5 stamp the version (engines, then the ledger)  6 resume, at once
+
+Steps 2 to 4 are vLLM's weight-transfer protocol, driven by the trainer (`publisher.py`). The ledger's version
+moves in step 5, so that no group is admitted at v while an engine still holds v - 1. An engine that fails any
+step is dropped from the group and never resumes; the others go on.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from areal_lite.events import EventBuffer
+from areal_lite.rollout.engine import Interrupt
+
+__all__ = ["EngineGroup", "hand_over"]
+
+
+class EngineGroup(Protocol):
+    """The live engines, by name."""
+
+    def each(self, method: str, *args: Any) -> None:
+        """Call all engines at once and wait for them; engines that fail are dropped.
+
+        Raises:
+            HandoverError: No engine is left.
+        """
+        ...
+
+    def drop(self, name: str, reason: str) -> None:
+        """Give an engine up: end it, and let its work return to the queue."""
+        ...
+
+
+def hand_over(
+    engines: EngineGroup,
+    *,
+    publish: Callable[[], Mapping[str, str | None]],
+    stamp_ledger: Callable[[], None],
+    version: int,
+    interrupt: Interrupt,
+    events: EventBuffer,
+) -> None:
+    """Give all engines the trainer's present weights under a new version.
+
+    Args:
+        engines: The live engines.
+        publish: Sends the weights (steps 2 to 4); returns per engine None or why it failed.
+        stamp_ledger: Moves the ledger's version.
+        version: The new version.
+        interrupt: What a pause does to running samples.
+        events: Gets `handover` with the time of each part.
+
+    Raises:
+        HandoverError: No engine is left.
+    """
+    events.emit("handover_start", version=version)
+    engines.each("pause", interrupt)
+    events.emit("handover_paused", version=version)
+    for name, failure in publish().items():
+        if failure is not None:
+            engines.drop(name, failure)
+    events.emit("handover_published", version=version)
+    engines.each("stamp", version)
+    stamp_ledger()
+    events.emit("handover_stamped", version=version)
+    engines.each("resume")
+    events.emit("handover_end", version=version)

@@ -1,0 +1,371 @@
+"""The controller: drives one run from start to end. A plain class in the CLI's process.
+
+Per step: wait for a batch, have the trainer ranks train it, hand the weights over, write the row, and only
+then evaluate, compare or save. Every wait passes through `_tick`, which collects events, looks after dead
+workers and asks the watchdog.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from areal_lite.config import Config
+from areal_lite.errors import ArealLiteError, EngineError
+from areal_lite.events import EventBuffer
+from areal_lite.launch.cluster import Cluster
+from areal_lite.launch.evaluation import Evaluation
+from areal_lite.launch.view import View
+from areal_lite.recorder import Recorder
+from areal_lite.run_folder import RunFolder
+from areal_lite.types import Group, Prompt
+from areal_lite.watchdog import Watchdog
+from areal_lite.weights.handover import hand_over
+
+__all__ = ["Controller", "Interrupted"]
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.25
+_COLLECT_EVERY_S = 0.5
+_SAVE_TIMEOUT_S = 600.0
+
+
+class Interrupted(Exception):
+    """The run was stopped by Ctrl-C; its work is saved."""
+
+
+class Controller:
+    """One run: owns the cluster, the run folder and the order of everything."""
+
+    def __init__(
+        self, config: Config, *, folder: RunFolder, model_folder: Path, eval_prompts: list[Prompt], view: View
+    ) -> None:
+        self._config, self._folder, self._view = config, folder, view
+        self._model_folder, self._eval_prompts = model_folder, eval_prompts
+        self._trainer_lane, self._handover_lane = EventBuffer("trainer"), EventBuffer("handover")
+        self._controller_lane = EventBuffer("controller")
+        self._recorder = Recorder(config, folder)
+        self._watchdog = Watchdog(config.run.stall_timeout_s)
+        self._evaluation: Evaluation | None = None
+        self._gauges: dict[str, dict[str, float]] = {}
+        self._tokens_of_lost = 0.0
+        self._collected_at = 0.0
+        self._interrupts = 0
+        self._version = 0
+        self._untrained_batch: str | None = None
+        self._weights_whole = True
+        self._reported_lost: set[str] = set()
+
+    def run(self) -> dict[str, Any]:
+        """Run to the end and return the summary.
+
+        Raises:
+            Interrupted: After Ctrl-C, once everything is saved.
+            ArealLiteError: What ended the run early; what could be saved is saved.
+        """
+        checkpoint = self._folder.newest_checkpoint() if self._config.run.resume else None
+        queue_state = (checkpoint / "queue.msgpack").read_bytes() if checkpoint else None
+        self._cluster = Cluster(
+            self._config, model_folder=self._model_folder, log_folder=self._folder.logs, queue_state=queue_state
+        )
+        try:
+            self._start(checkpoint)
+            with self._signals():
+                status = self._steps()
+            return self._finish(status)
+        except (ArealLiteError, ray.exceptions.RayError) as error:
+            self._rescue(error)
+            raise
+        finally:
+            self._view.end()
+            self._cluster.kill()
+
+    def _start(self, checkpoint: Path | None) -> None:
+        self._view.say("starting the sample queue, engines, verifiers and trainer ranks (about half a minute) ...")
+        self._version = self._cluster.start(checkpoint=checkpoint, on_progress=self._view.say)
+        self._hand_over(stamp_ledger=lambda: None)
+        if not self._recorder.evaluations:
+            self._evaluate_now()
+        self._cluster.queue.open_admission()
+        self._cluster.serve()
+        self._watchdog.restart()
+
+    def _steps(self) -> str:
+        self._view.begin(first_step=self._version)
+        try:
+            while self._version < self._config.run.steps and not self._interrupts:
+                if not self._step():
+                    break
+        finally:
+            self._view.end()
+        return "interrupted" if self._version < self._config.run.steps else "done"
+
+    def _step(self) -> bool:
+        """One trainer step and its publication; False when Ctrl-C came while waiting for the batch."""
+        queue, batch_id = self._cluster.queue, f"step-{self._version + 1}"
+        begun = time.monotonic()
+        self._trainer_lane.emit("wait")
+        if not self._wait_for_batch(batch_id):
+            return False
+        self._untrained_batch = batch_id
+        taken = time.monotonic()
+        self._trainer_lane.emit("train", batch=batch_id)
+        groups = queue.batch_groups(batch_id=batch_id, limit=max(self._config.run.log_samples, 1))
+        self._weights_whole = False
+        stats = self._train(batch_id)
+        self._weights_whole = True
+        self._version += 1
+        trained = time.monotonic()
+        self._trainer_lane.emit("trained", version=self._version)
+        self._hand_over(stamp_ledger=lambda: self._complete(batch_id))
+        self._trainer_lane.emit("published", version=self._version)
+        published = time.monotonic()
+        self._after_step(
+            stats, groups, trainer_wait_s=taken - begun, train_s=trained - taken, publish_s=published - trained
+        )
+        return True
+
+    def _wait_for_batch(self, batch_id: str) -> bool:
+        queue = self._cluster.queue
+        while queue.take(batch_id=batch_id, wait_s=_POLL_S) is None:
+            if self._interrupts:
+                return False
+            status = queue.status()
+            self._tick(
+                status["progress"],
+                waiting_for=f"the batch of step {self._version + 1} ({status['missing']} groups missing)",
+                culprit=functools.partial(_late_workers, status),
+            )
+        return True
+
+    def _train(self, batch_id: str) -> dict[str, Any]:
+        references = [trainer.train_step.remote(batch_id) for trainer in self._cluster.trainers]
+        stats = self._wait_for(
+            references,
+            waiting_for=f"the trainer ranks in step {self._version + 1}",
+            progress=self._cluster.trainer_progress,
+        )
+        return dataclasses.asdict(stats[0])
+
+    def _wait_for(self, references: list[Any], *, waiting_for: str, progress: Callable[[], Any]) -> list[Any]:
+        """Wait for remote results with the watchdog on; a failed one is raised."""
+        self._watchdog.restart()
+        pending = references
+        while pending:
+            ready, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_S)
+            for reference in ready:
+                ray.get(reference)
+            if pending:
+                late = ", ".join(f"rank {references.index(reference)}" for reference in pending)
+                self._tick((len(pending), progress()), waiting_for=waiting_for, culprit=lambda late=late: late)
+        return list(ray.get(references))
+
+    def _tick(self, progress: Any, *, waiting_for: str, culprit: Callable[[], str]) -> None:
+        """What every wait does while it waits."""
+        self._cluster.check_workers()
+        self._collect()
+        if self._evaluation is not None:
+            self._poll_evaluation()
+        self._watchdog.check(progress, waiting_for=waiting_for, culprit=culprit)
+
+    def _hand_over(self, *, stamp_ledger: Callable[[], None]) -> None:
+        lost_before = len(self._cluster.lost)
+        hand_over(
+            self._cluster.engines,
+            publish=self._cluster.publish,
+            stamp_ledger=stamp_ledger,
+            version=self._version,
+            interrupt=self._config.rollout.interrupt,
+            events=self._handover_lane,
+        )
+        self._watchdog.restart()
+        if len(self._cluster.lost) > lost_before:
+            self._cluster.connect_weights()
+
+    def _complete(self, batch_id: str) -> None:
+        self._cluster.queue.complete_step(batch_id=batch_id)
+        self._untrained_batch = None
+
+    def _after_step(self, stats: dict[str, Any], groups: list[Group], **timings: float) -> None:
+        run, step = self._config.run, self._version
+        self._cluster.check_workers()
+        self._collect(force=True)
+        self._report_lost()
+        if self._config.weights.parity_every and step % self._config.weights.parity_every == 0:
+            self._check_parity(groups)
+        if self._evaluation is not None:
+            self._poll_evaluation()
+        row = self._recorder.step(
+            stats, step=step, tokens_generated=self._tokens(), ledger=self._cluster.queue.status()["counts"], **timings
+        )
+        self._recorder.samples(step, groups[: run.log_samples])
+        self._view.step(row, evaluations=self._recorder.evaluations, shares=self._recorder.shares())
+        if run.eval_every and step % run.eval_every == 0 and step < run.steps and self._evaluation is None:
+            self._evaluation = Evaluation(self._cluster, self._eval_prompts, step=step)
+        if run.checkpoint_every and step % run.checkpoint_every == 0 and step < run.steps:
+            self._save()
+
+    def _check_parity(self, groups: list[Group]) -> None:
+        """Compare engines and trainer on stored sequences, right after a publication (invariant I4)."""
+        samples = [(group.prompt.token_ids, sample.token_ids) for group in groups for sample in group.samples]
+        sequences = [(list(prompt), output.tolist()) for prompt, output in samples][
+            : self._config.weights.parity_sequences
+        ]
+        engines = {name: handle.score.remote(sequences) for name, handle in self._cluster.engines.handles.items()}
+        ranks = [trainer.score.remote(sequences) for trainer in self._cluster.trainers]
+        expected = self._wait_for(ranks, waiting_for="the trainer's logprobs", progress=self._cluster.trainer_progress)[
+            0
+        ]
+        worst = 0.0
+        for name, reference in engines.items():
+            try:
+                scored = ray.get(reference, timeout=self._config.run.stall_timeout_s)
+            except ray.exceptions.RayError as error:
+                logger.warning("%s gave no logprobs for the parity check: %s", name, error)
+                continue
+            worst = max(worst, _largest_difference(scored, expected))
+        self._recorder.parity(worst)
+        self._controller_lane.emit("parity", step=self._version, max_abs_logprob_diff=worst)
+
+    def _evaluate_now(self) -> None:
+        """Evaluate under one version, with nothing beside."""
+        if self._eval_prompts:
+            self._view.say(f"evaluating {len(self._eval_prompts)} held-out problems at version {self._version} ...")
+            self._evaluation = Evaluation(self._cluster, self._eval_prompts, step=self._version)
+            self._watchdog.restart()
+            while self._evaluation is not None:
+                self._collect()
+                self._watchdog.check(self._tokens(), waiting_for="an evaluation", culprit=lambda: "the rollout workers")
+                self._poll_evaluation(wait_s=_POLL_S)
+
+    def _poll_evaluation(self, wait_s: float = 0.0) -> None:
+        assert self._evaluation is not None
+        try:
+            result = self._evaluation.poll(wait_s)
+        except (EngineError, ray.exceptions.RayError) as error:
+            self._view.say(f"the evaluation of step {self._evaluation.step} was lost: {type(error).__name__}")
+            self._evaluation = None
+            return
+        if result is not None:
+            self._evaluation = None
+            self._recorder.evaluation(result["step"], result["accuracy"])
+            self._controller_lane.emit("eval", **result)
+            self._view.say(
+                f"held-out accuracy at step {result['step']}: {result['accuracy']:.3f} "
+                f"({result['problems']} problems, versions {result['versions']})"
+            )
+
+    def _save(self) -> Path:
+        """Write a checkpoint of this step boundary."""
+        queue_state = self._cluster.queue.save()
+
+        def save_trainer(path: Path) -> None:
+            references = [trainer.save.remote(str(path)) for trainer in self._cluster.trainers]
+            ray.get(references, timeout=_SAVE_TIMEOUT_S)
+
+        path = self._folder.write_checkpoint(
+            self._version, queue_state=queue_state, save_trainer=save_trainer, keep=self._config.run.keep_checkpoints
+        )
+        self._controller_lane.emit("checkpoint", step=self._version)
+        self._watchdog.restart()
+        return path
+
+    def _finish(self, status: str) -> dict[str, Any]:
+        """Evaluate, save, export, sum up, stop; in this order."""
+        queue = self._cluster.queue
+        queue.close_admission()
+        if self._evaluation is not None:
+            self._evaluation = None
+        if status == "done":
+            self._evaluate_now()
+        self._view.say("saving ...")
+        checkpoint = self._save()
+        references = [trainer.export.remote(str(checkpoint / "model")) for trainer in self._cluster.trainers]
+        ray.get(references, timeout=_SAVE_TIMEOUT_S)
+        counts = queue.abandon()
+        self._collect(force=True)
+        summary = self._recorder.summary(status, ledger=counts)
+        self._cluster.stop()
+        if status != "done":
+            raise Interrupted(str(self._folder.path))
+        return summary
+
+    def _rescue(self, error: Exception) -> None:
+        """After a failure: save if the weights are those of a step boundary, and write the summary."""
+        self._view.end()
+        with contextlib.suppress(Exception):
+            if self._weights_whole and self._version > 0:
+                if self._untrained_batch is not None:
+                    self._complete(self._untrained_batch)
+                self._view.say(f"saved {self._save()}")
+        with contextlib.suppress(Exception):
+            counts = self._cluster.queue.status()["counts"]
+            self._collect(force=True)
+            self._recorder.summary(f"failed: {type(error).__name__}: {error}", ledger=counts)
+
+    def _collect(self, *, force: bool = False) -> None:
+        now = time.monotonic()
+        if not force and now - self._collected_at < _COLLECT_EVERY_S:
+            return
+        self._collected_at = now
+        events, gauges = self._cluster.collect()
+        self._gauges |= gauges
+        for lane in (self._trainer_lane, self._handover_lane, self._controller_lane):
+            events += lane.drain()
+        self._recorder.feed(events)
+
+    def _tokens(self) -> float:
+        """Tokens generated so far, by workers lost since as well."""
+        return sum(gauge["tokens"] for gauge in self._gauges.values() if "tokens" in gauge)
+
+    def _report_lost(self) -> None:
+        for name in self._cluster.lost.keys() - self._reported_lost:
+            self._reported_lost.add(name)
+            self._controller_lane.emit("lost", worker=name, reason=self._cluster.lost[name])
+            self._view.say(f"[yellow]{name} was lost ({self._cluster.lost[name]}); the others go on[/]")
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Ctrl-C once: finish the step and its hand-over, save. Twice: end at once."""
+
+        def handle(number: int, frame: Any) -> None:
+            self._interrupts += 1
+            if self._interrupts == 1:
+                self._view.say("stopping after this step and saving; press Ctrl-C again to stop at once ...")
+            else:
+                raise KeyboardInterrupt
+
+        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _largest_difference(left: list[Any], right: list[Any]) -> float:
+    """Largest absolute difference; infinite when anything is not finite, because max(0, nan) is 0."""
+    difference = np.concatenate([np.abs(np.asarray(a) - np.asarray(b)) for a, b in zip(left, right, strict=True)])
+    return float(difference.max()) if np.isfinite(difference).all() else math.inf
+
+
+def _late_workers(status: Any) -> str:
+    """Say who holds work and has not been heard of, or holds it longest."""
+    workers = sorted(status["workers"].items(), key=lambda item: -item[1]["oldest_lease_age_s"])
+    if not workers:
+        return "no worker has asked for work yet"
+    return "; ".join(
+        f"{name} ({worker['role'] or 'no work yet'}) holds {worker['leases']} leases, the oldest since "
+        f"{worker['oldest_lease_age_s']:.0f} s, last heard of {worker['heartbeat_age_s']:.0f} s ago"
+        for name, worker in workers[:3]
+    )

@@ -1,0 +1,94 @@
+"""`areal-lite train`: from a recipe to a finished run, checked before anything heavy starts."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import ray
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from areal_lite.config import Config, resource_problems
+from areal_lite.data.source import load_source
+from areal_lite.errors import ConfigError
+from areal_lite.launch.cluster import connect_ray
+from areal_lite.launch.controller import Controller
+from areal_lite.launch.view import View
+from areal_lite.run_folder import RunFolder
+from areal_lite.train.warm_start import ensure_warm_start
+
+__all__ = ["prepare_model", "train"]
+
+_CACHE = Path(".cache") / "areal-lite"
+
+
+def train(config: Config, *, recipe_name: str, console: Console) -> dict[str, Any]:
+    """Run a recipe and return its summary.
+
+    Raises:
+        ArealLiteError: With what to do about it.
+        Interrupted: After Ctrl-C, saved.
+    """
+    view = View(config, console=console)
+    model_folder = prepare_model(config, console=console)
+    eval_prompts = _check_data(config, model_folder)
+    connect_ray()
+    _check_resources(config, console)
+    folder = RunFolder.resume(config) if config.run.resume else RunFolder.create(config, recipe_name=recipe_name)
+    console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
+    try:
+        return Controller(config, folder=folder, model_folder=model_folder, eval_prompts=eval_prompts, view=view).run()
+    finally:
+        ray.shutdown()
+
+
+def prepare_model(config: Config, *, console: Console) -> Path:
+    """Return the folder of the initial policy; the built-in one is warm-started and cached.
+
+    Raises:
+        ConfigError: `model.path` is no model folder.
+    """
+    if config.model.path != "builtin:arith":
+        folder = Path(config.model.path).expanduser().resolve()
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"model.path must be a Hugging Face model folder or builtin:arith, got {config.model.path!r}, which "
+                "has no config.json: give the folder that holds config.json and the weights"
+            )
+        return folder
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(
+            "supervised warm start of the built-in model", total=config.model.warm_start.steps, loss=0.0
+        )
+
+        def show(done: int, total: int, loss: float) -> None:
+            bar.update(task, completed=done, total=total, loss=loss)
+
+        return ensure_warm_start(config, cache_dir=_CACHE / "warm-start", progress=show).resolve()
+
+
+def _check_data(config: Config, model_folder: Path) -> list[Any]:
+    """Load both splits once, so that bad data is found before any actor starts; returns the held-out prompts."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    load_source(config, tokenizer, "train")
+    has_eval = config.data.source == "arith" or config.data.eval_path is not None
+    return load_source(config, tokenizer, "eval") if has_eval else []
+
+
+def _check_resources(config: Config, console: Console) -> None:
+    resources = ray.cluster_resources()
+    errors, warnings = resource_problems(
+        config, num_cores=int(resources.get("CPU", os.cpu_count() or 1)), num_gpus=int(resources.get("GPU", 0))
+    )
+    for warning in warnings:
+        console.print(f"[yellow]warning:[/] {warning}", highlight=False)
+    if errors:
+        raise ConfigError("\n".join(errors))

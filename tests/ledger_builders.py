@@ -1,0 +1,77 @@
+"""Keyword builders and a clock for the tests of the ledger."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
+from areal_lite.types import Sample, Score, StopReason, VersionSpan
+
+
+class FakeClock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_settings(**changes: Any) -> LedgerSettings:
+    """Two groups of two samples a step, eta 1, mask, ten steps."""
+    defaults: dict[str, Any] = {
+        "max_staleness": 1,
+        "on_stale": "mask",
+        "groups_per_step": 2,
+        "samples_per_group": 2,
+        "total_steps": 10,
+    }
+    return LedgerSettings(**defaults | changes)
+
+
+def make_sample(*, versions: Sequence[int] = (0, 0, 0)) -> Sample:
+    """One token per entry of `versions`."""
+    spans, start = [], 0
+    for version, tokens in groupby(versions):
+        end = start + len(list(tokens))
+        spans.append(VersionSpan(version=version, start=start, end=end))
+        start = end
+    return Sample(
+        token_ids=np.arange(len(versions), dtype=np.int32),
+        logprobs=np.zeros(len(versions), dtype=np.float32),
+        spans=tuple(spans),
+        stop_reason=StopReason.STOP,
+    )
+
+
+def make_samples(*versions: Sequence[int]) -> list[Sample]:
+    """One sample per argument."""
+    return [make_sample(versions=each) for each in versions]
+
+
+def make_scores(*rewards: float | str) -> list[Score]:
+    """A number is a reward, a word the reason why there is none."""
+    return [Score(failure=reward) if isinstance(reward, str) else Score(reward=reward) for reward in rewards]
+
+
+def bring_to_ready(ledger: Ledger, prompt_id: str, *, versions: Sequence[int] | None = None) -> str:
+    """Admit one prompt and bring it to `ready`; its tokens have `versions` (default: the present one)."""
+    group_id = ledger.admit(prompt_id)
+    (rollout,) = ledger.lease_rollout("rollout/0", limit=1)
+    tokens = [ledger.version] if versions is None else versions
+    assert ledger.complete_rollout(rollout.lease_id, make_samples(tokens, tokens))
+    (verify,) = ledger.lease_verify("verifier/0", limit=1)
+    assert ledger.complete_verify(verify.lease_id, make_scores(0.0, 1.0))
+    return group_id
+
+
+def do_step(ledger: Ledger) -> None:
+    """Fill what is missing for a batch, and train it."""
+    name = f"step-{ledger.version}"
+    for number in range(ledger.missing()):
+        bring_to_ready(ledger, f"{name}/{number}")
+    assert ledger.take(name) is not None
+    ledger.complete_step(name)

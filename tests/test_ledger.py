@@ -1,0 +1,542 @@
+"""The ledger's rules, one by one; `test_ledger_machine.py` mixes them at random."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+from ledger_builders import FakeClock, bring_to_ready, do_step, make_samples, make_scores, make_settings
+
+from areal_lite.errors import LedgerError
+from areal_lite.sample_queue.ledger import Ledger
+from areal_lite.types import Sample
+from areal_lite.wire import decode, encode
+
+ENDED = ("trained", "rejected", "failed", "stale", "abandoned")
+
+
+def assert_conserved(ledger: Ledger) -> None:
+    """`admitted = trained + rejected + failed + stale + abandoned + outstanding`."""
+    counts = ledger.counts()
+    assert counts["admitted"] == sum(counts[state] for state in ENDED) + counts["outstanding"]
+
+
+# Admission
+
+
+def test_admits_eta_plus_one_batches_and_no_more() -> None:
+    """Two groups a step at eta 1: four outstanding.
+
+    Seen failing with `capacity` counting only the groups that are not ready yet.
+    """
+    ledger = Ledger(make_settings())
+    assert ledger.capacity() == 4
+    for number in range(4):
+        assert ledger.admit(f"train/0/{number}") == f"train/0/{number}#0"
+    assert ledger.capacity() == 0
+    with pytest.raises(LedgerError, match=r"capacity\(\) > 0, got 0 at version 0 with 4 groups outstanding"):
+        ledger.admit("train/0/4")
+
+
+def test_admission_tapers_at_the_end_of_the_run() -> None:
+    ledger = Ledger(make_settings(max_staleness=4, total_steps=3))
+    capacities = []
+    for _ in range(3):
+        capacities.append(ledger.capacity())
+        do_step(ledger)
+    assert [*capacities, ledger.capacity()] == [6, 4, 2, 0]
+
+
+def test_a_prompt_is_outstanding_once() -> None:
+    ledger = Ledger(make_settings())
+    ledger.admit("p")
+    with pytest.raises(LedgerError, match="'p', which is outstanding"):
+        ledger.admit("p")
+    assert_conserved(ledger)
+
+
+def test_synchronous_admits_nothing_while_a_batch_is_taken() -> None:
+    ledger = Ledger(make_settings(max_staleness=0))
+    bring_to_ready(ledger, "a")
+    bring_to_ready(ledger, "b")
+    assert ledger.take("0") is not None
+    assert ledger.capacity() == 0
+    ledger.complete_step("0")
+    assert ledger.capacity() == 2
+
+
+# Leases
+
+
+def test_a_group_travels_from_waiting_to_trained() -> None:
+    ledger = Ledger(make_settings(groups_per_step=1))
+    group_id = ledger.admit("p")
+    (rollout,) = ledger.lease_rollout("r", limit=5)
+    assert (rollout.group_id, rollout.prompt_id, rollout.samples, rollout.version) == (group_id, "p", (), 0)
+    assert ledger.complete_rollout(rollout.lease_id, make_samples([0, 0], [0]))
+    (verify,) = ledger.lease_verify("v", limit=5)
+    assert [sample.num_tokens for sample in verify.samples] == [2, 1]
+    assert ledger.complete_verify(verify.lease_id, make_scores(0.5, 1.0))
+    batch = ledger.take("batch")
+    assert batch is not None
+    assert [sample.reward for sample in batch.groups[0].samples] == [0.5, 1.0]
+    ledger.complete_step("batch")
+    assert (ledger.version, ledger.counts()["trained"], ledger.counts()["outstanding"]) == (1, 1, 0)
+
+
+def test_heartbeats_keep_exactly_the_named_leases_alive() -> None:
+    """Of two leases one is named; after the time-out the other one is gone, and so is its result.
+
+    Seen failing with `renew` moving the deadlines of all leases of the worker.
+    """
+    clock = FakeClock()
+    ledger = Ledger(make_settings(lease_timeout_s=10.0), clock=clock)
+    ledger.admit("a")
+    ledger.admit("b")
+    named, silent = ledger.lease_rollout("r", limit=2)
+    clock.now = 6.0
+    assert ledger.renew("r", [named.lease_id, "unknown"]) == ["unknown"]
+    assert ledger.renew("other", [silent.lease_id]) == [silent.lease_id]
+    clock.now = 12.0
+    assert ledger.expire() == [silent.lease_id]
+    assert ledger.expire() == []
+    assert not ledger.complete_rollout(silent.lease_id, make_samples([0], [0]))
+    assert ledger.complete_rollout(named.lease_id, make_samples([0], [0]))
+    assert ledger.counts()["waiting"] == 1
+
+
+def test_a_long_answer_does_not_expire() -> None:
+    clock = FakeClock()
+    ledger = Ledger(make_settings(lease_timeout_s=10.0), clock=clock)
+    ledger.admit("a")
+    (lease,) = ledger.lease_rollout("r", limit=1)
+    for _ in range(1000):
+        clock.now += 9.0
+        assert ledger.renew("r", [lease.lease_id]) == []
+        assert ledger.expire() == []
+    assert [(held.worker, held.given_at) for held in ledger.leases()] == [("r", 0.0)]
+
+
+def test_the_first_result_wins() -> None:
+    """The second worker's result counts, the first one's lease was lost; repeated results are ignored.
+
+    Seen failing with results accepted by group instead of by lease.
+    """
+    ledger = Ledger(make_settings())
+    ledger.admit("a")
+    (lost,) = ledger.lease_rollout("r0", limit=1)
+    assert ledger.forget("r0") == [lost.lease_id]
+    (second,) = ledger.lease_rollout("r1", limit=1)
+    assert not ledger.complete_rollout(lost.lease_id, make_samples([0], [0]))
+    assert ledger.complete_rollout(second.lease_id, make_samples([0], [0]))
+    before = ledger.counts()
+    assert not ledger.complete_rollout(second.lease_id, make_samples([0], [0]))
+    assert not ledger.fail(lost.lease_id, "late")
+    assert ledger.counts() == before
+
+
+def test_returned_groups_are_lent_first() -> None:
+    ledger = Ledger(make_settings())
+    for name in "abc":
+        ledger.admit(name)
+    ledger.lease_rollout("r0", limit=2)
+    ledger.forget("r0")
+    assert [lease.prompt_id for lease in ledger.lease_rollout("r1", limit=3)] == ["a", "b", "c"]
+
+
+def test_a_lost_verifier_loses_no_samples() -> None:
+    ledger = Ledger(make_settings())
+    ledger.admit("a")
+    (rollout,) = ledger.lease_rollout("r", limit=1)
+    ledger.complete_rollout(rollout.lease_id, make_samples([0], [0]))
+    (first,) = ledger.lease_verify("v0", limit=1)
+    ledger.forget("v0")
+    (second,) = ledger.lease_verify("v1", limit=1)
+    assert second.samples == first.samples
+    assert ledger.counts()["leased_verify"] == 1
+
+
+def test_refuses_results_that_do_not_fit_and_keeps_the_lease() -> None:
+    ledger = Ledger(make_settings())
+    ledger.admit("a")
+    (rollout,) = ledger.lease_rollout("r", limit=1)
+    with pytest.raises(ValueError, match="expected 2 samples of a#0, got 1"):
+        ledger.complete_rollout(rollout.lease_id, make_samples([0]))
+    with pytest.raises(ValueError, match="versions up to 0 in a#0, got version 1"):
+        ledger.complete_rollout(rollout.lease_id, make_samples([0], [1]))
+    with pytest.raises(LedgerError, match="is for leased_rollout, got a result for leased_verify"):
+        ledger.complete_verify(rollout.lease_id, make_scores(0.0, 1.0))
+    assert ledger.complete_rollout(rollout.lease_id, make_samples([0], [0]))
+    (verify,) = ledger.lease_verify("v", limit=1)
+    with pytest.raises(ValueError, match="one score per sample of a#0: 2, got 3"):
+        ledger.complete_verify(verify.lease_id, make_scores(0.0, 1.0, 1.0))
+    assert ledger.complete_verify(verify.lease_id, make_scores(0.0, 1.0))
+
+
+# Verification
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ((0.0, 1.0, 1.0), "ready"),
+        ((0.0, "timeout", 1.0), "ready"),  # two scored samples remain
+        ((0.0, "timeout", "crashed"), "failed(timeout)"),  # equally common: the first
+        (("nan", "timeout", "timeout"), "failed(timeout)"),
+        ((1.0, 1.0, 1.0), "rejected(zero_variance)"),
+        ((1.0, "timeout", 1.0), "rejected(zero_variance)"),
+    ],
+)
+def test_verdicts(rewards: tuple[float | str, ...], expected: str) -> None:
+    """Seen failing with failed samples scored 0: (1, timeout, 1) became ready."""
+    ledger = Ledger(make_settings(samples_per_group=3, reject="zero_variance"))
+    ledger.admit("a")
+    (rollout,) = ledger.lease_rollout("r", limit=1)
+    ledger.complete_rollout(rollout.lease_id, make_samples([0], [0], [0]))
+    (verify,) = ledger.lease_verify("v", limit=1)
+    assert ledger.complete_verify(verify.lease_id, make_scores(*rewards))
+    assert ledger.counts()[expected] == 1
+    assert_conserved(ledger)
+
+
+def test_a_group_of_one_needs_one_score() -> None:
+    ledger = Ledger(make_settings(samples_per_group=1))
+    ledger.admit("a")
+    (rollout,) = ledger.lease_rollout("r", limit=1)
+    ledger.complete_rollout(rollout.lease_id, make_samples([0]))
+    (verify,) = ledger.lease_verify("v", limit=1)
+    ledger.complete_verify(verify.lease_id, make_scores(1.0))
+    assert ledger.counts()["ready"] == 1
+    with pytest.raises(ValueError, match="got samples_per_group=1"):
+        make_settings(samples_per_group=1, reject="zero_variance")
+
+
+def test_reject_and_fail_end_a_leased_group_by_reason() -> None:
+    ledger = Ledger(make_settings())
+    ledger.admit("a")
+    ledger.admit("b")
+    first, second = ledger.lease_rollout("r", limit=2)
+    assert ledger.reject(first.lease_id, "too_easy")
+    assert ledger.fail(second.lease_id, "engine_refused")
+    counts = ledger.counts()
+    assert (counts["rejected(too_easy)"], counts["failed(engine_refused)"], counts["outstanding"]) == (1, 1, 0)
+    assert ledger.capacity() == 4
+    assert_conserved(ledger)
+
+
+# Batches
+
+
+def test_take_needs_a_full_batch_and_is_idempotent() -> None:
+    """Seen failing with `take` always choosing anew: the second call found no ready groups."""
+    ledger = Ledger(make_settings())
+    bring_to_ready(ledger, "a")
+    assert ledger.missing() == 1
+    assert ledger.take("0") is None
+    bring_to_ready(ledger, "b")
+    assert ledger.missing() == 0
+    batch = ledger.take("0")
+    assert batch is not None
+    assert ledger.take("0") is batch
+    with pytest.raises(LedgerError, match="got '1' while '0' is taken"):
+        ledger.take("1")
+    with pytest.raises(LedgerError, match="got '1' while '0' is taken"):
+        ledger.complete_step("1")
+    ledger.complete_step("0")
+    ledger.complete_step("0")  # a repeated request
+    assert ledger.version == 1
+    with pytest.raises(LedgerError, match="'0', which is complete"):
+        ledger.take("0")
+    with pytest.raises(LedgerError, match="call take first"):
+        ledger.complete_step("1")
+    assert_conserved(ledger)
+
+
+def test_a_batch_holds_the_oldest_groups_not_the_first_to_arrive() -> None:
+    """`slow` is admitted first and ready last. Seen failing with ready groups in order of arrival."""
+    ledger = Ledger(make_settings())
+    ledger.admit("slow")
+    (slow,) = ledger.lease_rollout("r", limit=1)
+    bring_to_ready(ledger, "fast/0")
+    bring_to_ready(ledger, "fast/1")
+    ledger.complete_rollout(slow.lease_id, make_samples([0], [0]))
+    (verify,) = ledger.lease_verify("v", limit=1)
+    ledger.complete_verify(verify.lease_id, make_scores(0.0, 1.0))
+    batch = ledger.take("0")
+    assert batch is not None
+    assert [group.prompt_id for group in batch.groups] == ["slow", "fast/0"]
+
+
+def test_a_lost_trainer_loses_no_groups() -> None:
+    ledger = Ledger(make_settings())
+    bring_to_ready(ledger, "a")
+    bring_to_ready(ledger, "b")
+    first = ledger.take("0")
+    ledger.return_batch("0")
+    ledger.return_batch("0")  # a repeated request
+    second = ledger.take("again")
+    assert first is not None
+    assert second is not None
+    assert second.groups == first.groups
+    with pytest.raises(LedgerError, match="got '0' while 'again' is taken"):
+        ledger.return_batch("0")
+    assert_conserved(ledger)
+
+
+# The bound
+
+
+def straggle(ledger: Ledger, *, steps: int) -> str:
+    """Lend the prompt `slow`, train `steps` steps of other groups beside it; return the lease id."""
+    ledger.admit("slow")
+    (lease,) = ledger.lease_rollout("r", limit=1)
+    for _ in range(steps):
+        do_step(ledger)
+    return lease.lease_id
+
+
+def finish(ledger: Ledger, lease_id: str, samples: list[Sample], *rewards: float | str) -> None:
+    """Complete the generation, and verify everything generated."""
+    assert ledger.complete_rollout(lease_id, samples)
+    for lease in ledger.lease_verify("v", limit=100):
+        assert ledger.complete_verify(lease.lease_id, make_scores(*rewards))
+
+
+def test_mask_ends_groups_without_a_trainable_token_as_stale() -> None:
+    """At version 3 and eta 1 tokens of version 1 are over age: the group is replaced by the next one.
+
+    Seen failing without the check in `take`: `slow` was in the batch.
+    """
+    ledger = Ledger(make_settings())
+    lease_id = straggle(ledger, steps=3)
+    finish(ledger, lease_id, make_samples([0, 0, 1], [0, 1]), 0.0, 1.0)
+    bring_to_ready(ledger, "a")
+    bring_to_ready(ledger, "b")
+    batch = ledger.take("next")
+    assert batch is not None
+    assert [group.prompt_id for group in batch.groups] == ["a", "b"]
+    assert ledger.counts()["stale"] == 1
+    assert_conserved(ledger)
+
+
+def test_mask_trains_the_young_tokens_of_a_straggler() -> None:
+    ledger = Ledger(make_settings())
+    lease_id = straggle(ledger, steps=3)
+    finish(ledger, lease_id, make_samples([0, 0, 1], [0, 1, 2]), 0.0, 1.0)
+    bring_to_ready(ledger, "a")
+    batch = ledger.take("next")
+    assert batch is not None
+    assert batch.groups[0].prompt_id == "slow"  # with all its samples: their rewards count in the baseline
+    assert len(batch.groups[0].samples) == 2
+
+
+def test_tokens_of_failed_samples_are_not_trainable() -> None:
+    """Only the failed sample has young tokens. Seen failing with its tokens counted."""
+    ledger = Ledger(make_settings(samples_per_group=3))
+    ledger.admit("slow")
+    (lease,) = ledger.lease_rollout("r", limit=1)
+    for step in range(2):
+        for name in "ab":
+            ledger.admit(f"{name}{step}")
+            (other,) = ledger.lease_rollout("r", limit=1)
+            finish(ledger, other.lease_id, make_samples([step], [step], [step]), 0.0, 1.0, 1.0)
+        assert ledger.take(f"{step}") is not None
+        ledger.complete_step(f"{step}")
+    finish(ledger, lease.lease_id, make_samples([0], [0], [0, 2]), 0.0, 1.0, "timeout")
+    ledger.admit("c")
+    (other,) = ledger.lease_rollout("r", limit=1)
+    finish(ledger, other.lease_id, make_samples([2], [2], [2]), 0.0, 1.0, 1.0)
+    assert ledger.take("next") is None
+    assert ledger.counts()["stale"] == 1
+
+
+def test_wait_takes_no_batch_that_leaves_a_due_group_behind() -> None:
+    """At eta 1 a group admitted at 0 is due at version 1: ready groups beside it do not make a batch there.
+
+    Seen failing without the condition, and with the condition for k = 0 only (the second half).
+    """
+    ledger = Ledger(make_settings(on_stale="wait"))
+    lease_id = straggle(ledger, steps=1)
+    bring_to_ready(ledger, "a")
+    bring_to_ready(ledger, "b")
+    assert ledger.missing() == 0
+    assert ledger.take("1") is None
+    finish(ledger, lease_id, make_samples([0, 1], [0]), 0.0, 1.0)
+    batch = ledger.take("1")
+    assert batch is not None
+    assert [group.prompt_id for group in batch.groups] == ["slow", "a"]
+
+    # Half of a bigger bound: three groups due at version 2 do not fit into one batch of two, so they block version 1.
+    ledger = Ledger(make_settings(on_stale="wait", max_staleness=2))
+    for number in range(3):
+        ledger.admit(f"slow/{number}")
+    slow = ledger.lease_rollout("r", limit=3)
+    do_step(ledger)
+    bring_to_ready(ledger, "a", versions=[1])
+    assert ledger.take("1") is None
+    bring_to_ready(ledger, "b", versions=[1])
+    assert ledger.take("1") is None
+    finish(ledger, slow[0].lease_id, make_samples([0], [0]), 0.0, 1.0)
+    assert ledger.take("1") is not None  # slow/0 and a; slow/1 and slow/2 fit into the next
+
+
+def test_drop_discards_at_publication_and_tries_again() -> None:
+    """At eta 1 the straggler of version 0 is over age at version 2.
+
+    Seen failing without discarding: the lease was still alive.
+    """
+    ledger = Ledger(make_settings(on_stale="drop", max_attempts=2))
+    lease_id = straggle(ledger, steps=1)
+    assert ledger.renew("r", [lease_id]) == []
+    do_step(ledger)
+    assert ledger.renew("r", [lease_id]) == [lease_id]
+    assert not ledger.complete_rollout(lease_id, make_samples([0], [0]))
+    counts = ledger.counts()
+    assert (counts["stale"], counts["waiting"], counts["outstanding"]) == (1, 1, 1)
+    (again,) = ledger.lease_rollout("r", limit=1)
+    assert again.group_id == "slow#1"
+
+    do_step(ledger)
+    for name in "ab":
+        bring_to_ready(ledger, name)
+    ledger.take("last")
+    assert ledger.complete_step("last") == ["slow"]
+    counts = ledger.counts()
+    assert (counts["stale"], counts["failed(too_slow)"], counts["outstanding"]) == (1, 1, 0)
+    assert_conserved(ledger)
+
+
+def test_drop_leaves_groups_that_wait_for_a_worker() -> None:
+    """Nothing of a waiting group is old, however long it waits. Seen failing with its age counted from admission."""
+    ledger = Ledger(make_settings(on_stale="drop"))
+    for name in "abc":
+        bring_to_ready(ledger, name)
+    ledger.admit("patient")
+    for step in range(4):
+        assert ledger.take(f"{step}") is not None
+        ledger.complete_step(f"{step}")
+        if step == 0:
+            (lease,) = ledger.lease_rollout("lost", limit=1)
+            ledger.forget("lost")
+        # `patient` stays in the waiting list, so the groups of the next step pass it by under other ids.
+        for number in range(ledger.missing()):
+            ledger.admit(f"{step}/{number}")
+            patient, other = ledger.lease_rollout("r", limit=2)
+            assert patient.prompt_id == "patient"
+            ledger.complete_rollout(other.lease_id, make_samples([ledger.version], [ledger.version]))
+            ledger.forget("r")
+            (verify,) = ledger.lease_verify("v", limit=1)
+            ledger.complete_verify(verify.lease_id, make_scores(0.0, 1.0))
+    assert ledger.counts()["stale"] == 0
+    assert ledger.counts()["waiting"] == 1
+
+
+def test_generated_anew_is_young_again() -> None:
+    """A lost lease restarts the group's age: under `wait` it is due eta steps later. Seen failing with its old age."""
+    ledger = Ledger(make_settings(on_stale="wait"))
+    straggle(ledger, steps=1)
+    bring_to_ready(ledger, "a")
+    bring_to_ready(ledger, "b")
+    assert ledger.take("1") is None
+    ledger.forget("r")
+    assert ledger.take("1") is not None
+
+
+# The end, and resuming
+
+
+def test_abandon_ends_everything() -> None:
+    ledger = Ledger(make_settings())
+    bring_to_ready(ledger, "a")
+    bring_to_ready(ledger, "b")
+    ledger.take("0")
+    ledger.admit("c")
+    (lease,) = ledger.lease_rollout("r", limit=1)
+    assert ledger.abandon_outstanding() == 3
+    assert ledger.counts()["abandoned"] == 3
+    assert ledger.renew("r", [lease.lease_id]) == [lease.lease_id]
+    assert ledger.take("0") is None
+    assert_conserved(ledger)
+
+
+def busy_ledger(**changes: Any) -> Ledger:
+    """One group in each outstanding state, some ended, version 1."""
+    ledger = Ledger(make_settings(max_staleness=3, groups_per_step=1, **changes))
+    do_step(ledger)
+    bring_to_ready(ledger, "taken", versions=[0, 1])
+    ledger.take("1")
+    bring_to_ready(ledger, "ready")
+    for name in ("verifying", "generating"):
+        ledger.admit(name)
+    verifying, _generating = ledger.lease_rollout("r", limit=2)
+    ledger.complete_rollout(verifying.lease_id, make_samples([0, 1], [1]))
+    ledger.lease_verify("v", limit=1)
+    return ledger
+
+
+def test_restored_ledger_has_given_everything_back() -> None:
+    """Seen failing with leased groups restored as they were: nobody could lease them."""
+    ledger = busy_ledger()
+    before = ledger.counts()
+    state = copy.deepcopy(ledger.state())
+    assert ledger.counts() == before  # saving changes nothing
+    restored = Ledger.restore(make_settings(max_staleness=3, groups_per_step=1), state)
+    counts = restored.counts()
+    assert (restored.version, counts["waiting"], counts["generated"], counts["ready"]) == (1, 1, 1, 2)
+    assert (counts["admitted"], counts["trained"], counts["outstanding"]) == (5, 1, 4)
+    assert_conserved(restored)
+    restored.admit("new") if restored.capacity() else None
+    assert restored.lease_rollout("r", limit=1)[0].prompt_id == "generating"
+    assert restored.lease_verify("v", limit=1)[0].prompt_id == "verifying"
+    batch = restored.take("1")
+    assert batch is not None
+    assert batch.groups[0].prompt_id == "taken"
+    np.testing.assert_array_equal([s.reward for s in batch.groups[0].samples], [0.0, 1.0])
+
+
+def test_lease_ids_are_not_used_again_after_a_resume() -> None:
+    ledger = busy_ledger()
+    known = {lease.lease_id for lease in ledger.leases()}
+    restored = Ledger.restore(make_settings(max_staleness=3, groups_per_step=1), ledger.state())
+    again = restored.lease_rollout("r", limit=9) + restored.lease_verify("v", limit=9)
+    assert not known & {lease.lease_id for lease in again}
+    for lease_id in known:
+        assert not restored.complete_rollout(lease_id, make_samples([0], [0]))
+
+
+def test_state_survives_the_wire() -> None:
+    ledger = busy_ledger()
+    state = decode(encode(ledger.state()))
+    restored = Ledger.restore(make_settings(max_staleness=3, groups_per_step=1), state)
+    assert encode(restored.state()) == encode(ledger.state())
+
+
+def test_a_smaller_bound_after_a_resume_does_not_block() -> None:
+    """`wait` with a bound that the restored groups cannot meet: they are trained, and the trainer masks old tokens.
+
+    Seen failing without the clause for a batch that leaves no older group behind: take returned None for ever.
+    """
+    ledger = Ledger(make_settings(max_staleness=3))
+    for number in range(8):
+        bring_to_ready(ledger, f"{number}")
+    restored = Ledger.restore(make_settings(max_staleness=0, on_stale="wait"), ledger.state())
+    assert restored.capacity() == 0
+    assert restored.take("0") is not None
+    restored.complete_step("0")
+    assert restored.take("1") is None  # the rest is over age by now, and ended as stale
+    assert restored.counts()["stale"] == 6
+    assert restored.capacity() == 2
+
+
+def test_progress_counts_every_change() -> None:
+    ledger = Ledger(make_settings())
+    seen = [ledger.progress]
+    ledger.admit("a")
+    seen.append(ledger.progress)
+    ledger.lease_rollout("r", limit=1)
+    seen.append(ledger.progress)
+    ledger.forget("r")
+    seen.append(ledger.progress)
+    assert seen == sorted(set(seen))
+    ledger.counts(), ledger.capacity(), ledger.expire(), ledger.take("0")
+    assert ledger.progress == seen[-1]

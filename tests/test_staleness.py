@@ -1,0 +1,118 @@
+"""The staleness bound as arithmetic."""
+
+import doctest
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_lite.sample_queue import staleness
+from areal_lite.types import VersionSpan
+
+
+def test_docstring_examples() -> None:
+    results = doctest.testmod(staleness)
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+@pytest.mark.parametrize(
+    ("num_outstanding", "version", "expected"),
+    [
+        (0, 0, 12),  # (2 + 1) * 4
+        (5, 3, 7),  # 12 - 5
+        (12, 3, 0),
+        (13, 3, 0),  # never negative
+        (0, 98, 8),  # two steps left: 2 * 4
+        (3, 99, 1),  # one step left: 4 - 3
+        (0, 100, 0),
+        (0, 101, 0),
+    ],
+)
+def test_admission_capacity(num_outstanding: int, version: int, expected: int) -> None:
+    """Golden values at eta 2, 4 groups a step, 100 steps.
+
+    Seen failing without the taper near the end of the run (`min(eta + 1, total_steps - version)` as `eta + 1`).
+    """
+    capacity = staleness.admission_capacity(
+        num_outstanding, version=version, total_steps=100, max_staleness=2, groups_per_step=4
+    )
+    assert capacity == expected
+
+
+@given(eta=st.integers(0, 8), groups_per_step=st.integers(1, 5), num_admitted=st.integers(0, 60), version=st.integers(0, 8))
+def test_admission_equals_the_cumulative_rule(eta: int, groups_per_step: int, num_admitted: int, version: int) -> None:
+    """One more group fits exactly when `floor((N - 1) / B) <= i + eta` (arXiv 2505.24298 eq. 3), N counting it.
+
+    That holds while each step trained exactly B groups, so `outstanding = admitted - B * version`.
+    """
+    num_outstanding = num_admitted - groups_per_step * version
+    if num_outstanding < 0:
+        return
+    capacity = staleness.admission_capacity(
+        num_outstanding, version=version, total_steps=1000, max_staleness=eta, groups_per_step=groups_per_step
+    )
+    assert (capacity > 0) == (num_admitted // groups_per_step <= version + eta)
+
+
+def test_token_ages_and_mask() -> None:
+    """Ages by hand: versions 3 3 4 6 6 at trainer version 7 are 4 4 3 1 1 steps old; eta 3 keeps the last three.
+
+    Seen failing with `<` instead of `<=` in the mask, and with spans repeated once instead of by their length.
+    """
+    spans = [
+        VersionSpan(version=3, start=0, end=2),
+        VersionSpan(version=4, start=2, end=3),
+        VersionSpan(version=6, start=3, end=5),
+    ]
+    np.testing.assert_array_equal(staleness.token_ages(spans, version=7), [4, 4, 3, 1, 1])
+    mask = staleness.trainable_mask(spans, num_tokens=5, version=7, max_staleness=3)
+    assert mask.dtype == np.bool_
+    np.testing.assert_array_equal(mask, [False, False, True, True, True])
+
+
+def test_mask_refuses_spans_of_another_length() -> None:
+    spans = [VersionSpan(version=0, start=0, end=4)]
+    with pytest.raises(ValueError, match="must cover 5 tokens, got 4"):
+        staleness.trainable_mask(spans, num_tokens=5, version=0, max_staleness=0)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    steps=st.lists(st.integers(0, 3), min_size=5, max_size=5),
+    behind=st.integers(0, 6),
+    eta=st.integers(0, 5),
+)
+def test_counting_agrees_with_the_mask(lengths: list[int], steps: list[int], behind: int, eta: int) -> None:
+    versions = list(itertools.accumulate(steps))
+    ends = list(itertools.accumulate(lengths))
+    spans = [
+        VersionSpan(version=v, start=end - length, end=end)
+        for v, length, end in zip(versions, lengths, ends, strict=False)
+    ]
+    version = spans[-1].version + behind
+    mask = staleness.trainable_mask(spans, num_tokens=ends[-1], version=version, max_staleness=eta)
+    assert staleness.num_trainable(spans, version=version, max_staleness=eta) == mask.sum()
+
+
+@given(
+    eta=st.integers(0, 3),
+    groups_per_step=st.integers(1, 3),
+    behind=st.lists(st.integers(0, 4), max_size=12),
+)
+def test_wait_condition_is_feasibility(eta: int, groups_per_step: int, behind: list[int]) -> None:
+    """Leaving groups behind is allowed exactly when the coming steps can train them all in time, oldest first.
+
+    Seen failing with `k` running over 1..eta only, and over 0 only.
+    """
+    version = 4
+    allowed = staleness.may_leave_behind(
+        behind, version=version, max_staleness=eta, groups_per_step=groups_per_step
+    )
+    in_time = [
+        version + 1 + place // groups_per_step <= admitted + eta for place, admitted in enumerate(sorted(behind))
+    ]
+    # Groups are admitted up to eta + 1 batches at a time, so more than eta batches cannot be left behind.
+    assert allowed == (all(in_time) and len(behind) <= eta * groups_per_step)
