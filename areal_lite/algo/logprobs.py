@@ -43,7 +43,7 @@ def token_logprobs(logits_TV: Tensor, *, token_ids_T: Tensor, temperature: float
         return -cross_entropy(logits.float() / temperature, token_ids, reduction="none")
 
     num_rows = _piece_rows(logits_TV)
-    pieces = zip(logits_TV.split(num_rows), token_ids_T.split(num_rows), strict=True)
+    pieces = zip(torch.split(logits_TV, num_rows), torch.split(token_ids_T, num_rows), strict=True)
     return torch.cat([_recomputed(of_piece, *piece) for piece in pieces])
 
 
@@ -63,7 +63,7 @@ def token_entropies(logits_TV: Tensor, *, temperature: float) -> Tensor:
         logprobs = log_softmax(logits.float() / temperature, dim=-1)
         return -(logprobs.exp() * logprobs).sum(dim=-1)
 
-    return torch.cat([of_piece(piece) for piece in logits_TV.split(_piece_rows(logits_TV))])
+    return torch.cat([of_piece(piece) for piece in torch.split(logits_TV, _piece_rows(logits_TV))])
 
 
 def _piece_rows(logits_TV: Tensor) -> int:

@@ -204,6 +204,10 @@ def _engine_args(config: Config, model_folder: str) -> Any:
             "distributed_executor_backend": "uni",
             "enforce_eager": True,
             "kv_cache_memory_bytes": config.rollout.kv_cache_mb * 2**20,
+            # vLLM rewinds a seeded request's generator after each part of a chunked prefill, which a CPU generator
+            # cannot do: the engine dies. After an interrupt every running sample is such a prefill.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(8192, config.model.max_context),
         }
         if on_cpu
         else {

@@ -353,7 +353,7 @@ class Ledger:
 
     def _drop_over_age(self) -> list[str]:
         """End the groups that are over age, start the next attempts; return the prompts that had their last."""
-        over_age = [g for g in self._groups.outstanding() if self._is_over_age(g)]
+        over_age = sorted(filter(self._is_over_age, self._groups.outstanding()), key=lambda group: group.sequence)
         self._leases.end_where(lambda lease: self._is_over_age(lease.group))
         too_slow = []
         for group in over_age:

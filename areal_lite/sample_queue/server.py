@@ -125,9 +125,10 @@ class QueueServer:
         """
         try:
             while not self._closing.is_set():
-                if self._socket.poll(self._patience_ms()):
-                    self._receive(self._socket.recv_multipart())
+                arrived = self._socket.poll(self._patience_ms())
                 self._service.expire()
+                if arrived:
+                    self._receive(self._socket.recv_multipart())
                 self._parked = [request for request in self._parked if not self._answer(request)]
                 self._traffic.parked = len(self._parked)
             for request in self._parked:

@@ -4,7 +4,6 @@ Shape letters: `N` groups of the batch, `G` samples of a group, `T` completion t
 flat order of `micro_batch.py`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,10 +53,11 @@ class PolicyBatch:
         """
         advantages_NG = group_normalised_advantages(torch.from_numpy(shard.rewards)).numpy()
         rows = TokenRows((row.prompt_token_ids, row.sample.token_ids) for row in shard.rows)
-        ages = _flat([token_ages(row.sample.spans, version=shard.version) for row in shard.rows], np.int32)
-        young = _flat([_young(row, shard=shard, max_staleness=max_staleness) for row in shard.rows], np.bool_)
-        places = [(row.group_index, row.sample_index) for row in shard.rows]
-        scored = _spread([not np.isnan(shard.rewards[place]) for place in places], rows, np.bool_)
+        groups, samples = [row.group_index for row in shard.rows], [row.sample_index for row in shard.rows]
+        scored_T = rows.spread(~np.isnan(shard.rewards[groups, samples]))
+        young_T = np.concatenate([np.empty(0, np.bool_), *(_young(row, shard, max_staleness) for row in shard.rows)])
+        ages = [token_ages(row.sample.spans, version=shard.version) for row in shard.rows]
+        logprobs = [row.sample.logprobs for row in shard.rows]
         return cls(
             rows=rows,
             minibatches=tuple(
@@ -65,28 +65,15 @@ class PolicyBatch:
                 for minibatch in range(num_minibatches)
             ),
             token_ids_T=torch.from_numpy(rows.output_ids).to(device),
-            behaviour_logprobs_T=torch.from_numpy(_flat([row.sample.logprobs for row in shard.rows], np.float32)).to(
-                device
-            ),
-            advantages_T=torch.from_numpy(_spread([advantages_NG[place] for place in places], rows, np.float32)).to(
-                device
-            ),
-            ages_T=torch.from_numpy(ages).to(device),
-            loss_mask_T=torch.from_numpy(young & scored).to(device),
-            num_stale_tokens=int((scored & ~young).sum()),
+            behaviour_logprobs_T=torch.from_numpy(np.concatenate([np.empty(0, np.float32), *logprobs])).to(device),
+            advantages_T=torch.from_numpy(rows.spread(advantages_NG[groups, samples])).to(device),
+            ages_T=torch.from_numpy(np.concatenate([np.empty(0, np.int32), *ages])).to(device),
+            loss_mask_T=torch.from_numpy(scored_T & young_T).to(device),
+            num_stale_tokens=int((scored_T & ~young_T).sum()),
         )
 
 
-def _young(row: Row, *, shard: Shard, max_staleness: int) -> npt.NDArray[np.bool_]:
+def _young(row: Row, shard: Shard, max_staleness: int) -> npt.NDArray[np.bool_]:
     return trainable_mask(
         row.sample.spans, num_tokens=row.sample.num_tokens, version=shard.version, max_staleness=max_staleness
     )
-
-
-def _flat(parts: Sequence[npt.NDArray[np.generic]], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
-    return np.concatenate([np.empty(0, dtype), *parts])
-
-
-def _spread(values: Sequence[object], rows: TokenRows, dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
-    """Repeat one value per row over the row's tokens."""
-    return np.repeat(np.array(values, dtype), rows.output_lengths)

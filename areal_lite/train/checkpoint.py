@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -21,6 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoTokenizer
 
 from areal_lite.errors import CheckpointError
@@ -39,7 +40,7 @@ def save_checkpoint(folder: Path, learner: Learner, *, version: int, rank: int) 
         rank: This rank.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    dcp.save(_state(learner), checkpoint_id=folder)
+    save(_state(learner), checkpoint_id=folder)
     torch.save(_random_state(), folder / f"rng-{rank}.pt")
     if rank == 0:
         meta = {"version": version, "model": _fingerprint(learner.model)}
@@ -67,7 +68,7 @@ def load_checkpoint(folder: Path, learner: Learner, *, rank: int) -> int:
     _check_same_model(saved, _fingerprint(learner.model), folder=folder)
     state = _state(learner)
     try:
-        dcp.load(state, checkpoint_id=folder)
+        load(state, checkpoint_id=folder)
     except Exception as error:  # the library raises its own and builtin kinds
         raise CheckpointError(
             f"the checkpoint in {folder} cannot be read ({error!r}): resume from an older checkpoint"

@@ -16,6 +16,7 @@ Shape letters: `R` rows and `S` padded columns of a micro-batch, `T` its complet
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,8 @@ import torch
 from torch import Tensor
 
 from areal_lite.train.distributed import max_over_ranks
+
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 __all__ = ["MicroBatch", "TokenRows", "equalise", "pack_rows", "split_micro_batches"]
 
@@ -59,6 +62,10 @@ class TokenRows:
 
     def __len__(self) -> int:
         return len(self.sequences)
+
+    def spread(self, values_B: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
+        """Repeat one value per row over the row's completion tokens."""
+        return np.repeat(values_B, self.output_lengths)
 
     def split(self, values: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
         """Cut a flat per-token array into one array per row."""

@@ -48,14 +48,12 @@ def shard_model(model: nn.Module, *, world_size: int, device: torch.device, comp
     """
     if world_size == 1 and compute_dtype == torch.float32:
         return model
-    options = {
-        "mesh": init_device_mesh(device.type, (world_size,)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
-    }
+    mesh = init_device_mesh(device.type, (world_size,))
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            fully_shard(module, **options)
-    fully_shard(model, **options)
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 

@@ -133,7 +133,7 @@ class StepTally:
             behav_weight_mean=_mean(weight, num_trained),
             behav_weight_masked_fraction=_mean(weight_masked, num_trained),
             clip_fraction=_mean(clipped, num_trained),
-            reward_mean=_mean(float(np.nansum(shard.rewards)), np.count_nonzero(~np.isnan(shard.rewards))),
+            reward_mean=_mean(float(np.nansum(shard.rewards)), int(np.count_nonzero(~np.isnan(shard.rewards)))),
             length_mean=_mean(num_tokens, num_rows),
             truncated_fraction=_mean(num_truncated, num_rows),
             tokens_trained=num_trained,

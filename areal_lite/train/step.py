@@ -77,7 +77,7 @@ class Learner:
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def _create_optimizer_state(self) -> None:
-        """Create the moments at once, as AdamW would on its first step: a checkpoint before it is then like any other."""
+        """Create what AdamW would on its first step, so that a checkpoint before it is like any other."""
         for parameter in self.model.parameters():
             self.optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),

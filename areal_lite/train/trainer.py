@@ -82,8 +82,8 @@ class Trainer:
         """
         if shard.version != self._version:
             raise LedgerError(
-                f"a batch must be taken at the trainer's version {self._version}, got batch {shard.batch_id} of version "
-                f"{shard.version}: restore queue and trainer from the same checkpoint"
+                f"a batch must be taken at the trainer's version {self._version}, got {shard.version} for batch "
+                f"{shard.batch_id}: restore queue and trainer from the same checkpoint"
             )
         seconds: dict[str, float] = {}
         with _timed(seconds, "train_s"):

@@ -81,12 +81,17 @@ def _train(
     warm_start = config.model.warm_start
     tokenizer = build_char_tokenizer(CHARACTERS)
     model = _build_model(config, tokenizer)
-    settings = TrainerConfig(
-        lr=warm_start.lr, schedule="cosine", warmup_steps=min(20, warm_start.steps), micro_batch_tokens=2048
+    settings = TrainerConfig.model_validate(
+        {
+            "lr": warm_start.lr,
+            "schedule": "cosine",
+            "warmup_steps": min(20, warm_start.steps),
+            "micro_batch_tokens": 2048,
+        }
     )
     loop = SftLoop(
         model,
-        [_example(problem, tokenizer) for problem in problems],
+        _examples(problems, tokenizer),
         steps=warm_start.steps,
         batch_size=warm_start.batch_size,
         seed=warm_start.seed,
@@ -120,9 +125,10 @@ def _build_model(config: Config, tokenizer: PreTrainedTokenizerFast) -> Any:
         return Qwen3ForCausalLM(architecture).train()
 
 
-def _example(problem: ArithProblem, tokenizer: PreTrainedTokenizerFast) -> Example:
-    completion = [*tokenizer.encode(problem.solution), tokenizer.eos_token_id]
-    return tokenizer.encode(problem.prompt), completion
+def _examples(problems: Sequence[ArithProblem], tokenizer: PreTrainedTokenizerFast) -> list[Example]:
+    prompts = tokenizer([problem.prompt for problem in problems])["input_ids"]
+    solutions = tokenizer([problem.solution for problem in problems])["input_ids"]
+    return [(prompt, [*ids, tokenizer.eos_token_id]) for prompt, ids in zip(prompts, solutions, strict=True)]
 
 
 @contextmanager

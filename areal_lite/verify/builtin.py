@@ -10,7 +10,7 @@ from typing import Any
 __all__ = ["final_number", "last_number"]
 
 # A minus between two numbers is an operator. Thousands may be separated: 1,234.5
-_NUMBER = re.compile(r"(?:(?<![0-9])-)?(?:[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+)")
+_NUMBER = re.compile(r"(?:(?<![0-9])-)?(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)")
 
 
 def last_number(prompt: str, completion: str, answer: str, **row: Any) -> float:

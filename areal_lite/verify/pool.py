@@ -49,6 +49,7 @@ class VerifierPool:
         self._start_timeout_s = start_timeout_s
         self._calls: asyncio.Queue[_Call] = asyncio.Queue()
         self._pending: set[asyncio.Future[Score]] = set()
+        self._processes: set[VerifierProcess] = set()
         self._servers: list[asyncio.Task[None]] = []
         self._unusable: VerifierError | None = VerifierError("the verifier pool must be started before it scores")
         self._num_calls = self._num_busy = self._num_restarts = 0
@@ -61,7 +62,7 @@ class VerifierPool:
         Raises:
             VerifierError: The function cannot be loaded; the message holds the import error.
         """
-        first = await VerifierProcess.start(self._function, timeout_s=self._start_timeout_s)
+        first = await self._launch()
         processes = [first, *[None] * (self._num_processes - 1)]
         self._servers = [asyncio.create_task(self._serve(process)) for process in processes]
         self._unusable = None
@@ -98,6 +99,8 @@ class VerifierPool:
         for server in self._servers:
             server.cancel()
         await asyncio.gather(*self._servers, return_exceptions=True)
+        for process in list(self._processes):
+            await self._kill(process)
 
     def _submit(self, prompt: Prompt, completion: str) -> "asyncio.Future[Score]":
         score: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
@@ -115,15 +118,12 @@ class VerifierPool:
         """
         try:
             while True:
-                process = process or await self._start_process()
+                process = process or await self._relaunch()
                 call = await self._calls.get()
                 if not call.score.done():  # its caller may have been cancelled meanwhile
                     process = await self._score(call, process)
         except Exception as error:  # whatever it is, nobody may wait for this server any longer
             self._give_up(error if isinstance(error, VerifierError) else VerifierError(f"verifier pool: {error!r}"))
-        finally:
-            if process is not None:
-                await process.kill()
 
     async def _score(self, call: _Call, process: VerifierProcess) -> VerifierProcess | None:
         """Answer one call; returns the process if it can serve another one."""
@@ -135,7 +135,7 @@ class VerifierPool:
         except (EOFError, OSError) as error:
             survivor = None
             self._num_restarts += 1
-            ending = await process.kill()
+            ending = await self._kill(process)
             late = isinstance(error, TimeoutError)
             reply = Reply(None, "timeout", f"after {self._timeout_s} s") if late else Reply(None, "crashed", ending)
         finally:
@@ -153,16 +153,31 @@ class VerifierPool:
         if not call.score.done():
             call.score.set_result(Score(reward=reply.reward, failure=reply.failure))
 
-    async def _start_process(self) -> VerifierProcess:
+    async def _relaunch(self) -> VerifierProcess:
         for attempt in range(_START_ATTEMPTS):
             try:
-                return await VerifierProcess.start(self._function, timeout_s=self._start_timeout_s)
+                return await self._launch()
             except VerifierError as error:
                 problem = error
                 await asyncio.sleep(0.1 * 2**attempt)
         raise VerifierError(
             f"a verifier process did not start {_START_ATTEMPTS} times in a row: {problem}"
         ) from problem
+
+    async def _launch(self) -> VerifierProcess:
+        process = VerifierProcess(self._function)
+        self._processes.add(process)
+        try:
+            await process.wait_until_ready(timeout_s=self._start_timeout_s)
+        except BaseException:
+            await self._kill(process)
+            raise
+        return process
+
+    async def _kill(self, process: VerifierProcess) -> str:
+        ending = await process.kill()
+        self._processes.discard(process)
+        return ending
 
     def _give_up(self, error: VerifierError) -> None:
         """Let every present and future caller of `score` know that no score will come."""

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from areal_lite.errors import VerifierError
 from areal_lite.verify.child import LENGTH, unpack
@@ -25,49 +25,45 @@ _REAP_POLL_S = 0.002
 
 
 class VerifierProcess:
-    """A running `areal_lite.verify.child`."""
+    """A running `areal_lite.verify.child`; whoever makes one kills it, whatever happens in between."""
 
-    def __init__(
-        self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self._process = process
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, function: str) -> None:
+        """Start the process, without waiting for it.
+
+        Raises:
+            VerifierError: The machine gives no more processes.
+        """
+        self._function = function
         self._killed = False
+        self._writer: asyncio.StreamWriter | None = None
+        self._channel, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "areal_lite.verify.child", function, str(os.getpid())]
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, start_new_session=True
+            )
+        except OSError as error:
+            self._channel.close()
+            raise VerifierError(f"a verifier process cannot be started: {error}") from error
+        finally:
+            theirs.close()
 
-    @classmethod
-    async def start(cls, function: str, *, timeout_s: float) -> Self:
-        """Start a process and wait until it has loaded the function.
+    async def wait_until_ready(self, *, timeout_s: float) -> None:
+        """Wait until the process has loaded the function.
 
         Raises:
             VerifierError: The function cannot be loaded, or loading it takes too long or ends the process.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "areal_lite.verify.child", function, str(os.getpid())]
-            try:
-                child = subprocess.Popen(
-                    command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, start_new_session=True
-                )
-            except OSError as error:
-                ours.close()
-                raise VerifierError(f"a verifier process cannot be started: {error}") from error
-        process = cls(child, *await asyncio.open_unix_connection(sock=ours))
-        try:
-            await process._wait_until_ready(function, timeout_s=timeout_s)
-        except BaseException:
-            await process.kill()
-            raise
-        return process
-
-    async def _wait_until_ready(self, function: str, *, timeout_s: float) -> None:
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._channel)
         try:
             problem = await self._receive(timeout_s=timeout_s)
         except TimeoutError as error:
-            raise VerifierError(f"the verifier {function!r} must import within {timeout_s} s, it did not") from error
+            raise VerifierError(
+                f"the verifier {self._function!r} must import within {timeout_s} s, it did not"
+            ) from error
         except (EOFError, OSError) as error:
             ending = await self.kill()
-            raise VerifierError(f"importing the verifier {function!r} ended its process ({ending})") from error
+            raise VerifierError(f"importing the verifier {self._function!r} ended its process ({ending})") from error
         if problem is not None:
             raise VerifierError(problem)
 
@@ -78,12 +74,12 @@ class VerifierProcess:
             TimeoutError: No reply came in time; the process is of no further use.
             EOFError, OSError: The process ended.
         """
+        assert self._writer is not None, "a process must be ready before it is called"
         self._writer.write(frame)
         return Reply(*await self._receive(timeout_s=timeout_s))
 
     async def _receive(self, *, timeout_s: float) -> Any:
         async with asyncio.timeout(timeout_s):
-            await self._writer.drain()
             (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
             return unpack(await self._reader.readexactly(size))
 
@@ -92,7 +88,7 @@ class VerifierProcess:
         if not self._killed:
             self._killed = True
             _kill_tree(self._process.pid)
-            self._writer.close()
+            (self._writer or self._channel).close()
         deadline = asyncio.get_running_loop().time() + _REAP_TIMEOUT_S
         while self._process.poll() is None and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(_REAP_POLL_S)

@@ -1,0 +1,112 @@
+"""A sample queue on the loopback interface, and short ways to bring groups through it, for the tests."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from ledger_builders import FakeClock, make_scores, make_settings
+
+from areal_lite.sample_queue.client import QueueClient
+from areal_lite.sample_queue.ledger import Ledger
+from areal_lite.sample_queue.server import QueueServer
+from areal_lite.types import Lease, Prompt, Sample, Score, StopReason, VersionSpan
+
+LONG_WAIT_S = 60.0
+"""The deadline of requests that must be answered before it."""
+SOON_S = 20.0
+"""How long the tests wait for what must come before `LONG_WAIT_S`."""
+SCORES = make_scores(0.0, 1.0, "timeout")
+"""Of one group."""
+
+
+class FakeCursor:
+    """Prompts `fake/0/n` of n + 1 tokens."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def next(self) -> Prompt:
+        self.position += 1
+        return self.get(f"fake/0/{self.position - 1}")
+
+    def get(self, prompt_id: str) -> Prompt:
+        n = int(prompt_id.split("/")[-1])
+        return Prompt(prompt_id=prompt_id, text=f"{n}+1=?", token_ids=tuple(range(n + 1)), answer=f"{n + 1}")
+
+    def state(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.position = state["position"]
+
+
+def make_queue(
+    *, ledger: Ledger | None = None, cursor: Any = None, clock: Callable[[], float] | None = None, **changes: Any
+) -> QueueServer:
+    """A server that is not started: two groups of three samples a step, two minibatches, two ranks."""
+    options: dict[str, Any] = {"num_minibatches": 2, "num_ranks": 2, "seed": 0, "max_message_bytes": 2**20}
+    options |= {name: changes.pop(name) for name in options if name in changes}
+    clock = clock or FakeClock()
+    ledger = ledger or Ledger(make_settings(**{"samples_per_group": 3} | changes), clock=clock)
+    return QueueServer(ledger, cursor or FakeCursor(), clock=clock, **options)
+
+
+@contextmanager
+def serving(**changes: Any) -> Iterator[str]:
+    """Run a server; yields its endpoint."""
+    server = make_queue(**changes)
+    try:
+        yield server.start()
+    finally:
+        server.close()
+
+
+@contextmanager
+def connected(endpoint: str, *, timeout_s: float = SOON_S) -> Iterator[QueueClient]:
+    client = QueueClient(endpoint, timeout_s=timeout_s)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def await_parked(client: QueueClient, number: int) -> None:
+    """Wait until the server holds this many requests back."""
+    for _ in range(10_000):
+        if client.status()["gauges"]["parked"] == number:
+            return
+    raise AssertionError(f"never {number} requests parked")
+
+
+def make_samples(num_samples: int = 3, *, version: int = 0) -> list[Sample]:
+    """Samples of 1, 2, 3, ... tokens."""
+    return [
+        Sample(
+            token_ids=np.arange(length, dtype=np.int32),
+            logprobs=np.full(length, -0.5, np.float32),
+            spans=(VersionSpan(version=version, start=0, end=length),),
+            stop_reason=StopReason.STOP,
+            text="x" * length,
+        )
+        for length in range(1, num_samples + 1)
+    ]
+
+
+def generate(client: QueueClient, number: int) -> list[Lease]:
+    leases = client.lease_rollout(worker="rollout/0", limit=number, wait_s=0.0)
+    for lease in leases:
+        samples = make_samples(version=lease.version)
+        assert client.complete_rollout(lease_id=lease.lease_id, samples=samples)
+    return leases
+
+
+def verify(client: QueueClient, number: int, *, scores: Sequence[Score] = SCORES) -> list[Lease]:
+    leases = client.lease_verify(worker="verifier/0", limit=number, wait_s=0.0)
+    for lease in leases:
+        assert client.complete_verify(lease_id=lease.lease_id, scores=scores)
+    return leases
+
+
+def make_ready(client: QueueClient, number: int) -> None:
+    assert len(generate(client, number)) == len(verify(client, number)) == number

@@ -1,0 +1,463 @@
+"""A random walk over everything that can happen to a ledger, beside a model that is slow and obvious.
+
+The model keeps each group's place and each token's version in plain dictionaries, and knows nothing of spans, indices
+or the ledger's own arithmetic. After every request both must agree on every count.
+"""
+
+import copy
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from ledger_builders import FakeClock, make_samples, make_scores, make_settings
+
+from areal_lite.sample_queue.ledger import Batch, BatchGroup, Ledger
+from areal_lite.sample_queue.staleness import trainable_mask
+
+TIMEOUT_S = 10.0
+ROLLOUT_WORKERS = st.sampled_from(["rollout/0", "rollout/1"])
+WORKERS = ROLLOUT_WORKERS | st.just("verifier/0")
+BACK = {"leased_rollout": "waiting", "leased_verify": "generated", "taken": "ready"}
+
+
+@dataclass
+class ModelGroup:
+    """What the model knows of one group."""
+
+    place: int
+    """In the order of admission."""
+    began: int
+    """No token is older than this version."""
+    state: str = "waiting"
+    tokens: list[list[int]] = field(default_factory=list)
+    """Versions of the tokens of each sample."""
+    failed: list[bool] = field(default_factory=list)
+
+    def trainable(self, version: int, eta: int) -> bool:
+        """Has a scored sample a token that is young enough?"""
+        return any(
+            version - token <= eta
+            for tokens, bad in zip(self.tokens, self.failed, strict=True)
+            if not bad
+            for token in tokens
+        )
+
+    def oldest(self) -> int:
+        """Version of the oldest token, as far as known."""
+        return min([token for tokens in self.tokens for token in tokens], default=self.began)
+
+
+@dataclass
+class ModelLease:
+    """A lease that the model takes to be alive."""
+
+    worker: str
+    group_id: str
+    kind: str
+    deadline: float
+
+
+@dataclass
+class Model:
+    """Everything that survives a save."""
+
+    version: int = 0
+    groups: dict[str, ModelGroup] = field(default_factory=dict)
+    ended: Counter[str] = field(default_factory=Counter)
+    trained: list[str] = field(default_factory=list)
+    admitted: int = 0
+    completed: str = ""
+
+    def saved(self) -> "Model":
+        """A copy with everything given back."""
+        twin = copy.deepcopy(self)
+        for group in twin.groups.values():
+            if group.state == "leased_rollout":
+                group.began = self.version
+            group.state = BACK.get(group.state, group.state)
+        return twin
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Rules are requests of the queue server; invariants are I1, I2 and the bound on what is outstanding.
+
+    Seen failing with: `capacity` one group too large; leases that survive `drop`; a result accepted after expiry;
+    `STATE_BEFORE` of a taken group set to `generated`; ready groups taken in order of arrival; `may_take` that always
+    agrees; the version not moved for a group generated anew; `state()` that forgets ended groups.
+    """
+
+    on_stale = "mask"
+
+    @initialize(
+        eta=st.integers(0, 3),
+        groups_per_step=st.integers(1, 3),
+        total_steps=st.sampled_from([4, 1000]),
+        reject=st.sampled_from(["none", "zero_variance"]),
+        max_attempts=st.integers(1, 2),
+    )
+    def start(self, eta: int, groups_per_step: int, total_steps: int, reject: Any, max_attempts: int) -> None:
+        self.settings = make_settings(
+            max_staleness=eta,
+            on_stale=self.on_stale,
+            groups_per_step=groups_per_step,
+            total_steps=total_steps,
+            reject=reject,
+            lease_timeout_s=TIMEOUT_S,
+            max_attempts=max_attempts,
+        )
+        self.clock = FakeClock()
+        self.ledger = Ledger(self.settings, clock=self.clock)
+        self.model = Model()
+        self.leases: dict[str, ModelLease] = {}
+        self.dead: list[str] = []
+        self.batch: Batch | None = None
+        self.num_batches = 0
+        self.num_prompts = 0
+        self.checkpoint = (self.ledger.state(), self.model.saved())
+
+    # Helpers
+
+    def limit(self) -> int:
+        """Groups that admission permits."""
+        left = self.settings.total_steps - self.model.version
+        return max(0, min(self.settings.max_staleness + 1, left)) * self.settings.groups_per_step
+
+    def in_state(self, state: str) -> list[str]:
+        """Group ids in the order of admission."""
+        groups = self.model.groups
+        return sorted((name for name in groups if groups[name].state == state), key=lambda name: groups[name].place)
+
+    def lose(self, lease_id: str) -> None:
+        """The group goes back to the state before."""
+        lease = self.leases.pop(lease_id)
+        self.dead.append(lease_id)
+        group = self.model.groups[lease.group_id]
+        if group.state == "leased_rollout":
+            group.began = self.model.version
+        group.state = BACK[group.state]
+
+    def finish(self, group_id: str, label: str) -> None:
+        """The group ends."""
+        del self.model.groups[group_id]
+        self.model.ended[label] += 1
+
+    def admit_to_model(self, group_id: str) -> None:
+        self.model.groups[group_id] = ModelGroup(place=self.model.admitted, began=self.model.version)
+        self.model.admitted += 1
+
+    # Rollout and verification
+
+    @rule(worker=ROLLOUT_WORKERS, number=st.integers(1, 4), limit=st.integers(1, 4), steps=st.integers(0, 4))
+    def lend(self, worker: str, number: int, limit: int, steps: int) -> None:
+        """New leases, held until another rule ends them: they become stragglers while others work."""
+        self.admit(number)
+        self.lease_rollout(worker, limit)
+        self.work_quickly(steps)
+
+    def admit(self, number: int) -> None:
+        for _ in range(min(number, self.ledger.capacity())):
+            self.num_prompts += 1
+            self.admit_to_model(self.ledger.admit(f"p{self.num_prompts}"))
+
+    def lease_rollout(self, worker: str, limit: int) -> None:
+        expected = self.in_state("waiting")[:limit]
+        records = self.ledger.lease_rollout(worker, limit=limit)
+        assert [record.group_id for record in records] == expected
+        for record in records:
+            group = self.model.groups[record.group_id]
+            group.state, group.began = "leased_rollout", self.model.version
+            self.remember_lease(record.lease_id, worker, record.group_id, "rollout")
+
+    @precondition(lambda self: self.in_state("generated"))
+    @rule(limit=st.integers(1, 4))
+    def lease_verify(self, limit: int) -> None:
+        expected = self.in_state("generated")[:limit]
+        records = self.ledger.lease_verify("verifier/0", limit=limit)
+        assert [record.group_id for record in records] == expected
+        for record in records:
+            self.model.groups[record.group_id].state = "leased_verify"
+            self.remember_lease(record.lease_id, "verifier/0", record.group_id, "verify")
+
+    def remember_lease(self, lease_id: str, worker: str, group_id: str, kind: str) -> None:
+        assert lease_id not in self.leases
+        assert lease_id not in self.dead
+        self.leases[lease_id] = ModelLease(worker, group_id, kind, self.clock.now + TIMEOUT_S)
+
+    @precondition(lambda self: self.held("rollout"))
+    @rule(data=st.data())
+    def generate(self, data: st.DataObject) -> None:
+        """A worker finishes; the versions of its tokens grow from the lease's to the present one."""
+        lease_id = data.draw(st.sampled_from(self.held("rollout")))
+        began = self.model.groups[self.leases[lease_id].group_id].began
+        versions = st.lists(st.integers(began, self.model.version), min_size=1, max_size=4).map(sorted)
+        self.complete_rollout(lease_id, [data.draw(versions), data.draw(versions)])
+
+    @precondition(lambda self: self.held("verify"))
+    @rule(data=st.data(), scores=st.tuples(*[st.sampled_from([0.0, 1.0, "timeout"])] * 2))
+    def verify(self, data: st.DataObject, scores: tuple[float | str, ...]) -> None:
+        self.complete_verify(data.draw(st.sampled_from(self.held("verify"))), scores)
+
+    def work_quickly(self, steps: int) -> None:
+        """Whatever waits is generated, scored and trained; leases held longer stay behind."""
+        for _ in range(steps):
+            if self.batch is not None:
+                self.publish(repeat=False)
+            self.admit(self.ledger.capacity())
+            held = set(self.leases)
+            self.lease_rollout("rollout/0", 100)
+            for lease_id in set(self.held("rollout")) - held:
+                self.complete_rollout(lease_id, [[self.model.version]] * 2)
+            self.lease_verify(100)
+            for lease_id in set(self.held("verify")) - held:
+                self.complete_verify(lease_id, (0.0, 1.0))
+            self.take()
+
+    def held(self, kind: str) -> list[str]:
+        """Living leases of one kind."""
+        return [name for name, lease in self.leases.items() if lease.kind == kind]
+
+    def complete_rollout(self, lease_id: str, tokens: list[list[int]]) -> None:
+        group = self.model.groups[self.leases.pop(lease_id).group_id]
+        group.tokens, group.failed, group.state = tokens, [False] * len(tokens), "generated"
+        self.dead.append(lease_id)
+        assert self.ledger.complete_rollout(lease_id, make_samples(*tokens))
+
+    def complete_verify(self, lease_id: str, scores: tuple[float | str, ...]) -> None:
+        group_id = self.leases.pop(lease_id).group_id
+        self.dead.append(lease_id)
+        assert self.ledger.complete_verify(lease_id, make_scores(*scores))
+        if "timeout" in scores:
+            self.finish(group_id, "failed(timeout)")
+        elif self.settings.reject == "zero_variance" and scores[0] == scores[1]:
+            self.finish(group_id, "rejected(zero_variance)")
+        else:
+            self.model.groups[group_id].state = "ready"
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), reject=st.booleans())
+    def give_up(self, data: st.DataObject, reject: bool) -> None:
+        lease_id = data.draw(st.sampled_from(list(self.leases)))
+        group_id = self.leases.pop(lease_id).group_id
+        self.dead.append(lease_id)
+        assert (self.ledger.reject if reject else self.ledger.fail)(lease_id, "reason")
+        self.finish(group_id, "rejected(reason)" if reject else "failed(reason)")
+
+    @precondition(lambda self: self.dead)
+    @rule(data=st.data())
+    def send_late_result(self, data: st.DataObject) -> None:
+        """A duplicate, or the result of a worker that was given up: acknowledged, and nothing changes."""
+        lease_id = data.draw(st.sampled_from(self.dead))
+        progress = self.ledger.progress
+        tokens = [self.model.version]
+        assert not self.ledger.complete_rollout(lease_id, make_samples(tokens, tokens))
+        assert not self.ledger.complete_verify(lease_id, make_scores(0.0, 1.0))
+        assert not self.ledger.fail(lease_id, "late")
+        assert self.ledger.progress == progress
+
+    # Time
+
+    @rule(data=st.data(), worker=WORKERS)
+    def heartbeat(self, data: st.DataObject, worker: str) -> None:
+        known = list(self.leases) + self.dead
+        named = data.draw(st.lists(st.sampled_from(known), unique=True)) if known else []
+        mine = [name for name in named if name in self.leases and self.leases[name].worker == worker]
+        assert self.ledger.renew(worker, named) == [name for name in named if name not in mine]
+        for name in mine:
+            self.leases[name].deadline = self.clock.now + TIMEOUT_S
+
+    @rule(seconds=st.integers(0, 4), steps=st.integers(0, 2))
+    def wait(self, seconds: int, steps: int) -> None:
+        self.work_quickly(steps)
+        self.clock.now += seconds
+        due = [name for name, lease in self.leases.items() if lease.deadline <= self.clock.now]
+        assert sorted(self.ledger.expire()) == sorted(due)
+        for name in due:
+            self.lose(name)
+
+    @rule(worker=WORKERS)
+    def kill_worker(self, worker: str) -> None:
+        held = [name for name, lease in self.leases.items() if lease.worker == worker]
+        assert sorted(self.ledger.forget(worker)) == sorted(held)
+        for name in held:
+            self.lose(name)
+
+    # Training
+
+    def expected_batch(self) -> tuple[list[str], list[str] | None]:
+        """Groups that end as stale, and the batch (None: not yet)."""
+        eta, size, version, groups = (
+            self.settings.max_staleness,
+            self.settings.groups_per_step,
+            self.model.version,
+            self.model.groups,
+        )
+        ready = sorted(self.in_state("ready"), key=lambda name: groups[name].began)
+        if len(ready) < size:
+            return [], None
+        stale: list[str] = []
+        chosen: list[str] = []
+        for name in ready:
+            if len(chosen) < size:
+                (chosen if groups[name].trainable(version, eta) else stale).append(name)
+        if len(chosen) < size:
+            return stale, None
+        behind = sorted(groups[name].began for name in groups if name not in chosen + stale)
+        in_time = all(version + 1 + place // size <= began + eta for place, began in enumerate(behind))
+        return stale, chosen if in_time or self.settings.on_stale != "wait" else None
+
+    def take(self) -> None:
+        """I1 at the moment of taking, against the model's own record of every token."""
+        stale, expected = self.expected_batch()
+        self.num_batches += 1
+        self.batch = self.ledger.take(f"b{self.num_batches}")
+        for name in stale:
+            self.finish(name, "stale")
+        if expected is None:
+            assert self.batch is None
+            return
+        assert self.batch is not None
+        assert [group.group_id for group in self.batch.groups] == expected
+        assert self.batch.version == self.model.version
+        for name, taken in zip(expected, self.batch.groups, strict=True):
+            group = self.model.groups[name]
+            group.state = "taken"
+            self.check_mask(group, taken)
+            if self.settings.on_stale != "mask":
+                assert self.model.version - group.oldest() <= self.settings.max_staleness
+
+    def check_mask(self, group: ModelGroup, taken: BatchGroup) -> None:
+        """The trainer's mask, made from spans, keeps exactly the tokens that are young enough."""
+        eta, version = self.settings.max_staleness, self.model.version
+        for tokens, sample in zip(group.tokens, taken.samples, strict=True):
+            mask = trainable_mask(sample.spans, num_tokens=sample.num_tokens, version=version, max_staleness=eta)
+            assert mask.tolist() == [version - token <= eta for token in tokens]
+
+    @rule(action=st.sampled_from(["repeat", "lose", "publish", "publish twice"]))
+    def train(self, action: str) -> None:
+        """The trainer's next request."""
+        if self.batch is None:
+            self.take()
+        elif action == "repeat":
+            assert self.ledger.take(self.batch.batch_id) is self.batch
+        elif action == "lose":
+            self.lose_trainer()
+        else:
+            self.publish(repeat=action == "publish twice")
+
+    def lose_trainer(self) -> None:
+        assert self.batch is not None
+        self.ledger.return_batch(self.batch.batch_id)
+        self.batch = None
+        for name in self.in_state("taken"):
+            self.model.groups[name].state = "ready"
+
+    def publish(self, *, repeat: bool) -> None:
+        assert self.batch is not None
+        too_slow = self.ledger.complete_step(self.batch.batch_id)
+        if repeat:
+            assert self.ledger.complete_step(self.batch.batch_id) == []
+        self.batch = None
+        for name in self.in_state("taken"):
+            self.model.trained.append(name)
+            self.finish(name, "trained")
+        self.model.version += 1
+        if self.settings.on_stale == "drop":
+            assert sorted(too_slow) == sorted(self.drop_in_model())
+        else:
+            assert too_slow == []
+
+    def drop_in_model(self) -> list[str]:
+        """Discard what is over age; return the prompts without another attempt."""
+        too_slow = []
+        groups = self.model.groups
+        for name in sorted(groups, key=lambda name: groups[name].place):
+            if groups[name].state == "waiting":
+                continue
+            if self.model.version - groups[name].oldest() <= self.settings.max_staleness:
+                continue
+            for lease_id in [key for key, lease in self.leases.items() if lease.group_id == name]:
+                del self.leases[lease_id]
+                self.dead.append(lease_id)
+            prompt, attempt = name.split("#")
+            if int(attempt) + 1 < self.settings.max_attempts:
+                self.finish(name, "stale")
+                self.admit_to_model(f"{prompt}#{int(attempt) + 1}")
+            else:
+                self.finish(name, "failed(too_slow)")
+                too_slow.append(prompt)
+        return too_slow
+
+    # Saving
+
+    @precondition(lambda self: self.model.version > self.checkpoint[1].version)
+    @rule()
+    def save(self) -> None:
+        self.checkpoint = (self.ledger.state(), self.model.saved())
+
+    @precondition(lambda self: self.model.version > self.checkpoint[1].version + 1)
+    @rule()
+    def load(self) -> None:
+        """Everything since the checkpoint is forgotten, and every process is new."""
+        state, model = self.checkpoint
+        self.ledger = Ledger.restore(self.settings, copy.deepcopy(state), clock=self.clock)
+        self.model = copy.deepcopy(model)
+        self.leases, self.dead, self.batch = {}, [], None
+
+    # Invariants
+
+    @invariant()
+    def counts_agree(self) -> None:
+        """I2: every admitted group is in exactly one counted state."""
+        counts = self.ledger.counts()
+        totals = {name: number for name, number in counts.items() if "(" not in name}
+        outstanding = totals.pop("outstanding")
+        assert totals.pop("admitted") == sum(totals.values()) == self.model.admitted
+        assert outstanding == len(self.model.groups)
+        for state, number in Counter(group.state for group in self.model.groups.values()).items():
+            assert counts[state] == number
+        for label, number in self.model.ended.items():
+            assert counts[label] == number
+
+    @invariant()
+    def bound_on_outstanding(self) -> None:
+        """Never more than admission permits, the last steps of the run included."""
+        assert len(self.model.groups) <= self.limit()
+        assert self.ledger.capacity() == self.limit() - len(self.model.groups)
+
+    @invariant()
+    def version_and_training(self) -> None:
+        """Nothing is trained twice, and the version is the number of completed steps."""
+        assert len(set(self.model.trained)) == len(self.model.trained)
+        assert self.ledger.version == self.model.version
+        assert len(self.model.trained) == self.model.version * self.settings.groups_per_step
+
+    @invariant()
+    def leases_agree(self) -> None:
+        assert {lease.lease_id for lease in self.ledger.leases()} == set(self.leases)
+
+    def teardown(self) -> None:
+        if hasattr(self, "ledger"):
+            outstanding = len(self.model.groups)
+            assert self.ledger.abandon_outstanding() == outstanding
+            assert self.ledger.counts()["abandoned"] == outstanding
+            assert self.ledger.leases() == []
+
+
+class WaitMachine(LedgerMachine):
+    """The same walk under `wait`."""
+
+    on_stale = "wait"
+
+
+class DropMachine(LedgerMachine):
+    """The same walk under `drop`."""
+
+    on_stale = "drop"
+
+
+SETTINGS = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestMask, TestWait, TestDrop = LedgerMachine.TestCase, WaitMachine.TestCase, DropMachine.TestCase
+TestMask.settings = TestWait.settings = TestDrop.settings = SETTINGS

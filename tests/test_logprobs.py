@@ -1,0 +1,76 @@
+"""Token logprobs and entropies against numpy, whole and in pieces."""
+
+import numpy as np
+import pytest
+import torch
+
+from areal_lite.algo import logprobs
+from areal_lite.algo.logprobs import token_entropies, token_logprobs
+
+
+def numpy_log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+@pytest.fixture
+def case() -> tuple[torch.Tensor, torch.Tensor]:
+    rng = np.random.default_rng(0)
+    return torch.tensor(rng.normal(0, 3, (7, 5)), dtype=torch.float32), torch.tensor(rng.integers(0, 5, 7))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
+def test_values_and_gradient_against_numpy(case: tuple[torch.Tensor, torch.Tensor], temperature: float) -> None:
+    """d sum_t c_t log p_t / d logits = c_t (onehot - p) / temperature.
+
+    Seen failing with the temperature applied after the softmax, and left out.
+    """
+    logits, token_ids = case
+    weights = np.linspace(-1, 1, 7)
+    reference = numpy_log_softmax(logits.double().numpy() / temperature)
+    logits.requires_grad_()
+    values = token_logprobs(logits, token_ids_T=token_ids, temperature=temperature)
+    (values * torch.tensor(weights)).sum().backward()
+    np.testing.assert_allclose(values.detach(), reference[np.arange(7), token_ids], rtol=1e-5)
+    gradient = weights[:, None] * (np.eye(5)[token_ids] - np.exp(reference)) / temperature
+    np.testing.assert_allclose(logits.grad, gradient, atol=1e-6)
+    entropies = token_entropies(logits, temperature=temperature)
+    np.testing.assert_allclose(entropies, -(np.exp(reference) * reference).sum(axis=-1), rtol=1e-5)
+    assert not entropies.requires_grad
+
+
+def test_pieces_change_nothing(case: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with the pieces of the token ids cut at another length."""
+    logits, token_ids = case
+    results = []
+    for elements in (2**25, 10, 1):
+        monkeypatch.setattr(logprobs, "_PIECE_ELEMENTS", elements)
+        leaf = logits.clone().requires_grad_()
+        values = token_logprobs(leaf, token_ids_T=token_ids, temperature=0.7)
+        values.square().sum().backward()
+        results.append((values.detach(), leaf.grad, token_entropies(leaf, temperature=0.7)))
+    for other in results[1:]:
+        for expected, got in zip(results[0], other, strict=True):
+            torch.testing.assert_close(got, expected)
+
+
+def test_low_precision_logits_are_computed_in_float32(case: tuple[torch.Tensor, torch.Tensor]) -> None:
+    logits, token_ids = case[0].bfloat16(), case[1]
+    values = token_logprobs(logits, token_ids_T=token_ids, temperature=0.7)
+    assert values.dtype == torch.float32
+    reference = numpy_log_softmax(logits.double().numpy() / 0.7)[np.arange(7), token_ids]
+    np.testing.assert_allclose(values, reference, rtol=1e-5)
+
+
+def test_no_tokens_give_an_empty_result_with_a_gradient() -> None:
+    logits = torch.zeros((0, 5), requires_grad=True)
+    values = token_logprobs(logits, token_ids_T=torch.zeros(0, dtype=torch.int64), temperature=1.0)
+    values.sum().backward()
+    assert values.shape == (0,)
+    assert logits.grad is not None
+    assert token_entropies(logits, temperature=1.0).shape == (0,)
+
+
+def test_refuses_shapes_that_do_not_belong_together() -> None:
+    with pytest.raises(ValueError, match=r"got \(3, 5\) and \(2,\)"):
+        token_logprobs(torch.zeros(3, 5), token_ids_T=torch.zeros(2, dtype=torch.int64), temperature=1.0)

@@ -1,0 +1,343 @@
+"""The sample queue when something is wrong: bad messages, lost answers, a server or a client that goes away."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import msgpack
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from queue_builders import (
+    LONG_WAIT_S,
+    SOON_S,
+    FakeCursor,
+    await_parked,
+    connected,
+    make_queue,
+    make_ready,
+    make_samples,
+    serving,
+)
+
+from areal_lite.errors import LedgerError, QueueTimeout, WireError
+from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
+from areal_lite.types import Prompt
+from areal_lite.wire import SCHEMA_VERSION, decode, encode
+
+BIND = "tcp://127.0.0.1"
+MAX_BYTES = 10_000
+
+
+@contextmanager
+def raw_socket(endpoint: str) -> Iterator[Any]:
+    """A DEALER that sends whatever it is told to."""
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(endpoint)
+    try:
+        yield socket
+    finally:
+        socket.close()
+        context.term()
+
+
+def ask(socket: Any, *frames: bytes) -> dict[str, Any]:
+    """Send frames, return the answer to them."""
+    socket.send_multipart(frames)
+    assert socket.poll(1000 * SOON_S), "no answer"
+    request_id, answer = socket.recv_multipart()
+    assert request_id == (frames[0] if len(frames) > 1 or frames[0] == b"only" else request_id)
+    content = decode(answer)
+    assert isinstance(content, dict)
+    return content
+
+
+def request(op: Any, **fields: Any) -> bytes:
+    return encode({"op": op, "fields": fields})
+
+
+# Messages that are refused
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason", "message"),
+    [
+        ([b"only"], "malformed", "2 frames, got 1"),
+        ([b"id", b"", request("status")], "malformed", "2 frames, got 3"),
+        ([b"id", b""], "malformed", "0 bytes"),
+        ([b"id", b"\xffgarbage"], "malformed", "msgpack"),
+        ([b"id", request("status")[:-1]], "malformed", "msgpack"),
+        ([b"id", encode([1, 2])], "malformed", "{op, fields}"),
+        ([b"id", encode({"op": "status"})], "malformed", "{op, fields}"),
+        ([b"id", encode({"op": "status", "fields": []})], "malformed", "{op, fields}"),
+        ([b"id", msgpack.packb([SCHEMA_VERSION + 1, {}])], "version", f"{SCHEMA_VERSION}, got {SCHEMA_VERSION + 1}"),
+        ([b"id", msgpack.packb(["1", {}])], "version", f"{SCHEMA_VERSION}, got '1'"),
+        ([b"id", request("explode")], "unknown_op", "got 'explode'"),
+        ([b"id", request("_admit", until_waiting=9)], "unknown_op", "got '_admit'"),
+        ([b"id", request("expire")], "unknown_op", "got 'expire'"),
+        ([b"id", request("__init__")], "unknown_op", "got '__init__'"),
+        ([b"id", request(["status"])], "unknown_op", "status"),
+        ([b"id", request("take", batch_id="b")], "bad_fields", r"take takes the fields \(batch_id, wait_s\)"),
+        ([b"id", request("status", verbose=True)], "bad_fields", "got .verbose"),
+        ([b"id", request("take", batch_id=5, wait_s=0.0)], "bad_fields", "take: field batch_id: expected str, got 5"),
+        ([b"id", request("complete_rollout", lease_id="x", samples=[1])], "bad_fields", "samples: expected Sample"),
+        ([b"id", b"x" * (MAX_BYTES - 1)], "oversized", f"{MAX_BYTES} bytes, got"),
+    ],
+)
+def test_what_is_no_request_is_refused_and_counted(frames: list[bytes], reason: str, message: str) -> None:
+    """Seen failing with any method of the service taken for a request, and with each check left out."""
+    with serving(max_message_bytes=MAX_BYTES) as endpoint, raw_socket(endpoint) as socket:
+        answer = ask(socket, *frames)
+        assert answer["error"] == "WireError"
+        with pytest.raises(AssertionError, match=message):
+            raise AssertionError(answer["message"])
+        status = ask(socket, b"id", request("status"))["result"]
+        assert status["refused"] == {reason: 1}
+        assert status["gauges"]["messages"] == 2
+
+
+@pytest.fixture(scope="module")
+def fuzzed() -> Iterator[Any]:
+    with serving() as endpoint, raw_socket(endpoint) as socket:
+        yield socket
+
+
+@given(st.lists(st.binary(max_size=40), min_size=1, max_size=3))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+def test_random_messages_are_answered_and_never_the_last(fuzzed: Any, frames: list[bytes]) -> None:
+    """Seen failing with errors other than `WireError` let out of the reading of a message."""
+    assert ask(fuzzed, *frames)["error"] == "WireError"
+    assert ask(fuzzed, b"id", request("status"))["result"]["version"] == 0
+
+
+def test_a_message_far_over_the_limit_costs_its_sender_the_connection_and_nobody_else() -> None:
+    with serving(max_message_bytes=MAX_BYTES) as endpoint, connected(endpoint) as other:
+        with raw_socket(endpoint) as socket:
+            socket.send_multipart([b"id", bytes(3 * 2**20)])
+            assert other.status()["version"] == 0
+            assert not socket.poll(100)
+        assert other.status()["refused"] == {}
+
+
+@pytest.mark.parametrize(("wait_s", "waits"), [(float("nan"), 0), (-1.0, 0), (float("inf"), 1)])
+def test_a_wait_of_strange_length_does_no_harm(wait_s: float, waits: int) -> None:
+    with serving() as endpoint, raw_socket(endpoint) as socket, connected(endpoint) as client:
+        socket.send_multipart([b"id", request("lease_verify", worker="w", limit=1, wait_s=wait_s)])
+        assert bool(socket.poll(SOON_S * 1000 * (1 - waits))) is not bool(waits)
+        assert client.status()["gauges"]["parked"] == waits
+
+
+def test_wrong_results_are_refused_and_the_lease_lives_on() -> None:
+    with serving() as endpoint, connected(endpoint) as client:
+        client.open_admission()
+        (lease,) = client.lease_rollout(worker="rollout/0", limit=1, wait_s=0.0)
+        with pytest.raises(WireError, match=r"expected 3 samples of fake/0/0#0, got 2"):
+            client.complete_rollout(lease_id=lease.lease_id, samples=make_samples(2))
+        with pytest.raises(LedgerError, match=lease.lease_id):
+            client.complete_verify(lease_id=lease.lease_id, scores=[])
+        assert client.complete_rollout(lease_id=lease.lease_id, samples=make_samples())
+        assert client.status()["refused"] == {"bad_fields": 1}
+
+
+def test_a_mistake_of_our_own_is_told_logged_and_survived(caplog: pytest.LogCaptureFixture) -> None:
+    """Seen failing with only `ArealLiteError` caught: the server's thread ends and every client times out."""
+
+    class BrokenCursor(FakeCursor):
+        def next(self) -> Prompt:
+            raise KeyError("row 7")
+
+    with serving(cursor=BrokenCursor()) as endpoint, connected(endpoint) as client:
+        client.open_admission()
+        with pytest.raises(LedgerError, match="row 7"):
+            client.lease_rollout(worker="rollout/0", limit=1, wait_s=LONG_WAIT_S)
+        assert client.status()["refused"] == {"internal": 1}
+    assert "our own mistake" in caplog.text
+
+
+def test_a_client_refuses_to_send_what_does_not_travel() -> None:
+    with connected(f"{BIND}:9") as client, pytest.raises(WireError, match="convert it"):
+        client.forget(worker=object())  # type: ignore[arg-type]
+
+
+# Answers that do not come
+
+
+def test_a_client_of_nobody_times_out_by_name() -> None:
+    with connected(f"{BIND}:9", timeout_s=0.05) as client, pytest.raises(QueueTimeout, match=r"127\.0\.0\.1:9 .*take"):
+        client.take(batch_id="b", wait_s=0.05)
+
+    async def scenario() -> None:
+        client = AsyncQueueClient(f"{BIND}:9", timeout_s=0.05)
+        with pytest.raises(QueueTimeout, match=r"127\.0\.0\.1:9 .*heartbeat"):
+            await client.heartbeat(worker="w", lease_ids=[], progress=0)
+        client.close()
+
+    asyncio.run(scenario())
+
+
+def test_clients_time_out_when_the_server_has_gone() -> None:
+    with serving() as endpoint, connected(endpoint, timeout_s=0.2) as client:
+        assert client.status()["version"] == 0
+        gone = endpoint
+        stop = client
+        del stop
+    with connected(gone, timeout_s=0.05) as client, pytest.raises(QueueTimeout, match=gone):
+        client.status()
+
+
+@contextmanager
+def lossy_server(answer: Callable[[int, bytes], list[bytes]]) -> Iterator[tuple[str, list[str]]]:
+    """A stand-in that sends `answer(number of the message, its request id)`; yields endpoint and requests seen."""
+    context, seen, ended = zmq.Context(), [], threading.Event()
+    socket = context.socket(zmq.ROUTER)
+    port = socket.bind_to_random_port(BIND)
+
+    def serve() -> None:
+        while not ended.is_set():
+            if socket.poll(20):
+                peer, request_id, payload = socket.recv_multipart()
+                seen.append(decode(payload)["op"])
+                for answered_id in answer(len(seen), request_id):
+                    socket.send_multipart([peer, answered_id, encode({"result": [len(seen)]})])
+        socket.close(linger=0)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"{BIND}:{port}", seen
+    finally:
+        ended.set()
+        thread.join()
+        context.term()
+
+
+def call_async(endpoint: str, op: str, *, timeout_s: float, **fields: Any) -> Any:
+    async def scenario() -> Any:
+        client = AsyncQueueClient(endpoint, timeout_s=timeout_s)
+        try:
+            return await getattr(client, op)(**fields)
+        finally:
+            client.close()
+
+    return asyncio.run(scenario())
+
+
+def call_plain(endpoint: str, op: str, *, timeout_s: float, **fields: Any) -> Any:
+    with connected(endpoint, timeout_s=timeout_s) as client:
+        return getattr(client, op)(**fields)
+
+
+@pytest.mark.parametrize("call", [call_plain, call_async])
+def test_what_may_be_repeated_is_sent_a_second_time(call: Callable[..., Any]) -> None:
+    """Seen failing with one attempt for every request, and with two for leases."""
+    with lossy_server(lambda number, request_id: [request_id] if number == 2 else []) as (endpoint, seen):
+        assert call(endpoint, "forget", timeout_s=0.3, worker="w") == [2]
+        assert seen == ["forget", "forget"]
+    with lossy_server(lambda number, request_id: []) as (endpoint, seen):
+        with pytest.raises(QueueTimeout, match=r"lease_verify .* 1 attempt"):
+            call(endpoint, "lease_verify", timeout_s=0.1, worker="w", limit=1, wait_s=0.1)
+        assert seen == ["lease_verify"]
+
+
+@pytest.mark.parametrize("call", [call_plain, call_async])
+def test_answers_to_other_requests_are_dropped(call: Callable[..., Any]) -> None:
+    """Seen failing with the first answer taken for the right one."""
+
+    def answer(number: int, request_id: bytes) -> list[bytes]:
+        return [b"an earlier one"] if number == 1 else [b"an earlier one", request_id, request_id]
+
+    with lossy_server(answer) as (endpoint, seen):
+        assert call(endpoint, "forget", timeout_s=0.3, worker="w") == [2]
+        assert seen == ["forget", "forget"]
+
+
+# Closing
+
+
+def start_nothing(client: QueueClient) -> None:
+    pass
+
+
+def start_lease(client: QueueClient) -> None:
+    client.open_admission()
+    client.lease_rollout(worker="rollout/0", limit=1, wait_s=0.0)
+
+
+def start_batch(client: QueueClient) -> None:
+    client.open_admission()
+    make_ready(client, 2)
+    client.take(batch_id="b", wait_s=0.0)
+
+
+@pytest.mark.parametrize("start", [start_nothing, start_lease, start_batch])
+def test_closing_the_server_ends_promptly_and_wakes_who_waits(start: Callable[[QueueClient], None]) -> None:
+    """Seen failing with parked requests forgotten at closing: their clients wait for their own time-out."""
+    server = make_queue()
+    endpoint = server.start()
+    with connected(endpoint) as client, connected(endpoint) as waiting, ThreadPoolExecutor(2) as pool:
+        start(client)
+        parked = pool.submit(waiting.lease_verify, worker="verifier/0", limit=1, wait_s=LONG_WAIT_S)
+        try:
+            await_parked(client, 1)
+            pool.submit(server.close).result(timeout=SOON_S)
+            with pytest.raises(LedgerError, match="closed"):
+                parked.result(timeout=SOON_S)
+        finally:
+            waiting.close()
+    server.close()
+
+
+def test_a_server_that_was_not_started_can_be_closed() -> None:
+    server = make_queue()
+    server.close()
+    server.close()
+
+
+def test_closing_a_client_wakes_its_waiting_call() -> None:
+    """Seen failing with the whole of `wait_s` slept in one go."""
+    with serving() as endpoint, connected(endpoint) as other, ThreadPoolExecutor(1) as pool:
+        client = QueueClient(endpoint, timeout_s=SOON_S)
+        parked = pool.submit(client.lease_verify, worker="verifier/0", limit=1, wait_s=LONG_WAIT_S)
+        await_parked(other, 1)
+        client.close()
+        client.close()
+        with pytest.raises(LedgerError, match="lease_verify needs an open client"):
+            parked.result(timeout=SOON_S)
+        with pytest.raises(LedgerError, match="status needs an open client"):
+            client.status()
+
+
+def test_closing_an_async_client_wakes_its_waiting_calls() -> None:
+    """Seen failing with the waiting calls left to their time-outs."""
+
+    async def scenario(client: AsyncQueueClient) -> None:
+        waiting = [client.lease_verify(worker="verifier/0", limit=1, wait_s=LONG_WAIT_S) for _ in range(3)]
+        tasks = [asyncio.ensure_future(call) for call in waiting]
+        while (await client.status())["gauges"]["parked"] < 3:
+            pass
+        client.close()
+        client.close()
+        answers = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), SOON_S)
+        assert [type(answer) for answer in answers] == [LedgerError] * 3
+        with pytest.raises(LedgerError, match="open client"):
+            await client.status()
+
+    with serving() as endpoint:
+        asyncio.run(scenario(AsyncQueueClient(endpoint, timeout_s=SOON_S)))
+
+
+def test_an_async_client_can_be_closed_without_its_loop() -> None:
+    async def use(client: AsyncQueueClient) -> None:
+        assert (await client.status())["version"] == 0
+
+    with serving() as endpoint:
+        client = AsyncQueueClient(endpoint, timeout_s=SOON_S)
+        asyncio.run(use(client))
+        client.close()
+        AsyncQueueClient(endpoint, timeout_s=SOON_S).close()

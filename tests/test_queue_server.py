@@ -1,0 +1,421 @@
+"""The sample queue over real ZeroMQ: a group's whole path, waiting, lost workers, batches, save and restore."""
+
+import asyncio
+import inspect
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from ledger_builders import FakeClock, make_settings
+from queue_builders import (
+    LONG_WAIT_S,
+    SCORES,
+    SOON_S,
+    FakeCursor,
+    await_parked,
+    connected,
+    generate,
+    make_ready,
+    make_samples,
+    serving,
+    verify,
+)
+
+from areal_lite.errors import LedgerError
+from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
+from areal_lite.sample_queue.requests import REQUESTS, QueueRequests
+from areal_lite.sample_queue.service import restore
+
+
+@pytest.fixture
+def queue() -> Iterator[QueueClient]:
+    """A client of a fresh queue with open admission."""
+    with serving() as endpoint, connected(endpoint) as client:
+        client.open_admission()
+        yield client
+
+
+# The whole path
+
+
+class Awaitably:
+    """The plain client with the methods of the other, so that one scenario serves both."""
+
+    def __init__(self, client: QueueClient) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        async def method(**fields: Any) -> Any:
+            return getattr(self._client, name)(**fields)
+
+        return method
+
+
+async def whole_path(queue: Any) -> None:
+    assert await queue.lease_rollout(worker="rollout/0", limit=3, wait_s=0.0) == []  # admission is closed
+    await queue.open_admission()
+    leases = await queue.lease_rollout(worker="rollout/0", limit=3, wait_s=SOON_S)
+    assert [lease.group.group_id for lease in leases] == ["fake/0/0#0", "fake/0/1#0", "fake/0/2#0"]
+    assert leases[2].group.prompt == FakeCursor().get("fake/0/2")
+    assert {(lease.version, lease.group.samples) for lease in leases} == {(0, ())}
+    ids = [lease.lease_id for lease in leases]
+    assert await queue.heartbeat(worker="rollout/0", lease_ids=[*ids, "unknown"], progress=7) == ["unknown"]
+    for lease_id in ids:
+        assert await queue.complete_rollout(lease_id=lease_id, samples=make_samples()) is True
+
+    leases = await queue.lease_verify(worker="verifier/0", limit=8, wait_s=SOON_S)
+    assert [lease.group.group_id for lease in leases] == ["fake/0/0#0", "fake/0/1#0", "fake/0/2#0"]
+    assert [sample.text for sample in leases[0].group.samples] == ["x", "xx", "xxx"]
+    for lease in leases:
+        assert await queue.complete_verify(lease_id=lease.lease_id, scores=SCORES) is True
+
+    # Prompts of 1 and 2 tokens with 3 samples each; samples of 1 + 2 + 3 tokens, twice.
+    expected = {"version": 0, "num_groups": 2, "num_rows": 6, "prompt_tokens": 9, "output_tokens": 12}
+    assert await queue.take(batch_id="step-0", wait_s=SOON_S) == {"batch_id": "step-0", **expected}
+    assert await queue.take(batch_id="step-0", wait_s=0.0) == {"batch_id": "step-0", **expected}
+    shards = [await queue.fetch(batch_id="step-0", rank=rank) for rank in (0, 1)]
+    for rank, shard in enumerate(shards):
+        assert (shard.rank, shard.version) == (rank, 0)
+        assert np.array_equal(shard.rewards, [[0.0, 1.0, np.nan]] * 2, equal_nan=True)
+    rows = {(row.group_index, row.sample_index): row for shard in shards for row in shard.rows}
+    assert len(rows) == 6
+    for (group_index, sample_index), row in rows.items():
+        assert row.prompt_token_ids == tuple(range(group_index + 1))
+        assert row.sample.num_tokens == sample_index + 1
+        assert (row.sample.reward, row.sample.failure) == (SCORES[sample_index].reward, SCORES[sample_index].failure)
+
+    (group,) = await queue.batch_groups(batch_id="step-0", limit=1)
+    assert (group.group_id, group.prompt.text, len(group.samples)) == ("fake/0/0#0", "0+1=?", 3)
+    assert await queue.complete_step(batch_id="step-0") == 1
+    assert await queue.complete_step(batch_id="step-0") == 1
+    status = await queue.status()
+    assert (status["version"], status["missing"], status["capacity"]) == (1, 1, 3)
+    assert (status["counts"]["trained"], status["counts"]["ready"], status["counts"]["admitted"]) == (2, 1, 3)
+    counts = await queue.abandon()
+    assert (counts["trained"], counts["abandoned"], counts["outstanding"]) == (2, 1, 0)
+
+
+def test_a_group_goes_from_prompt_to_trained_by_the_plain_client() -> None:
+    """Seen failing with work lent while admission is closed, and with a row's group taken for its sample."""
+    with serving() as endpoint, connected(endpoint) as client:
+        asyncio.run(whole_path(Awaitably(client)))
+
+
+def test_a_group_goes_from_prompt_to_trained_by_the_async_client() -> None:
+    async def scenario(client: AsyncQueueClient) -> None:
+        await whole_path(client)
+        client.close()
+
+    with serving() as endpoint:
+        # Actors make their client before their event loop runs.
+        asyncio.run(scenario(AsyncQueueClient(endpoint, timeout_s=SOON_S)))
+
+
+def test_the_async_client_has_many_requests_in_flight() -> None:
+    async def scenario(client: AsyncQueueClient) -> None:
+        parked = asyncio.create_task(client.lease_rollout(worker="rollout/0", limit=1, wait_s=LONG_WAIT_S))
+        statuses = await asyncio.gather(*(client.status() for _ in range(20)))
+        assert {status["version"] for status in statuses} == {0}
+        assert not parked.done()
+        await client.open_admission()
+        assert len(await asyncio.wait_for(parked, SOON_S)) == 1
+        client.close()
+
+    with serving() as endpoint:
+        asyncio.run(scenario(AsyncQueueClient(endpoint, timeout_s=SOON_S)))
+
+
+def test_both_clients_have_every_request() -> None:
+    for name in REQUESTS:
+        expected = inspect.signature(getattr(QueueRequests, name))
+        assert inspect.signature(getattr(QueueClient, name)) == expected
+        assert inspect.signature(getattr(AsyncQueueClient, name)) == expected
+    assert {"take", "fetch", "heartbeat", "save"} < REQUESTS
+
+
+# Waiting
+
+
+def parked_and_change(kind: str, client: QueueClient, clock: FakeClock) -> tuple[str, Callable[[], Any]]:
+    """Bring the queue into a state where a request must wait; return its name and what ends its waiting."""
+    if kind == "admission opens":
+        return "lease_rollout", client.open_admission
+    client.open_admission()
+    if kind == "a group is generated":
+        return "lease_verify", lambda: generate(client, 1)
+    if kind == "a batch is ready":
+        generate(client, 2)
+        return "take", lambda: verify(client, 2)
+    if kind == "a step is complete":
+        make_ready(client, 4)
+        client.take(batch_id="a", wait_s=0.0)
+        return "lease_rollout", lambda: client.complete_step(batch_id="a")
+    leases = client.lease_rollout(worker="rollout/0", limit=4, wait_s=0.0)
+    changes: dict[str, Callable[[], Any]] = {
+        "a lease expires": lambda: setattr(clock, "now", 11.0),
+        "a worker is forgotten": lambda: client.forget(worker="rollout/0"),
+        "a group is rejected": lambda: client.reject(lease_id=leases[0].lease_id, reason="too_long"),
+        "a group fails": lambda: client.fail(lease_id=leases[0].lease_id, reason="generation"),
+    }
+    return "lease_rollout", changes[kind]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "admission opens",
+        "a group is generated",
+        "a batch is ready",
+        "a step is complete",
+        "a lease expires",
+        "a worker is forgotten",
+        "a group is rejected",
+        "a group fails",
+    ],
+)
+def test_a_parked_request_is_answered_when(kind: str) -> None:
+    """Seen failing with parked requests looked at only when their deadlines have passed."""
+    requests = {
+        "lease_rollout": {"worker": "rollout/9", "limit": 1, "wait_s": LONG_WAIT_S},
+        "lease_verify": {"worker": "verifier/9", "limit": 1, "wait_s": LONG_WAIT_S},
+        "take": {"batch_id": "b", "wait_s": LONG_WAIT_S},
+    }
+    clock = FakeClock()
+    with serving(clock=clock) as endpoint, connected(endpoint) as client, connected(endpoint) as waiting:
+        name, change = parked_and_change(kind, client, clock)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(getattr(waiting, name), **requests[name])
+            try:
+                await_parked(client, 1)
+                assert not answer.done()
+                change()
+                assert answer.result(timeout=SOON_S)
+            finally:
+                waiting.close()
+
+
+def test_parked_requests_are_answered_in_the_order_they_came() -> None:
+    """Seen failing with the last one looked at first."""
+
+    async def scenario(client: AsyncQueueClient) -> None:
+        requests = [client.lease_rollout(worker=f"rollout/{i}", limit=1, wait_s=LONG_WAIT_S) for i in range(4)]
+        tasks = [asyncio.ensure_future(request) for request in requests]
+        await client.status()
+        await client.open_admission()
+        answers = await asyncio.wait_for(asyncio.gather(*tasks), SOON_S)
+        assert [lease.group.group_id for (lease,) in answers] == [f"fake/0/{i}#0" for i in range(4)]
+        client.close()
+
+    with serving() as endpoint:
+        asyncio.run(scenario(AsyncQueueClient(endpoint, timeout_s=SOON_S)))
+
+
+def test_parked_requests_end_empty_at_their_deadline(queue: QueueClient) -> None:
+    """Seen failing with parked requests kept past their deadline: the client times out."""
+    queue._timeout_s = 1.0
+    assert queue.lease_verify(worker="verifier/0", limit=1, wait_s=0.05) == []
+    assert queue.take(batch_id="b", wait_s=0.05) is None
+    assert queue.status()["gauges"]["parked"] == 0
+
+
+def test_work_is_admitted_as_it_is_asked_for_within_capacity(queue: QueueClient) -> None:
+    """Two groups a step at eta 1: four outstanding at most. Seen failing with all of the capacity admitted at once."""
+    assert len(queue.lease_rollout(worker="rollout/0", limit=1, wait_s=0.0)) == 1
+    assert queue.status()["counts"]["admitted"] == 1
+    assert len(queue.lease_rollout(worker="rollout/1", limit=99, wait_s=0.0)) == 3
+    assert queue.status()["capacity"] == 0
+    queue.close_admission()
+    assert queue.forget(worker="rollout/0") == ["fake/0/0#0@1"]
+    assert queue.lease_rollout(worker="rollout/1", limit=1, wait_s=0.0) == []
+
+
+# Workers
+
+
+def test_results_that_come_twice_are_acknowledged_and_ignored(queue: QueueClient) -> None:
+    (rollout,) = queue.lease_rollout(worker="rollout/0", limit=1, wait_s=0.0)
+    done = {"lease_id": rollout.lease_id, "samples": make_samples()}
+    assert [queue.complete_rollout(**done) for _ in range(2)] == [True, False]
+    (verification,) = queue.lease_verify(worker="verifier/0", limit=1, wait_s=0.0)
+    scored = {"lease_id": verification.lease_id, "scores": SCORES}
+    assert [queue.complete_verify(**scored) for _ in range(2)] == [True, False]
+    assert queue.fail(lease_id="never given", reason="x") is False
+    counts = queue.status()["counts"]
+    assert (counts["admitted"], counts["ready"], counts["outstanding"]) == (1, 1, 1)
+
+
+def test_work_of_a_silent_worker_comes_back_and_its_late_result_is_ignored() -> None:
+    """Seen failing with `expire` never called by the server."""
+    clock = FakeClock()
+    with serving(clock=clock, lease_timeout_s=10.0) as endpoint, connected(endpoint) as client:
+        client.open_admission()
+        kept, lost = client.lease_rollout(worker="rollout/0", limit=2, wait_s=0.0)
+        clock.now = 6.0
+        assert client.heartbeat(worker="rollout/0", lease_ids=[kept.lease_id], progress=1) == []
+        clock.now = 12.0
+        (again,) = client.lease_rollout(worker="rollout/1", limit=1, wait_s=SOON_S)
+        assert again.group == lost.group
+        assert again.lease_id != lost.lease_id
+        held = [kept.lease_id, lost.lease_id]
+        assert client.heartbeat(worker="rollout/0", lease_ids=held, progress=2) == [lost.lease_id]
+        assert client.complete_rollout(lease_id=lost.lease_id, samples=make_samples()) is False
+        assert client.complete_rollout(lease_id=again.lease_id, samples=make_samples()) is True
+        assert client.complete_rollout(lease_id=kept.lease_id, samples=make_samples()) is True
+
+
+def test_status_tells_who_holds_what_since_when() -> None:
+    clock = FakeClock()
+    with serving(clock=clock) as endpoint, connected(endpoint) as client:
+        client.open_admission()
+        client.lease_rollout(worker="rollout/0", limit=1, wait_s=0.0)
+        clock.now = 3.0
+        (second,) = client.lease_rollout(worker="rollout/0", limit=1, wait_s=0.0)
+        client.heartbeat(worker="verifier/0", lease_ids=[], progress=0)
+        clock.now = 5.0
+        workers = client.status()["workers"]
+        unknown = {"role": "", "heartbeat_age_s": 2.0, "leases": 0, "oldest_lease_age_s": 0.0, "progress": 0}
+        assert workers == {
+            "rollout/0": unknown | {"role": "rollout", "leases": 2, "oldest_lease_age_s": 5.0},
+            "verifier/0": unknown,
+        }
+        client.complete_rollout(lease_id=second.lease_id, samples=make_samples())
+        client.lease_verify(worker="verifier/0", limit=1, wait_s=0.0)
+        assert client.status()["workers"]["verifier/0"]["role"] == "verify"
+        client.forget(worker="rollout/0")
+        assert client.status()["workers"].keys() == {"verifier/0"}
+
+
+def test_progress_grows_with_what_workers_report_and_never_falls(queue: QueueClient) -> None:
+    """Seen failing with the last reports summed, which fall when a worker is restarted or forgotten."""
+    progress = [queue.status()["progress"]]
+    for reported in (5, 5, 9, 2):  # the last by a worker that was started anew
+        queue.heartbeat(worker="rollout/0", lease_ids=[], progress=reported)
+        progress.append(queue.status()["progress"])
+    queue.forget(worker="rollout/0")
+    progress.append(queue.status()["progress"])
+    assert np.diff(progress).tolist() == [5, 0, 4, 2, 0]
+    queue.lease_rollout(worker="rollout/1", limit=1, wait_s=0.0)
+    assert queue.status()["progress"] > progress[-1]
+
+
+# Batches
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_ranks_partition_the_batch_and_may_ask_again(num_ranks: int) -> None:
+    """Four groups of three samples, two minibatches. Seen failing with the rows split anew at every fetch."""
+    with serving(groups_per_step=4, num_ranks=num_ranks) as endpoint, connected(endpoint) as client:
+        client.open_admission()
+        make_ready(client, 4)
+        client.take(batch_id="b", wait_s=0.0)
+        places = []
+        for rank in range(num_ranks):
+            first, second = (client.fetch(batch_id="b", rank=rank) for _ in range(2))
+            rows = [[(r.group_index, r.sample_index, r.minibatch) for r in shard.rows] for shard in (first, second)]
+            assert rows[0] == rows[1]
+            assert {minibatch for _, _, minibatch in rows[0]} == {0, 1}
+            places += rows[0]
+        assert sorted((group, sample) for group, sample, _ in places) == [(g, s) for g in range(4) for s in range(3)]
+        assert Counter(minibatch for _, _, minibatch in places) == {0: 6, 1: 6}
+
+
+def minibatches(seed: int) -> list[list[int]]:
+    """Minibatch of each row, for two steps of a run with this seed."""
+    steps = []
+    with serving(groups_per_step=4, num_ranks=1, seed=seed) as endpoint, connected(endpoint) as client:
+        client.open_admission()
+        for batch_id in ("a", "b"):
+            make_ready(client, 4)
+            client.take(batch_id=batch_id, wait_s=0.0)
+            steps.append([row.minibatch for row in client.fetch(batch_id=batch_id, rank=0).rows])
+            client.complete_step(batch_id=batch_id)
+    return steps
+
+
+def test_minibatches_depend_on_seed_and_version_and_nothing_else() -> None:
+    """Seen failing with the run's seed alone: every step dealt its rows alike."""
+    first, second = minibatches(0)
+    assert first != second
+    assert minibatches(0) == [first, second]
+    assert minibatches(1) != [first, second]
+
+
+def test_only_the_batch_that_is_taken_can_be_read(queue: QueueClient) -> None:
+    make_ready(queue, 3)
+    with pytest.raises(LedgerError, match="got 'a' while none is"):
+        queue.fetch(batch_id="a", rank=0)
+    queue.take(batch_id="a", wait_s=0.0)
+    with pytest.raises(LedgerError, match="got 'b' while 'a' is"):
+        queue.batch_groups(batch_id="b", limit=1)
+    with pytest.raises(LedgerError, match=r"0\.\.1, got 2"):
+        queue.fetch(batch_id="a", rank=2)
+    with pytest.raises(LedgerError, match="'b'"):
+        queue.take(batch_id="b", wait_s=0.0)
+    queue.complete_step(batch_id="a")
+    with pytest.raises(LedgerError, match="got 'a' while none is"):
+        queue.fetch(batch_id="a", rank=0)
+    assert queue.status()["refused"] == {}
+
+
+def test_a_batch_that_was_returned_is_taken_again(queue: QueueClient) -> None:
+    make_ready(queue, 2)
+    queue.take(batch_id="a", wait_s=0.0)
+    first = queue.batch_groups(batch_id="a", limit=9)
+    for _ in range(2):
+        queue.return_batch(batch_id="a")
+    assert queue.status()["counts"]["ready"] == 2
+    queue.take(batch_id="b", wait_s=0.0)
+    assert [g.group_id for g in queue.batch_groups(batch_id="b", limit=9)] == [g.group_id for g in first]
+
+
+def test_prompts_that_are_too_slow_are_shown_by_their_length() -> None:
+    """One group a step at eta 1; the second prompt, of 2 tokens, is still being generated after two steps."""
+    changes = {"on_stale": "drop", "max_attempts": 1, "groups_per_step": 1, "num_minibatches": 1}
+    with serving(**changes) as endpoint, connected(endpoint) as client:
+        client.open_admission()
+        first, slow = client.lease_rollout(worker="rollout/0", limit=2, wait_s=0.0)
+        client.complete_rollout(lease_id=first.lease_id, samples=make_samples())
+        for batch_id in ("a", "b"):
+            verify(client, 1)
+            client.take(batch_id=batch_id, wait_s=0.0)
+            client.complete_step(batch_id=batch_id)
+            generate(client, 1)
+        assert client.status()["too_slow"] == {"2": 1}
+        assert client.status()["counts"]["failed(too_slow)"] == 1
+        assert client.complete_rollout(lease_id=slow.lease_id, samples=make_samples()) is False
+
+
+# Save and restore
+
+
+def test_a_restored_queue_continues_where_it_was_saved() -> None:
+    """Seen failing with the cursor's place left out of what is saved: prompts would be generated again."""
+    with serving(groups_per_step=2, max_staleness=2) as endpoint, connected(endpoint) as client:
+        client.open_admission()
+        make_ready(client, 2)
+        client.take(batch_id="step-0", wait_s=0.0)
+        client.complete_step(batch_id="step-0")
+        make_ready(client, 3)  # two are taken, one stays ready
+        client.take(batch_id="step-1", wait_s=0.0)
+        (leased,) = client.lease_rollout(worker="rollout/0", limit=1, wait_s=0.0)
+        saved, before = client.save(), client.status()["counts"]
+
+    cursor = FakeCursor()
+    ledger = restore(saved, settings=make_settings(samples_per_group=3, max_staleness=2), cursor=cursor)
+    with serving(ledger=ledger, cursor=cursor) as endpoint, connected(endpoint) as client:
+        status = client.status()
+        assert (status["version"], status["admission_open"]) == (1, False)
+        expected = {"taken": 0, "ready": 3, "leased_rollout": 0, "waiting": 1}
+        assert status["counts"] == before | expected
+        client.open_admission()
+        again, new = client.lease_rollout(worker="rollout/0", limit=2, wait_s=0.0)
+        assert again.group == leased.group
+        assert again.lease_id != leased.lease_id
+        assert new.group.prompt.prompt_id == "fake/0/6"
+        client.take(batch_id="step-1", wait_s=0.0)
+        rows = client.fetch(batch_id="step-1", rank=0).rows + client.fetch(batch_id="step-1", rank=1).rows
+        assert {len(row.prompt_token_ids) for row in rows} == {3, 4}
+        assert client.complete_step(batch_id="step-1") == 2
