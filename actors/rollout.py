@@ -52,7 +52,7 @@ class RolloutActor:
         """End `run` and the engine."""
         await self._worker.stop()
         await self._engine.close()
-        await self._client.close()
+        self._client.close()
 
     async def pause(self, interrupt: Interrupt) -> None:
         """Step 1 of the hand-over."""

@@ -37,7 +37,7 @@ class VerifierActor:
         """End `run` and every process of the pool."""
         await self._worker.stop()
         await self._pool.close()
-        await self._client.close()
+        self._client.close()
 
     async def score(self, prompts: list[Prompt], completions: list[str]) -> list[Score]:
         """Score evaluation completions, one per prompt."""

@@ -61,7 +61,7 @@ class ModelConfig(Section):
         "auto",
         description="dtype of the trainer's matrix work and of the engine; auto = float32 on cpu, bfloat16 on cuda",
     )
-    warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig)
+    warm_start: WarmStartConfig = WarmStartConfig()
 
 
 class ArithConfig(Section):
@@ -87,7 +87,7 @@ class DataConfig(Section):
     template: str = Field("{prompt}", description="text around the prompt; {prompt} is replaced")
     chat: bool = Field(False, description="apply the model's chat template to the prompt as a user message")
     max_bad_fraction: float = Field(0.01, ge=0, le=1, description="share of unreadable rows above which loading fails")
-    arith: ArithConfig = Field(default_factory=ArithConfig)
+    arith: ArithConfig = ArithConfig()
 
 
 class RolloutConfig(Section):
@@ -186,15 +186,15 @@ class WeightsConfig(Section):
 class Config(Section):
     """A whole recipe."""
 
-    run: RunConfig = Field(default_factory=RunConfig)
-    model: ModelConfig = Field(default_factory=ModelConfig)
-    data: DataConfig = Field(default_factory=DataConfig)
-    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
-    queue: QueueConfig = Field(default_factory=QueueConfig)
-    verifier: VerifierConfig = Field(default_factory=VerifierConfig)
-    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
-    weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    queue: QueueConfig = QueueConfig()
+    verifier: VerifierConfig = VerifierConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    weights: WeightsConfig = WeightsConfig()
 
     @property
     def samples_per_step(self) -> int:

@@ -135,6 +135,11 @@ assert dist.is_nccl_available(), "this torch was built without NCCL"
 assert torch.cuda.is_available(), "torch sees no CUDA device"
 print("NCCL", *torch.cuda.nccl.version(), "on", torch.cuda.device_count(), "devices")
 """
+_TRANSFORMERS = """
+import transformers
+from transformers import Qwen3ForCausalLM
+print(f"transformers {transformers.__version__}")
+"""
 # vLLM only logs a warning when its kernels do not load, and fails at the first request.
 _ENGINE = """
 import torch, vllm
@@ -158,11 +163,10 @@ def probes_for(build: str) -> Iterable[Probe]:
     yield Probe(name="torch.distributed", code=_TORCH, remedy=gloo)
     if build == "gpu":
         yield Probe(name="NCCL", code=_NCCL, remedy="check the driver with nvidia-smi; it must support CUDA 13")
-    yield Probe(
-        name="transformers",
-        code="import transformers as t; t.AutoModelForCausalLM; print('transformers', t.__version__)",
-    )
-    yield Probe(name="engine", code=_ENGINE, remedy=f"apt-get install libnuma1, if it is missing; else {REMAKE}")
+    # A torchvision built for CUDA beside a CPU torch breaks both of these; `setup.sh` takes it out.
+    builds = f"if it names torchvision: pip uninstall torchvision torchaudio torchcodec; else {REMAKE}"
+    yield Probe(name="transformers", code=_TRANSFORMERS, remedy=builds)
+    yield Probe(name="engine", code=_ENGINE, remedy=f"if kernels do not load: apt-get install libnuma1; {builds}")
     yield Probe(name="Ray", code="import ray; print('ray', ray.__version__)")
     yield Probe(name="ZeroMQ", code=_ZEROMQ)
 

@@ -5,7 +5,7 @@ controller reads its totals after every step (a step's share is a difference of 
 reads them at the first and the last trained step; a report can feed `events.jsonl` again and gets the same.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 
 from areal_lite.events import Event
@@ -41,7 +41,7 @@ class LaneClock:
         self._states, self._state = states, initial
         self._running = 0
         self._time: float | None = None
-        self._totals: Counter[str] = Counter()
+        self._totals: defaultdict[str, float] = defaultdict(float)
 
     def feed(self, event: Event) -> None:
         """Take the next event of the lane, in order of time; kinds it does not know change nothing."""

@@ -209,7 +209,7 @@ class Recorder:
             for lane in self._rollouts
             if lane in after
         )
-        return busy / (elapsed * self._config.rollout.slots * max(len(self._rollouts), 1))
+        return float(busy) / (elapsed * self._config.rollout.slots * max(len(self._rollouts), 1))
 
     def _to_board(self, row: Mapping[str, Any], step: int) -> None:
         for group, keys in _TENSORBOARD_GROUPS.items():

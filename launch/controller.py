@@ -167,7 +167,7 @@ class Controller:
                 ray.get(reference)
             if pending:
                 late = ", ".join(f"rank {references.index(reference)}" for reference in pending)
-                self._tick((len(pending), progress()), waiting_for=waiting_for, culprit=lambda late=late: late)
+                self._tick((len(pending), progress()), waiting_for=waiting_for, culprit=late.__str__)
         return list(ray.get(references))
 
     def _tick(self, progress: Any, *, waiting_for: str, culprit: Callable[[], str]) -> None:

@@ -19,8 +19,7 @@ import heapq
 import math
 import random
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +54,7 @@ class Scenario:
     skip_share: Callable[[int], float] = field(default=lambda version: 0.0)
     """Share of trainer steps at a version whose update is skipped for a non-finite norm."""
     worker_loss: float = 0.0
-    """Chance per worker and heartbeat to die with everything it holds."""
+    """Chance per worker and heartbeat to hang or die with everything it holds."""
     trainer_loss: float = 0.0
     """Chance per step that the trainer is lost and the batch goes back."""
     crash_every: int = 0
@@ -89,7 +88,7 @@ class Worker:
 
     name: str
     slots: int
-    held: dict[str, LeaseRecord] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)
 
     @property
     def room(self) -> int:
@@ -108,7 +107,6 @@ class Simulation:
         self.ledger = Ledger(self.settings, clock=self.clock)
         self.report = Report()
         self.num_prompts = 0
-        self.num_batches = 0
         self.truth: dict[str, list[list[int]]] = {}
         """Version of each token of each sample, of groups with samples."""
         self.trained: set[str] = set()
@@ -129,7 +127,9 @@ class Simulation:
         self.after(0.0, self.send_heartbeats)
         self.ask_for_work()
         while self.ledger.version < self.settings.total_steps:
-            assert self.num_events < max_events, f"no end in sight at version {self.ledger.version}: {self.ledger.counts()}"
+            assert self.num_events < max_events, (
+                f"no end in sight at version {self.ledger.version}: {self.ledger.counts()}"
+            )
             self.clock.now, _, action = heapq.heappop(self.events)
             action()
             self.ask_for_work()
@@ -165,12 +165,12 @@ class Simulation:
             self.take()
 
     def ask_for_prompts(self, worker: Worker) -> None:
-        wanted = worker.room - self.ledger.counts()["waiting"]
-        for _ in range(min(wanted, self.ledger.capacity())):
+        leases = self.ledger.lease_rollout(worker.name, limit=worker.room)
+        for _ in range(min(worker.room - len(leases), self.ledger.capacity())):
             self.num_prompts += 1
             self.ledger.admit(f"train/0/{self.num_prompts}")
             self.report.admitted_while_training += self.batch is not None
-        for lease in self.ledger.lease_rollout(worker.name, limit=worker.room):
+        for lease in leases + self.ledger.lease_rollout(worker.name, limit=worker.room - len(leases)):
             seconds = self.random.lognormvariate(
                 math.log(self.scenario.generation_median_s), self.scenario.generation_sigma
             )
@@ -179,15 +179,13 @@ class Simulation:
             self.begin(worker, lease, seconds, self.finish_generation)
 
     def begin(self, worker: Worker, lease: LeaseRecord, seconds: float, end: Callable[..., bool]) -> None:
-        """Hold a lease until its end; the result of one that is no longer held comes all the same, and is too late."""
-        worker.held[lease.lease_id] = lease
+        """Hold a lease until its end; a result comes even if the lease ended before."""
+        worker.held.add(lease.lease_id)
         began = self.clock.now
 
         def finish() -> None:
-            accepted = end(lease, began)
-            assert not accepted or lease.lease_id in worker.held
-            self.report.late_results += not accepted
-            worker.held.pop(lease.lease_id, None)
+            self.report.late_results += not end(lease, began)
+            worker.held.discard(lease.lease_id)
 
         self.after(seconds, finish)
 
@@ -216,9 +214,8 @@ class Simulation:
     # Training
 
     def take(self) -> None:
-        self.batch = self.ledger.take(f"batch-{self.num_batches}")
+        self.batch = self.ledger.take(f"batch-{self.ledger.version}")
         if self.batch is not None:
-            self.num_batches += 1
             self.after(self.scenario.train_s, self.finish_step)
 
     def finish_step(self) -> None:
@@ -255,12 +252,11 @@ class Simulation:
     def publish(self, batch_id: str) -> None:
         self.ledger.complete_step(batch_id)
         self.set_version(self.ledger.version)
-        crash_every = self.scenario.crash_every
-        if crash_every and self.ledger.version > self.saved["version"]:
-            if self.ledger.version % crash_every == crash_every // 2:
-                self.save()
-            elif self.ledger.version % crash_every == 0:
-                self.crash_and_resume()
+        period = self.scenario.crash_every
+        if period and self.ledger.version % period == period // 2:
+            self.save()
+        if period and self.ledger.version == period * (self.report.resumes + 1):
+            self.crash_and_resume()
 
     def set_version(self, version: int) -> None:
         """All tokens from now on are of this version."""
@@ -273,23 +269,23 @@ class Simulation:
         for worker in [*self.rollout_workers, self.verifier]:
             if self.random.random() < self.scenario.worker_loss:
                 self.kill(worker)
-            for lease_id in self.ledger.renew(worker.name, list(worker.held)):
-                del worker.held[lease_id]
+            for lease_id in self.ledger.renew(worker.name, sorted(worker.held)):
+                worker.held.remove(lease_id)
         self.report.leases_lost += len(self.ledger.expire())
         self.after(HEARTBEAT_S, self.send_heartbeats)
 
     def kill(self, worker: Worker) -> None:
-        """The process dies and another one of the same name starts; the queue is told of every second death."""
+        """The process hangs, and answers later, or dies, and the queue is told; one of the same name replaces it."""
         worker.held.clear()
         if self.random.random() < 0.5:
             self.report.leases_lost += len(self.ledger.forget(worker.name))
 
     def save(self) -> None:
         self.saved: dict[str, Any] = {
-            "version": self.ledger.version,
             "ledger": copy.deepcopy(self.ledger.state()),
             "trained": set(self.trained),
             "truth": dict(self.truth),
+            "num_prompts": self.num_prompts,
         }
 
     def crash_and_resume(self) -> None:
@@ -297,8 +293,7 @@ class Simulation:
         self.report.resumes += 1
         self.ledger = Ledger.restore(self.settings, self.saved["ledger"], clock=self.clock)
         self.trained, self.truth = set(self.saved["trained"]), dict(self.saved["truth"])
-        # The crash must not come again at the same step, or the run would never end.
-        self.saved["version"] = self.settings.total_steps if False else self.saved["version"]
+        self.num_prompts = self.saved["num_prompts"]
         self.events.clear()
         self.start_processes()
         self.set_version(self.ledger.version)

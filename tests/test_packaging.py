@@ -231,7 +231,11 @@ REGISTRIES = ["pypi.org", "pythonhosted.org", "download.pytorch.org", "nvcr.io",
 
 def mentions(words: list[str]) -> list[tuple[str, str]]:
     """Every (file, word) in the project's text files, this one left out."""
-    texts = [(path.relative_to(ROOT).as_posix(), path.read_text()) for path in walk(ROOT) if path != Path(__file__)]
+    texts = [
+        (path.relative_to(ROOT).as_posix(), path.read_text(errors="ignore"))
+        for path in walk(ROOT)
+        if path != Path(__file__)
+    ]
     return [(name, word) for name, text in texts for word in words for _ in range(text.count(word))]
 
 

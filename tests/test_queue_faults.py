@@ -1,7 +1,9 @@
 """The sample queue when something is wrong: bad messages, lost answers, a server or a client that goes away."""
 
 import asyncio
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,8 +12,9 @@ from typing import Any
 import msgpack
 import pytest
 import zmq
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from ledger_builders import FakeClock
 from queue_builders import (
     LONG_WAIT_S,
     SOON_S,
@@ -52,7 +55,7 @@ def ask(socket: Any, *frames: bytes) -> dict[str, Any]:
     socket.send_multipart(frames)
     assert socket.poll(1000 * SOON_S), "no answer"
     request_id, answer = socket.recv_multipart()
-    assert request_id == (frames[0] if len(frames) > 1 or frames[0] == b"only" else request_id)
+    assert request_id == frames[0]
     content = decode(answer)
     assert isinstance(content, dict)
     return content
@@ -95,8 +98,7 @@ def test_what_is_no_request_is_refused_and_counted(frames: list[bytes], reason: 
     with serving(max_message_bytes=MAX_BYTES) as endpoint, raw_socket(endpoint) as socket:
         answer = ask(socket, *frames)
         assert answer["error"] == "WireError"
-        with pytest.raises(AssertionError, match=message):
-            raise AssertionError(answer["message"])
+        assert re.search(message, answer["message"])
         status = ask(socket, b"id", request("status"))["result"]
         assert status["refused"] == {reason: 1}
         assert status["gauges"]["messages"] == 2
@@ -109,7 +111,7 @@ def fuzzed() -> Iterator[Any]:
 
 
 @given(st.lists(st.binary(max_size=40), min_size=1, max_size=3))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=50)
 def test_random_messages_are_answered_and_never_the_last(fuzzed: Any, frames: list[bytes]) -> None:
     """Seen failing with errors other than `WireError` let out of the reading of a message."""
     assert ask(fuzzed, *frames)["error"] == "WireError"
@@ -125,12 +127,33 @@ def test_a_message_far_over_the_limit_costs_its_sender_the_connection_and_nobody
         assert other.status()["refused"] == {}
 
 
-@pytest.mark.parametrize(("wait_s", "waits"), [(float("nan"), 0), (-1.0, 0), (float("inf"), 1)])
-def test_a_wait_of_strange_length_does_no_harm(wait_s: float, waits: int) -> None:
+def test_a_wait_of_strange_length_does_no_harm() -> None:
     with serving() as endpoint, raw_socket(endpoint) as socket, connected(endpoint) as client:
-        socket.send_multipart([b"id", request("lease_verify", worker="w", limit=1, wait_s=wait_s)])
-        assert bool(socket.poll(SOON_S * 1000 * (1 - waits))) is not bool(waits)
-        assert client.status()["gauges"]["parked"] == waits
+        for wait_s in (float("nan"), -1.0):
+            lease = request("lease_verify", worker="w", limit=1, wait_s=wait_s)
+            assert ask(socket, b"id", lease) == {"result": []}
+        socket.send_multipart([b"id", request("lease_verify", worker="w", limit=1, wait_s=float("inf"))])
+        await_parked(client, 1)
+
+
+def test_heartbeats_that_arrived_while_the_server_was_busy_count() -> None:
+    """Seen failing with leases looked at before the messages that wait."""
+    clock = FakeClock()
+
+    class SlowCursor(FakeCursor):
+        def next(self) -> Prompt:
+            if self.position == 1:
+                time.sleep(0.2)  # until both messages have surely arrived
+                clock.now = 11.0
+            return super().next()
+
+    with serving(cursor=SlowCursor(), clock=clock) as endpoint, raw_socket(endpoint) as socket:
+        ask(socket, b"1", request("open_admission"))
+        (held,) = ask(socket, b"2", request("lease_rollout", worker="w", limit=1, wait_s=0.0))["result"]
+        socket.send_multipart([b"3", request("lease_rollout", worker="w", limit=1, wait_s=0.0)])
+        socket.send_multipart([b"4", request("heartbeat", worker="w", lease_ids=[held.lease_id], progress=0)])
+        assert len(decode(socket.recv_multipart()[1])["result"]) == 1
+        assert decode(socket.recv_multipart()[1])["result"] == []
 
 
 def test_wrong_results_are_refused_and_the_lease_lives_on() -> None:
@@ -181,14 +204,14 @@ def test_a_client_of_nobody_times_out_by_name() -> None:
     asyncio.run(scenario())
 
 
-def test_clients_time_out_when_the_server_has_gone() -> None:
-    with serving() as endpoint, connected(endpoint, timeout_s=0.2) as client:
+def test_a_client_times_out_by_name_when_the_server_has_gone() -> None:
+    server = make_queue()
+    endpoint = server.start()
+    with connected(endpoint, timeout_s=0.2) as client:
         assert client.status()["version"] == 0
-        gone = endpoint
-        stop = client
-        del stop
-    with connected(gone, timeout_s=0.05) as client, pytest.raises(QueueTimeout, match=gone):
-        client.status()
+        server.close()
+        with pytest.raises(QueueTimeout, match=rf"{endpoint} .* answer status"):
+            client.status()
 
 
 @contextmanager
@@ -260,8 +283,8 @@ def test_answers_to_other_requests_are_dropped(call: Callable[..., Any]) -> None
 # Closing
 
 
-def start_nothing(client: QueueClient) -> None:
-    pass
+def start_idle(client: QueueClient) -> None:
+    client.open_admission()
 
 
 def start_lease(client: QueueClient) -> None:
@@ -275,7 +298,7 @@ def start_batch(client: QueueClient) -> None:
     client.take(batch_id="b", wait_s=0.0)
 
 
-@pytest.mark.parametrize("start", [start_nothing, start_lease, start_batch])
+@pytest.mark.parametrize("start", [start_idle, start_lease, start_batch])
 def test_closing_the_server_ends_promptly_and_wakes_who_waits(start: Callable[[QueueClient], None]) -> None:
     """Seen failing with parked requests forgotten at closing: their clients wait for their own time-out."""
     server = make_queue()

@@ -252,18 +252,19 @@ def test_work_of_a_silent_worker_comes_back_and_its_late_result_is_ignored() -> 
     clock = FakeClock()
     with serving(clock=clock, lease_timeout_s=10.0) as endpoint, connected(endpoint) as client:
         client.open_admission()
-        kept, lost = client.lease_rollout(worker="rollout/0", limit=2, wait_s=0.0)
+        lost, *kept = client.lease_rollout(worker="rollout/0", limit=4, wait_s=0.0)  # all there is
+        kept_ids = [lease.lease_id for lease in kept]
         clock.now = 6.0
-        assert client.heartbeat(worker="rollout/0", lease_ids=[kept.lease_id], progress=1) == []
+        assert client.heartbeat(worker="rollout/0", lease_ids=kept_ids, progress=1) == []
         clock.now = 12.0
         (again,) = client.lease_rollout(worker="rollout/1", limit=1, wait_s=SOON_S)
         assert again.group == lost.group
         assert again.lease_id != lost.lease_id
-        held = [kept.lease_id, lost.lease_id]
+        held = [*kept_ids, lost.lease_id]
         assert client.heartbeat(worker="rollout/0", lease_ids=held, progress=2) == [lost.lease_id]
         assert client.complete_rollout(lease_id=lost.lease_id, samples=make_samples()) is False
         assert client.complete_rollout(lease_id=again.lease_id, samples=make_samples()) is True
-        assert client.complete_rollout(lease_id=kept.lease_id, samples=make_samples()) is True
+        assert client.complete_rollout(lease_id=kept_ids[0], samples=make_samples()) is True
 
 
 def test_status_tells_who_holds_what_since_when() -> None:

@@ -36,8 +36,10 @@ class GenerationEngine(Protocol):
     Versions are stamped by the engine itself, never guessed by its caller (invariant I3).
     """
 
-    tokens_generated: int
-    """Output tokens since the start, running samples included: the sign of life a watchdog looks for."""
+    @property
+    def tokens_generated(self) -> int:
+        """Output tokens since the start, running samples included: the sign of life a watchdog looks for."""
+        ...
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Sample:
         """Complete one prompt; cancelling the task ends the request."""

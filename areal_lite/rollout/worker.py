@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
 from areal_lite.errors import EngineError, QueueTimeout
@@ -28,10 +28,10 @@ _OCCUPANCY_RESOLUTION_S = 0.005
 class RolloutQueue(Protocol):
     """The part of the queue client that a rollout worker uses."""
 
-    async def lease_rollout(self, *, worker: str, limit: int, wait_s: float) -> list[Lease]: ...  # noqa: D102
-    async def complete_rollout(self, *, lease_id: str, samples: Sequence[Sample]) -> bool: ...  # noqa: D102
-    async def heartbeat(self, *, worker: str, lease_ids: Sequence[str], progress: int) -> list[str]: ...  # noqa: D102
-    async def fail(self, *, lease_id: str, reason: str) -> bool: ...  # noqa: D102
+    def lease_rollout(self, *, worker: str, limit: int, wait_s: float) -> Awaitable[list[Lease]]: ...  # noqa: D102
+    def complete_rollout(self, *, lease_id: str, samples: Sequence[Sample]) -> Awaitable[bool]: ...  # noqa: D102
+    def heartbeat(self, *, worker: str, lease_ids: Sequence[str], progress: int) -> Awaitable[list[str]]: ...  # noqa: D102
+    def fail(self, *, lease_id: str, reason: str) -> Awaitable[bool]: ...  # noqa: D102
 
 
 def sample_seed(run_seed: int, group_id: str, sample_index: int) -> int:
@@ -117,7 +117,7 @@ class RolloutWorker:
             self._count_running(self._samples_per_group)
             task = asyncio.create_task(self._serve(lease))
             self._groups[lease.lease_id] = task
-            task.add_done_callback(lambda _, lease_id=lease.lease_id: self._changed.set())
+            task.add_done_callback(lambda _: self._changed.set())
 
     async def _serve(self, lease: Lease) -> None:
         """Generate one group; a request the engine refuses fails the group, a dead engine fails the worker."""

@@ -125,10 +125,11 @@ class QueueServer:
         """
         try:
             while not self._closing.is_set():
-                arrived = self._socket.poll(self._patience_ms())
-                self._service.expire()
-                if arrived:
+                if self._socket.poll(self._patience_ms()):
                     self._receive(self._socket.recv_multipart())
+                # Heartbeats that have arrived count first: a busy server must not take leases for dead.
+                if not self._socket.poll(0):
+                    self._service.expire()
                 self._parked = [request for request in self._parked if not self._answer(request)]
                 self._traffic.parked = len(self._parked)
             for request in self._parked:

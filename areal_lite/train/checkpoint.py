@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -69,7 +70,7 @@ def load_checkpoint(folder: Path, learner: Learner, *, rank: int) -> int:
     state = _state(learner)
     try:
         load(state, checkpoint_id=folder)
-    except Exception as error:  # the library raises its own and builtin kinds
+    except (Exception, CheckpointException) as error:  # its own kind is not an Exception
         raise CheckpointError(
             f"the checkpoint in {folder} cannot be read ({error!r}): resume from an older checkpoint"
         ) from error
@@ -91,8 +92,10 @@ def export_model(folder: Path, model: nn.Module, *, tokenizer_folder: str, rank:
     """
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank == 0:
+        # Gathering copies a tied tensor once per name, and transformers would take the copies for different tensors.
+        tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
         saver: Any = model
-        saver.save_pretrained(folder, state_dict=weights)
+        saver.save_pretrained(folder, state_dict={name: value for name, value in weights.items() if name not in tied})
         AutoTokenizer.from_pretrained(tokenizer_folder).save_pretrained(folder)
 
 

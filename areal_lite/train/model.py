@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from areal_lite.train.micro_batch import MicroBatch
 
-__all__ = ["completion_logits", "load_model", "shard_model"]
+__all__ = ["completion_logits", "load_model", "reshard", "shard_model"]
 
 
 def load_model(folder: str, *, device: torch.device, activation_checkpointing: bool) -> nn.Module:
@@ -81,6 +81,17 @@ def completion_logits(model: nn.Module, batch: MicroBatch) -> Tensor:
     finally:
         hook.remove()
     return logits.squeeze(0)
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop the gathered parameters that a forward pass leaves behind when no backward pass follows it.
+
+    Otherwise `model.parameters()` would be whole tensors in the compute dtype, not the float32 shards, until the next
+    backward pass.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _switch_dropout_off(config: Any) -> None:

@@ -21,7 +21,7 @@ from areal_lite.train.batch import PolicyBatch
 from areal_lite.train.checkpoint import export_model, load_checkpoint, save_checkpoint
 from areal_lite.train.distributed import sum_over_ranks
 from areal_lite.train.micro_batch import MicroBatch, TokenRows, equalise, split_micro_batches
-from areal_lite.train.model import completion_logits, load_model, shard_model
+from areal_lite.train.model import completion_logits, load_model, reshard, shard_model
 from areal_lite.train.objective import PolicyUpdateLoss
 from areal_lite.train.schedule import learning_rate
 from areal_lite.train.stats import StepStats, StepTally
@@ -166,6 +166,7 @@ class Trainer:
             logits = self._forward(micro_batch)
             token_ids = token_ids_T[micro_batch.tokens_T]
             logprobs_T[micro_batch.tokens_T] = token_logprobs(logits, token_ids_T=token_ids, temperature=temperature)
+        reshard(self._model)
 
     def _forward(self, micro_batch: MicroBatch) -> Tensor:
         self._progress += 1

@@ -8,6 +8,7 @@ old weights are whole.
 Only vLLM and the trainer's publisher import this module (it is registered by `plugin.py`).
 """
 
+import math
 import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from datetime import timedelta
 from typing import Any, ClassVar, Self
 
 import torch
-from torch.distributed import ProcessGroupGloo, TCPStore
+from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 from vllm.distributed.weight_transfer.base import (
     ParamMeta,
     TrainerInitInfo,
@@ -62,13 +63,13 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
 
 
 def _size_bytes(meta: ParamMeta) -> int:
-    return meta.dtype.itemsize * torch.Size(meta.shape).numel()
+    return int(meta.dtype.itemsize * math.prod(meta.shape))
 
 
 def _broadcast(group: ProcessGroupGloo, flat: torch.Tensor) -> None:
     """Send (rank 0) or receive (rank 1) a flat uint8 tensor; the group's timeout bounds each bucket."""
     for bucket in flat.split(_BUCKET_BYTES):
-        group.broadcast(bucket, root=0).wait()
+        group.broadcast(bucket, root=0).wait()  # type: ignore[attr-defined]  # missing from torch's stubs
 
 
 def _checksum(flat: torch.Tensor) -> int:

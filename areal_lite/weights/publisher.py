@@ -49,7 +49,7 @@ class SnapshotSource(WeightSource):
 
     def metadata(self) -> list[ParamMeta]:
         """Names and full shapes."""
-        return self._source.metadata()
+        return list(self._source.metadata())
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Read the snapshot; no collective."""

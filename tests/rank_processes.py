@@ -1,0 +1,30 @@
+"""Runs a function on several real trainer ranks: processes of their own, joined over gloo."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import multiprocessing
+
+from areal_lite.train.distributed import free_address, join_process_group, leave_process_group
+
+
+def run_ranks(function: Callable[..., None], *arguments: Any, world_size: int = 2) -> None:
+    """Call `function(rank, world_size, *arguments)` on each rank; an error on any of them is raised here.
+
+    A single rank runs in this process, which saves importing torch again.
+    """
+    address = free_address("127.0.0.1")
+    if world_size == 1:
+        _rank(0, 1, address, function, arguments)
+        return
+    multiprocessing.spawn(_rank, args=(world_size, address, function, arguments), nprocs=world_size)
+
+
+def _rank(rank: int, world_size: int, address: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    join_process_group(address, rank=rank, world_size=world_size, device="cpu", timeout_s=60.0)
+    try:
+        function(rank, world_size, *arguments)
+    finally:
+        leave_process_group()
