@@ -6,7 +6,6 @@ from typing import Any
 
 from areal_lite.actors.process import log_to_file
 from areal_lite.config import Config
-from areal_lite.errors import EngineError
 from areal_lite.events import Event, EventBuffer
 from areal_lite.rollout.engine import Interrupt, Sampling
 from areal_lite.rollout.vllm_engine import VllmEngine
@@ -99,6 +98,5 @@ class RolloutActor:
 
     async def collect(self) -> tuple[list[Event], dict[str, float]]:
         """Events since the last call, and figures of this moment."""
-        if self._engine._llm.errored:
-            raise EngineError(f"the engine-core process of {self._name} died; see its log")
+        self._engine.raise_if_dead()
         return self._events.drain(), self._worker.gauges()

@@ -35,6 +35,7 @@ ARRAY_DTYPES = frozenset(["|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8"
 
 _ARRAY, _DATACLASS = 1, 2
 _PACK_BUFFER_BYTES = 65536  # msgpack would start with 1 MiB for each array and dataclass, which halves the speed
+_CONTAINERS = (dict, list, tuple)
 _CLASSES: dict[str, type[Any]] = {
     cls.__name__: cls for cls in (Group, Lease, Prompt, Row, Sample, Score, Shard, VersionSpan)
 }
@@ -143,7 +144,7 @@ def _check_keys(value: Any) -> None:
     elif not isinstance(value, list | tuple):
         return
     for item in value:
-        if isinstance(item, dict | list | tuple):
+        if isinstance(item, _CONTAINERS):
             _check_keys(item)
 
 
@@ -158,7 +159,7 @@ def _to_extension(value: Any) -> Any:
     name = type(value).__name__
     if _CLASSES.get(name) is type(value):
         content = {key: getattr(value, key) for key in _field_restorers(name)}
-        _check_keys(content)
+        _check_keys([item for item in content.values() if isinstance(item, dict)])
         return msgpack.ExtType(_DATACLASS, _pack([name, content]))
     if isinstance(value, np.generic):
         return value.item()

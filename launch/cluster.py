@@ -1,12 +1,10 @@
 """All actors of a run: start them, ask them, stop them.
 
-The controller owns one `Cluster`. Everything it starts it stops itself, by handle; a Ray cluster that was
-already there (RAY_ADDRESS) is only joined and left.
+The controller owns one `Cluster`. Everything it starts it stops itself, by handle.
 """
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,23 +21,14 @@ from areal_lite.errors import EngineError, StallError, VerifierError
 from areal_lite.events import Event
 from areal_lite.launch.engines import RayEngines
 from areal_lite.launch.placement import actor_options
+from areal_lite.launch.remote import describe, result
 from areal_lite.sample_queue.client import QueueClient
 
-__all__ = ["Cluster", "connect_ray"]
+__all__ = ["Cluster"]
 
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 20.0
-
-
-def connect_ray() -> bool:
-    """Join the cluster that RAY_ADDRESS names, or start a private one; returns whether it was started here."""
-    if ray.is_initialized():
-        return False
-    # Ray would warn about the accelerator variable on machines without a GPU, over the progress display.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    return True
 
 
 class Cluster:
@@ -49,7 +38,6 @@ class Cluster:
         self._config = config
         self._logs = str(log_folder)
         self._model_folder = str(model_folder)
-        self._owns_ray = connect_ray()
         self.lost: dict[str, str] = {}
         """Rollout workers given up, with the reason."""
         self._queue_actor = self._spawn(
@@ -75,7 +63,7 @@ class Cluster:
             RolloutActor, "rollout", config.rollout.workers, endpoint=endpoint, model_folder=self._model_folder
         )
         self.verifiers = self._spawn_many(VerifierActor, "verifier", config.verifier.workers, endpoint=endpoint)
-        address = ray.get(self.trainers[0].free_address.remote(), timeout=config.run.start_timeout_s)
+        address = result(self.trainers[0].free_address.remote(), timeout_s=config.run.start_timeout_s)
         starting = {
             f"trainer/{rank}": trainer.start.remote(
                 address=address,
@@ -96,7 +84,7 @@ class Cluster:
     def connect_weights(self) -> None:
         """Form the transfer groups with the engines that are alive."""
         references = [trainer.connect.remote(dict(self.engines.handles)) for trainer in self.trainers]
-        failures = ray.get(references, timeout=self._config.run.start_timeout_s)[0]
+        failures = [result(item, timeout_s=self._config.run.start_timeout_s) for item in references][0]
         for name, failure in failures.items():
             if failure is not None:
                 self.engines.drop(name, failure)
@@ -128,7 +116,7 @@ class Cluster:
     def publish(self) -> dict[str, str | None]:
         """Have all ranks send the present weights."""
         references = [trainer.publish.remote() for trainer in self.trainers]
-        return dict(ray.get(references, timeout=self._config.run.stall_timeout_s)[0])
+        return dict([result(item, timeout_s=self._config.run.stall_timeout_s) for item in references][0])
 
     def collect(self) -> tuple[list[Event], dict[str, dict[str, float]]]:
         """Events of all workers since the last call, and their gauges by lane; the dead are left to `check_workers`."""
@@ -138,7 +126,7 @@ class Cluster:
         gauges: dict[str, dict[str, float]] = {}
         for name, reference in references.items():
             try:
-                lane_events, gauges[name] = ray.get(reference, timeout=self._config.run.stall_timeout_s)
+                lane_events, gauges[name] = result(reference, timeout_s=self._config.run.stall_timeout_s)
             except EngineError as error:
                 self.engines.drop(name, str(error))
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
@@ -153,7 +141,8 @@ class Cluster:
         Raises:
             RayActorError: A rank is dead.
         """
-        return tuple(ray.get([trainer.progress.remote() for trainer in self.trainers], timeout=_STOP_TIMEOUT_S))
+        references = [trainer.progress.remote() for trainer in self.trainers]
+        return tuple(result(item, timeout_s=_STOP_TIMEOUT_S) for item in references)
 
     def stop(self) -> None:
         """Stop every actor in the order of the data, then end what did not stop by itself."""
@@ -166,7 +155,7 @@ class Cluster:
         self.kill()
 
     def kill(self) -> None:
-        """End every actor at once, and Ray if it was started here."""
+        """End every actor at once."""
         engines = self.engines.handles if hasattr(self, "engines") else {}
         actors = [*engines.values(), *getattr(self, "verifiers", {}).values(), *self.trainers, self._queue_actor]
         for actor in actors:
@@ -174,8 +163,6 @@ class Cluster:
                 ray.kill(actor)
         if hasattr(self, "queue"):
             self.queue.close()
-        if self._owns_ray:
-            ray.shutdown()
 
     def _note_lost(self, name: str, reason: str) -> None:
         logger.warning("rollout worker %s was lost: %s", name, reason)
@@ -203,7 +190,7 @@ class Cluster:
                 )
             ready, _ = ray.wait(list(pending.values()), timeout=0.5)
             for name in [name for name, reference in pending.items() if reference in ready]:
-                results[name] = ray.get(pending.pop(name))
+                results[name] = result(pending.pop(name))
                 on_progress(f"{name} is ready" + (f", waiting for {_names(pending)}" if pending else ""))
         return results
 
@@ -216,5 +203,5 @@ def _reason(reference: Any) -> str:
     try:
         ray.get(reference)
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return describe(error)
     return "its loop ended"

@@ -24,6 +24,7 @@ from areal_lite.errors import ArealLiteError, EngineError
 from areal_lite.events import EventBuffer
 from areal_lite.launch.cluster import Cluster
 from areal_lite.launch.evaluation import Evaluation
+from areal_lite.launch.remote import describe, result
 from areal_lite.launch.view import View
 from areal_lite.recorder import Recorder
 from areal_lite.run_folder import RunFolder
@@ -164,11 +165,11 @@ class Controller:
         while pending:
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_S)
             for reference in ready:
-                ray.get(reference)
+                result(reference)
             if pending:
                 late = ", ".join(f"rank {references.index(reference)}" for reference in pending)
                 self._tick((len(pending), progress()), waiting_for=waiting_for, culprit=late.__str__)
-        return list(ray.get(references))
+        return [result(reference) for reference in references]
 
     def _tick(self, progress: Any, *, waiting_for: str, culprit: Callable[[], str]) -> None:
         """What every wait does while it waits."""
@@ -229,8 +230,8 @@ class Controller:
         worst = 0.0
         for name, reference in engines.items():
             try:
-                scored = ray.get(reference, timeout=self._config.run.stall_timeout_s)
-            except ray.exceptions.RayError as error:
+                scored = result(reference, timeout_s=self._config.run.stall_timeout_s)
+            except (EngineError, ray.exceptions.RayError) as error:
                 logger.warning("%s gave no logprobs for the parity check: %s", name, error)
                 continue
             worst = max(worst, _largest_difference(scored, expected))
@@ -253,7 +254,7 @@ class Controller:
         try:
             result = self._evaluation.poll(wait_s)
         except (EngineError, ray.exceptions.RayError) as error:
-            self._view.say(f"the evaluation of step {self._evaluation.step} was lost: {type(error).__name__}")
+            self._view.say(f"the evaluation of step {self._evaluation.step} was lost: {describe(error)}")
             self._evaluation = None
             return
         if result is not None:
@@ -271,7 +272,8 @@ class Controller:
 
         def save_trainer(path: Path) -> None:
             references = [trainer.save.remote(str(path)) for trainer in self._cluster.trainers]
-            ray.get(references, timeout=_SAVE_TIMEOUT_S)
+            for reference in references:
+                result(reference, timeout_s=_SAVE_TIMEOUT_S)
 
         path = self._folder.write_checkpoint(
             self._version, queue_state=queue_state, save_trainer=save_trainer, keep=self._config.run.keep_checkpoints
@@ -291,7 +293,8 @@ class Controller:
         self._view.say("saving ...")
         checkpoint = self._save()
         references = [trainer.export.remote(str(checkpoint / "model")) for trainer in self._cluster.trainers]
-        ray.get(references, timeout=_SAVE_TIMEOUT_S)
+        for reference in references:
+            result(reference, timeout_s=_SAVE_TIMEOUT_S)
         counts = queue.abandon()
         self._collect(force=True)
         summary = self._recorder.summary(status, ledger=counts)

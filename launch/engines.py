@@ -7,6 +7,7 @@ from typing import Any
 import ray
 
 from areal_lite.errors import HandoverError
+from areal_lite.launch.remote import describe, result
 
 __all__ = ["RayEngines"]
 
@@ -31,9 +32,9 @@ class RayEngines:
         deadline = time.monotonic() + self._timeout_s
         for name, reference in references.items():
             try:
-                ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
+                result(reference, timeout_s=max(0.0, deadline - time.monotonic()))
             except Exception as error:
-                self.drop(name, f"{method}: {type(error).__name__}: {error}")
+                self.drop(name, f"{method}: {describe(error)}")
 
     def drop(self, name: str, reason: str) -> None:
         """Kill an actor and report it lost.

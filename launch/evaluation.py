@@ -6,6 +6,7 @@ import ray
 
 from areal_lite.errors import EngineError
 from areal_lite.launch.cluster import Cluster
+from areal_lite.launch.remote import result
 from areal_lite.types import Prompt, Sample
 
 __all__ = ["Evaluation"]
@@ -35,12 +36,12 @@ class Evaluation:
         if len(ready) < len(self._pending):
             return None
         if self._samples is None:
-            self._samples = [sample for part in ray.get(self._pending) for sample in part]
+            self._samples = [sample for part in map(result, self._pending) for sample in part]
             prompts = [prompt for part in self._parts for prompt in part]
             verifier = next(iter(self._cluster.verifiers.values()))
             self._pending = [verifier.score.remote(prompts, [sample.text for sample in self._samples])]
             return None
-        scores = ray.get(self._pending[0])
+        scores = result(self._pending[0])
         rewards = [score.reward for score in scores if score.reward is not None]
         return {
             "step": self.step,

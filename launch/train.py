@@ -1,6 +1,10 @@
 """`areal-lite train`: from a recipe to a finished run, checked before anything heavy starts."""
 
+import contextlib
+import json
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +15,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from areal_lite.config import Config, resource_problems
 from areal_lite.data.source import load_source
 from areal_lite.errors import ConfigError
-from areal_lite.launch.cluster import connect_ray
 from areal_lite.launch.controller import Controller
 from areal_lite.launch.view import View
 from areal_lite.run_folder import RunFolder
 from areal_lite.train.warm_start import ensure_warm_start
+from areal_lite.types import Prompt
 
 __all__ = ["prepare_model", "train"]
 
@@ -32,12 +36,25 @@ def train(config: Config, *, recipe_name: str, console: Console) -> dict[str, An
     view = View(config, console=console)
     model_folder = prepare_model(config, console=console)
     eval_prompts = _check_data(config, model_folder)
-    connect_ray()
-    _check_resources(config, console)
-    folder = RunFolder.resume(config) if config.run.resume else RunFolder.create(config, recipe_name=recipe_name)
-    console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
+    with _ray():
+        _check_resources(config, console)
+        folder = RunFolder.resume(config) if config.run.resume else RunFolder.create(config, recipe_name=recipe_name)
+        console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
+        controller = Controller(config, folder=folder, model_folder=model_folder, eval_prompts=eval_prompts, view=view)
+        return controller.run()
+
+
+@contextlib.contextmanager
+def _ray() -> Iterator[None]:
+    """Join the Ray cluster that RAY_ADDRESS names, or start a private one; one joined before is left as it is."""
+    if ray.is_initialized():
+        yield
+        return
+    # Ray would warn about this variable on machines without a GPU, over the progress display.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
-        return Controller(config, folder=folder, model_folder=model_folder, eval_prompts=eval_prompts, view=view).run()
+        yield
     finally:
         ray.shutdown()
 
@@ -55,6 +72,7 @@ def prepare_model(config: Config, *, console: Console) -> Path:
                 f"model.path must be a Hugging Face model folder or builtin:arith, got {config.model.path!r}, which "
                 "has no config.json: give the folder that holds config.json and the weights"
             )
+        _check_context(config, folder)
         return folder
     columns = (
         TextColumn("{task.description}"),
@@ -73,14 +91,22 @@ def prepare_model(config: Config, *, console: Console) -> Path:
         return ensure_warm_start(config, cache_dir=_CACHE / "warm-start", progress=show).resolve()
 
 
-def _check_data(config: Config, model_folder: Path) -> list[Any]:
+def _check_context(config: Config, model_folder: Path) -> None:
+    longest = json.loads((model_folder / "config.json").read_text()).get("max_position_embeddings")
+    if longest is not None and config.model.max_context > longest:
+        raise ConfigError(
+            f"model.max_context must be at most what {model_folder} was made for, {longest}, got "
+            f"{config.model.max_context}: lower it"
+        )
+
+
+def _check_data(config: Config, model_folder: Path) -> list[Prompt]:
     """Load both splits once, so that bad data is found before any actor starts; returns the held-out prompts."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     load_source(config, tokenizer, "train")
-    has_eval = config.data.source == "arith" or config.data.eval_path is not None
-    return load_source(config, tokenizer, "eval") if has_eval else []
+    return load_source(config, tokenizer, "eval")
 
 
 def _check_resources(config: Config, console: Console) -> None:

@@ -23,7 +23,7 @@ def run_ranks(function: Callable[..., None], *arguments: Any, world_size: int = 
 
 def _rank(rank: int, world_size: int, address: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    join_process_group(address, rank=rank, world_size=world_size, device="cpu", timeout_s=60.0)
+    join_process_group(address, rank=rank, world_size=world_size, device="cpu", timeout_s=20.0)
     try:
         function(rank, world_size, *arguments)
     finally:

@@ -18,6 +18,8 @@ from areal_lite.sample_queue.ledger import Batch, BatchGroup, Ledger
 from areal_lite.sample_queue.staleness import trainable_mask
 
 TIMEOUT_S = 10.0
+SAMPLES = 3
+SCORES = st.sampled_from([(0.0, 1.0, 1.0), (0.0, 1.0, "nan"), (1.0, 1.0, "nan"), (0.0, "timeout", "timeout")])
 ROLLOUT_WORKERS = st.sampled_from(["rollout/0", "rollout/1"])
 WORKERS = ROLLOUT_WORKERS | st.just("verifier/0")
 BACK = {"leased_rollout": "waiting", "leased_verify": "generated", "taken": "ready"}
@@ -92,7 +94,7 @@ class LedgerMachine(RuleBasedStateMachine):
     on_stale = "mask"
 
     @initialize(
-        eta=st.integers(0, 3),
+        eta=st.integers(0, 2),
         groups_per_step=st.integers(1, 3),
         total_steps=st.sampled_from([4, 1000]),
         reject=st.sampled_from(["none", "zero_variance"]),
@@ -103,6 +105,7 @@ class LedgerMachine(RuleBasedStateMachine):
             max_staleness=eta,
             on_stale=self.on_stale,
             groups_per_step=groups_per_step,
+            samples_per_group=SAMPLES,
             total_steps=total_steps,
             reject=reject,
             lease_timeout_s=TIMEOUT_S,
@@ -150,7 +153,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # Rollout and verification
 
-    @rule(worker=ROLLOUT_WORKERS, number=st.integers(1, 4), limit=st.integers(1, 4), steps=st.integers(0, 4))
+    @rule(worker=ROLLOUT_WORKERS, number=st.integers(1, 4), limit=st.integers(1, 4), steps=st.integers(0, 6))
     def lend(self, worker: str, number: int, limit: int, steps: int) -> None:
         """New leases, held until another rule ends them: they become stragglers while others work."""
         self.admit(number)
@@ -171,8 +174,6 @@ class LedgerMachine(RuleBasedStateMachine):
             group.state, group.began = "leased_rollout", self.model.version
             self.remember_lease(record.lease_id, worker, record.group_id, "rollout")
 
-    @precondition(lambda self: self.in_state("generated"))
-    @rule(limit=st.integers(1, 4))
     def lease_verify(self, limit: int) -> None:
         expected = self.in_state("generated")[:limit]
         records = self.ledger.lease_verify("verifier/0", limit=limit)
@@ -186,19 +187,25 @@ class LedgerMachine(RuleBasedStateMachine):
         assert lease_id not in self.dead
         self.leases[lease_id] = ModelLease(worker, group_id, kind, self.clock.now + TIMEOUT_S)
 
-    @precondition(lambda self: self.held("rollout"))
-    @rule(data=st.data())
-    def generate(self, data: st.DataObject) -> None:
-        """A worker finishes; the versions of its tokens grow from the lease's to the present one."""
-        lease_id = data.draw(st.sampled_from(self.held("rollout")))
-        began = self.model.groups[self.leases[lease_id].group_id].began
-        versions = st.lists(st.integers(began, self.model.version), min_size=1, max_size=4).map(sorted)
-        self.complete_rollout(lease_id, [data.draw(versions), data.draw(versions)])
+    @precondition(lambda self: self.held("rollout") or self.in_state("generated"))
+    @rule(data=st.data(), verify=st.booleans(), steps=st.integers(0, 2))
+    def generate(self, data: st.DataObject, verify: bool, steps: int) -> None:
+        """Held generations finish; the versions of their tokens grow from the lease's to the present one."""
+        for lease_id in self.held("rollout")[: data.draw(st.integers(1, 4))]:
+            began = self.model.groups[self.leases[lease_id].group_id].began
+            versions = st.lists(st.integers(began, self.model.version), min_size=1, max_size=4).map(sorted)
+            self.complete_rollout(lease_id, [data.draw(versions) for _ in range(SAMPLES)])
+        self.lease_verify(100)
+        if verify:
+            self.verify(data)
+        self.work_quickly(steps)
 
     @precondition(lambda self: self.held("verify"))
-    @rule(data=st.data(), scores=st.tuples(*[st.sampled_from([0.0, 1.0, "timeout"])] * 2))
-    def verify(self, data: st.DataObject, scores: tuple[float | str, ...]) -> None:
-        self.complete_verify(data.draw(st.sampled_from(self.held("verify"))), scores)
+    @rule(data=st.data())
+    def verify(self, data: st.DataObject) -> None:
+        """Held verifications finish."""
+        for lease_id in self.held("verify"):
+            self.complete_verify(lease_id, data.draw(SCORES))
 
     def work_quickly(self, steps: int) -> None:
         """Whatever waits is generated, scored and trained; leases held longer stay behind."""
@@ -209,10 +216,10 @@ class LedgerMachine(RuleBasedStateMachine):
             held = set(self.leases)
             self.lease_rollout("rollout/0", 100)
             for lease_id in set(self.held("rollout")) - held:
-                self.complete_rollout(lease_id, [[self.model.version]] * 2)
+                self.complete_rollout(lease_id, [[self.model.version]] * SAMPLES)
             self.lease_verify(100)
             for lease_id in set(self.held("verify")) - held:
-                self.complete_verify(lease_id, (0.0, 1.0))
+                self.complete_verify(lease_id, (0.0, 1.0, 1.0))
             self.take()
 
     def held(self, kind: str) -> list[str]:
@@ -231,10 +238,11 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.complete_verify(lease_id, make_scores(*scores))
         if "timeout" in scores:
             self.finish(group_id, "failed(timeout)")
-        elif self.settings.reject == "zero_variance" and scores[0] == scores[1]:
+        elif self.settings.reject == "zero_variance" and 0.0 not in scores:
             self.finish(group_id, "rejected(zero_variance)")
         else:
             self.model.groups[group_id].state = "ready"
+            self.model.groups[group_id].failed = [score == "nan" for score in scores]
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), reject=st.booleans())
@@ -252,24 +260,21 @@ class LedgerMachine(RuleBasedStateMachine):
         lease_id = data.draw(st.sampled_from(self.dead))
         progress = self.ledger.progress
         tokens = [self.model.version]
-        assert not self.ledger.complete_rollout(lease_id, make_samples(tokens, tokens))
-        assert not self.ledger.complete_verify(lease_id, make_scores(0.0, 1.0))
+        assert not self.ledger.complete_rollout(lease_id, make_samples(tokens, tokens, tokens))
+        assert not self.ledger.complete_verify(lease_id, make_scores(0.0, 1.0, 1.0))
         assert not self.ledger.fail(lease_id, "late")
         assert self.ledger.progress == progress
 
     # Time
 
-    @rule(data=st.data(), worker=WORKERS)
-    def heartbeat(self, data: st.DataObject, worker: str) -> None:
-        known = list(self.leases) + self.dead
-        named = data.draw(st.lists(st.sampled_from(known), unique=True)) if known else []
-        mine = [name for name in named if name in self.leases and self.leases[name].worker == worker]
-        assert self.ledger.renew(worker, named) == [name for name in named if name not in mine]
+    @rule(worker=WORKERS, every=st.integers(1, 2), seconds=st.integers(0, 6), steps=st.integers(0, 1))
+    def heartbeat(self, worker: str, every: int, seconds: int, steps: int) -> None:
+        """A worker names all its leases or every second one, and some that are not its own; then time passes."""
+        mine = [name for name, lease in self.leases.items() if lease.worker == worker][::every]
+        others = [name for name, lease in self.leases.items() if lease.worker != worker] + self.dead[-2:]
+        assert self.ledger.renew(worker, others + mine) == others
         for name in mine:
             self.leases[name].deadline = self.clock.now + TIMEOUT_S
-
-    @rule(seconds=st.integers(0, 4), steps=st.integers(0, 2))
-    def wait(self, seconds: int, steps: int) -> None:
         self.work_quickly(steps)
         self.clock.now += seconds
         due = [name for name, lease in self.leases.items() if lease.deadline <= self.clock.now]

@@ -372,6 +372,15 @@ def test_a_batch_that_was_returned_is_taken_again(queue: QueueClient) -> None:
     assert [g.group_id for g in queue.batch_groups(batch_id="b", limit=9)] == [g.group_id for g in first]
 
 
+def test_a_step_completed_again_late_leaves_the_next_batch_alone(queue: QueueClient) -> None:
+    """Seen failing with whatever batch is taken let go of."""
+    make_ready(queue, 4)
+    for batch_id in ("a", "b"):
+        queue.take(batch_id=batch_id, wait_s=0.0)
+        assert queue.complete_step(batch_id="a") == 1
+    assert queue.fetch(batch_id="b", rank=0).version == 1
+
+
 def test_prompts_that_are_too_slow_are_shown_by_their_length() -> None:
     """One group a step at eta 1; the second prompt, of 2 tokens, is still being generated after two steps."""
     changes = {"on_stale": "drop", "max_attempts": 1, "groups_per_step": 1, "num_minibatches": 1}

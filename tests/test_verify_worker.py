@@ -68,10 +68,11 @@ class FakeQueue:
 
 
 class FakePool:
-    """Scores 1 where the completion is `#2`, after `gate` opens."""
+    """Scores 1 where the completion is `#2`, one group after the other, once `gate` is open."""
 
     def __init__(self, error=None):
-        self.gate, self.error, self.calls, self.cancelled = asyncio.Event(), error, 0, []
+        self.gate, self.turn = asyncio.Event(), asyncio.Lock()
+        self.error, self.calls, self.cancelled = error, 0, []
 
     async def score(self, prompt, completions):
         try:
@@ -81,6 +82,8 @@ class FakePool:
             raise
         if self.error:
             raise self.error
+        async with self.turn:
+            await asyncio.sleep(0.001)
         self.calls += len(completions)
         return [Score(reward=float(text == "#2")) if text else Score(failure="nan") for text in completions]
 

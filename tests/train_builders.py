@@ -18,7 +18,7 @@ VOCABULARY = 12
 torch.set_num_threads(1)
 
 
-def save_tiny_model(folder: Path, *, tie_embeddings: bool = True, num_layers: int = 2, seed: int = 0) -> str:
+def save_tiny_model(folder: Path, *, tie_embeddings: bool = True, num_layers: int = 2, seed: int = 0, max_context: int = 64) -> str:
     """Save a Qwen3 of width 32 with random weights, large enough to prefer some tokens, and its tokenizer."""
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -29,7 +29,7 @@ def save_tiny_model(folder: Path, *, tie_embeddings: bool = True, num_layers: in
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
-        max_position_embeddings=64,
+        max_position_embeddings=max_context,
         tie_word_embeddings=tie_embeddings,
         initializer_range=0.2,
         pad_token_id=0,

@@ -148,6 +148,15 @@ class VllmEngine:
                 raise ValueError(f"not a weight-transfer call: {method!r}")
         await self._guarded(call)
 
+    def raise_if_dead(self) -> None:
+        """Raise if the engine-core process has died.
+
+        Raises:
+            EngineError: It has.
+        """
+        if self._llm.errored:
+            raise EngineError("the engine-core process died; see the worker's log")
+
     async def close(self) -> None:
         """Stop the engine-core process."""
         if not self._closed:
@@ -169,11 +178,13 @@ class VllmEngine:
     async def _guarded(self, call: Awaitable[T]) -> T:
         """Await a call of the engine, or raise once the engine is dead."""
         task = asyncio.ensure_future(call)
-        while not task.done():
-            await asyncio.wait([task], timeout=_LIVENESS_SLICE_S)
-            if not task.done() and self._llm.errored:
-                task.cancel()
-                raise EngineError("the engine-core process died; see the worker's log")
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=_LIVENESS_SLICE_S)
+                if not task.done():
+                    self.raise_if_dead()
+        finally:
+            task.cancel()
         return task.result()
 
 

@@ -144,7 +144,7 @@ class RolloutWorker:
 
     async def _sample(self, group_id: str, prompt: Prompt, index: int) -> tuple[Sample, float]:
         sampling = Sampling(
-            max_new_tokens=self._sampling.max_new_tokens,
+            max_new_tokens=prompt.row.get("max_new_tokens", self._sampling.max_new_tokens),
             temperature=self._sampling.temperature,
             seed=sample_seed(self._run_seed, group_id, index),
         )

@@ -21,7 +21,7 @@ from typing import Any
 
 import zmq
 
-from areal_lite.errors import ArealLiteError, LedgerError, WireError
+from areal_lite.errors import ArealLiteError, ConfigError, LedgerError, WireError
 from areal_lite.sample_queue.ledger import Ledger
 from areal_lite.sample_queue.requests import REQUESTS, check_fields
 from areal_lite.sample_queue.service import Cursor, QueueService, Traffic
@@ -100,12 +100,25 @@ class QueueServer:
         self._thread: threading.Thread | None = None
 
     def start(self) -> str:
-        """Open the socket on a free port and serve it from a new thread; return `tcp://address:port`."""
+        """Open the socket on a free port and serve it from a new thread.
+
+        Returns:
+            The endpoint, `tcp://address:port`.
+
+        Raises:
+            ConfigError: The address is none of this machine's.
+        """
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes + _SLACK_BYTES)
         # No limit on queued messages, since ZeroMQ drops what exceeds it; peers have few requests in flight.
         self._socket.set_hwm(0)
-        port = self._socket.bind_to_random_port(f"tcp://{self._bind}")
+        try:
+            port = self._socket.bind_to_random_port(f"tcp://{self._bind}")
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"queue.bind must be a numeric address of this machine, got {self._bind!r} ({error}): use "
+                "127.0.0.1, or the address that the other nodes reach"
+            ) from error
         self._thread = threading.Thread(target=self._serve, name="sample-queue", daemon=True)
         self._thread.start()
         return f"tcp://{self._bind}:{port}"
@@ -115,7 +128,7 @@ class QueueServer:
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
-        self._context.term()
+        self._context.destroy(linger=_FAREWELL_MS)
 
     def _serve(self) -> None:
         """Serve until `close`.
@@ -123,20 +136,17 @@ class QueueServer:
         Consumes requests, produces answers. Waits on the socket, at most until the next deadline of a parked request
         and never longer than a tick; unblocked by a message.
         """
-        try:
-            while not self._closing.is_set():
-                if self._socket.poll(self._patience_ms()):
-                    self._receive(self._socket.recv_multipart())
-                # Heartbeats that have arrived count first: a busy server must not take leases for dead.
-                if not self._socket.poll(0):
-                    self._service.expire()
-                self._parked = [request for request in self._parked if not self._answer(request)]
-                self._traffic.parked = len(self._parked)
-            for request in self._parked:
-                farewell = self._failure(LedgerError("the sample queue has closed: the run has ended"))
-                self._send(request.peer, request.request_id, farewell)
-        finally:
-            self._socket.close(linger=_FAREWELL_MS)
+        while not self._closing.is_set():
+            if self._socket.poll(self._patience_ms()):
+                self._receive(self._socket.recv_multipart())
+            # Heartbeats that have arrived count first: a busy server must not take leases for dead.
+            if not self._socket.poll(0):
+                self._service.expire()
+            self._parked = [request for request in self._parked if not self._answer(request)]
+            self._traffic.parked = len(self._parked)
+        for request in self._parked:
+            farewell = self._failure(LedgerError("the sample queue has closed: the run has ended"))
+            self._send(request.peer, request.request_id, farewell)
 
     def _patience_ms(self) -> int:
         now = time.monotonic()
@@ -188,18 +198,19 @@ class QueueServer:
         return True
 
     def _failure(self, error: Exception) -> bytes:
-        """Count an error, and make it an answer."""
-        name = type(error).__name__
+        """Make an error an answer; what is refused is counted."""
+        kind, reason, message = type(error).__name__, None, str(error)
         if isinstance(error, _Refusal):
-            self._traffic.refused[error.reason] += 1
-            name = WireError.__name__
+            kind, reason = WireError.__name__, error.reason
         elif isinstance(error, ValueError) and not isinstance(error, ArealLiteError):
-            self._traffic.refused["bad_fields"] += 1
-            name = WireError.__name__
+            kind, reason = WireError.__name__, "bad_fields"
         elif not isinstance(error, ArealLiteError):
             logger.error("a request failed by our own mistake", exc_info=error)
-            self._traffic.refused["internal"] += 1
-        return encode({"error": name, "message": str(error)})
+            message = f"the sample queue made a mistake ({kind}: {error}): see its log"
+            kind, reason = LedgerError.__name__, "internal"
+        if reason is not None:
+            self._traffic.refused[reason] += 1
+        return encode({"error": kind, "message": message})
 
     def _send(self, peer: bytes, request_id: bytes, answer: bytes) -> None:
         self._traffic.bytes_out += len(answer)

@@ -1,26 +1,23 @@
 """What each request does to the ledger and the data cursor: the sample queue without its socket.
 
 The queue server calls it, from one thread, one request at a time. It answers at once with what there is;
-waiting for more is the server's business. It joins the ledger's groups with their prompts and splits the
-batch taken over the trainer's ranks.
+waiting for more is the server's business. It admits prompts as they are asked for, joins the ledger's groups
+with them, and knows the workers.
 """
 
 # ruff: noqa: D102 -- every request is described once, in requests.py
 
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
-
 from areal_lite.errors import LedgerError
-from areal_lite.sample_queue.ledger import Batch, LeaseRecord, Ledger, LedgerSettings
+from areal_lite.sample_queue.ledger import LeaseRecord, Ledger, LedgerSettings
 from areal_lite.sample_queue.requests import BatchInfo, QueueRequests, QueueStatus, WorkerStatus
-from areal_lite.sample_queue.split import assign_rows
-from areal_lite.types import Group, Lease, Prompt, Row, Sample, Score, Shard
+from areal_lite.sample_queue.taken import TakenBatch
+from areal_lite.types import Group, Lease, Prompt, Sample, Score, Shard
 from areal_lite.wire import decode, encode
 
 __all__ = ["Cursor", "QueueService", "Traffic", "restore"]
@@ -62,16 +59,6 @@ class _Worker:
     progress: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Taken:
-    """The batch in the trainer's hands and the place of each row; rows are numbered through the groups in order."""
-
-    batch: Batch
-    prompts: tuple[Prompt, ...]
-    minibatches: Sequence[int]
-    ranks: Sequence[int]
-
-
 class QueueService(QueueRequests):
     """Answers the requests of `QueueRequests`, where each is described. For one thread."""
 
@@ -98,13 +85,13 @@ class QueueService(QueueRequests):
             clock: The ledger's clock, for the ages that `status` shows.
         """
         self._ledger, self._cursor = ledger, cursor
-        self._num_minibatches, self._num_ranks, self._seed = num_minibatches, num_ranks, seed
+        self._num_minibatches, self._num_ranks, self._run_seed = num_minibatches, num_ranks, seed
         self._traffic, self._clock = traffic, clock
         self._admission_open = False
         self._workers: dict[str, _Worker] = {}
         self._reported_progress = 0
         self._too_slow: Counter[str] = Counter()
-        self._taken: _Taken | None = None
+        self._taken: TakenBatch | None = None
 
     def expire(self) -> None:
         """Take back the leases whose heartbeats stopped; to be called often."""
@@ -166,65 +153,38 @@ class QueueService(QueueRequests):
         batch = self._ledger.take(batch_id)
         if batch is None:
             return None
-        if self._taken is None or self._taken.batch is not batch:
-            self._taken = self._split(batch)
-        samples = [sample for group in batch.groups for sample in group.samples]
-        return BatchInfo(
-            batch_id=batch_id,
-            version=batch.version,
-            num_groups=len(batch.groups),
-            num_rows=len(samples),
-            prompt_tokens=sum(
-                len(prompt.token_ids) * len(group.samples)
-                for prompt, group in zip(self._taken.prompts, batch.groups, strict=True)
-            ),
-            output_tokens=sum(sample.num_tokens for sample in samples),
-        )
+        if self._taken is None:
+            self._taken = TakenBatch(
+                batch,
+                [self._cursor.get(group.prompt_id) for group in batch.groups],
+                num_minibatches=self._num_minibatches,
+                num_ranks=self._num_ranks,
+                run_seed=self._run_seed,
+            )
+        return self._taken.info()
 
     def fetch(self, *, batch_id: str, rank: int) -> Shard:
-        taken = self._find_taken(batch_id)
-        if not 0 <= rank < self._num_ranks:
-            raise LedgerError(f"trainer ranks are 0..{self._num_ranks - 1}, got {rank}: check trainer.ranks")
-        groups = taken.batch.groups
-        rewards = [[np.nan if sample.reward is None else sample.reward for sample in g.samples] for g in groups]
-        return Shard(
-            batch_id=batch_id,
-            rank=rank,
-            version=taken.batch.version,
-            rewards=np.array(rewards, dtype=np.float32),
-            rows=tuple(row for row, owner in zip(_rows(taken), taken.ranks, strict=True) if owner == rank),
-        )
+        return self._find_taken(batch_id).shard(rank)
 
     def batch_groups(self, *, batch_id: str, limit: int) -> list[Group]:
-        taken = self._find_taken(batch_id)
-        pairs = list(zip(taken.batch.groups, taken.prompts, strict=True))[: max(limit, 0)]
-        return [Group(group_id=group.group_id, prompt=prompt, samples=group.samples) for group, prompt in pairs]
+        return self._find_taken(batch_id).groups(limit)
 
     def return_batch(self, *, batch_id: str) -> None:
         self._ledger.return_batch(batch_id)
-        self._taken = None
+        self._let_go(batch_id)
 
     def complete_step(self, *, batch_id: str) -> int:
         for prompt_id in self._ledger.complete_step(batch_id):
             self._too_slow[str(len(self._cursor.get(prompt_id).token_ids))] += 1
-        self._taken = None
+        self._let_go(batch_id)
         return self._ledger.version
 
-    def _split(self, batch: Batch) -> _Taken:
-        prompts = tuple(self._cursor.get(group.prompt_id) for group in batch.groups)
-        minibatches, ranks = assign_rows(
-            [
-                len(prompt.token_ids) + sample.num_tokens
-                for prompt, group in zip(prompts, batch.groups, strict=True)
-                for sample in group.samples
-            ],
-            num_minibatches=self._num_minibatches,
-            num_ranks=self._num_ranks,
-            seed=zlib.crc32(f"{self._seed}/{batch.version}".encode()),
-        )
-        return _Taken(batch=batch, prompts=prompts, minibatches=minibatches, ranks=ranks)
+    def _let_go(self, batch_id: str) -> None:
+        # A request that is repeated late must not touch the batch taken since.
+        if self._taken is not None and self._taken.batch.batch_id == batch_id:
+            self._taken = None
 
-    def _find_taken(self, batch_id: str) -> _Taken:
+    def _find_taken(self, batch_id: str) -> TakenBatch:
         if self._taken is None or self._taken.batch.batch_id != batch_id:
             present = "none" if self._taken is None else repr(self._taken.batch.batch_id)
             raise LedgerError(f"only the batch that is taken can be read, got {batch_id!r} while {present} is: take it")
@@ -277,25 +237,6 @@ class QueueService(QueueRequests):
             oldest_lease_age_s=now - min(given_at, default=now),
             progress=worker.progress,
         )
-
-
-def _rows(taken: _Taken) -> list[Row]:
-    """List the rows of a batch, sample by sample through the groups in order."""
-    places = [
-        (group_index, sample_index, sample)
-        for group_index, group in enumerate(taken.batch.groups)
-        for sample_index, sample in enumerate(group.samples)
-    ]
-    return [
-        Row(
-            group_index=group_index,
-            sample_index=sample_index,
-            minibatch=minibatch,
-            prompt_token_ids=taken.prompts[group_index].token_ids,
-            sample=sample,
-        )
-        for (group_index, sample_index, sample), minibatch in zip(places, taken.minibatches, strict=True)
-    ]
 
 
 def restore(

@@ -1,0 +1,91 @@
+"""The batch in the trainer's hands: joined with its prompts and dealt to the ranks, once.
+
+The queue service makes one when a batch is taken and lets go of it when the step is complete or the batch
+is returned. It decides nothing about groups; which rows go together stands in `split.py`.
+"""
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from areal_lite.errors import LedgerError
+from areal_lite.sample_queue.ledger import Batch
+from areal_lite.sample_queue.requests import BatchInfo
+from areal_lite.sample_queue.split import assign_rows
+from areal_lite.types import Group, Prompt, Row, Shard
+
+__all__ = ["TakenBatch"]
+
+
+class TakenBatch:
+    """A taken batch whose rows, sample by sample through the groups in order, have their minibatches and ranks."""
+
+    def __init__(
+        self, batch: Batch, prompts: Sequence[Prompt], *, num_minibatches: int, num_ranks: int, run_seed: int
+    ) -> None:
+        """Deal the rows.
+
+        Args:
+            batch: As the ledger gave it.
+            prompts: One per group.
+            num_minibatches: Optimiser updates of the step.
+            num_ranks: Trainer ranks.
+            run_seed: Orders the rows, together with the batch's version.
+        """
+        self.batch = batch
+        self._prompts, self._num_ranks = prompts, num_ranks
+        places = [(index, place) for index, group in enumerate(batch.groups) for place in range(len(group.samples))]
+        minibatches, self._ranks = assign_rows(
+            [len(prompts[index].token_ids) + batch.groups[index].samples[place].num_tokens for index, place in places],
+            num_minibatches=num_minibatches,
+            num_ranks=num_ranks,
+            seed=zlib.crc32(f"{run_seed}/{batch.version}".encode()),
+        )
+        self._rows = [
+            Row(
+                group_index=index,
+                sample_index=place,
+                minibatch=minibatch,
+                prompt_token_ids=prompts[index].token_ids,
+                sample=batch.groups[index].samples[place],
+            )
+            for (index, place), minibatch in zip(places, minibatches, strict=True)
+        ]
+
+    def info(self) -> BatchInfo:
+        """Return its size."""
+        return BatchInfo(
+            batch_id=self.batch.batch_id,
+            version=self.batch.version,
+            num_groups=len(self.batch.groups),
+            num_rows=len(self._rows),
+            prompt_tokens=sum(len(row.prompt_token_ids) for row in self._rows),
+            output_tokens=sum(row.sample.num_tokens for row in self._rows),
+        )
+
+    def shard(self, rank: int) -> Shard:
+        """Return one rank's rows, and the rewards of all groups.
+
+        Raises:
+            LedgerError: There is no such rank.
+        """
+        if not 0 <= rank < self._num_ranks:
+            raise LedgerError(f"trainer ranks are 0..{self._num_ranks - 1}, got {rank}: check trainer.ranks")
+        rewards_NG = [
+            [np.nan if sample.reward is None else sample.reward for sample in group.samples]
+            for group in self.batch.groups
+        ]
+        return Shard(
+            batch_id=self.batch.batch_id,
+            rank=rank,
+            version=self.batch.version,
+            rewards=np.array(rewards_NG, dtype=np.float32),
+            rows=tuple(row for row, owner in zip(self._rows, self._ranks, strict=True) if owner == rank),
+        )
+
+    def groups(self, limit: int) -> list[Group]:
+        """Return the first groups, whole."""
+        pairs = zip(self.batch.groups, self._prompts, strict=True)
+        groups = [Group(group_id=group.group_id, prompt=prompt, samples=group.samples) for group, prompt in pairs]
+        return groups[: max(limit, 0)]

@@ -1,0 +1,13 @@
+"""Verifiers of the integration tests, named in recipes by file and function."""
+
+
+def digit_share(prompt: str, completion: str, answer: str, **row: object) -> float:
+    """Share of the completion's characters that equal the answer: random models score now and then."""
+    return completion.count(answer) / max(len(completion), 1)
+
+
+def fails_on_even(prompt: str, completion: str, answer: str, **row: object) -> float:
+    """Raise for every other prompt: an error, which must never become a reward."""
+    if int(answer) % 2 == 0:
+        raise RuntimeError("this verifier cannot read even numbers")
+    return digit_share(prompt, completion, answer)
