@@ -1,5 +1,7 @@
 """The process of one verifier worker: a pool of killable processes and the loop that feeds it."""
 
+import asyncio
+
 from areal_lite.actors.process import log_to_file
 from areal_lite.config import Config
 from areal_lite.events import Event, EventBuffer
@@ -41,7 +43,8 @@ class VerifierActor:
 
     async def score(self, prompts: list[Prompt], completions: list[str]) -> list[Score]:
         """Score evaluation completions, one per prompt."""
-        return [(await self._pool.score(prompt, [text]))[0] for prompt, text in zip(prompts, completions, strict=True)]
+        pairs = zip(prompts, completions, strict=True)
+        return [score for (score,) in await asyncio.gather(*(self._pool.score(p, [text]) for p, text in pairs))]
 
     async def collect(self) -> tuple[list[Event], dict[str, float]]:
         """Events since the last call, and figures of this moment."""

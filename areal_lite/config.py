@@ -19,9 +19,14 @@ __all__ = ["Config", "Section", "load_config", "parse_config", "recipe_folder", 
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys forbidden."""
+    """Base of all sections: frozen, unknown keys forbidden, numbers finite; an empty section has its defaults."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_empty(cls, value: Any) -> Any:
+        return {} if value is None else value
 
 
 class RunConfig(Section):
@@ -212,7 +217,7 @@ class Config(Section):
     def _check_combinations(self) -> Self:
         problems = list(_combination_problems(self))
         if problems:
-            raise ValueError("; ".join(problems))
+            raise ValueError("\n".join(problems))
         return self
 
 
@@ -250,12 +255,26 @@ def _combination_problems(config: Config) -> Iterable[str]:
         )
     if data.source == "jsonl" and data.path is None:
         yield "data.source=jsonl needs data.path, got none: give the path of a JSONL file"
-    if data.source == "arith" and data.path is not None:
-        yield f"data.path={data.path} is not read with data.source=arith: set data.source=jsonl"
+    for key in ("path", "eval_path"):
+        if data.source == "arith" and (path := getattr(data, key)) is not None:
+            yield f"data.{key}={path} is not read with data.source=arith: set data.source=jsonl"
     if data.arith.min_terms > data.arith.max_terms:
-        yield f"data.arith.min_terms must be <= max_terms, got {data.arith.min_terms} and {data.arith.max_terms}"
+        yield (
+            f"data.arith.min_terms must be at most data.arith.max_terms, got {data.arith.min_terms} and "
+            f"{data.arith.max_terms}: lower the one or raise the other"
+        )
     if "{prompt}" not in data.template:
-        yield f"data.template must contain {{prompt}}, got {data.template!r}"
+        yield f"data.template must contain {{prompt}}, got {data.template!r}: put {{prompt}} where the prompt goes"
+    if queue.samples_per_group < 2:
+        yield (
+            f"queue.samples_per_group must be 2 or more, got {queue.samples_per_group}: rewards are compared within a "
+            "group, and a sample alone has nothing to learn from"
+        )
+    if config.run.device == "cpu" and rollout.tensor_parallel > 1:
+        yield (
+            f"rollout.tensor_parallel={rollout.tensor_parallel} needs run.device=cuda, got cpu: set it to 1, and use "
+            "rollout.workers for more engines"
+        )
     if config.run.device == "cpu" and config.weights.transport != "gloo":
         yield f"weights.transport={config.weights.transport} needs run.device=cuda, got cpu: set weights.transport=gloo"
     if config.run.device == "cuda" and config.weights.transport == "gloo":
@@ -322,7 +341,7 @@ def load_config(recipe: str, overrides: Iterable[str] = ()) -> Config:
         )
     try:
         raw = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is not readable as YAML: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold sections ({', '.join(Config.model_fields)}), got a {type(raw).__name__}")
@@ -349,7 +368,7 @@ def parse_config(raw: Mapping[str, Any]) -> Config:
 def _explain(item: Any) -> str:
     field = ".".join(str(part) for part in item["loc"])
     if item["type"] == "value_error":
-        return str(item["ctx"]["error"]).replace("; ", "\n")
+        return str(item["ctx"]["error"])
     return f"{field}: {item['msg'][0].lower()}{item['msg'][1:]}, got {item['input']!r}"
 
 
@@ -364,7 +383,9 @@ def _apply_override(raw: dict[str, Any], word: str) -> None:
     *parents, last = key.split(".")
     node = raw
     for parent in parents:
-        child = node.setdefault(parent, {})
+        if node.get(parent) is None:
+            node[parent] = {}
+        child = node[parent]
         if not isinstance(child, dict):
             raise ConfigError(f"{word!r} reaches into {parent!r}, which is a value, not a section")
         node = child

@@ -2,7 +2,8 @@
 
 A `LaneClock` is fed the events of one lane in order and adds up how long the lane spent in each state. The
 controller reads its totals after every step (a step's share is a difference of two readings); the summary
-reads them at the first and the last trained step; a report can feed `events.jsonl` again and gets the same.
+reads them at the first and the last trained step; a report can feed `events.jsonl` again and gets the same,
+because a reading changes nothing: events that arrive late still count from their own time.
 """
 
 from collections import defaultdict
@@ -19,8 +20,10 @@ _ROLLOUT_STATES = {
     "update_received": "reloading",
     "update_loaded": "stamping",
     "resumed": "generating",
+    "lost": "lost",
 }
-"""A rollout lane's state after an event: a pause runs from the pause call to the resume, draining apart."""
+"""A rollout lane's state after an event: a pause runs from the pause call to the resume, draining apart; a worker
+that was lost neither idles nor is busy."""
 
 _TRAINER_STATES = {
     "wait": "waiting",
@@ -41,29 +44,29 @@ class LaneClock:
         self._states, self._state = states, initial
         self._running = 0
         self._time: float | None = None
-        self._totals: defaultdict[str, float] = defaultdict(float)
+        self._totals: dict[str, float] = {}
 
     def feed(self, event: Event) -> None:
         """Take the next event of the lane, in order of time; kinds it does not know change nothing."""
-        if event["kind"] == "running":
-            self._advance(event["time"])
+        time, kind = event["time"], event["kind"]
+        if kind != "running" and kind not in self._states:
+            return
+        self._totals = self.read(time)
+        self._time = time if self._time is None else max(time, self._time)
+        self._state = self._states.get(kind, self._state)
+        if kind == "running":
             self._running = event["n"]
-        elif event["kind"] in self._states:
-            self._advance(event["time"])
-            self._state = self._states[event["kind"]]
+        elif kind == "lost":
+            self._running = 0
 
     def read(self, time: float) -> dict[str, float]:
         """Return seconds per state up to a time, plus `slot_seconds`, the integral of running samples."""
-        self._advance(time)
-        return dict(self._totals)
-
-    def _advance(self, time: float) -> None:
+        totals = defaultdict(float, self._totals)
         if self._time is not None and time > self._time:
-            elapsed = time - self._time
             idle = self._state == "generating" and self._running == 0
-            self._totals["idle" if idle else self._state] += elapsed
-            self._totals["slot_seconds"] += elapsed * self._running
-        self._time = time if self._time is None else max(time, self._time)
+            totals["idle" if idle else self._state] += time - self._time
+            totals["slot_seconds"] += (time - self._time) * self._running
+        return dict(totals)
 
 
 def rollout_clock() -> LaneClock:

@@ -6,6 +6,7 @@ It starts nothing and waits for nothing.
 """
 
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,7 +43,6 @@ class Recorder:
         from torch.utils.tensorboard import SummaryWriter
 
         self._config, self._folder = config, folder
-        self._board = SummaryWriter(str(folder.path / "tensorboard"))
         self._rollouts: dict[str, LaneClock] = {}
         self._trainer = trainer_clock()
         self._before: dict[str, dict[str, float]] = {}
@@ -51,18 +51,21 @@ class Recorder:
         self._tokens_before, self._tokens_first, self._tokens_last = 0.0, 0.0, 0.0
         self._measured_steps = 0
         self._lengths: Counter[int] = Counter()
-        self._ages: Counter[int] = Counter()
         self._pauses: dict[str, float] = {}
         self._pause_s: list[float] = []
         self._pending: dict[str, float] = {}
         self.rows: list[dict[str, Any]] = list(folder.read("metrics.jsonl"))
         """Rows of `metrics.jsonl`; a resumed run goes on behind those it finds."""
+        steps_before = self.rows[-1]["step"] if self.rows else 0
+        self._board = SummaryWriter(str(folder.path / "tensorboard"), purge_step=steps_before + 1)
         self._started = time.time() - (self.rows[-1]["time_s"] if self.rows else 0.0)
         self._step_time, self._first_time, self._last_time = time.time(), 0.0, 0.0
         self.evaluations: dict[int, float] = {}
         for event in folder.read("events.jsonl"):
             if event["kind"] == "eval":
                 self.evaluations[event["step"]] = event["accuracy"]
+            elif event["kind"] == "group":
+                self._count_lengths(event)
 
     def feed(self, events: Sequence[Event]) -> None:
         """Take events, each lane's in order of time."""
@@ -77,7 +80,9 @@ class Recorder:
                 elif kind == "resumed" and lane in self._pauses:
                     self._pause_s.append(event["time"] - self._pauses.pop(lane))
                 elif kind == "group":
-                    self._lengths.update(sample["tokens"] // 16 * 16 for sample in event["samples"])
+                    self._count_lengths(event)
+            elif kind == "lost" and event["worker"] in self._rollouts:
+                self._rollouts[event["worker"]].feed(event)
         self._folder.append("events.jsonl", events)
 
     def evaluation(self, step: int, accuracy: float) -> None:
@@ -87,7 +92,7 @@ class Recorder:
 
     def parity(self, difference: float) -> None:
         """Note a logprob difference between engines and trainer; it stands in the next row and in the summary."""
-        self._pending["parity_max_abs_logprob_diff"] = difference
+        self._pending["parity_max_abs_logprob_diff"] = difference if math.isfinite(difference) else sys.float_info.max
 
     def step(
         self,
@@ -114,12 +119,12 @@ class Recorder:
         readings = {lane: clock.read(now) for lane, clock in self._rollouts.items()}
         readings["trainer"] = self._trainer.read(now)
         elapsed = max(now - self._step_time, 1e-9)
-        self._ages.update({int(age): count for age, count in stats["age_histogram"].items()})
         row = {
             "step": step,
             "version": step,
             "time_s": now - self._started,
-            **{key: value for key, value in stats.items() if key != "age_histogram"},
+            **stats,
+            "age_histogram": {str(age): count for age, count in stats["age_histogram"].items()},
             **timings,
             "paused_s": sum(self._spent(lane, readings, *_PAUSE_PARTS) for lane in self._rollouts),
             "gen_tokens_per_s": (tokens_generated - self._tokens_before) / elapsed,
@@ -167,6 +172,9 @@ class Recorder:
         """Write `summary.json` and `trace.json`, and return the summary."""
         rows, elapsed = self.rows, max(self._last_time - self._first_time, 1e-9)
         measured = self._measured_steps
+        ages = Counter[int]()
+        for row in rows:
+            ages.update({int(age): count for age, count in row["age_histogram"].items()})
         parity = [
             row["parity_max_abs_logprob_diff"] for row in rows if row.get("parity_max_abs_logprob_diff") is not None
         ]
@@ -184,7 +192,7 @@ class Recorder:
             "reward_last": _mean(row["reward_mean"] for row in rows[-_ENDS:]),
             "eval": {str(step): accuracy for step, accuracy in sorted(self.evaluations.items())},
             "length_histogram": {str(length): count for length, count in sorted(self._lengths.items())},
-            "age_histogram": {str(age): count for age, count in sorted(self._ages.items())},
+            "age_histogram": {str(age): count for age, count in sorted(ages.items())},
             "age_max_trained": max((row["age_max"] for row in rows), default=0),
             "max_staleness": self._config.queue.max_staleness,
             "ledger": dict(ledger),
@@ -198,6 +206,9 @@ class Recorder:
         self._folder.write_trace()
         self._board.close()
         return content
+
+    def _count_lengths(self, event: Event) -> None:
+        self._lengths.update(sample["tokens"] // 16 * 16 for sample in event["samples"])
 
     def _spent(self, lane: str, readings: Mapping[str, Mapping[str, float]], *states: str) -> float:
         before = self._before.get(lane, {})
@@ -235,8 +246,10 @@ def _readable(step: int, group: Group) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN; a figure that does not exist is null."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """JSON knows neither NaN nor infinity: a figure that does not exist is null, an infinite one the largest float."""
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return None if math.isnan(value) else math.copysign(sys.float_info.max, value)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from areal_lite.config import Config, parse_config
+from areal_lite.config import Config, RunConfig, parse_config
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.events import Event
 from areal_lite.trace import to_trace
@@ -23,7 +23,7 @@ __all__ = ["RunFolder"]
 Row = Mapping[str, Any]
 
 _FREE_ON_RESUME = {
-    ("run",),
+    *(("run", name) for name in RunConfig.model_fields if name != "seed"),
     ("rollout", "workers"), ("rollout", "slots"), ("rollout", "threads"), ("rollout", "kv_cache_mb"),
     ("rollout", "gpu_memory_fraction"), ("rollout", "tensor_parallel"),
     ("queue", "lease_timeout_s"), ("queue", "bind"), ("queue", "max_message_mb"),
@@ -109,14 +109,15 @@ class RunFolder:
     ) -> Path:
         """Write a checkpoint that exists whole or not at all, and delete the oldest beyond `keep`."""
         final = self.checkpoints / f"step-{step:06d}"
+        for interrupted in self.checkpoints.glob(".step-*.tmp"):
+            shutil.rmtree(interrupted)
         temporary = self.checkpoints / f".step-{step:06d}.tmp"
-        for path in (temporary, final):
-            shutil.rmtree(path, ignore_errors=True)
         temporary.mkdir(parents=True)
         moment = time.time()
         save_trainer(temporary / "trainer")
         (temporary / "queue.msgpack").write_bytes(queue_state)
         (temporary / "meta.json").write_text(json.dumps({"step": step, "time": moment}))
+        shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
         for old in sorted(self.checkpoints.glob("step-*"))[:-keep]:
             shutil.rmtree(old)
@@ -135,13 +136,13 @@ class RunFolder:
         return list(_rows(path.read_text())) if path.is_file() else []
 
     def write_json(self, name: str, content: Any) -> None:
-        """Write a JSON file."""
-        (self.path / name).write_text(json.dumps(content, indent=2, default=float) + "\n")
+        """Write a JSON file, whole or not at all."""
+        self._replace(name, json.dumps(content, indent=2, default=float) + "\n")
 
     def write_trace(self) -> None:
         """Turn `events.jsonl` into `trace.json` for Perfetto."""
         events: list[Event] = self.read("events.jsonl")
-        (self.path / "trace.json").write_text(json.dumps(to_trace(events)))
+        self._replace("trace.json", json.dumps(to_trace(events)))
 
     def _orphan_rows(self, name: str, is_kept: Callable[[Row], bool]) -> None:
         path = self.path / name
@@ -150,7 +151,12 @@ class RunFolder:
         if len(kept) < len(rows):
             self.append(f"{path.stem}.orphaned.jsonl", (row for row in rows if not is_kept(row)))
         if path.is_file():
-            path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            self._replace(name, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def _replace(self, name: str, text: str) -> None:
+        temporary = self.path / f".{name}.tmp"
+        temporary.write_text(text)
+        os.replace(temporary, self.path / name)
 
 
 def _rows(text: str) -> Iterable[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The event log as a Perfetto trace (Chrome trace-event JSON); a pure function.
 
-One track per lane: `group` and `verify` become slices on tracks of their own, pauses and training become
-slices of the lane, `running` becomes a counter.
+One track per lane: pauses and training become slices of the lane, samples and verified groups become
+asynchronous slices (they overlap), `running` becomes a counter.
 """
 
 from collections.abc import Iterable
@@ -30,13 +30,13 @@ def to_trace(events: Iterable[Event]) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     lanes: dict[str, int] = {}
     open_slices: dict[tuple[str, str], tuple[str, float]] = {}
-    start = None
+    events = list(events)
+    start = min((float(event.get("start", event["time"])) for event in events), default=0.0)
     for event in events:
-        start = event["time"] if start is None else start
         lane, kind, time_us = event["lane"], event["kind"], (event["time"] - start) * 1e6
         pid = lanes.setdefault(lane, len(lanes) + 1)
         for name, begun in [item for (where, end), item in open_slices.items() if (where, end) == (lane, kind)]:
-            rows.append({"ph": "X", "pid": pid, "tid": 0, "name": name, "ts": begun, "dur": time_us - begun})
+            rows.append({"ph": "X", "pid": pid, "tid": 1, "name": name, "ts": begun, "dur": time_us - begun})
             del open_slices[lane, kind]
         if kind in _SLICES:
             name, end = _SLICES[kind]
@@ -46,20 +46,24 @@ def to_trace(events: Iterable[Event]) -> dict[str, Any]:
         elif kind == "group":
             rows += _group_rows(event, pid, start)
         elif kind == "verify":
-            begun, ended = (event["start"] - start) * 1e6, (event["end"] - start) * 1e6
-            row = {"ph": "X", "pid": pid, "tid": 1, "name": "verify", "ts": begun, "dur": ended - begun}
-            rows.append({**row, "args": {"group": event["group_id"]}})
+            identity = {"cat": "verify", "id": event["group_id"], "pid": pid, "name": event["group_id"]}
+            rows += _overlapping(identity, begun=event["start"] - start, ended=event["end"] - start)
     names = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": lane}} for lane, pid in lanes.items()]
     return {"traceEvents": names + rows, "displayTimeUnit": "ms"}
 
 
 def _group_rows(event: Event, pid: int, start: float) -> list[dict[str, Any]]:
-    """One asynchronous slice per sample, so that overlapping samples each get a line."""
-    begun = (event["start"] - start) * 1e6
     rows = []
     for index, sample in enumerate(event["samples"]):
         identity = {"cat": "sample", "id": f"{event['group']}/{index}", "pid": pid, "name": event["group"]}
         detail = {"tokens": sample["tokens"], "versions": [span[0] for span in sample["spans"]]}
-        rows.append({"ph": "b", "ts": begun, "args": detail, **identity})
-        rows.append({"ph": "e", "ts": (sample["end"] - start) * 1e6, **identity})
+        rows += _overlapping(identity, begun=event["start"] - start, ended=sample["end"] - start, **detail)
     return rows
+
+
+def _overlapping(identity: dict[str, Any], *, begun: float, ended: float, **detail: Any) -> list[dict[str, Any]]:
+    """An asynchronous slice, of seconds since the start: overlapping ones each get a line."""
+    return [
+        {"ph": "b", "tid": 1, "ts": begun * 1e6, "args": detail, **identity},
+        {"ph": "e", "tid": 1, "ts": ended * 1e6, **identity},
+    ]

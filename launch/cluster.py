@@ -17,7 +17,7 @@ from areal_lite.actors.rollout import RolloutActor
 from areal_lite.actors.trainer import TrainerActor
 from areal_lite.actors.verifier import VerifierActor
 from areal_lite.config import Config
-from areal_lite.errors import EngineError, StallError, VerifierError
+from areal_lite.errors import ArealLiteError, EngineError, StallError, VerifierError
 from areal_lite.events import Event
 from areal_lite.launch.engines import RayEngines
 from areal_lite.launch.placement import actor_options
@@ -84,7 +84,7 @@ class Cluster:
     def connect_weights(self) -> None:
         """Form the transfer groups with the engines that are alive."""
         references = [trainer.connect.remote(dict(self.engines.handles)) for trainer in self.trainers]
-        failures = [result(item, timeout_s=self._config.run.start_timeout_s) for item in references][0]
+        failures, *_ = [result(item, timeout_s=self._config.run.start_timeout_s) for item in references]
         for name, failure in failures.items():
             if failure is not None:
                 self.engines.drop(name, failure)
@@ -110,13 +110,14 @@ class Cluster:
             del self._serving[name]
             reason = _reason(reference)
             if name in self.verifiers:
-                raise VerifierError(f"{name} ended: {reason}; see {self._logs}/{name.replace('/', '-')}.log")
+                raise VerifierError(f"{name} ended: {reason}; log: {self._log(name)}")
             self.engines.drop(name, reason)
 
     def publish(self) -> dict[str, str | None]:
         """Have all ranks send the present weights."""
         references = [trainer.publish.remote() for trainer in self.trainers]
-        return dict([result(item, timeout_s=self._config.run.stall_timeout_s) for item in references][0])
+        failures, *_ = [result(item, timeout_s=self._config.run.stall_timeout_s) for item in references]
+        return dict(failures)
 
     def collect(self) -> tuple[list[Event], dict[str, dict[str, float]]]:
         """Events of all workers since the last call, and their gauges by lane; the dead are left to `check_workers`."""
@@ -190,9 +191,20 @@ class Cluster:
                 )
             ready, _ = ray.wait(list(pending.values()), timeout=0.5)
             for name in [name for name, reference in pending.items() if reference in ready]:
-                results[name] = result(pending.pop(name))
+                results[name] = self._started(name, pending.pop(name))
                 on_progress(f"{name} is ready" + (f", waiting for {_names(pending)}" if pending else ""))
         return results
+
+    def _started(self, name: str, reference: Any) -> Any:
+        try:
+            return result(reference)
+        except ArealLiteError as error:
+            raise type(error)(f"{name} did not start: {error} (log: {self._log(name)})") from None
+        except ray.exceptions.RayActorError as error:
+            raise EngineError(f"{name} did not start: its process ended (log: {self._log(name)})") from error
+
+    def _log(self, name: str) -> str:
+        return f"{self._logs}/{name.replace('/', '-')}.log"
 
 
 def _names(pending: Iterable[str]) -> str:

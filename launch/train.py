@@ -33,6 +33,7 @@ def train(config: Config, *, recipe_name: str, console: Console) -> dict[str, An
         ArealLiteError: With what to do about it.
         Interrupted: After Ctrl-C, saved.
     """
+    config = _with_absolute_paths(config)
     view = View(config, console=console)
     model_folder = prepare_model(config, console=console)
     eval_prompts = _check_data(config, model_folder)
@@ -107,6 +108,15 @@ def _check_data(config: Config, model_folder: Path) -> list[Prompt]:
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     load_source(config, tokenizer, "train")
     return load_source(config, tokenizer, "eval")
+
+
+def _with_absolute_paths(config: Config) -> Config:
+    """Actors run in other folders: a verifier named by a relative path is found from here."""
+    path, colon, function = config.verifier.function.rpartition(":")
+    if not path.endswith(".py"):
+        return config
+    verifier = config.verifier.model_copy(update={"function": f"{Path(path).resolve()}{colon}{function}"})
+    return config.model_copy(update={"verifier": verifier})
 
 
 def _check_resources(config: Config, console: Console) -> None:

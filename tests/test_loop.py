@@ -31,7 +31,7 @@ def conserved(ledger: dict[str, int]) -> bool:
 
 @pytest.fixture(scope="module")
 def first_run(ray_cluster: None, loop_folder: Path) -> tuple[dict[str, Any], RunFolder]:
-    """2 rollout workers x 2 trainer ranks, 20 steps, parity after every one; 5 % of the prompts get 20 times the tokens."""
+    """2 rollout workers x 2 trainer ranks, 20 steps; 5 % of the prompts get 20 times the tokens."""
     write_prompts(loop_folder / "tail.jsonl", 190)
     long_rows = write_prompts(loop_folder / "long.jsonl", 10, max_new_tokens=100).read_text()
     with (loop_folder / "tail.jsonl").open("a") as file:
@@ -126,7 +126,7 @@ def test_the_exported_model_loads_in_transformers(first_run: tuple[dict[str, Any
 def test_a_resumed_run_goes_on_where_the_first_ended(
     first_run: tuple[dict[str, Any], RunFolder], loop_folder: Path
 ) -> None:
-    """Resume on other numbers of workers and ranks: no step is missing or doubled, no group is trained twice (I2, I1)."""
+    """Resume on other numbers of workers and ranks: no step missing or doubled, no group trained twice (I1, I2)."""
     _, before = first_run
     config = loop_config(
         loop_folder,

@@ -203,6 +203,8 @@ def _set_environment(config: Config) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["OMP_NUM_THREADS"] = str(config.rollout.threads)
+        # Computing log-probabilities would call the inductor, which needs a C++ compiler and takes seconds.
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
 
 
 def _engine_args(config: Config, model_folder: str) -> Any:

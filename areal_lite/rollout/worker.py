@@ -78,10 +78,13 @@ class RolloutWorker:
             EngineError: The engine died; held leases come back to the queue by their missing heartbeats.
         """
         heartbeat = asyncio.create_task(self._heartbeat_loop())
+        heartbeat.add_done_callback(lambda _: self._changed.set())
         try:
             while not self._stopping:
                 self._changed.clear()
                 self._raise_if_engine_died()
+                if heartbeat.done():
+                    heartbeat.result()
                 free = self._slots - self._running
                 if free <= 0:
                     await self._changed.wait()
@@ -122,25 +125,27 @@ class RolloutWorker:
     async def _serve(self, lease: Lease) -> None:
         """Generate one group; a request the engine refuses fails the group, a dead engine fails the worker."""
         group, started = lease.group, time.time()
+        tasks = [
+            asyncio.ensure_future(self._sample(group.group_id, group.prompt, i)) for i in range(self._samples_per_group)
+        ]
         try:
-            samples = await asyncio.gather(
-                *(self._sample(group.group_id, group.prompt, i) for i in range(self._samples_per_group))
-            )
+            samples = await asyncio.gather(*tasks)
         except EngineError:
             raise
         except Exception as error:
             logger.exception("group %s could not be generated", group.group_id)
-            await self._client.fail(lease_id=lease.lease_id, reason=f"generation:{type(error).__name__}")
+            answer = self._client.fail(lease_id=lease.lease_id, reason=f"generation:{type(error).__name__}")
         else:
             self._emit_group(group.group_id, started, samples)
-            await self._return(lease.lease_id, [sample for sample, _ in samples])
-        self._groups.pop(lease.lease_id, None)
-
-    async def _return(self, lease_id: str, samples: Sequence[Sample]) -> None:
+            answer = self._client.complete_rollout(lease_id=lease.lease_id, samples=[sample for sample, _ in samples])
+        finally:
+            for task in tasks:
+                task.cancel()
         try:
-            await self._client.complete_rollout(lease_id=lease_id, samples=samples)
+            await answer
         except QueueTimeout:
-            logger.warning("the queue did not take lease %s; it will be generated again", lease_id)
+            logger.warning("the queue did not take lease %s; it will be generated again", lease.lease_id)
+        self._groups.pop(lease.lease_id, None)
 
     async def _sample(self, group_id: str, prompt: Prompt, index: int) -> tuple[Sample, float]:
         sampling = Sampling(
@@ -183,9 +188,11 @@ class RolloutWorker:
 
     def _emit_running(self) -> None:
         self._emit_pending = False
-        if self._running != self._emitted_running:
-            self._emitted_running = self._running
-            self._events.emit("running", n=self._running)
+        # A group is leased as soon as one slot is free; its samples beyond the slots wait in the engine.
+        running = min(self._running, self._slots)
+        if running != self._emitted_running:
+            self._emitted_running = running
+            self._events.emit("running", n=running)
 
     def _emit_group(self, group_id: str, started: float, samples: Sequence[tuple[Sample, float]]) -> None:
         def spans(sample: Sample) -> list[list[int]]:

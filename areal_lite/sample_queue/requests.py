@@ -40,7 +40,7 @@ class WorkerStatus(TypedDict):
     role: str
     """`rollout` or `verify`, by what it last leased; empty before."""
     heartbeat_age_s: float
-    """Seconds since the worker last asked for work or sent a heartbeat."""
+    """Seconds since its last heartbeat, or since its first request."""
     leases: int
     oldest_lease_age_s: float
     """0 without leases."""
@@ -115,7 +115,7 @@ class QueueRequests(Protocol):
         """The batch is trained and its weights are published: move the version, and return it."""
 
     def forget(self, *, worker: str) -> list[str]:
-        """Take back every lease of a worker known to be dead, and return their ids."""
+        """Take back every lease of a worker known to be dead, and return their ids; its waiting requests end empty."""
 
     def open_admission(self) -> None:
         """Start to hand out work to rollout workers: their engines hold the current weights."""

@@ -51,6 +51,8 @@ class _Refusal(WireError):
 class _Request:
     peer: bytes
     request_id: bytes
+    worker: str | None
+    """Who asks, in the requests that say so."""
     run: Callable[[], Any]
     deadline: float
     """Monotonic time until which an empty answer is held back."""
@@ -166,11 +168,21 @@ class QueueServer:
         request = _Request(
             peer=peer,
             request_id=request_id,
+            worker=fields.get("worker"),
             run=partial(getattr(self._service, op), **fields),
             deadline=time.monotonic() + fields.get("wait_s", 0.0),
         )
+        if op == "forget":
+            self._dismiss(request.worker)
         if not self._answer(request):
             self._parked.append(request)
+
+    def _dismiss(self, worker: str | None) -> None:
+        """Answer what a worker waits for with nothing: it is dead, and would be lent the next work."""
+        for request in self._parked:
+            if request.worker == worker:
+                self._send(request.peer, request.request_id, encode({"result": []}))
+        self._parked = [request for request in self._parked if request.worker != worker]
 
     def _read(self, frames: list[bytes]) -> tuple[str, dict[str, Any]]:
         """Return the request and the checked fields of a message, or raise the refusal."""

@@ -54,8 +54,8 @@ class Traffic:
 
 @dataclass(slots=True)
 class _Worker:
+    heard_at: float
     role: str = ""
-    seen_at: float = 0.0
     progress: int = 0
 
 
@@ -100,18 +100,19 @@ class QueueService(QueueRequests):
     # Workers
 
     def lease_rollout(self, *, worker: str, limit: int, wait_s: float) -> list[Lease]:
-        self._see(worker).role = "rollout"
+        self._find_worker(worker).role = "rollout"
         if not self._admission_open:
             return []
         self._admit(until_waiting=limit)
         return [self._lease(record) for record in self._ledger.lease_rollout(worker, limit=limit)]
 
     def lease_verify(self, *, worker: str, limit: int, wait_s: float) -> list[Lease]:
-        self._see(worker).role = "verify"
+        self._find_worker(worker).role = "verify"
         return [self._lease(record) for record in self._ledger.lease_verify(worker, limit=limit)]
 
     def heartbeat(self, *, worker: str, lease_ids: Sequence[str], progress: int) -> list[str]:
-        seen = self._see(worker)
+        seen = self._find_worker(worker)
+        seen.heard_at = self._clock()
         # A worker that was restarted under its old name counts from 0 again.
         self._reported_progress += progress - seen.progress if progress >= seen.progress else progress
         seen.progress = progress
@@ -133,10 +134,8 @@ class QueueService(QueueRequests):
         self._workers.pop(worker, None)
         return self._ledger.forget(worker)
 
-    def _see(self, worker: str) -> _Worker:
-        seen = self._workers.setdefault(worker, _Worker())
-        seen.seen_at = self._clock()
-        return seen
+    def _find_worker(self, worker: str) -> _Worker:
+        return self._workers.setdefault(worker, _Worker(heard_at=self._clock()))
 
     def _admit(self, *, until_waiting: int) -> None:
         waiting = self._ledger.counts()["waiting"]
@@ -232,7 +231,7 @@ class QueueService(QueueRequests):
         given_at = [lease.given_at for lease in self._ledger.leases() if lease.worker == name]
         return WorkerStatus(
             role=worker.role,
-            heartbeat_age_s=now - worker.seen_at,
+            heartbeat_age_s=now - worker.heard_at,
             leases=len(given_at),
             oldest_lease_age_s=now - min(given_at, default=now),
             progress=worker.progress,

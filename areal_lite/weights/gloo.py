@@ -210,8 +210,10 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         engine_info = GlooInitInfo(host=init_info.host, port=store.port, timeout_s=init_info.timeout_s)
         with ThreadPoolExecutor(max_workers=1) as pool:
             joined = pool.submit(client.init_weight_transfer_engine, asdict(engine_info))
-            group = ProcessGroupGloo(store, 0, 2, timeout)
-            joined.result()
+            try:
+                group = ProcessGroupGloo(store, 0, 2, timeout)
+            finally:
+                joined.result()  # The engine's own error says more than "timed out" here.
         return cls(group=group, client=client, source=source)
 
     def send_weights(self) -> None:
@@ -228,6 +230,8 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         self.client.start_weight_update()
         with ThreadPoolExecutor(max_workers=1) as pool:
             received = pool.submit(self.client.update_weights, asdict(info))
-            _broadcast(self._group, flat)
-            received.result()
+            try:
+                _broadcast(self._group, flat)
+            finally:
+                received.result()
         self.client.finish_weight_update()
