@@ -4,12 +4,15 @@ Heavy imports happen inside the commands, so that `--help` and `check-config` an
 """
 
 import argparse
+import math
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 from rich.console import Console
+from rich.text import Text
 
 from areal_lite import __version__
 from areal_lite.config import Config, load_config, shipped_recipes
@@ -31,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(words.command(words))
     except ArealLiteError as error:
-        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False, soft_wrap=True)
+        # As a Text: an error may hold brackets, which rich would read as markup.
+        Console(stderr=True).print(Text.assemble((type(error).__name__, "bold red"), f": {error}"), soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped")
@@ -89,10 +93,10 @@ def _train(words: argparse.Namespace) -> int:
     try:
         summary = train(config, recipe_name=Path(words.recipe).stem, console=console)
     except Interrupted as stop:
-        given = " ".join(word for word in words.overrides if not word.startswith(("run.resume=", "run.dir=")))
+        given = [word for word in words.overrides if not word.startswith(("run.resume=", "run.dir="))]
         console.print("stopped and saved. To go on:", highlight=False)
-        command = " ".join(part for part in ("areal-lite train", words.recipe, given, f"run.resume={stop}") if part)
-        console.print(f"  {command}", highlight=False, soft_wrap=True)
+        command = shlex.join(["areal-lite", "train", words.recipe, *given, f"run.resume={stop}"])
+        console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
         return 130
     _print_summary(summary, console)
     return 0
@@ -131,11 +135,16 @@ def _explained(config: Config) -> list[str]:
             if isinstance(value, BaseModel):
                 lines += [f"{indent}{name}:", *render(value, indent + "  ")]
             else:
-                text = yaml.safe_dump(value, default_flow_style=True).removesuffix("\n").removesuffix("...").rstrip()
-                lines.append(f"{indent}{name}: {text}".ljust(44) + f"  # {field.description}")
+                lines.append(f"{indent}{name}: {_scalar(value)}".ljust(44) + f"  # {field.description}")
         return lines
 
     return render(config, "")
+
+
+def _scalar(value: object) -> str:
+    """Write a value as YAML on one line."""
+    style = '"' if isinstance(value, str) and "\n" in value else None
+    return yaml.safe_dump(value, default_style=style, width=math.inf).removesuffix("\n").removesuffix("\n...")
 
 
 def _doctor(words: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ def to_trace(events: Iterable[Event]) -> dict[str, Any]:
     lanes: dict[str, int] = {}
     open_slices: dict[tuple[str, str], tuple[str, float]] = {}
     events = list(events)
-    start = min((float(event.get("start", event["time"])) for event in events), default=0.0)
+    start = min((event[key] for event in events for key in ("start", "time") if key in event), default=0.0)
     for event in events:
         lane, kind, time_us = event["lane"], event["kind"], (event["time"] - start) * 1e6
         pid = lanes.setdefault(lane, len(lanes) + 1)

@@ -335,7 +335,7 @@ class Controller:
         for name in self._cluster.lost.keys() - self._reported_lost:
             self._reported_lost.add(name)
             self._controller_lane.emit("lost", worker=name, reason=self._cluster.lost[name])
-            self._view.say(f"[yellow]{name} was lost ({self._cluster.lost[name]}); the others go on[/]")
+            self._view.say(f"{name} was lost ({self._cluster.lost[name]}); the others go on", style="yellow")
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

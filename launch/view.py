@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: a live panel on a terminal, plain lines elsewhere."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -13,9 +13,11 @@ from rich.text import Text
 
 from areal_lite.config import Config
 
-__all__ = ["View"]
+__all__ = ["View", "sparkline"]
 
 _SPARKS = "▁▂▃▄▅▆▇█"
+_SPARKLINE_WIDTH = 40
+_REFRESH_PER_S = 2.0
 
 
 class View:
@@ -25,31 +27,31 @@ class View:
         self._config = config
         self._console = console or Console()
         self._live: Live | None = None
-        self._plain_every_s, self._plain_at = plain_every_s, 0.0
-        self._started: float | None = None
-        self._first_step = 0
+        self._plain_every_s = plain_every_s
+        self._plain_at: float | None = None
+        self._started, self._first_step = time.monotonic(), 0
         self._rows: list[Mapping[str, Any]] = []
         self._evaluations: Mapping[int, float] = {}
         self._shares: Mapping[str, float] = {}
 
-    def say(self, text: str) -> None:
-        """Print a line, above the live panel if there is one."""
-        self._console.print(text, highlight=False)
+    def say(self, text: str, *, style: str = "") -> None:
+        """Print a line, above the live panel if there is one; brackets in the text are only brackets."""
+        self._console.print(Text(text, style=style), soft_wrap=True)
 
     def begin(self, *, first_step: int) -> None:
         """Start showing steps."""
         self._started, self._first_step = time.monotonic(), first_step
         if self._console.is_terminal:
-            self._live = Live(self._render(), console=self._console, refresh_per_second=4, transient=False)
+            self._live = Live(
+                get_renderable=self._render, console=self._console, refresh_per_second=_REFRESH_PER_S, transient=False
+            )
             self._live.start()
 
     def step(self, row: Mapping[str, Any], *, evaluations: Mapping[int, float], shares: Mapping[str, float]) -> None:
         """Show one more completed step."""
         self._rows.append(row)
         self._evaluations, self._shares = evaluations, shares
-        if self._live is not None:
-            self._live.update(self._render())
-        elif time.monotonic() - self._plain_at > self._plain_every_s or row["step"] == self._config.run.steps:
+        if self._live is None and (self._is_line_due() or row["step"] == self._config.run.steps):
             self._plain_at = time.monotonic()
             self.say(self._line(row))
 
@@ -59,51 +61,80 @@ class View:
             self._live.stop()
             self._live = None
 
+    def _is_line_due(self) -> bool:
+        return self._plain_at is None or time.monotonic() - self._plain_at >= self._plain_every_s
+
     def _line(self, row: Mapping[str, Any]) -> str:
         return (
-            f"step {row['step']}/{self._config.run.steps}  reward {_number(row['reward_mean'])}  "
-            f"accuracy {self._accuracy()}  age {_number(row['age_mean'])} (max {row['age_max']})  "
-            f"{row['gen_tokens_per_s']:.0f} tok/s  idle gen {self._share('rollout_idle_fraction')} "
-            f"train {self._share('trainer_idle_fraction')}  left {self._time_left()}"
+            f"step {row['step']}/{self._config.run.steps}  reward {_show(row['reward_mean'])}  "
+            f"accuracy {self._accuracy()}  age {_show(row['age_mean'])} (max {_show(row['age_max'], 'd')})  "
+            f"{_show(row['gen_tokens_per_s'], ',.0f')} tokens/s  "
+            f"idle: generators {self._share('rollout_idle_fraction')}, trainer {self._share('trainer_idle_fraction')}  "
+            f"{_flow(row['ledger'])}  left {self._time_left()}"
         )
 
     def _render(self) -> RenderableType:
-        if not self._rows:
-            return Panel(Text("waiting for the first batch ..."), title="areal-lite", border_style="cyan")
-        row = self._rows[-1]
-        total = self._config.run.steps
-        table = Table.grid(padding=(0, 3))
-        for _ in range(4):
-            table.add_column(justify="left", no_wrap=True)
-        ledger = row["ledger"]
-        cells = [
-            ("reward", _number(row["reward_mean"])),
-            ("held-out accuracy", self._accuracy()),
-            ("token age", f"{_number(row['age_mean'])} mean, {row['age_max']} max, bound "
-                          f"{self._config.queue.max_staleness}"),
-            ("masked as stale", f"{row['tokens_masked_stale']} tokens"),
-            ("generated", f"{row['gen_tokens_per_s']:,.0f} tokens/s"),
-            ("trained", f"{row['samples_per_s']:.0f} samples/s"),
-            ("generators idle / paused", f"{self._share('rollout_idle_fraction')} / {self._share('paused_fraction')}"),
-            ("trainer idle", self._share("trainer_idle_fraction")),
-            ("entropy, grad norm", f"{_number(row['entropy'])}, {_number(row['grad_norm'])}"),
-            ("length", f"{_number(row['length_mean'], 1)} tokens, {row['truncated_fraction']:.0%} cut off"),
-        ]  # fmt: skip
-        for left, right in zip(cells[::2], cells[1::2], strict=True):
-            table.add_row(f"[dim]{left[0]}[/]", left[1], f"[dim]{right[0]}[/]", right[1])
-        flow = "  ".join(f"{name} {count}" for name, count in ledger.items() if count and name != "outstanding")
-        head = Table.grid(padding=(0, 2))
+        """Draw the panel; its height never changes, so that it does not jump."""
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", no_wrap=True, min_width=len("accuracy"))
+        table.add_column(no_wrap=True, overflow="ellipsis")
+        for label, text in self._facts(self._rows[-1]) if self._rows else self._waiting():
+            table.add_row(label, text)
+        return Panel(Group(self._head(), "", table), title="areal-lite", title_align="left", border_style="cyan")
+
+    def _head(self) -> Table:
+        total, step = self._config.run.steps, self._first_step + len(self._rows)
+        head = Table.grid(padding=(0, 2), expand=True)
+        head.add_column(no_wrap=True)
+        head.add_column(ratio=1)
+        head.add_column(no_wrap=True)
+        elapsed = _clock(time.monotonic() - self._started)
         head.add_row(
-            f"[bold]step {row['step']}[/] of {total}",
-            ProgressBar(total=total, completed=row["step"], width=30),
-            f"left {self._time_left()}",
+            Text(f"step {step} of {total}", style="bold"),
+            ProgressBar(total=total, completed=step),
+            f"{elapsed} gone, {self._time_left()} left",
         )
+        return head
+
+    def _waiting(self) -> Iterable[tuple[str, str]]:
+        yield "reward", "waiting for the first batch ..."
+        yield "accuracy", self._accuracy()
+        for label in ("tokens", "speed", "idle", "policy", "groups"):
+            yield label, ""
+
+    def _facts(self, row: Mapping[str, Any]) -> Iterable[tuple[str, RenderableType]]:
         rewards = [float(r["reward_mean"]) for r in self._rows if r["reward_mean"] is not None]
-        return Panel(
-            Group(head, Text(), table, Text(), Text(f"reward  {sparkline(rewards, 60)}", style="green"),
-                  Text(f"groups  {flow}", style="dim")),
-            title="areal-lite", border_style="cyan",
-        )  # fmt: skip
+        yield "reward", Text.assemble((f"{_show(row['reward_mean'])}  ", "bold"), (sparkline(rewards), "green"))
+        yield "accuracy", Text(self._accuracy(), style="bold")
+        yield (
+            "tokens",
+            (
+                f"age {_show(row['age_mean'], '.2f')}, oldest {_show(row['age_max'], 'd')} of "
+                f"{self._config.queue.max_staleness} allowed; {_show(row['tokens_masked_stale'], ',d')} masked as stale"
+            ),
+        )
+        yield (
+            "speed",
+            (
+                f"{_show(row['gen_tokens_per_s'], ',.0f')} tokens/s generated; "
+                f"{_show(row['samples_per_s'], ',.0f')} samples/s trained"
+            ),
+        )
+        yield (
+            "idle",
+            (
+                f"generators {self._share('rollout_idle_fraction')}, paused {self._share('paused_fraction')}; "
+                f"trainer {self._share('trainer_idle_fraction')}"
+            ),
+        )
+        yield (
+            "policy",
+            (
+                f"entropy {_show(row['entropy'])}; length {_show(row['length_mean'], '.1f')}, "
+                f"{_show(row['truncated_fraction'], '.0%')} cut off; gradient norm {_show(row['grad_norm'])}"
+            ),
+        )
+        yield "groups", Text(_flow(row["ledger"]))
 
     def _accuracy(self) -> str:
         if not self._evaluations:
@@ -117,15 +148,14 @@ class View:
 
     def _time_left(self) -> str:
         done = len(self._rows)
-        if self._started is None or done == 0:
+        if done == 0:
             return "-"
         per_step = (time.monotonic() - self._started) / done
-        seconds = int(per_step * (self._config.run.steps - self._first_step - done))
-        return f"{seconds // 60}:{seconds % 60:02d}"
+        return _clock(per_step * max(self._config.run.steps - self._first_step - done, 0))
 
 
-def sparkline(values: list[float], width: int) -> str:
-    """Draw values as a line of block characters, averaged into at most `width` of them."""
+def sparkline(values: Sequence[float], width: int = _SPARKLINE_WIDTH) -> str:
+    """Draw values as a line of block characters between their bounds, averaged into at most `width` blocks."""
     if not values:
         return ""
     size = -(-len(values) // width)
@@ -135,5 +165,22 @@ def sparkline(values: list[float], width: int) -> str:
     return f"{low:.2f} " + "".join(_SPARKS[round((value - low) * scale)] for value in means) + f" {high:.2f}"
 
 
-def _number(value: float | None, digits: int = 3) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def _flow(ledger: Mapping[str, int]) -> str:
+    """Where the groups are: trained, on their way, and ended otherwise, by reason."""
+    ready = ledger.get("ready", 0)
+    counts = {
+        "trained": ledger.get("trained", 0),
+        "ready": ready,
+        "in the making": ledger.get("outstanding", 0) - ready,
+        **{state: count for state, count in ledger.items() if "(" in state or state in ("stale", "abandoned")},
+    }
+    return ", ".join(f"{state} {count:,}" for state, count in counts.items() if count) or "-"
+
+
+def _show(value: float | None, spec: str = ".3f") -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def _clock(seconds: float) -> str:
+    minutes, hours = int(seconds) // 60, int(seconds) // 3600
+    return f"{hours}:{minutes % 60:02d}:{int(seconds) % 60:02d}" if hours else f"{minutes}:{int(seconds) % 60:02d}"

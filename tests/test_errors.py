@@ -1,0 +1,39 @@
+"""The error tree: complete, of standard kinds, and whole after a trip between processes."""
+
+import inspect
+import pickle
+
+import pytest
+
+from areal_lite import errors
+from areal_lite.errors import ArealLiteError
+
+CLASSES = [value for _, value in inspect.getmembers(errors, inspect.isclass)]
+MESSAGE = "queue.max_staleness must be 0 or more, got -1: set it to 0"
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_an_error_survives_pickling_with_its_message(cls: type[Exception]) -> None:
+    """Seen failing with a constructor of two arguments (`TypeError` while unpickling, which Ray would show instead)."""
+    copy = pickle.loads(pickle.dumps(cls(MESSAGE)))
+    assert type(copy) is cls
+    assert str(copy) == MESSAGE
+
+
+@pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls is not ArealLiteError], ids=lambda cls: cls.__name__)
+def test_every_error_is_ours_and_of_a_standard_kind(cls: type[Exception]) -> None:
+    assert issubclass(cls, ArealLiteError)
+    assert issubclass(cls, ValueError | RuntimeError | TimeoutError)
+
+
+def test_all_names_every_error() -> None:
+    """Seen failing with an error left out of `__all__`."""
+    assert sorted(errors.__all__) == sorted(cls.__name__ for cls in CLASSES)
+
+
+def test_the_tree_in_the_docstring_is_the_tree() -> None:
+    """Seen failing with `StallError(RuntimeError)` in the docstring."""
+    assert errors.__doc__ is not None
+    for cls in CLASSES:
+        kind = cls.__bases__[-1].__name__
+        assert (cls.__name__ if cls is ArealLiteError else f"{cls.__name__}({kind})") in errors.__doc__
