@@ -96,6 +96,10 @@ class RolloutActor:
         """Log-probabilities of stored sequences under the engine's present weights."""
         return list(await asyncio.gather(*(self._engine.score(prompt, output) for prompt, output in sequences)))
 
+    async def progress(self) -> int:
+        """Tokens generated so far: a number that grows while the engine works."""
+        return self._engine.tokens_generated
+
     async def collect(self) -> tuple[list[Event], dict[str, float]]:
         """Events since the last call, and figures of this moment."""
         self._engine.raise_if_dead()

@@ -379,7 +379,7 @@ def _apply_override(raw: dict[str, Any], word: str) -> None:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"the value of {key} is not readable as YAML: {text!r}") from error
+        raise ConfigError(f"the value of {key} must be YAML, got {text!r}: write it as '{key}=\"...\"'") from error
     *parents, last = key.split(".")
     node = raw
     for parent in parents:

@@ -8,6 +8,7 @@
     ├── QueueTimeout(TimeoutError)     the sample queue did not answer in time
     ├── StallError(TimeoutError)       nothing moved for too long; names who was late, on what, since when
     ├── VerifierError(RuntimeError)    a verifier cannot be loaded or used
+    ├── TrainerError(RuntimeError)      a trainer rank died or failed; names the rank
     ├── HandoverError(RuntimeError)    a weight hand-over failed; names the engines
     ├── EngineError(RuntimeError)      a generation engine died or refused
     └── CheckpointError(ValueError)    a checkpoint is missing, broken, or from another model or recipe
@@ -27,6 +28,7 @@ __all__ = [
     "LedgerError",
     "QueueTimeout",
     "StallError",
+    "TrainerError",
     "VerifierError",
     "WireError",
 ]
@@ -62,6 +64,10 @@ class StallError(ArealLiteError, TimeoutError):
 
 class VerifierError(ArealLiteError, RuntimeError):
     """A verifier cannot be found, loaded, or started."""
+
+
+class TrainerError(ArealLiteError, RuntimeError):
+    """A trainer rank died or failed; the message names it and its log."""
 
 
 class HandoverError(ArealLiteError, RuntimeError):

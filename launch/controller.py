@@ -1,8 +1,8 @@
 """The controller: drives one run from start to end. A plain class in the CLI's process.
 
-Per step: wait for a batch, have the trainer ranks train it, hand the weights over, write the row, and only
-then evaluate, compare or save. Every wait passes through `_tick`, which collects events, looks after dead
-workers and asks the watchdog.
+Per step: wait for a batch, have the trainer ranks train it, hand the weights over, compare, write the row, and only
+then evaluate or save. Every wait passes through `_tick`, which collects events and asks the watchdog. What ends the run
+while a batch trains waits until it is trained, so that there is a whole state to save.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import numpy as np
 import ray
 
 from areal_lite.config import Config
-from areal_lite.errors import ArealLiteError, EngineError
+from areal_lite.errors import ArealLiteError, CheckpointError, EngineError, TrainerError
 from areal_lite.events import EventBuffer
 from areal_lite.launch.cluster import Cluster
 from areal_lite.launch.evaluation import Evaluation
@@ -63,8 +63,8 @@ class Controller:
         self._collected_at = 0.0
         self._interrupts = 0
         self._version = 0
-        self._untrained_batch: str | None = None
-        self._weights_whole = True
+        self._at_boundary = True
+        self._said_stopping = False
         self._reported_lost: set[str] = set()
 
     def run(self) -> dict[str, Any]:
@@ -82,8 +82,7 @@ class Controller:
         try:
             self._start(checkpoint)
             with self._signals():
-                status = self._steps()
-            return self._finish(status)
+                return self._finish(self._steps())
         except (ArealLiteError, ray.exceptions.RayError) as error:
             self._rescue(error)
             raise
@@ -113,34 +112,40 @@ class Controller:
 
     def _step(self) -> bool:
         """One trainer step and its publication; False when Ctrl-C came while waiting for the batch."""
-        queue, batch_id = self._cluster.queue, f"step-{self._version + 1}"
+        batch_id = f"step-{self._version + 1}"
         begun = time.monotonic()
         self._trainer_lane.emit("wait")
         if not self._wait_for_batch(batch_id):
             return False
-        self._untrained_batch = batch_id
         taken = time.monotonic()
         self._trainer_lane.emit("train", batch=batch_id)
-        groups = queue.batch_groups(batch_id=batch_id, limit=max(self._config.run.log_samples, 1))
-        self._weights_whole = False
+        groups = self._cluster.queue.batch_groups(batch_id=batch_id, limit=max(self._config.run.log_samples, 1))
+        self._at_boundary = False
         stats = self._train(batch_id)
-        self._weights_whole = True
         self._version += 1
         trained = time.monotonic()
         self._trainer_lane.emit("trained", version=self._version)
-        self._hand_over(stamp_ledger=lambda: self._complete(batch_id))
+        timings = {"trainer_wait_s": taken - begun, "train_s": trained - taken}
+        try:
+            self._hand_over(stamp_ledger=lambda: self._complete(batch_id))
+        except ArealLiteError:
+            # The step is trained all the same: it is completed and recorded, so that it can be saved.
+            if not self._at_boundary:
+                self._complete(batch_id)
+            self._record(stats, groups, **timings, publish_s=time.monotonic() - trained)
+            raise
         self._trainer_lane.emit("published", version=self._version)
-        published = time.monotonic()
-        self._after_step(
-            stats, groups, trainer_wait_s=taken - begun, train_s=trained - taken, publish_s=published - trained
-        )
+        self._after_step(stats, groups, **timings, publish_s=time.monotonic() - trained)
         return True
 
     def _wait_for_batch(self, batch_id: str) -> bool:
         queue = self._cluster.queue
+        self._watchdog.restart()
+        self._cluster.check_workers()
         while queue.take(batch_id=batch_id, wait_s=_POLL_S) is None:
             if self._interrupts:
                 return False
+            self._cluster.check_workers()
             status = queue.status()
             self._tick(
                 status["progress"],
@@ -150,37 +155,30 @@ class Controller:
         return True
 
     def _train(self, batch_id: str) -> dict[str, Any]:
-        references = [trainer.train_step.remote(batch_id) for trainer in self._cluster.trainers]
-        stats = self._wait_for(
-            references,
-            waiting_for=f"the trainer ranks in step {self._version + 1}",
-            progress=self._cluster.trainer_progress,
-        )
+        stats = self._ask_trainers("train_step", batch_id, waiting_for=f"step {self._version + 1} to be trained")
         return dataclasses.asdict(stats[0])
 
-    def _wait_for(self, references: list[Any], *, waiting_for: str, progress: Callable[[], Any]) -> list[Any]:
-        """Wait for remote results with the watchdog on; a failed one is raised."""
+    def _ask_trainers(self, method: str, *args: Any, waiting_for: str) -> list[Any]:
+        """Have all ranks do something together, with the watchdog on."""
+        trainers = self._cluster.trainers
+        references = {name: getattr(trainer, method).remote(*args) for name, trainer in trainers.items()}
         self._watchdog.restart()
-        pending = references
-        while pending:
-            ready, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_S)
-            for reference in ready:
-                result(reference)
-            if pending:
-                late = ", ".join(f"rank {references.index(reference)}" for reference in pending)
-                self._tick((len(pending), progress()), waiting_for=waiting_for, culprit=late.__str__)
-        return [result(reference) for reference in references]
+        while late := self._cluster.late_trainers(references, wait_s=_POLL_S):
+            progress = (len(late), self._cluster.trainer_progress())
+            self._tick(progress, waiting_for=waiting_for, culprit=", ".join(late).__str__)
+        return [result(reference) for reference in references.values()]
 
     def _tick(self, progress: Any, *, waiting_for: str, culprit: Callable[[], str]) -> None:
         """What every wait does while it waits."""
-        self._cluster.check_workers()
+        if self._interrupts and not self._said_stopping:
+            self._said_stopping = True
+            self._view.say("stopping after this step and saving; press Ctrl-C again to stop at once ...")
         self._collect()
         if self._evaluation is not None:
             self._poll_evaluation()
         self._watchdog.check(progress, waiting_for=waiting_for, culprit=culprit)
 
     def _hand_over(self, *, stamp_ledger: Callable[[], None]) -> None:
-        lost_before = len(self._cluster.lost)
         hand_over(
             self._cluster.engines,
             publish=self._cluster.publish,
@@ -189,32 +187,29 @@ class Controller:
             interrupt=self._config.rollout.interrupt,
             events=self._handover_lane,
         )
-        self._watchdog.restart()
-        if len(self._cluster.lost) > lost_before:
-            self._cluster.connect_weights()
 
     def _complete(self, batch_id: str) -> None:
         self._cluster.queue.complete_step(batch_id=batch_id)
-        self._untrained_batch = None
+        self._at_boundary = True
 
     def _after_step(self, stats: dict[str, Any], groups: list[Group], **timings: float) -> None:
         run, step = self._config.run, self._version
-        self._cluster.check_workers()
-        self._collect(force=True)
-        self._report_lost()
         if self._config.weights.parity_every and step % self._config.weights.parity_every == 0:
             self._check_parity(groups)
         if self._evaluation is not None:
             self._poll_evaluation()
-        row = self._recorder.step(
-            stats, step=step, tokens_generated=self._tokens(), ledger=self._cluster.queue.status()["counts"], **timings
-        )
-        self._recorder.samples(step, groups[: run.log_samples])
-        self._view.step(row, evaluations=self._recorder.evaluations, shares=self._recorder.shares())
+        self._record(stats, groups, **timings)
         if run.eval_every and step % run.eval_every == 0 and step < run.steps and self._evaluation is None:
-            self._evaluation = Evaluation(self._cluster, self._eval_prompts, step=step)
+            self._begin_evaluation()
         if run.checkpoint_every and step % run.checkpoint_every == 0 and step < run.steps:
             self._save()
+
+    def _record(self, stats: dict[str, Any], groups: list[Group], **timings: float) -> None:
+        self._collect(force=True)
+        ledger = self._cluster.queue.status()["counts"]
+        row = self._recorder.step(stats, step=self._version, tokens_generated=self._tokens(), ledger=ledger, **timings)
+        self._recorder.samples(self._version, groups[: self._config.run.log_samples])
+        self._view.step(row, evaluations=self._recorder.evaluations, shares=self._recorder.shares())
 
     def _check_parity(self, groups: list[Group]) -> None:
         """Compare engines and trainer on stored sequences, right after a publication (invariant I4)."""
@@ -223,10 +218,7 @@ class Controller:
             : self._config.weights.parity_sequences
         ]
         engines = {name: handle.score.remote(sequences) for name, handle in self._cluster.engines.handles.items()}
-        ranks = [trainer.score.remote(sequences) for trainer in self._cluster.trainers]
-        expected = self._wait_for(ranks, waiting_for="the trainer's logprobs", progress=self._cluster.trainer_progress)[
-            0
-        ]
+        expected, *_ = self._ask_trainers("score", sequences, waiting_for="the trainer's logprobs")
         worst = 0.0
         for name, reference in engines.items():
             try:
@@ -238,22 +230,27 @@ class Controller:
         self._recorder.parity(worst)
         self._controller_lane.emit("parity", step=self._version, max_abs_logprob_diff=worst)
 
-    def _evaluate_now(self) -> None:
-        """Evaluate under one version, with nothing beside."""
-        if self._eval_prompts:
-            self._view.say(f"evaluating {len(self._eval_prompts)} held-out problems at version {self._version} ...")
+    def _begin_evaluation(self) -> None:
+        if self._eval_prompts and self._cluster.engines.handles:
             self._evaluation = Evaluation(self._cluster, self._eval_prompts, step=self._version)
-            self._watchdog.restart()
-            while self._evaluation is not None:
-                self._collect()
-                self._watchdog.check(self._tokens(), waiting_for="an evaluation", culprit=lambda: "the rollout workers")
-                self._poll_evaluation(wait_s=_POLL_S)
+
+    def _evaluate_now(self) -> None:
+        """Evaluate under one version, with nothing beside; Ctrl-C ends it."""
+        self._begin_evaluation()
+        if self._evaluation is not None:
+            self._view.say(f"evaluating {len(self._eval_prompts)} held-out problems at version {self._version} ...")
+        self._watchdog.restart()
+        while self._evaluation is not None and not self._interrupts:
+            culprit = ", ".join(self._evaluation.late()).__str__
+            self._poll_evaluation(wait_s=_POLL_S)
+            self._tick(self._work(), waiting_for="an evaluation", culprit=culprit)
+        self._evaluation = None
 
     def _poll_evaluation(self, wait_s: float = 0.0) -> None:
         assert self._evaluation is not None
         try:
             result = self._evaluation.poll(wait_s)
-        except (EngineError, ray.exceptions.RayError) as error:
+        except (ArealLiteError, ray.exceptions.RayError) as error:
             self._view.say(f"the evaluation of step {self._evaluation.step} was lost: {describe(error)}")
             self._evaluation = None
             return
@@ -271,30 +268,24 @@ class Controller:
         queue_state = self._cluster.queue.save()
 
         def save_trainer(path: Path) -> None:
-            references = [trainer.save.remote(str(path)) for trainer in self._cluster.trainers]
-            for reference in references:
-                result(reference, timeout_s=_SAVE_TIMEOUT_S)
+            self._cluster.ask_trainers("save", str(path), timeout_s=_SAVE_TIMEOUT_S)
 
         path = self._folder.write_checkpoint(
             self._version, queue_state=queue_state, save_trainer=save_trainer, keep=self._config.run.keep_checkpoints
         )
         self._controller_lane.emit("checkpoint", step=self._version)
-        self._watchdog.restart()
         return path
 
     def _finish(self, status: str) -> dict[str, Any]:
         """Evaluate, save, export, sum up, stop; in this order."""
         queue = self._cluster.queue
         queue.close_admission()
-        if self._evaluation is not None:
-            self._evaluation = None
+        self._evaluation = None
         if status == "done":
             self._evaluate_now()
         self._view.say("saving ...")
         checkpoint = self._save()
-        references = [trainer.export.remote(str(checkpoint / "model")) for trainer in self._cluster.trainers]
-        for reference in references:
-            result(reference, timeout_s=_SAVE_TIMEOUT_S)
+        self._cluster.ask_trainers("export", str(checkpoint / "model"), timeout_s=_SAVE_TIMEOUT_S)
         counts = queue.abandon()
         self._collect(force=True)
         summary = self._recorder.summary(status, ledger=counts)
@@ -304,17 +295,23 @@ class Controller:
         return summary
 
     def _rescue(self, error: Exception) -> None:
-        """After a failure: save if the weights are those of a step boundary, and write the summary."""
+        """After a failure: save if the weights are those of a step boundary, write the summary, say how to go on."""
         self._view.end()
         with contextlib.suppress(Exception):
-            if self._weights_whole and self._version > 0:
-                if self._untrained_batch is not None:
-                    self._complete(self._untrained_batch)
-                self._view.say(f"saved {self._save()}")
+            if self._at_boundary and self._version > 0 and not isinstance(error, TrainerError):
+                self._view.say(f"the run failed; saving step {self._version} ...")
+                self._save()
+        with contextlib.suppress(Exception):
+            self._collect(force=True)
+        counts: dict[str, int] = {}
         with contextlib.suppress(Exception):
             counts = self._cluster.queue.status()["counts"]
-            self._collect(force=True)
-            self._recorder.summary(f"failed: {type(error).__name__}: {error}", ledger=counts)
+        self._recorder.summary(f"failed: {type(error).__name__}: {error}", ledger=counts)
+        with contextlib.suppress(CheckpointError):
+            step = self._folder.newest_checkpoint().name
+            self._view.say(
+                f"newest checkpoint: {step}; to go on from there, resume with run.resume={self._folder.path}"
+            )
 
     def _collect(self, *, force: bool = False) -> None:
         now = time.monotonic()
@@ -323,9 +320,14 @@ class Controller:
         self._collected_at = now
         events, gauges = self._cluster.collect()
         self._gauges |= gauges
+        self._report_lost()
         for lane in (self._trainer_lane, self._handover_lane, self._controller_lane):
             events += lane.drain()
         self._recorder.feed(events)
+
+    def _work(self) -> tuple[float, float]:
+        """What workers have done so far: tokens generated and samples scored."""
+        return self._tokens(), sum(gauge.get("calls", 0) for gauge in self._gauges.values())
 
     def _tokens(self) -> float:
         """Tokens generated so far, by workers lost since as well."""
@@ -342,10 +344,9 @@ class Controller:
         """Ctrl-C once: finish the step and its hand-over, save. Twice: end at once."""
 
         def handle(number: int, frame: Any) -> None:
+            # Nothing is printed here: the handler may have interrupted somebody who is printing.
             self._interrupts += 1
-            if self._interrupts == 1:
-                self._view.say("stopping after this step and saving; press Ctrl-C again to stop at once ...")
-            else:
+            if self._interrupts > 1:
                 raise KeyboardInterrupt
 
         before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -23,7 +23,12 @@ class Evaluation:
             raise EngineError("an evaluation needs a live rollout worker, got none")
         self._parts = [prompts[i :: len(engines)] for i in range(len(engines))]
         self._pending = [engine.evaluate.remote(part) for engine, part in zip(engines, self._parts, strict=True)]
+        self._workers = list(cluster.engines.handles)
         self._samples: list[Sample] | None = None
+
+    def late(self) -> list[str]:
+        """Names of the workers that it waits for."""
+        return self._workers
 
     def poll(self, wait_s: float) -> dict[str, Any] | None:
         """Look for results, at most `wait_s` seconds.
@@ -38,7 +43,8 @@ class Evaluation:
         if self._samples is None:
             self._samples = [sample for part in map(result, self._pending) for sample in part]
             prompts = [prompt for part in self._parts for prompt in part]
-            verifier = next(iter(self._cluster.verifiers.values()))
+            name, verifier = next(iter(self._cluster.verifiers.items()))
+            self._workers = [name]
             self._pending = [verifier.score.remote(prompts, [sample.text for sample in self._samples])]
             return None
         scores = result(self._pending[0])

@@ -53,8 +53,8 @@ def _ray() -> Iterator[None]:
         return
     # Ray would warn about this variable on machines without a GPU, over the progress display.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         yield
     finally:
         ray.shutdown()

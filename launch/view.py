@@ -75,9 +75,9 @@ class View:
 
     def _render(self) -> RenderableType:
         """Draw the panel; its height never changes, so that it does not jump."""
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", no_wrap=True, min_width=len("accuracy"))
-        table.add_column(no_wrap=True, overflow="ellipsis")
+        table = Table.grid(padding=(0, 2), expand=True)
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
         for label, text in self._facts(self._rows[-1]) if self._rows else self._waiting():
             table.add_row(label, text)
         return Panel(Group(self._head(), "", table), title="areal-lite", title_align="left", border_style="cyan")
@@ -171,7 +171,7 @@ def _flow(ledger: Mapping[str, int]) -> str:
     counts = {
         "trained": ledger.get("trained", 0),
         "ready": ready,
-        "in the making": ledger.get("outstanding", 0) - ready,
+        "under way": ledger.get("outstanding", 0) - ready,
         **{state: count for state, count in ledger.items() if "(" in state or state in ("stale", "abandoned")},
     }
     return ", ".join(f"{state} {count:,}" for state, count in counts.items() if count) or "-"

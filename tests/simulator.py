@@ -118,7 +118,7 @@ class Simulation:
 
     # Driving
 
-    def run(self, *, max_events: int = 2_000_000) -> Report:
+    def run(self, *, max_events: int = 200_000) -> Report:
         """Run until all steps are done.
 
         Raises:

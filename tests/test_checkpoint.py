@@ -52,7 +52,7 @@ def assert_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_continuation_is_bit_equal(model_folder: str, tmp_path: Path) -> None:
     """Step, save, step equals load, step; and saving disturbs nothing.
 
-    Seen failing without the optimiser's part of the state, and without the version.
+    Seen failing with the optimiser's part not loaded, and with the version not restored.
     """
     straight, saved, resumed = (make_trainer(model_folder) for _ in range(3))
     for trainer in (straight, saved):

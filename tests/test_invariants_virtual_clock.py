@@ -54,8 +54,8 @@ def assert_policy_at_work(report: Report, *, eta: int, on_stale: str) -> None:
 def test_bound_holds_with_stragglers(eta: int, on_stale: str) -> None:
     """I1, I2. Nothing is left over at the end: admission tapers, so the last groups are generated for the last step.
 
-    Seen failing with a mask one step too generous, the `wait` condition for k = 0 only, `drop` that discards nothing
-    (also kept below as tests), and admission without the taper (groups were abandoned).
+    Seen failing with a mask one step too generous, ready groups in order of arrival, `wait` without its condition,
+    `drop` that discards nothing, and admission without the taper.
     """
     report = simulate(eta=eta, on_stale=on_stale, steps=2000)
     assert_policy_at_work(report, eta=eta, on_stale=on_stale)
@@ -80,8 +80,8 @@ def test_bound_holds_when_half_of_the_groups_are_rejected(eta: int, on_stale: st
 def test_bound_holds_through_skips_losses_and_resumes(eta: int, on_stale: str) -> None:
     """I1, I2 with a varying share of skipped steps, hanging and dying workers, a lost trainer and a killed job.
 
-    Seen failing with a lease that survives its expiry (a late result was trained beside its second attempt), and with
-    a restored ledger that lends taken groups again.
+    Seen failing with leases that survive their expiry, with leased groups restored as leased (nobody could lend them,
+    and the run stood still), and with a state that forgets the ended groups.
     """
     report = simulate(
         eta=eta,

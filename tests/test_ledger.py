@@ -27,7 +27,7 @@ def assert_conserved(ledger: Ledger) -> None:
 def test_admits_eta_plus_one_batches_and_no_more() -> None:
     """Two groups a step at eta 1: four outstanding.
 
-    Seen failing with `capacity` counting only the groups that are not ready yet.
+    Seen failing with `capacity` one group too large.
     """
     ledger = Ledger(make_settings())
     assert ledger.capacity() == 4
@@ -486,13 +486,14 @@ def test_restored_ledger_has_given_everything_back() -> None:
 
 
 def test_lease_ids_are_not_used_again_after_a_resume() -> None:
-    ledger = busy_ledger()
-    known = {lease.lease_id for lease in ledger.leases()}
-    restored = Ledger.restore(make_settings(max_staleness=3, groups_per_step=1), ledger.state())
-    again = restored.lease_rollout("r", limit=9) + restored.lease_verify("v", limit=9)
-    assert not known & {lease.lease_id for lease in again}
-    for lease_id in known:
-        assert not restored.complete_rollout(lease_id, make_samples([0], [0]))
+    """A worker of the lost run may still answer. Seen failing with leases counted from 0 again."""
+    ledger = Ledger(make_settings())
+    ledger.admit("a")
+    (lost,) = ledger.lease_rollout("r", limit=1)
+    restored = Ledger.restore(make_settings(), ledger.state())
+    (again,) = restored.lease_rollout("r", limit=1)
+    assert again.group_id == lost.group_id
+    assert not restored.complete_rollout(lost.lease_id, make_samples([0], [0]))
 
 
 def test_state_survives_the_wire() -> None:

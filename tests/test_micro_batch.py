@@ -53,6 +53,7 @@ def test_values_are_spread_and_split_by_row() -> None:
     spread = rows.spread(np.array([1.0, 2.0, 3.0, 4.0], np.float32))
     assert spread.tolist() == [1, 1, 2, 2, 2, 2, 3, 4, 4, 4]
     assert [part.tolist() for part in rows.split(spread)] == [[1, 1], [2, 2, 2, 2], [3], [4, 4, 4]]
+    assert TokenRows([]).split(np.empty(0, np.float32)) == []
 
 
 def test_an_empty_prompt_is_refused() -> None:

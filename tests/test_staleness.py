@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from areal_lite.sample_queue import staleness
@@ -104,6 +104,8 @@ def test_counting_agrees_with_the_mask(lengths: list[int], steps: list[int], beh
     groups_per_step=st.integers(1, 3),
     behind=st.lists(st.integers(0, 4), max_size=12),
 )
+@example(eta=1, groups_per_step=1, behind=[4, 4])
+@example(eta=1, groups_per_step=1, behind=[3])
 def test_wait_condition_is_feasibility(eta: int, groups_per_step: int, behind: list[int]) -> None:
     """Leaving groups behind is allowed exactly when the coming steps can train them all in time, oldest first.
 

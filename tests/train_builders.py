@@ -18,7 +18,9 @@ VOCABULARY = 12
 torch.set_num_threads(1)
 
 
-def save_tiny_model(folder: Path, *, tie_embeddings: bool = True, num_layers: int = 2, seed: int = 0, max_context: int = 64) -> str:
+def save_tiny_model(
+    folder: Path, *, tie_embeddings: bool = True, num_layers: int = 2, seed: int = 0, max_context: int = 64
+) -> str:
     """Save a Qwen3 of width 32 with random weights, large enough to prefer some tokens, and its tokenizer."""
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -87,12 +89,8 @@ def make_rows(
     return rows
 
 
-def make_shard(
-    rows: Sequence[Row], *, rewards: np.ndarray | None = None, version: int = 5, rank: int = 0
-) -> Shard:
+def make_shard(rows: Sequence[Row], *, rewards: np.ndarray | None = None, version: int = 5, rank: int = 0) -> Shard:
     """Put rows into a shard; rewards default to a fixed pattern of zeros and ones over 3 groups of 4."""
     if rewards is None:
         rewards = np.array([[1, 0, 0, 1], [0, 0, 0, 1], [1, 1, 0, 1]])
-    return Shard(
-        batch_id="batch-0", rank=rank, version=version, rewards=rewards.astype(np.float32), rows=tuple(rows)
-    )
+    return Shard(batch_id="batch-0", rank=rank, version=version, rewards=rewards.astype(np.float32), rows=tuple(rows))

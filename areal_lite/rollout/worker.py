@@ -69,7 +69,7 @@ class RolloutWorker:
         self._emitted_running = 0
         self._emit_pending = False
         self._changed = asyncio.Event()
-        self._stopping = False
+        self._stopping = asyncio.Event()
 
     async def run(self) -> None:
         """Serve until `stop`.
@@ -77,29 +77,21 @@ class RolloutWorker:
         Raises:
             EngineError: The engine died; held leases come back to the queue by their missing heartbeats.
         """
-        heartbeat = asyncio.create_task(self._heartbeat_loop())
-        heartbeat.add_done_callback(lambda _: self._changed.set())
+        waits = (self._lease_loop(), self._heartbeat_loop(), self._stopping.wait())
+        loops: list[asyncio.Task[Any]] = [asyncio.create_task(wait) for wait in waits]
         try:
-            while not self._stopping:
-                self._changed.clear()
-                self._raise_if_engine_died()
-                if heartbeat.done():
-                    heartbeat.result()
-                free = self._slots - self._running
-                if free <= 0:
-                    await self._changed.wait()
-                    continue
-                await self._lease(limit=-(-free // self._samples_per_group))
+            ended, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+            for loop in ended:
+                loop.result()
         finally:
-            heartbeat.cancel()
-            for task in self._groups.values():
+            tasks = [*loops, *self._groups.values()]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(heartbeat, *self._groups.values(), return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def stop(self) -> None:
         """End `run`: nothing more is leased, samples in flight are cut off."""
-        self._stopping = True
-        self._changed.set()
+        self._stopping.set()
 
     async def evaluate(self, prompts: Sequence[Prompt], *, max_new_tokens: int) -> list[Sample]:
         """Complete prompts greedily, beside whatever else the engine does."""
@@ -109,6 +101,16 @@ class RolloutWorker:
     def gauges(self) -> dict[str, float]:
         """Figures of this moment."""
         return {"running": self._running, "slots": self._slots, "tokens": self._engine.tokens_generated}
+
+    async def _lease_loop(self) -> None:
+        while True:
+            self._changed.clear()
+            self._raise_if_engine_died()
+            free = self._slots - self._running
+            if free > 0:
+                await self._lease(limit=-(-free // self._samples_per_group))
+            else:
+                await self._changed.wait()
 
     async def _lease(self, *, limit: int) -> None:
         try:

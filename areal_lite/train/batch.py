@@ -51,7 +51,7 @@ class PolicyBatch:
             num_minibatches: Optimiser updates of the step.
             device: Where the tensors go.
         """
-        advantages_NG = group_normalised_advantages(torch.from_numpy(shard.rewards)).numpy()
+        advantages_NG = group_normalised_advantages(torch.tensor(shard.rewards)).numpy()
         rows = TokenRows((row.prompt_token_ids, row.sample.token_ids) for row in shard.rows)
         groups, samples = [row.group_index for row in shard.rows], [row.sample_index for row in shard.rows]
         scored_T = rows.spread(~np.isnan(shard.rewards[groups, samples]))

@@ -16,6 +16,7 @@ Shape letters: `R` rows and `S` padded columns of a micro-batch, `T` its complet
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -69,7 +70,7 @@ class TokenRows:
 
     def split(self, values: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
         """Cut a flat per-token array into one array per row."""
-        return np.split(values, self.offsets[1:-1])
+        return [values[start:end] for start, end in pairwise(self.offsets)]
 
 
 def pack_rows(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:

@@ -81,13 +81,8 @@ def _train(
     warm_start = config.model.warm_start
     tokenizer = build_char_tokenizer(CHARACTERS)
     model = _build_model(config, tokenizer)
-    settings = TrainerConfig.model_validate(
-        {
-            "lr": warm_start.lr,
-            "schedule": "cosine",
-            "warmup_steps": min(20, warm_start.steps),
-            "micro_batch_tokens": 2048,
-        }
+    settings = TrainerConfig(
+        lr=warm_start.lr, schedule="cosine", warmup_steps=min(20, warm_start.steps), micro_batch_tokens=1024
     )
     loop = SftLoop(
         model,

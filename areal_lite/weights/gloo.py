@@ -164,8 +164,8 @@ def _difference(known: list[ParamMeta], got: list[ParamMeta]) -> str:
     before, after = {meta.name: meta for meta in known}, {meta.name: meta for meta in got}
     missing, added = sorted(before.keys() - after.keys()), sorted(after.keys() - before.keys())
     changed = [
-        f"{name} {before[name].shape} -> {after[name].shape}"
-        for name in before.keys() & after.keys()
+        f"{name} {_kind(before[name])} -> {_kind(after[name])}"
+        for name in sorted(before.keys() & after.keys())
         if before[name] != after[name]
     ]
     return (
@@ -173,6 +173,10 @@ def _difference(known: list[ParamMeta], got: list[ParamMeta]) -> str:
         if missing or added or changed
         else "another order"
     )
+
+
+def _kind(meta: ParamMeta) -> str:
+    return f"{str(meta.dtype).removeprefix('torch.')} {tuple(meta.shape)}"
 
 
 @dataclass

@@ -1,0 +1,179 @@
+"""What users and machines do to a run: Ctrl-C, killed processes, hung ones. Each run is a command at a terminal.
+
+Whatever happens, the run ends or goes on as it says, keeps its books (I2), never hangs (I6), and leaves no process.
+"""
+
+import json
+import os
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from loop_builders import loop_config
+from test_loop import conserved, trained_groups
+from user_run import UserRun, adopting_orphans, alive
+
+pytestmark = pytest.mark.loop
+
+GROUPS = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _adopting_orphans() -> Iterator[None]:
+    with adopting_orphans():
+        yield
+
+
+def start(loop_folder: Path, name: str, *, run: dict[str, Any], **sections: dict[str, Any]) -> UserRun:
+    """Type `areal-lite train recipe.yaml run.dir=...`."""
+    settings = {"log_samples": GROUPS, **run}
+    config = loop_config(loop_folder, run=settings, weights={"timeout_s": 5, "parity_every": 0}, **sections)
+    recipe = loop_folder / f"{name}.yaml"
+    recipe.write_text(yaml.safe_dump(config.model_dump()))
+    folder = loop_folder / name
+    return UserRun(["areal-lite", "train", recipe.name, f"run.dir={folder.name}"], run_folder=folder)
+
+
+def typed(command: str, *, folder: Path) -> UserRun:
+    """Type a line into a shell."""
+    return UserRun(["bash", "-c", command], run_folder=folder)
+
+
+def summary(run: UserRun) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run.folder.path / "summary.json").read_text())
+    return content
+
+
+def steps(run: UserRun) -> list[int]:
+    return [row["step"] for row in run.folder.read("metrics.jsonl")]
+
+
+def saved_step(run: UserRun) -> int:
+    return int(run.folder.newest_checkpoint().name.removeprefix("step-"))
+
+
+def lost(run: UserRun) -> dict[str, dict[str, Any]]:
+    return {event["worker"]: event for event in run.folder.read("events.jsonl") if event["kind"] == "lost"}
+
+
+def check_books(run: UserRun, *, total: int) -> None:
+    """Every step once, no group trained twice, every group accounted for (I2)."""
+    assert steps(run) == list(range(1, total + 1))
+    assert max(Counter(trained_groups(run.folder)).values()) == 1
+    ledger = summary(run)["ledger"]
+    assert ledger["trained"] == total * GROUPS
+    assert conserved(ledger)
+
+
+def test_a_run_goes_on_without_the_workers_that_are_killed(loop_folder: Path) -> None:
+    """One worker's whole process tree is killed, then only the engine-core process of another; the third finishes."""
+    with start(loop_folder, "killed", run={"steps": 60}, rollout={"workers": 3, "slots": 16, "max_new_tokens": 16,
+                                                                 "kv_cache_mb": 64}) as run:  # fmt: skip
+        run.wait_for_steps(3)
+        tree = run.tree(run.actor("rollout/0"))
+        assert len(tree) > 1
+        for pid in tree:
+            os.kill(pid, signal.SIGKILL)
+        run.wait_until(lambda: "rollout/0" in lost(run), "notice of rollout/0")
+        actor = run.actor("rollout/1")
+        os.kill(run.engine_core("rollout/1"), signal.SIGKILL)
+        run.wait_until(lambda: "rollout/1" in lost(run), "notice of rollout/1")
+        run.wait_until(lambda: not any(map(alive, [*tree, actor])), "end of the lost workers' processes")
+        assert run.exit_code() == 0, run.output
+        assert run.left_behind() == []
+        check_books(run, total=60)
+        assert summary(run)["status"] == "done"
+        assert lost(run).keys() == {"rollout/0", "rollout/1"}
+        for name in ("rollout/0", "rollout/1"):
+            assert f"{name} was lost" in run.output
+
+
+def test_ctrl_c_saves_and_the_printed_command_finishes_the_run(loop_folder: Path) -> None:
+    """The terminal sends SIGINT to the whole process group: only the controller may act on it."""
+    with start(loop_folder, "stopped", run={"steps": 40}) as run:
+        run.wait_for_steps(3)
+        run.press_ctrl_c()
+        assert run.exit_code() == 130, run.output
+        assert run.left_behind() == []
+        stopped_at = len(steps(run))
+        assert summary(run)["status"] == "interrupted"
+        assert saved_step(run) == stopped_at < 40
+        check_books(run, total=stopped_at)
+        (command,) = re.findall(r"^\s*(areal-lite train .*run\.resume=.*)$", run.output, flags=re.MULTILINE)
+    with typed(command, folder=run.folder.path) as resumed:
+        assert resumed.exit_code() == 0, resumed.output
+        assert resumed.left_behind() == []
+        check_books(resumed, total=40)
+        assert summary(resumed)["status"] == "done"
+
+
+def test_ctrl_c_twice_ends_at_once(loop_folder: Path) -> None:
+    with start(loop_folder, "twice", run={"steps": 1000}) as run:
+        run.wait_for_steps(3)
+        run.press_ctrl_c()
+        run.wait_until(lambda: "press Ctrl-C again" in run.output, "an answer to Ctrl-C")
+        run.press_ctrl_c()
+        assert run.exit_code() == 130, run.output
+        assert run.left_behind() == []
+        assert "Traceback" not in run.output
+
+
+def test_ctrl_c_while_engines_start_ends_at_once(loop_folder: Path) -> None:
+    with start(loop_folder, "early", run={"steps": 1000}) as run:
+        run.wait_until(lambda: "queue is ready" in run.output, "a first actor")
+        run.press_ctrl_c()
+        assert run.exit_code() == 130, run.output
+        assert run.left_behind() == []
+        assert "Traceback" not in run.output
+
+
+def test_a_dead_trainer_rank_ends_the_run_by_name(loop_folder: Path) -> None:
+    """Rank 1 is killed; rank 0 fails too, and must not be blamed."""
+    with start(loop_folder, "rank", run={"steps": 1000, "checkpoint_every": 2}, trainer={"ranks": 2}) as run:
+        run.wait_for_steps(4)
+        os.kill(run.actor("trainer/1"), signal.SIGKILL)
+        assert run.exit_code() == 1, run.output
+        assert run.left_behind() == []
+        assert "TrainerError: trainer/1 died" in run.output
+        assert "logs/trainer-1.log" in run.output
+        assert f"run.resume={run.folder.path}" in run.output
+        assert saved_step(run) >= 2
+        assert summary(run)["status"].startswith("failed: TrainerError: trainer/1 died")
+        assert "Traceback" not in run.output
+
+
+def test_the_last_worker_lost_or_hung_ends_the_run_with_a_saved_state(loop_folder: Path) -> None:
+    """The only worker is killed; the run saves. Resumed, its engine hangs instead of dying: the run saves, and says who.
+
+    One slot makes generation so slow against training that the engine is stopped while a batch is waited for.
+    """
+    rollout = {"slots": 1, "max_new_tokens": 100, "kv_cache_mb": 64}
+    with start(loop_folder, "last", run={"steps": 1000, "stall_timeout_s": 8}, rollout=rollout) as run:
+        run.wait_for_steps(2)
+        for pid in run.tree(run.actor("rollout/0")):
+            os.kill(pid, signal.SIGKILL)
+        assert run.exit_code() == 1, run.output
+        assert run.left_behind() == []
+        assert "HandoverError: no rollout worker is left; the last one, rollout/0" in run.output
+        assert summary(run)["status"].startswith("failed: HandoverError")
+        before = len(steps(run))
+        assert saved_step(run) == before
+        assert f"run.resume={run.folder.path}" in run.output
+    command = f"areal-lite train last.yaml run.resume={run.folder.path}"
+    with typed(command, folder=run.folder.path) as resumed:
+        resumed.wait_for_steps(before + 1)
+        os.kill(resumed.engine_core("rollout/0"), signal.SIGSTOP)
+        stopped = time.time()
+        assert resumed.exit_code() == 1, resumed.output
+        assert resumed.left_behind() == []
+        assert "StallError: no progress for" in resumed.output
+        assert re.search(r"late: rollout/0 \(rollout\) holds \d+ leases, the oldest since \d+ s", resumed.output)
+        assert summary(resumed)["status"].startswith("failed: StallError")
+        assert saved_step(resumed) == len(steps(resumed)) > before
+        assert resumed.folder.newest_checkpoint().stat().st_mtime > stopped
