@@ -52,6 +52,9 @@ class WarmStartConfig(Section):
     batch_size: int = Field(64, ge=1, description="worked solutions per step")
     lr: float = Field(3e-3, gt=0, description="peak learning rate")
     seed: int = Field(0, ge=0, description="seed of initialisation and data order; the same for every run.seed")
+    carelessness: float = Field(
+        0.6, ge=0, le=1, description="share of carries and borrows that its worked solutions forget; RL unlearns it"
+    )
     hidden_size: int = Field(128, ge=16, description="width of the model")
     num_layers: int = Field(4, ge=1, description="decoder layers")
     tie_embeddings: bool = Field(True, description="share input and output embeddings")

@@ -17,6 +17,7 @@ __all__ = ["BackgroundLoop", "LocalEngines", "SyncClient", "vllm_engine"]
 T = TypeVar("T")
 
 _CALL_TIMEOUT_S = 60.0
+_START_TIMEOUT_S = 300.0
 
 
 class BackgroundLoop:
@@ -27,9 +28,9 @@ class BackgroundLoop:
         self._thread = threading.Thread(target=self.loop.run_forever, name="test-loop", daemon=True)
         self._thread.start()
 
-    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def call(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float = _CALL_TIMEOUT_S) -> T:
         """Run a coroutine to its end."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(_CALL_TIMEOUT_S)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
 
     def close(self) -> None:
         """Cancel what still runs, as `asyncio.run` would, and end the thread."""
@@ -89,7 +90,7 @@ def vllm_engine(config: Config, model_folder: str) -> Iterator[tuple[VllmEngine,
     background = BackgroundLoop()
     with mock.patch.dict(os.environ):
         try:
-            engine = background.call(VllmEngine.start(config, model_folder=model_folder))
+            engine = background.call(VllmEngine.start(config, model_folder=model_folder), timeout_s=_START_TIMEOUT_S)
             try:
                 yield engine, background
             finally:

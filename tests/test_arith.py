@@ -7,7 +7,7 @@ from decimal import Decimal
 import pytest
 
 from areal_lite.config import ArithConfig
-from areal_lite.data.arith import CHARACTERS, arith_problems, gold_solutions
+from areal_lite.data.arith import CHARACTERS, arith_problems, worked_solutions
 from areal_lite.errors import ConfigError
 from areal_lite.verify.builtin import final_number, last_number
 
@@ -49,7 +49,7 @@ def test_held_out_prompts_never_occur_in_training(settings):
     held_out = {problem.prompt for problem in arith_problems(settings, "eval")}
     assert len(held_out) == settings.eval_size
     assert held_out.isdisjoint(problem.prompt for problem in arith_problems(settings, "train"))
-    assert held_out.isdisjoint(problem.prompt for problem in gold_solutions(settings, 5000, seed=1))
+    assert held_out.isdisjoint(problem.prompt for problem in worked_solutions(settings, 5000, seed=1, carelessness=0.5))
 
 
 def test_problems_depend_on_the_seed_alone():
@@ -58,8 +58,9 @@ def test_problems_depend_on_the_seed_alone():
     assert train != arith_problems(ArithConfig(seed=1), "train")
     assert len(train) == 8192
     assert arith_problems(ArithConfig(train_size=10), "train") == train[:10]
-    assert gold_solutions(ArithConfig(), 50, seed=0) != gold_solutions(ArithConfig(), 50, seed=1)
-    assert gold_solutions(ArithConfig(), 50, seed=0) != train[:50]
+    first, second = (worked_solutions(ArithConfig(), 50, seed=seed, carelessness=0.0) for seed in (0, 1))
+    assert first != second
+    assert first != train[:50]
 
 
 def test_the_first_problem_is_pinned():
@@ -118,3 +119,26 @@ def test_numbers_are_compared_by_value():
 def test_a_reference_without_a_number_is_an_error_not_a_zero():
     with pytest.raises(ValueError, match="reference answer must hold a number"):
         last_number("", "#45", "forty-five")
+
+
+def test_careless_solutions_forget_that_share_of_the_carries():
+    """Every step is right, or ten off where there is a carry or borrow; totals never go below zero.
+
+    Seen failing with `carries` always true, and with the right total carried on.
+    """
+    settings = ArithConfig(min_terms=3, max_terms=5, max_value=9)
+    forgotten = kept = 0
+    for problem in worked_solutions(settings, 2000, seed=0, carelessness=0.6):
+        steps, _, last = problem.solution.partition("#")
+        total = None
+        for step in steps.split(";"):
+            left, sign, right, result = re.fullmatch(r"(\d+)([+-])(\d+)=(\d+)", step).groups()
+            assert total in (None, left)
+            exact = int(left) + int(right) if sign == "+" else int(left) - int(right)
+            carries = int(left) % 10 + int(right) % 10 >= 10 if sign == "+" else int(left) % 10 < int(right) % 10
+            assert int(result) == exact or (carries and (int(result) - exact) % 10 == 0)
+            if carries and exact >= 0:
+                forgotten, kept = forgotten + (int(result) != exact), kept + (int(result) == exact)
+            total = result
+        assert last == total
+    assert forgotten / (forgotten + kept) == pytest.approx(0.6, abs=0.03)

@@ -126,15 +126,18 @@ def test_a_run_that_ended_before_its_first_step_has_a_summary(recorder: Recorder
 
 
 def test_what_is_not_a_number_is_null_and_what_is_infinite_is_not(recorder: Recorder, folder: RunFolder) -> None:
-    """An infinite difference must not look like one that was not measured.
+    """A parity that is infinite or NaN must not look like one that was not measured.
 
-    Seen failing with NaN written as it is, and with infinity as null: the summary then named no parity at all.
+    Seen failing with NaN written as it is, with infinity as null (the summary then named no parity at all), and with
+    a NaN parity as null.
     """
     recorder.parity(math.inf)
     do_step(recorder, 1, loss=math.nan, behav_prox_max_abs_diff_age0=math.inf, grad_norm=-math.inf)
     recorder.parity(math.nan)
+    do_step(recorder, 2)
     recorder.summary("done", ledger={})
-    row = json.loads((folder.path / "metrics.jsonl").read_text())
+    row, second = folder.read("metrics.jsonl")
+    assert second["parity_max_abs_logprob_diff"] == sys.float_info.max
     assert row["loss"] is None
     assert row["behav_prox_max_abs_diff_age0"] == row["parity_max_abs_logprob_diff"] == sys.float_info.max
     assert row["grad_norm"] == -sys.float_info.max

@@ -209,7 +209,10 @@ def drive(
 
 
 def test_eta_0_with_a_torch_engine_is_the_plain_loop(tmp_path: Path) -> None:
-    """Losses and final parameters are equal, bit for bit."""
+    """Losses and final parameters are equal, bit for bit.
+
+    Seen failing with room for one group more than eta allows, and with a hand-over that resumes before it publishes.
+    """
     config = synchronous_config(tmp_path)
     plain_trainer, trainer = make_trainer(config), make_trainer(config)
     plain_engine = TorchEngine(config.model.path)
@@ -234,7 +237,10 @@ def test_eta_0_with_a_torch_engine_is_the_plain_loop(tmp_path: Path) -> None:
 
 @pytest.mark.loop
 def test_eta_0_with_vllm_is_the_plain_loop(ray_cluster: None, loop_folder: Path) -> None:
-    """The `loss` column of a real run equals the losses of a plain loop around an engine in this process."""
+    """The `loss` column of a real run equals the losses of a plain loop around an engine in this process.
+
+    Seen failing with a hand-over that resumes before it publishes.
+    """
     from areal_lite.weights.publisher import WeightPublisher
 
     config = synchronous_config(loop_folder, dir=str(loop_folder / "synchronous"))

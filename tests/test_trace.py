@@ -21,7 +21,7 @@ def slices(*events: Event) -> list[tuple[str, float, float]]:
 
 
 def test_a_trainer_lane_is_wait_train_publish() -> None:
-    """`trained` ends one slice and begins the next. Seen failing with the new slice opened before the old is closed."""
+    """`trained` ends one slice and begins the next. Seen failing with an event that closes and opens nothing."""
     kinds = ["wait", "train", "trained", "published", "wait", "train"]
     assert slices(*(event(100.0 + i, "trainer", kind) for i, kind in enumerate(kinds))) == [
         ("wait", 0.0, 1e6),

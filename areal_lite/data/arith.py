@@ -9,14 +9,15 @@ so a tokenizer of single characters needs no rule for it.
 import itertools
 import operator
 import random
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from areal_lite.config import ArithConfig
 from areal_lite.errors import ConfigError
 
-__all__ = ["CHARACTERS", "ArithProblem", "arith_problems", "gold_solutions"]
+__all__ = ["CHARACTERS", "ArithProblem", "arith_problems", "worked_solutions"]
 
 CHARACTERS = "0123456789+-=?;#"
 """Every character a prompt or a solution can hold."""
@@ -51,18 +52,22 @@ def arith_problems(settings: ArithConfig, split: Literal["train", "eval"]) -> li
     return _training(settings, held_out, stream="train", count=settings.train_size)
 
 
-def gold_solutions(settings: ArithConfig, count: int, *, seed: int) -> list[ArithProblem]:
+def worked_solutions(settings: ArithConfig, count: int, *, seed: int, carelessness: float) -> list[ArithProblem]:
     """Make problems for supervised training, from a stream of their own, never held-out ones.
 
     Args:
         settings: The task; its held-out split is the one excluded.
         count: Number of problems.
         seed: Picks the stream.
+        carelessness: Probability, 0..1, with which a solution forgets a carry or a borrow (`7+5=2`, `12-5=17`) and
+            goes on from the wrong total; `answer` stays the right one. 0 = gold solutions.
 
     Raises:
         ConfigError: The settings allow too few different problems.
     """
-    return _training(settings, _held_out(settings), stream=f"gold/{seed}", count=count)
+    problems = _training(settings, _held_out(settings), stream=f"gold/{seed}", count=count)
+    rng = random.Random(f"careless/{seed}")
+    return [_work_out(problem, rng, carelessness) for problem in problems]
 
 
 def _held_out(settings: ArithConfig) -> dict[str, ArithProblem]:
@@ -102,6 +107,22 @@ def _draw(rng: random.Random, settings: ArithConfig) -> ArithProblem:
         steps.append(f"{total}{sign}{value}={result}")
         prompt, total = f"{prompt}{sign}{value}", result
     return ArithProblem(prompt=f"{prompt}=?", solution=f"{';'.join(steps)}#{total}", answer=str(total))
+
+
+def _work_out(problem: ArithProblem, rng: random.Random, carelessness: float) -> ArithProblem:
+    """Write the solution again, now and then without a carry or a borrow."""
+    first, *rest = re.findall(r"\d+|[+-]", problem.prompt)
+    total, steps = int(first), []
+    for sign, value in zip(rest[::2], map(int, rest[1::2]), strict=True):
+        result = _OPERATORS[sign](total, value)
+        carries = (total % 10 + value % 10 >= 10) if sign == "+" else (total % 10 < value % 10)
+        if carries and rng.random() < carelessness:
+            result += -10 if sign == "+" else 10
+        while result < 0:  # a wrong total may be too small to take from
+            result += 10
+        steps.append(f"{total}{sign}{value}={result}")
+        total = result
+    return replace(problem, solution=f"{';'.join(steps)}#{total}")
 
 
 def _too_few(settings: ArithConfig, wanted: str) -> ConfigError:

@@ -198,6 +198,9 @@ def _set_environment(config: Config) -> None:
     """Settings that vLLM reads from the environment, before it is imported."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if config.weights.transport == "ipc":
+        # CUDA IPC handles hold classes, which vLLM hands on to the engine-core process only by pickle.
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if config.run.device == "cpu":
         # With "uni" but multiprocessing left on, vLLM 0.32 goes back to a worker process that spins on a core.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from areal_lite.config import Config, TrainerConfig
-from areal_lite.data.arith import CHARACTERS, ArithProblem, gold_solutions
+from areal_lite.data.arith import CHARACTERS, ArithProblem, worked_solutions
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.train.sft import Example, SftLoop
 
@@ -46,7 +46,12 @@ def ensure_warm_start(
     Returns:
         `cache_dir/<hash>`, complete: it appears in one piece.
     """
-    problems = gold_solutions(config.data.arith, _NUM_EXAMPLES, seed=config.model.warm_start.seed)
+    problems = worked_solutions(
+        config.data.arith,
+        _NUM_EXAMPLES,
+        seed=config.model.warm_start.seed,
+        carelessness=config.model.warm_start.carelessness,
+    )
     folder = cache_dir / _content_hash(config, problems)
     if folder.is_dir():
         return folder
