@@ -22,6 +22,7 @@ from user_run import UserRun, adopting_orphans, alive
 pytestmark = pytest.mark.loop
 
 GROUPS = 4
+TOTAL = 60
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,46 +72,50 @@ def check_books(run: UserRun, *, total: int) -> None:
     assert conserved(ledger)
 
 
-def test_a_run_goes_on_without_the_workers_that_are_killed(loop_folder: Path) -> None:
-    """One worker's whole process tree is killed, then only the engine-core process of another; the third finishes."""
-    with start(loop_folder, "killed", run={"steps": 60}, rollout={"workers": 3, "slots": 16, "max_new_tokens": 16,
-                                                                 "kv_cache_mb": 64}) as run:  # fmt: skip
-        run.wait_for_steps(3)
-        tree = run.tree(run.actor("rollout/0"))
-        assert len(tree) > 1
-        for pid in tree:
-            os.kill(pid, signal.SIGKILL)
-        run.wait_until(lambda: "rollout/0" in lost(run), "notice of rollout/0")
-        actor = run.actor("rollout/1")
-        os.kill(run.engine_core("rollout/1"), signal.SIGKILL)
-        run.wait_until(lambda: "rollout/1" in lost(run), "notice of rollout/1")
-        run.wait_until(lambda: not any(map(alive, [*tree, actor])), "end of the lost workers' processes")
-        assert run.exit_code() == 0, run.output
-        assert run.left_behind() == []
-        check_books(run, total=60)
-        assert summary(run)["status"] == "done"
-        assert lost(run).keys() == {"rollout/0", "rollout/1"}
-        for name in ("rollout/0", "rollout/1"):
-            assert f"{name} was lost" in run.output
-
-
-def test_ctrl_c_saves_and_the_printed_command_finishes_the_run(loop_folder: Path) -> None:
-    """The terminal sends SIGINT to the whole process group: only the controller may act on it."""
-    with start(loop_folder, "stopped", run={"steps": 40}) as run:
+@pytest.fixture(scope="module")
+def interrupted(loop_folder: Path, _adopting_orphans: None) -> UserRun:
+    """A run of 60 steps on three workers, after Ctrl-C in its first steps."""
+    settings = {"steps": TOTAL, "stall_timeout_s": 10}
+    rollout = {"workers": 3, "slots": 16, "max_new_tokens": 16, "kv_cache_mb": 64}
+    with start(loop_folder, "interrupted", run=settings, rollout=rollout) as run:
         run.wait_for_steps(3)
         run.press_ctrl_c()
-        assert run.exit_code() == 130, run.output
-        assert run.left_behind() == []
-        stopped_at = len(steps(run))
-        assert summary(run)["status"] == "interrupted"
-        assert saved_step(run) == stopped_at < 40
-        check_books(run, total=stopped_at)
-        (command,) = re.findall(r"^\s*(areal-lite train .*run\.resume=.*)$", run.output, flags=re.MULTILINE)
-    with typed(command, folder=run.folder.path) as resumed:
-        assert resumed.exit_code() == 0, resumed.output
-        assert resumed.left_behind() == []
-        check_books(resumed, total=40)
-        assert summary(resumed)["status"] == "done"
+        run.exit_code()
+    return run
+
+
+def test_ctrl_c_finishes_the_step_and_saves(interrupted: UserRun) -> None:
+    """The terminal sends SIGINT to the whole process group: only the controller may act on it."""
+    assert interrupted.exit_code() == 130, interrupted.output
+    assert interrupted.leftovers == []
+    stopped_at = len(steps(interrupted))
+    assert 3 <= stopped_at < TOTAL
+    assert saved_step(interrupted) == stopped_at
+    assert summary(interrupted)["status"] == "interrupted"
+    check_books(interrupted, total=stopped_at)
+
+
+def test_the_printed_command_finishes_the_run_though_workers_are_lost(interrupted: UserRun) -> None:
+    """One worker's process tree is killed; the engine of another hangs; the third finishes."""
+    (command,) = re.findall(r"^\s*(areal-lite train .*run\.resume=.*)$", interrupted.output, flags=re.MULTILINE)
+    with typed(command, folder=interrupted.folder.path) as run:
+        run.wait_for_steps(len(steps(interrupted)) + 2)
+        killed = run.tree(run.actor("rollout/0"))
+        assert len(killed) > 1
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        run.wait_until(lambda: "rollout/0" in lost(run), "notice of rollout/0")
+        hung = run.tree(run.actor("rollout/1"))
+        os.kill(run.engine_core("rollout/1"), signal.SIGSTOP)
+        run.wait_until(lambda: "rollout/1" in lost(run), "notice of rollout/1")
+        run.wait_until(lambda: not any(map(alive, [*killed, *hung])), "end of the lost workers' processes")
+        assert run.exit_code() == 0, run.output
+        assert run.leftovers == []
+        assert summary(run)["status"] == "done"
+        assert lost(run).keys() == {"rollout/0", "rollout/1"}
+        assert "pause: StallError: no progress" in lost(run)["rollout/1"]["reason"]
+        assert all(f"{name} was lost" in run.output for name in lost(run))
+        check_books(run, total=TOTAL)
 
 
 def test_ctrl_c_twice_ends_at_once(loop_folder: Path) -> None:
@@ -120,7 +125,8 @@ def test_ctrl_c_twice_ends_at_once(loop_folder: Path) -> None:
         run.wait_until(lambda: re.search("press Ctrl-C again|saving", run.output), "an answer to Ctrl-C")
         run.press_ctrl_c()
         assert run.exit_code() == 130, run.output
-        assert run.left_behind() == []
+        assert run.leftovers == []
+        assert run.output.endswith("stopped\n")
         assert "Traceback" not in run.output
 
 
@@ -129,7 +135,7 @@ def test_ctrl_c_while_engines_start_ends_at_once(loop_folder: Path) -> None:
         run.wait_until(lambda: "queue is ready" in run.output, "a first actor")
         run.press_ctrl_c()
         assert run.exit_code() == 130, run.output
-        assert run.left_behind() == []
+        assert run.leftovers == []
         assert "Traceback" not in run.output
 
 
@@ -139,7 +145,7 @@ def test_a_dead_trainer_rank_ends_the_run_by_name(loop_folder: Path) -> None:
         run.wait_for_steps(4)
         os.kill(run.actor("trainer/1"), signal.SIGKILL)
         assert run.exit_code() == 1, run.output
-        assert run.left_behind() == []
+        assert run.leftovers == []
         assert "TrainerError: trainer/1 died" in run.output
         assert "logs/trainer-1.log" in run.output
         assert f"run.resume={run.folder.path}" in run.output
@@ -158,7 +164,7 @@ def test_the_last_worker_lost_or_hung_ends_the_run_with_a_saved_state(loop_folde
         run.wait_for_steps(2)
         os.kill(run.engine_core("rollout/0"), signal.SIGKILL)
         assert run.exit_code() == 1, run.output
-        assert run.left_behind() == []
+        assert run.leftovers == []
         assert "HandoverError: no rollout worker is left; the last one, rollout/0" in run.output
         assert summary(run)["status"].startswith("failed: HandoverError")
         before = len(steps(run))
@@ -170,7 +176,7 @@ def test_the_last_worker_lost_or_hung_ends_the_run_with_a_saved_state(loop_folde
         os.kill(resumed.engine_core("rollout/0"), signal.SIGSTOP)
         stopped = time.time()
         assert resumed.exit_code() == 1, resumed.output
-        assert resumed.left_behind() == []
+        assert resumed.leftovers == []
         assert "StallError: no progress for" in resumed.output
         assert re.search(r"late: rollout/0 \(rollout\) holds \d+ leases, the oldest since \d+ s", resumed.output)
         assert summary(resumed)["status"].startswith("failed: StallError")

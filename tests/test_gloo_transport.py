@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from vllm.distributed.weight_transfer.base import ModuleSource, ParamMeta, WeightSource
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
@@ -126,7 +127,7 @@ def info_of(model: nn.Module, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("bucket_bytes", [gloo._BUCKET_BYTES, 7])
 def test_an_update_arrives_bit_for_bit_and_again(monkeypatch: pytest.MonkeyPatch, bucket_bytes: int) -> None:
-    """In one broadcast and in many. Seen failing without `initialize_layerwise_reload`, and with one bucket sent."""
+    """In one broadcast and in many. Seen failing with one bucket sent."""
     monkeypatch.setattr(gloo, "_BUCKET_BYTES", bucket_bytes)
     trainer, engine = TinyModel(seed=1), TinyModel(seed=2)
     client = LocalClient(make_engine(engine))
@@ -142,11 +143,36 @@ def test_an_update_arrives_bit_for_bit_and_again(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_engines_tensors_stay_where_they_are() -> None:
-    """Whatever else refers to a parameter's memory sees the new values. Seen failing with `load_weights` alone."""
+    """Whatever else refers to a parameter's memory sees the new values. Seen failing with parameters replaced."""
     trainer, engine = TinyModel(seed=1), TinyModel(seed=2)
     places = {name: parameter.data_ptr() for name, parameter in engine.named_parameters()}
     make_sender(LocalClient(make_engine(engine)), ModuleSource(trainer)).send_weights()
     assert {name: parameter.data_ptr() for name, parameter in engine.named_parameters()} == places
+
+
+def test_a_layer_that_keeps_its_weights_in_another_form_gets_them_in_that_form() -> None:
+    """As vLLM's CPU layers do, which pack them after loading. Seen failing without `initialize_layerwise_reload`."""
+
+    class Transposing(QuantizeMethodBase):
+        def create_weights(self, layer: nn.Module, *arguments: Any, **options: Any) -> None:
+            raise AssertionError
+
+        def apply(self, layer: nn.Module, *arguments: Any, **options: Any) -> torch.Tensor:
+            raise AssertionError
+
+        def process_weights_after_loading(self, layer: nn.Module) -> None:
+            layer.weight = nn.Parameter(layer.weight.detach().t().contiguous(), requires_grad=False)
+
+    trainer, engine = TinyModel(seed=1), TinyModel(seed=2)
+    vars(engine.linear)["quant_method"] = method = Transposing()
+    receiver = make_engine(engine)
+    method.process_weights_after_loading(engine.linear)
+    place = engine.linear.weight.data_ptr()
+    sender = make_sender(LocalClient(receiver), ModuleSource(trainer))
+    for _ in range(2):
+        sender.send_weights()
+        assert torch.equal(engine.linear.weight, trainer.linear.weight.t())
+    assert engine.linear.weight.data_ptr() == place
 
 
 def test_bfloat16_travels_as_it_is() -> None:

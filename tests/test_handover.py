@@ -3,37 +3,54 @@
 The engines are the real `RayEngines` over fake actors; no Ray is started.
 """
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+from ledger_builders import FakeClock
 
 from areal_lite.errors import EngineError, HandoverError
 from areal_lite.events import EventBuffer
 from areal_lite.launch import engines as engines_module
 from areal_lite.launch.engines import RayEngines
+from areal_lite.watchdog import Watchdog
 from areal_lite.weights.handover import hand_over
+
+TIMEOUT_S = 10.0
 
 
 class FakeActor:
-    """Writes every call into the common log; fails the method named in `fails`."""
+    """Writes every call into the common log; fails the method named in `fails`.
 
-    def __init__(self, name: str, log: list[str], *, fails: str | None, error: Exception) -> None:
-        self._name, self._log, self._fails, self._error = name, log, fails, error
+    `pauses_after_s` seconds of the clock pass before its pause is done; with `draining` it makes tokens meanwhile.
+    """
+
+    def __init__(
+        self, name: str, log: list[str], *, fails: str | None, clock: FakeClock, pauses_after_s: float, draining: bool
+    ) -> None:
+        self._name, self._log, self._fails = name, log, fails
+        self._clock, self._pauses_after_s, self._draining = clock, pauses_after_s, draining
 
     def __getattr__(self, method: str) -> Any:
-        def remote(*arguments: Any) -> Callable[[], None]:
-            self._log.append(f"{self._name}.{method}({', '.join(map(str, arguments))})")
-
-            def result() -> None:
-                if method == self._fails:
-                    raise self._error
-
-            return result
+        def remote(*arguments: Any) -> Callable[[float], Any]:
+            if method != "progress":
+                self._log.append(f"{self._name}.{method}({', '.join(map(str, arguments))})")
+            return lambda timeout_s: self._result(method, timeout_s)
 
         return SimpleNamespace(remote=remote)
+
+    def _result(self, method: str, timeout_s: float) -> Any:
+        if method == "progress":
+            return int(self._clock.now) if self._draining else 7
+        if method == self._fails:
+            raise EngineError(f"{self._name} died")
+        if method == "pause" and self._clock.now < self._pauses_after_s:
+            self._clock.now += timeout_s
+            raise ray.exceptions.GetTimeoutError
+        return None
 
 
 class Handover:
@@ -46,20 +63,30 @@ class Handover:
         fails: dict[str, str],
         names: str = "ab",
         publish_failures: dict[str, str] | None = None,
-        error: Exception | None = None,
+        pauses_after_s: float = 0.0,
+        draining: bool = False,
     ) -> None:
         self.log: list[str] = []
         self.lost: dict[str, str] = {}
         self.buffer = EventBuffer("handover")
         self._publish_failures = publish_failures or {}
+        clock = FakeClock()
         handles: dict[str, Any] = {
-            name: FakeActor(name, self.log, fails=fails.get(name), error=error or EngineError(f"{name} died"))
+            name: FakeActor(
+                name,
+                self.log,
+                fails=fails.get(name),
+                clock=clock,
+                pauses_after_s=pauses_after_s if name == "a" else 0.0,
+                draining=draining,
+            )
             for name in names
         }
         killed = {id(handle): name for name, handle in handles.items()}
-        monkeypatch.setattr(engines_module, "result", lambda reference, timeout_s: reference())
+        monkeypatch.setattr(engines_module, "result", lambda reference, timeout_s: reference(timeout_s))
+        monkeypatch.setattr(engines_module, "Watchdog", functools.partial(Watchdog, clock=clock))
         monkeypatch.setattr(engines_module.ray, "kill", lambda handle: self.log.append(f"kill {killed[id(handle)]}"))
-        self.engines = RayEngines(handles, timeout_s=1.0, on_drop=self.lost.__setitem__)
+        self.engines = RayEngines(handles, timeout_s=TIMEOUT_S, on_drop=self.lost.__setitem__)
 
     def run(self) -> None:
         hand_over(
@@ -117,7 +144,7 @@ def test_the_event_log_tells_each_part_with_the_version(monkeypatch: pytest.Monk
 def test_an_engine_that_fails_a_step_is_dropped_and_the_other_goes_on(
     monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """Seen failing with `drop` left out of `each`: the engine was resumed on the old weights."""
+    """Seen failing with `drop` left out of `each`."""
     handover = Handover(monkeypatch, fails={"a": step})
     handover.run()
     order = ["pause", "stamp", "resume"]
@@ -147,16 +174,26 @@ def test_an_engine_that_failed_twice_is_dropped_once(monkeypatch: pytest.MonkeyP
     assert handover.log.count("kill a") == 1
 
 
-def test_an_engine_that_is_late_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    handover = Handover(monkeypatch, fails={"a": "pause"}, error=ray.exceptions.GetTimeoutError("after 1 s"))
+def test_an_engine_that_stands_still_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I6. Seen hanging without the watchdog."""
+    handover = Handover(monkeypatch, fails={}, pauses_after_s=1e9)
     handover.run()
-    assert handover.lost == {"a": "pause: GetTimeoutError: after 1 s"}
+    assert handover.lost["a"].startswith("pause: StallError: no progress for")
+    assert handover.of("a") == ["pause"]
     assert handover.of("b") == ["pause", "stamp", "resume"]
+
+
+def test_draining_may_take_as_long_as_tokens_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deadline on progress, not on duration. Seen failing with one on the whole call."""
+    handover = Handover(monkeypatch, fails={}, pauses_after_s=20 * TIMEOUT_S, draining=True)
+    handover.run()
+    assert handover.lost == {}
+    assert handover.of("a") == ["pause", "stamp", "resume"]
 
 
 @pytest.mark.parametrize("step", ["pause", "publish", "stamp"])
 def test_without_any_engine_left_the_version_does_not_move(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    """The last one's name and step are told. Seen failing with `drop` that never raises."""
+    """The last one's name and step are told. Seen failing without `raise_if_none`."""
     failures = dict.fromkeys("ab", "HandoverError: damaged") if step == "publish" else {}
     fails = {} if step == "publish" else dict.fromkeys("ab", step)
     handover = Handover(monkeypatch, fails=fails, publish_failures=failures)

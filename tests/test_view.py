@@ -178,8 +178,9 @@ def test_a_resumed_run_counts_from_its_first_step() -> None:
         ([float(n) for n in range(8)], 8, "0.00 ▁▂▃▄▅▆▇█ 7.00"),
         ([0.0, 2.0, 4.0, 6.0, 8.0, 8.0], 3, "1.00 ▁▅█ 8.00"),
         ([3.0, 3.0, 0.0], 2, "0.00 █▁ 3.00"),
+        ([0.0, 0.95, 1.0], 8, "0.00 ▁██ 1.00"),
     ],
 )
 def test_a_sparkline_spans_its_bounds(values: list[float], width: int, drawn: str) -> None:
-    """Means of 1, 5 and 8 for the last but one: (5 - 1) / 7 of 7 steps is 4. Seen failing with floor for round."""
+    """Means of 1, 5 and 8 for the fifth: (5 - 1) / (8 - 1) of 7 steps is 4. Seen failing with floor for round."""
     assert sparkline(values, width) == drawn

@@ -42,6 +42,8 @@ class UserRun:
 
     def __init__(self, command: Sequence[str], *, run_folder: Path) -> None:
         self.folder = RunFolder(run_folder)
+        self.leftovers: list[str] | None = None
+        """What outlived the command, known after `exit_code`."""
         self._others = set(_children(os.getpid()))
         self._pieces: list[bytes] = []
         self._terminal, theirs = pty.openpty()
@@ -93,13 +95,14 @@ class UserRun:
             time.sleep(_POLL_S)
 
     def exit_code(self) -> int:
-        """Wait for the end of the command."""
+        """Wait for the end of the command, and see what it leaves behind."""
         try:
-            return self._process.wait(timeout=_DEADLINE_S)
+            code = self._process.wait(timeout=_DEADLINE_S)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"does not end:\n{self.output}") from None
-        finally:
-            self._reader.join(timeout=5)
+        if self.leftovers is None:
+            self.leftovers = self._left_behind()
+        return code
 
     def actor(self, lane: str) -> int:
         """Process id of an actor: the topmost process that writes into its log."""
@@ -122,8 +125,8 @@ class UserRun:
         roots = set(_children(os.getpid())) - self._others
         return [pid for root in roots for pid in self.tree(root) if alive(pid)]
 
-    def left_behind(self) -> list[str]:
-        """What is still there some seconds after the command's end (Ray's processes end on their own)."""
+    def _left_behind(self) -> list[str]:
+        """Commands of what is still there some seconds after the command's end (Ray's processes end on their own)."""
         deadline = time.monotonic() + 15
         while (pids := self.processes()) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
