@@ -47,5 +47,9 @@ class EngineClient:
         for name, reference in references.items():
             try:
                 ray.get(reference, timeout=self._timeout_s)
+            except ray.exceptions.GetTimeoutError:
+                raise HandoverError(
+                    f"{name} must finish {method} within weights.timeout_s={self._timeout_s:g} s, it did not"
+                ) from None
             except Exception as error:
                 raise HandoverError(f"{name} failed in {method}: {type(error).__name__}: {error}") from error

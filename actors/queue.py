@@ -8,7 +8,7 @@ from areal_lite.data.cursor import PromptCursor
 from areal_lite.data.source import load_source
 from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
 from areal_lite.sample_queue.server import QueueServer
-from areal_lite.wire import decode
+from areal_lite.sample_queue.service import restore
 
 __all__ = ["QueueActor"]
 
@@ -32,11 +32,12 @@ class QueueActor:
             lease_timeout_s=config.queue.lease_timeout_s,
             reject=config.queue.reject,
         )
-        ledger = Ledger(settings, clock=time.monotonic)
-        if state is not None:
-            saved = decode(state)
-            ledger = Ledger.restore(settings, saved["ledger"], clock=time.monotonic)
-            cursor.load(saved["cursor"])
+        clock = time.monotonic
+        ledger = (
+            Ledger(settings, clock=clock)
+            if state is None
+            else restore(state, settings=settings, cursor=cursor, clock=clock)
+        )
         self._server = QueueServer(
             ledger,
             cursor,

@@ -113,7 +113,6 @@ def test_the_printed_command_finishes_the_run_though_workers_are_lost(interrupte
         assert run.leftovers == []
         assert summary(run)["status"] == "done"
         assert lost(run).keys() == {"rollout/0", "rollout/1"}
-        assert "pause: StallError: no progress" in lost(run)["rollout/1"]["reason"]
         assert all(f"{name} was lost" in run.output for name in lost(run))
         check_books(run, total=TOTAL)
 
