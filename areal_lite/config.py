@@ -78,6 +78,7 @@ class ArithConfig(Section):
     min_terms: int = Field(2, ge=2, description="fewest numbers in a chain")
     max_terms: int = Field(4, ge=2, description="most numbers in a chain")
     max_value: int = Field(99, ge=1, description="largest number in a chain")
+    minus_share: float = Field(0.5, ge=0, le=1, description="share of minus signs, where the total allows one")
     train_size: int = Field(8192, ge=1, description="training problems")
     eval_size: int = Field(256, ge=1, description="held-out problems, never among the training ones")
     seed: int = Field(0, ge=0, description="seed of both splits")

@@ -102,7 +102,7 @@ def _draw(rng: random.Random, settings: ArithConfig) -> ArithProblem:
     prompt, steps = str(total), []
     for _ in range(rng.randint(settings.min_terms, settings.max_terms) - 1):
         value = rng.randint(1, settings.max_value)
-        sign = "-" if rng.random() < 0.5 and value <= total else "+"
+        sign = "-" if rng.random() < settings.minus_share and value <= total else "+"
         result = _OPERATORS[sign](total, value)
         steps.append(f"{total}{sign}{value}={result}")
         prompt, total = f"{prompt}{sign}{value}", result
