@@ -13,7 +13,6 @@ from areal_lite.config import Config
 from areal_lite.sample_queue.client import QueueClient
 from areal_lite.train.distributed import free_address, join_process_group, leave_process_group
 from areal_lite.train.trainer import StepStats, Trainer
-from areal_lite.weights.publisher import WeightPublisher
 
 __all__ = ["TrainerActor"]
 
@@ -33,6 +32,9 @@ class TrainerActor:
 
     def start(self, *, address: str, model_folder: str, endpoint: str, checkpoint: str | None) -> int:
         """Join the other ranks, build the model, load the checkpoint; returns the version."""
+        # Imported here: the controller's process imports this module too, and has no use for vLLM.
+        from areal_lite.weights.publisher import WeightPublisher
+
         config = self._config
         join_process_group(
             address,

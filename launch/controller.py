@@ -9,8 +9,8 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,7 +59,6 @@ class Controller:
         self._watchdog = Watchdog(config.run.stall_timeout_s)
         self._evaluation: Evaluation | None = None
         self._gauges: dict[str, dict[str, float]] = {}
-        self._tokens_of_lost = 0.0
         self._collected_at = 0.0
         self._interrupts = 0
         self._version = 0
@@ -219,16 +218,18 @@ class Controller:
         ]
         engines = {name: handle.score.remote(sequences) for name, handle in self._cluster.engines.handles.items()}
         expected, *_ = self._ask_trainers("score", sequences, waiting_for="the trainer's logprobs")
-        worst = 0.0
+        differences = []
         for name, reference in engines.items():
             try:
                 scored = result(reference, timeout_s=self._config.run.stall_timeout_s)
             except (EngineError, ray.exceptions.RayError) as error:
                 logger.warning("%s gave no logprobs for the parity check: %s", name, error)
                 continue
-            worst = max(worst, _largest_difference(scored, expected))
-        self._recorder.parity(worst)
-        self._controller_lane.emit("parity", step=self._version, max_abs_logprob_diff=worst)
+            differences.append(_largest_difference(scored, expected))
+        if differences:
+            worst = max(differences)
+            self._recorder.parity(worst)
+            self._controller_lane.emit("parity", step=self._version, max_abs_logprob_diff=worst)
 
     def _begin_evaluation(self) -> None:
         if self._eval_prompts and self._cluster.engines.handles:
@@ -358,9 +359,9 @@ class Controller:
 
 
 def _largest_difference(left: list[Any], right: list[Any]) -> float:
-    """Largest absolute difference; infinite when anything is not finite, because max(0, nan) is 0."""
+    """Largest absolute difference; the largest float when anything is not finite (JSON knows no infinity)."""
     difference = np.concatenate([np.abs(np.asarray(a) - np.asarray(b)) for a, b in zip(left, right, strict=True)])
-    return float(difference.max()) if np.isfinite(difference).all() else math.inf
+    return float(difference.max()) if np.isfinite(difference).all() else sys.float_info.max
 
 
 def _late_workers(status: Any) -> str:
