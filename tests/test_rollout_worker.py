@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from queue_builders import connected, serving
 
-from areal_lite.errors import EngineError, LedgerError, QueueTimeout
+from areal_lite.errors import EngineError, LedgerError, QueueTimeout, WireError
 from areal_lite.events import EventBuffer
 from areal_lite.rollout.engine import Sampling, ScriptedEngine
 from areal_lite.rollout.worker import RolloutWorker, sample_seed
@@ -425,6 +425,29 @@ def test_a_queue_that_refuses_ends_the_worker(op: str) -> None:
             await worker.run()
 
     run(scenario)
+
+
+def test_a_result_the_queue_cannot_take_fails_its_lease_only() -> None:
+    """An oversized group must not end one worker after another. Seen failing without the `except WireError`."""
+
+    async def scenario() -> list[tuple[str, str]]:
+        client = FakeQueue([make_lease(0)], complete_rollout=WireError("too large"))
+        failed: list[tuple[str, str]] = []
+
+        async def fail(*, lease_id: str, reason: str) -> bool:
+            failed.append((lease_id, reason))
+            return True
+
+        client.fail = fail  # type: ignore[method-assign]
+        worker, _ = make_worker(client, ScriptedEngine())
+        running = asyncio.create_task(worker.run())
+        while not failed:
+            await asyncio.sleep(0.001)
+        await worker.stop()
+        await running
+        return failed
+
+    assert [reason for _, reason in run(scenario)] == ["refused:WireError"]
 
 
 # --- stopping ---

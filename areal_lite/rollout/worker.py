@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
-from areal_lite.errors import EngineError, LedgerError, QueueTimeout, WireError
+from areal_lite.errors import EngineError, QueueTimeout, WireError
 from areal_lite.events import EventBuffer
 from areal_lite.rollout.engine import GenerationEngine, Sampling
 from areal_lite.types import Lease, Prompt, Sample
@@ -147,7 +147,7 @@ class RolloutWorker:
             await answer
         except QueueTimeout:
             logger.warning("the queue did not take lease %s; it will be generated again", lease.lease_id)
-        except (WireError, LedgerError) as error:
+        except WireError as error:
             logger.error("the queue refused lease %s: %s", lease.lease_id, error)
             await self._client.fail(lease_id=lease.lease_id, reason=f"refused:{type(error).__name__}")
         self._groups.pop(lease.lease_id, None)
