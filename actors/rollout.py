@@ -85,8 +85,9 @@ class RolloutActor:
 
     async def resume(self) -> None:
         """Step 6."""
-        await self._engine.resume()
+        # Noted at the call: the engine goes on at once, but its answer waits behind the first step, the re-prefill.
         self._events.emit("resumed")
+        await self._engine.resume()
 
     async def evaluate(self, prompts: list[Prompt]) -> list[Sample]:
         """Complete prompts greedily."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import transformers
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -81,6 +82,7 @@ def prepare_model(config: Config, *, console: Console) -> Path:
         TextColumn("loss {task.fields[loss]:.3f}"),
         TimeRemainingColumn(),
     )
+    transformers.utils.logging.disable_progress_bar()
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(
             "supervised warm start of the built-in model", total=config.model.warm_start.steps, loss=0.0
