@@ -2,6 +2,8 @@
 
 import time
 
+import ray
+
 from areal_lite.actors.process import log_to_file
 from areal_lite.config import Config
 from areal_lite.data.cursor import PromptCursor
@@ -50,8 +52,8 @@ class QueueActor:
         self._endpoint = self._server.start()
 
     def endpoint(self) -> str:
-        """Address that workers connect to."""
-        return self._endpoint
+        """Address that workers connect to: from anywhere, where the recipe binds to every interface."""
+        return self._endpoint.replace("//0.0.0.0:", f"//{ray.util.get_node_ip_address()}:")
 
     def close(self) -> None:
         """Stop serving."""

@@ -75,6 +75,9 @@ class TrainerActor:
         """Send the present weights to all engines; returns per engine None or why it failed."""
         return self._publisher.publish()
 
+    def ping(self) -> None:
+        """Answer once this rank is free."""
+
     def progress(self) -> int:
         """Return a number that grows while this rank works."""
         return self._trainer.progress

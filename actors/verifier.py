@@ -1,6 +1,7 @@
 """The process of one verifier worker: a pool of killable processes and the loop that feeds it."""
 
 import asyncio
+from typing import Any
 
 from areal_lite.actors.process import log_to_file
 from areal_lite.config import Config
@@ -28,7 +29,12 @@ class VerifierActor:
         await self._pool.start()
         self._client = AsyncQueueClient(self._endpoint, timeout_s=self._config.queue.lease_timeout_s)
         self._worker = VerifierWorker(
-            self._client, self._pool, name=self._name, events=self._events, lease_limit=4 * verifier.processes
+            self._client,
+            self._pool,
+            name=self._name,
+            events=self._events,
+            lease_limit=4 * verifier.processes,
+            heartbeat_s=self._config.queue.lease_timeout_s / 5,
         )
 
     async def run(self) -> None:
@@ -46,6 +52,6 @@ class VerifierActor:
         pairs = zip(prompts, completions, strict=True)
         return [score for (score,) in await asyncio.gather(*(self._pool.score(p, [text]) for p, text in pairs))]
 
-    async def collect(self) -> tuple[list[Event], dict[str, float]]:
+    async def collect(self) -> tuple[list[Event], dict[str, Any]]:
         """Events since the last call, and figures of this moment."""
         return self._events.drain(), self._pool.gauges()

@@ -37,7 +37,7 @@ class RunConfig(Section):
     steps: int = Field(100, ge=1, description="trainer steps of the whole run, resumed ones included")
     resume: str | None = Field(None, description="run folder to continue in, from its newest checkpoint")
     eval_every: int = Field(0, ge=0, description="steps between evaluations beside generation; 0 = only start and end")
-    checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0 = only at the end and on Ctrl-C")
+    checkpoint_every: int = Field(50, ge=0, description="steps between checkpoints; 0 = only at the end and on Ctrl-C")
     keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept on disk")
     log_samples: int = Field(2, ge=0, description="groups of each batch written to samples.jsonl")
     stall_timeout_s: float = Field(120.0, gt=0, description="seconds without any progress after which the run stops")

@@ -158,12 +158,16 @@ class Recorder:
         def share(*states: str) -> float:
             return sum(fraction(self._first.get(x, {}), self._last.get(x, {}), *states) for x in lanes) / count
 
+        def trainer(state: str) -> float:
+            return fraction(self._first.get("trainer", {}), self._last.get("trainer", {}), state)
+
         elapsed = max(self._last_time - self._first_time, 1e-9)
         return {
             "rollout_occupancy": self._occupancy(self._first, self._last, elapsed),
             "rollout_idle_fraction": share("idle"),
             "rollout_draining_fraction": share("draining"),
-            "trainer_idle_fraction": fraction(self._first.get("trainer", {}), self._last.get("trainer", {}), "waiting"),
+            "trainer_idle_fraction": trainer("waiting"),
+            **{f"trainer_{state}_fraction": trainer(state) for state in ("training", "publishing", "other")},
             "paused_fraction": share(*_PAUSE_PARTS),
             **{f"paused_fraction_{part}": share(part) for part in _PAUSE_PARTS},
         }

@@ -132,11 +132,11 @@ class Cluster:
         failures, *_ = self.ask_trainers("publish", timeout_s=timeout_s)
         return dict(failures)
 
-    def collect(self) -> tuple[list[Event], dict[str, dict[str, float]]]:
+    def collect(self) -> tuple[list[Event], dict[str, dict[str, Any]]]:
         """Events of all workers since the last call, and their gauges by lane; the dead are left to `check_workers`."""
         workers = {**self.engines.handles, **self.verifiers}
         events: list[Event] = []
-        gauges: dict[str, dict[str, float]] = {}
+        gauges: dict[str, dict[str, Any]] = {}
         for name, reference in self._reports.ask(workers, wait_s=_REPORT_WAIT_S).items():
             try:
                 lane_events, gauges[name] = result(reference)

@@ -12,6 +12,7 @@ import logging
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 import ray
 
 from areal_lite.config import Config
-from areal_lite.errors import ArealLiteError, CheckpointError, EngineError, TrainerError
+from areal_lite.errors import ArealLiteError, CheckpointError, EngineError, StallError
 from areal_lite.events import EventBuffer
 from areal_lite.launch.cluster import Cluster
 from areal_lite.launch.evaluation import Evaluation
@@ -37,8 +38,11 @@ __all__ = ["Controller", "Interrupted"]
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.25
+_PING_TIMEOUT_S = 10.0
 _COLLECT_EVERY_S = 0.5
 _SAVE_TIMEOUT_S = 600.0
+_FRUITLESS_BATCHES = 50
+"""Batches' worth of groups that may end failed, rejected or stale before a single batch is complete."""
 
 
 class Interrupted(Exception):
@@ -58,13 +62,14 @@ class Controller:
         self._recorder = Recorder(config, folder)
         self._watchdog = Watchdog(config.run.stall_timeout_s)
         self._evaluation: Evaluation | None = None
-        self._gauges: dict[str, dict[str, float]] = {}
+        self._gauges: dict[str, dict[str, Any]] = {}
         self._collected_at = 0.0
         self._interrupts = 0
         self._version = 0
         self._at_boundary = True
         self._said_stopping = False
         self._reported_lost: set[str] = set()
+        self._reported_failures: set[str] = set()
 
     def run(self) -> dict[str, Any]:
         """Run to the end and return the summary.
@@ -141,17 +146,48 @@ class Controller:
         queue = self._cluster.queue
         self._watchdog.restart()
         self._cluster.check_workers()
+        ended_before: int | None = None
         while queue.take(batch_id=batch_id, wait_s=_POLL_S) is None:
             if self._interrupts:
                 return False
             self._cluster.check_workers()
             status = queue.status()
+            ended = sum(status["counts"][state] for state in ("failed", "rejected", "stale"))
+            ended_before = ended if ended_before is None else ended_before
+            self._raise_if_fruitless(ended - ended_before, status["counts"])
             self._tick(
                 status["progress"],
                 waiting_for=f"the batch of step {self._version + 1} ({status['missing']} groups missing)",
                 culprit=functools.partial(_late_workers, status),
             )
         return True
+
+    def _raise_if_fruitless(self, ended: int, counts: dict[str, int]) -> None:
+        """Groups that end without ever making a batch look like progress to the watchdog; they are not."""
+        if ended > _FRUITLESS_BATCHES * self._config.queue.groups_per_step:
+            reasons = ", ".join(f"{state} {count}" for state, count in counts.items() if "(" in state)
+            raise StallError(
+                f"a batch needs {self._config.queue.groups_per_step} groups, got none out of {ended} that ended since "
+                f"the last one: {reasons or counts}; try the verifier on its own, its first errors are in "
+                f"{self._folder.logs}/verifier-0.log"
+            )
+
+    def _warn_of_failures(self, failures: dict[str, int]) -> None:
+        """Say once per reason that verifications fail."""
+        for reason in failures.keys() - self._reported_failures:
+            self._reported_failures.add(reason)
+            self._view.say(
+                f"a verification failed ({reason}): such samples are left out, and counted; see "
+                f"{self._folder.logs}/verifier-0.log",
+                style="yellow",
+            )
+
+    def _failures(self) -> dict[str, int]:
+        """Failed verifications so far, by reason."""
+        total: Counter[str] = Counter()
+        for gauges in self._gauges.values():
+            total.update(gauges.get("failures", {}))
+        return dict(total)
 
     def _train(self, batch_id: str) -> dict[str, Any]:
         stats = self._ask_trainers("train_step", batch_id, waiting_for=f"step {self._version + 1} to be trained")
@@ -205,8 +241,14 @@ class Controller:
 
     def _record(self, stats: dict[str, Any], groups: list[Group], **timings: float) -> None:
         self._collect(force=True)
-        ledger = self._cluster.queue.status()["counts"]
-        row = self._recorder.step(stats, step=self._version, tokens_generated=self._tokens(), ledger=ledger, **timings)
+        status = self._cluster.queue.status()
+        row = self._recorder.step(
+            stats | {"verifier_failures": self._failures(), "messages_refused": status["refused"]},
+            step=self._version,
+            tokens_generated=self._tokens(),
+            ledger=status["counts"],
+            **timings,
+        )
         self._recorder.samples(self._version, groups[: self._config.run.log_samples])
         self._view.step(row, evaluations=self._recorder.evaluations, shares=self._recorder.shares())
 
@@ -261,7 +303,8 @@ class Controller:
             self._controller_lane.emit("eval", **result)
             self._view.say(
                 f"held-out accuracy at step {result['step']}: {result['accuracy']:.3f} "
-                f"({result['problems']} problems, versions {result['versions']})"
+                f"({result['problems']} problems, versions {result['versions']}"
+                + (f", {result['failures']} could not be scored)" if result["failures"] else ")")
             )
 
     def _save(self) -> Path:
@@ -299,7 +342,7 @@ class Controller:
         """After a failure: save if the weights are those of a step boundary, write the summary, say how to go on."""
         self._view.end()
         with contextlib.suppress(Exception):
-            if self._at_boundary and self._version > 0 and not isinstance(error, TrainerError):
+            if self._at_boundary and self._version > 0 and self._trainers_answer():
                 self._view.say(f"the run failed; saving step {self._version} ...")
                 self._save()
         with contextlib.suppress(Exception):
@@ -308,11 +351,21 @@ class Controller:
         with contextlib.suppress(Exception):
             counts = self._cluster.queue.status()["counts"]
         self._recorder.summary(f"failed: {type(error).__name__}: {error}", ledger=counts)
-        with contextlib.suppress(CheckpointError):
+        try:
             step = self._folder.newest_checkpoint().name
+        except CheckpointError:
+            self._view.say("there is no checkpoint to go on from (run.checkpoint_every)")
+        else:
             self._view.say(
                 f"newest checkpoint: {step}; to go on from there, resume with run.resume={self._folder.path}"
             )
+
+    def _trainers_answer(self) -> bool:
+        """Whether every rank is alive and free; a hung one would make saving wait for nothing."""
+        with contextlib.suppress(ArealLiteError, ray.exceptions.RayError):
+            self._cluster.ask_trainers("ping", timeout_s=_PING_TIMEOUT_S)
+            return True
+        return False
 
     def _collect(self, *, force: bool = False) -> None:
         now = time.monotonic()
@@ -321,6 +374,7 @@ class Controller:
         self._collected_at = now
         events, gauges = self._cluster.collect()
         self._gauges |= gauges
+        self._warn_of_failures(self._failures())
         self._report_lost()
         for lane in (self._trainer_lane, self._handover_lane, self._controller_lane):
             events += lane.drain()
@@ -332,7 +386,7 @@ class Controller:
 
     def _tokens(self) -> float:
         """Tokens generated so far, by workers lost since as well."""
-        return sum(gauge["tokens"] for gauge in self._gauges.values() if "tokens" in gauge)
+        return float(sum(gauge["tokens"] for gauge in self._gauges.values() if "tokens" in gauge))
 
     def _report_lost(self) -> None:
         for name in self._cluster.lost.keys() - self._reported_lost:

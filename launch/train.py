@@ -55,7 +55,9 @@ def _ray() -> Iterator[None]:
     # Ray would warn about this variable on machines without a GPU, over the progress display.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        # Without an address Ray would join whatever cluster this machine happens to run.
+        address = os.environ.get("RAY_ADDRESS") or "local"
+        ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         yield
     finally:
         ray.shutdown()
@@ -113,12 +115,14 @@ def _check_data(config: Config, model_folder: Path) -> list[Prompt]:
 
 
 def _with_absolute_paths(config: Config) -> Config:
-    """Actors run in other folders: a verifier named by a relative path is found from here."""
+    """Actors run in other folders: files named by relative paths are found from here."""
     path, colon, function = config.verifier.function.rpartition(":")
-    if not path.endswith(".py"):
-        return config
-    verifier = config.verifier.model_copy(update={"function": f"{Path(path).resolve()}{colon}{function}"})
-    return config.model_copy(update={"verifier": verifier})
+    verifier, data = config.verifier, config.data
+    if path.endswith(".py"):
+        verifier = verifier.model_copy(update={"function": f"{Path(path).resolve()}{colon}{function}"})
+    paths = {"path": data.path, "eval_path": data.eval_path}
+    data = data.model_copy(update={name: str(Path(value).resolve()) for name, value in paths.items() if value})
+    return config.model_copy(update={"verifier": verifier, "data": data})
 
 
 def _check_resources(config: Config, console: Console) -> None:

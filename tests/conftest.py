@@ -12,7 +12,7 @@ def ray_cluster() -> Iterator[None]:
     """A private Ray, started when the first test asks for it."""
     import ray
 
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()
 

@@ -11,3 +11,8 @@ def fails_on_even(prompt: str, completion: str, answer: str, **row: object) -> f
     if int(answer) % 2 == 0:
         raise RuntimeError("this verifier cannot read even numbers")
     return digit_share(prompt, completion, answer)
+
+
+def always_fails(prompt: str, completion: str, answer: str, **row: object) -> float:
+    """What a typo in a verifier does."""
+    raise NameError("name 'competion' is not defined")

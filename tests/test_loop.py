@@ -4,6 +4,7 @@ Breakages seen: leaving out `_repack_tied_head` (parity), stamping the ledger be
 completing a step before publishing, not reloading the queue's state (resume repeats prompts).
 """
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from loop_builders import loop_config, run_loop, write_prompts
 
+from areal_lite.errors import StallError
 from areal_lite.run_folder import RunFolder
 
 pytestmark = [pytest.mark.loop, pytest.mark.usefixtures("ray_cluster")]
@@ -73,6 +75,7 @@ def test_no_token_over_the_bound_was_trained(first_run: tuple[dict[str, Any], Ru
     """I1 for real, with stragglers: some tokens were masked as stale, none older than eta trained."""
     summary, folder = first_run
     assert summary["age_max_trained"] <= 2
+    assert sum(row["tokens_masked_stale"] for row in folder.read("metrics.jsonl")) > 0
     assert max(len(sample["spans"]) for row in folder.read("samples.jsonl") for sample in row["samples"]) > 1
     for row in folder.read("samples.jsonl"):
         for sample in row["samples"]:
@@ -169,3 +172,17 @@ def test_the_other_ways_to_interrupt(interrupt: str, loop_folder: Path) -> None:
     assert all(sample["reward"] is not None for sample in samples)
     if interrupt == "drain":
         assert all(len(sample["spans"]) == 1 for sample in samples)
+
+
+def test_a_verifier_that_always_fails_ends_the_run(loop_folder: Path) -> None:
+    """Groups that end without ever making a batch are no progress; seen running for ever without the check (I6, I7)."""
+    config = loop_config(
+        loop_folder,
+        run={"steps": 5, "dir": str(loop_folder / "typo")},
+        verifier={"function": f"{Path(__file__).parent / 'loop_verifiers.py'}:always_fails"},
+    )
+    with pytest.raises(StallError, match=r"got none out of .*failed\(exception:NameError\)"):
+        run_loop(config)
+    summary = json.loads((loop_folder / "typo" / "summary.json").read_text())
+    assert summary["status"].startswith("failed: StallError")
+    assert conserved(summary["ledger"])

@@ -6,14 +6,18 @@ pool's processes stay busy. Knows nothing of verify functions (`pool.py` does) o
 
 import asyncio
 import functools
+import logging
 import time
 from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
+from areal_lite.errors import QueueTimeout
 from areal_lite.events import EventBuffer
 from areal_lite.types import Lease, Prompt, Score
 
 __all__ = ["VerifierWorker"]
+
+logger = logging.getLogger(__name__)
 
 _LEASE_WAIT_S = 5.0
 
@@ -79,7 +83,6 @@ class VerifierWorker:
 
         Raises:
             VerifierError: The pool is broken.
-            QueueTimeout: The sample queue does not answer.
         """
         self._ended.clear()
         try:
@@ -108,7 +111,12 @@ class VerifierWorker:
                 await asyncio.wait(self._held.values(), return_when=asyncio.FIRST_COMPLETED)
                 continue
             limit = self._lease_limit - len(self._held)
-            for lease in await self._client.lease_verify(worker=self._name, limit=limit, wait_s=_LEASE_WAIT_S):
+            try:
+                leases = await self._client.lease_verify(worker=self._name, limit=limit, wait_s=_LEASE_WAIT_S)
+            except QueueTimeout:
+                logger.warning("the queue did not answer a lease request; asking again")
+                continue
+            for lease in leases:
                 self._held[lease.lease_id] = task = tasks.create_task(self._score(lease))
                 task.add_done_callback(functools.partial(self._release, lease.lease_id))
 
@@ -119,16 +127,24 @@ class VerifierWorker:
         start = time.time()
         group = lease.group
         scores = await self._pool.score(group.prompt, [sample.text for sample in group.samples])
-        await self._client.complete_verify(lease_id=lease.lease_id, scores=scores)
+        try:
+            await self._client.complete_verify(lease_id=lease.lease_id, scores=scores)
+        except QueueTimeout:
+            logger.warning("the queue did not take lease %s; it will be scored again", lease.lease_id)
+            return
         self._num_groups += 1
         failures = sum(score.failure is not None for score in scores)
         self._events.emit("verify", group_id=group.group_id, start=start, end=time.time(), failures=failures)
 
     async def _beat(self) -> None:
         while True:
-            dead = await self._client.heartbeat(
-                worker=self._name, lease_ids=list(self._held), progress=int(self._pool.gauges()["calls"])
-            )
+            try:
+                dead = await self._client.heartbeat(
+                    worker=self._name, lease_ids=list(self._held), progress=int(self._pool.gauges()["calls"])
+                )
+            except QueueTimeout:
+                logger.warning("the queue did not answer a heartbeat")
+                dead = []
             for lease_id in dead:
                 if task := self._held.get(lease_id):
                     task.cancel()
