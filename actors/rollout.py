@@ -91,7 +91,7 @@ class RolloutActor:
 
     async def evaluate(self, prompts: list[Prompt]) -> list[Sample]:
         """Complete prompts greedily."""
-        return await self._worker.evaluate(prompts, max_new_tokens=self._config.rollout.max_new_tokens)
+        return await self._worker.evaluate(prompts)
 
     async def score(self, sequences: list[tuple[list[int], list[int]]]) -> list[Any]:
         """Log-probabilities of stored sequences under the engine's present weights."""

@@ -195,6 +195,24 @@ def test_a_prompt_longer_than_the_context_names_line_length_limit_and_remedy():
     assert "raise model.max_context" in str(caught.value)
 
 
+@pytest.mark.parametrize("limit", ["20", 0, 2.5])
+def test_a_row_limit_that_is_no_number_of_tokens_names_its_line(limit, tmp_path):
+    """Seen failing without the type check: the run would fail every group of that row."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "abc", "answer": "1", "max_new_tokens": limit}) + "\n")
+    with pytest.raises(DataError, match=r"at least 1, got .* at .*rows\.jsonl:1"):
+        load_source(jsonl_config(data={"path": str(path)}), build_char_tokenizer(LETTERS), "train")
+
+
+def test_a_row_limit_counts_for_the_length(tmp_path):
+    """3 characters and 20 tokens do not fit into 22. Seen failing with `rollout.max_new_tokens` taken for every row."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "abc", "answer": "1", "max_new_tokens": 20}) + "\n")
+    config = jsonl_config(data={"path": str(path)}, model={"max_context": 22}, rollout={"max_new_tokens": 4})
+    with pytest.raises(ConfigError, match="22 - 20 = 2 tokens, got 3"):
+        load_source(config, build_char_tokenizer(LETTERS), "train")
+
+
 def test_text_outside_the_vocabulary_is_an_error_not_a_gap():
     with pytest.raises(DataError, match="cannot encode"):
         load_source(jsonl_config(), build_char_tokenizer(CHARACTERS), "train")

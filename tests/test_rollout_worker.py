@@ -304,11 +304,11 @@ def test_evaluation_is_greedy_and_in_order() -> None:
     async def scenario() -> tuple[list[Sample], list[Sampling]]:
         engine = HeldEngine()
         worker, _ = make_worker(FakeQueue(), engine)
-        samples = await worker.evaluate([make_lease(n).group.prompt for n in range(4)], max_new_tokens=5)
+        samples = await worker.evaluate([make_lease(n).group.prompt for n in range(4)])
         return samples, [sampling for _, sampling in engine.samplings]
 
     samples, samplings = run(scenario)
-    assert samplings == [Sampling(max_new_tokens=5, temperature=0.0)] * 4
+    assert samplings == [Sampling(max_new_tokens=8, temperature=0.0)] * 4
     again, _ = run(scenario)
     assert [sample.text for sample in samples] == [sample.text for sample in again]
     assert len({sample.text for sample in samples}) == 4

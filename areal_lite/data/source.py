@@ -86,13 +86,21 @@ def _tokenise(texts: Sequence[str], *, data: DataConfig, tokenizer: "PreTrainedT
 
 
 def _check_lengths(config: Config, tasks: Sequence[Task], tokens: Sequence[Sequence[int]]) -> None:
-    limit = config.model.max_context - config.rollout.max_new_tokens
-    too_long = [(len(ids), task.origin) for ids, task in zip(tokens, tasks, strict=True) if len(ids) > limit]
+    room = config.model.max_context
+    too_long = []
+    for ids, task in zip(tokens, tasks, strict=True):
+        max_new_tokens = task.row.get("max_new_tokens", config.rollout.max_new_tokens)
+        if type(max_new_tokens) is not int or max_new_tokens < 1:
+            raise DataError(
+                f"a column max_new_tokens must hold whole numbers of at least 1, got {max_new_tokens!r} at {task.origin}: "
+                "correct or remove it"
+            )
+        if len(ids) > room - max_new_tokens:
+            too_long.append((len(ids), max_new_tokens, task.origin))
     if too_long:
-        length, origin = too_long[0]
+        length, max_new_tokens, origin = too_long[0]
         raise ConfigError(
-            f"a prompt may have model.max_context - rollout.max_new_tokens = {config.model.max_context} - "
-            f"{config.rollout.max_new_tokens} = {limit} tokens, got {length} at {origin} ({len(too_long)} such "
-            f"prompts, the longest has {max(too_long)[0]}): raise model.max_context, lower rollout.max_new_tokens, or "
-            "remove them"
+            f"a prompt may have model.max_context - rollout.max_new_tokens = {room} - {max_new_tokens} = "
+            f"{room - max_new_tokens} tokens, got {length} at {origin} ({len(too_long)} such prompts, the longest has "
+            f"{max(too_long)[0]}): raise model.max_context, lower rollout.max_new_tokens, or remove them"
         )

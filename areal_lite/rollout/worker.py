@@ -93,10 +93,15 @@ class RolloutWorker:
         """End `run`: nothing more is leased, samples in flight are cut off."""
         self._stopping.set()
 
-    async def evaluate(self, prompts: Sequence[Prompt], *, max_new_tokens: int) -> list[Sample]:
+    async def evaluate(self, prompts: Sequence[Prompt]) -> list[Sample]:
         """Complete prompts greedily, beside whatever else the engine does."""
-        greedy = Sampling(max_new_tokens=max_new_tokens, temperature=0.0)
-        return list(await asyncio.gather(*(self._engine.generate(prompt.token_ids, greedy) for prompt in prompts)))
+        greedy = [Sampling(max_new_tokens=self._max_new_tokens(prompt), temperature=0.0) for prompt in prompts]
+        pairs = zip(prompts, greedy, strict=True)
+        return list(await asyncio.gather(*(self._engine.generate(prompt.token_ids, how) for prompt, how in pairs)))
+
+    def _max_new_tokens(self, prompt: Prompt) -> int:
+        """A data row may set its own limit."""
+        return int(prompt.row.get("max_new_tokens", self._sampling.max_new_tokens))
 
     def gauges(self) -> dict[str, float]:
         """Figures of this moment."""
@@ -154,7 +159,7 @@ class RolloutWorker:
 
     async def _sample(self, group_id: str, prompt: Prompt, index: int) -> tuple[Sample, float]:
         sampling = Sampling(
-            max_new_tokens=prompt.row.get("max_new_tokens", self._sampling.max_new_tokens),
+            max_new_tokens=self._max_new_tokens(prompt),
             temperature=self._sampling.temperature,
             seed=sample_seed(self._run_seed, group_id, index),
         )
