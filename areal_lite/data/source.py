@@ -92,8 +92,8 @@ def _check_lengths(config: Config, tasks: Sequence[Task], tokens: Sequence[Seque
         max_new_tokens = task.row.get("max_new_tokens", config.rollout.max_new_tokens)
         if type(max_new_tokens) is not int or max_new_tokens < 1:
             raise DataError(
-                f"a column max_new_tokens must hold whole numbers of at least 1, got {max_new_tokens!r} at {task.origin}: "
-                "correct or remove it"
+                f"a column max_new_tokens must hold whole numbers of at least 1, got {max_new_tokens!r} at "
+                f"{task.origin}: correct or remove it"
             )
         if len(ids) > room - max_new_tokens:
             too_long.append((len(ids), max_new_tokens, task.origin))
