@@ -84,7 +84,6 @@ class Cluster:
         workers = {**rollouts, **self.verifiers}
         starting |= {name: handle.start.remote() for name, handle in workers.items()}
         started = self._wait(starting, on_progress)
-        self.pids = {name: started[name] for name in rollouts}
         self.engines = RayEngines(rollouts, timeout_s=config.run.stall_timeout_s, on_drop=self._note_lost)
         self.connect_weights()
         return int(started["trainer/0"])
