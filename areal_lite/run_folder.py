@@ -109,18 +109,19 @@ class RunFolder:
     ) -> Path:
         """Write a checkpoint that exists whole or not at all, and delete the oldest beyond `keep`."""
         final = self.checkpoints / f"step-{step:06d}"
-        for interrupted in self.checkpoints.glob(".step-*.tmp"):
-            shutil.rmtree(interrupted)
+        for leftover in self.checkpoints.glob(".step-*"):
+            shutil.rmtree(leftover)
         temporary = self.checkpoints / f".step-{step:06d}.tmp"
         temporary.mkdir(parents=True)
         moment = time.time()
         save_trainer(temporary / "trainer")
         (temporary / "queue.msgpack").write_bytes(queue_state)
         (temporary / "meta.json").write_text(json.dumps({"step": step, "time": moment}))
-        shutil.rmtree(final, ignore_errors=True)
+        if final.exists():
+            _remove(final)
         os.replace(temporary, final)
         for old in sorted(self.checkpoints.glob("step-*"))[:-keep]:
-            shutil.rmtree(old)
+            _remove(old)
         return final
 
     def append(self, name: str, rows: Iterable[Row]) -> None:
@@ -157,6 +158,13 @@ class RunFolder:
         temporary = self.path / f".{name}.tmp"
         temporary.write_text(text)
         os.replace(temporary, self.path / name)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Delete a checkpoint; one that a kill left half deleted is never taken for whole."""
+    hidden = checkpoint.with_name(f".{checkpoint.name}.old")
+    os.replace(checkpoint, hidden)
+    shutil.rmtree(hidden)
 
 
 def _rows(text: str) -> Iterable[dict[str, Any]]:

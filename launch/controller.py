@@ -200,7 +200,7 @@ class Controller:
         self._watchdog.restart()
         while late := self._cluster.late_trainers(references, wait_s=_POLL_S):
             progress = (len(late), self._cluster.trainer_progress())
-            self._tick(progress, waiting_for=waiting_for, culprit=", ".join(late).__str__)
+            self._tick(progress, waiting_for=waiting_for, culprit=functools.partial(", ".join, late))
         return [result(reference) for reference in references.values()]
 
     def _tick(self, progress: Any, *, waiting_for: str, culprit: Callable[[], str]) -> None:
@@ -284,7 +284,7 @@ class Controller:
             self._view.say(f"evaluating {len(self._eval_prompts)} held-out problems at version {self._version} ...")
         self._watchdog.restart()
         while self._evaluation is not None and not self._interrupts:
-            culprit = ", ".join(self._evaluation.late()).__str__
+            culprit = functools.partial(", ".join, self._evaluation.late())
             self._poll_evaluation(wait_s=_POLL_S)
             self._tick(self._work(), waiting_for="an evaluation", culprit=culprit)
         self._evaluation = None
