@@ -1,7 +1,7 @@
 """The whole system, for real: Ray actors, vLLM engines, ZeroMQ, FSDP2, the gloo hand-over.
 
-Breakages seen: leaving out `_repack_tied_head` (parity), stamping the ledger before the engines (version order),
-completing a step before publishing, not reloading the queue's state (resume repeats prompts).
+That stamps are right on every token (I3) is shown more sharply in `test_engine_parity.py`, that eta = 0 is synchronous (I5)
+in `test_synchronous.py`.
 """
 
 import json
@@ -47,6 +47,7 @@ def first_run(ray_cluster: None, loop_folder: Path) -> tuple[dict[str, Any], Run
             "eval_path": str(loop_folder / "eval.jsonl"),
         },
         rollout={"workers": 2, "slots": 16, "max_new_tokens": 5, "kv_cache_mb": 64},
+        queue={"max_staleness": 1},
         trainer={"ranks": 2, "minibatches": 2, "lr": 1e-3},
     )
     return run_loop(config)
@@ -74,7 +75,7 @@ def test_parity_holds_after_every_publication(first_run: tuple[dict[str, Any], R
 def test_no_token_over_the_bound_was_trained(first_run: tuple[dict[str, Any], RunFolder]) -> None:
     """I1 for real, with stragglers: some tokens were masked as stale, none older than eta trained."""
     summary, folder = first_run
-    assert summary["age_max_trained"] <= 2
+    assert summary["age_max_trained"] <= 1
     assert sum(row["tokens_masked_stale"] for row in folder.read("metrics.jsonl")) > 0
     assert max(len(sample["spans"]) for row in folder.read("samples.jsonl") for sample in row["samples"]) > 1
     for row in folder.read("samples.jsonl"):
@@ -85,7 +86,7 @@ def test_no_token_over_the_bound_was_trained(first_run: tuple[dict[str, Any], Ru
 def test_behaviour_logprobs_are_those_of_the_weights_they_are_stamped_with(
     first_run: tuple[dict[str, Any], RunFolder],
 ) -> None:
-    """I3: on tokens of age 0 the engine's logprobs equal the trainer's; a wrong stamp would show here."""
+    """On tokens of age 0 the engine's logprobs equal the trainer's: free, and measured in every step."""
     _, folder = first_run
     first_step = folder.read("metrics.jsonl")[0]
     assert first_step["age_mean"] == 0
@@ -129,7 +130,10 @@ def test_the_exported_model_loads_in_transformers(first_run: tuple[dict[str, Any
 def test_a_resumed_run_goes_on_where_the_first_ended(
     first_run: tuple[dict[str, Any], RunFolder], loop_folder: Path
 ) -> None:
-    """Resume on other numbers of workers and ranks: no step missing or doubled, no group trained twice (I1, I2)."""
+    """Resume on other numbers of workers and ranks: no step missing or doubled, no group trained twice (I1, I2).
+
+    Seen failing with a fresh ledger and cursor in place of the saved ones: results of later versions are refused.
+    """
     _, before = first_run
     config = loop_config(
         loop_folder,
@@ -140,6 +144,7 @@ def test_a_resumed_run_goes_on_where_the_first_ended(
             "eval_path": str(loop_folder / "eval.jsonl"),
         },
         rollout={"workers": 1, "slots": 16, "max_new_tokens": 5, "kv_cache_mb": 64},
+        queue={"max_staleness": 1},
         trainer={"ranks": 1, "minibatches": 2, "lr": 1e-3},
     )
     summary, folder = run_loop(config)
@@ -149,7 +154,7 @@ def test_a_resumed_run_goes_on_where_the_first_ended(
     assert max(Counter(trained_groups(folder)).values()) == 1
     assert summary["ledger"]["trained"] == 24 * 4
     assert conserved(summary["ledger"])
-    assert summary["age_max_trained"] <= 2
+    assert summary["age_max_trained"] <= 1
 
 
 @pytest.mark.parametrize("interrupt", ["keep_kv", "drain"])
@@ -175,7 +180,7 @@ def test_the_other_ways_to_interrupt(interrupt: str, loop_folder: Path) -> None:
 
 
 def test_a_verifier_that_always_fails_ends_the_run(loop_folder: Path) -> None:
-    """Groups that end without ever making a batch are no progress; seen running for ever without the check (I6, I7)."""
+    """Groups that end without ever making a batch are no progress; seen running on and on without the check (I6, I7)."""
     config = loop_config(
         loop_folder,
         run={"steps": 5, "dir": str(loop_folder / "typo")},
