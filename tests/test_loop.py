@@ -1,7 +1,7 @@
 """The whole system, for real: Ray actors, vLLM engines, ZeroMQ, FSDP2, the gloo hand-over.
 
-That stamps are right on every token (I3) is shown more sharply in `test_engine_parity.py`, that eta = 0 is synchronous (I5)
-in `test_synchronous.py`.
+I3, right stamps on every token, is shown more sharply in `test_engine_parity.py`; I5, synchronous at eta = 0, in
+`test_synchronous.py`.
 """
 
 import json
@@ -180,7 +180,7 @@ def test_the_other_ways_to_interrupt(interrupt: str, loop_folder: Path) -> None:
 
 
 def test_a_verifier_that_always_fails_ends_the_run(loop_folder: Path) -> None:
-    """Groups that end without ever making a batch are no progress; seen running on and on without the check (I6, I7)."""
+    """Groups that end without ever making a batch are no progress (I6, I7); seen running on without the check."""
     config = loop_config(
         loop_folder,
         run={"steps": 5, "dir": str(loop_folder / "typo")},
