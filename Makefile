@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 PYTHON := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test format check clean
+.PHONY: help setup demo test examples format check clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ test: setup ## run the tests (ARGS="-k ledger" for some of them)
 	[ -n "$$AREAL_LITE_GSM8K_DIR" ] || leave data "AREAL_LITE_GSM8K_DIR names no folder with the GSM8K files"; \
 	out="$${out#, }"; echo "tests left out: $${out:-none}"; \
 	$(PYTHON) -m pytest -m "$${keep# and }" $(ARGS)
+
+examples: setup ## run the classic algorithms of examples/classic, pictures to docs/classic (ARGS="ppo" for one)
+	@$(PYTHON) examples/classic/run_all.py --out docs/classic $(ARGS)
 
 format: setup ## rewrite the code in the project's format
 	@$(PYTHON) -m ruff format . && $(PYTHON) -m ruff check --fix .

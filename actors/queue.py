@@ -19,6 +19,10 @@ class QueueActor:
     """Owns the ledger, the data cursor and the ZeroMQ server around them."""
 
     def __init__(self, config: Config, *, model_folder: str, log_folder: str, state: bytes | None) -> None:
+        self.begin(config, model_folder=model_folder, log_folder=log_folder, state=state)
+
+    def begin(self, config: Config, *, model_folder: str, log_folder: str, state: bytes | None) -> None:
+        """Load the data, make the ledger, and serve."""
         log_to_file(log_folder, "queue")
         from transformers import AutoTokenizer
 
@@ -55,6 +59,6 @@ class QueueActor:
         """Address that workers connect to: from anywhere, where the recipe binds to every interface."""
         return self._endpoint.replace("//0.0.0.0:", f"//{ray.util.get_node_ip_address()}:")
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Stop serving."""
         self._server.close()

@@ -1,6 +1,7 @@
 """The process of one rollout worker: a vLLM engine and the loop that keeps it full."""
 
 import asyncio
+import logging
 import os
 from typing import Any
 
@@ -15,20 +16,58 @@ from areal_lite.types import Prompt, Sample
 
 __all__ = ["RolloutActor"]
 
+logger = logging.getLogger(__name__)
+
 
 class RolloutActor:
     """Delegates to `RolloutWorker` and `VllmEngine`; every call of the hand-over leaves an event."""
 
     def __init__(self, config: Config, *, name: str, model_folder: str, endpoint: str, log_folder: str) -> None:
+        self._engine_is_loaded = False
+        self._served = asyncio.Event()
+        self._served.set()
+        self._begin(config, name=name, model_folder=model_folder, endpoint=endpoint, log_folder=log_folder)
+
+    async def begin(self, config: Config, *, name: str, model_folder: str, endpoint: str, log_folder: str) -> None:
+        """Serve a run, whose engine settings are those of the run before."""
+        self._begin(config, name=name, model_folder=model_folder, endpoint=endpoint, log_folder=log_folder)
+
+    def _begin(self, config: Config, *, name: str, model_folder: str, endpoint: str, log_folder: str) -> None:
         log_to_file(log_folder, name)
         self._config, self._name = config, name
         self._model_folder, self._endpoint = model_folder, endpoint
         self._events = EventBuffer(name)
 
     async def start(self) -> int:
-        """Load the model; returns the process id."""
+        """Load the model, or go on with the one that is loaded: the first hand-over brings weights and version.
+
+        Returns:
+            The process id.
+        """
+        if not self._engine_is_loaded:
+            self._engine = await VllmEngine.start(self._config, model_folder=self._model_folder)
+            self._engine_is_loaded = True
+        else:
+            self._engine.raise_if_dead()
+            logger.info("the engine is that of an earlier run; its own process writes into the log of its first run")
+        self._make_worker()
+        return os.getpid()
+
+    async def release(self) -> None:
+        """End `run` and every request. The engine stays, paused and empty."""
+        await self._worker.stop()
+        await self._served.wait()
+        await self._engine.reset()
+        self._client.close()
+
+    async def stop(self) -> None:
+        """End `run` and the engine."""
+        await self._worker.stop()
+        await self._engine.close()
+        self._client.close()
+
+    def _make_worker(self) -> None:
         config = self._config
-        self._engine = await VllmEngine.start(config, model_folder=self._model_folder)
         self._client = AsyncQueueClient(self._endpoint, timeout_s=config.queue.lease_timeout_s)
         self._worker = RolloutWorker(
             self._client,
@@ -41,17 +80,14 @@ class RolloutActor:
             heartbeat_s=config.queue.lease_timeout_s / 5,
             events=self._events,
         )
-        return os.getpid()
 
     async def run(self) -> None:
-        """Serve until `stop`; raises what ended the worker."""
-        await self._worker.run()
-
-    async def stop(self) -> None:
-        """End `run` and the engine."""
-        await self._worker.stop()
-        await self._engine.close()
-        self._client.close()
+        """Serve until `release`; raises what ended the worker."""
+        self._served.clear()
+        try:
+            await self._worker.run()
+        finally:
+            self._served.set()
 
     async def pause(self, interrupt: Interrupt) -> None:
         """Step 1 of the hand-over."""

@@ -1,4 +1,8 @@
-"""The process of one verifier worker: a pool of killable processes and the loop that feeds it."""
+"""The process of one verifier worker: a pool of killable processes and the loop that feeds it.
+
+Held-out completions have a pool of their own where the recipe names another verifier for them: a run that learns from
+a learned reward is judged by a real one.
+"""
 
 import asyncio
 from typing import Any
@@ -18,6 +22,13 @@ class VerifierActor:
     """Delegates to `VerifierPool` and `VerifierWorker`."""
 
     def __init__(self, config: Config, *, name: str, endpoint: str, log_folder: str) -> None:
+        self._begin(config, name=name, endpoint=endpoint, log_folder=log_folder)
+
+    async def begin(self, config: Config, *, name: str, endpoint: str, log_folder: str) -> None:
+        """Serve a run; nothing starts yet."""
+        self._begin(config, name=name, endpoint=endpoint, log_folder=log_folder)
+
+    def _begin(self, config: Config, *, name: str, endpoint: str, log_folder: str) -> None:
         log_to_file(log_folder, name)
         self._config, self._name, self._endpoint = config, name, endpoint
         self._events = EventBuffer(name)
@@ -25,7 +36,11 @@ class VerifierActor:
     async def start(self) -> None:
         """Start the pool; a verifier that cannot be loaded fails here."""
         verifier = self._config.verifier
-        self._pool = VerifierPool(verifier.function, processes=verifier.processes, timeout_s=verifier.timeout_s)
+        self._pool = self._make_pool(verifier.function, arguments=verifier.arguments)
+        self._eval_pool = self._pool
+        if verifier.eval_function is not None:
+            self._eval_pool = self._make_pool(verifier.eval_function, arguments={})
+            await self._eval_pool.start()
         await self._pool.start()
         self._client = AsyncQueueClient(self._endpoint, timeout_s=self._config.queue.lease_timeout_s)
         self._worker = VerifierWorker(
@@ -37,20 +52,31 @@ class VerifierActor:
             heartbeat_s=self._config.queue.lease_timeout_s / 5,
         )
 
+    def _make_pool(self, function: str, *, arguments: dict[str, Any]) -> VerifierPool:
+        verifier = self._config.verifier
+        return VerifierPool(
+            function,
+            processes=verifier.processes,
+            timeout_s=verifier.timeout_s,
+            start_timeout_s=self._config.run.start_timeout_s,
+            arguments=arguments,
+        )
+
     async def run(self) -> None:
-        """Serve until `stop`; raises what ended the worker."""
+        """Serve until `release`; raises what ended the worker."""
         await self._worker.run()
 
-    async def stop(self) -> None:
+    async def release(self) -> None:
         """End `run` and every process of the pool."""
         await self._worker.stop()
         await self._pool.close()
+        await self._eval_pool.close()
         self._client.close()
 
     async def score(self, prompts: list[Prompt], completions: list[str]) -> list[Score]:
-        """Score evaluation completions, one per prompt."""
+        """Score evaluation completions, one per prompt, with the evaluation's own verifier if there is one."""
         pairs = zip(prompts, completions, strict=True)
-        return [score for (score,) in await asyncio.gather(*(self._pool.score(p, [text]) for p, text in pairs))]
+        return [score for (score,) in await asyncio.gather(*(self._eval_pool.score(p, [text]) for p, text in pairs))]
 
     async def collect(self) -> tuple[list[Event], dict[str, Any]]:
         """Events since the last call, and figures of this moment."""

@@ -1,4 +1,4 @@
-"""The command line: `areal-lite train | check-config | doctor`.
+"""The command line: `areal-lite train | sft | reward-model | dpo | eval | check-config | bench | doctor`.
 
 Heavy imports happen inside the commands, so that `--help` and `check-config` answer at once.
 """
@@ -9,14 +9,22 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args, get_origin
 
 import yaml
 from rich.console import Console
 from rich.text import Text
 
 from areal_lite import __version__
+from areal_lite.bench.command import add_bench
 from areal_lite.config import Config, load_config, shipped_recipes
 from areal_lite.errors import ArealLiteError
+from areal_lite.eval_command import add_eval
+from areal_lite.offline_command import add_offline_commands
+from areal_lite.offline_config import COMMANDS, OfflineConfig, load_any_config
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
 __all__ = ["main"]
 
@@ -30,7 +38,12 @@ _SUMMARY_KEYS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the process's exit code: 0 done, 1 failed, 2 bad usage, 130 stopped by Ctrl-C."""
     parser = _parser()
-    words = parser.parse_args(arguments)
+    words, others = parser.parse_known_args(arguments)
+    # argparse gives up on overrides behind an option.
+    if others and (not hasattr(words, "overrides") or any(word.startswith("-") or "=" not in word for word in others)):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if others:
+        words.overrides = [*words.overrides, *others]
     try:
         return int(words.command(words))
     except ArealLiteError as error:
@@ -59,6 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_recipe(train)
     train.set_defaults(command=_train)
 
+    add_offline_commands(commands, _add_recipe)
+    add_eval(commands)
+
     check = commands.add_parser(
         "check-config",
         help="check a recipe and print it in full",
@@ -66,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_recipe(check)
     check.set_defaults(command=_check_config)
+
+    add_bench(commands)
 
     doctor = commands.add_parser("doctor", help="say what this machine can run, and what to do about what is missing")
     doctor.set_defaults(command=_doctor)
@@ -117,14 +135,18 @@ def _print_summary(summary: dict[str, object], console: Console) -> None:
 
 
 def _check_config(words: argparse.Namespace) -> int:
-    config = load_config(words.recipe, words.overrides)
+    config = load_any_config(words.recipe, words.overrides)
     for line in _explained(config):
         print(line)
-    print(f"# {words.recipe} is fine: {config.samples_per_step} samples per step, device {config.run.device}")
+    if isinstance(config, OfflineConfig):
+        command, batch = COMMANDS[config.command], f"{config.batch.batch_size} rows per step"
+    else:
+        command, batch = "train", f"{config.samples_per_step} samples per step"
+    print(f"# {words.recipe} is fine for areal-lite {command}: {batch}, device {config.run.device}")
     return 0
 
 
-def _explained(config: Config) -> list[str]:
+def _explained(config: Config | OfflineConfig) -> list[str]:
     """Render a config as YAML with each field's meaning behind it."""
     from pydantic import BaseModel
 
@@ -135,16 +157,28 @@ def _explained(config: Config) -> list[str]:
             if isinstance(value, BaseModel):
                 lines += [f"{indent}{name}:", *render(value, indent + "  ")]
             else:
-                lines.append(f"{indent}{name}: {_scalar(value)}".ljust(44) + f"  # {field.description}")
+                lines.append(
+                    f"{indent}{name}: {_scalar(value)}".ljust(44) + f"  # {field.description}{_choices(field)}"
+                )
         return lines
 
     return render(config, "")
 
 
+def _choices(field: "FieldInfo") -> str:
+    """Return the words that a choice allows, in brackets."""
+    words = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    return f" [{' | '.join(words)}]" if len(words) > 1 else ""
+
+
 def _scalar(value: object) -> str:
     """Write a value as YAML on one line."""
     style = '"' if isinstance(value, str) and "\n" in value else None
-    return yaml.safe_dump(value, default_style=style, width=math.inf).removesuffix("\n").removesuffix("\n...")
+    return (
+        yaml.safe_dump(value, default_style=style, default_flow_style=True, width=math.inf)
+        .removesuffix("\n")
+        .removesuffix("\n...")
+    )
 
 
 def _doctor(words: argparse.Namespace) -> int:

@@ -19,17 +19,19 @@ from areal_lite.metrics import LaneClock, fraction, median, rollout_clock, train
 from areal_lite.run_folder import RunFolder
 from areal_lite.types import Group
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "finite", "package_versions"]
 
 _PAUSE_PARTS = ("pausing", "transferring", "reloading", "stamping")
 _ENDS = 10
 """Steps averaged into `reward_first` and `reward_last`."""
 _TENSORBOARD_GROUPS = {
     "train": ("lr", "loss", "grad_norm", "step_skipped", "entropy", "kl_behav_prox", "clip_fraction",
-              "behav_weight_mean", "behav_weight_masked_fraction", "tokens_trained"),
+              "behav_weight_mean", "behav_weight_masked_fraction", "tokens_trained", "tokens_filtered",
+              "advantage_std", "kl_ref", "kl_coef", "proximal_kl", "proximal_kl_coef", "ptx_loss"),
+    "critic": ("value_loss", "value_explained_variance"),
     "queue": ("age_mean", "age_max", "tokens_masked_stale", "trainer_wait_s"),
     "rollout": ("length_mean", "truncated_fraction", "gen_tokens_per_s", "samples_per_s", "rollout_occupancy"),
-    "reward": ("reward_mean", "eval_accuracy"),
+    "reward": ("reward_mean", "reward_shaped_mean", "eval_accuracy"),
     "time": ("train_s", "publish_s", "paused_s"),
     "weights": ("parity_max_abs_logprob_diff", "behav_prox_max_abs_diff_age0"),
 }  # fmt: skip
@@ -133,7 +135,7 @@ class Recorder:
             **self._pending,
             "ledger": dict(ledger),
         }
-        row = {key: _finite(value) for key, value in row.items()}
+        row = {key: finite(value) for key, value in row.items()}
         self._pending = {}
         self._before, self._step_time, self._tokens_before = readings, now, tokens_generated
         if not self._first:
@@ -204,7 +206,7 @@ class Recorder:
             "publish_s_median": median([row["publish_s"] for row in rows]),
             "pause_s_median": median(self._pause_s),
             "parity_max_abs_logprob_diff": max(parity, default=None),
-            "versions": _versions(),
+            "versions": package_versions(),
         }
         self._folder.write_json("summary.json", content)
         self._folder.write_trace()
@@ -249,8 +251,8 @@ def _readable(step: int, group: Group) -> dict[str, Any]:
     return {"step": step, "group": group.group_id, "prompt": prompt.text, "answer": prompt.answer, "samples": samples}
 
 
-def _finite(value: Any) -> Any:
-    """JSON knows neither NaN nor infinity: a figure that does not exist is null, an infinite one the largest float."""
+def finite(value: Any) -> Any:
+    """Return what JSON can hold: null for a figure that does not exist, the largest float for an infinite one."""
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return None if math.isnan(value) else math.copysign(sys.float_info.max, value)
@@ -261,7 +263,8 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages that results may depend on, as far as they are installed."""
     found = {}
     for package in _PACKAGES:
         try:

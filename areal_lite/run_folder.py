@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from areal_lite.config import Config, RunConfig, parse_config
+from areal_lite.config import Config, parse_section
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.events import Event
+from areal_lite.offline_config import OfflineConfig
+from areal_lite.sections import RunConfig
 from areal_lite.trace import to_trace
 
 __all__ = ["RunFolder"]
@@ -31,6 +33,7 @@ _FREE_ON_RESUME = {
     ("trainer", "ranks"), ("trainer", "threads"), ("trainer", "micro_batch_tokens"),
     ("trainer", "activation_checkpointing"),
     ("weights",),
+    ("sft", "epochs"), ("preference", "epochs"),
 }  # fmt: skip
 """Settings that may change on a resume because they do not change what is learned."""
 
@@ -44,7 +47,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
 
     @classmethod
-    def create(cls, config: Config, *, recipe_name: str) -> Self:
+    def create(cls, config: Config | OfflineConfig, *, recipe_name: str) -> Self:
         """Make a new folder and write the resolved config.
 
         Raises:
@@ -63,7 +66,7 @@ class RunFolder:
         return folder
 
     @classmethod
-    def resume(cls, config: Config) -> Self:
+    def resume(cls, config: Config | OfflineConfig) -> Self:
         """Open the folder of `run.resume`; rows beyond its newest checkpoint move to `*.orphaned.jsonl`.
 
         Raises:
@@ -73,7 +76,13 @@ class RunFolder:
         folder = cls(Path(config.run.resume).resolve())
         if not (folder.path / "config.json").is_file():
             raise CheckpointError(f"run.resume must name a run folder, got {folder.path}, which has no config.json")
-        saved = parse_config(json.loads((folder.path / "config.json").read_text()))
+        raw = json.loads((folder.path / "config.json").read_text())
+        if (purpose := raw.get("command", config.command)) != config.command:
+            raise CheckpointError(
+                f"run.resume must name a run of command: {config.command}, got {folder.path}, which is one of "
+                f"command: {purpose}"
+            )
+        saved = parse_section(raw, type(config))
         if differences := list(_differences(saved.model_dump(), config.model_dump())):
             raise CheckpointError(
                 "the checkpoint belongs to another recipe: " + "; ".join(differences) + ": resume with the recipe and "
@@ -105,9 +114,16 @@ class RunFolder:
         return complete[-1]
 
     def write_checkpoint(
-        self, step: int, *, queue_state: bytes, save_trainer: Callable[[Path], None], keep: int
+        self, step: int, *, queue_state: bytes | None, save_trainer: Callable[[Path], None], keep: int
     ) -> Path:
-        """Write a checkpoint that exists whole or not at all, and delete the oldest beyond `keep`."""
+        """Write a checkpoint that exists whole or not at all, and delete the oldest beyond `keep`.
+
+        Args:
+            step: Completed steps.
+            queue_state: The sample queue's; None for an offline run, which has no queue.
+            save_trainer: Writes the trainer's part into a folder.
+            keep: Newest checkpoints that stay.
+        """
         final = self.checkpoints / f"step-{step:06d}"
         for leftover in self.checkpoints.glob(".step-*"):
             shutil.rmtree(leftover)
@@ -115,7 +131,8 @@ class RunFolder:
         temporary.mkdir(parents=True)
         moment = time.time()
         save_trainer(temporary / "trainer")
-        (temporary / "queue.msgpack").write_bytes(queue_state)
+        if queue_state is not None:
+            (temporary / "queue.msgpack").write_bytes(queue_state)
         (temporary / "meta.json").write_text(json.dumps({"step": step, "time": moment}))
         if final.exists():
             _remove(final)

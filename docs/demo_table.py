@@ -2,6 +2,8 @@
 
 for seed in 0 1 2; do .venv/bin/areal-lite train arith_cpu run.seed=$seed run.dir=runs/seed-$seed; done
 .venv/bin/python docs/demo_table.py runs/seed-0 runs/seed-1 runs/seed-2
+
+Without an argument it makes the page anew from docs/demo.json.
 """
 
 import json
@@ -12,7 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+import page
+
 KEYS = ("eval", "steps", "wall_s", "samples_per_s", "gen_tokens_per_s", "trained_tokens_per_s", "age_histogram",
         "age_max_trained", "max_staleness", "rollout_idle_fraction", "trainer_idle_fraction", "rollout_occupancy",
         "paused_fraction", "paused_fraction_pausing", "paused_fraction_transferring", "paused_fraction_reloading",
@@ -52,15 +55,19 @@ def table(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def parts(content: dict[str, Any]) -> dict[str, str]:
+    """Return what goes into the template."""
+    return {"where": page.where(content), "table": table(content["runs"])}
+
+
 def main() -> None:
-    """Read the run folders named on the command line and write both files."""
-    runs = [read(Path(folder)) for folder in sys.argv[1:]]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
-    where = {"commit": commit.strip(), "cores": os.cpu_count(), "machine": platform.machine()}
-    (HERE / "demo.json").write_text(json.dumps({**where, "runs": runs}, indent=1) + "\n")
-    text = (HERE / "demo.template.md").read_text()
-    title = f"Commit {where['commit']}, {where['cores']} cores ({where['machine']}), no GPU."
-    (HERE / "demo.md").write_text(text.replace("<!-- where -->", title).replace("<!-- table -->", table(runs)))
+    """Take over the run folders named on the command line, if any, and make the page."""
+    if folders := sys.argv[1:]:
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        where = {"commit": commit, "cores": os.cpu_count(), "machine": platform.machine()}
+        page.save("demo", {**where, "runs": [read(Path(folder)) for folder in folders]})
+    page.write_page("demo", parts(page.load("demo")))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """All actors of a run: start them, ask them, stop them.
 
-The controller owns one `Cluster`. Everything it starts it stops itself, by handle.
+The controller owns one `Cluster`. Everything it starts it stops itself, by handle. Actors of an earlier run that are
+handed in are its own from then on, until it releases them.
 """
 
 import contextlib
 import logging
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from areal_lite.actors.rollout import RolloutActor
 from areal_lite.actors.trainer import TrainerActor
 from areal_lite.actors.verifier import VerifierActor
 from areal_lite.config import Config
-from areal_lite.errors import ArealLiteError, EngineError, StallError, TrainerError, VerifierError
+from areal_lite.errors import ArealLiteError, EngineError, VerifierError
 from areal_lite.events import Event
 from areal_lite.launch.engines import RayEngines
 from areal_lite.launch.placement import actor_options
+from areal_lite.launch.ranks import Ranks
 from areal_lite.launch.remote import Question, describe, result
+from areal_lite.launch.starting import log_path, wait_until_started
 from areal_lite.sample_queue.client import QueueClient
 
 __all__ = ["Cluster"]
@@ -31,31 +33,50 @@ logger = logging.getLogger(__name__)
 _STOP_TIMEOUT_S = 20.0
 _REPORT_WAIT_S = 2.0
 """How long everybody waits for the reports of all workers; a late one is taken up the next time."""
-_ANSWER_TIMEOUT_S = 5.0
-"""How long a healthy trainer rank may take to say how far it is."""
 
 
 class Cluster:
     """The actors of one run, by lane name: `queue`, `rollout/0`, `verifier/0`, `trainer/0` and so on."""
 
-    def __init__(self, config: Config, *, model_folder: Path, log_folder: Path, queue_state: bytes | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model_folder: Path,
+        log_folder: Path,
+        queue_state: bytes | None,
+        kept: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Start the queue and the trainer ranks.
+
+        Args:
+            config: The recipe.
+            model_folder: Hugging Face folder with the initial weights and the tokenizer.
+            log_folder: Gets a log per actor.
+            queue_state: Of the checkpoint to go on from.
+            kept: Actors that an earlier run of this session released, by lane name; they are taken before new ones.
+        """
         self._config = config
+        self._kept = dict(kept or {})
+        self.is_new = not kept
+        """No process of an earlier run is used."""
         self._logs = str(log_folder)
         self._model_folder = str(model_folder)
         self.lost: dict[str, str] = {}
         """Rollout workers given up, with the reason."""
-        self._actors: list[Any] = []
+        self._actors: list[Any] = list(self._kept.values())
+        self._beginning: dict[str, Any] = {}
         self._queue_actor = self._spawn(
             QueueActor, "queue", model_folder=self._model_folder, log_folder=self._logs, state=queue_state
         )
         self.trainers = {
-            f"trainer/{rank}": self._spawn(TrainerActor, "trainer", rank=rank, log_folder=self._logs)
+            f"trainer/{rank}": self._spawn(TrainerActor, f"trainer/{rank}", rank=rank, log_folder=self._logs)
             for rank in range(config.trainer.ranks)
         }
         self._serving: dict[str, Any] = {}
         self._connected: set[str] = set()
-        self._reports, self._trainer_progress = Question("collect"), Question("progress")
-        self._trainer_readings: dict[str, int] = {}
+        self.ranks = Ranks(self.trainers, log_of=self._log)
+        self._reports = Question("collect")
 
     def start(self, *, checkpoint: Path | None, on_progress: Callable[[str], None]) -> int:
         """Start everything and connect it; returns the trainer's version.
@@ -65,12 +86,14 @@ class Cluster:
             EngineError, VerifierError, CheckpointError: As the actor said.
         """
         config = self._config
+        self._wait_for_kept()
         endpoint = self._wait({"queue": self._queue_actor.endpoint.remote()}, on_progress)["queue"]
         self.queue = QueueClient(endpoint, timeout_s=config.queue.lease_timeout_s)
         rollouts = self._spawn_many(
             RolloutActor, "rollout", config.rollout.workers, endpoint=endpoint, model_folder=self._model_folder
         )
         self.verifiers = self._spawn_many(VerifierActor, "verifier", config.verifier.workers, endpoint=endpoint)
+        self._wait_for_kept()
         address = result(self.trainers["trainer/0"].free_address.remote(), timeout_s=config.run.start_timeout_s)
         starting = {
             name: trainer.start.remote(
@@ -154,62 +177,31 @@ class Cluster:
             StallError: A rank is late.
             TrainerError: A rank died or failed.
         """
-        references = {name: getattr(trainer, method).remote(*args) for name, trainer in self.trainers.items()}
-        if late := self.late_trainers(references, wait_s=timeout_s):
-            raise StallError(f"the trainer ranks must {method} within {timeout_s:g} s; late: {', '.join(late)}")
-        return [result(reference) for reference in references.values()]
+        return self.ranks.ask(method, *args, timeout_s=timeout_s)
 
-    def late_trainers(self, references: dict[str, Any], *, wait_s: float) -> list[str]:
-        """Wait for an answer of every rank; returns the names of those that owe it still.
+    def release(self) -> dict[str, Any]:
+        """End the run in every actor and hand the actors out, by lane name: the caller owns them from now on.
 
-        Raises:
-            TrainerError: A rank died or failed; the others then fail too, or wait for it in vain.
+        One that is dead, or does not let go of its run, is not among them.
         """
-        deadline, pending = time.monotonic() + wait_s, dict(references)
-        while pending:
-            ready, _ = ray.wait(list(pending.values()), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            for name in [name for name, reference in pending.items() if reference in ready]:
-                try:
-                    result(pending.pop(name))
-                except ray.exceptions.RayError as error:
-                    raise self._trainer_error(name, error) from error
-        return list(pending)
-
-    def trainer_progress(self) -> tuple[int, ...]:
-        """One growing number per rank, as far as they answer.
-
-        Raises:
-            TrainerError: A rank is dead.
-        """
-        for name, reference in self._trainer_progress.ask(self.trainers, wait_s=0).items():
+        actors = {**self.engines.handles, **self.verifiers, **self.trainers, "queue": self._queue_actor}
+        references = {name: actor.release.remote() for name, actor in actors.items()}
+        for name, reference in references.items():
             try:
-                self._trainer_readings[name] = result(reference)
-            except ray.exceptions.RayError as error:
-                raise self._trainer_error(name, error) from error
-        return tuple(self._trainer_readings.values())
-
-    def _trainer_error(self, name: str, error: Exception) -> TrainerError:
-        """Name the rank that died, which need not be the one whose failure was seen first."""
-        answers = {name: trainer.progress.remote() for name, trainer in self.trainers.items()}
-        ray.wait(list(answers.values()), num_returns=len(answers), timeout=_ANSWER_TIMEOUT_S)
-        for rank, answer in answers.items():
-            try:
-                result(answer, timeout_s=0)
-            except ray.exceptions.RayActorError:
-                return TrainerError(f"{rank} died: its process ended; log: {self._log(rank)}")
-            except ray.exceptions.RayError:
-                continue
-        return TrainerError(f"{name} failed: {describe(error)}; log: {self._log(name)}")
+                result(reference, timeout_s=_STOP_TIMEOUT_S)
+            except (ArealLiteError, ray.exceptions.RayError) as error:
+                logger.warning("%s did not let go of its run: %s", name, describe(error))
+                del actors[name]
+        self._actors = [actor for actor in self._actors if actor not in actors.values()]
+        self.kill()
+        return actors
 
     def stop(self) -> None:
         """Stop every actor in the order of the data, then end what did not stop by itself."""
         engines = self.engines.handles if hasattr(self, "engines") else {}
-        verifiers = getattr(self, "verifiers", {})
-        workers = (*engines.values(), *verifiers.values(), *self.trainers.values())
-        stopping = [handle.stop.remote() for handle in workers]
-        stopping.append(self._queue_actor.close.remote())
+        others = (*getattr(self, "verifiers", {}).values(), *self.trainers.values(), self._queue_actor)
+        stopping = [handle.stop.remote() for handle in engines.values()]
+        stopping += [handle.release.remote() for handle in others]
         with contextlib.suppress(Exception):
             ray.wait(stopping, num_returns=len(stopping), timeout=_STOP_TIMEOUT_S)
         self.kill()
@@ -228,46 +220,30 @@ class Cluster:
         self._serving.pop(name, None)
         self.queue.forget(worker=name)
 
-    def _spawn(self, kind: type, role: str, **arguments: Any) -> Any:
-        remote = ray.remote(kind).options(**actor_options(self._config, role))
+    def _spawn(self, kind: type, lane: str, **arguments: Any) -> Any:
+        """Start an actor, or begin with a kept one."""
+        if (kept := self._kept.pop(lane, None)) is not None:
+            self._beginning[lane] = kept.begin.remote(self._config, **arguments)
+            return kept
+        remote = ray.remote(kind).options(**actor_options(self._config, lane.partition("/")[0]))
         actor = remote.remote(self._config, **arguments)
         self._actors.append(actor)
         return actor
 
     def _spawn_many(self, kind: type, role: str, count: int, **arguments: Any) -> dict[str, Any]:
         names = [f"{role}/{index}" for index in range(count)]
-        return {name: self._spawn(kind, role, name=name, log_folder=self._logs, **arguments) for name in names}
+        return {name: self._spawn(kind, name, name=name, log_folder=self._logs, **arguments) for name in names}
+
+    def _wait_for_kept(self) -> None:
+        self._wait(self._beginning, lambda _: None)
+        self._beginning = {}
 
     def _wait(self, references: dict[str, Any], on_progress: Callable[[str], None]) -> dict[str, Any]:
-        """Wait for actors to start; a failed start is raised as it came, a late one by name."""
-        deadline = time.monotonic() + self._config.run.start_timeout_s
-        pending, results = dict(references), {}
-        while pending:
-            if time.monotonic() > deadline:
-                raise StallError(
-                    f"actors must start within run.start_timeout_s={self._config.run.start_timeout_s:g} s; still "
-                    f"missing: {', '.join(pending)}; see {self._logs}"
-                )
-            ready, _ = ray.wait(list(pending.values()), timeout=0.5)
-            for name in [name for name, reference in pending.items() if reference in ready]:
-                results[name] = self._started(name, pending.pop(name))
-                on_progress(f"{name} is ready" + (f", waiting for {_names(pending)}" if pending else ""))
-        return results
-
-    def _started(self, name: str, reference: Any) -> Any:
-        try:
-            return result(reference)
-        except ArealLiteError as error:
-            raise type(error)(f"{name} did not start: {error} (log: {self._log(name)})") from None
-        except ray.exceptions.RayActorError as error:
-            raise EngineError(f"{name} did not start: its process ended (log: {self._log(name)})") from error
+        timeout_s = self._config.run.start_timeout_s
+        return wait_until_started(references, timeout_s=timeout_s, logs=self._logs, on_progress=on_progress)
 
     def _log(self, name: str) -> str:
-        return f"{self._logs}/{name.replace('/', '-')}.log"
-
-
-def _names(pending: Iterable[str]) -> str:
-    return ", ".join(sorted(pending))
+        return log_path(self._logs, name)
 
 
 def _reason(reference: Any) -> str:

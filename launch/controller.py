@@ -9,23 +9,23 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import signal
-import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 
 from areal_lite.config import Config
-from areal_lite.errors import ArealLiteError, CheckpointError, EngineError, StallError
+from areal_lite.errors import ArealLiteError, CheckpointError, StallError
 from areal_lite.events import EventBuffer
+from areal_lite.launch.actor_keeper import ActorKeeper
 from areal_lite.launch.cluster import Cluster
+from areal_lite.launch.collector import Collector
 from areal_lite.launch.evaluation import Evaluation
+from areal_lite.launch.parity import largest_logprob_difference
 from areal_lite.launch.remote import describe, result
+from areal_lite.launch.signals import Interrupts
 from areal_lite.launch.view import View
 from areal_lite.recorder import Recorder
 from areal_lite.run_folder import RunFolder
@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.25
 _PING_TIMEOUT_S = 10.0
-_COLLECT_EVERY_S = 0.5
 _SAVE_TIMEOUT_S = 600.0
 _FRUITLESS_BATCHES = 50
 """Batches' worth of groups that may end failed, rejected or stale before a single batch is complete."""
@@ -53,23 +52,37 @@ class Controller:
     """One run: owns the cluster, the run folder and the order of everything."""
 
     def __init__(
-        self, config: Config, *, folder: RunFolder, model_folder: Path, eval_prompts: list[Prompt], view: View
+        self,
+        config: Config,
+        *,
+        folder: RunFolder,
+        model_folder: Path,
+        eval_prompts: list[Prompt],
+        view: View,
+        keeper: ActorKeeper | None = None,
     ) -> None:
+        """Prepare a run; nothing starts before `run`.
+
+        Args:
+            config: The recipe.
+            folder: Gets every file.
+            model_folder: Hugging Face folder with the initial weights and the tokenizer.
+            eval_prompts: Held-out prompts; none = no evaluation.
+            view: Shows how it goes.
+            keeper: Lends actors of an earlier run, and takes them back when this one is done.
+        """
         self._config, self._folder, self._view = config, folder, view
+        self._keeper = keeper
         self._model_folder, self._eval_prompts = model_folder, eval_prompts
         self._trainer_lane, self._handover_lane = EventBuffer("trainer"), EventBuffer("handover")
         self._controller_lane = EventBuffer("controller")
         self._recorder = Recorder(config, folder)
         self._watchdog = Watchdog(config.run.stall_timeout_s)
         self._evaluation: Evaluation | None = None
-        self._gauges: dict[str, dict[str, Any]] = {}
-        self._collected_at = 0.0
-        self._interrupts = 0
+        self._interrupts = Interrupts()
         self._version = 0
         self._at_boundary = True
         self._said_stopping = False
-        self._reported_lost: set[str] = set()
-        self._reported_failures: set[str] = set()
 
     def run(self) -> dict[str, Any]:
         """Run to the end and return the summary.
@@ -81,11 +94,22 @@ class Controller:
         checkpoint = self._folder.newest_checkpoint() if self._config.run.resume else None
         queue_state = (checkpoint / "queue.msgpack").read_bytes() if checkpoint else None
         self._cluster = Cluster(
-            self._config, model_folder=self._model_folder, log_folder=self._folder.logs, queue_state=queue_state
+            self._config,
+            model_folder=self._model_folder,
+            log_folder=self._folder.logs,
+            queue_state=queue_state,
+            kept=self._borrowed(),
+        )
+        self._collector = Collector(
+            self._cluster,
+            recorder=self._recorder,
+            view=self._view,
+            logs=str(self._folder.logs),
+            own=[self._trainer_lane, self._handover_lane, self._controller_lane],
         )
         try:
             self._start(checkpoint)
-            with self._signals():
+            with self._interrupts:
                 return self._finish(self._steps())
         except (ArealLiteError, ray.exceptions.RayError) as error:
             self._rescue(error)
@@ -94,8 +118,14 @@ class Controller:
             self._view.end()
             self._cluster.kill()
 
+    def _borrowed(self) -> dict[str, Any]:
+        if self._keeper is None:
+            return {}
+        return self._keeper.lend(self._config, model_folder=self._model_folder, say=self._view.say)
+
     def _start(self, checkpoint: Path | None) -> None:
-        self._view.say("starting the sample queue, engines, verifiers and trainer ranks (about half a minute) ...")
+        if self._cluster.is_new:
+            self._view.say("starting the sample queue, engines, verifiers and trainer ranks (about half a minute) ...")
         self._version = self._cluster.start(checkpoint=checkpoint, on_progress=self._view.say)
         self._hand_over(stamp_ledger=lambda: None)
         if not self._recorder.evaluations:
@@ -172,34 +202,17 @@ class Controller:
                 f"{self._folder.logs}/verifier-0.log"
             )
 
-    def _warn_of_failures(self, failures: dict[str, int]) -> None:
-        """Say once per reason that verifications fail."""
-        for reason in failures.keys() - self._reported_failures:
-            self._reported_failures.add(reason)
-            self._view.say(
-                f"a verification failed ({reason}): such samples are left out, and counted; see "
-                f"{self._folder.logs}/verifier-0.log",
-                style="yellow",
-            )
-
-    def _failures(self) -> dict[str, int]:
-        """Failed verifications so far, by reason."""
-        total: Counter[str] = Counter()
-        for gauges in self._gauges.values():
-            total.update(gauges.get("failures", {}))
-        return dict(total)
-
     def _train(self, batch_id: str) -> dict[str, Any]:
         stats = self._ask_trainers("train_step", batch_id, waiting_for=f"step {self._version + 1} to be trained")
         return dataclasses.asdict(stats[0])
 
     def _ask_trainers(self, method: str, *args: Any, waiting_for: str) -> list[Any]:
         """Have all ranks do something together, with the watchdog on."""
-        trainers = self._cluster.trainers
-        references = {name: getattr(trainer, method).remote(*args) for name, trainer in trainers.items()}
+        ranks = self._cluster.ranks
+        references = ranks.begin(method, *args)
         self._watchdog.restart()
-        while late := self._cluster.late_trainers(references, wait_s=_POLL_S):
-            progress = (len(late), self._cluster.trainer_progress())
+        while late := ranks.late(references, wait_s=_POLL_S):
+            progress = (len(late), ranks.progress())
             self._tick(progress, waiting_for=waiting_for, culprit=functools.partial(", ".join, late))
         return [result(reference) for reference in references.values()]
 
@@ -208,7 +221,7 @@ class Controller:
         if self._interrupts and not self._said_stopping:
             self._said_stopping = True
             self._view.say("stopping after this step and saving; press Ctrl-C again to stop at once ...")
-        self._collect()
+        self._collector.collect()
         if self._evaluation is not None:
             self._poll_evaluation()
         self._watchdog.check(progress, waiting_for=waiting_for, culprit=culprit)
@@ -240,12 +253,12 @@ class Controller:
             self._save()
 
     def _record(self, stats: dict[str, Any], groups: list[Group], **timings: float) -> None:
-        self._collect(force=True)
+        self._collector.collect(force=True)
         status = self._cluster.queue.status()
         row = self._recorder.step(
-            stats | {"verifier_failures": self._failures(), "messages_refused": status["refused"]},
+            stats | {"verifier_failures": self._collector.failures(), "messages_refused": status["refused"]},
             step=self._version,
-            tokens_generated=self._tokens(),
+            tokens_generated=self._collector.tokens(),
             ledger=status["counts"],
             **timings,
         )
@@ -253,23 +266,17 @@ class Controller:
         self._view.step(row, evaluations=self._recorder.evaluations, shares=self._recorder.shares())
 
     def _check_parity(self, groups: list[Group]) -> None:
-        """Compare engines and trainer on stored sequences, right after a publication (invariant I4)."""
-        samples = [(group.prompt.token_ids, sample.token_ids) for group in groups for sample in group.samples]
-        sequences = [(list(prompt), output.tolist()) for prompt, output in samples][
-            : self._config.weights.parity_sequences
-        ]
-        engines = {name: handle.score.remote(sequences) for name, handle in self._cluster.engines.handles.items()}
-        expected, *_ = self._ask_trainers("score", sequences, waiting_for="the trainer's logprobs")
-        differences = []
-        for name, reference in engines.items():
-            try:
-                scored = result(reference, timeout_s=self._config.run.stall_timeout_s)
-            except (EngineError, ray.exceptions.RayError) as error:
-                logger.warning("%s gave no logprobs for the parity check: %s", name, error)
-                continue
-            differences.append(_largest_difference(scored, expected))
-        if differences:
-            worst = max(differences)
+        def trainer_logprobs(sequences: list[Any]) -> list[Any]:
+            return list(self._ask_trainers("score", sequences, waiting_for="the trainer's logprobs")[0])
+
+        worst = largest_logprob_difference(
+            groups,
+            engines=self._cluster.engines,
+            ask_trainer=trainer_logprobs,
+            num_sequences=self._config.weights.parity_sequences,
+            timeout_s=self._config.run.stall_timeout_s,
+        )
+        if worst is not None:
             self._recorder.parity(worst)
             self._controller_lane.emit("parity", step=self._version, max_abs_logprob_diff=worst)
 
@@ -286,7 +293,7 @@ class Controller:
         while self._evaluation is not None and not self._interrupts:
             culprit = functools.partial(", ".join, self._evaluation.late())
             self._poll_evaluation(wait_s=_POLL_S)
-            self._tick(self._work(), waiting_for="an evaluation", culprit=culprit)
+            self._tick(self._collector.work(), waiting_for="an evaluation", culprit=culprit)
         self._evaluation = None
 
     def _poll_evaluation(self, wait_s: float = 0.0) -> None:
@@ -321,7 +328,7 @@ class Controller:
         return path
 
     def _finish(self, status: str) -> dict[str, Any]:
-        """Evaluate, save, export, sum up, stop; in this order."""
+        """Evaluate, save, export, sum up, hand the actors on or stop them; in this order."""
         queue = self._cluster.queue
         queue.close_admission()
         self._evaluation = None
@@ -331,9 +338,12 @@ class Controller:
         checkpoint = self._save()
         self._cluster.ask_trainers("export", str(checkpoint / "model"), timeout_s=_SAVE_TIMEOUT_S)
         counts = queue.abandon()
-        self._collect(force=True)
+        self._collector.collect(force=True)
         summary = self._recorder.summary(status, ledger=counts)
-        self._cluster.stop()
+        if status == "done" and self._keeper is not None:
+            self._keeper.keep(self._cluster.release(), config=self._config, model_folder=self._model_folder)
+        else:
+            self._cluster.stop()
         if status != "done":
             raise Interrupted(str(self._folder.path))
         return summary
@@ -346,7 +356,7 @@ class Controller:
                 self._view.say(f"the run failed; saving step {self._version} ...")
                 self._save()
         with contextlib.suppress(Exception):
-            self._collect(force=True)
+            self._collector.collect(force=True)
         counts: dict[str, int] = {}
         with contextlib.suppress(Exception):
             counts = self._cluster.queue.status()["counts"]
@@ -366,56 +376,6 @@ class Controller:
             self._cluster.ask_trainers("ping", timeout_s=_PING_TIMEOUT_S)
             return True
         return False
-
-    def _collect(self, *, force: bool = False) -> None:
-        now = time.monotonic()
-        if not force and now - self._collected_at < _COLLECT_EVERY_S:
-            return
-        self._collected_at = now
-        events, gauges = self._cluster.collect()
-        self._gauges |= gauges
-        self._warn_of_failures(self._failures())
-        self._report_lost()
-        for lane in (self._trainer_lane, self._handover_lane, self._controller_lane):
-            events += lane.drain()
-        self._recorder.feed(events)
-
-    def _work(self) -> tuple[float, float]:
-        """What workers have done so far: tokens generated and samples scored."""
-        return self._tokens(), sum(gauge.get("calls", 0) for gauge in self._gauges.values())
-
-    def _tokens(self) -> float:
-        """Tokens generated so far, by workers lost since as well."""
-        return float(sum(gauge["tokens"] for gauge in self._gauges.values() if "tokens" in gauge))
-
-    def _report_lost(self) -> None:
-        for name in self._cluster.lost.keys() - self._reported_lost:
-            self._reported_lost.add(name)
-            self._controller_lane.emit("lost", worker=name, reason=self._cluster.lost[name])
-            self._view.say(f"{name} was lost ({self._cluster.lost[name]}); the others go on", style="yellow")
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Ctrl-C once: finish the step and its hand-over, save. Twice: end at once."""
-
-        def handle(number: int, frame: Any) -> None:
-            # Nothing is printed here: the handler may have interrupted somebody who is printing.
-            self._interrupts += 1
-            if self._interrupts > 1:
-                raise KeyboardInterrupt
-
-        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-def _largest_difference(left: list[Any], right: list[Any]) -> float:
-    """Largest absolute difference; the largest float when anything is not finite (JSON knows no infinity)."""
-    difference = np.concatenate([np.abs(np.asarray(a) - np.asarray(b)) for a, b in zip(left, right, strict=True)])
-    return float(difference.max()) if np.isfinite(difference).all() else sys.float_info.max
 
 
 def _late_workers(status: Any) -> str:

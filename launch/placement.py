@@ -3,11 +3,12 @@
 from typing import Any
 
 from areal_lite.config import Config
+from areal_lite.offline_config import OfflineConfig
 
 __all__ = ["actor_options"]
 
 
-def actor_options(config: Config, kind: str) -> dict[str, Any]:
+def actor_options(config: Config | OfflineConfig, kind: str) -> dict[str, Any]:
     """Return the `ray.remote(...).options` of one actor.
 
     GPUs are reserved, so that Ray spreads engines and ranks over the nodes of a cluster. CPU cores are not: the
@@ -19,10 +20,11 @@ def actor_options(config: Config, kind: str) -> dict[str, Any]:
     """
     environment = {"TOKENIZERS_PARALLELISM": "false", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
-    shared_gpu = config.weights.transport == "ipc"
+    shared_gpu = isinstance(config, Config) and config.weights.transport == "ipc"
     on_gpu = config.run.device == "cuda"
     match kind:
         case "rollout":
+            assert isinstance(config, Config), "an offline run has no engines"
             environment["OMP_NUM_THREADS"] = str(config.rollout.threads)
             options["num_gpus"] = config.rollout.tensor_parallel * (0.5 if shared_gpu else 1) if on_gpu else 0
             options["max_concurrency"] = 1000

@@ -16,38 +16,50 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from areal_lite.config import Config, resource_problems
 from areal_lite.data.source import load_source
 from areal_lite.errors import ConfigError
+from areal_lite.launch.actor_keeper import ActorKeeper
 from areal_lite.launch.controller import Controller
 from areal_lite.launch.view import View
+from areal_lite.model_folder import find_model_folder
+from areal_lite.offline_config import OfflineConfig
+from areal_lite.paths import with_absolute_paths
 from areal_lite.run_folder import RunFolder
+from areal_lite.train.ptx import load_documents
 from areal_lite.train.warm_start import ensure_warm_start
 from areal_lite.types import Prompt
 
-__all__ = ["prepare_model", "train"]
+__all__ = ["prepare_model", "ray_session", "train"]
 
 _CACHE = Path(".cache") / "areal-lite"
 
 
-def train(config: Config, *, recipe_name: str, console: Console) -> dict[str, Any]:
+def train(config: Config, *, recipe_name: str, console: Console, keeper: ActorKeeper | None = None) -> dict[str, Any]:
     """Run a recipe and return its summary.
+
+    Args:
+        config: The recipe.
+        recipe_name: Names the run folder where the recipe does not.
+        console: Shows how it goes.
+        keeper: Lends actors of an earlier run in the same `ray_session`, and takes them back.
 
     Raises:
         ArealLiteError: With what to do about it.
         Interrupted: After Ctrl-C, saved.
     """
-    config = _with_absolute_paths(config)
+    config = with_absolute_paths(config)
     view = View(config, console=console)
     model_folder = prepare_model(config, console=console)
     eval_prompts = _check_data(config, model_folder)
-    with _ray():
+    with ray_session():
         _check_resources(config, console)
         folder = RunFolder.resume(config) if config.run.resume else RunFolder.create(config, recipe_name=recipe_name)
         console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
-        controller = Controller(config, folder=folder, model_folder=model_folder, eval_prompts=eval_prompts, view=view)
-        return controller.run()
+        return Controller(
+            config, folder=folder, model_folder=model_folder, eval_prompts=eval_prompts, view=view, keeper=keeper
+        ).run()
 
 
 @contextlib.contextmanager
-def _ray() -> Iterator[None]:
+def ray_session() -> Iterator[None]:
     """Join the Ray cluster that RAY_ADDRESS names, or start a private one; one joined before is left as it is."""
     if ray.is_initialized():
         yield
@@ -63,19 +75,14 @@ def _ray() -> Iterator[None]:
         ray.shutdown()
 
 
-def prepare_model(config: Config, *, console: Console) -> Path:
+def prepare_model(config: Config | OfflineConfig, *, console: Console) -> Path:
     """Return the folder of the initial policy; the built-in one is warm-started and cached.
 
     Raises:
-        ConfigError: `model.path` is no model folder.
+        ConfigError: `model.path` is neither a model folder nor a run that has one.
     """
     if config.model.path != "builtin:arith":
-        folder = Path(config.model.path).expanduser().resolve()
-        if not (folder / "config.json").is_file():
-            raise ConfigError(
-                f"model.path must be a Hugging Face model folder or builtin:arith, got {config.model.path!r}, which "
-                "has no config.json: give the folder that holds config.json and the weights"
-            )
+        folder = find_model_folder(config.model.path, option="model.path")
         _check_context(config, folder)
         return folder
     columns = (
@@ -96,7 +103,7 @@ def prepare_model(config: Config, *, console: Console) -> Path:
         return ensure_warm_start(config, cache_dir=_CACHE / "warm-start", progress=show).resolve()
 
 
-def _check_context(config: Config, model_folder: Path) -> None:
+def _check_context(config: Config | OfflineConfig, model_folder: Path) -> None:
     longest = json.loads((model_folder / "config.json").read_text()).get("max_position_embeddings")
     if longest is not None and config.model.max_context > longest:
         raise ConfigError(
@@ -106,23 +113,24 @@ def _check_context(config: Config, model_folder: Path) -> None:
 
 
 def _check_data(config: Config, model_folder: Path) -> list[Prompt]:
-    """Load both splits once, so that bad data is found before any actor starts; returns the held-out prompts."""
+    """Load everything once, so that bad data is found before any actor starts; returns the held-out prompts."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    load_source(config, tokenizer, "train")
+    if config.objective.ptx_coef > 0 and config.objective.ptx_path is not None:
+        load_documents(config.objective.ptx_path, tokenizer=tokenizer, max_tokens=config.model.max_context)
+    for prompt in load_source(config, tokenizer, "train")[:1]:
+        _check_arguments(config, prompt)
     return load_source(config, tokenizer, "eval")
 
 
-def _with_absolute_paths(config: Config) -> Config:
-    """Actors run in other folders: files named by relative paths are found from here."""
-    path, colon, function = config.verifier.function.rpartition(":")
-    verifier, data = config.verifier, config.data
-    if path.endswith(".py"):
-        verifier = verifier.model_copy(update={"function": f"{Path(path).resolve()}{colon}{function}"})
-    paths = {"path": data.path, "eval_path": data.eval_path}
-    data = data.model_copy(update={name: str(Path(value).resolve()) for name, value in paths.items() if value})
-    return config.model_copy(update={"verifier": verifier, "data": data})
+def _check_arguments(config: Config, prompt: Prompt) -> None:
+    """A verifier gets the recipe's arguments and the row's columns: none may have the name of another."""
+    if clash := config.verifier.arguments.keys() & ({"prompt", "completion", "answer"} | prompt.row.keys()):
+        raise ConfigError(
+            f"verifier.arguments must have names of their own, got {', '.join(sorted(clash))}, which a verifier gets "
+            "from the data row: rename the argument or the column"
+        )
 
 
 def _check_resources(config: Config, console: Console) -> None:

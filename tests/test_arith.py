@@ -6,9 +6,9 @@ from decimal import Decimal
 
 import pytest
 
-from areal_lite.config import ArithConfig
 from areal_lite.data.arith import CHARACTERS, arith_problems, worked_solutions
 from areal_lite.errors import ConfigError
+from areal_lite.sections import ArithConfig
 from areal_lite.verify.builtin import final_number, last_number
 
 

@@ -1,5 +1,6 @@
 """Checkpoints: bit-equal continuation, other numbers of ranks, other models, broken folders, export."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -28,8 +29,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def make_trainer(model_folder: str) -> Trainer:
-    return Trainer(make_config(), model_folder=model_folder, rank=0, world_size=1)
+PPO = {"objective": {"preset": "ppo", "kl_target": 1e-3}, "critic": {"lr": 1e-2}}
+"""With a critic and a KL coefficient that moves at every step of these tests."""
+
+
+def make_trainer(model_folder: str, **sections: Any) -> Trainer:
+    return Trainer(make_config(**sections), model_folder=model_folder, rank=0, world_size=1)
 
 
 def shard(version: int) -> Shard:
@@ -39,8 +44,13 @@ def shard(version: int) -> Shard:
 def full_state(trainer: Trainer) -> dict[str, Any]:
     """Return weights and optimiser state as whole tensors; collective."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
-    optimizer = get_optimizer_state_dict(trainer.model, trainer._learner.optimizer, options=options)
-    return {**get_model_state_dict(trainer.model, options=options), **optimizer}
+    state: dict[str, Any] = {}
+    for prefix, learner in (("", trainer._learner), ("critic.", trainer._critic_learner)):
+        if learner is not None:
+            optimizer = get_optimizer_state_dict(learner.model, learner.optimizer, options=options)
+            whole = {**get_model_state_dict(learner.model, options=options), **optimizer}
+            state |= {prefix + name: value for name, value in whole.items()}
+    return state
 
 
 def assert_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -87,6 +97,74 @@ def test_random_state_is_restored(model_folder: str, tmp_path: Path) -> None:
     torch.manual_seed(8)
     trainer.load(tmp_path)
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_continuation_with_a_critic_is_bit_equal(model_folder: str, tmp_path: Path) -> None:
+    """PPO with an adaptive KL coefficient: step, save, step equals load, step, critic and coefficient included.
+
+    Seen failing with the critic not loaded, and with the coefficient not saved.
+    """
+    straight, saved, resumed = (make_trainer(model_folder, **PPO) for _ in range(3))
+    for trainer in (straight, saved):
+        trainer.train_step(shard(0))
+    saved.save(tmp_path / "checkpoint")
+    resumed.load(tmp_path / "checkpoint")
+    assert_equal(full_state(resumed), full_state(saved))
+    logged = [trainer.train_step(shard(1)) for trainer in (straight, saved, resumed)]
+    assert logged[0].kl_coef in (0.1, 0.025)
+    assert logged[2].kl_coef == logged[0].kl_coef
+    assert logged[2].value_loss == logged[0].value_loss
+    assert_equal(full_state(saved), full_state(straight))
+    assert_equal(full_state(resumed), full_state(straight))
+    assert any(name.startswith("critic.") for name in full_state(straight))
+
+
+def test_a_fixed_coefficient_is_the_recipes(model_folder: str, tmp_path: Path) -> None:
+    """Only one that follows a target is carried on; who resumes with another fixed one means it."""
+    make_trainer(model_folder, **PPO).save(tmp_path)
+    fixed = make_trainer(model_folder, objective={"preset": "ppo", "kl_coef": 0.7})
+    fixed.load(tmp_path)
+    assert fixed._coefficients.kl == 0.7
+
+
+def test_a_checkpoint_without_a_critic(model_folder: str, tmp_path: Path) -> None:
+    """It is refused where the recipe has a critic; one with a critic serves a recipe without."""
+    make_trainer(model_folder).save(tmp_path / "without")
+    make_trainer(model_folder, **PPO).save(tmp_path / "with")
+    with pytest.raises(CheckpointError, match=r"objective\.baseline=critic needs a checkpoint with a critic, got none"):
+        make_trainer(model_folder, **PPO).load(tmp_path / "without")
+    plain = make_trainer(model_folder)
+    plain.load(tmp_path / "with")
+    assert plain.version == 0
+
+
+def test_an_older_checkpoint_has_no_coefficients(model_folder: str, tmp_path: Path) -> None:
+    """One written before there were any still loads, and the recipe's count."""
+    make_trainer(model_folder).save(tmp_path)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    del meta["coefficients"]
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    trainer = make_trainer(model_folder, objective={"preset": "grpo", "kl_target": 1.0})
+    trainer.load(tmp_path)
+    assert trainer._coefficients.kl == 0.04
+
+
+@pytest.mark.parametrize("damage", ["no data", "another critic"])
+def test_a_broken_critic_is_refused(model_folder: str, tmp_path: Path, damage: str) -> None:
+    """Before the policy is touched."""
+    trainer, fresh = make_trainer(model_folder, **PPO), make_trainer(model_folder, **PPO)
+    before = {name: copy.deepcopy(value) for name, value in full_state(fresh).items()}
+    trainer.train_step(shard(0))
+    trainer.save(tmp_path)
+    if damage == "no data":
+        (tmp_path / "critic" / ".metadata").unlink()
+    else:
+        meta = json.loads((tmp_path / "meta.json").read_text())
+        meta["critic"]["score.weight"] = [[1, 64], "torch.float32"]
+        (tmp_path / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(CheckpointError, match=r"checkpoint in .*critic"):
+        fresh.load(tmp_path)
+    assert_equal(full_state(fresh), before)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +236,7 @@ def test_export_loads_in_transformers(tmp_path: Path, tie_embeddings: bool) -> N
 
 def cross(rank: int, world_size: int, model_folder: str, folder: str) -> None:
     """Load what one rank wrote, give its state back whole, train a step, save it with two ranks."""
-    trainer = Trainer(make_config(), model_folder=model_folder, rank=rank, world_size=world_size)
+    trainer = Trainer(make_config(**PPO), model_folder=model_folder, rank=rank, world_size=world_size)
     trainer.load(Path(folder) / "one")
     torch.save(full_state(trainer), Path(folder) / f"loaded-{rank}.pt")
     mine = [row for index, row in enumerate(make_rows(version=1, seed=1)) if index // 2 % 2 == rank]
@@ -168,17 +246,21 @@ def cross(rank: int, world_size: int, model_folder: str, folder: str) -> None:
 
 
 def test_checkpoints_cross_numbers_of_ranks(model_folder: str, tmp_path: Path) -> None:
-    """One rank's checkpoint on two ranks and back: every number is the same, and one step agrees with one rank's."""
-    one = make_trainer(model_folder)
+    """One rank's checkpoint on two ranks and back: every number is the same, and one step agrees with one rank's.
+
+    With a critic.
+    """
+    one = make_trainer(model_folder, **PPO)
     one.train_step(shard(0))
     one.save(tmp_path / "one")
     run_ranks(cross, model_folder, str(tmp_path))
     assert_equal(torch.load(tmp_path / "loaded-0.pt"), full_state(one))
-    back = make_trainer(model_folder)
+    back = make_trainer(model_folder, **PPO)
     back.load(tmp_path / "two")
     assert back.version == 2
     assert_equal(full_state(back), torch.load(tmp_path / "trained-0.pt"))
     one.train_step(shard(1))
-    for name, value in one.model.named_parameters():
-        torch.testing.assert_close(back.model.get_parameter(name), value, atol=2e-5, rtol=1e-3)
+    for got, expected in ((back.model, one.model), (back._critic.model, one._critic.model)):  # type: ignore[union-attr]
+        for name, value in expected.named_parameters():
+            torch.testing.assert_close(got.get_parameter(name), value, atol=2e-4, rtol=1e-3)
     assert sorted(path.name for path in (tmp_path / "two").glob("rng-*")) == ["rng-0.pt", "rng-1.pt"]

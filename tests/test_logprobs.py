@@ -39,6 +39,39 @@ def test_values_and_gradient_against_numpy(case: tuple[torch.Tensor, torch.Tenso
     assert not entropies.requires_grad
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_entropy_gradient_against_numpy(case: tuple[torch.Tensor, torch.Tensor], temperature: float) -> None:
+    """p = softmax(logits / temperature), H = - sum p log p: d H / d logit_v = - p_v (log p_v + H) / temperature.
+
+    Seen failing with the gradient cut at the probabilities.
+    """
+    logits = case[0].requires_grad_()
+    weights = np.linspace(-1, 1, 7)
+    logprobs = numpy_log_softmax(logits.detach().double().numpy() / temperature)
+    expected = -(np.exp(logprobs) * logprobs).sum(axis=-1, keepdims=True)
+    entropies = token_entropies(logits, temperature=temperature, differentiable=True)
+    (entropies * torch.tensor(weights)).sum().backward()
+    np.testing.assert_allclose(entropies.detach(), expected[:, 0], rtol=1e-5)
+    gradient = -weights[:, None] * np.exp(logprobs) * (logprobs + expected) / temperature
+    np.testing.assert_allclose(logits.grad, gradient, atol=1e-6)
+
+
+def test_no_softmax_is_kept_for_the_backward_pass(case: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Only the logits themselves stay: the forward pass packs nothing else of their size.
+
+    Seen failing without the recomputation.
+    """
+    logits, packed = case[0].requires_grad_(), []
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:
+        packed.append(saved.untyped_storage().data_ptr())
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        token_entropies(logits, temperature=0.7, differentiable=True)
+    assert set(packed) <= {logits.untyped_storage().data_ptr()}
+
+
 def test_pieces_change_nothing(case: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing with the pieces of the token ids cut at another length."""
     logits, token_ids = case
@@ -47,7 +80,7 @@ def test_pieces_change_nothing(case: tuple[torch.Tensor, torch.Tensor], monkeypa
         monkeypatch.setattr(logprobs, "_PIECE_ELEMENTS", elements)
         leaf = logits.clone().requires_grad_()
         values = token_logprobs(leaf, token_ids_T=token_ids, temperature=0.7)
-        values.square().sum().backward()
+        (values.square() + token_entropies(leaf, temperature=0.7, differentiable=True)).sum().backward()
         results.append((values.detach(), leaf.grad, token_entropies(leaf, temperature=0.7)))
     for other in results[1:]:
         for expected, got in zip(results[0], other, strict=True):
@@ -74,3 +107,5 @@ def test_no_tokens_give_an_empty_result_with_a_gradient() -> None:
 def test_refuses_shapes_that_do_not_belong_together() -> None:
     with pytest.raises(ValueError, match=r"got \(3, 5\) and \(2,\)"):
         token_logprobs(torch.zeros(3, 5), token_ids_T=torch.zeros(2, dtype=torch.int64), temperature=1.0)
+    with pytest.raises(ValueError, match=r"got \(1, 3, 5\)"):
+        token_entropies(torch.zeros(1, 3, 5), temperature=1.0)

@@ -1,205 +1,373 @@
-"""Decoupled PPO: loss and gradient against an independent numpy derivation, and relations."""
+"""The terms of the online objective: loss and gradient against independent numpy derivations, and relations."""
 
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from algo_builders import Case, make_case, tensor
 
-from areal_lite.algo.losses import decoupled_ppo_loss
+from areal_lite.algo.losses import entropy_bonus, kl_penalty, policy_loss, value_loss
 
 NAN = float("nan")
-SETTINGS = {"clip_low": 0.2, "clip_high": 0.3, "behaviour_weight_cap": 2.0}
+JUNK = [NAN, np.inf, -np.inf, 1e30]
+KNOBS: dict[str, Any] = {"surrogate": "ratio", "ratio_level": "token", "clip_low": 0.2, "clip_high": 0.3}
+Numbers = dict[str, np.ndarray]
 
 
-def make_case(size: int = 40, seed: int = 0) -> dict[str, np.ndarray]:
-    """Draw a case in which every branch occurs: clipped both ways, above the cap, masked."""
-    rng = np.random.default_rng(seed)
-    proximal = rng.uniform(-3, -0.5, size)
+def numbers(case: Case, seed: int = 0) -> Numbers:
+    """Advantages, weights and targets of every token; a fifth of the behaviour weights is 0."""
+    rng = np.random.default_rng(seed + 100)
+    size = len(case.mask)
     return {
-        "current": proximal + rng.normal(0, 0.4, size),
-        "proximal": proximal,
-        "behaviour": proximal + rng.normal(0, 0.6, size),
+        "current": case.current,
+        "proximal": case.proximal,
         "advantages": rng.normal(0, 1, size),
-        "mask": rng.random(size) < 0.8,
+        "weights": rng.uniform(0.3, 2.0, size) * (rng.random(size) < 0.8),
+        "token_weights": rng.uniform(0.01, 0.2, size),
     }
 
 
-def run(case: dict[str, np.ndarray], **changes: Any) -> tuple[float, np.ndarray, dict[str, float]]:
-    """Return loss, gradient by current logprobs, and metrics."""
-    settings = {**SETTINGS, "denominator": 7.0, **changes}
-    current = torch.tensor(case["current"], dtype=torch.float64, requires_grad=True)
-    loss, sums = decoupled_ppo_loss(
+def run(case: Case, given: Numbers, **changes: Any) -> tuple[float, np.ndarray, int]:
+    """Return loss, gradient by current logprobs, and the number of clipped tokens."""
+    current = tensor(given["current"]).clone().requires_grad_()
+    loss, sums = policy_loss(
         current,
-        proximal_logprobs_T=torch.tensor(case["proximal"]),
-        behaviour_logprobs_T=torch.tensor(case["behaviour"]),
-        advantages_T=torch.tensor(case["advantages"]),
-        loss_mask_T=torch.tensor(case["mask"]),
-        **settings,
+        proximal_logprobs_T=tensor(given["proximal"]),
+        behaviour_weights_T=tensor(given["weights"]),
+        advantages_T=tensor(given["advantages"]),
+        loss_mask_T=tensor(case.mask),
+        token_weights_T=tensor(given["token_weights"]),
+        rows_T=tensor(case.rows),
+        num_rows=len(case.lengths),
+        **KNOBS | changes,
     )
     loss.backward()
     assert current.grad is not None
-    return float(loss.detach()), current.grad.numpy(), {name: float(value) for name, value in sums.items()}
+    assert set(sums) == {"clipped"}
+    assert not sums["clipped"].requires_grad
+    return float(loss.detach()), current.grad.numpy(), int(sums["clipped"])
 
 
-def derive(case: dict[str, np.ndarray]) -> tuple[float, np.ndarray, dict[str, float]]:
+def derive(case: Case, given: Numbers, **changes: Any) -> tuple[float, np.ndarray, int]:
     """Derive the same token by token, by cases on the sign of the advantage.
 
-    With A > 0 the minimum is `min(r, 1.3) A`: slope `r A` below 1.3 and 0 above; with A < 0 it is `max(r, 0.8) A`:
-    slope `r A` above 0.8 and 0 below (d r / d log pi_current = r).
+    ratio: with A > 0 the minimum is `min(r, high) A`, slope `r A` below `high` and 0 above; with A < 0 it is
+    `max(r, low) A`, slope `r A` above `low` and 0 below (d r / d log pi_current = r). At the sequence level r is the
+    geometric mean over the row, and d r / d log pi_current of each of its n tokens is r / n.
     """
-    loss, gradient = 0.0, np.zeros(len(case["current"]))
-    sums = {"behav_weight": 0.0, "behav_weight_masked": 0.0, "clipped": 0.0, "kl_behav_prox": 0.0}
-    for t in np.flatnonzero(case["mask"]):
-        advantage = case["advantages"][t]
-        ratio = np.exp(case["current"][t]) / np.exp(case["proximal"][t])
-        weight = np.exp(case["proximal"][t]) / np.exp(case["behaviour"][t])
-        held = ratio > 1.3 if advantage > 0 else ratio < 0.8
-        bounded = min(ratio, 1.3) if advantage > 0 else max(ratio, 0.8)
-        sums["kl_behav_prox"] += np.log(1 / weight)
-        sums["clipped"] += held
-        if weight > 2.0:
-            sums["behav_weight_masked"] += 1
-            continue
-        sums["behav_weight"] += weight
-        loss -= weight * bounded * advantage / 7.0
-        gradient[t] = 0.0 if held else -weight * ratio * advantage / 7.0
-    return loss, gradient, sums
+    knobs = KNOBS | changes
+    low = -np.inf if knobs["clip_low"] is None else 1 - knobs["clip_low"]
+    high = np.inf if knobs["clip_high"] is None else 1 + knobs["clip_high"]
+    loss, gradient, num_clipped = 0.0, np.zeros(len(case.mask)), 0
+    for t in np.flatnonzero(case.mask):
+        alike = [t] if knobs["ratio_level"] == "token" else np.flatnonzero(case.mask & (case.rows == case.rows[t]))
+        ratios = np.exp(given["current"][alike]) / np.exp(given["proximal"][alike])
+        ratio = np.prod(ratios) ** (1 / len(alike))
+        advantage, scale = given["advantages"][t], given["weights"][t] * given["token_weights"][t]
+        if knobs["surrogate"] == "ratio":
+            is_held = ratio > high if advantage > 0 else ratio < low
+            loss -= scale * (min(ratio, high) if advantage > 0 else max(ratio, low)) * advantage
+            for u in alike:
+                gradient[u] -= 0.0 if is_held else scale * ratio * advantage / len(alike)
+            num_clipped += is_held
+        elif knobs["surrogate"] == "weighted_likelihood":
+            slope = scale * min(max(ratio, low), high) * advantage
+            loss -= slope * given["current"][t]
+            gradient[t] -= slope
+            num_clipped += not low <= ratio <= high
+        else:
+            loss -= scale * given["current"][t]
+            gradient[t] -= scale
+    return loss, gradient, num_clipped
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_loss_gradient_and_metrics_against_numpy(seed: int) -> None:
-    """Seen failing with the weight inverted, not detached or truncated instead of masked, the clip bounds swapped,
-    max for min, and the cap compared with the wrong sign."""
-    case = make_case(seed=seed)
-    loss, gradient, sums = run(case)
-    expected_loss, expected_gradient, expected_sums = derive(case)
-    assert loss == pytest.approx(expected_loss)
-    np.testing.assert_allclose(gradient, expected_gradient, atol=1e-12)
-    assert sums == pytest.approx(expected_sums)
-    assert expected_sums["clipped"] > 0
-    assert expected_sums["behav_weight_masked"] > 0
+SURROGATES = ["ratio", "weighted_likelihood", "likelihood"]
+CLIPS = [(0.2, 0.3), (None, 0.3), (0.2, None), (None, None), (3e-4, 4e-4)]
+
+
+@pytest.mark.parametrize(("clip_low", "clip_high"), CLIPS)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_policy_loss_against_numpy(surrogate: str, level: str, clip_low: float | None, clip_high: float | None) -> None:
+    """Seen failing with max for min, the clip bounds swapped, the weight left out, the ratio of weighted_likelihood
+    not detached, the sequence's mean replaced by its sum, and its mean taken over masked tokens too."""
+    total_clipped = 0
+    for seed in range(3):
+        case = make_case(seed)
+        given = numbers(case, seed)
+        knobs = {"surrogate": surrogate, "ratio_level": level, "clip_low": clip_low, "clip_high": clip_high}
+        loss, gradient, num_clipped = run(case, given, **knobs)
+        expected_loss, expected_gradient, expected_clipped = derive(case, given, **knobs)
+        assert loss == pytest.approx(expected_loss)
+        np.testing.assert_allclose(gradient, expected_gradient, atol=1e-12)
+        assert num_clipped == expected_clipped
+        total_clipped += num_clipped
+    assert (total_clipped > 0) == (surrogate != "likelihood" and (clip_low, clip_high) != (None, None))
 
 
 def test_hand_computed_token() -> None:
-    """r = 1.1 / 1 inside the clip, w = 1.5, A = 2, two tokens in the denominator: loss -1.65, gradient the same."""
-    case = {
+    """r = 1.1 inside the clip, w = 1.5, A = 2, two tokens in the denominator: loss -1.65, gradient the same."""
+    case = make_case(groups=1, samples=1, failed=False, stale=False).change(
+        lengths=np.array([1]), mask=np.array([True])
+    )
+    given = {
         "current": np.log([0.22]),
         "proximal": np.log([0.2]),
-        "behaviour": np.log([0.2 / 1.5]),
+        "weights": np.array([1.5]),
         "advantages": np.array([2.0]),
-        "mask": np.array([True]),
+        "token_weights": np.array([0.5]),
     }
-    loss, gradient, _ = run(case, denominator=2.0)
+    loss, gradient, _ = run(case, given)
     assert loss == pytest.approx(-1.65)
     assert gradient[0] == pytest.approx(-1.65)
 
 
-def test_proximal_equal_to_behaviour_is_ppo() -> None:
+@pytest.mark.parametrize("surrogate", ["ratio", "weighted_likelihood"])
+def test_gradient_at_ratio_one_is_reinforce(surrogate: str) -> None:
+    """Current = proximal: by log pi it is -w A times the token's weight. Seen failing with the ratio detached."""
+    case = make_case()
+    given = numbers(case)
+    given["current"] = given["proximal"]
+    _, gradient, num_clipped = run(case, given, surrogate=surrogate)
+    expected = -given["weights"] * given["advantages"] * given["token_weights"]
+    np.testing.assert_allclose(gradient, np.where(case.mask, expected, 0.0), atol=1e-12)
+    assert num_clipped == 0
+
+
+def test_sequence_level_at_ratio_one_is_reinforce_where_a_row_shares_its_advantage() -> None:
+    case = make_case()
+    given = numbers(case)
+    given["current"] = given["proximal"]
+    for name in ("weights", "advantages", "token_weights"):
+        given[name] = given[name][np.searchsorted(case.rows, case.rows)]  # the row's first token's
+    _, gradient, _ = run(case, given, ratio_level="sequence")
+    expected = -given["weights"] * given["advantages"] * given["token_weights"]
+    np.testing.assert_allclose(gradient, np.where(case.mask, expected, 0.0), atol=1e-12)
+
+
+def test_without_behaviour_weights_it_is_ppo() -> None:
     """The clipped surrogate of arXiv 1707.06347 eq. 7, as torch derives it."""
     case = make_case()
-    case["proximal"] = case["behaviour"] = case["current"] + np.random.default_rng(1).normal(0, 0.3, 40)
-    current = torch.tensor(case["current"], requires_grad=True)
-    ratio, advantages = (current - torch.tensor(case["behaviour"])).exp(), torch.tensor(case["advantages"])
+    given = numbers(case) | {"weights": np.ones(len(case.mask)), "token_weights": np.full(len(case.mask), 1 / 7)}
+    current = tensor(case.current).clone().requires_grad_()
+    ratio, advantages = (current - tensor(case.proximal)).exp(), tensor(given["advantages"])
     surrogate = torch.minimum(ratio * advantages, ratio.clip(0.8, 1.3) * advantages)
-    (-surrogate[torch.tensor(case["mask"])].sum() / 7.0).backward()
-    _, gradient, sums = run(case)
-    np.testing.assert_allclose(gradient, current.grad, atol=1e-12)
-    assert sums["behav_weight"] == case["mask"].sum()
-    assert sums["kl_behav_prox"] == 0.0
+    (-surrogate[tensor(case.mask)].sum() / 7).backward()
+    np.testing.assert_allclose(run(case, given)[1], current.grad, atol=1e-12)
 
 
-def test_on_policy_gradient_is_reinforce() -> None:
-    """All three policies equal: the gradient by log pi is -A / denominator."""
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_masked_slots_may_hold_anything(surrogate: str, level: str) -> None:
+    """Current logprobs too: their gradient is 0 there. Seen failing with the mask multiplied instead of chosen, and
+    with the choice made on the products instead of on what goes into them."""
     case = make_case()
-    case["proximal"] = case["behaviour"] = case["current"]
-    _, gradient, _ = run(case)
-    np.testing.assert_allclose(gradient, np.where(case["mask"], -case["advantages"] / 7.0, 0.0), atol=1e-12)
+    given = numbers(case)
+    expected = run(case, given, surrogate=surrogate, ratio_level=level)
+    for shift, name in enumerate(given):
+        given[name] = np.where(case.mask, given[name], np.roll(np.resize(JUNK, len(case.mask)), shift))
+    got = run(case, given, surrogate=surrogate, ratio_level=level)
+    assert got[0] == expected[0]
+    np.testing.assert_array_equal(got[1], expected[1])
+    assert got[2] == expected[2]
 
 
-def test_masked_slots_may_hold_anything() -> None:
-    """Seen failing with the mask multiplied instead of chosen."""
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_a_token_of_weight_zero_trains_nothing_whatever_it_holds(surrogate: str) -> None:
+    """Its logprob may be infinite: 0 * inf must not become the loss. Seen failing with the weight multiplied alone."""
     case = make_case()
-    expected = run(case)
-    hidden = ~case["mask"]
-    for name in ("proximal", "behaviour", "advantages"):
-        case[name] = np.where(hidden, np.resize([NAN, np.inf, -np.inf, 1e30], 40), case[name])
-    loss, gradient, sums = run(case)
-    assert loss == expected[0]
-    np.testing.assert_array_equal(gradient, expected[1])
-    assert sums == expected[2]
+    given = numbers(case)
+    loss, gradient, _ = run(case, given, surrogate=surrogate)
+    token = int(np.flatnonzero(case.mask & (given["weights"] == 0))[0])
+    given["current"] = np.where(np.arange(len(case.mask)) == token, -np.inf, given["current"])
+    got_loss, got_gradient, _ = run(case, given, surrogate=surrogate)
+    assert got_loss == pytest.approx(loss, abs=1e-15)
+    np.testing.assert_array_equal(got_gradient, gradient)
 
 
-@pytest.mark.parametrize("logprob", [NAN, -np.inf])
-def test_a_weight_that_is_no_number_counts_as_above_the_cap(logprob: float) -> None:
+@pytest.mark.parametrize(("surrogate", "level"), list(product(SURROGATES, ["token", "sequence"])))
+@pytest.mark.parametrize("clips", [(0.2, 0.3), (None, None)])
+@pytest.mark.parametrize("gap", [1e3, -1e3, 1e30, -1e30])
+def test_huge_log_ratios_stay_finite(surrogate: str, level: str, clips: Any, gap: float) -> None:
+    """In float32, in both directions, advantages of both signs. Seen failing without the bound on the exponent."""
     case = make_case()
-    token = int(np.flatnonzero(case["mask"])[0])
-    case["behaviour"][token] = logprob
-    loss, gradient, _ = run(case)
-    case["mask"][token] = False
-    expected_loss, expected_gradient, _ = run(case)
-    assert loss == expected_loss
-    np.testing.assert_array_equal(gradient, expected_gradient)
+    given = {name: values.astype(np.float32) for name, values in numbers(case).items()}
+    given["proximal"] = (given["current"] - np.float32(gap)).astype(np.float32)
+    loss, gradient, _ = run(case, given, surrogate=surrogate, ratio_level=level, clip_low=clips[0], clip_high=clips[1])
+    assert np.isfinite(loss)
+    assert np.isfinite(gradient).all()
 
 
-def test_tokens_above_the_cap_stay_in_the_denominator() -> None:
-    """The denominator is the caller's: raising the cap adds terms and rescales nothing."""
+def test_no_gradient_reaches_proximal_and_weights() -> None:
+    """Seen failing with either not detached."""
     case = make_case()
-    _, low, _ = run(case, behaviour_weight_cap=1.0)
-    _, high, _ = run(case, behaviour_weight_cap=1e9)
-    counted = low != 0
-    assert 0 < counted.sum() < (high != 0).sum()
-    np.testing.assert_array_equal(low[counted], high[counted])
-
-
-def test_parts_add_up_to_the_whole_in_any_order() -> None:
-    case = make_case()
-    loss, gradient, sums = run(case)
-    order = np.random.default_rng(2).permutation(40)
-    parts = [run({name: value[chosen] for name, value in case.items()}) for chosen in np.split(order, [13, 30])]
-    assert sum(part[0] for part in parts) == pytest.approx(loss)
-    np.testing.assert_allclose(np.concatenate([part[1] for part in parts]), gradient[order])
-    assert {name: sum(part[2][name] for part in parts) for name in sums} == pytest.approx(sums)
-
-
-def test_no_gradient_reaches_proximal_and_behaviour() -> None:
-    """Seen failing with the weight not detached."""
-    case = {name: torch.tensor(value) for name, value in make_case().items()}
-    for name in ("current", "proximal", "behaviour"):
-        case[name].requires_grad_()
-    loss, _ = decoupled_ppo_loss(
-        case["current"],
-        proximal_logprobs_T=case["proximal"],
-        behaviour_logprobs_T=case["behaviour"],
-        advantages_T=case["advantages"],
-        loss_mask_T=case["mask"],
-        denominator=7.0,
-        **SETTINGS,
+    given = {name: tensor(values).clone().requires_grad_() for name, values in numbers(case).items()}
+    shared: dict[str, Any] = {
+        "behaviour_weights_T": given["weights"],
+        "loss_mask_T": tensor(case.mask),
+        "token_weights_T": given["token_weights"].detach(),
+    }
+    loss, _ = policy_loss(
+        given["current"],
+        proximal_logprobs_T=given["proximal"],
+        advantages_T=given["advantages"].detach(),
+        rows_T=tensor(case.rows),
+        num_rows=12,
+        **shared,
+        **KNOBS,
     )
+    for direction in ("to_other", "from_other"):
+        other: Any = {"other_logprobs_T": given["proximal"], "estimator": "k3", "direction": direction}
+        loss = loss + kl_penalty(given["current"], **other, **shared)
     loss.backward()
-    for name in ("proximal", "behaviour"):
-        grad = case[name].grad
-        assert grad is None or not grad.any()
+    assert given["current"].grad is not None
+    for name in ("proximal", "weights"):
+        assert given[name].grad is None
+
+
+def derive_kl(d: np.ndarray, estimator: str) -> tuple[np.ndarray, np.ndarray]:
+    """Value and slope of an estimator by its d."""
+    return {"k1": (d, d * 0 + 1), "k2": (d * d / 2, d), "k3": (np.exp(-d) - 1 + d, 1 - np.exp(-d))}[estimator]
+
+
+@pytest.mark.parametrize("direction", ["to_other", "from_other"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_penalty_against_numpy(estimator: Any, direction: Any) -> None:
+    """to_other: d = current - other; from_other: d = other - current, so that k3 is r - 1 - log r.
+
+    Seen failing with the directions exchanged, and without the behaviour weight.
+    """
+    case = make_case()
+    given = numbers(case)
+    hidden = ~case.mask | (given["weights"] == 0)
+    current = tensor(np.where(hidden, np.resize(JUNK, len(hidden)), case.current)).clone().requires_grad_()
+    penalty = kl_penalty(
+        current,
+        other_logprobs_T=tensor(np.where(hidden, np.resize(JUNK[::-1], len(hidden)), case.reference)),
+        behaviour_weights_T=tensor(given["weights"]),
+        loss_mask_T=tensor(case.mask),
+        token_weights_T=tensor(given["token_weights"]),
+        estimator=estimator,
+        direction=direction,
+    )
+    penalty.backward()
+    sign = 1 if direction == "to_other" else -1
+    value, slope = derive_kl(sign * (case.current - case.reference), estimator)
+    scale = np.where(hidden, 0.0, given["weights"] * given["token_weights"])
+    assert float(penalty.detach()) == pytest.approx(float((scale * value).sum()))
+    np.testing.assert_allclose(current.grad, sign * scale * slope, atol=1e-12)
+
+
+def test_ppo_penalty_has_no_gradient_at_the_proximal_policy() -> None:
+    """KL(proximal || current) is smallest there: r - 1 - log r has slope r - 1."""
+    current = torch.tensor([-1.0, -2.0], requires_grad=True)
+    ones = torch.ones(2)
+    penalty = kl_penalty(
+        current,
+        other_logprobs_T=current.detach(),
+        behaviour_weights_T=ones,
+        loss_mask_T=ones.bool(),
+        token_weights_T=ones,
+        estimator="k3",
+        direction="from_other",
+    )
+    penalty.backward()
+    assert penalty == 0.0
+    assert current.grad is not None
+    assert current.grad.tolist() == [0.0, 0.0]
+
+
+def test_entropy_bonus_against_numpy() -> None:
+    case = make_case()
+    given = numbers(case)
+    entropies = np.random.default_rng(0).uniform(0, 2, len(case.mask))
+    leaf = tensor(np.where(case.mask, entropies, NAN)).clone().requires_grad_()
+    bonus = entropy_bonus(leaf, loss_mask_T=tensor(case.mask), token_weights_T=tensor(given["token_weights"]))
+    bonus.backward()
+    scale = np.where(case.mask, given["token_weights"], 0.0)
+    assert float(bonus.detach()) == pytest.approx(float((scale * entropies).sum()))
+    np.testing.assert_allclose(leaf.grad, scale)
+
+
+@pytest.mark.parametrize("clip", [None, 0.2, 1.0])
+def test_value_loss_against_numpy(clip: float | None) -> None:
+    """By cases: within the clip the slope is v - t; outside, the held value is old +- clip, and where its error is the
+    larger one it counts, with slope 0.
+
+    Seen failing with min for max, without the 0.5, and with the clip around the target.
+    """
+    case = make_case()
+    rng = np.random.default_rng(3)
+    values, old, targets = rng.normal(0, 1, (3, len(case.mask)))
+    token_weights = numbers(case)["token_weights"]
+    loss, gradient, num_clipped = 0.0, np.zeros(len(case.mask)), 0
+    for t in np.flatnonzero(case.mask):
+        error, slope = (values[t] - targets[t]) ** 2, values[t] - targets[t]
+        if clip is not None and abs(values[t] - old[t]) > clip:
+            held = old[t] + np.sign(values[t] - old[t]) * clip
+            if (held - targets[t]) ** 2 > error:
+                error, slope, num_clipped = (held - targets[t]) ** 2, 0.0, num_clipped + 1
+        loss += 0.5 * token_weights[t] * error
+        gradient[t] = token_weights[t] * slope
+    junk = np.resize(JUNK, len(case.mask))
+    leaf = tensor(np.where(case.mask, values, junk)).clone().requires_grad_()
+    got, sums = value_loss(
+        leaf,
+        old_values_T=tensor(np.where(case.mask, old, junk)),
+        targets_T=tensor(np.where(case.mask, targets, junk)),
+        loss_mask_T=tensor(case.mask),
+        token_weights_T=tensor(np.where(case.mask, token_weights, junk)),
+        clip=clip,
+    )
+    got.backward()
+    assert float(got.detach()) == pytest.approx(loss)
+    np.testing.assert_allclose(leaf.grad, gradient, atol=1e-12)
+    assert {name: int(value) for name, value in sums.items()} == {"value_clipped": num_clipped}
+    assert (num_clipped > 0) == (clip is not None)
+
+
+def test_a_value_within_the_clip_is_never_counted_as_clipped() -> None:
+    """Seen failing with the clipped value computed as old + clamp(v - old), which rounds."""
+    rng = np.random.default_rng(0)
+    # Of different magnitudes: differences of similar floats would be exact.
+    values, old = tensor(rng.uniform(0.05, 0.15, 1000)).float(), tensor(rng.uniform(-0.03, 0.03, 1000)).float()
+    arguments: Any = {
+        "targets_T": torch.zeros(1000),
+        "loss_mask_T": torch.ones(1000, dtype=torch.bool),
+        "token_weights_T": torch.ones(1000),
+    }
+    _, sums = value_loss(values, old_values_T=old, clip=0.2, **arguments)
+    assert sums["value_clipped"] == 0
 
 
 def test_an_empty_micro_batch_has_a_loss_of_zero() -> None:
-    case = {name: value[:0] for name, value in make_case().items()}
-    loss, gradient, sums = run(case)
-    assert loss == 0.0
-    assert gradient.shape == (0,)
-    assert set(sums.values()) == {0.0}
+    case = make_case().change(lengths=np.zeros(2, np.int64), mask=np.zeros(0, bool))
+    given = {name: values[:0] for name, values in numbers(make_case()).items()}
+    for surrogate, level in product(SURROGATES, ["token", "sequence"]):
+        loss, gradient, num_clipped = run(case, given, surrogate=surrogate, ratio_level=level)
+        assert (loss, gradient.shape, num_clipped) == (0.0, (0,), 0)
 
 
-def test_refuses_other_shapes_and_masks() -> None:
-    values = torch.zeros(3)
-    arguments: dict[str, Any] = {
-        "proximal_logprobs_T": values,
-        "behaviour_logprobs_T": values,
-        "advantages_T": values,
-        "denominator": 1.0,
-        **SETTINGS,
-    }
+def test_refuses_other_shapes_masks_and_names() -> None:
+    case = make_case()
+    given = numbers(case)
+    for name in ("surrogate", "ratio_level"):
+        with pytest.raises(ValueError, match="got 'word'"):
+            run(case, given, **{name: "word"})
     with pytest.raises(ValueError, match="boolean loss mask"):
-        decoupled_ppo_loss(values, loss_mask_T=torch.ones(3), **arguments)
-    with pytest.raises(ValueError, match=r"\(4,\)"):
-        decoupled_ppo_loss(torch.zeros(4), loss_mask_T=torch.ones(3, dtype=torch.bool), **arguments)
+        run(case.change(mask=case.mask.astype(float)), given)
+    with pytest.raises(ValueError, match=r"'advantages': \(3,\)"):
+        run(case, given | {"advantages": np.zeros(3)})
+    ones = torch.ones(3)
+    wrong: Any = {"estimator": "k1", "direction": "sideways"}
+    with pytest.raises(ValueError, match="got 'sideways'"):
+        kl_penalty(
+            ones,
+            other_logprobs_T=ones,
+            behaviour_weights_T=ones,
+            loss_mask_T=ones.bool(),
+            token_weights_T=ones,
+            **wrong,
+        )

@@ -10,13 +10,16 @@ from torch import nn
 from train_builders import save_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areal_lite.config import Config, TrainerConfig, parse_config
+from areal_lite.config import Config, parse_config
+from areal_lite.data.offline import Example
+from areal_lite.sections import TrainerConfig
 from areal_lite.train import warm_start
 from areal_lite.train.model import load_model
-from areal_lite.train.sft import Example, SftLoop
+from areal_lite.train.offline_loop import OfflineLoop, OfflineRows
+from areal_lite.train.offline_objectives import Supervised
 from areal_lite.train.warm_start import ensure_warm_start
 
-EXAMPLES: list[Example] = [([2, 3 + index], [4 + index, 5, 1][: 2 + index % 2]) for index in range(6)]
+EXAMPLES = [Example([2, 3 + index], ([4 + index, 5, 1][: 2 + index % 2],)) for index in range(6)]
 SETTINGS = TrainerConfig.model_validate({"lr": 1e-2, "micro_batch_tokens": 12, "max_grad_norm": 1e9})
 
 
@@ -25,9 +28,9 @@ def model(tmp_path: Path) -> nn.Module:
     return load_model(save_tiny_model(tmp_path), device=torch.device("cpu"), activation_checkpointing=False)
 
 
-def loop(model: nn.Module, examples: list[Example] = EXAMPLES, **changes: Any) -> SftLoop:
+def loop(model: nn.Module, examples: list[Example] = EXAMPLES, **changes: Any) -> OfflineLoop:
     settings = {"steps": 1, "batch_size": len(examples), "seed": 0, "settings": SETTINGS, **changes}
-    return SftLoop(model, examples, **settings)
+    return OfflineLoop(model, Supervised(), OfflineRows(examples), **settings)
 
 
 def test_loss_and_gradient_are_those_of_completion_tokens(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +39,7 @@ def test_loss_and_gradient_are_those_of_completion_tokens(model: nn.Module, monk
     Seen failing with prompt tokens in the loss, and with a mean of the examples' means.
     """
     total, count = torch.zeros(()), 0
-    for prompt, output in EXAMPLES:
+    for prompt, (output,) in EXAMPLES:
         logits = model(input_ids=torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
         total = total + nn.functional.cross_entropy(logits, torch.tensor(output), reduction="sum")
         count += len(output)
@@ -49,7 +52,7 @@ def test_loss_and_gradient_are_those_of_completion_tokens(model: nn.Module, monk
         gradients.update({name: value.grad.clone() for name, value in model.named_parameters()})
 
     monkeypatch.setattr(torch.optim.AdamW, "step", keep)
-    assert loop(model).run() == pytest.approx(float(total.detach()) / count, rel=1e-5)
+    assert loop(model).step()["loss"] == pytest.approx(float(total.detach()) / count, rel=1e-5)
     for name, value in expected.items():
         torch.testing.assert_close(gradients[name], value, atol=1e-6, rtol=1e-4)
 
@@ -60,16 +63,19 @@ def test_it_learns_its_examples_by_heart(model: nn.Module) -> None:
     loop(model, steps=60).run(lambda done, steps, loss: losses.append(loss))
     assert len(losses) == 60
     assert losses[-1] < 0.05 < losses[0]
-    for prompt, output in EXAMPLES:
+    for prompt, (output,) in EXAMPLES:
         logits = model(input_ids=torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
         assert logits.argmax(dim=-1).tolist() == list(output)
 
 
 def test_every_epoch_uses_every_example_once(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Example] = []
-    monkeypatch.setattr(SftLoop, "_step", lambda self, examples, lr: seen.extend(examples) or 0.0)
+    seen: list[int] = []
+    parts = OfflineLoop._parts
+    monkeypatch.setattr(
+        OfflineLoop, "_parts", lambda self, rows, chosen: seen.extend(chosen) or parts(self, rows, chosen)
+    )
     loop(model, steps=6, batch_size=2).run()
-    assert sorted(seen[:6]) == sorted(seen[6:]) == sorted(EXAMPLES)
+    assert sorted(seen[:6]) == sorted(seen[6:]) == list(range(6))
     assert seen[:6] != seen[6:]
 
 

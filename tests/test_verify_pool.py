@@ -286,7 +286,7 @@ def test_gauges_count_calls_failures_by_reason_and_restarts(caplog):
         ("raise SystemExit(3)", "verify", "SystemExit: 3"),
         ("def verified(): ...", "verify", "no.* did you mean verified"),
         ("import os; os._exit(7)", "verify", "ended its process .exit code 7"),
-        ("import time; time.sleep(600)", "verify", "must import within 0.5 s"),
+        ("import time; time.sleep(600)", "verify", "must load within 0.5 s"),
     ],
 )
 def test_a_function_that_cannot_be_loaded_fails_the_start_with_the_reason(tmp_path, source, function, message):

@@ -47,23 +47,31 @@ def token_logprobs(logits_TV: Tensor, *, token_ids_T: Tensor, temperature: float
     return torch.cat([_recomputed(of_piece, *piece) for piece in pieces])
 
 
-@torch.no_grad()
-def token_entropies(logits_TV: Tensor, *, temperature: float) -> Tensor:
-    """Return the entropy of `softmax(logits / temperature)` in each row, for observation only: no gradient.
+def token_entropies(logits_TV: Tensor, *, temperature: float, differentiable: bool = False) -> Tensor:
+    """Return the entropy of `softmax(logits / temperature)` in each row.
+
+    `H = - sum over the vocabulary of p * log p`
 
     Args:
         logits_TV: [T, V] logits of any float dtype.
         temperature: The sampling temperature, > 0.
+        differentiable: For a bonus in the loss; otherwise for observation only, without gradient.
 
     Returns:
         [T] float32 entropies in nats.
+
+    Raises:
+        ValueError: The logits are not a matrix.
     """
+    if logits_TV.ndim != 2:
+        raise ValueError(f"expected logits [tokens, vocabulary], got {tuple(logits_TV.shape)}")
 
     def of_piece(logits: Tensor) -> Tensor:
         logprobs = log_softmax(logits.float() / temperature, dim=-1)
         return -(logprobs.exp() * logprobs).sum(dim=-1)
 
-    return torch.cat([of_piece(piece) for piece in torch.split(logits_TV, _piece_rows(logits_TV))])
+    logits_TV = logits_TV if differentiable else logits_TV.detach()
+    return torch.cat([_recomputed(of_piece, piece) for piece in torch.split(logits_TV, _piece_rows(logits_TV))])
 
 
 def _piece_rows(logits_TV: Tensor) -> int:

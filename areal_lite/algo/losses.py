@@ -1,86 +1,250 @@
-"""The objective: decoupled PPO. Called by the trainer once per micro-batch; knows no model and no ranks.
+"""The terms of the online objective. Called by the trainer once per micro-batch; knows no model and no ranks.
 
 Three policies, three names: tokens were sampled from the *behaviour* policy, the *proximal* policy is the
 trainer's own when the batch was taken, the *current* policy is being optimised.
 
-Shape letter: `T` completion tokens of a micro-batch.
+Every term is a sum over loss-mask tokens of `token_weights_T` times the token's part. Those weights come from
+`aggregation.py`, already divided by the denominator of the whole update, so that the terms of micro-batches and ranks
+simply add up.
+
+Shape letters: `T` completion tokens of a micro-batch, `B` its rows.
 """
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["decoupled_ppo_loss"]
+from areal_lite.algo.flat import bounded, check_tokens, inside, row_sums
+from areal_lite.algo.kl import Estimator, kl_estimate
+
+__all__ = ["entropy_bonus", "kl_penalty", "policy_loss", "value_loss"]
 
 
-def decoupled_ppo_loss(
+def policy_loss(
     current_logprobs_T: Tensor,
     *,
     proximal_logprobs_T: Tensor,
-    behaviour_logprobs_T: Tensor,
+    behaviour_weights_T: Tensor,
     advantages_T: Tensor,
     loss_mask_T: Tensor,
-    clip_low: float,
-    clip_high: float,
-    behaviour_weight_cap: float,
-    denominator: float,
+    token_weights_T: Tensor,
+    rows_T: Tensor,
+    num_rows: int,
+    surrogate: Literal["ratio", "weighted_likelihood", "likelihood"],
+    ratio_level: Literal["token", "sequence"],
+    clip_low: float | None,
+    clip_high: float | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a micro-batch's share of the policy loss.
 
-    `loss = - sum over loss-mask tokens of w * min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) / denominator`
-    with `r = pi_current / pi_proximal` and `w = pi_proximal / pi_behaviour` without gradient, 0 where above the cap.
-    With proximal = behaviour, `w` is 1 and this is PPO (arXiv 1707.06347 eq. 7).
+    `loss = - sum over loss-mask tokens of token_weight * w * s`, with the behaviour weight `w` and ::
+
+        surrogate             s
+        ratio                 min(r * A, clip(r) * A)
+        weighted_likelihood   sg(clip(r)) * A * log pi_current
+        likelihood            log pi_current
+
+    where `clip(r) = min(max(r, 1 - clip_low), 1 + clip_high)`, `sg` stops the gradient, and the ratio is ::
+
+        token      r = pi_current / pi_proximal of the token
+        sequence   r = exp(mean of log (pi_current / pi_proximal) over the row's loss-mask tokens), on each of them
+
+    With proximal = behaviour, `ratio` is PPO; at `pi_current = pi_proximal` its gradient is REINFORCE's, `w * A` times
+    the gradient of `log pi_current`.
 
     Args:
-        current_logprobs_T: [T] log-probabilities under the weights being optimised; the gradient flows through them.
+        current_logprobs_T: [T] log-probabilities in nats under the weights being optimised; the gradient flows
+            through them alone.
         proximal_logprobs_T: [T] under the weights of the moment the batch was taken.
-        behaviour_logprobs_T: [T] under the weights that sampled each token.
+        behaviour_weights_T: [T] from `behaviour_weights`; a token of weight 0 adds nothing, whatever it holds.
         advantages_T: [T] each token's advantage.
         loss_mask_T: [T] booleans; whatever stands in the other slots, NaN included, has no effect.
-        clip_low: Lower clip distance of `r`, in 0..1.
-        clip_high: Upper clip distance of `r`, >= 0.
-        behaviour_weight_cap: Largest `w` that counts; tokens above it (or with a `w` that is no number) add nothing.
-        denominator: Number of loss-mask tokens of the whole optimiser update: all micro-batches, all ranks, tokens
-            above the cap included.
+        token_weights_T: [T] from `aggregate`, divided by the denominator of the whole optimiser update.
+        rows_T: [T] int64, the row of each token; all tokens of a row are in the same call.
+        num_rows: B.
+        surrogate: See above.
+        ratio_level: See above.
+        clip_low: Lower clip distance of `r`, in 0..1; None = that side is open.
+        clip_high: Upper clip distance of `r`, >= 0; None = that side is open.
 
     Returns:
-        The scalar loss share, and sums over the loss mask for logging: `behav_weight` (0 above the cap),
-        `behav_weight_masked` (tokens above the cap), `clipped` (tokens whose ratio the clip holds back),
-        `kl_behav_prox` (`behaviour - proximal` logprob, the estimator k1 of KL(behaviour || proximal)).
+        The scalar loss, and sums over the loss mask for the log, unweighted and without gradient: `clipped`, the tokens
+        whose ratio the clip changes (`weighted_likelihood`) or holds back (`ratio`: where it lowers `s`).
+
+    Raises:
+        ValueError: The shapes differ, the mask is not boolean, or `surrogate` or `ratio_level` is unknown.
+
+    Source:
+        ratio: arXiv 1707.06347 eq. 7, with `w` arXiv 2505.24298 eq. 5, with two clip distances arXiv 2503.14476 eq. 8;
+        sequence level: arXiv 2507.18071 eqs. 5 and 7; weighted_likelihood: arXiv 2506.13585 eqs. 4 and 5; likelihood:
+        RAFT, arXiv 2304.06767.
+        Where we differ: GSPO and CISPO have no `w`, and a log ratio above 20 counts as 20.
+    """
+    check_tokens(
+        loss_mask_T,
+        current=current_logprobs_T,
+        proximal=proximal_logprobs_T,
+        behaviour_weights=behaviour_weights_T,
+        advantages=advantages_T,
+        token_weights=token_weights_T,
+        rows=rows_T,
+    )
+    counts_T = loss_mask_T & (behaviour_weights_T != 0)
+    scale_T = inside(counts_T, behaviour_weights_T.detach() * token_weights_T)
+    advantages_T = inside(loss_mask_T, advantages_T)
+    log_ratios_T = inside(loss_mask_T, current_logprobs_T - proximal_logprobs_T.detach())
+    ratios_T = _ratios(log_ratios_T, loss_mask_T, rows_T=rows_T, num_rows=num_rows, level=ratio_level)
+    held_T = ratios_T.clamp(
+        0.0 if clip_low is None else 1 - clip_low, torch.inf if clip_high is None else 1 + clip_high
+    )
+    if surrogate == "ratio":
+        is_clipped_T = held_T * advantages_T < ratios_T * advantages_T
+        parts_T = torch.minimum(ratios_T * advantages_T, held_T * advantages_T)
+    elif surrogate == "weighted_likelihood":
+        is_clipped_T = held_T != ratios_T
+        parts_T = held_T.detach() * advantages_T * inside(counts_T, current_logprobs_T)
+    elif surrogate == "likelihood":
+        is_clipped_T = torch.zeros_like(loss_mask_T)
+        parts_T = inside(counts_T, current_logprobs_T)
+    else:
+        raise ValueError(f"expected the surrogate ratio, weighted_likelihood or likelihood, got {surrogate!r}")
+    loss = -(scale_T * inside(counts_T, parts_T)).sum()
+    return loss, {"clipped": (loss_mask_T & is_clipped_T).sum()}
+
+
+def kl_penalty(
+    current_logprobs_T: Tensor,
+    *,
+    other_logprobs_T: Tensor,
+    behaviour_weights_T: Tensor,
+    loss_mask_T: Tensor,
+    token_weights_T: Tensor,
+    estimator: Estimator,
+    direction: Literal["to_other", "from_other"],
+) -> Tensor:
+    """Return a micro-batch's share of a mean KL divergence, to be multiplied by its coefficient and added to the loss.
+
+    `sum over loss-mask tokens of token_weight * w * k`, with `k` of `kl_estimate` and ::
+
+        to_other     KL(current || other), for samples of the current policy: distance to a reference model
+        from_other   KL(other || current), for samples of the other policy: PPO's penalty, other = proximal
+
+    Under `from_other`, k3 is `r - 1 - log r` with `r = pi_current / pi_other`: never negative, and both its value and
+    its gradient are unbiased. Under `to_other` see `kl_estimate` for what each gradient is; the samples are the
+    proximal policy's (through `w`), so that after the first update of a step the estimate is off by `r`, as in GRPO.
+
+    Args:
+        current_logprobs_T: [T] under the weights being optimised, in nats; the gradient flows through them alone.
+        other_logprobs_T: [T] under the other policy.
+        behaviour_weights_T: [T] from `behaviour_weights`; a token of weight 0 adds nothing.
+        loss_mask_T: [T] booleans; the other slots have no effect.
+        token_weights_T: [T] from `aggregate`, divided by the denominator of the update.
+        estimator: k1, k2 or k3.
+        direction: See above.
+
+    Returns:
+        The scalar penalty in nats.
+
+    Raises:
+        ValueError: The shapes differ, the mask is not boolean, or estimator or direction is unknown.
+
+    Source:
+        to_other with k3: arXiv 2402.03300 eqs. 3 and 4; from_other: arXiv 1707.06347 eq. 8, where the divergence is
+        exact instead of estimated. The weight `w` is ours.
+    """
+    check_tokens(
+        loss_mask_T,
+        current=current_logprobs_T,
+        other=other_logprobs_T,
+        behaviour_weights=behaviour_weights_T,
+        token_weights=token_weights_T,
+    )
+    counts_T = loss_mask_T & (behaviour_weights_T != 0)
+    current_T, other_T = inside(counts_T, current_logprobs_T), inside(counts_T, other_logprobs_T.detach())
+    if direction == "to_other":
+        estimates_T = kl_estimate(current_T, reference_logprobs_T=other_T, estimator=estimator)
+    elif direction == "from_other":
+        estimates_T = kl_estimate(other_T, reference_logprobs_T=current_T, estimator=estimator)
+    else:
+        raise ValueError(f"expected the direction to_other or from_other, got {direction!r}")
+    return (inside(counts_T, behaviour_weights_T.detach() * token_weights_T) * estimates_T).sum()
+
+
+def entropy_bonus(entropies_T: Tensor, *, loss_mask_T: Tensor, token_weights_T: Tensor) -> Tensor:
+    """Return a micro-batch's share of the mean entropy; the caller *subtracts* it, times a coefficient, from the loss.
+
+    `sum over loss-mask tokens of token_weight * entropy`
+
+    Args:
+        entropies_T: [T] entropy of the current policy at each token, in nats, differentiable.
+        loss_mask_T: [T] booleans; the other slots have no effect.
+        token_weights_T: [T] from `aggregate`, divided by the denominator of the update.
+
+    Returns:
+        The scalar bonus in nats.
 
     Raises:
         ValueError: The shapes differ, or the mask is not boolean.
 
     Source:
-        arXiv 2505.24298 eq. 5; the cap and the denominator before it are ours.
+        arXiv 1707.06347 eq. 9, the term `c_2 S`. It is not weighted by `w`: the states are taken as they come.
     """
-    _check(loss_mask_T, current_logprobs_T, proximal_logprobs_T, behaviour_logprobs_T, advantages_T)
-
-    def inside(values_T: Tensor) -> Tensor:
-        # Chosen, not multiplied: 0 * NaN is NaN.
-        return torch.where(loss_mask_T, values_T, 0.0)
-
-    behaviour_gap_T = inside(behaviour_logprobs_T - proximal_logprobs_T)
-    weight_T = (-behaviour_gap_T).exp()
-    counts_T = weight_T <= behaviour_weight_cap
-    weight_T = torch.where(counts_T, weight_T, 0.0).detach()
-    advantages_T = inside(advantages_T)
-    ratio_T = inside(current_logprobs_T - proximal_logprobs_T.detach()).exp()
-    free_T = ratio_T * advantages_T
-    held_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_T
-    loss = -inside(weight_T * torch.minimum(free_T, held_T)).sum() / denominator
-    sums = {
-        "behav_weight": inside(weight_T).sum(),
-        "behav_weight_masked": (loss_mask_T & ~counts_T).sum(),
-        "clipped": (loss_mask_T & (held_T < free_T)).sum(),
-        "kl_behav_prox": behaviour_gap_T.sum(),
-    }
-    return loss, {name: value.detach() for name, value in sums.items()}
+    check_tokens(loss_mask_T, entropies=entropies_T, token_weights=token_weights_T)
+    return (inside(loss_mask_T, token_weights_T) * inside(loss_mask_T, entropies_T)).sum()
 
 
-def _check(loss_mask_T: Tensor, *values_T: Tensor) -> None:
-    shapes = [tuple(values.shape) for values in (loss_mask_T, *values_T)]
-    if len(set(shapes)) > 1 or loss_mask_T.dtype != torch.bool:
-        raise ValueError(
-            f"expected a boolean loss mask and logprobs and advantages of its shape, got a mask of {loss_mask_T.dtype} "
-            f"and the shapes {shapes} (mask, current, proximal, behaviour, advantages)"
-        )
+def value_loss(
+    values_T: Tensor,
+    *,
+    old_values_T: Tensor,
+    targets_T: Tensor,
+    loss_mask_T: Tensor,
+    token_weights_T: Tensor,
+    clip: float | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a micro-batch's share of the critic's loss.
+
+    `sum over loss-mask tokens of token_weight * 0.5 * max((v - t)^2, (clip(v, old - clip, old + clip) - t)^2)`, without
+    the second part where `clip` is None.
+
+    Args:
+        values_T: [T] the critic's values; the gradient flows through them alone.
+        old_values_T: [T] its values of the moment the batch was taken.
+        targets_T: [T] returns to learn.
+        loss_mask_T: [T] booleans; the other slots have no effect.
+        token_weights_T: [T] from `aggregate`, divided by the denominator of the update.
+        clip: How far a value may move per step, in units of return, > 0; None = freely.
+
+    Returns:
+        The scalar loss, and sums over the loss mask for the log, unweighted and without gradient: `value_clipped`, the
+        tokens whose clipped error is the larger one (and whose gradient is 0).
+
+    Raises:
+        ValueError: The shapes differ, or the mask is not boolean.
+
+    Source:
+        arXiv 1707.06347 eq. 9, the term `c_1 L^VF`, with the factor 0.5; the clipping is not in the paper but in
+        its authors' code.
+    """
+    check_tokens(loss_mask_T, values=values_T, old=old_values_T, targets=targets_T, token_weights=token_weights_T)
+    values_T, targets_T = inside(loss_mask_T, values_T), inside(loss_mask_T, targets_T.detach())
+    errors_T = (values_T - targets_T).square()
+    is_clipped_T = torch.zeros_like(loss_mask_T)
+    if clip is not None:
+        old_T = inside(loss_mask_T, old_values_T.detach())
+        held_errors_T = (values_T.clamp(old_T - clip, old_T + clip) - targets_T).square()
+        is_clipped_T = held_errors_T > errors_T
+        errors_T = torch.maximum(errors_T, held_errors_T)
+    loss = 0.5 * (inside(loss_mask_T, token_weights_T) * errors_T).sum()
+    return loss, {"value_clipped": (loss_mask_T & is_clipped_T).sum()}
+
+
+def _ratios(log_ratios_T: Tensor, loss_mask_T: Tensor, *, rows_T: Tensor, num_rows: int, level: str) -> Tensor:
+    if level == "token":
+        return bounded(log_ratios_T).exp()
+    if level != "sequence":
+        raise ValueError(f"expected the ratio level token or sequence, got {level!r}")
+    counts_B = row_sums(loss_mask_T, rows_T=rows_T, num_rows=num_rows).clamp(min=1)
+    means_B = row_sums(log_ratios_T, rows_T=rows_T, num_rows=num_rows) / counts_B
+    return bounded(means_B).exp()[rows_T]

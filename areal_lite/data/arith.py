@@ -14,16 +14,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from areal_lite.config import ArithConfig
 from areal_lite.errors import ConfigError
+from areal_lite.sections import ArithConfig
 
-__all__ = ["CHARACTERS", "ArithProblem", "arith_problems", "worked_solutions"]
+__all__ = [
+    "CHARACTERS",
+    "ArithPair",
+    "ArithProblem",
+    "arith_problems",
+    "held_out_solutions",
+    "preference_pairs",
+    "worked_solutions",
+]
 
 CHARACTERS = "0123456789+-=?;#"
 """Every character a prompt or a solution can hold."""
 
 _OPERATORS = {"+": operator.add, "-": operator.sub}
 _DRAWS_PER_PROBLEM = 100
+_CARELESS_ATTEMPTS = 16
+"""Solutions written per problem until one ends in a wrong number; without a carry or a borrow none does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +45,16 @@ class ArithProblem:
     """What a perfect policy writes."""
     answer: str
     """The number after `#`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArithPair:
+    """Two answers. Example: `ArithPair(prompt="7+5=?", chosen="7+5=12#12", rejected="7+5=2#2")`."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+    """Ends in another number."""
 
 
 def arith_problems(settings: ArithConfig, split: Literal["train", "eval"]) -> list[ArithProblem]:
@@ -68,6 +88,54 @@ def worked_solutions(settings: ArithConfig, count: int, *, seed: int, carelessne
     problems = _training(settings, _held_out(settings), stream=f"gold/{seed}", count=count)
     rng = random.Random(f"careless/{seed}")
     return [_work_out(problem, rng, carelessness) for problem in problems]
+
+
+def held_out_solutions(settings: ArithConfig, *, carelessness: float) -> list[ArithProblem]:
+    """Work out the held-out problems, as carelessly as `worked_solutions` its own.
+
+    Raises:
+        ConfigError: The settings allow too few different problems.
+    """
+    rng = random.Random("careless/held-out")
+    return [_work_out(problem, rng, carelessness) for problem in _held_out(settings).values()]
+
+
+def preference_pairs(settings: ArithConfig, split: Literal["train", "eval"], *, carelessness: float) -> list[ArithPair]:
+    """Pair the right solution of a problem with a careless one that ends in another number.
+
+    Problems without a carry or a borrow cannot be got wrong that way and make no pair, so that there are fewer pairs
+    than `train_size` and `eval_size`. The splits have no prompt in common.
+
+    Args:
+        settings: The task.
+        split: `train`, from a stream of problems of its own, or `eval`, the held-out problems.
+        carelessness: Above 0, as in `worked_solutions`.
+
+    Raises:
+        ConfigError: The settings allow too few different problems, or none that can be got wrong.
+    """
+    held_out = _held_out(settings)
+    problems = (
+        list(held_out.values())
+        if split == "eval"
+        else _training(settings, held_out, stream="pairs", count=settings.train_size)
+    )
+    rng = random.Random(f"pairs/{split}")
+    pairs = [pair for problem in problems if (pair := _pair(problem, rng, carelessness))]
+    if not pairs:
+        raise ConfigError(
+            f"data.arith must have carries or borrows to forget, got none in {len(problems)} problems with numbers up "
+            f"to {settings.max_value}: raise data.arith.max_value or max_terms"
+        )
+    return pairs
+
+
+def _pair(problem: ArithProblem, rng: random.Random, carelessness: float) -> ArithPair | None:
+    for _ in range(_CARELESS_ATTEMPTS):
+        rejected = _work_out(problem, rng, carelessness).solution
+        if rejected.rpartition("#")[2] != problem.answer:  # two slips may cancel
+            return ArithPair(prompt=problem.prompt, chosen=problem.solution, rejected=rejected)
+    return None
 
 
 def _held_out(settings: ArithConfig) -> dict[str, ArithProblem]:

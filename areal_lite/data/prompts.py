@@ -1,7 +1,7 @@
 """JSONL files of tasks, read line by line.
 
-Called by `source.py`. Knows nothing of tokenizers or templates; a broken line is counted, named by file and
-line number, and tolerated up to a share.
+Called by `source.py`, `rows.py` and `offline.py`. Knows nothing of tokenizers or templates; a broken line is counted,
+named by file and line number, and tolerated up to a share.
 """
 
 import difflib
@@ -16,7 +16,7 @@ import msgpack
 
 from areal_lite.errors import DataError
 
-__all__ = ["Task", "load_jsonl"]
+__all__ = ["Task", "check_columns", "load_jsonl", "read_jsonl", "report_problems"]
 
 _log = logging.getLogger(__name__)
 _RESERVED = ("prompt", "completion", "answer")
@@ -53,26 +53,28 @@ def load_jsonl(path: str | Path, *, prompt_column: str, answer_column: str, max_
         DataError: The file is missing or empty, a column is in no row, or too many lines are broken.
     """
     path = Path(path)
-    if not path.is_file():
-        raise DataError(
-            f"a JSONL file is needed, there is none at {path.absolute()}: correct data.path or data.eval_path"
-        )
-    rows, problems = _parse_lines(path)
-    if not rows and not problems:
-        raise DataError(f"{path} holds no rows: a JSONL file has one JSON object a line")
-    _check_columns(path, rows, columns={"data.prompt_column": prompt_column, "data.answer_column": answer_column})
+    rows, problems = read_jsonl(path)
+    check_columns(path, rows, columns={"data.prompt_column": prompt_column, "data.answer_column": answer_column})
     tasks = []
     for line, row in rows:
         try:
             tasks.append(_task(row, origin=f"{path}:{line}", prompt_column=prompt_column, answer_column=answer_column))
         except ValueError as error:
             problems.append((line, str(error)))
-    _report(path, sorted(problems), num_rows=len(tasks) + len(problems), max_bad_fraction=max_bad_fraction)
+    report_problems(path, sorted(problems), num_rows=len(tasks) + len(problems), max_bad_fraction=max_bad_fraction)
     return tasks
 
 
-def _parse_lines(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[tuple[int, str]]]:
-    """Split a file into rows and problems, each with its line number (from 1)."""
+def read_jsonl(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[tuple[int, str]]]:
+    """Split a file into rows and problems, each with its line number (from 1).
+
+    Raises:
+        DataError: There is no file, or nothing in it.
+    """
+    if not path.is_file():
+        raise DataError(
+            f"a JSONL file is needed, there is none at {path.absolute()}: correct data.path or data.eval_path"
+        )
     rows, problems = [], []
     with path.open("rb") as file:
         for line, raw in enumerate(file, start=1):
@@ -82,6 +84,8 @@ def _parse_lines(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[tup
                 rows.append((line, _parse_line(raw)))
             except (ValueError, OverflowError, RecursionError) as error:
                 problems.append((line, f"{error}"))
+    if not rows and not problems:
+        raise DataError(f"{path} holds no rows: a JSONL file has one JSON object a line")
     return rows, problems
 
 
@@ -93,7 +97,7 @@ def _parse_line(raw: bytes) -> dict[str, Any]:
     return row
 
 
-def _check_columns(path: Path, rows: Sequence[tuple[int, dict[str, Any]]], *, columns: Mapping[str, str]) -> None:
+def check_columns(path: Path, rows: Sequence[tuple[int, dict[str, Any]]], *, columns: Mapping[str, str]) -> None:
     """Tell a wrong column name, which no row has, from a broken row."""
     known = sorted({name for _, row in rows for name in row})
     for option, column in columns.items():
@@ -121,17 +125,23 @@ def _task(row: dict[str, Any], *, origin: str, prompt_column: str, answer_column
     return Task(origin=origin, prompt=prompt, answer=str(answer), row=others)
 
 
-def _report(path: Path, problems: Sequence[tuple[int, str]], *, num_rows: int, max_bad_fraction: float) -> None:
-    """Log the broken lines; raise when there are too many."""
-    for line, problem in problems[:_SHOWN]:
-        _log.warning("%s:%d is left out: %s", path, line, problem)
+def report_problems(
+    path: Path, problems: Sequence[tuple[int, str]], *, num_rows: int, max_bad_fraction: float, unit: str = "line"
+) -> None:
+    """Log the broken rows, given as (number, what is wrong).
+
+    Raises:
+        DataError: There are too many.
+    """
+    for number, problem in problems[:_SHOWN]:
+        _log.warning("%s:%d is left out: %s", path, number, problem)
     if not problems:
         return
     summary = f"{len(problems)} of {num_rows} rows of {path} are broken"
     _log.warning("%s", summary)
     if len(problems) == num_rows or len(problems) > max_bad_fraction * num_rows:
-        line, problem = problems[0]
+        number, problem = problems[0]
         raise DataError(
-            f"{summary}, more than data.max_bad_fraction={max_bad_fraction} allows; the first is line {line}: "
+            f"{summary}, more than data.max_bad_fraction={max_bad_fraction} allows; the first is {unit} {number}: "
             f"{problem}. Repair the file, or raise data.max_bad_fraction"
         )

@@ -7,10 +7,11 @@ every mistake in the data shows before anything expensive starts.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from areal_lite.config import Config, DataConfig
+from areal_lite.config import Config
 from areal_lite.data.arith import arith_problems
 from areal_lite.data.prompts import Task, load_jsonl
 from areal_lite.errors import ConfigError, DataError
+from areal_lite.sections import DataConfig
 from areal_lite.types import Prompt
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ The only file of the rollout side that imports vLLM. Start it inside the process
 import asyncio
 import itertools
 import os
+import time
 from collections.abc import Awaitable, Sequence
 from typing import Any, Self, TypeVar
 
@@ -15,6 +16,7 @@ import numpy as np
 from areal_lite.config import Config
 from areal_lite.errors import EngineError
 from areal_lite.rollout.engine import Interrupt, Sampling
+from areal_lite.rollout.settings import EngineSettings, engine_settings
 from areal_lite.types import Float32, Sample, StopReason, VersionSpan
 
 __all__ = ["VllmEngine"]
@@ -23,6 +25,8 @@ T = TypeVar("T")
 
 _LIVENESS_SLICE_S = 0.5
 """How often a call in flight looks whether the engine died: vLLM never fails a pending `collective_rpc`."""
+_RESET_TIMEOUT_S = 10.0
+_RESET_POLL_S = 0.005
 
 
 class VllmEngine:
@@ -33,6 +37,7 @@ class VllmEngine:
         self._tokenizer = tokenizer
         self._progress = progress
         self._request_numbers = itertools.count()
+        self._tokens_before = 0
         self._closed = False
 
     @classmethod
@@ -46,13 +51,14 @@ class VllmEngine:
         Raises:
             EngineError: vLLM could not start; its own words are in the message.
         """
-        _set_environment(config)
+        settings = engine_settings(config, model_folder=model_folder)
+        _set_environment(settings)
         from transformers import AutoTokenizer
         from vllm.v1.engine.async_llm import AsyncLLM
 
         progress = _progress_logger_class()
         try:
-            llm = AsyncLLM.from_engine_args(_engine_args(config, model_folder), stat_loggers=[progress])
+            llm = AsyncLLM.from_engine_args(_engine_args(settings), stat_loggers=[progress])
             engine = cls(llm, AutoTokenizer.from_pretrained(model_folder), progress)
             await engine.stamp(0)
             # The first request pays vLLM's warm-up; pay it before anybody measures or waits.
@@ -65,8 +71,8 @@ class VllmEngine:
 
     @property
     def tokens_generated(self) -> int:
-        """Output tokens since the start, running samples included."""
-        return int(self._progress.tokens)
+        """Output tokens since the start or the last `reset`, running samples included."""
+        return int(self._progress.tokens) - self._tokens_before
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Sample:
         """Complete one prompt.
@@ -128,6 +134,23 @@ class VllmEngine:
     async def resume(self) -> None:
         """Go on generating."""
         await self._guarded(self._llm.resume_generation())
+
+    async def reset(self) -> None:
+        """End every request, drop every cache, and count tokens from 0, paused; weights and version stay as they are.
+
+        Raises:
+            EngineError: A request does not end.
+        """
+        await self._guarded(self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=True))
+        await self._guarded(self._until_empty())
+        self._tokens_before = int(self._progress.tokens)
+
+    async def _until_empty(self) -> None:
+        deadline = time.monotonic() + _RESET_TIMEOUT_S
+        while (count := self._llm.output_processor.get_num_unfinished_requests()) > 0:
+            if time.monotonic() > deadline:
+                raise EngineError(f"an engine must be empty {_RESET_TIMEOUT_S:g} s after a reset, got {count} requests")
+            await asyncio.sleep(_RESET_POLL_S)
 
     async def stamp(self, version: int) -> None:
         """Have the engine label every token from now on with this version."""
@@ -194,57 +217,19 @@ def _sampled_logprobs(completion: Any) -> Float32:
     return np.array([position[token].logprob for position, token in pairs], dtype=np.float32)
 
 
-def _set_environment(config: Config) -> None:
+def _set_environment(settings: EngineSettings) -> None:
     """Settings that vLLM reads from the environment, before it is imported."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if config.weights.transport == "ipc":
-        # CUDA IPC handles hold classes, which vLLM hands on to the engine-core process only by pickle.
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    if config.run.device == "cpu":
-        # With "uni" but multiprocessing left on, vLLM 0.32 goes back to a worker process that spins on a core.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        os.environ["OMP_NUM_THREADS"] = str(config.rollout.threads)
-        # Computing log-probabilities would call the inductor, which needs a C++ compiler and takes seconds.
-        os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    os.environ.update(settings.environment)
 
 
-def _engine_args(config: Config, model_folder: str) -> Any:
+def _engine_args(settings: EngineSettings) -> Any:
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    on_cpu = config.run.device == "cpu"
-    where: dict[str, Any] = (
-        {
-            "distributed_executor_backend": "uni",
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": config.rollout.kv_cache_mb * 2**20,
-            # vLLM rewinds a seeded request's generator after each part of a chunked prefill, which a CPU generator
-            # cannot do: the engine dies. After an interrupt every running sample is such a prefill.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(8192, config.model.max_context),
-        }
-        if on_cpu
-        else {
-            "gpu_memory_utilization": config.rollout.gpu_memory_fraction,
-            "tensor_parallel_size": config.rollout.tensor_parallel,
-        }
-    )
-    return AsyncEngineArgs(
-        model=model_folder,
-        dtype=config.compute_dtype,
-        max_model_len=config.model.max_context,
-        max_num_seqs=config.rollout.slots,
-        seed=config.run.seed,
-        # The behaviour policy is the temperature-scaled distribution; raw log-probabilities are another one.
-        logprobs_mode="processed_logprobs",
-        # With keep_kv a new request could start from a prefix cached under older weights.
-        enable_prefix_caching=config.rollout.interrupt != "keep_kv",
-        weight_transfer_config=WeightTransferConfig(backend=config.weights.transport),
-        disable_log_stats=False,
-        **where,
-    )
+    transfer = WeightTransferConfig(backend=settings.transport)
+    return AsyncEngineArgs(weight_transfer_config=transfer, **settings.arguments)
 
 
 def _progress_logger_class() -> Any:

@@ -1,6 +1,6 @@
 """A rank's shard of a taken batch as flat tensors: one value per completion token. Called by the trainer.
 
-Shape letters: `N` groups of the batch, `G` samples of a group, `T` completion tokens of the shard, in the
+Shape letters: `N` groups of the batch, `G` samples of a group, `B` rows and `T` completion tokens of the shard, in the
 flat order of `micro_batch.py`.
 """
 
@@ -11,66 +11,96 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from areal_lite.algo.advantages import group_normalised_advantages
+from areal_lite.algo.advantages import kept_samples
+from areal_lite.config import Config
 from areal_lite.sample_queue.staleness import token_ages, trainable_mask
 from areal_lite.train.micro_batch import TokenRows
-from areal_lite.types import Row, Shard
+from areal_lite.types import Row, Shard, StopReason
 
 __all__ = ["PolicyBatch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyBatch:
-    """What the objective needs to know of every completion token."""
+    """What was sampled, how old it is, what it earned, and which of it trains."""
 
     rows: TokenRows
     minibatches: tuple[tuple[int, ...], ...]
     """The rows of each optimiser update."""
+    rewards_NG: Tensor
+    """[N, G] float64 rewards of the whole batch, as the verifier gave them; NaN = unscored."""
+    groups_B: Tensor
+    """[B] int64, the row of `rewards_NG`."""
+    samples_B: Tensor
+    """[B] int64, the column of `rewards_NG`."""
+    lengths_B: Tensor
+    """[B] int64 completion tokens."""
+    rows_T: Tensor
+    """[T] int64, the row of each token."""
     token_ids_T: Tensor
     """[T] int64."""
     behaviour_logprobs_T: Tensor
     """[T] float32 nats, as the engine reported them."""
-    advantages_T: Tensor
-    """[T] float32, the sample's advantage on each of its tokens."""
     ages_T: Tensor
     """[T] int32 trainer steps."""
     loss_mask_T: Tensor
-    """[T] booleans: age within the bound, and the sample scored."""
+    """[T] booleans: age within the bound, the sample scored, and taken out by no filter."""
     num_stale_tokens: int
     """Tokens of scored samples that the bound masks."""
 
     @classmethod
-    def from_shard(
-        cls, shard: Shard, *, max_staleness: int, num_minibatches: int, device: torch.device
-    ) -> "PolicyBatch":
-        """Compute advantages on whole groups, and lay out the shard's own rows.
+    def from_shard(cls, shard: Shard, *, config: Config, device: torch.device) -> "PolicyBatch":
+        """Lay out the shard's own rows, and decide on whole groups which of them train.
 
         Args:
             shard: From the sample queue.
-            max_staleness: eta, the largest age that trains.
-            num_minibatches: Optimiser updates of the step.
+            config: The recipe: staleness bound, minibatches, filters.
             device: Where the tensors go.
         """
-        advantages_NG = group_normalised_advantages(torch.tensor(shard.rewards)).numpy()
         rows = TokenRows((row.prompt_token_ids, row.sample.token_ids) for row in shard.rows)
         groups, samples = [row.group_index for row in shard.rows], [row.sample_index for row in shard.rows]
         scored_T = rows.spread(~np.isnan(shard.rewards[groups, samples]))
-        young_T = np.concatenate([np.empty(0, np.bool_), *(_young(row, shard, max_staleness) for row in shard.rows)])
+        young = [_young(row, shard, config.queue.max_staleness) for row in shard.rows]
+        young_T = np.concatenate([np.empty(0, np.bool_), *young])
         ages = [token_ages(row.sample.spans, version=shard.version) for row in shard.rows]
         logprobs = [row.sample.logprobs for row in shard.rows]
+
+        def on_device(values: npt.ArrayLike, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(values, dtype=dtype).to(device)
+
         return cls(
             rows=rows,
             minibatches=tuple(
                 tuple(index for index, row in enumerate(shard.rows) if row.minibatch == minibatch)
-                for minibatch in range(num_minibatches)
+                for minibatch in range(config.trainer.minibatches)
             ),
-            token_ids_T=torch.from_numpy(rows.output_ids).to(device),
-            behaviour_logprobs_T=torch.from_numpy(np.concatenate([np.empty(0, np.float32), *logprobs])).to(device),
-            advantages_T=torch.from_numpy(rows.spread(advantages_NG[groups, samples])).to(device),
-            ages_T=torch.from_numpy(np.concatenate([np.empty(0, np.int32), *ages])).to(device),
-            loss_mask_T=torch.from_numpy(scored_T & young_T).to(device),
+            rewards_NG=on_device(shard.rewards, torch.float64),
+            groups_B=on_device(groups),
+            samples_B=on_device(samples),
+            lengths_B=on_device(rows.output_lengths),
+            rows_T=on_device(rows.spread(np.arange(len(rows)))),
+            token_ids_T=on_device(rows.output_ids),
+            behaviour_logprobs_T=on_device(np.concatenate([np.empty(0, np.float32), *logprobs]), torch.float32),
+            ages_T=on_device(np.concatenate([np.empty(0, np.int32), *ages]), torch.int32),
+            loss_mask_T=on_device(young_T & rows.spread(_training_rows(shard, config)), torch.bool),
             num_stale_tokens=int((scored_T & ~young_T).sum()),
         )
+
+    def spread(self, values_B: Tensor) -> Tensor:
+        """Repeat one value per row over the row's completion tokens, [T]."""
+        return values_B[self.rows_T]
+
+
+def _training_rows(shard: Shard, config: Config) -> npt.NDArray[np.bool_]:
+    """Return which rows train, [B]: scored, kept by the sample filter, and not cut off where that counts."""
+    objective = config.objective
+    kept_NG = kept_samples(torch.tensor(shard.rewards), sample_filter=objective.sample_filter).numpy()
+    kept = [
+        kept_NG[row.group_index, row.sample_index]
+        and not (objective.mask_truncated and row.sample.stop_reason is StopReason.LENGTH)
+        for row in shard.rows
+    ]
+    return np.array(kept, np.bool_)
 
 
 def _young(row: Row, shard: Shard, max_staleness: int) -> npt.NDArray[np.bool_]:

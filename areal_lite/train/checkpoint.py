@@ -1,13 +1,15 @@
 """Trainer checkpoints with torch DCP, and export to a Hugging Face folder. Called by the trainer.
 
     folder/  .metadata, *.distcp   model and optimiser, sharded; any number of ranks can read them
+             critic/               the same of the critic, where there is one
              rng-<rank>.pt         random state of each rank
-             meta.json             version, and the model's parameter names, shapes and dtypes
+             meta.json             version, KL coefficients, and the models' parameter names, shapes and dtypes
 
 Writing is not atomic: the caller hands a temporary folder and renames it when every rank is done.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,45 +30,83 @@ from transformers import AutoTokenizer
 from areal_lite.errors import CheckpointError
 from areal_lite.train.step import Learner
 
-__all__ = ["export_model", "load_checkpoint", "save_checkpoint"]
+__all__ = ["export_model", "load_checkpoint", "load_coefficients", "save_checkpoint"]
+
+_CRITIC = "critic"
 
 
-def save_checkpoint(folder: Path, learner: Learner, *, version: int, rank: int) -> None:
-    """Write model, optimiser, version and random state; collective.
+def save_checkpoint(
+    folder: Path,
+    learner: Learner,
+    *,
+    version: int,
+    rank: int,
+    critic: Learner | None = None,
+    coefficients: Mapping[str, float] | None = None,
+) -> None:
+    """Write models, optimisers, version, coefficients and random state; collective.
 
     Args:
         folder: Created if missing; the same on all ranks.
         learner: The model and its optimiser, between updates.
         version: Completed trainer steps; the learning rate follows from it.
         rank: This rank.
+        critic: The value model and its optimiser, if there is one.
+        coefficients: Numbers that follow from the steps done; none by default.
     """
     folder.mkdir(parents=True, exist_ok=True)
     save(_state(learner), checkpoint_id=folder)
     torch.save(_random_state(), folder / f"rng-{rank}.pt")
+    meta = {"version": version, "coefficients": dict(coefficients or {}), "model": _fingerprint(learner.model)}
+    if critic is not None:
+        save(_state(critic), checkpoint_id=folder / _CRITIC)
+        meta[_CRITIC] = _fingerprint(critic.model)
     if rank == 0:
-        meta = {"version": version, "model": _fingerprint(learner.model)}
         (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
-def load_checkpoint(folder: Path, learner: Learner, *, rank: int) -> int:
+def load_checkpoint(folder: Path, learner: Learner, *, rank: int, critic: Learner | None = None) -> int:
     """Load what `save_checkpoint` wrote, with the same or another number of ranks; collective.
 
-    A rank that did not exist when it was written keeps its own random state.
+    A rank that did not exist when it was written keeps its own random state. A critic in the checkpoint is passed over
+    where none is given.
 
     Returns:
         The version, completed trainer steps.
 
     Raises:
-        CheckpointError: The checkpoint is missing or broken, or of another model.
+        CheckpointError: The checkpoint is missing or broken, of another model, or without the critic that is given.
     """
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        version, saved = int(meta["version"]), {name: list(kind) for name, kind in meta["model"].items()}
+        version = int(meta["version"])
+        saved = {key: _saved_fingerprint(meta[key]) for key in ("model", _CRITIC) if key in meta or key == "model"}
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(
             f"expected a trainer checkpoint in {folder}, got {error!r}: resume from an older checkpoint"
         ) from error
-    _check_same_model(saved, _fingerprint(learner.model), folder=folder)
+    if critic is not None and _CRITIC not in saved:
+        raise CheckpointError(
+            f"objective.baseline=critic needs a checkpoint with a critic, got none in {folder}: resume with the "
+            "objective it was made with"
+        )
+    _check_same_model(saved["model"], _fingerprint(learner.model), folder=folder, setting="model.path")
+    if critic is not None:
+        _check_same_model(saved[_CRITIC], _fingerprint(critic.model), folder=folder / _CRITIC, setting="critic.path")
+        _load_learner(folder / _CRITIC, critic)
+    _load_learner(folder, learner)
+    if (random_file := folder / f"rng-{rank}.pt").exists():
+        _set_random_state(torch.load(random_file, weights_only=True))
+    return version
+
+
+def load_coefficients(folder: Path) -> dict[str, float]:
+    """Return the coefficients of a checkpoint that `load_checkpoint` has accepted; none from one that has none."""
+    meta = json.loads((folder / "meta.json").read_text())
+    return {name: float(value) for name, value in meta.get("coefficients", {}).items()}
+
+
+def _load_learner(folder: Path, learner: Learner) -> None:
     state = _state(learner)
     try:
         load(state, checkpoint_id=folder)
@@ -76,9 +116,6 @@ def load_checkpoint(folder: Path, learner: Learner, *, rank: int) -> int:
         ) from error
     set_model_state_dict(learner.model, state["model"])
     set_optimizer_state_dict(learner.model, learner.optimizer, state["optimizer"])
-    if (random_file := folder / f"rng-{rank}.pt").exists():
-        _set_random_state(torch.load(random_file, weights_only=True))
-    return version
 
 
 def export_model(folder: Path, model: nn.Module, *, tokenizer_folder: str, rank: int) -> None:
@@ -112,13 +149,19 @@ def _fingerprint(model: nn.Module) -> dict[str, list[Any]]:
     return {name: [list(value.shape), str(value.dtype)] for name, value in model.named_parameters()}
 
 
-def _check_same_model(saved: dict[str, list[Any]], present: dict[str, list[Any]], *, folder: Path) -> None:
+def _saved_fingerprint(names: dict[str, Any]) -> dict[str, list[Any]]:
+    return {name: list(kind) for name, kind in names.items()}
+
+
+def _check_same_model(
+    saved: dict[str, list[Any]], present: dict[str, list[Any]], *, folder: Path, setting: str
+) -> None:
     for name in sorted(saved.keys() | present.keys()):
         expected, got = present.get(name, "no such parameter"), saved.get(name, "no such parameter")
         if expected != got:
             raise CheckpointError(
                 f"the checkpoint in {folder} is of another model: {name} must be {expected}, got {got}: "
-                "set model.path to the model it was made with"
+                f"set {setting} to the model it was made with"
             )
 
 

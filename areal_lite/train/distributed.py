@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["free_address", "join_process_group", "leave_process_group", "max_over_ranks", "sum_over_ranks"]
+__all__ = [
+    "free_address",
+    "gather_over_ranks",
+    "join_process_group",
+    "leave_process_group",
+    "max_over_ranks",
+    "sum_over_ranks",
+]
 
 
 def free_address(host: str) -> str:
@@ -61,6 +68,23 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 def max_over_ranks(values: Tensor) -> Tensor:
     """Return the element-wise maximum of every rank's tensor; collective."""
     return _all_reduce(values, dist.ReduceOp.MAX)
+
+
+def gather_over_ranks(values: Tensor) -> tuple[Tensor, slice]:
+    """Return every rank's vector one behind the other, and the place of this rank's own; collective.
+
+    The vectors may differ in length.
+    """
+    if not dist.is_initialized():
+        return values, slice(None)
+    rank = dist.get_rank()
+    lengths = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=values.device)
+    lengths[rank] = len(values)
+    ends = sum_over_ranks(lengths).cumsum(dim=0).tolist()
+    mine = slice(ends[rank] - len(values), ends[rank])
+    everyones = values.new_zeros(ends[-1])
+    everyones[mine] = values
+    return sum_over_ranks(everyones), mine
 
 
 def _all_reduce(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:

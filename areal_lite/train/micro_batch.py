@@ -28,7 +28,7 @@ from areal_lite.train.distributed import max_over_ranks
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
-__all__ = ["MicroBatch", "TokenRows", "equalise", "pack_rows", "split_micro_batches"]
+__all__ = ["MicroBatch", "TokenRows", "equalise", "micro_batch", "pack_rows", "split_micro_batches"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ def split_micro_batches(
         device: Where the tensors go.
     """
     groups = pack_rows([len(rows.sequences[row]) for row in chosen], max_tokens=max_tokens)
-    return [_micro_batch(rows, [chosen[index] for index in group], device=device) for group in groups]
+    return [micro_batch(rows, [chosen[index] for index in group], device=device) for group in groups]
 
 
 def equalise(updates: Sequence[list[MicroBatch]], *, device: torch.device) -> list[list[MicroBatch]]:
@@ -121,9 +121,17 @@ def equalise(updates: Sequence[list[MicroBatch]], *, device: torch.device) -> li
     return [[*batches, *[_empty(device)] * number] for batches, number in zip(updates, missing, strict=True)]
 
 
-def _micro_batch(rows: TokenRows, chosen: Sequence[int], *, device: torch.device) -> MicroBatch:
+def micro_batch(rows: TokenRows, chosen: Sequence[int], *, device: torch.device, padding: int = 0) -> MicroBatch:
+    """Put rows into one forward pass, in the order given.
+
+    Args:
+        rows: All rows.
+        chosen: Indices of at least one of them.
+        device: Where the tensors go.
+        padding: Token id behind shorter rows; 0 where nothing looks at it.
+    """
     width = max(len(rows.sequences[row]) for row in chosen)
-    input_ids = np.zeros((len(chosen), width), np.int64)
+    input_ids = np.full((len(chosen), width), padding, np.int64)
     predictors, tokens = [], []
     for place, row in enumerate(chosen):
         sequence, start = rows.sequences[row], rows.prompt_lengths[row] - 1

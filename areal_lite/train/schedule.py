@@ -2,7 +2,7 @@
 
 import math
 
-from areal_lite.config import TrainerConfig
+from areal_lite.sections import TrainerConfig
 
 __all__ = ["learning_rate"]
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from areal_lite.config import TrainerConfig
-from areal_lite.train.micro_batch import MicroBatch
+from areal_lite.sections import TrainerConfig
 
 __all__ = ["Learner", "Update"]
 
@@ -47,18 +46,17 @@ class Learner:
         self._world_size = world_size
         self._create_optimizer_state()
 
-    def update(self, batches: Sequence[MicroBatch], loss_of: Callable[[MicroBatch], Tensor], *, lr: float) -> Update:
+    def update(self, shares: Sequence[Callable[[], Tensor]], *, lr: float) -> Update:
         """Add up the gradients of all micro-batches, clip them, and step unless their norm is not finite; collective.
 
         Args:
-            batches: This rank's micro-batches, equally many on every rank.
-            loss_of: Runs the model on a micro-batch and returns its share of the loss: the shares of all micro-batches
-                and all ranks add up to the loss of the update.
+            shares: Each runs the model on a micro-batch and returns its share of the loss; the shares of all
+                micro-batches and all ranks add up to the loss of the update. Equally many on every rank.
             lr: Learning rate of this update.
         """
-        for batch in batches:
+        for share in shares:
             # FSDP averages gradients over the ranks; the shares are to be added.
-            (loss_of(batch) * self._world_size).backward()  # type: ignore[no-untyped-call]
+            (share() * self._world_size).backward()  # type: ignore[no-untyped-call]
         grad_norm = self._clip_gradients()
         applied = math.isfinite(grad_norm)
         if applied:

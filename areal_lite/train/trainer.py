@@ -1,4 +1,4 @@
-"""One trainer rank: proximal pass, advantages, optimiser updates, scoring, checkpoint, export.
+"""One trainer rank: scoring passes, advantages, optimiser updates, checkpoint, export.
 
 A Ray actor wraps it; every method is collective (the properties are not): all ranks call it. It does not fetch batches,
 publish weights, or know that Ray exists.
@@ -12,30 +12,35 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from areal_lite.algo.logprobs import token_logprobs
 from areal_lite.config import Config
 from areal_lite.errors import LedgerError
 from areal_lite.train.batch import PolicyBatch
-from areal_lite.train.checkpoint import export_model, load_checkpoint, save_checkpoint
-from areal_lite.train.distributed import sum_over_ranks
+from areal_lite.train.checkpoint import export_model, load_checkpoint, load_coefficients, save_checkpoint
+from areal_lite.train.coefficients import Coefficients
+from areal_lite.train.critic import Critic, explained_variance
 from areal_lite.train.micro_batch import MicroBatch, TokenRows, equalise, split_micro_batches
-from areal_lite.train.model import completion_logits, load_model, reshard, shard_model
-from areal_lite.train.objective import PolicyUpdateLoss
+from areal_lite.train.model import load_model, shard_model
+from areal_lite.train.passes import Scores, fill_in_logprobs
+from areal_lite.train.plan import StepPlan, make_plan
+from areal_lite.train.ptx import PtxDocuments
+from areal_lite.train.reference import load_reference
 from areal_lite.train.schedule import learning_rate
-from areal_lite.train.stats import StepStats, StepTally
+from areal_lite.train.scoring import proximal_kl, score_batch
+from areal_lite.train.stats import StepFacts, StepStats
 from areal_lite.train.step import Learner
+from areal_lite.train.updates import StepUpdates
 from areal_lite.types import Shard
 
 __all__ = ["StepStats", "Trainer"]
 
 
 class Trainer:
-    """The model, its optimiser, and the trainer step."""
+    """The policy, its optimiser, the models that the objective needs beside it, and the trainer step."""
 
     def __init__(self, config: Config, *, model_folder: str, rank: int, world_size: int) -> None:
-        """Load the model and spread it over the ranks; the process group exists, or there is one float32 rank.
+        """Load the models and spread them over the ranks; the process group exists, or there is one float32 rank.
 
         Args:
             config: The recipe.
@@ -53,8 +58,19 @@ class Trainer:
         dtype = getattr(torch, config.compute_dtype)
         self._model = shard_model(whole, world_size=world_size, device=self._device, compute_dtype=dtype)
         self._learner = Learner(self._model, settings=config.trainer, world_size=world_size)
+        self._reference = load_reference(config, model_folder=model_folder, world_size=world_size, device=self._device)
+        self._critic: Critic | None = None
+        if config.objective.baseline == "critic":
+            self._critic = Critic(config, model_folder=model_folder, world_size=world_size, device=self._device)
+        self._ptx: PtxDocuments | None = None
+        if config.objective.ptx_coef > 0:
+            self._ptx = PtxDocuments(config, tokenizer_folder=model_folder, rank=rank, world_size=world_size)
+        self._coefficients = Coefficients.first(config.objective)
         self._version = 0
         self._progress = 0
+        for model in (self._model, self._reference, None if self._critic is None else self._critic.model):
+            if model is not None:
+                model.register_forward_pre_hook(self._count_pass)
 
     @property
     def model(self) -> nn.Module:
@@ -88,14 +104,22 @@ class Trainer:
         seconds: dict[str, float] = {}
         with _timed(seconds, "train_s"):
             with _timed(seconds, "prepare_s"):
-                batch, updates = self._prepare(shard)
+                batch = PolicyBatch.from_shard(shard, config=self._config, device=self._device)
+                updates = self._micro_batches(batch.rows, batch.minibatches)
             with _timed(seconds, "proximal_s"):
-                proximal_logprobs_T = self._proximal_logprobs(batch, updates)
+                scores = self._score(batch, updates)
+            with _timed(seconds, "prepare_s"):
+                plan = make_plan(batch, updates, scores, config=self._config, coefficients=self._coefficients)
             with _timed(seconds, "update_s"):
-                lr = learning_rate(self._version, total_steps=self._config.run.steps, settings=self._config.trainer)
-                tally = self._run_updates(batch, updates, proximal_logprobs_T, lr=lr)
+                tally = self._updates().run(batch, updates, scores=scores, plan=plan)
+                moved = self._moved(batch, updates, scores)
+        facts = self._facts(batch, scores, plan, proximal_kl=moved)
+        stats = tally.reduce(shard, facts, seconds=seconds, device=self._device)
+        self._coefficients = plan.coefficients.adapted(
+            self._config.objective, kl=stats.kl_ref, proximal_kl=stats.proximal_kl
+        )
         self._version += 1
-        return tally.reduce(shard, num_stale_tokens=batch.num_stale_tokens, lr=lr, seconds=seconds, device=self._device)
+        return stats
 
     def score(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[npt.NDArray[np.float32]]:
         """Return the completion logprobs of sequences under the present weights at temperature 1.
@@ -108,35 +132,46 @@ class Trainer:
         """
         rows = TokenRows(sequences)
         token_ids_T = torch.from_numpy(rows.output_ids).to(self._device)
-        logprobs_T = torch.empty(len(token_ids_T), device=self._device)
         (batches,) = self._micro_batches(rows, [range(len(rows))])
-        self._score_into(logprobs_T, batches, token_ids_T, temperature=1.0)
+        logprobs_T = fill_in_logprobs(
+            torch.empty(len(token_ids_T), device=self._device),
+            batches,
+            model=self._model,
+            token_ids_T=token_ids_T,
+            temperature=1.0,
+        )
         return rows.split(logprobs_T.cpu().numpy())
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint into a folder, which the caller makes visible when all ranks are done."""
-        save_checkpoint(folder, self._learner, version=self._version, rank=self._rank)
+        save_checkpoint(
+            folder,
+            self._learner,
+            version=self._version,
+            rank=self._rank,
+            critic=self._critic_learner,
+            coefficients=self._coefficients.state(),
+        )
 
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint, written by any number of ranks.
 
         Raises:
-            CheckpointError: It is missing or broken, or of another model.
+            CheckpointError: It is missing or broken, of another model, or without the critic that the recipe has.
         """
-        self._version = load_checkpoint(folder, self._learner, rank=self._rank)
+        self._version = load_checkpoint(folder, self._learner, rank=self._rank, critic=self._critic_learner)
+        self._coefficients = Coefficients.restored(self._config.objective, load_coefficients(folder))
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder with weights (float32) and tokenizer."""
         export_model(folder, self._model, tokenizer_folder=self._model_folder, rank=self._rank)
 
-    def _prepare(self, shard: Shard) -> tuple[PolicyBatch, list[list[MicroBatch]]]:
-        batch = PolicyBatch.from_shard(
-            shard,
-            max_staleness=self._config.queue.max_staleness,
-            num_minibatches=self._config.trainer.minibatches,
-            device=self._device,
-        )
-        return batch, self._micro_batches(batch.rows, batch.minibatches)
+    @property
+    def _critic_learner(self) -> Learner | None:
+        return None if self._critic is None else self._critic.learner
+
+    def _count_pass(self, *_: object) -> None:
+        self._progress += 1
 
     def _micro_batches(self, rows: TokenRows, minibatches: Sequence[Sequence[int]]) -> list[list[MicroBatch]]:
         budget = self._config.trainer.micro_batch_tokens
@@ -145,63 +180,49 @@ class Trainer:
         ]
         return equalise(updates, device=self._device)
 
-    def _proximal_logprobs(self, batch: PolicyBatch, updates: Sequence[Sequence[MicroBatch]]) -> Tensor:
-        """Return the proximal logprobs, [T], as far as they are needed before the updates.
+    def _score(self, batch: PolicyBatch, updates: Sequence[Sequence[MicroBatch]]) -> Scores:
+        return score_batch(
+            batch,
+            updates,
+            model=self._model,
+            reference=self._reference,
+            critic=self._critic,
+            config=self._config,
+        )
 
-        The first update runs with the very weights of the moment the batch was taken: its current logprobs *are* the
-        proximal ones, and the pass covers the later updates only. With one minibatch, `recompute` is `reuse`.
-        """
-        proximal_logprobs_T = batch.behaviour_logprobs_T.clone()
-        if self._config.objective.proximal != "behaviour":
-            later = [micro_batch for update in updates[1:] for micro_batch in update]
-            temperature = self._config.rollout.temperature
-            self._score_into(proximal_logprobs_T, later, batch.token_ids_T, temperature=temperature)
-        return proximal_logprobs_T
+    def _updates(self) -> StepUpdates:
+        return StepUpdates(
+            self._config, learner=self._learner, critic=self._critic, ptx=self._ptx, version=self._version
+        )
 
-    @torch.no_grad()
-    def _score_into(
-        self, logprobs_T: Tensor, batches: Sequence[MicroBatch], token_ids_T: Tensor, *, temperature: float
-    ) -> None:
-        for micro_batch in batches:
-            logits = self._forward(micro_batch)
-            token_ids = token_ids_T[micro_batch.tokens_T]
-            logprobs_T[micro_batch.tokens_T] = token_logprobs(logits, token_ids_T=token_ids, temperature=temperature)
-        reshard(self._model)
+    def _moved(self, batch: PolicyBatch, updates: Sequence[Sequence[MicroBatch]], scores: Scores) -> float | None:
+        """Measure how far the step has moved the policy, where a coefficient follows it."""
+        if self._config.objective.proximal_kl_target is None:
+            return None
+        return proximal_kl(batch, updates, scores=scores, model=self._model, config=self._config)
 
-    def _forward(self, micro_batch: MicroBatch) -> Tensor:
-        self._progress += 1
-        return completion_logits(self._model, micro_batch)
-
-    def _run_updates(
-        self, batch: PolicyBatch, updates: Sequence[Sequence[MicroBatch]], proximal_logprobs_T: Tensor, *, lr: float
-    ) -> StepTally:
-        tally = StepTally()
-        tokens = [torch.cat([part.tokens_T for part in update]) for update in updates]
-        denominators = sum_over_ranks(torch.stack([batch.loss_mask_T[chosen].sum() for chosen in tokens])).tolist()
-        for number, (update, denominator) in enumerate(zip(updates, denominators, strict=True)):
-            if denominator == 0:
-                tally.num_skipped += 1
-                continue
-            loss_of = PolicyUpdateLoss(
-                batch,
-                forward=self._forward,
-                proximal_logprobs_T=proximal_logprobs_T,
-                is_first=number == 0,
-                denominator=denominator,
-                config=self._config,
-            )
-            outcome = self._learner.update(update, loss_of, lr=lr)
-            tally.max_age0_diff = max(tally.max_age0_diff, loss_of.max_age0_diff())
-            if outcome.applied:
-                ages = batch.ages_T[tokens[number]][batch.loss_mask_T[tokens[number]]]
-                tally.add_update(loss_of.sums(), ages=ages.tolist(), grad_norm=outcome.grad_norm)
-            else:
-                tally.num_skipped += 1
-        return tally
+    def _facts(self, batch: PolicyBatch, scores: Scores, plan: StepPlan, *, proximal_kl: float | None) -> StepFacts:
+        """Collect what is known beside the tally; collective."""
+        objective, targets_T = self._config.objective, plan.advantages.targets_T
+        variance = None
+        if scores.values_T is not None and targets_T is not None:
+            variance = explained_variance(scores.values_T, targets_T=targets_T, loss_mask_T=batch.loss_mask_T)
+        num_filtered = int((batch.loss_mask_T & ~plan.kept_T).sum())
+        return StepFacts(
+            lr=learning_rate(self._version, total_steps=self._config.run.steps, settings=self._config.trainer),
+            num_stale_tokens=batch.num_stale_tokens,
+            num_filtered_tokens=None if objective.behaviour_filter == "none" else num_filtered,
+            kl_coef=None if objective.kl == "none" else plan.coefficients.kl,
+            proximal_kl=proximal_kl,
+            proximal_kl_coef=plan.coefficients.proximal_kl if objective.proximal_kl_coef > 0 else None,
+            advantage_std=plan.advantages.std,
+            value_explained_variance=variance,
+            reward_shaped_mean=plan.advantages.reward_shaped_mean,
+        )
 
 
 @contextmanager
 def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
-    seconds[name] = time.perf_counter() - start
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start

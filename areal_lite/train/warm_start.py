@@ -18,10 +18,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from areal_lite.config import Config, TrainerConfig
+from areal_lite.config import Config
 from areal_lite.data.arith import CHARACTERS, ArithProblem, worked_solutions
+from areal_lite.data.offline import Example
 from areal_lite.data.tokenizer import build_char_tokenizer
-from areal_lite.train.sft import Example, SftLoop
+from areal_lite.offline_config import OfflineConfig
+from areal_lite.sections import TrainerConfig
+from areal_lite.train.offline_loop import OfflineLoop, OfflineRows
+from areal_lite.train.offline_objectives import Supervised
 
 __all__ = ["ensure_warm_start"]
 
@@ -34,7 +38,7 @@ _MAX_THREADS = 4
 
 
 def ensure_warm_start(
-    config: Config, *, cache_dir: Path, progress: Callable[[int, int, float], None] | None = None
+    config: Config | OfflineConfig, *, cache_dir: Path, progress: Callable[[int, int, float], None] | None = None
 ) -> Path:
     """Return the folder of the warm-started model, training it when it is not in the cache.
 
@@ -65,7 +69,7 @@ def ensure_warm_start(
     return folder
 
 
-def _content_hash(config: Config, problems: Sequence[ArithProblem]) -> str:
+def _content_hash(config: Config | OfflineConfig, problems: Sequence[ArithProblem]) -> str:
     content = {
         "recipe": _RECIPE_VERSION,
         "warm_start": config.model.warm_start.model_dump(),
@@ -77,7 +81,7 @@ def _content_hash(config: Config, problems: Sequence[ArithProblem]) -> str:
 
 
 def _train(
-    config: Config,
+    config: Config | OfflineConfig,
     problems: Sequence[ArithProblem],
     *,
     folder: Path,
@@ -89,9 +93,10 @@ def _train(
     settings = TrainerConfig(
         lr=warm_start.lr, schedule="cosine", warmup_steps=min(20, warm_start.steps), micro_batch_tokens=1024
     )
-    loop = SftLoop(
+    loop = OfflineLoop(
         model,
-        _examples(problems, tokenizer),
+        Supervised(),
+        OfflineRows(_examples(problems, tokenizer)),
         steps=warm_start.steps,
         batch_size=warm_start.batch_size,
         seed=warm_start.seed,
@@ -103,7 +108,7 @@ def _train(
     tokenizer.save_pretrained(folder)
 
 
-def _build_model(config: Config, tokenizer: PreTrainedTokenizerFast) -> Any:
+def _build_model(config: Config | OfflineConfig, tokenizer: PreTrainedTokenizerFast) -> Any:
     warm_start = config.model.warm_start
     num_heads = max(2, warm_start.hidden_size // _HEAD_DIM)
     architecture = Qwen3Config(
@@ -128,7 +133,7 @@ def _build_model(config: Config, tokenizer: PreTrainedTokenizerFast) -> Any:
 def _examples(problems: Sequence[ArithProblem], tokenizer: PreTrainedTokenizerFast) -> list[Example]:
     prompts = tokenizer([problem.prompt for problem in problems])["input_ids"]
     solutions = tokenizer([problem.solution for problem in problems])["input_ids"]
-    return [(prompt, [*ids, tokenizer.eos_token_id]) for prompt, ids in zip(prompts, solutions, strict=True)]
+    return [Example(prompt, ([*ids, tokenizer.eos_token_id],)) for prompt, ids in zip(prompts, solutions, strict=True)]
 
 
 @contextmanager

@@ -1,12 +1,14 @@
 """Main of the process that runs a verify function, and that may be killed at any moment.
 
-`process.py` starts `python -m areal_lite.verify.child FUNCTION PARENT_PID` with one end of a socket pair as standard
-input. Frames of both directions: 4 bytes of length, big-endian, then msgpack. The process sends `None` once the
-function is loaded, or a text that says why it cannot be; then it answers each call
-`[prompt, completion, answer, row]` with a `Reply`, one at a time. It knows no deadline: its parent does.
+`process.py` starts `python -m areal_lite.verify.child FUNCTION PARENT_PID ARGUMENTS` with one end of a socket pair as
+standard input; ARGUMENTS are the recipe's, as JSON. Frames of both directions: 4 bytes of length, big-endian, then
+msgpack. The process sends `None` once the function is loaded and prepared, or a text that says why it cannot be; then
+it answers each call `[prompt, completion, answer, row]` with a `Reply`, one at a time. It knows no deadline: its parent
+does.
 """
 
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -18,7 +20,7 @@ from typing import Any
 import msgpack
 
 from areal_lite.errors import VerifierError
-from areal_lite.verify.protocol import call_verifier, load_verifier
+from areal_lite.verify.protocol import call_verifier, load_verifier, prepare_verifier
 
 __all__ = ["LENGTH", "main", "pack", "unpack"]
 
@@ -39,18 +41,19 @@ def unpack(body: bytes) -> Any:
     return msgpack.unpackb(body, unicode_errors="surrogatepass")
 
 
-def main(function_name: str, parent_pid: int) -> None:
+def main(function_name: str, parent_pid: int, arguments: dict[str, Any]) -> None:
     """Load the function and answer calls until the parent hangs up."""
     _die_with(parent_pid)
     channel = _take_channel()
     try:
         function = load_verifier(function_name)
+        prepare_verifier(function, arguments)
     except VerifierError as error:
         channel.sendall(pack(str(error)))
         return
     channel.sendall(pack(None))
     while body := _receive(channel):
-        channel.sendall(pack(call_verifier(function, *unpack(body))))
+        channel.sendall(pack(call_verifier(function, *unpack(body), arguments=arguments)))
 
 
 def _die_with(parent_pid: int) -> None:
@@ -94,7 +97,7 @@ def _read(channel: socket.socket, *, size: int) -> bytes:
 if __name__ == "__main__":
     status = 1
     try:
-        main(sys.argv[1], int(sys.argv[2]))
+        main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]))
         status = 0
     except BaseException:
         traceback.print_exc()

@@ -10,7 +10,8 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from areal_lite.errors import VerifierError
@@ -34,16 +35,25 @@ class _Call(NamedTuple):
 class VerifierPool:
     """Scores completions with a verify function that is not trusted to return."""
 
-    def __init__(self, function: str, *, processes: int, timeout_s: float, start_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        function: str,
+        *,
+        processes: int,
+        timeout_s: float,
+        start_timeout_s: float = 60.0,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """Prepare a pool; nothing runs before `start`.
 
         Args:
             function: `module:function` or `path.py:function`.
             processes: Calls served at the same time.
             timeout_s: Hard deadline of one call, in seconds, counted from when a process begins it.
-            start_timeout_s: Seconds that importing the function may take; no call is charged for it.
+            start_timeout_s: Seconds that importing and preparing the function may take; no call is charged for it.
+            arguments: Keyword arguments of every call, beside the data row's columns.
         """
-        self._function = function
+        self._function, self._arguments = function, arguments
         self._num_processes = processes
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
@@ -165,7 +175,7 @@ class VerifierPool:
         ) from problem
 
     async def _launch(self) -> VerifierProcess:
-        process = VerifierProcess(self._function)
+        process = VerifierProcess(self._function, arguments=self._arguments)
         self._processes.add(process)
         try:
             await process.wait_until_ready(timeout_s=self._start_timeout_s)

@@ -6,12 +6,15 @@ one signal reaches all that it forked. Knows nothing of scores or restarts.
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from areal_lite.errors import VerifierError
@@ -27,8 +30,12 @@ _REAP_POLL_S = 0.002
 class VerifierProcess:
     """A running `areal_lite.verify.child`; whoever makes one kills it, whatever happens in between."""
 
-    def __init__(self, function: str) -> None:
+    def __init__(self, function: str, *, arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Start the process, without waiting for it.
+
+        Args:
+            function: `module:function` or `path.py:function`.
+            arguments: Keyword arguments of every call, plain values.
 
         Raises:
             VerifierError: The machine gives no more processes.
@@ -38,6 +45,7 @@ class VerifierProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._channel, theirs = socket.socketpair()
         command = [sys.executable, "-m", "areal_lite.verify.child", function, str(os.getpid())]
+        command.append(json.dumps(dict(arguments), default=str))
         try:
             self._process = subprocess.Popen(
                 command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, start_new_session=True
@@ -59,11 +67,11 @@ class VerifierProcess:
             problem = await self._receive(timeout_s=timeout_s)
         except TimeoutError as error:
             raise VerifierError(
-                f"the verifier {self._function!r} must import within {timeout_s} s, it did not"
+                f"the verifier {self._function!r} must load within {timeout_s} s, it did not"
             ) from error
         except (EOFError, OSError) as error:
             ending = await self.kill()
-            raise VerifierError(f"importing the verifier {self._function!r} ended its process ({ending})") from error
+            raise VerifierError(f"loading the verifier {self._function!r} ended its process ({ending})") from error
         if problem is not None:
             raise VerifierError(problem)
 

@@ -2,7 +2,9 @@
 
     def verify(prompt: str, completion: str, answer: str, **row) -> float
 
-or the same with `async def`. `row` holds the data row's other columns. Used by `child.py`, in the process that
+or the same with `async def`. `row` holds the data row's other columns, and what the recipe says in
+`verifier.arguments`. What takes long to load goes into a function of those arguments, named by `@prepared_by`: it runs
+once in each process, and no call's deadline counts it. Used by `child.py`, in the process that
 runs the function; imports nothing heavy, as every restart of that process pays for it.
 """
 
@@ -18,15 +20,16 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 from areal_lite.errors import VerifierError
 
-__all__ = ["Reply", "VerifyFunction", "call_verifier", "load_verifier"]
+__all__ = ["Reply", "VerifyFunction", "call_verifier", "load_verifier", "prepare_verifier", "prepared_by"]
 
 VerifyFunction = Callable[..., Any]
 _DETAIL_CHARS = 2000
+_PREPARE = "_verifier_prepare"
 
 
 class Reply(NamedTuple):
@@ -37,6 +40,31 @@ class Reply(NamedTuple):
     """Short and countable: `nan`, `inf`, `wrong_type:<type>`, `exception:<type>`."""
     detail: str = ""
     """For a person: the end of the traceback."""
+
+
+def prepared_by(prepare: Callable[..., object]) -> Callable[[VerifyFunction], VerifyFunction]:
+    """Decorate a verify function: `prepare(**arguments)` runs before its first call, with the recipe's arguments."""
+
+    def mark(function: VerifyFunction) -> VerifyFunction:
+        vars(function)[_PREPARE] = prepare
+        return function
+
+    return mark
+
+
+def prepare_verifier(function: VerifyFunction, arguments: Mapping[str, Any]) -> None:
+    """Run what `prepared_by` names, if anything.
+
+    Raises:
+        VerifierError: It failed.
+    """
+    prepare = getattr(function, _PREPARE, None)
+    if prepare is None:
+        return
+    try:
+        prepare(**arguments)
+    except BaseException as error:  # user code runs here, sys.exit() included
+        raise VerifierError(f"the verifier cannot be prepared with {dict(arguments)}: {_describe(error)}") from error
 
 
 def load_verifier(name: str) -> VerifyFunction:
@@ -79,10 +107,27 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
-def call_verifier(function: VerifyFunction, prompt: str, completion: str, answer: str, row: Mapping[str, Any]) -> Reply:
-    """Call a verify function once, and turn whatever it does into a reply."""
+def call_verifier(
+    function: VerifyFunction,
+    prompt: str,
+    completion: str,
+    answer: str,
+    row: Mapping[str, Any],
+    *,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+) -> Reply:
+    """Call a verify function once, and turn whatever it does into a reply.
+
+    Args:
+        function: From `load_verifier`.
+        prompt: As the model saw it.
+        completion: What it wrote.
+        answer: The row's reference.
+        row: The row's other columns.
+        arguments: `verifier.arguments`; a column of the same name fails the call.
+    """
     try:
-        value = function(prompt, completion, answer, **row)
+        value = function(prompt, completion, answer, **row, **arguments)
         if inspect.isawaitable(value):
             value = _event_loop().run(_wait(value))
         if not isinstance(value, numbers.Real):

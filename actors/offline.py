@@ -1,0 +1,82 @@
+"""The process of one trainer rank of an offline run."""
+
+from pathlib import Path
+
+import ray
+import torch
+
+from areal_lite.actors.process import log_to_file
+from areal_lite.offline_config import OfflineConfig
+from areal_lite.train.distributed import free_address, join_process_group, leave_process_group
+from areal_lite.train.offline import OfflineTrainer
+
+__all__ = ["OfflineActor"]
+
+
+class OfflineActor:
+    """Delegates to `OfflineTrainer`; `progress` may be called beside any other method."""
+
+    def __init__(self, config: OfflineConfig, *, rank: int, log_folder: str) -> None:
+        log_to_file(log_folder, f"trainer/{rank}")
+        self._config, self._rank = config, rank
+        self._trainer: OfflineTrainer | None = None
+        if config.run.device == "cpu":
+            torch.set_num_threads(config.trainer.threads)
+
+    def free_address(self) -> str:
+        """Where the ranks can meet (rank 0 is asked)."""
+        return free_address(ray.util.get_node_ip_address())
+
+    def start(self, *, address: str, model_folder: str, reference_folder: str | None) -> None:
+        """Join the other ranks, load model and data."""
+        config = self._config
+        join_process_group(
+            address,
+            rank=self._rank,
+            world_size=config.trainer.ranks,
+            device=config.run.device,
+            timeout_s=config.run.stall_timeout_s,
+        )
+        self._trainer = OfflineTrainer(
+            config,
+            model_folder=model_folder,
+            reference_folder=reference_folder,
+            rank=self._rank,
+            world_size=config.trainer.ranks,
+        )
+
+    @property
+    def _started(self) -> OfflineTrainer:
+        assert self._trainer is not None, "start comes first"
+        return self._trainer
+
+    def prepare(self, checkpoint: str | None) -> int:
+        """Run the reference model, load the checkpoint; returns the version."""
+        return self._started.prepare(None if checkpoint is None else Path(checkpoint))
+
+    def step(self) -> dict[str, float]:
+        """Train one batch."""
+        return self._started.step()
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure on the held-out rows."""
+        return self._started.evaluate()
+
+    def ping(self) -> None:
+        """Answer once this rank is free."""
+
+    def progress(self) -> int:
+        """Return a number that grows while this rank works."""
+        return 0 if self._trainer is None else self._trainer.progress
+
+    def save(self, folder: str) -> None:
+        """Write a checkpoint."""
+        self._started.save(Path(folder))
+
+    def export(self, folder: str) -> None:
+        """Write a Hugging Face folder."""
+        self._started.export(Path(folder))
+
+    def stop(self) -> None:
+        """Leave the process group."""
+        leave_process_group()

@@ -1,0 +1,144 @@
+"""The correction for tokens that an older policy sampled: weights and filters. Called by the trainer.
+
+Three policies, three names: tokens were sampled from the *behaviour* policy, the *proximal* policy is the trainer's own
+when the batch was taken, the *current* policy is being optimised. Here `w = pi_proximal / pi_behaviour`.
+
+Shape letters: `T` completion tokens, `B` rows.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from areal_lite.algo.flat import check_tokens, inside, row_sums
+
+__all__ = ["behaviour_weights", "geometric_keep", "m2po_keep"]
+
+
+@torch.no_grad()
+def behaviour_weights(
+    proximal_logprobs_T: Tensor,
+    *,
+    behaviour_logprobs_T: Tensor,
+    loss_mask_T: Tensor,
+    rows_T: Tensor,
+    num_rows: int,
+    level: Literal["token", "sequence", "none"],
+    cap: float,
+    above: Literal["mask", "truncate"],
+) -> tuple[Tensor, Tensor]:
+    """Return the weight of each token, which turns samples of the behaviour policy into samples of the proximal one.
+
+    ::
+
+        token      w_t = pi_proximal(t) / pi_behaviour(t)
+        sequence   w   = product of w_t over the row's loss-mask tokens, the same on each of them
+        none       w   = 1: the difference is ignored, whatever the log-probabilities are
+
+    Above the cap, `mask` sets `w = 0` (no gradient) and `truncate` sets `w = cap`. A weight that is no number is 0
+    either way: nothing is known about its token.
+
+    Args:
+        proximal_logprobs_T: [T] under the weights of the moment the batch was taken, in nats.
+        behaviour_logprobs_T: [T] under the weights that sampled each token.
+        loss_mask_T: [T] booleans; whatever stands in the other slots, NaN included, has no effect.
+        rows_T: [T] int64, the row of each token.
+        num_rows: B.
+        level: See above.
+        cap: Largest weight, > 0.
+        above: What happens above it.
+
+    Returns:
+        [T] weights, 0 outside the loss mask, in the dtype of the logprobs and without gradient; and [T] booleans:
+        loss-mask tokens above the cap (or no number).
+
+    Raises:
+        ValueError: The shapes differ, the mask is not boolean, or `level` or `above` is unknown.
+
+    Source:
+        arXiv 2505.24298 eq. 5 (token), which has no cap; truncate: `rho` of arXiv 1802.01561 eq. 1; mask is ours.
+    """
+    check_tokens(loss_mask_T, proximal=proximal_logprobs_T, behaviour=behaviour_logprobs_T, rows=rows_T)
+    if above not in ("mask", "truncate"):
+        raise ValueError(f"expected above: mask or truncate, got {above!r}")
+    if level == "none":
+        return loss_mask_T.to(proximal_logprobs_T.dtype), torch.zeros_like(loss_mask_T)
+    log_weights_T = inside(loss_mask_T, proximal_logprobs_T - behaviour_logprobs_T)
+    if level == "sequence":
+        log_weights_T = row_sums(log_weights_T, rows_T=rows_T, num_rows=num_rows)[rows_T]
+    elif level != "token":
+        raise ValueError(f"expected the level token, sequence or none, got {level!r}")
+    weights_T = log_weights_T.exp()
+    masked_T = loss_mask_T & ~(weights_T <= cap)
+    weights_T = weights_T.clamp(max=cap).nan_to_num(0.0) if above == "truncate" else inside(~masked_T, weights_T)
+    weights_T = inside(loss_mask_T, weights_T)
+    return weights_T.to(proximal_logprobs_T.dtype), masked_T
+
+
+@torch.no_grad()
+def m2po_keep(log_ratios_T: Tensor, *, loss_mask_T: Tensor, threshold: float) -> Tensor:
+    """Return which tokens stay when the largest `(log w)^2` are dropped until their mean is small enough.
+
+    `mean of (log w)^2 over the kept tokens <= threshold`, with as many tokens kept as possible. Equal values leave
+    together, so that the order of tokens does not matter.
+
+    Args:
+        log_ratios_T: [T] `log w` in nats.
+        loss_mask_T: [T] booleans; the other slots have no effect.
+        threshold: Largest mean square, > 0.
+
+    Returns:
+        [T] booleans, a part of the loss mask; a token whose `log w` is not finite is never kept.
+
+    Raises:
+        ValueError: The shapes differ, or the mask is not boolean.
+
+    Source:
+        M2PO, arXiv 2510.01161. There the ratio is current to behaviour and made anew for each update, and only tokens
+        count whose ratio has moved the way their advantage pushes; here it is proximal to behaviour and every token
+        counts, so that a step's updates share one choice and the ratio to the proximal policy keeps its own clip.
+
+    >>> keep = m2po_keep(torch.tensor([0.1, -1.0, 0.3, 0.2]), loss_mask_T=torch.ones(4).bool(), threshold=0.04)
+    >>> keep.tolist()  # (0.01 + 0.04 + 0.09) / 3 = 0.0467 is too much, (0.01 + 0.04) / 2 is not
+    [True, False, False, True]
+    """
+    check_tokens(loss_mask_T, log_ratios=log_ratios_T)
+    squares_T = log_ratios_T.double().square()
+    squares_T = torch.where(loss_mask_T & squares_T.isfinite(), squares_T, torch.inf)
+    sorted_T = squares_T.sort().values
+    means_T = sorted_T.cumsum(dim=0) / torch.arange(1, len(sorted_T) + 1, device=sorted_T.device)
+    # The means of ever larger squares never fall, so those within the threshold come first.
+    dropped = sorted_T[means_T > threshold]
+    return squares_T < (dropped[0] if len(dropped) else torch.inf)
+
+
+@torch.no_grad()
+def geometric_keep(
+    log_ratios_T: Tensor, *, loss_mask_T: Tensor, rows_T: Tensor, num_rows: int, low: float, high: float
+) -> Tensor:
+    """Return which tokens stay when rows that are far off-policy as a whole leave.
+
+    A row stays where `low <= exp(mean of log w over its loss-mask tokens) <= high`.
+
+    Args:
+        log_ratios_T: [T] `log w` in nats.
+        loss_mask_T: [T] booleans; the other slots have no effect.
+        rows_T: [T] int64, the row of each token.
+        num_rows: B.
+        low: Smallest geometric mean, > 0.
+        high: Largest one.
+
+    Returns:
+        [T] booleans, a part of the loss mask; a row whose mean is not finite leaves.
+
+    Raises:
+        ValueError: The shapes differ, or the mask is not boolean.
+
+    Source:
+        The sequence ratio of arXiv 2507.18071 eq. 7 used as a filter; the bounds are ours.
+    """
+    check_tokens(loss_mask_T, log_ratios=log_ratios_T, rows=rows_T)
+    sums_B = row_sums(inside(loss_mask_T, log_ratios_T), rows_T=rows_T, num_rows=num_rows)
+    means_B = (sums_B / row_sums(loss_mask_T, rows_T=rows_T, num_rows=num_rows).clamp(min=1)).exp()
+    return loss_mask_T & ((means_B >= low) & (means_B <= high))[rows_T]

@@ -1,0 +1,130 @@
+"""What the runs of a plan show: `results.json` and a table. Reads run folders, writes one file."""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from areal_lite.bench.plan import Plan, PlannedRun
+from areal_lite.bench.runner import summary
+
+__all__ = ["collect_results", "results_table", "run_result"]
+
+Result = dict[str, Any]
+
+_FROM_SUMMARY = {
+    "seconds": "wall_s", "samples_per_s": "samples_per_s", "age_max": "age_max_trained",
+    "rollout_idle": "rollout_idle_fraction", "trainer_idle": "trainer_idle_fraction", "paused": "paused_fraction",
+    "reward_first": "reward_first", "reward_last": "reward_last", "parity": "parity_max_abs_logprob_diff",
+}  # fmt: skip
+
+
+def collect_results(plan_name: str, plan: Plan, runs: Sequence[PlannedRun], *, out: Path) -> dict[str, Any]:
+    """Read all run folders and write `results.json`.
+
+    Returns:
+        Its content: where it was measured, the plan, and one entry per run, in the order of the plan.
+    """
+    entries = [run_result(run, out / run.name) for run in runs]
+    versions: dict[str, str] = next((found["versions"] for run in runs if (found := summary(out / run.name))), {})
+    content = {
+        "plan": plan_name,
+        "commit": _commit(),
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "versions": versions,
+        "recipe": plan.recipe,
+        "settings": plan.settings,
+        "runs": entries,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    temporary = out / ".results.json.tmp"
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(temporary, out / "results.json")
+    return content
+
+
+def run_result(run: PlannedRun, folder: Path) -> Result:
+    """Return one run's entry; without a summary, only what was planned."""
+    found = summary(folder)
+    config = run.config
+    entry = {
+        "name": run.name,
+        "overrides": run.overrides,
+        "seed": config.run.seed,
+        "lr": config.trainer.lr,
+        "max_staleness": config.queue.max_staleness,
+        "status": found.get("status", "not run"),
+    }
+    if not found:
+        return entry
+    curve = {int(step): accuracy for step, accuracy in found["eval"].items()}
+    return {
+        **entry,
+        "steps": found["steps"],
+        "curve": {str(step): curve[step] for step in sorted(curve)},
+        "start": curve.get(0),
+        "end": curve.get(config.run.steps),
+        **{name: found[key] for name, key in _FROM_SUMMARY.items()},
+        "age_mean": _mean_age(found["age_histogram"]),
+    }
+
+
+def results_table(runs: Sequence[Result]) -> Table:
+    """Render a line per run that was begun; the age column says mean, and largest of those allowed."""
+    begun = [run for run in runs if "steps" in run]
+    waiting = len(runs) - len(begun)
+    table = Table(title="results", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+    table.caption = f"{waiting} of {len(runs)} runs were not run yet" if waiting else None
+    table.add_column("run", no_wrap=True)
+    for name in ("accuracy", "rise", "steps", "s", "age", "idle: gen.", "train."):
+        table.add_column(name, justify="right", no_wrap=True)
+    for run in begun:
+        table.add_row(run["name"], *_cells(run))
+    return table
+
+
+def _cells(run: Result) -> list[str]:
+    start, end = run["start"], run["end"]
+    is_whole = start is not None and end is not None
+    age = "-" if run["age_mean"] is None else f"{run['age_mean']:.2f}"
+    return [
+        f"{start:.3f} → {end:.3f}" if is_whole else run["status"].partition(":")[0],
+        f"{end - start:+.3f}" if is_whole else "-",
+        str(run["steps"]),
+        f"{run['seconds']:.0f}",
+        f"{age} ({run['age_max']}/{run['max_staleness']})",
+        f"{run['rollout_idle']:.0%}",
+        f"{run['trainer_idle']:.0%}",
+    ]
+
+
+def _mean_age(histogram: Mapping[str, int]) -> float | None:
+    """Mean age of the trained tokens."""
+    total = sum(histogram.values())
+    return sum(int(age) * count for age, count in histogram.items()) / total if total else None
+
+
+def _commit() -> str | None:
+    """Commit of the checkout this code runs from, with a mark where files differ from it; None outside of one."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _processor() -> str | None:
+    """Name of the processor, where the system tells."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else None

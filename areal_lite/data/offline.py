@@ -1,0 +1,187 @@
+"""From a recipe to the token rows of the offline objectives: prompts with completions, or with pairs of them.
+
+Called by the controller, so that every mistake in the data shows before anything expensive starts, and again by every
+trainer rank. Which rows are held out depends on the data alone, not on a seed: runs can be compared.
+"""
+
+import logging
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from areal_lite.data.arith import held_out_solutions, preference_pairs, worked_solutions
+from areal_lite.data.prompts import check_columns, report_problems
+from areal_lite.data.rows import Rows, has_held_out_split, read_rows
+from areal_lite.data.turns import TurnTokenizer
+from areal_lite.errors import ArealLiteError, DataError
+from areal_lite.offline_config import OfflineConfig, OfflineDataConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Example", "OfflineData", "load_offline"]
+
+_log = logging.getLogger(__name__)
+
+Split = Literal["train", "eval"]
+
+
+class Example(NamedTuple):
+    """A prompt with one completion, or with two: the chosen one, then the rejected one."""
+
+    prompt: list[int]
+    completions: tuple[list[int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineData:
+    """Both splits; no prompt of `held_out` is in `train` where the split was made here."""
+
+    train: list[Example]
+    held_out: list[Example]
+    """Empty = no evaluation."""
+
+
+def load_offline(config: OfflineConfig, tokenizer: "PreTrainedTokenizerBase") -> OfflineData:
+    """Load and tokenise the rows of a recipe.
+
+    Raises:
+        DataError: A file is missing, empty or too broken, lacks a column, has too few rows, or one that is too long.
+        ConfigError: The model has no chat template, or no end-of-sequence token, where one is needed.
+    """
+    data = config.data
+    train = _examples(config, tokenizer, "train")
+    if _has_own_held_out(data):
+        held_out = _examples(config, tokenizer, "eval")[: data.eval_size]
+    else:
+        train, held_out = _hold_out(train, count=min(data.eval_size, int(data.eval_fraction * len(train))))
+    if len(train) < config.batch.batch_size:
+        raise DataError(
+            f"a step needs batch_size={config.batch.batch_size} training rows, got {len(train)} ({len(held_out)} held "
+            "out): lower batch_size, or give more rows"
+        )
+    return OfflineData(train=train, held_out=held_out)
+
+
+def _has_own_held_out(data: OfflineDataConfig) -> bool:
+    if data.source == "dataset" and data.eval_path is None:
+        return has_held_out_split(Path(str(data.path)))
+    return data.source == "arith" or data.eval_path is not None
+
+
+def _examples(config: OfflineConfig, tokenizer: "PreTrainedTokenizerBase", split: Split) -> list[Example]:
+    data = config.data
+    path = Path("data.arith" if data.source == "arith" else str((split == "eval" and data.eval_path) or data.path))
+    if data.source == "arith":
+        rows, problems = list(enumerate(_arith_rows(config, split))), list[tuple[int, str]]()
+    else:
+        rows, problems = read_rows(path, source=data.source, split=split)
+        check_columns(path, rows, columns=_columns(config, rows))
+    turns, examples = TurnTokenizer(tokenizer, chat=data.chat), []
+    for number, row in rows:
+        try:
+            examples.append((number, _example(row, turns, config=config)))
+        except ArealLiteError:
+            raise
+        except ValueError as error:
+            problems.append((number, str(error)))
+    report_problems(
+        path,
+        sorted(problems),
+        num_rows=len(examples) + len(problems),
+        max_bad_fraction=data.max_bad_fraction,
+        unit="line" if data.source == "jsonl" else "row",
+    )
+    return list(_fitting(examples, path=path, policy=data.too_long, max_tokens=config.model.max_context))
+
+
+def _arith_rows(config: OfflineConfig, split: Split) -> Iterable[dict[str, Any]]:
+    arith, carelessness, data = config.data.arith, config.data.carelessness, config.data
+    if config.command != "sft":
+        for pair in preference_pairs(arith, split, carelessness=carelessness):
+            columns = {data.prompt_column: "prompt", data.chosen_column: "chosen", data.rejected_column: "rejected"}
+            yield {column: asdict(pair)[name] for column, name in columns.items()}
+        return
+    problems = (
+        held_out_solutions(arith, carelessness=carelessness)
+        if split == "eval"
+        else worked_solutions(arith, arith.train_size, seed=arith.seed, carelessness=carelessness)
+    )
+    for problem in problems:
+        yield {data.prompt_column: problem.prompt, data.completion_column: problem.solution}
+
+
+def _columns(config: OfflineConfig, rows: Rows) -> dict[str, str]:
+    """Return the columns that some row must have, by the option that names them."""
+    data = config.data
+    if config.command == "sft" and any(data.messages_column in row for _, row in rows):
+        return {"data.messages_column": data.messages_column}
+    names = ["prompt_column", "completion_column"] if config.command == "sft" else _PAIR_COLUMNS
+    return {f"data.{name}": getattr(data, name) for name in names}
+
+
+_PAIR_COLUMNS = ["prompt_column", "chosen_column", "rejected_column"]
+
+
+def _example(row: Mapping[str, Any], turns: TurnTokenizer, *, config: OfflineConfig) -> Example:
+    data = config.data
+    if config.command == "sft":
+        if row.get(data.prompt_column) is None and row.get(data.messages_column) is not None:
+            prompt, completion = turns.split_messages(row[data.messages_column])
+        else:
+            prompt, completion = turns.split(_cell(row, data.prompt_column), _cell(row, data.completion_column))
+        return Example(prompt, (completion,))
+    text, chosen, rejected = (_cell(row, getattr(data, name)) for name in _PAIR_COLUMNS)
+    if chosen == rejected:
+        raise ValueError(f"the two completions of a pair must differ, got {chosen!r:.60} twice")
+    prompt, better = turns.split(text, chosen)
+    _, worse = turns.split(text, rejected)
+    return Example(prompt, (better, worse))
+
+
+def _cell(row: Mapping[str, Any], column: str) -> Any:
+    if row.get(column) is None:
+        raise ValueError(f"column {column!r} must hold a text or chat messages, got none")
+    return row[column]
+
+
+def _fitting(
+    examples: list[tuple[int, Example]], *, path: Path, policy: Literal["error", "drop", "cut"], max_tokens: int
+) -> Iterable[Example]:
+    """Yield the examples that fit, or are made to."""
+    num_long = 0
+    for number, example in examples:
+        room = max_tokens - len(example.prompt)
+        longest = max(map(len, example.completions))
+        if longest <= room:
+            yield example
+            continue
+        num_long += 1
+        if policy == "error":
+            raise DataError(
+                f"a row may have model.max_context={max_tokens} tokens, got {len(example.prompt)} of the prompt and "
+                f"{longest} of the completion at {path}:{number}: raise model.max_context, or set data.too_long to "
+                "drop or cut"
+            )
+        cut = tuple(completion[:room] for completion in example.completions)
+        if policy == "cut" and room > 0 and (len(cut) == 1 or cut[0] != cut[1]):
+            yield Example(example.prompt, cut)
+    if num_long:
+        _log.warning("%d of %d rows of %s are too long (data.too_long: %s)", num_long, len(examples), path, policy)
+
+
+def _hold_out(examples: list[Example], *, count: int) -> tuple[list[Example], list[Example]]:
+    """Hold out about `count` examples: all of a prompt, or none, so that no prompt is on both sides."""
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    for index, example in enumerate(examples):
+        by_prompt.setdefault(tuple(example.prompt), []).append(index)
+    groups = list(by_prompt.values())
+    random.Random("held-out").shuffle(groups)
+    held_out: set[int] = set()
+    for group in groups:
+        if len(held_out) + len(group) <= count:
+            held_out.update(group)
+    train = [example for index, example in enumerate(examples) if index not in held_out]
+    return train, [examples[index] for index in sorted(held_out)]

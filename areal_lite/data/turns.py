@@ -1,0 +1,127 @@
+"""From the prompt and the completion of a row to token ids, as plain text or through the model's chat template.
+
+Called by `offline.py`. Prompt and completion are tokenised apart and put together: that is the very boundary that
+generation has, where the engine is given the prompt's tokens and samples from there, and no row can fail at it. (One
+text tokenised as a whole may merge characters across the boundary, into tokens that sampling would never meet there.)
+
+A completion ends in exactly one end-of-sequence token, where generation stops: a plain text gets one, and what a chat
+template writes behind its own is left out.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from areal_lite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["TurnTokenizer"]
+
+
+class TurnTokenizer:
+    """Tokenises prompts with completions for one model."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, chat: bool) -> None:
+        """Prepare for one model.
+
+        Args:
+            tokenizer: The model's.
+            chat: Plain texts too become messages of user and assistant.
+
+        Raises:
+            ConfigError: The tokenizer has no end-of-sequence token.
+        """
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(
+                "completions must end with the model's end-of-sequence token, its tokenizer names none: set eos_token "
+                "in the model's tokenizer_config.json"
+            )
+        self._tokenizer, self._chat = tokenizer, chat
+
+    def split(self, prompt: Any, completion: Any) -> tuple[list[int], list[int]]:
+        """Return the token ids of a prompt, and of one completion with its end-of-sequence token.
+
+        Args:
+            prompt: A non-empty text, or chat messages that do not end with the assistant's.
+            completion: A text, or messages of the assistant alone.
+
+        Raises:
+            ValueError: What the row holds is something else, or text the tokenizer cannot encode.
+            ConfigError: The row needs a chat template and the model has none.
+        """
+        if self._chat or not (isinstance(prompt, str) and isinstance(completion, str)):
+            return self._split_chat(_messages(prompt, role="user"), _messages(completion, role="assistant"))
+        if not prompt:
+            raise ValueError("the prompt must hold at least one character, got none")
+        ids = self._encode(completion, add_special_tokens=False)
+        return self._encode(prompt, add_special_tokens=True), self._ended(ids)
+
+    def split_messages(self, messages: Any) -> tuple[list[int], list[int]]:
+        """Return the same for a whole chat, whose last message is the completion."""
+        chat = _messages(messages, role="user")
+        return self._split_chat(chat[:-1], chat[-1:])
+
+    def _split_chat(
+        self, prompt: list[dict[str, Any]], completion: list[dict[str, Any]]
+    ) -> tuple[list[int], list[int]]:
+        if not prompt or prompt[-1]["role"] == "assistant":
+            raise ValueError(f"the prompt must end with a message to the assistant, got {_roles(prompt)}")
+        if _roles(completion) != ["assistant"]:
+            raise ValueError(f"the completion must be one message of the assistant, got {_roles(completion)}")
+        before = self._render(prompt, add_generation_prompt=True)
+        whole = self._render([*prompt, *completion], add_generation_prompt=False)
+        if not whole.startswith(before):
+            raise ValueError(
+                "the chat template must write a prompt alike with and without its answer, got "
+                f"{before[-40:]!r} against {whole[max(len(before) - 40, 0) : len(before)]!r}: give plain texts"
+            )
+        ids = self._encode(whole[len(before) :], add_special_tokens=False)
+        return self._encode(before, add_special_tokens=False), self._ended(ids)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+        if self._tokenizer.chat_template is None:
+            raise ConfigError(
+                "chat messages (or data.chat=true) need a model with a chat template, this one has none: give plain "
+                "texts and set data.chat=false"
+            )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:  # templates raise their own kinds
+            raise ValueError(f"the chat template refuses the messages ({error})") from error
+        return str(text)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        except Exception as error:  # the tokenizers library raises nothing narrower
+            raise ValueError(
+                f"the model's tokenizer cannot encode {text!r:.60} ({error}): is model.path the right model for this "
+                "data?"
+            ) from error
+        return ids
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """Cut behind the last end-of-sequence token, or append one."""
+        end: int = self._tokenizer.eos_token_id
+        if end not in ids:
+            return [*ids, end]
+        return ids[: len(ids) - ids[::-1].index(end)]
+
+
+def _messages(value: Any, *, role: str) -> list[dict[str, Any]]:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"expected a text or a list of chat messages, got {value!r:.60}")
+    for message in value:
+        if not (isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
+            raise ValueError(f"a chat message must be {{role: text, content: text}}, got {message!r:.60}")
+    # Columns of a dataset have the keys of all messages, empty where a message has none.
+    return [{key: item for key, item in message.items() if item is not None} for message in value]
+
+
+def _roles(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [message["role"] for message in messages]

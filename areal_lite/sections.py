@@ -1,0 +1,200 @@
+"""The sections of a recipe, field by field: meaning, unit, range and default.
+
+`config.py` puts them together, checks combinations and reads files; `presets.py` holds the objective's section.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = [
+    "ArithConfig",
+    "CriticConfig",
+    "DataConfig",
+    "ModelConfig",
+    "QueueConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "Section",
+    "TrainerConfig",
+    "VerifierConfig",
+    "WarmStartConfig",
+    "WeightsConfig",
+]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys forbidden, numbers finite; an empty section has its defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_empty(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+
+class RunConfig(Section):
+    """The run as a whole."""
+
+    dir: str | None = Field(None, description="run folder; default runs/<recipe>-<time>")
+    seed: int = Field(0, ge=0, description="seeds data order, sampling, model initialisation and minibatch order")
+    steps: int = Field(100, ge=1, description="trainer steps of the whole run, resumed ones included")
+    resume: str | None = Field(None, description="run folder to continue in, from its newest checkpoint")
+    eval_every: int = Field(0, ge=0, description="steps between evaluations beside generation; 0 = only start and end")
+    checkpoint_every: int = Field(50, ge=0, description="steps between checkpoints; 0 = only at the end and on Ctrl-C")
+    keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept on disk")
+    log_samples: int = Field(2, ge=0, description="groups of each batch written to samples.jsonl")
+    stall_timeout_s: float = Field(120.0, gt=0, description="seconds without any progress after which the run stops")
+    start_timeout_s: float = Field(300.0, gt=0, description="seconds that actors may take to start")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where engines and trainer ranks compute")
+
+
+class WarmStartConfig(Section):
+    """Supervised warm start of the built-in model (only with `model.path: builtin:arith`)."""
+
+    steps: int = Field(300, ge=0, description="supervised optimiser steps; 0 = random weights, for areal-lite sft")
+    batch_size: int = Field(64, ge=1, description="worked solutions per step")
+    lr: float = Field(3e-3, gt=0, description="peak learning rate")
+    seed: int = Field(0, ge=0, description="seed of initialisation and data order; the same for every run.seed")
+    carelessness: float = Field(
+        0.6, ge=0, le=1, description="share of carries and borrows that its worked solutions forget; RL unlearns it"
+    )
+    hidden_size: int = Field(128, ge=16, description="width of the model")
+    num_layers: int = Field(4, ge=1, description="decoder layers")
+    tie_embeddings: bool = Field(True, description="share input and output embeddings")
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str = Field(
+        "builtin:arith", description="Hugging Face model folder, a finished run's folder, or builtin:arith (tiny)"
+    )
+    max_context: int = Field(512, ge=8, description="prompt plus completion tokens the engine and trainer accept")
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="dtype of the trainer's matrix work and of the engine; auto = float32 on cpu, bfloat16 on cuda",
+    )
+    warm_start: WarmStartConfig = WarmStartConfig()
+
+
+class ArithConfig(Section):
+    """The built-in task: chained sums answered step by step."""
+
+    min_terms: int = Field(2, ge=2, description="fewest numbers in a chain")
+    max_terms: int = Field(4, ge=2, description="most numbers in a chain")
+    max_value: int = Field(99, ge=1, description="largest number in a chain")
+    minus_share: float = Field(0.5, ge=0, le=1, description="share of minus signs, where the total allows one")
+    train_size: int = Field(8192, ge=1, description="training problems")
+    eval_size: int = Field(256, ge=1, description="held-out problems, never among the training ones")
+    seed: int = Field(0, ge=0, description="seed of both splits")
+
+
+class DataConfig(Section):
+    """Where prompts come from."""
+
+    source: Literal["arith", "jsonl"] = Field("arith", description="arith = built in; jsonl = a file of rows")
+    path: str | None = Field(None, description="training rows, one JSON object a line (source: jsonl)")
+    eval_path: str | None = Field(None, description="held-out rows; none = no evaluation")
+    eval_size: int = Field(256, ge=1, description="held-out rows used at most")
+    prompt_column: str = Field("question", description="column with the prompt")
+    answer_column: str = Field("answer", description="column with the reference answer")
+    template: str = Field("{prompt}", description="text around the prompt; {prompt} is replaced")
+    chat: bool = Field(False, description="apply the model's chat template to the prompt as a user message")
+    max_bad_fraction: float = Field(0.01, ge=0, le=1, description="share of unreadable rows above which loading fails")
+    arith: ArithConfig = ArithConfig()
+
+
+class RolloutConfig(Section):
+    """Generation."""
+
+    workers: int = Field(1, ge=1, description="rollout workers, one engine each")
+    interrupt: Literal["recompute", "keep_kv", "drain"] = Field(
+        "recompute", description="what a weight update does to running samples: re-prefill, keep their cache, or wait"
+    )
+    temperature: float = Field(1.0, gt=0, description="sampling temperature; the trainer applies the same")
+    top_p: float = Field(1.0, description="must be 1 in training: tokens outside would have probability 0")
+    top_k: int = Field(0, description="must be 0 in training: tokens outside would have probability 0")
+    max_new_tokens: int = Field(128, ge=1, description="completion tokens at most")
+    slots: int = Field(64, ge=1, description="samples an engine decodes at once; the worker keeps them filled")
+    threads: int = Field(1, ge=1, description="CPU threads of one engine")
+    tensor_parallel: int = Field(1, ge=1, description="GPUs of one engine")
+    kv_cache_mb: int = Field(256, ge=16, description="key-value cache of one engine in MiB (cpu)")
+    gpu_memory_fraction: float = Field(0.85, gt=0, le=1, description="GPU memory an engine may take (cuda)")
+
+
+class QueueConfig(Section):
+    """The sample queue and its staleness bound."""
+
+    max_staleness: int = Field(4, description="eta: largest age a token may have and still train; 0 = synchronous")
+    on_stale: Literal["mask", "wait", "drop"] = Field(
+        "mask", description="what enforces the bound when a batch is taken"
+    )
+    groups_per_step: int = Field(16, ge=1, description="groups of one trainer step")
+    samples_per_group: int = Field(8, ge=1, description="samples of one prompt (G)")
+    reject: Literal["none", "zero_variance"] = Field(
+        "none", description="zero_variance: groups whose rewards are all equal do not count towards a batch"
+    )
+    max_attempts: int = Field(3, ge=1, description="attempts at a prompt before it counts as failed(too_slow)")
+    lease_timeout_s: float = Field(10.0, gt=0, description="seconds without a heartbeat after which work is lent anew")
+    bind: str = Field("127.0.0.1", description="address the queue listens on")
+    max_message_mb: int = Field(64, ge=1, description="largest message accepted, in MiB")
+
+
+class VerifierConfig(Section):
+    """Scoring."""
+
+    function: str = Field(
+        "areal_lite.verify.builtin:last_number",
+        description="module:function or path.py:function, see docs/verifiers.md",
+    )
+    arguments: dict[str, Any] = Field(
+        {}, description="keyword arguments of every call of function, e.g. {model: runs/rm}"
+    )
+    eval_function: str | None = Field(
+        None, description="verifier of held-out prompts, called without arguments; null = function"
+    )
+    timeout_s: float = Field(5.0, gt=0, description="hard deadline of one call")
+    processes: int = Field(1, ge=1, description="killable processes of one verifier worker")
+    workers: int = Field(1, ge=1, description="verifier workers")
+
+
+class CriticConfig(Section):
+    """The value model of `objective.baseline: critic`, trained beside the policy."""
+
+    path: str | None = Field(None, description="model folder its body starts from; null = the initial policy")
+    lr: float = Field(1e-4, gt=0, description="learning rate of its AdamW; the rest is as in trainer")
+    target: Literal["gae", "monte_carlo"] = Field("gae", description="what it learns: GAE's return, or the real one")
+    value_clip: float | None = Field(None, gt=0, description="how far a value may move per step (PPO); null = freely")
+    coef: float = Field(1.0, gt=0, description="weight of the value loss")
+    warmup_steps: int = Field(0, ge=0, description="trainer steps at the start in which only the critic learns")
+
+
+class TrainerConfig(Section):
+    """Learning."""
+
+    ranks: int = Field(1, ge=1, description="trainer processes, FSDP2 ranks")
+    minibatches: int = Field(2, ge=1, description="optimiser updates per step")
+    micro_batch_tokens: int = Field(4096, ge=1, description="padded tokens of one forward pass at most")
+    lr: float = Field(1e-4, gt=0, description="peak learning rate of AdamW")
+    schedule: Literal["constant", "cosine"] = Field("constant", description="learning rate after warm-up")
+    warmup_steps: int = Field(0, ge=0, description="trainer steps of linear warm-up")
+    min_lr_fraction: float = Field(0.1, ge=0, le=1, description="end of the cosine, as a share of lr")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW first moment decay")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW second moment decay")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradient norm is clipped to this")
+    activation_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    threads: int = Field(1, ge=1, description="CPU threads of one rank")
+
+
+class WeightsConfig(Section):
+    """The hand-over of weights from trainer to engines."""
+
+    transport: Literal["gloo", "nccl", "ipc"] = Field(
+        "gloo", description="gloo = CPU; nccl = GPUs; ipc = one shared GPU"
+    )
+    timeout_s: float = Field(30.0, gt=0, description="seconds one transfer may take before its engine is given up")
+    parity_every: int = Field(20, ge=0, description="publications between logprob parity checks; 0 = never")
+    parity_sequences: int = Field(8, ge=1, description="stored sequences compared in one parity check")

@@ -1,0 +1,164 @@
+"""From a batch's rewards to one advantage per completion token, over all ranks. Called by the trainer once per step.
+
+A group's rows may lie on different ranks. Whatever depends on a whole group is put together as an [N, G] matrix, whose
+places each rank fills in for its own rows; the arithmetic itself is in `algo/`.
+
+Shape letters: `N` groups of the batch, `G` samples of a group, `B` rows and `T` completion tokens of the shard.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from areal_lite.algo.advantages import (
+    gae,
+    group_stds,
+    masked_sums,
+    returns_to_go,
+    sample_advantages,
+    std_from_sums,
+)
+from areal_lite.algo.kl import kl_estimate
+from areal_lite.algo.rewards import overlong_penalties, shape_rewards, token_rewards
+from areal_lite.config import Config
+from areal_lite.presets import ObjectiveConfig
+from areal_lite.train.batch import PolicyBatch
+from areal_lite.train.distributed import sum_over_ranks
+from areal_lite.train.passes import Scores
+
+__all__ = ["Advantages", "batch_advantages"]
+
+_EPS = 1e-6
+"""Added to a group's standard deviation; a smaller one of the batch is rounding, and nothing is divided by it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advantages:
+    """What the updates learn from."""
+
+    advantages_T: Tensor
+    """[T] float32."""
+    targets_T: Tensor | None
+    """[T] float32, what the critic learns; None without a critic."""
+    std: float
+    """Standard deviation of the advantages over the loss-mask tokens of all ranks, before any division by it."""
+    reward_shaped_mean: float
+    """Mean shaped reward of all scored samples, overlong penalties included; 0 when none is scored."""
+
+
+def batch_advantages(batch: PolicyBatch, scores: Scores, *, config: Config, kl_coef: float) -> Advantages:
+    """Shape rewards, compare returns, spread them over tokens; collective.
+
+    Args:
+        batch: The shard.
+        scores: Its logprobs and values before the updates.
+        config: The recipe.
+        kl_coef: The weight of the KL to the reference, where that is charged in the reward.
+    """
+    objective = config.objective
+    rewards_NG = _shaped_rewards(batch, config)
+    costs_T = _kl_costs(batch, scores, objective, kl_coef=kl_coef)
+    rewards_T = token_rewards(_of_rows(rewards_NG, batch).nan_to_num(), lengths_B=batch.lengths_B, costs_T=costs_T)
+    targets_T = None
+    if scores.values_T is None:
+        advantages_T = _compared(batch, rewards_NG, rewards_T, objective)
+    else:
+        advantages_T, targets_T = _judged(batch, rewards_T, scores.values_T, config)
+    std = std_from_sums(sum_over_ranks(masked_sums(advantages_T, batch.loss_mask_T)))
+    # Not centred: the baseline has done that, and a shift would reward or punish every token alike.
+    if objective.scale == "batch_std" and std > _EPS:
+        advantages_T = advantages_T / std
+    shaped = rewards_NG[~rewards_NG.isnan()]
+    return Advantages(
+        advantages_T=advantages_T,
+        targets_T=targets_T,
+        std=std,
+        reward_shaped_mean=float(shaped.mean()) if len(shaped) else 0.0,
+    )
+
+
+def _shaped_rewards(batch: PolicyBatch, config: Config) -> Tensor:
+    """Return the [N, G] float64 rewards that are learned from; NaN = unscored."""
+    objective = config.objective
+    rewards_NG = shape_rewards(
+        batch.rewards_NG, scale=objective.reward_scale, bias=objective.reward_bias, clip=objective.reward_clip
+    )
+    if objective.overlong_buffer == 0:
+        return rewards_NG
+    lengths_NG = _over_ranks(batch.lengths_B, batch)
+    return rewards_NG + overlong_penalties(
+        lengths_NG, max_new_tokens=config.rollout.max_new_tokens, buffer=objective.overlong_buffer
+    )
+
+
+def _kl_costs(batch: PolicyBatch, scores: Scores, objective: ObjectiveConfig, *, kl_coef: float) -> Tensor | None:
+    """Return what each token's distance to the reference costs, [T] in units of reward; None when it costs nothing."""
+    if objective.kl != "reward" or scores.reference_logprobs_T is None:
+        return None
+    costs_T = kl_coef * kl_estimate(
+        scores.proximal_logprobs_T,
+        reference_logprobs_T=scores.reference_logprobs_T,
+        estimator=objective.kl_estimator,
+    )
+    # A stale token costs what it costs, but a NaN in a slot that does not train must not reach its sample's return.
+    return torch.where(batch.loss_mask_T | costs_T.isfinite(), costs_T, 0.0)
+
+
+def _compared(batch: PolicyBatch, rewards_NG: Tensor, rewards_T: Tensor, objective: ObjectiveConfig) -> Tensor:
+    """Return the return from each token on, minus the sample's baseline, [T].
+
+    The baseline is one of whole samples: the return from the first token on, compared within group or batch. With
+    gamma 1 and no KL in the reward that is the same number on all tokens of a sample.
+    """
+    assert objective.baseline != "critic"
+    if objective.gamma == 1.0 and objective.kl != "reward":
+        advantages_NG = sample_advantages(rewards_NG, baseline=objective.baseline, scale=objective.scale, eps=_EPS)
+        return batch.spread(_of_rows(advantages_NG, batch))
+    to_go_T = returns_to_go(rewards_T, lengths_B=batch.lengths_B, gamma=objective.gamma)
+    returns_B = to_go_T[batch.lengths_B.cumsum(dim=0) - batch.lengths_B]
+    returns_NG = torch.where(rewards_NG.isnan(), torch.nan, _over_ranks(returns_B, batch))
+    advantages_NG = sample_advantages(returns_NG, baseline=objective.baseline, scale=objective.scale, eps=_EPS)
+    later_T = (to_go_T - batch.spread(returns_B)) * batch.spread(_of_rows(_factors(returns_NG, objective), batch))
+    return (batch.spread(_of_rows(advantages_NG, batch)) + later_T).float()
+
+
+def _factors(returns_NG: Tensor, objective: ObjectiveConfig) -> Tensor:
+    """Return what differences of returns are multiplied with, [N, G]; 0 where a group says nothing."""
+    scored_NG = ~returns_NG.isnan()
+    factors_N1 = torch.ones_like(returns_NG[:, :1])
+    if objective.scale == "group_std":
+        stds_N1 = group_stds(returns_NG)
+        factors_N1 = torch.where(stds_N1 > 0, 1.0 / (stds_N1 + _EPS), 0.0)
+    if objective.baseline in ("group_mean", "leave_one_out"):
+        factors_N1 = torch.where(scored_NG.sum(dim=1, keepdim=True) > 1, factors_N1, 0.0)
+    return torch.where(scored_NG, factors_N1, 0.0)
+
+
+def _judged(batch: PolicyBatch, rewards_T: Tensor, values_T: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+    """Return generalised advantages and the critic's targets, [T] each.
+
+    A sample that was cut off at the token limit ended there: its reward is the verifier's word on what it wrote.
+    """
+    objective, lengths_B = config.objective, batch.lengths_B
+    advantages_T, targets_T = gae(
+        rewards_T.float(),
+        values_T=values_T,
+        lengths_B=lengths_B,
+        gamma=objective.gamma,
+        gae_lambda=objective.gae_lambda,
+    )
+    if config.critic.target == "monte_carlo":
+        targets_T = returns_to_go(rewards_T.float(), lengths_B=lengths_B, gamma=objective.gamma)
+    return advantages_T, targets_T
+
+
+def _of_rows(values_NG: Tensor, batch: PolicyBatch) -> Tensor:
+    return values_NG[batch.groups_B, batch.samples_B]
+
+
+def _over_ranks(values_B: Tensor, batch: PolicyBatch) -> Tensor:
+    """Put every rank's rows into one [N, G] float64 matrix; collective."""
+    values_NG = torch.zeros_like(batch.rewards_NG)
+    values_NG[batch.groups_B, batch.samples_B] = values_B.double()
+    return sum_over_ranks(values_NG)

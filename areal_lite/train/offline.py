@@ -1,0 +1,126 @@
+"""One trainer rank of an offline run: model, reference, steps, evaluation, checkpoint, export.
+
+A Ray actor wraps it; every method is collective (the properties are not): all ranks call it. It knows nothing of Ray.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer
+
+from areal_lite.data.offline import load_offline
+from areal_lite.offline_config import OfflineConfig
+from areal_lite.train.checkpoint import export_model, load_checkpoint, save_checkpoint
+from areal_lite.train.model import load_model, load_reward_model, shard_model
+from areal_lite.train.offline_loop import OfflineLoop, OfflineRows
+from areal_lite.train.offline_objectives import DirectPreference, Objective, RewardModel, Supervised
+
+__all__ = ["OfflineTrainer"]
+
+
+class OfflineTrainer:
+    """The model and its data; `prepare` comes before the first step."""
+
+    def __init__(
+        self, config: OfflineConfig, *, model_folder: str, reference_folder: str | None, rank: int, world_size: int
+    ) -> None:
+        """Load model and data; the process group exists, or there is one float32 rank.
+
+        Args:
+            config: The recipe; `run.steps` is the number of steps whatever `epochs` says.
+            model_folder: Hugging Face folder with the initial weights and the tokenizer.
+            reference_folder: The reference model of DPO and IPO; None = the initial weights.
+            rank: 0 .. world_size - 1.
+            world_size: Trainer ranks.
+        """
+        self._config, self._rank, self._world_size = config, rank, world_size
+        self._model_folder, self._reference_folder = model_folder, reference_folder
+        self._device = torch.device(config.run.device)
+        tokenizer = AutoTokenizer.from_pretrained(model_folder)
+        data = load_offline(config, tokenizer)
+        self._rows, self._held_out = OfflineRows(data.train), OfflineRows(data.held_out)
+        padding = 0 if config.command != "reward_model" else _padding(tokenizer)
+        self._loop = OfflineLoop(
+            self._load(model_folder, padding=padding),
+            _objective(config),
+            self._rows,
+            steps=config.run.steps,
+            batch_size=config.batch.batch_size,
+            seed=config.run.seed,
+            settings=config.trainer,
+            padding=padding,
+            rank=rank,
+            world_size=world_size,
+        )
+
+    @property
+    def version(self) -> int:
+        """Completed steps."""
+        return self._loop.version
+
+    @property
+    def progress(self) -> int:
+        """Grows with every forward pass."""
+        return self._loop.progress
+
+    def prepare(self, checkpoint: Path | None) -> int:
+        """Run the reference model once over all pairs, then load the checkpoint to go on from; returns the version.
+
+        Raises:
+            CheckpointError: It is missing or broken, or of another model.
+        """
+        if self._config.command == "dpo" and self._config.preference.loss != "simpo":
+            self._run_reference()
+        if checkpoint is not None:
+            self._loop.seek(load_checkpoint(checkpoint, self._loop.learner, rank=self._rank))
+        return self.version
+
+    def step(self) -> dict[str, float]:
+        """Train one batch; returns its figures, see `OfflineLoop.step`."""
+        return self._loop.step()
+
+    def evaluate(self) -> dict[str, float]:
+        """Return loss and figures over the held-out rows; empty where there are none."""
+        return self._loop.evaluate(self._held_out) if self._held_out.examples else {}
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint into a folder, which the caller makes visible when all ranks are done."""
+        save_checkpoint(folder, self._loop.learner, version=self.version, rank=self._rank)
+
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face folder with weights (float32) and tokenizer."""
+        export_model(folder, self._loop.learner.model, tokenizer_folder=self._model_folder, rank=self._rank)
+
+    def _load(self, folder: str, *, padding: int) -> nn.Module:
+        options: dict[str, Any] = {
+            "device": self._device,
+            "activation_checkpointing": self._config.trainer.activation_checkpointing,
+        }
+        if self._config.command == "reward_model":
+            whole = load_reward_model(folder, **options, pad_token_id=padding)
+        else:
+            whole = load_model(folder, **options)
+        dtype = getattr(torch, self._config.compute_dtype)
+        return shard_model(whole, world_size=self._world_size, device=self._device, compute_dtype=dtype)
+
+    def _run_reference(self) -> None:
+        """Note the frozen reference's log-probabilities; afterwards it is not needed any more."""
+        model = self._loop.learner.model  # still the initial weights
+        if self._reference_folder is not None:
+            model = self._load(self._reference_folder, padding=0).requires_grad_(False)
+        for rows in (self._rows, self._held_out):
+            if rows.examples:
+                rows.reference_N2 = self._loop.reference_logprobs(model, rows.examples)
+
+
+def _objective(config: OfflineConfig) -> Objective:
+    if config.command == "sft":
+        return Supervised()
+    return RewardModel() if config.command == "reward_model" else DirectPreference(config.preference)
+
+
+def _padding(tokenizer: Any) -> int:
+    """Return the padding token's id; transformers' reward models skip it at the end of a sequence."""
+    return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)

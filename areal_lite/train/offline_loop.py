@@ -1,0 +1,212 @@
+"""The loop of the offline objectives: seeded batches, optimiser updates, evaluation.
+
+It shares model, micro-batches and optimiser update with the RL trainer. Called by the warm start of the built-in
+model, in process, and by `offline.py`, one per trainer rank. It writes no files.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from areal_lite.data.offline import Example
+from areal_lite.sections import TrainerConfig
+from areal_lite.train.distributed import sum_over_ranks
+from areal_lite.train.micro_batch import TokenRows, equalise, micro_batch, pack_rows
+from areal_lite.train.model import reshard
+from areal_lite.train.offline_objectives import Objective, Part, row_logprobs
+from areal_lite.train.schedule import learning_rate
+from areal_lite.train.step import Learner
+
+__all__ = ["OfflineLoop", "OfflineRows"]
+
+
+@dataclass(slots=True)
+class OfflineRows:
+    """The examples of a split, with what the reference model thinks of them."""
+
+    examples: Sequence[Example]
+    reference_N2: Tensor | None = None
+    """[N, 2] float32 nats, the log-probability of both completions of each example; None without a reference."""
+
+
+class OfflineLoop:
+    """A seeded run; every rank holds the same examples and takes its share of each batch."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        rows: OfflineRows,
+        *,
+        steps: int,
+        batch_size: int,
+        seed: int,
+        settings: TrainerConfig,
+        padding: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        """Prepare a run.
+
+        Args:
+            model: A transformers model, sharded over the ranks if there are several; trained in place.
+            objective: What is minimised.
+            rows: At least `batch_size` examples; all with one completion, or all with two.
+            steps: Optimiser updates of the whole run.
+            batch_size: Examples of an update over all ranks, at least `world_size`.
+            seed: Of the order of examples, which are shuffled anew in each epoch.
+            settings: Optimiser, learning rate and micro-batches.
+            padding: Token id behind shorter rows.
+            rank: 0 .. world_size - 1.
+            world_size: Ranks.
+        """
+        if not world_size <= batch_size <= len(rows.examples):
+            raise ValueError(
+                f"batch_size must be between the number of ranks, {world_size}, and of examples, "
+                f"{len(rows.examples)}, got {batch_size}"
+            )
+        self.learner = Learner(model, settings=settings, world_size=world_size)
+        self.progress = 0
+        """Grows with every forward pass, for whoever watches for stalls."""
+        self._objective, self._rows, self._settings = objective, rows, settings
+        self._steps, self._batch_size, self._seed, self._padding = steps, batch_size, seed, padding
+        self._rank, self._world_size = rank, world_size
+        self._device = next(model.parameters()).device
+        self.seek(0)
+
+    @property
+    def version(self) -> int:
+        """Completed steps."""
+        return self._version
+
+    def seek(self, version: int) -> None:
+        """Go on with the batch that follows so many steps; the order depends on the seed alone."""
+        self._version = version
+        self._batches = islice(self._all_batches(), version, None)
+
+    def run(self, progress: Callable[[int, int, float], None] | None = None) -> None:
+        """Run all remaining steps; collective.
+
+        Args:
+            progress: Called after each step with (steps done, steps in all, loss of the step).
+        """
+        while self._version < self._steps:
+            loss = self.step()["loss"]
+            if progress is not None:
+                progress(self._version, self._steps, loss)
+
+    def step(self) -> dict[str, float]:
+        """Train one batch; collective.
+
+        Returns:
+            `loss` and the objective's figures, means over the batch before the update; `tokens` trained on; `lr`,
+            `grad_norm` before clipping, and `step_skipped`, 1 where it was not finite and nothing was learned.
+        """
+        lr = learning_rate(self._version, total_steps=self._steps, settings=self._settings)
+        parts = self._parts(self._rows, next(self._batches))
+        weight, num_tokens = self._weigh(parts)
+        sums: list[Tensor] = []
+
+        def loss_of(part: Part) -> Tensor:
+            loss, figures = self._forward(part)
+            loss = loss / weight
+            sums.append(torch.cat([loss.detach().unsqueeze(0), figures / weight]))
+            return loss
+
+        update = self.learner.update([partial(loss_of, part) for part in parts], lr=lr)
+        self._version += 1
+        return {
+            **self._figures(sums),
+            "tokens": num_tokens,
+            "lr": lr,
+            "grad_norm": update.grad_norm,
+            "step_skipped": float(not update.applied),
+        }
+
+    @torch.no_grad()
+    def evaluate(self, rows: OfflineRows) -> dict[str, float]:
+        """Return `loss` and the objective's figures, means over all given examples; collective."""
+        parts = self._parts(rows, range(len(rows.examples))[self._rank :: self._world_size])
+        weight, _ = self._weigh(parts)
+        sums = []
+        for part in parts:
+            loss, figures = self._forward(part)
+            sums.append(torch.cat([loss.unsqueeze(0), figures]) / weight)
+        reshard(self.learner.model)
+        return self._figures(sums)
+
+    @torch.no_grad()
+    def reference_logprobs(self, model: nn.Module, examples: Sequence[Example]) -> Tensor:
+        """Return [N, 2] float32 nats, the log-probability of both completions of each example; collective.
+
+        Args:
+            model: The reference, sharded as the trained model is.
+            examples: N of them; the ranks share the work, and each gets the whole result.
+        """
+        rows = OfflineRows(examples)
+        logprobs_N2 = torch.zeros((len(examples), 2), device=self._device)
+        for part in self._parts(rows, range(len(examples))[self._rank :: self._world_size]):
+            self.progress += 1
+            logprobs_N2[part.places_E] = row_logprobs(model, part).view(-1, 2)
+        reshard(model)
+        return sum_over_ranks(logprobs_N2)
+
+    def _forward(self, part: Part) -> tuple[Tensor, Tensor]:
+        self.progress += 1
+        return self._objective.sums(self.learner.model, part)
+
+    def _all_batches(self) -> Iterator[list[int]]:
+        """Yield each update's examples of this rank, for ever."""
+        rng = np.random.default_rng(self._seed)
+        while True:
+            order = rng.permutation(len(self._rows.examples)).tolist()
+            for start in range(0, len(order) - self._batch_size + 1, self._batch_size):
+                yield order[start : start + self._batch_size][self._rank :: self._world_size]
+
+    def _parts(self, rows: OfflineRows, chosen: Sequence[int]) -> list[Part]:
+        """Split examples into forward passes, the completions of an example in one; collective."""
+        examples = [rows.examples[index] for index in chosen]
+        num_completions = len(rows.examples[0].completions) if rows.examples else 1
+        token_rows = TokenRows((example.prompt, output) for example in examples for output in example.completions)
+        lengths = [len(example.prompt) + max(map(len, example.completions)) for example in examples]
+        groups = pack_rows(lengths, max_tokens=self._settings.micro_batch_tokens // num_completions)
+        row_groups = [
+            [index * num_completions + k for index in group for k in range(num_completions)] for group in groups
+        ]
+        (batches,) = equalise(
+            [[micro_batch(token_rows, group, device=self._device, padding=self._padding) for group in row_groups]],
+            device=self._device,
+        )
+        token_ids = torch.from_numpy(token_rows.output_ids).to(self._device)
+        parts = []
+        for number, batch in enumerate(batches):  # where other ranks have more of them, the last ones are empty
+            group, row_group = (groups[number], row_groups[number]) if number < len(groups) else ([], [])
+            places_E = self._integers([chosen[index] for index in group])
+            parts.append(
+                Part(
+                    batch=batch,
+                    token_ids_T=token_ids[batch.tokens_T],
+                    lengths_B=self._integers([token_rows.output_lengths[row] for row in row_group]),
+                    places_E=places_E,
+                    reference_E2=None if rows.reference_N2 is None else rows.reference_N2[places_E],
+                )
+            )
+        return parts
+
+    def _integers(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+    def _weigh(self, parts: Sequence[Part]) -> tuple[float, float]:
+        """Return the objective's weight and the number of completion tokens, over all parts and ranks."""
+        mine = [sum(map(self._objective.weight, parts)), sum(len(part.token_ids_T) for part in parts)]
+        weight, num_tokens = sum_over_ranks(torch.tensor(mine, device=self._device)).tolist()
+        return float(weight), float(num_tokens)
+
+    def _figures(self, sums: Sequence[Tensor]) -> dict[str, float]:
+        values = sum_over_ranks(torch.stack(list(sums)).sum(dim=0)).tolist()
+        return dict(zip(("loss", *self._objective.figures), values, strict=True))

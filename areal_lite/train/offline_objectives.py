@@ -1,0 +1,147 @@
+"""What the offline commands minimise: supervised learning, the reward model, and direct preference learning.
+
+An objective runs the model on one forward pass and returns sums, which the loop adds up over micro-batches and ranks
+and divides by its weight. Called by `offline_loop.py`; keeps no state.
+
+Shape letters: `E` examples of a forward pass, `B` its rows (an example's completions one after another), `T`
+completion tokens, `F` figures.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from areal_lite.algo.logprobs import token_logprobs
+from areal_lite.algo.preference import bradley_terry_loss, dpo_loss, simpo_loss
+from areal_lite.offline_config import PreferenceConfig
+from areal_lite.train.micro_batch import MicroBatch
+from areal_lite.train.model import completion_logits
+
+__all__ = ["DirectPreference", "Objective", "Part", "RewardModel", "Supervised", "row_logprobs"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One forward pass."""
+
+    batch: MicroBatch
+    token_ids_T: Tensor
+    """[T] int64 completion tokens."""
+    lengths_B: Tensor
+    """[B] int64 completion tokens of each row."""
+    places_E: Tensor
+    """[E] int64 places of the examples in their split."""
+    reference_E2: Tensor | None
+    """[E, 2] float32 log-probabilities of both completions under the reference; None where there is none."""
+
+
+class Objective(Protocol):
+    """One of the classes below."""
+
+    figures: ClassVar[tuple[str, ...]]
+    """Names of what it measures beside the loss."""
+
+    def weight(self, part: Part) -> int:
+        """Return what the sums of a pass are divided by, before adding up over passes and ranks."""
+        ...
+
+    def sums(self, model: nn.Module, part: Part) -> tuple[Tensor, Tensor]:
+        """Run the model; return the loss, a scalar that can be differentiated, and the [F] figures, detached."""
+        ...
+
+
+class Supervised:
+    """Cross-entropy of the completion tokens, in nats per token; prompts are left out."""
+
+    figures: ClassVar[tuple[str, ...]] = ("accuracy",)
+    """Share of the completion tokens that would be the greedy choice."""
+
+    def weight(self, part: Part) -> int:
+        """Completion tokens."""
+        return len(part.token_ids_T)
+
+    def sums(self, model: nn.Module, part: Part) -> tuple[Tensor, Tensor]:
+        """Return the negative log-likelihood, and the number of tokens that are the most likely ones."""
+        logits_TV = completion_logits(model, part.batch)
+        logprobs_T = token_logprobs(logits_TV, token_ids_T=part.token_ids_T, temperature=1.0)
+        correct = (logits_TV.detach().argmax(dim=-1) == part.token_ids_T).sum().float()
+        return -logprobs_T.sum(), correct.unsqueeze(0)
+
+
+class RewardModel:
+    """Bradley-Terry likelihood of the preferences, in nats per pair."""
+
+    figures: ClassVar[tuple[str, ...]] = ("accuracy", "margin")
+    """Share of the pairs in the right order (a tie is half), and how much better the chosen completion scores."""
+
+    def weight(self, part: Part) -> int:
+        """Pairs."""
+        return len(part.places_E)
+
+    def sums(self, model: nn.Module, part: Part) -> tuple[Tensor, Tensor]:
+        """Score both completions of each pair at their last token."""
+        scores_B = model(input_ids=part.batch.input_ids_RS, use_cache=False).logits.squeeze(-1).float()
+        chosen_E, rejected_E = _pairs(scores_B[: len(part.lengths_B)])
+        return bradley_terry_loss(chosen_E, rejected_E).sum(), _margins(chosen_E - rejected_E)
+
+
+class DirectPreference:
+    """DPO, IPO or SimPO, per pair: the policy's own log-probabilities are its reward."""
+
+    figures: ClassVar[tuple[str, ...]] = ("accuracy", "margin")
+    """As the reward model's, of the implicit reward: beta times log-probability over the reference's."""
+
+    def __init__(self, settings: PreferenceConfig) -> None:
+        self._settings = settings
+
+    def weight(self, part: Part) -> int:
+        """Pairs."""
+        return len(part.places_E)
+
+    def sums(self, model: nn.Module, part: Part) -> tuple[Tensor, Tensor]:
+        """Compare the log-probabilities of both completions of each pair."""
+        chosen_E, rejected_E = _pairs(row_logprobs(model, part))
+        lengths = dict(zip(("chosen_lengths_P", "rejected_lengths_P"), _pairs(part.lengths_B), strict=True))
+        settings = self._settings
+        if settings.loss == "simpo":
+            losses_E = simpo_loss(chosen_E, rejected_E, **lengths, beta=settings.beta, margin=settings.simpo_margin)
+        else:
+            assert part.reference_E2 is not None, "the reference comes before the first step"
+            reference_chosen_E, reference_rejected_E = part.reference_E2.unbind(dim=1)
+            losses_E = dpo_loss(
+                chosen_E,
+                rejected_E,
+                reference_chosen_P=reference_chosen_E,
+                reference_rejected_P=reference_rejected_E,
+                beta=settings.beta,
+                kind=settings.loss,
+                label_smoothing=settings.label_smoothing,
+                **(lengths if settings.length_normalised else {}),
+            )
+            chosen_E, rejected_E = chosen_E - reference_chosen_E, rejected_E - reference_rejected_E
+        if settings.loss == "simpo" or settings.length_normalised:
+            chosen_E, rejected_E = chosen_E / lengths["chosen_lengths_P"], rejected_E / lengths["rejected_lengths_P"]
+        return losses_E.sum(), _margins(settings.beta * (chosen_E - rejected_E))
+
+
+def row_logprobs(model: nn.Module, part: Part) -> Tensor:
+    """Return the log-probability of each row's completion, [B] float32 nats: the sum over its tokens."""
+    logits_TV = completion_logits(model, part.batch)
+    logprobs_T = token_logprobs(logits_TV, token_ids_T=part.token_ids_T, temperature=1.0)
+    rows_T = torch.repeat_interleave(torch.arange(len(part.lengths_B), device=part.lengths_B.device), part.lengths_B)
+    return torch.zeros(len(part.lengths_B), device=logprobs_T.device).index_add(0, rows_T, logprobs_T)
+
+
+def _pairs(values_B: Tensor) -> Sequence[Tensor]:
+    """Split the rows' values into those of the chosen and those of the rejected completions."""
+    return values_B.view(-1, 2).unbind(dim=1)
+
+
+def _margins(margin_E: Tensor) -> Tensor:
+    """Return the number of pairs in the right order, ties as halves, and the sum of the margins."""
+    margin_E = margin_E.detach()
+    right_E = (margin_E > 0).float() + 0.5 * (margin_E == 0).float()
+    return torch.stack([right_E.sum(), margin_E.sum()])

@@ -1,0 +1,31 @@
+"""Ctrl-C, and the SIGTERM of a batch system: once means finish and save, twice means at once."""
+
+import signal
+from typing import Any, Self
+
+__all__ = ["Interrupts"]
+
+
+class Interrupts:
+    """True once the user has asked to stop; a context manager, which catches the signals."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __bool__(self) -> bool:
+        return self._count > 0
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        # Nothing is printed here: the handler may have interrupted somebody who is printing.
+        self._count += 1
+        if self._count > 1:
+            raise KeyboardInterrupt

@@ -1,0 +1,80 @@
+"""Aggregation: weights and denominators by hand, and their additivity."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from algo_builders import MAX_NEW_TOKENS, make_case, tensor
+
+from areal_lite.algo.aggregation import aggregate
+
+KINDS = ["token_mean", "sequence_mean", "sequence_sum", "constant"]
+# Rows of 3, 2, 1 and 0 tokens: the first has two in the mask, the second none, the third one.
+MASK = np.array([1, 0, 1, 0, 0, 1], bool)
+ROWS = np.array([0, 0, 0, 1, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights", "denominator"),
+    [
+        ("token_mean", [1, 0, 1, 0, 0, 1], 3.0),
+        ("sequence_mean", [0.5, 0, 0.5, 0, 0, 1], 2.0),
+        ("sequence_sum", [1, 0, 1, 0, 0, 1], 2.0),
+        ("constant", [0.125, 0, 0.125, 0, 0, 0.125], 2.0),
+    ],
+)
+def test_by_hand(kind: Any, weights: list[float], denominator: float) -> None:
+    """Seen failing with masked tokens in a row's length, and with rows that train nothing in the denominator."""
+    got, total = aggregate(tensor(MASK), rows_T=tensor(ROWS), num_rows=4, kind=kind, max_new_tokens=8)
+    np.testing.assert_array_equal(got, weights)
+    assert total.dtype == torch.float64
+    assert total.shape == ()
+    assert total == denominator
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_row_order_padding_and_split_change_nothing(kind: Any) -> None:
+    """Masked slots put into every row, rows moved, and the rows cut in two: the same weights; shares add up."""
+    case = make_case()
+    mask, rows = tensor(case.mask), tensor(case.rows)
+    knobs: Any = {"num_rows": 12, "kind": kind, "max_new_tokens": MAX_NEW_TOKENS}
+    weights, denominator = aggregate(mask, rows_T=rows, **knobs)
+    order = np.random.default_rng(0).permutation(len(case.mask))
+    shuffled, same = aggregate(mask[order], rows_T=rows[order], **knobs)
+    np.testing.assert_array_equal(shuffled, weights[order])
+    assert same == denominator
+    padded, same = aggregate(
+        torch.cat([mask, torch.zeros(12, dtype=torch.bool)]), rows_T=torch.cat([rows, torch.arange(12)]), **knobs
+    )
+    np.testing.assert_array_equal(padded[:-12], weights)
+    assert same == denominator
+    first = rows < 5
+    parts = [aggregate(mask[part], rows_T=rows[part], **knobs) for part in (first, ~first)]
+    np.testing.assert_array_equal(torch.cat([part[0] for part in parts]), weights)
+    assert parts[0][1] + parts[1][1] == denominator
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_to_train_has_a_denominator_of_zero(kind: Any) -> None:
+    for size in (0, 2):
+        weights, denominator = aggregate(
+            torch.zeros(size, dtype=torch.bool),
+            rows_T=torch.zeros(size, dtype=torch.int64),
+            num_rows=1,
+            kind=kind,
+            max_new_tokens=8,
+        )
+        assert weights.tolist() == [0.0] * size
+        assert denominator == 0.0
+
+
+def test_refusals() -> None:
+    rows = torch.zeros(2, dtype=torch.int64)
+    wrong: Any = "median"
+    with pytest.raises(ValueError, match="got 'median'"):
+        aggregate(torch.ones(2, dtype=torch.bool), rows_T=rows, num_rows=1, kind=wrong, max_new_tokens=8)
+    with pytest.raises(ValueError, match="boolean loss mask"):
+        aggregate(torch.ones(2), rows_T=rows, num_rows=1, kind="token_mean", max_new_tokens=8)
+    with pytest.raises(ValueError, match=r"'rows': \(2,\)"):
+        aggregate(torch.ones(3, dtype=torch.bool), rows_T=rows, num_rows=1, kind="token_mean", max_new_tokens=8)

@@ -1,0 +1,103 @@
+"""Recipes of the offline commands: each is for one command, and every setting that would be passed over is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_lite.cli import main
+from areal_lite.config import Config, load_config, parse_section
+from areal_lite.errors import CheckpointError, ConfigError
+from areal_lite.offline_config import OfflineConfig, load_any_config, load_offline_config
+from areal_lite.run_folder import RunFolder
+
+
+def offline(command: str = "sft", **sections: Any) -> OfflineConfig:
+    return parse_section({"command": command, **sections}, OfflineConfig)
+
+
+def test_the_shipped_rlhf_recipes_are_for_their_commands() -> None:
+    commands = ["sft", "reward_model", "train", "dpo"]
+    names = ["rlhf_sft", "rlhf_reward_model", "rlhf_ppo", "rlhf_dpo"]
+    assert [load_any_config(name).command for name in names] == commands
+
+
+def test_the_rlhf_recipes_are_chained_and_share_the_task() -> None:
+    """Four commands in a row find each other's results."""
+    sft, reward = (
+        load_offline_config("rlhf_sft", command="sft"),
+        load_offline_config("rlhf_reward_model", command="reward_model"),
+    )
+    dpo, ppo = load_offline_config("rlhf_dpo", command="dpo"), load_config("rlhf_ppo")
+    assert [recipe.model.path for recipe in (reward, dpo, ppo)] == [sft.run.dir] * 3
+    assert ppo.verifier.arguments == {"model": reward.run.dir}
+    assert ppo.verifier.eval_function == "areal_lite.verify.builtin:last_number"
+    assert all(recipe.data.arith == sft.data.arith for recipe in (reward, dpo, ppo))
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["train", "rlhf_sft"], "areal-lite sft"),
+        (["dpo", "rlhf_sft"], "areal-lite sft"),
+        (["sft", "arith_cpu"], "areal-lite train"),
+        (["reward-model", "rlhf_dpo"], "areal-lite dpo"),
+        (["dpo", "rlhf_reward_model"], "areal-lite reward-model"),
+    ],
+)
+def test_the_wrong_command_names_the_right_one(
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 1
+    assert named in capsys.readouterr().err
+
+
+def test_check_config_says_what_a_recipe_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-config", "rlhf_reward_model"]) == 0
+    assert "is fine for areal-lite reward-model: 32 rows per step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"data": {"sorce": "arith"}}, "did you mean data.source"),
+        ({"sft": {"batchsize": 3}}, "did you mean sft.batch_size"),
+        ({"queue": {"max_staleness": 1}}, "unknown key queue"),
+        ({"data": {"source": "jsonl"}}, "data.source=jsonl needs data.path"),
+        ({"data": {"path": "x"}}, "is not read with data.source=arith"),
+        ({"data": {"arith": {"min_terms": 5}}}, "data.arith.min_terms must be at most"),
+        ({"sft": {"batch_size": 1}, "trainer": {"ranks": 2}}, "every trainer rank needs a row"),
+        ({"preference": {"beta": 1.0}}, "the section preference is not read with command=sft"),
+        ({"trainer": {"minibatches": 2}}, "trainer.minibatches"),
+        ({"command": "reward_model", "data": {"carelessness": 0.5}, "preference": {"beta": 1.0}}, "preference.beta is"),
+        ({"command": "reward_model"}, "data.carelessness makes the rejected solutions"),
+        ({"command": "dpo", "data": {"carelessness": 0.5}, "sft": {"batch_size": 3}}, "the section sft is not read"),
+        (
+            {"command": "dpo", "data": {"carelessness": 0.5}, "preference": {"loss": "simpo", "reference_path": "x"}},
+            "simpo has no reference",
+        ),
+        (
+            {"command": "dpo", "data": {"carelessness": 0.5}, "preference": {"loss": "simpo", "label_smoothing": 0.1}},
+            "simpo has no label smoothing",
+        ),
+        ({"command": "train"}, "command"),
+    ],
+)
+def test_what_cannot_be_or_would_be_passed_over_is_refused(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_section({"command": "sft", **raw}, OfflineConfig)
+    assert message in str(caught.value)
+
+
+def test_a_run_folder_keeps_the_recipe_and_refuses_another_command(tmp_path: Path) -> None:
+    """Seen failing with every saved recipe read as one of `train`."""
+    config = offline(run={"dir": str(tmp_path / "run")})
+    folder = RunFolder.create(config, recipe_name="x")
+    folder.write_checkpoint(3, queue_state=None, save_trainer=lambda path: path.mkdir(), keep=1)
+    assert {path.name for path in folder.newest_checkpoint().iterdir()} == {"trainer", "meta.json"}
+    resumed = offline(run={"resume": str(tmp_path / "run"), "steps": 7}, sft={"epochs": 2.0})
+    assert RunFolder.resume(resumed).path == folder.path
+    with pytest.raises(CheckpointError, match=r"sft\.batch_size was 32, is 16"):
+        RunFolder.resume(offline(run={"resume": str(tmp_path / "run")}, sft={"batch_size": 16}))
+    with pytest.raises(CheckpointError, match="command: sft"):
+        RunFolder.resume(Config.model_validate({"run": {"resume": str(tmp_path / "run")}}))
