@@ -189,6 +189,11 @@ def _objective_problems(config: Config) -> Iterable[str]:
             f"objective.ratio_level=sequence needs objective.surrogate=ratio, got {objective.surrogate}: set "
             "ratio_level=token"
         )
+    if objective.behaviour_filter != "none" and objective.proximal == "behaviour":
+        yield (
+            f"objective.behaviour_filter={objective.behaviour_filter} compares proximal with behaviour policy, got "
+            "objective.proximal=behaviour, where they are the same: set proximal=recompute, or behaviour_filter=none"
+        )
     if objective.ptx_coef > 0 and objective.ptx_path is None:
         yield "objective.ptx_coef needs objective.ptx_path, got none: give the path of a text file"
     if objective.geometric_low >= objective.geometric_high:

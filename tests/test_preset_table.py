@@ -98,6 +98,10 @@ COMBINATIONS = [
         {"surrogate": "weighted_likelihood", "ratio_level": "sequence"},
         ["objective.ratio_level=sequence", "got weighted_likelihood", "set ratio_level=token"],
     ),
+    (
+        {"behaviour_filter": "m2po", "proximal": "behaviour"},
+        ["objective.behaviour_filter=m2po", "objective.proximal=behaviour", "behaviour_filter=none"],
+    ),
     ({"ptx_coef": 0.1}, ["objective.ptx_path", "give the path"]),
     ({"geometric_low": 2.0}, ["objective.geometric_low", "2.0 and 2.0"]),
 ]

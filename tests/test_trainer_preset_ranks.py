@@ -94,8 +94,8 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 def test_two_ranks_learn_what_one_learns(outputs: dict[int, Path], name: str) -> None:
     """Same policy and critic after two steps of two updates.
 
-    Seen failing with returns of a rank's own rows (rloo, dapo), a deviation of its own tokens (ppo), a filter that sorts
-    its own tokens (m2po), and its own number of document tokens as denominator (ptx).
+    Seen failing with returns of a rank's own rows (rloo, dapo), a deviation of its own tokens (ppo), a filter that
+    sorts its own tokens (m2po), and its own number of document tokens as denominator (ptx).
     """
     one, two = (torch.load(outputs[world_size] / f"{name}-0.pt") for world_size in (1, 2))
     assert one.keys() == two.keys()

@@ -51,10 +51,8 @@ def main(seed: int = 0) -> Figure:
     print(f"regret a step {slope:.4f} (theory {EPSILON * GAPS_K.mean():.4f})")
     gaps = GAPS_K[GAPS_K > 0]
     bound = 8 * np.log(np.arange(1, STEPS + 1)) * (1 / gaps).sum() + (1 + np.pi**2 / 3) * gaps.sum()
-    print(
     ucb = regrets["ucb"][-1]
     print(f"UCB: regret {ucb:.0f} (bound {bound[-1]:.0f}), a step {ucb_early:.4f}, later {ucb_slope:.4f}")
-    )
     assert abs(share - (1 - EPSILON + EPSILON / 10)) < 0.02
     assert abs(slope - EPSILON * GAPS_K.mean()) < 0.1 * EPSILON * GAPS_K.mean()
     assert (regrets["ucb"] <= bound).all()

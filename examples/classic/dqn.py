@@ -81,8 +81,14 @@ def main(seed: int = 0) -> Figure:
     assert error < 0.05
 
     figure, (left, middle, right) = new_figure(3, width=9.6, height=3.4)
-    value_map(left, world.grid(Q.max(1)), policy=world.arrows(Q.argmax(1)), title="Largest Q of the network")
-    value_map(middle, world.grid(best_S), policy=world.arrows(best_SA.argmax(1)), title="Optimum")
+    value_map(
+        left,
+        world.grid(np.where(world.final_S, 0.0, Q.max(1))),
+        policy=world.arrows(Q.argmax(1)),
+        title="Largest Q of the network",
+        text=None,
+    )
+    value_map(middle, world.grid(best_S), policy=world.arrows(best_SA.argmax(1)), title="Optimum", text=None)
     x = [RENEW * index for index in range(len(reached))]
     curves(
         right, {"greedy policy, exact": reached}, x=x, goal=best_S[world.start], goal_label="optimum", xlabel="update"

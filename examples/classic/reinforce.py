@@ -58,11 +58,11 @@ def main(seed: int = 0) -> Figure:
     print(f"at p = {p}: gradient estimated {float(estimate[1]):.3f}, exact {exact:.3f}")
     assert abs(float(estimate[1]) - exact) < 0.08 * exact
 
-    logits, chances, returns = torch.tensor([3.0, 0.0]).requires_grad_(), [], []  # begins at p = 0.05
+    logits, chances, returns = torch.tensor([2.0, 0.0]).requires_grad_(), [], []  # begins at p = 0.12
     for update in range(400):
         step, seen = gradient(logits, count=100)
         with torch.no_grad():
-            logits += 0.02 / (1 + update / 50) * step
+            logits += 0.004 / (1 + update / 200) * step
         chances.append(float(logits.detach().softmax(-1)[1]))
         returns.append(seen)
     best, late = 2 - np.sqrt(2), float(np.mean(chances[-100:]))
