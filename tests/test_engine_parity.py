@@ -297,12 +297,13 @@ def test_a_reset_engine_is_empty_and_of_use_to_the_next_run(pair: Pair) -> None:
 
     Seen failing with a reset that only pauses, and with one that leaves the count.
     """
-    running = start_samples(pair, 40)
-    wait_for_tokens(pair.engine, pair.engine.tokens_generated + 100)
+    running = start_samples(pair, 200)
+    wait_for_tokens(pair.engine, pair.engine.tokens_generated + 50)
     pair.background.call(pair.engine.reset())
     assert pair.engine.tokens_generated == 0
-    errors = [str(sample.exception(timeout=10)) for sample in running]
-    assert sum("got 'abort'" in error for error in errors) >= 40 - 16, errors
+    errors = [str(error) for sample in running if (error := sample.exception(timeout=10)) is not None]
+    assert errors
+    assert all("got 'abort'" in error for error in errors), errors
     pair.perturb()
     pair.hand_over(pair.connect())
     assert pair.engine.tokens_generated == 0
