@@ -5,6 +5,7 @@ a learned reward is judged by a real one.
 """
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 from areal_lite.actors.process import log_to_file
@@ -80,4 +81,9 @@ class VerifierActor:
 
     async def collect(self) -> tuple[list[Event], dict[str, Any]]:
         """Events since the last call, and figures of this moment."""
-        return self._events.drain(), self._pool.gauges()
+        pools = {id(pool): pool for pool in (self._pool, self._eval_pool)}.values()
+        gauges = [pool.gauges() for pool in pools]
+        failures = sum((Counter(gauge["failures"]) for gauge in gauges), Counter[str]())
+        # Whoever watches for stalls must see an evaluation's calls too.
+        calls = sum(gauge["calls"] for gauge in gauges)
+        return self._events.drain(), gauges[0] | {"calls": calls, "failures": dict(failures)}

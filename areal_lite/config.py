@@ -172,6 +172,18 @@ def _objective_problems(config: Config) -> Iterable[str]:
             "objective.kl=loss needs objective.kl_estimator k2 or k3, got k1, whose gradient is zero on average: set "
             "kl_estimator, or charge the KL in the reward"
         )
+    if objective.surrogate == "likelihood":
+        for key, is_used in (
+            ("kl=reward", objective.kl == "reward"),
+            ("baseline=critic", objective.baseline == "critic"),
+            ("overlong_buffer", objective.overlong_buffer > 0),
+        ):
+            if is_used:
+                yield (
+                    f"objective.{key} acts through the advantage, which objective.surrogate=likelihood does not use: "
+                    "leave it out, or set surrogate to ratio"
+                )
+    yield from _unread_problems(config)
     if objective.kl != "none" and objective.kl_coef == 0:
         yield f"objective.kl={objective.kl} needs objective.kl_coef above 0, got 0: set it, or objective.kl to none"
     if objective.proximal_kl_target is not None and objective.proximal_kl_coef == 0:
@@ -201,6 +213,20 @@ def _objective_problems(config: Config) -> Iterable[str]:
             f"objective.geometric_low must lie below geometric_high, got {objective.geometric_low} and "
             f"{objective.geometric_high}"
         )
+
+
+def _unread_problems(config: Config) -> Iterable[str]:
+    """Yield one sentence per setting that nothing reads because what it belongs to is off."""
+    objective = config.objective
+    for switch, is_off, keys in (
+        ("objective.kl", objective.kl == "none", ("kl_coef", "kl_target", "reference_path")),
+        ("objective.ptx_coef", objective.ptx_coef == 0, ("ptx_path",)),
+    ):
+        for key in keys:
+            if is_off and (value := getattr(objective, key)):
+                yield f"objective.{key}={value} is not read without {switch}: set that too, or leave it out"
+    if objective.baseline != "critic" and config.critic != CriticConfig():
+        yield "the section critic is not read without objective.baseline=critic: set that too, or leave it out"
 
 
 def resource_problems(config: Config, *, num_cores: int, num_gpus: int) -> tuple[list[str], list[str]]:

@@ -4,7 +4,11 @@ Called by `areal-lite eval`. Everything happens in this process and its children
 """
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from areal_lite.config import Config
@@ -52,7 +56,8 @@ def evaluate(config: Config, *, model: str) -> Accuracy:
     prompts = load_source(config, AutoTokenizer.from_pretrained(folder), "eval")
     if not prompts:
         raise ConfigError("an evaluation needs held-out prompts, the recipe has none: set data.eval_path")
-    scores = asyncio.run(_run(config, prompts, model_folder=folder))
+    with _output_kept_back():
+        scores = asyncio.run(_run(config, prompts, model_folder=folder))
     rewards = [score.reward for score in scores if score.reward is not None]
     accuracy = sum(rewards) / len(rewards) if rewards else 0.0
     return Accuracy(accuracy=accuracy, prompts=len(prompts), scored=len(rewards))
@@ -84,6 +89,27 @@ async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) 
         ]
     finally:
         await pool.close()
+
+
+@contextlib.contextmanager
+def _output_kept_back() -> Iterator[None]:
+    """Show what vLLM and its processes print only when something goes wrong: it is long, and all of it is harmless."""
+    with tempfile.TemporaryFile() as file:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        kept = [os.dup(descriptor) for descriptor in (1, 2)]
+        try:
+            for descriptor in (1, 2):
+                os.dup2(file.fileno(), descriptor)
+            yield
+        except Exception:
+            file.seek(0)
+            os.write(kept[1], file.read())
+            raise
+        finally:
+            for descriptor, original in zip((1, 2), kept, strict=True):
+                os.dup2(original, descriptor)
+                os.close(original)
 
 
 def _greedy(prompt: Prompt, config: Config) -> Sampling:

@@ -124,6 +124,12 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 """What each preset sets, by section; everything else has the defaults above."""
 
 
+def _without_unread(knobs: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out a preset's KL figures where the recipe switches its KL off."""
+    is_off = given.get("kl") == "none"
+    return {name: value for name, value in knobs.items() if not (is_off and name.startswith("kl"))}
+
+
 def expand_preset(raw: Any) -> Any:
     """Fill a raw recipe with what its preset says; what the recipe itself says stands.
 
@@ -138,5 +144,5 @@ def expand_preset(raw: Any) -> Any:
     for section, knobs in PRESETS.get(str(preset), {}).items():
         given = raw.get(section) or {}
         if isinstance(given, Mapping):
-            expanded[section] = knobs | dict(given)
+            expanded[section] = _without_unread(knobs, given) | dict(given)
     return expanded

@@ -196,7 +196,7 @@ def _differences(saved: Any, given: Any, path: tuple[str, ...] = ()) -> Iterable
     if path in _FREE_ON_RESUME or saved == given:
         return
     if isinstance(saved, dict) and isinstance(given, dict):
-        for key in saved:
-            yield from _differences(saved[key], given.get(key), (*path, key))
+        for key in saved | given:
+            yield from _differences(saved.get(key), given.get(key), (*path, key))
     else:
         yield f"{'.'.join(path)} was {saved!r}, is {given!r}"

@@ -167,7 +167,6 @@ class CriticConfig(Section):
     lr: float = Field(1e-4, gt=0, description="learning rate of its AdamW; the rest is as in trainer")
     target: Literal["gae", "monte_carlo"] = Field("gae", description="what it learns: GAE's return, or the real one")
     value_clip: float | None = Field(None, gt=0, description="how far a value may move per step (PPO); null = freely")
-    coef: float = Field(1.0, gt=0, description="weight of the value loss")
     warmup_steps: int = Field(0, ge=0, description="trainer steps at the start in which only the critic learns")
 
 

@@ -4,7 +4,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from areal_lite.train.ptx import load_documents
 from areal_lite.train.warm_start import ensure_warm_start
 from areal_lite.types import Prompt
 
-__all__ = ["prepare_model", "ray_session", "train"]
+__all__ = ["check_arguments", "prepare_model", "ray_session", "train"]
 
 _CACHE = Path(".cache") / "areal-lite"
 
@@ -119,14 +119,18 @@ def _check_data(config: Config, model_folder: Path) -> list[Prompt]:
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     if config.objective.ptx_coef > 0 and config.objective.ptx_path is not None:
         load_documents(config.objective.ptx_path, tokenizer=tokenizer, max_tokens=config.model.max_context)
-    for prompt in load_source(config, tokenizer, "train")[:1]:
-        _check_arguments(config, prompt)
+    check_arguments(config, load_source(config, tokenizer, "train"))
     return load_source(config, tokenizer, "eval")
 
 
-def _check_arguments(config: Config, prompt: Prompt) -> None:
-    """A verifier gets the recipe's arguments and the row's columns: none may have the name of another."""
-    if clash := config.verifier.arguments.keys() & ({"prompt", "completion", "answer"} | prompt.row.keys()):
+def check_arguments(config: Config, prompts: Iterable[Prompt]) -> None:
+    """A verifier gets the recipe's arguments and the row's columns: none may have the name of another.
+
+    Raises:
+        ConfigError: One has.
+    """
+    columns = {"prompt", "completion", "answer"}.union(*(prompt.row for prompt in prompts))
+    if clash := config.verifier.arguments.keys() & columns:
         raise ConfigError(
             f"verifier.arguments must have names of their own, got {', '.join(sorted(clash))}, which a verifier gets "
             "from the data row: rename the argument or the column"

@@ -48,6 +48,8 @@ def test_two_ranks_learn_what_one_learns(outputs: dict[int, Path], command: str)
     """Seen failing with each rank's own number of rows as the denominator, and without the sum of the references."""
     one, two = (record(outputs[world_size], command) for world_size in (1, 2))
     assert record(outputs[2], command, rank=1) == two
+    if command == "dpo":  # policy and reference are equal in the first step: the sign of their difference is rounding
+        del one["figures"][0]["accuracy"], two["figures"][0]["accuracy"]
     for mine, theirs in zip([*one["figures"], one["evaluation"]], [*two["figures"], two["evaluation"]], strict=True):
         assert theirs == pytest.approx(mine, rel=2e-3, abs=1e-4)
     weights = [load_file(outputs[world_size] / command / "model.safetensors") for world_size in (1, 2)]

@@ -102,6 +102,13 @@ COMBINATIONS = [
         {"behaviour_filter": "m2po", "proximal": "behaviour"},
         ["objective.behaviour_filter=m2po", "objective.proximal=behaviour", "behaviour_filter=none"],
     ),
+    ({"kl_coef": 0.1}, ["objective.kl_coef=0.1 is not read without objective.kl"]),
+    ({"kl_target": 0.1}, ["objective.kl_target=0.1 is not read without objective.kl"]),
+    ({"reference_path": "x"}, ["objective.reference_path=x is not read without objective.kl"]),
+    ({"ptx_path": "x"}, ["objective.ptx_path=x is not read without objective.ptx_coef"]),
+    ({"preset": "raft", "kl": "reward", "kl_coef": 1.0}, ["objective.kl=reward", "surrogate=likelihood"]),
+    ({"preset": "raft", "baseline": "critic"}, ["objective.baseline=critic", "surrogate=likelihood"]),
+    ({"preset": "raft", "overlong_buffer": 0.1}, ["objective.overlong_buffer", "surrogate=likelihood"]),
     ({"ptx_coef": 0.1}, ["objective.ptx_path", "give the path"]),
     ({"geometric_low": 2.0}, ["objective.geometric_low", "2.0 and 2.0"]),
 ]
@@ -113,6 +120,17 @@ def test_knobs_that_mean_nothing_together_are_refused(knobs: dict[str, Any], wor
     message = error_of({"objective": knobs})
     assert [word for word in words if word not in message] == []
     assert len(message.splitlines()) == 1
+
+
+def test_switching_a_presets_kl_off_takes_its_figures_along() -> None:
+    """Seen failing without `_without_unread`: the preset's own coefficient was refused."""
+    got = objective_of({"objective": {"preset": "ppo", "kl": "none"}})
+    assert (got.kl, got.kl_coef, got.baseline) == ("none", 0.0, "critic")
+
+
+def test_a_critics_settings_need_a_critic() -> None:
+    assert "critic is not read without objective.baseline=critic" in error_of({"critic": {"lr": 1e-3}})
+    parse_config({"objective": {"preset": "ppo"}, "critic": {"lr": 1e-3}})
 
 
 @pytest.mark.parametrize("preset", TABLE)

@@ -207,12 +207,13 @@ def test_what_does_not_change_what_is_learned_may_change(folder: RunFolder, tmp_
         ({}, {"model": {"path": "/models/other"}}, "model.path was 'builtin:arith', is '/models/other'"),
         ({}, {"data": {"arith": {"seed": 5}}}, "data.arith.seed was 0, is 5"),
         ({"seed": 1}, {}, "run.seed was 0, is 1"),
+        ({}, {"verifier": {"arguments": {"model": "x"}}}, "verifier.arguments.model was None, is 'x'"),
     ],
 )
 def test_another_recipe_is_refused_with_the_difference(
     folder: RunFolder, tmp_path: Path, run: dict[str, Any], sections: dict[str, Any], difference: str
 ) -> None:
-    """Seen failing without the comparison, and (`run.seed`) with all of `run` free."""
+    """Seen failing without the comparison, with all of `run` free, and with the saved keys only (`arguments`)."""
     folder.append("metrics.jsonl", [{"step": 1}])
     checkpoint(folder, 0)
     with pytest.raises(CheckpointError) as caught:

@@ -79,6 +79,9 @@ def group_stds(returns_NG: Tensor) -> Tensor:
 
     Raises:
         ValueError: `returns_NG` is not a matrix, or a return is infinite.
+
+    Source:
+        The std of arXiv 2402.03300 §4.1.2, which leaves open whether it divides by n or n - 1.
     """
     mean_NG = sample_baselines(returns_NG, kind="group_mean")
     scored_NG, returns_NG = _scored(returns_NG)
@@ -252,6 +255,9 @@ def masked_sums(values_T: Tensor, mask_T: Tensor) -> Tensor:
 
     Raises:
         ValueError: The shapes differ, or the mask is not boolean.
+
+    Source:
+        Advantage normalisation over a batch is usual practice in PPO, not in arXiv 1707.06347; most also centre.
     """
     if mask_T.dtype != torch.bool or mask_T.shape != values_T.shape:
         raise ValueError(
@@ -270,6 +276,12 @@ def std_from_sums(sums_3: Tensor) -> float:
 
     Returns:
         The deviation in the values' unit; 0 for fewer than two values.
+
+    Raises:
+        ValueError: `sums_3` has not three elements.
+
+    Source:
+        As `masked_sums`.
 
     >>> std_from_sums(masked_sums(torch.tensor([1.0, 3.0, 5.0, 9.0]), torch.tensor([True, True, True, False])))
     2.0

@@ -73,12 +73,17 @@ def adapt_coefficient(coef: float, *, measured: float, target: float) -> float:
     Returns:
         The coefficient of the next step. Unchanged where `measured` is NaN.
 
+    Raises:
+        ValueError: The target is not positive.
+
     Source:
         arXiv 1707.06347 §4.
 
     >>> [adapt_coefficient(0.1, measured=measured, target=0.01) for measured in (0.02, 0.01, 0.005)]
     [0.2, 0.1, 0.05]
     """
+    if target <= 0:
+        raise ValueError(f"expected a target above 0, got {target}")
     if measured > 1.5 * target:
         return coef * 2
     return coef / 2 if measured < target / 1.5 else coef

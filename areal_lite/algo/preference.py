@@ -88,6 +88,8 @@ def dpo_loss(
     >>> dpo_loss(one + 0.5, one, reference_chosen_P=one, reference_rejected_P=one, beta=1.0, kind="ipo")
     tensor([0.])
     """
+    if kind not in ("sigmoid", "ipo"):
+        raise ValueError(f"expected the kind sigmoid or ipo, got {kind!r}")
     if beta <= 0 or not 0.0 <= label_smoothing <= 0.5:
         raise ValueError(f"expected beta > 0 and label_smoothing in 0..0.5, got {beta} and {label_smoothing}")
     _check(chosen_P, rejected_P, reference_chosen_P, reference_rejected_P)

@@ -24,12 +24,17 @@ def shape_rewards(rewards_NG: Tensor, *, scale: float, bias: float, clip: float 
     Returns:
         A new [N, G] tensor; NaN stays NaN.
 
+    Raises:
+        ValueError: The limit is not positive.
+
     Source:
         Usual practice in RLHF (arXiv 2203.02155 adds a bias so that the mean reward of demonstrations is 0).
 
     >>> shape_rewards(torch.tensor([[1.0, 9.0, float("nan")]]), scale=2.0, bias=-1.0, clip=5.0)
     tensor([[1., 5., nan]])
     """
+    if clip is not None and clip <= 0:
+        raise ValueError(f"expected a clip above 0, got {clip}")
     shaped_NG = rewards_NG * scale + bias
     return shaped_NG if clip is None else shaped_NG.clamp(-clip, clip)
 

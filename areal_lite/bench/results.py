@@ -78,13 +78,14 @@ def run_result(run: PlannedRun, folder: Path) -> Result:
 
 
 def results_table(runs: Sequence[Result]) -> Table:
-    """Render a line per run that was begun; the age column says mean, and largest of those allowed."""
+    """Render a line per run that was begun, narrow enough for 80 columns."""
     begun = [run for run in runs if "steps" in run]
-    waiting = len(runs) - len(begun)
-    table = Table(title="results", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-    table.caption = f"{waiting} of {len(runs)} runs were not run yet" if waiting else None
+    table = Table(title="results", title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.caption = "age: mean (largest of allowed); gen, train: share of the time idle"
+    if waiting := len(runs) - len(begun):
+        table.caption += f"; {waiting} of {len(runs)} runs were not run yet"
     table.add_column("run", no_wrap=True)
-    for name in ("accuracy", "rise", "steps", "s", "age", "idle: gen.", "train."):
+    for name in ("accuracy", "rise", "steps", "s", "age", "gen", "train"):
         table.add_column(name, justify="right", no_wrap=True)
     for run in begun:
         table.add_row(run["name"], *_cells(run))
@@ -96,7 +97,7 @@ def _cells(run: Result) -> list[str]:
     is_whole = start is not None and end is not None
     age = "-" if run["age_mean"] is None else f"{run['age_mean']:.2f}"
     return [
-        f"{start:.3f} → {end:.3f}" if is_whole else run["status"].partition(":")[0],
+        f"{start:.3f}→{end:.3f}" if is_whole else run["status"].partition(":")[0],
         f"{end - start:+.3f}" if is_whole else "-",
         str(run["steps"]),
         f"{run['seconds']:.0f}",

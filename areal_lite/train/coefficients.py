@@ -8,6 +8,10 @@ from areal_lite.presets import ObjectiveConfig
 
 __all__ = ["Coefficients"]
 
+_FURTHEST = 100.0
+"""An adaptive coefficient stays within this factor of the recipe's: the distance to a reference starts at 0, and a
+coefficient halved at every step until it grows would take as many steps to come back."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coefficients:
@@ -33,8 +37,13 @@ class Coefficients:
         """
         return replace(
             self,
-            kl=_adapted(self.kl, measured=kl, target=objective.kl_target),
-            proximal_kl=_adapted(self.proximal_kl, measured=proximal_kl, target=objective.proximal_kl_target),
+            kl=_adapted(self.kl, first=objective.kl_coef, measured=kl, target=objective.kl_target),
+            proximal_kl=_adapted(
+                self.proximal_kl,
+                first=objective.proximal_kl_coef,
+                measured=proximal_kl,
+                target=objective.proximal_kl_target,
+            ),
         )
 
     def state(self) -> dict[str, float]:
@@ -53,7 +62,8 @@ class Coefficients:
         )
 
 
-def _adapted(coefficient: float, *, measured: float | None, target: float | None) -> float:
+def _adapted(coefficient: float, *, first: float, measured: float | None, target: float | None) -> float:
     if measured is None or target is None:
         return coefficient
-    return adapt_coefficient(coefficient, measured=measured, target=target)
+    moved = adapt_coefficient(coefficient, measured=measured, target=target)
+    return min(max(moved, first / _FURTHEST), first * _FURTHEST)

@@ -71,7 +71,7 @@ class Critic:
             version: Completed trainer steps, for the learning rate.
 
         Returns:
-            This rank's share of the value loss, before `critic.coef`; None when the update was not applied.
+            This rank's share of the value loss; None when the update was not applied.
         """
         shares: list[Tensor] = []
 
@@ -86,7 +86,7 @@ class Critic:
                 clip=self._config.critic.value_clip,
             )
             shares.append(loss.detach())
-            return self._config.critic.coef * loss
+            return loss
 
         lr = learning_rate(version, total_steps=self._config.run.steps, settings=self._settings)
         outcome = self.learner.update([partial(share, batch) for batch in batches], lr=lr)

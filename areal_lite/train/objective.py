@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from areal_lite.algo.behaviour import behaviour_weights
+from areal_lite.algo.kl import kl_estimate
 from areal_lite.algo.logprobs import token_entropies, token_logprobs
 from areal_lite.algo.losses import entropy_bonus, kl_penalty, policy_loss
 from areal_lite.config import Config
@@ -183,13 +184,17 @@ class _Tokens:
         def total(values_T: Tensor) -> Tensor:
             return torch.where(self.loss_mask_T, values_T, 0.0).sum()
 
-        reference_T = self.reference_logprobs_T
         return {
             "entropy": total(entropies_T),
             "kl_behav_prox": total(self.behaviour_logprobs_T - self.proximal_logprobs_T),
             "behav_weight": total(self.behaviour_weights_T),
             "behav_weight_masked": self.above_cap_T.sum(),
-            "kl_ref": current_logprobs_T.new_zeros(())
-            if reference_T is None
-            else total(current_logprobs_T - reference_T),
+            "kl_ref": total(self._distances_T(current_logprobs_T)),
         }
+
+    def _distances_T(self, current_logprobs_T: Tensor) -> Tensor:
+        """Return k3 to the reference with the behaviour weight: never negative, unlike k1 off-policy."""
+        if self.reference_logprobs_T is None:
+            return torch.zeros_like(current_logprobs_T)
+        distances_T = kl_estimate(current_logprobs_T, reference_logprobs_T=self.reference_logprobs_T, estimator="k3")
+        return self.behaviour_weights_T * distances_T

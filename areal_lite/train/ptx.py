@@ -25,7 +25,7 @@ def load_documents(path: str, *, tokenizer: Any, max_tokens: int) -> list[list[i
 
     Args:
         path: UTF-8 text.
-        tokenizer: The policy's; its end-of-sequence token is put behind every document.
+        tokenizer: The policy's; its end-of-sequence token, if it has one, is put behind every document.
         max_tokens: Longer documents are cut to this, which also cuts the end of sequence off.
 
     Returns:
@@ -33,12 +33,13 @@ def load_documents(path: str, *, tokenizer: Any, max_tokens: int) -> list[list[i
 
     Raises:
         ConfigError: The file cannot be read.
-        DataError: A line cannot be tokenised, or there is none.
+        DataError: A line cannot be tokenised or gives fewer than two tokens, or there is no document.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"objective.ptx_path must be a UTF-8 text file, got {path}: {error}") from error
+    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     documents = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -49,7 +50,13 @@ def load_documents(path: str, *, tokenizer: Any, max_tokens: int) -> list[list[i
             raise DataError(
                 f"line {number} of {path} must be text that the model's tokenizer knows, got {line[:80]!r}: {error}"
             ) from error
-        documents.append([*token_ids, tokenizer.eos_token_id][:max_tokens])
+        document = [*token_ids, *eos][:max_tokens]
+        if len(document) < 2:
+            raise DataError(
+                f"line {number} of {path} must give at least two tokens, the second of which is predicted, got "
+                f"{len(document)} from {line[:80]!r}: remove it"
+            )
+        documents.append(document)
     if not documents:
         raise DataError(f"objective.ptx_path must hold a document on some line, got only empty lines in {path}")
     return documents

@@ -112,7 +112,7 @@ class Trainer:
                 plan = make_plan(batch, updates, scores, config=self._config, coefficients=self._coefficients)
             with _timed(seconds, "update_s"):
                 tally = self._updates().run(batch, updates, scores=scores, plan=plan)
-                moved = self._moved(batch, updates, scores)
+                moved = self._moved(batch, updates, scores) if tally.grad_norms else None
         facts = self._facts(batch, scores, plan, proximal_kl=moved)
         stats = tally.reduce(shard, facts, seconds=seconds, device=self._device)
         self._coefficients = plan.coefficients.adapted(
