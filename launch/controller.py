@@ -334,6 +334,8 @@ class Controller:
         self._evaluation = None
         if status == "done":
             self._evaluate_now()
+            # Ctrl-C cut the evaluation short: the run is complete when a resume has made up for it.
+            status = "interrupted" if self._interrupts else "done"
         self._view.say("saving ...")
         checkpoint = self._save()
         self._cluster.ask_trainers("export", str(checkpoint / "model"), timeout_s=_SAVE_TIMEOUT_S)

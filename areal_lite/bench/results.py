@@ -12,7 +12,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from areal_lite.bench.plan import Plan, PlannedRun
-from areal_lite.bench.runner import summary
+from areal_lite.bench.runner import run_state, summary
+from areal_lite.errors import ConfigError
 
 __all__ = ["collect_results", "results_table", "run_result"]
 
@@ -52,8 +53,12 @@ def collect_results(plan_name: str, plan: Plan, runs: Sequence[PlannedRun], *, o
 
 
 def run_result(run: PlannedRun, folder: Path) -> Result:
-    """Return one run's entry; without a summary, only what was planned."""
-    found = summary(folder)
+    """Return one run's entry; without a summary, or where the folder holds other settings, only what was planned."""
+    try:
+        run_state(run, folder)
+        found = summary(folder)
+    except ConfigError:
+        found = {}
     config = run.config
     entry = {
         "name": run.name,
