@@ -61,7 +61,7 @@ def test_supervised_figures(tmp_path: Path) -> None:
 def test_reward_figures_and_scores_are_those_of_the_exported_model(tmp_path: Path) -> None:
     """-log sigmoid(chosen - rejected), scored by transformers itself on each row without padding.
 
-    Seen failing with padding by token 1, the end of sequence, in place of the padding token.
+    Seen failing with shorter rows filled up with another token than the padding token of the model.
     """
     trainer = offline_trainer(offline_config(tmp_path, "reward_model"))
     trainer.prepare(None)
