@@ -28,7 +28,7 @@ class OfflineActor:
         return free_address(ray.util.get_node_ip_address())
 
     def start(self, *, address: str, model_folder: str, reference_folder: str | None) -> None:
-        """Join the other ranks, load model and data."""
+        """Join the other ranks, load models and data."""
         config = self._config
         join_process_group(
             address,
@@ -50,9 +50,13 @@ class OfflineActor:
         assert self._trainer is not None, "start comes first"
         return self._trainer
 
-    def prepare(self, checkpoint: str | None) -> int:
-        """Run the reference model, load the checkpoint; returns the version."""
-        return self._started.prepare(None if checkpoint is None else Path(checkpoint))
+    def prepare(self) -> None:
+        """Run the reference model."""
+        self._started.prepare()
+
+    def load(self, checkpoint: str) -> int:
+        """Load a checkpoint; returns the version."""
+        return self._started.load(Path(checkpoint))
 
     def step(self) -> dict[str, float]:
         """Train one batch."""

@@ -5,7 +5,6 @@ Heavy imports happen inside the commands, so that `--help` and `check-config` an
 
 import argparse
 import math
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,9 @@ from areal_lite.config import Config, load_config, shipped_recipes
 from areal_lite.errors import ArealLiteError
 from areal_lite.eval_command import add_eval
 from areal_lite.offline_command import add_offline_commands
-from areal_lite.offline_config import COMMANDS, OfflineConfig, load_any_config
+from areal_lite.offline_config import OfflineConfig, load_any_config
+from areal_lite.sections import COMMANDS
+from areal_lite.stopped import say_how_to_go_on
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -111,10 +112,7 @@ def _train(words: argparse.Namespace) -> int:
     try:
         summary = train(config, recipe_name=Path(words.recipe).stem, console=console)
     except Interrupted as stop:
-        given = [word for word in words.overrides if not word.startswith(("run.resume=", "run.dir="))]
-        console.print("stopped and saved. To go on:", highlight=False)
-        command = shlex.join(["areal-lite", "train", words.recipe, *given, f"run.resume={stop}"])
-        console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
+        say_how_to_go_on("train", words, folder=str(stop), console=console)
         return 130
     _print_summary(summary, console)
     return 0
@@ -139,9 +137,10 @@ def _check_config(words: argparse.Namespace) -> int:
     for line in _explained(config):
         print(line)
     if isinstance(config, OfflineConfig):
-        command, batch = COMMANDS[config.command], f"{config.batch.batch_size} rows per step"
+        batch = f"{config.batch.batch_size} rows per step"
     else:
-        command, batch = "train", f"{config.samples_per_step} samples per step"
+        batch = f"{config.samples_per_step} samples per step"
+    command = COMMANDS[config.command]
     print(f"# {words.recipe} is fine for areal-lite {command}: {batch}, device {config.run.device}")
     return 0
 

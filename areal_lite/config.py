@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from areal_lite.errors import ConfigError
 from areal_lite.presets import ObjectiveConfig, expand_preset
 from areal_lite.sections import (
+    COMMANDS,
     CriticConfig,
     DataConfig,
     ModelConfig,
@@ -288,10 +289,10 @@ def read_recipe(recipe: str, overrides: Iterable[str] = (), *, command: str | No
     Args:
         recipe: Path of a YAML file, or the name of a shipped recipe.
         overrides: `section.field=value` words; the value is read as YAML.
-        command: What the recipe must be for; None = anything.
+        command: What the recipe must be for, a key of `COMMANDS`; None = anything.
 
     Raises:
-        ConfigError: The file is missing or unreadable, holds no sections, or is for another command.
+        ConfigError: The file is missing or unreadable, holds no sections, or is for another command or an unknown one.
     """
     path = Path(recipe)
     if not path.is_file():
@@ -304,9 +305,12 @@ def read_recipe(recipe: str, overrides: Iterable[str] = (), *, command: str | No
     raw = read_yaml(path, holding="sections (run, model, data, ...)")
     for word in overrides:
         set_value(raw, *parse_override(word))
-    if command is not None and (meant := raw.get("command", "train")) != command:
-        raise ConfigError(f"{recipe} is a recipe of areal-lite {str(meant).replace('_', '-')}: run it with that")
-    return raw
+    meant = str(raw.setdefault("command", "train")).replace("-", "_")
+    if meant not in COMMANDS:
+        raise ConfigError(f"command must be one of {', '.join(COMMANDS)}, got {raw['command']!r} in {recipe}")
+    if command is not None and meant != command:
+        raise ConfigError(f"{recipe} is a recipe of areal-lite {COMMANDS[meant]}: run it with that")
+    return raw | {"command": meant}
 
 
 def read_yaml(path: Path, *, holding: str) -> dict[str, Any]:

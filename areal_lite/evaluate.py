@@ -8,19 +8,25 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from areal_lite.config import Config
 from areal_lite.data.source import load_source
 from areal_lite.errors import ConfigError
 from areal_lite.model_folder import find_model_folder
-from areal_lite.paths import with_absolute_paths
-from areal_lite.rollout.engine import Sampling
-from areal_lite.types import Prompt, Score
+from areal_lite.paths import with_absolute_eval_paths
+from areal_lite.rollout.engine import GenerationEngine, complete_greedily
+from areal_lite.types import Prompt, Sample, Score
 from areal_lite.verify.pool import VerifierPool
+from areal_lite.watchdog import Watchdog
 
 __all__ = ["Accuracy", "evaluate"]
+
+T = TypeVar("T")
+
+_POLL_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +57,7 @@ def evaluate(config: Config, *, model: str) -> Accuracy:
         # The reward learned from is not asked; its model need not even be there.
         verifier = {"function": config.verifier.eval_function, "arguments": {}}
         config = config.model_copy(update={"verifier": config.verifier.model_copy(update=verifier)})
-    config = with_absolute_paths(config)
+    config = with_absolute_eval_paths(config)
     folder = str(find_model_folder(model, option="MODEL_OR_RUN"))
     prompts = load_source(config, AutoTokenizer.from_pretrained(folder), "eval")
     if not prompts:
@@ -78,17 +84,62 @@ async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) 
     try:
         engine = await VllmEngine.start(config, model_folder=model_folder)
         try:
-            samples = await asyncio.gather(
-                *(engine.generate(prompt.token_ids, _greedy(prompt, config)) for prompt in prompts)
-            )
+            samples = await _complete(engine, prompts, config=config)
         finally:
             await engine.close()
-        pairs = zip(prompts, samples, strict=True)
-        return [
-            score for (score,) in await asyncio.gather(*(pool.score(prompt, [sample.text]) for prompt, sample in pairs))
-        ]
+        return await _score(pool, prompts, samples, config=config)
     finally:
         await pool.close()
+
+
+async def _complete(engine: GenerationEngine, prompts: Sequence[Prompt], *, config: Config) -> list[Sample]:
+    return await _watched(
+        complete_greedily(engine, prompts, max_new_tokens=config.rollout.max_new_tokens),
+        progress=lambda: engine.tokens_generated,
+        waiting_for=f"{len(prompts)} completions",
+        late=lambda: f"the engine, after {engine.tokens_generated} tokens",
+        timeout_s=config.run.stall_timeout_s,
+    )
+
+
+async def _score(
+    pool: VerifierPool, prompts: Sequence[Prompt], samples: Sequence[Sample], *, config: Config
+) -> list[Score]:
+    def reading() -> tuple[int, ...]:
+        return tuple(pool.gauges()[name] for name in ("calls", "restarts", "busy", "waiting"))
+
+    pairs = zip(prompts, samples, strict=True)
+    scores = await _watched(
+        asyncio.gather(*(pool.score(prompt, [sample.text]) for prompt, sample in pairs)),
+        progress=reading,
+        waiting_for=f"{len(samples)} scores",
+        late=lambda: "the verifier, with {2} calls running and {3} waiting after {0}".format(*reading()),
+        timeout_s=config.run.stall_timeout_s,
+    )
+    return [score for (score,) in scores]
+
+
+async def _watched(
+    work: Awaitable[T],
+    *,
+    progress: Callable[[], Hashable],
+    waiting_for: str,
+    late: Callable[[], str],
+    timeout_s: float,
+) -> T:
+    """Await work as long as it makes progress (invariant I6).
+
+    Raises:
+        StallError: It has not for `timeout_s`.
+    """
+    watchdog, task = Watchdog(timeout_s), asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            watchdog.check(progress(), waiting_for=waiting_for, culprit=late)
+            await asyncio.wait([task], timeout=_POLL_S)
+    finally:
+        task.cancel()
+    return task.result()
 
 
 @contextlib.contextmanager
@@ -110,9 +161,3 @@ def _output_kept_back() -> Iterator[None]:
             for descriptor, original in zip((1, 2), kept, strict=True):
                 os.dup2(original, descriptor)
                 os.close(original)
-
-
-def _greedy(prompt: Prompt, config: Config) -> Sampling:
-    """A data row may set its own limit."""
-    limit = int(prompt.row.get("max_new_tokens", config.rollout.max_new_tokens))
-    return Sampling(max_new_tokens=limit, temperature=0.0)

@@ -7,11 +7,11 @@ because a reading changes nothing: events that arrive late still count from thei
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from areal_lite.events import Event
 
-__all__ = ["LaneClock", "fraction", "median", "rollout_clock", "trainer_clock"]
+__all__ = ["LaneClock", "fraction", "mean", "median", "rollout_clock", "trainer_clock"]
 
 _ROLLOUT_STATES = {
     "pause": "pausing",
@@ -88,6 +88,12 @@ def fraction(before: Mapping[str, float], after: Mapping[str, float], *states: s
     elapsed = total(after) - total(before)
     spent = sum(after.get(state, 0.0) - before.get(state, 0.0) for state in states)
     return spent / elapsed if elapsed > 0 else 0.0
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Mean of the figures that exist; None of nothing."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def median(values: list[float]) -> float:

@@ -1,7 +1,6 @@
 """The commands `areal-lite sft | reward-model | dpo`. Called by `cli.py`; heavy imports happen inside."""
 
 import argparse
-import shlex
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,7 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from areal_lite.offline_config import COMMANDS, OfflineCommand, load_offline_config
+from areal_lite.offline_config import OfflineCommand, load_offline_config
+from areal_lite.sections import COMMANDS
+from areal_lite.stopped import say_how_to_go_on
 
 __all__ = ["add_offline_commands"]
 
@@ -53,10 +54,7 @@ def _run(command: OfflineCommand, words: argparse.Namespace) -> int:
     try:
         summary = run_offline(config, recipe_name=Path(words.recipe).stem, console=console)
     except Interrupted as stop:
-        given = [word for word in words.overrides if not word.startswith(("run.resume=", "run.dir="))]
-        console.print("stopped and saved. To go on:", highlight=False)
-        line = shlex.join(["areal-lite", COMMANDS[command], words.recipe, *given, f"run.resume={stop}"])
-        console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+        say_how_to_go_on(COMMANDS[command], words, folder=str(stop), console=console)
         return 130
     _print_summary(summary, console)
     return 0

@@ -4,16 +4,16 @@ They share the sections `run`, `model` and `trainer` with `areal-lite train`, an
 A recipe says what it is for (`command: sft`), so that none is run by the wrong command.
 """
 
-from collections.abc import Iterable
-from typing import Literal, Self
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from areal_lite.config import Config, parse_section, read_recipe
+from areal_lite.errors import ConfigError
 from areal_lite.sections import ArithConfig, ModelConfig, RunConfig, Section, TrainerConfig
 
 __all__ = [
-    "COMMANDS",
     "OfflineCommand",
     "OfflineConfig",
     "OfflineDataConfig",
@@ -24,8 +24,13 @@ __all__ = [
 ]
 
 OfflineCommand = Literal["sft", "reward_model", "dpo"]
-COMMANDS: dict[OfflineCommand, str] = {"sft": "sft", "reward_model": "reward-model", "dpo": "dpo"}
-"""What a recipe's `command` says, and what one types."""
+
+_UNREAD = {
+    "sigmoid": ("simpo_margin",),
+    "ipo": ("simpo_margin",),
+    "simpo": ("reference_path", "label_smoothing", "length_normalised"),
+}
+"""Settings that a loss passes over; SimPO has no reference and always takes log-probabilities per token."""
 
 
 class OfflineRunConfig(RunConfig):
@@ -75,24 +80,36 @@ class SftConfig(Section):
     """Supervised learning on completions (command: sft)."""
 
     batch_size: int = Field(32, ge=1, description="rows of one step, over all ranks")
-    epochs: float | None = Field(None, gt=0, description="passes over the rows, which then set run.steps")
+    epochs: float | None = Field(None, gt=0, description="passes over the rows, in place of run.steps")
 
 
 class PreferenceConfig(Section):
     """Learning from pairs (command: reward_model or dpo)."""
 
     batch_size: int = Field(32, ge=1, description="pairs of one step, over all ranks")
-    epochs: float | None = Field(None, gt=0, description="passes over the pairs, which then set run.steps")
+    epochs: float | None = Field(None, gt=0, description="passes over the pairs, in place of run.steps")
     loss: Literal["sigmoid", "ipo", "simpo"] = Field("sigmoid", description="of dpo: DPO, IPO, or reference-free SimPO")
-    beta: float = Field(0.1, gt=0, description="of dpo: tie to the reference; with simpo the scale of the mean logprob")
+    beta: float = Field(
+        0.1,
+        gt=0,
+        description="of dpo: tie to the reference; with simpo scale of the mean logprob, 2.0 by default",
+    )
     label_smoothing: float = Field(
         0.0, ge=0, le=0.5, description="of dpo: share of pairs taken to be the wrong way round"
     )
     length_normalised: bool = Field(False, description="of dpo: log-ratios per token instead of per completion")
-    simpo_margin: float = Field(0.5, ge=0, description="of dpo: margin that simpo asks for")
+    simpo_margin: float = Field(
+        0.5, ge=0, description="of dpo: margin that simpo asks for, in units of beta times nats per token"
+    )
     reference_path: str | None = Field(
         None, description="of dpo: reference model or run folder; null = the model it starts from"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_beta(cls, raw: Any) -> Any:
+        """SimPO compares means over tokens, which differ far less than the sums that DPO and IPO compare."""
+        return {"beta": 2.0, **raw} if isinstance(raw, Mapping) and raw.get("loss") == "simpo" else raw
 
 
 class OfflineConfig(Section):
@@ -110,6 +127,11 @@ class OfflineConfig(Section):
     def batch(self) -> SftConfig | PreferenceConfig:
         """The section that holds `batch_size` and `epochs`."""
         return self.sft if self.command == "sft" else self.preference
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the policy with a reference model."""
+        return self.command == "dpo" and self.preference.loss != "simpo"
 
     @property
     def compute_dtype(self) -> str:
@@ -138,7 +160,7 @@ def load_offline_config(recipe: str, overrides: Iterable[str] = (), *, command: 
         ConfigError: The file is missing or unreadable, or for another command; a key is unknown, a value or
             combination impossible.
     """
-    return parse_section(read_recipe(recipe, overrides, command=command), OfflineConfig)
+    return _parse(read_recipe(recipe, overrides, command=command))
 
 
 def load_any_config(recipe: str, overrides: Iterable[str] = ()) -> Config | OfflineConfig:
@@ -150,7 +172,19 @@ def load_any_config(recipe: str, overrides: Iterable[str] = ()) -> Config | Offl
     raw = read_recipe(recipe, overrides, command=None)
     if raw.get("command") in (None, "train"):
         return parse_section(raw, Config)
-    return parse_section(raw, OfflineConfig)
+    return _parse(raw)
+
+
+def _parse(raw: Mapping[str, Any]) -> OfflineConfig:
+    """Check what a user wrote; unlike it, the recipe that a run folder keeps holds steps beside epochs."""
+    config = parse_section(raw, OfflineConfig)
+    if config.batch.epochs is not None and "steps" in config.run.model_fields_set:
+        section = "sft" if config.command == "sft" else "preference"
+        raise ConfigError(
+            f"either run.steps or {section}.epochs says how long to train, got run.steps={config.run.steps} and "
+            f"{section}.epochs={config.batch.epochs:g}: leave one out, or set {section}.epochs=null"
+        )
+    return config
 
 
 def _combination_problems(config: OfflineConfig) -> Iterable[str]:
@@ -162,6 +196,8 @@ def _combination_problems(config: OfflineConfig) -> Iterable[str]:
     for key in ("path", "eval_path"):
         if data.source == "arith" and (path := getattr(data, key)) is not None:
             yield f"data.{key}={path} is not read with data.source=arith: set data.source to jsonl or dataset"
+    if data.source != "arith" and data.carelessness:
+        yield f"data.carelessness={data.carelessness} is not read with data.source={data.source}: leave it out"
     if data.source == "arith" and config.command != "sft" and data.carelessness == 0:
         yield "data.carelessness makes the rejected solutions of data.source=arith, got 0: set it, for example to 0.6"
     if data.arith.min_terms > data.arith.max_terms:
@@ -188,7 +224,9 @@ def _unread_problems(config: OfflineConfig) -> Iterable[str]:
     changed = [name for name in dpo_only if getattr(given, name) != getattr(defaults, name)]
     if config.command == "reward_model" and changed:
         yield f"preference.{changed[0]} is of command=dpo, got command=reward_model: remove it"
-    if config.command == "dpo" and given.loss == "simpo" and given.reference_path is not None:
-        yield "preference.loss=simpo has no reference, got preference.reference_path: remove it, or set loss=sigmoid"
-    if config.command == "dpo" and given.loss == "simpo" and given.label_smoothing > 0:
-        yield "preference.loss=simpo has no label smoothing, got preference.label_smoothing: set it to 0"
+    for name in _UNREAD[given.loss] if config.command == "dpo" else ():
+        if name in changed:
+            yield (
+                f"preference.{name}={getattr(given, name)} is not read with preference.loss={given.loss}: leave it "
+                "out, or choose another loss"
+            )

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_lite.events import Event
+from areal_lite.metrics import mean
 from areal_lite.offline_config import OfflineConfig
 from areal_lite.recorder import finite, package_versions
 from areal_lite.run_folder import RunFolder
@@ -76,8 +77,8 @@ class OfflineRecorder:
             "wall_s": time.time() - self._started,
             "trained_tokens": sum(row["tokens"] for row in rows),
             "trained_tokens_per_s": sum(row["tokens"] for row in rows) / seconds if seconds else 0.0,
-            "loss_first": _mean([row["loss"] for row in rows[:_ENDS]]),
-            "loss_last": _mean([row["loss"] for row in rows[-_ENDS:]]),
+            "loss_first": mean(row["loss"] for row in rows[:_ENDS]),
+            "loss_last": mean(row["loss"] for row in rows[-_ENDS:]),
             "eval": {str(step): figures for step, figures in sorted(self.evaluations.items())},
             "versions": package_versions(),
         }
@@ -85,8 +86,3 @@ class OfflineRecorder:
         self._folder.write_trace()
         self._board.close()
         return content
-
-
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None

@@ -6,28 +6,49 @@ from typing import TypeVar
 from areal_lite.config import Config
 from areal_lite.errors import ConfigError
 from areal_lite.model_folder import find_model_folder
+from areal_lite.offline_config import OfflineConfig
 from areal_lite.sections import Section, VerifierConfig
 
-__all__ = ["with_absolute_paths"]
+__all__ = ["with_absolute_eval_paths", "with_absolute_paths"]
 
+Recipe = TypeVar("Recipe", Config, OfflineConfig)
 S = TypeVar("S", bound=Section)
+
+BUILTIN = "builtin:"
+"""How `model.path` begins where it names no folder."""
 
 REWARD_MODEL = "areal_lite.verify.reward_model:reward_model"
 """The verifier that `areal-lite reward-model` makes models for."""
 
 
-def with_absolute_paths(config: Config) -> Config:
-    """Return the recipe with every relative path of data, models and verifier taken from the present folder.
+def with_absolute_paths(config: Recipe) -> Recipe:
+    """Return a recipe with every relative path of data, models and verifier taken from the present folder.
 
-    A run folder that stands for a model becomes that of the model, so that a resumed run finds the same one.
+    A run folder that stands for a model becomes that of the model, so that a resumed run starts from, and is held
+    near, the same one.
 
     Raises:
         ConfigError: A model is missing.
     """
+    changed: dict[str, Section] = {"model": _with_model(config.model, "path", name="model")}
+    if isinstance(config, OfflineConfig):
+        changed["data"] = _resolved(config.data, "path", "eval_path")
+        changed["preference"] = _with_model(config.preference, "reference_path", name="preference")
+        return config.model_copy(update=changed)
+    objective = _resolved(config.objective, "ptx_path")
+    changed["objective"] = _with_model(objective, "reference_path", name="objective")
+    changed["critic"] = _with_model(config.critic, "path", name="critic")
+    return with_absolute_eval_paths(config).model_copy(update=changed)
+
+
+def with_absolute_eval_paths(config: Config) -> Config:
+    """Return a recipe with what an evaluation reads of it, data and verifier, taken from the present folder.
+
+    Raises:
+        ConfigError: The verifier's model is missing.
+    """
     changed = {
         "data": _resolved(config.data, "path", "eval_path"),
-        "objective": _with_model(_resolved(config.objective, "ptx_path"), "reference_path", name="objective"),
-        "critic": _with_model(config.critic, "path", name="critic"),
         "verifier": _resolved_arguments(_resolved_functions(config.verifier)),
     }
     return config.model_copy(update=changed)
@@ -40,7 +61,7 @@ def _resolved(section: S, *fields: str) -> S:
 
 def _with_model(section: S, field: str, *, name: str) -> S:
     path = getattr(section, field)
-    if path is None:
+    if path is None or path.startswith(BUILTIN):
         return section
     return section.model_copy(update={field: str(find_model_folder(path, option=f"{name}.{field}"))})
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from areal_lite.config import Config
 from areal_lite.events import Event
-from areal_lite.metrics import LaneClock, fraction, median, rollout_clock, trainer_clock
+from areal_lite.metrics import LaneClock, fraction, mean, median, rollout_clock, trainer_clock
 from areal_lite.run_folder import RunFolder
 from areal_lite.types import Group
 
@@ -194,8 +194,8 @@ class Recorder:
             "samples_per_s": measured * self._config.samples_per_step / elapsed,
             "gen_tokens_per_s": (self._tokens_last - self._tokens_first) / elapsed,
             "trained_tokens_per_s": sum(row["tokens_trained"] for row in rows[len(rows) - measured :]) / elapsed,
-            "reward_first": _mean(row["reward_mean"] for row in rows[:_ENDS]),
-            "reward_last": _mean(row["reward_mean"] for row in rows[-_ENDS:]),
+            "reward_first": mean(row["reward_mean"] for row in rows[:_ENDS]),
+            "reward_last": mean(row["reward_mean"] for row in rows[-_ENDS:]),
             "eval": {str(step): accuracy for step, accuracy in sorted(self.evaluations.items())},
             "length_histogram": {str(length): count for length, count in sorted(self._lengths.items())},
             "age_histogram": {str(age): count for age, count in sorted(ages.items())},
@@ -256,11 +256,6 @@ def finite(value: Any) -> Any:
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return None if math.isnan(value) else math.copysign(sys.float_info.max, value)
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
 
 
 def package_versions() -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 __all__ = [
+    "COMMANDS",
     "ArithConfig",
     "CriticConfig",
     "DataConfig",
@@ -21,6 +22,9 @@ __all__ = [
     "WarmStartConfig",
     "WeightsConfig",
 ]
+
+COMMANDS = {"train": "train", "sft": "sft", "reward_model": "reward-model", "dpo": "dpo"}
+"""What a recipe's `command` says, and what one types; a recipe may say the latter too."""
 
 
 class Section(BaseModel):

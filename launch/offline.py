@@ -11,9 +11,10 @@ from areal_lite.errors import ConfigError
 from areal_lite.launch.offline_controller import OfflineController
 from areal_lite.launch.offline_view import OfflineView
 from areal_lite.launch.train import prepare_model, ray_session
-from areal_lite.model_folder import find_model_folder
-from areal_lite.offline_config import COMMANDS, OfflineConfig
+from areal_lite.offline_config import OfflineConfig
+from areal_lite.paths import with_absolute_paths
 from areal_lite.run_folder import RunFolder
+from areal_lite.sections import COMMANDS
 
 __all__ = ["run_offline"]
 
@@ -25,8 +26,8 @@ def run_offline(config: OfflineConfig, *, recipe_name: str, console: Console) ->
         ArealLiteError: With what to do about it.
         Interrupted: After Ctrl-C, saved.
     """
+    config = with_absolute_paths(config)
     model_folder = prepare_model(config, console=console)
-    config = _with_absolute_paths(config)
     data = _load_data(config, model_folder)
     config = _with_steps(config, data)
     view = OfflineView(COMMANDS[config.command], console=console)
@@ -43,17 +44,6 @@ def _load_data(config: OfflineConfig, model_folder: Path) -> OfflineData:
     from transformers import AutoTokenizer
 
     return load_offline(config, AutoTokenizer.from_pretrained(model_folder))
-
-
-def _with_absolute_paths(config: OfflineConfig) -> OfflineConfig:
-    """Actors run in other folders: files named by relative paths are found from here."""
-    paths = {"path": config.data.path, "eval_path": config.data.eval_path}
-    data = config.data.model_copy(update={name: str(Path(path).resolve()) for name, path in paths.items() if path})
-    preference = config.preference
-    if preference.reference_path is not None:
-        reference = find_model_folder(preference.reference_path, option="preference.reference_path")
-        preference = preference.model_copy(update={"reference_path": str(reference)})
-    return config.model_copy(update={"data": data, "preference": preference})
 
 
 def _with_steps(config: OfflineConfig, data: OfflineData) -> OfflineConfig:

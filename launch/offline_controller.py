@@ -98,10 +98,13 @@ class OfflineController:
         wait_until_started(references, timeout_s=timeout_s, logs=logs, on_progress=self._view.say)
 
     def _prepare(self, checkpoint: Path | None) -> None:
-        if self._config.command == "dpo" and self._config.preference.loss != "simpo":
+        if self._config.has_reference:
             self._view.say("running the reference model over all pairs ...")
-        trainer_part = None if checkpoint is None else str(checkpoint / "trainer")
-        self._version = self._ask("prepare", trainer_part, waiting_for="the reference model and the checkpoint")[0]
+        self._ask("prepare", waiting_for="the reference model")
+        if checkpoint is not None:
+            # One long read without a sign of life: it gets the deadline of a start.
+            timeout_s = self._config.run.start_timeout_s
+            self._version = self._ranks.ask("load", str(checkpoint / "trainer"), timeout_s=timeout_s)[0]
         self._at_boundary = True
         if not self._recorder.evaluations:
             self._evaluate()
@@ -127,10 +130,12 @@ class OfflineController:
         self._trainer_lane.emit("trained", version=self._version)
         train_s = time.monotonic() - begun
         is_last = self._version == run.steps
-        if is_last or (run.eval_every and self._version % run.eval_every == 0):
-            self._evaluate()
-        row = self._recorder.step(figures, step=self._version, train_s=train_s)
-        self._recorder.feed([*self._trainer_lane.drain(), *self._controller_lane.drain()])
+        try:
+            if is_last or (run.eval_every and self._version % run.eval_every == 0):
+                self._evaluate()
+        finally:  # the step is trained, and will be saved, even where its evaluation failed
+            row = self._recorder.step(figures, step=self._version, train_s=train_s)
+            self._recorder.feed([*self._trainer_lane.drain(), *self._controller_lane.drain()])
         self._view.step(row, next(reversed(self._recorder.evaluations.values()), {}))
         if run.checkpoint_every and self._version % run.checkpoint_every == 0 and not is_last:
             self._save()

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from areal_lite.config import Config, parse_config
+from areal_lite.config import Config, parse_config, parse_section
 from areal_lite.errors import ConfigError
 from areal_lite.model_folder import find_model_folder
-from areal_lite.paths import REWARD_MODEL, with_absolute_paths
+from areal_lite.offline_config import OfflineConfig
+from areal_lite.paths import REWARD_MODEL, with_absolute_eval_paths, with_absolute_paths
 
 
 def make_run(folder: Path, *, steps: list[int], with_model: list[int]) -> Path:
@@ -65,13 +66,41 @@ def test_every_model_of_a_recipe_may_be_a_run(tmp_path: Path, monkeypatch: pytes
     make_run(tmp_path / "run", steps=[10], with_model=[10])
     monkeypatch.chdir(tmp_path)
     config = recipe(
+        model={"path": "run"},
         critic={"path": "run"},
-        objective={"reference_path": "run"},
+        objective={"preset": "ppo", "reference_path": "run"},
         verifier={"function": REWARD_MODEL, "arguments": {"model": "run", "device": "cpu"}},
     )
     model, resolved = str(tmp_path / "run" / "checkpoints" / "step-000010" / "model"), with_absolute_paths(config)
-    assert resolved.critic.path == resolved.objective.reference_path == model
+    assert resolved.model.path == resolved.critic.path == resolved.objective.reference_path == model
     assert resolved.verifier.arguments == {"model": model, "device": "cpu"}
+
+
+def test_an_offline_recipe_names_its_models_and_rows_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run starts from, and is held near, the same model, whatever became of the earlier run.
+
+    Seen failing with `model.path` left as it was written.
+    """
+    make_run(tmp_path / "run", steps=[10], with_model=[10])
+    monkeypatch.chdir(tmp_path)
+    data = {"source": "jsonl", "path": "rows.jsonl"}
+    raw = {"command": "dpo", "model": {"path": "run"}, "data": data, "preference": {"reference_path": "run"}}
+    resolved = with_absolute_paths(parse_section(raw, OfflineConfig))
+    model = str(tmp_path / "run" / "checkpoints" / "step-000010" / "model")
+    assert resolved.model.path == resolved.preference.reference_path == model
+    assert (resolved.data.path, resolved.data.eval_path) == (str(tmp_path / "rows.jsonl"), None)
+
+
+def test_the_built_in_model_is_no_folder() -> None:
+    assert with_absolute_paths(recipe()).model.path == "builtin:arith"
+
+
+def test_an_evaluation_needs_no_model_that_only_training_reads() -> None:
+    """Seen failing with every path of the recipe resolved."""
+    config = recipe(model={"path": "gone"}, objective={"preset": "ppo", "reference_path": "gone"})
+    with pytest.raises(ConfigError, match=r"model\.path must be"):
+        with_absolute_paths(config)
+    assert with_absolute_eval_paths(config).objective == config.objective
 
 
 def test_a_users_own_verifier_gets_absolute_paths_and_plain_names(

@@ -1,5 +1,6 @@
 """Recipes of the offline commands: each is for one command, and every setting that would be passed over is refused."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,31 @@ def test_check_config_says_what_a_recipe_is_for(capsys: pytest.CaptureFixture[st
         ({"command": "dpo", "data": {"carelessness": 0.5}, "sft": {"batch_size": 3}}, "the section sft is not read"),
         (
             {"command": "dpo", "data": {"carelessness": 0.5}, "preference": {"loss": "simpo", "reference_path": "x"}},
-            "simpo has no reference",
+            "preference.reference_path=x is not read with preference.loss=simpo",
         ),
         (
             {"command": "dpo", "data": {"carelessness": 0.5}, "preference": {"loss": "simpo", "label_smoothing": 0.1}},
-            "simpo has no label smoothing",
+            "preference.label_smoothing=0.1 is not read with preference.loss=simpo",
+        ),
+        (
+            {
+                "command": "dpo",
+                "data": {"carelessness": 0.5},
+                "preference": {"loss": "simpo", "length_normalised": True},
+            },
+            "preference.length_normalised=True is not read with preference.loss=simpo",
+        ),
+        (
+            {"command": "dpo", "data": {"carelessness": 0.5}, "preference": {"simpo_margin": 0.1}},
+            "preference.simpo_margin=0.1 is not read with preference.loss=sigmoid",
+        ),
+        (
+            {"command": "dpo", "data": {"carelessness": 0.5}, "preference": {"loss": "ipo", "simpo_margin": 0.1}},
+            "preference.simpo_margin=0.1 is not read with preference.loss=ipo",
+        ),
+        (
+            {"data": {"source": "jsonl", "path": "x", "carelessness": 0.5}},
+            "data.carelessness=0.5 is not read with data.source=jsonl",
         ),
         ({"command": "train"}, "command"),
     ],
@@ -87,6 +108,45 @@ def test_what_cannot_be_or_would_be_passed_over_is_refused(raw: dict[str, Any], 
     with pytest.raises(ConfigError) as caught:
         parse_section({"command": "sft", **raw}, OfflineConfig)
     assert message in str(caught.value)
+
+
+def test_each_loss_has_a_beta_of_its_own() -> None:
+    """Seen failing with 0.1 for all: SimPO's margin was then one of 5 nats per token."""
+    data, betas = {"carelessness": 0.5}, []
+    for settings in ({}, {"loss": "ipo"}, {"loss": "simpo"}, {"loss": "simpo", "beta": 0.3}):
+        betas.append(offline("dpo", data=data, preference=settings).preference.beta)
+    assert betas == [0.1, 0.1, 2.0, 0.3]
+    saved = offline("dpo", data=data, preference={"loss": "simpo"})
+    assert parse_section(saved.model_dump(), OfflineConfig) == saved
+
+
+@pytest.mark.parametrize("command", ["reward-model", "reward_model"])
+def test_a_recipe_may_name_its_command_as_one_types_it(command: str, tmp_path: Path) -> None:
+    """Seen failing with "is a recipe of areal-lite reward-model: run it with that", said to just that command."""
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"command: {command}\ndata: {{carelessness: 0.5}}\n")
+    assert load_offline_config(str(recipe), command="reward_model").command == "reward_model"
+    assert load_any_config(str(recipe)).command == "reward_model"
+
+
+def test_an_unknown_command_of_a_recipe(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("command: rlhf\n")
+    for load in (load_any_config, load_config):
+        with pytest.raises(ConfigError, match="command must be one of train, sft, reward_model, dpo, got 'rlhf'"):
+            load(str(tmp_path / "mine.yaml"))
+
+
+def test_epochs_and_steps_exclude_each_other(tmp_path: Path) -> None:
+    """Seen failing with epochs winning over steps that the command line asked for."""
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("command: sft\nsft: {epochs: 2}\n")
+    for load in (load_any_config, partial(load_offline_config, command="sft")):
+        assert load(str(recipe)).batch.epochs == 2.0
+        with pytest.raises(
+            ConfigError, match=r"either run\.steps or sft\.epochs .* got run\.steps=7 and sft\.epochs=2: "
+        ):
+            load(str(recipe), ["run.steps=7"])
+        assert load(str(recipe), ["run.steps=7", "sft.epochs=null"]).run.steps == 7
 
 
 def test_a_run_folder_keeps_the_recipe_and_refuses_another_command(tmp_path: Path) -> None:

@@ -93,6 +93,50 @@ def test_plain_texts_become_a_chat_where_the_recipe_says_so(tmp_path: Path, toke
     assert texts(tokenizer, load(tokenizer, path=path, chat=True)) == [("u:hi.a:", "yo<eos>")]
 
 
+def test_a_whole_chat_beside_its_first_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """As in UltraChat. Where there is a completion, that is learned. Seen failing with a completion asked for."""
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    rows = [{"prompt": "hi", "messages": chat}, {"prompt": "a", "completion": "b", "messages": chat}]
+    path = write(tmp_path / "a.jsonl", rows)
+    assert texts(tokenizer, load(tokenizer, path=path)) == [("u:hi.a:", "yo<eos>"), ("a", "b<eos>")]
+
+
+def chat(*texts: str) -> list[dict[str, str]]:
+    """Messages of user and assistant in turn."""
+    return [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize("others", [{}, {"prompt": "q"}])
+def test_pairs_of_whole_chats(others: dict[str, str], tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """As in UltraFeedback: what both begin with is the prompt. Seen failing with the prompt column put before them."""
+    rows = [
+        others | {"chosen": chat("q", "yes"), "rejected": chat("q", "no")},
+        others | {"chosen": chat("q", "a", "p", "yes"), "rejected": chat("q", "a", "p", "no")},
+    ]
+    data = load(tokenizer, "dpo", path=write(tmp_path / "a.jsonl", rows))
+    assert texts(tokenizer, data) == [
+        ("u:q.a:", "yes<eos>", "no<eos>"),
+        ("u:q.a:a<eos>.u:p.a:", "yes<eos>", "no<eos>"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "message"),
+    [
+        (chat("q", "yes"), chat("p", "no"), r"got 0 in common of \['user', 'assistant'\] and \['user', 'assistant'\]"),
+        (chat("q", "yes"), "no", r"got 0 in common of \['user', 'assistant'\] and \['assistant'\]"),
+        (chat("q", "yes", "p"), chat("q", "yes"), "got 2 in common"),
+        (chat("q", "a", "p", "b"), chat("q", "c", "p", "d"), "the completion must be one message of the assistant"),
+    ],
+)
+def test_whole_chats_that_are_no_pair(
+    chosen: Any, rejected: Any, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "q", "chosen": chosen, "rejected": rejected}])
+    with pytest.raises(DataError, match=message):
+        load(tokenizer, "dpo", path=path)
+
+
 @pytest.mark.parametrize("command", ["reward_model", "dpo"])
 def test_pairs(command: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """The chosen one first; plain and chat."""
@@ -134,6 +178,35 @@ def test_a_datasets_folder(form: str, tmp_path: Path, tokenizer: PreTrainedToken
         assert (len(data.train), len(data.held_out)) == (4, 1)
     else:
         assert (len(data.train), len(data.held_out)) == (2, 2)
+
+
+def test_a_datasets_folder_of_its_own_to_evaluate_on(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Its only split is the one, whatever its name. Seen failing with it looked for under the name train."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    made = datasets.Dataset.from_list([{"prompt": f"q{index}", "completion": "a"} for index in range(4)])
+    made.save_to_disk(str(tmp_path / "train"))
+    datasets.DatasetDict({"test": made.select([0, 1])}).save_to_disk(str(tmp_path / "eval"))
+    data = load(tokenizer, source="dataset", path=str(tmp_path / "train"), eval_path=str(tmp_path / "eval"))
+    assert (len(data.train), len(data.held_out)) == (4, 2)
+    with pytest.raises(DataError, match="must have a split named train, got test"):
+        load(tokenizer, source="dataset", path=str(tmp_path / "eval"))
+
+
+def test_a_datasets_folder_is_loaded_once(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both splits and the look for them. Seen failing with a load for each."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    made = datasets.Dataset.from_list([{"prompt": f"q{index}", "completion": "a"} for index in range(4)])
+    datasets.DatasetDict({"train": made, "test": made}).save_to_disk(str(tmp_path / "data"))
+    loads, load_from_disk = [], datasets.load_from_disk
+    monkeypatch.setattr(datasets, "load_from_disk", lambda *a, **k: loads.append(a) or load_from_disk(*a, **k))
+    data = load(tokenizer, source="dataset", path=str(tmp_path / "data"))
+    assert (len(data.train), len(data.held_out), len(loads)) == (4, 4, 1)
 
 
 def test_a_datasets_folder_that_is_none(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -22,7 +22,7 @@ def train(rank: int, world_size: int, folder: str, out: str) -> None:
         section = {"sft" if command == "sft" else "preference": {"batch_size": 5}}
         config = offline_config(Path(folder), command, **section)
         trainer = offline_trainer(config, rank=rank, world_size=world_size)
-        trainer.prepare(None)
+        trainer.prepare()
         figures = [trainer.step() for _ in range(3)]
         trainer.export(Path(out) / command)
         record = {"figures": figures, "evaluation": trainer.evaluate()}

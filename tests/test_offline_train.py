@@ -9,9 +9,10 @@ import torch
 from offline_builders import offline_config, offline_trainer
 from torch import nn
 from train_builders import save_tiny_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from areal_lite.data.offline import Example
+from areal_lite.train import offline
 from areal_lite.train.offline import OfflineTrainer
 
 COMMANDS = ["sft", "reward_model", "dpo"]
@@ -47,7 +48,7 @@ def exported(trainer: OfflineTrainer, folder: Path, kind: Any = AutoModelForCaus
 def test_supervised_figures(tmp_path: Path) -> None:
     """Loss = mean over tokens, not over rows; accuracy counts greedy tokens. Seen failing with a mean over rows."""
     trainer = offline_trainer(offline_config(tmp_path))
-    trainer.prepare(None)
+    trainer.prepare()
     trainer.step()
     got, model = trainer.evaluate(), exported(trainer, tmp_path / "out")
     total, right, count = 0.0, 0, 0
@@ -64,7 +65,7 @@ def test_reward_figures_and_scores_are_those_of_the_exported_model(tmp_path: Pat
     Seen failing with shorter rows filled up with another token than the padding token of the model.
     """
     trainer = offline_trainer(offline_config(tmp_path, "reward_model"))
-    trainer.prepare(None)
+    trainer.prepare()
     assert trainer.evaluate() == {"loss": pytest.approx(np.log(2)), "accuracy": 0.5, "margin": 0.0}  # a head of zeros
     for _ in range(3):
         trainer.step()
@@ -100,7 +101,7 @@ def test_preference_figures(settings: dict[str, Any], other_reference: bool, tmp
         settings = {**settings, "reference_path": save_tiny_model(tmp_path / "reference", seed=3)}
     config = offline_config(tmp_path, "dpo", preference={"batch_size": 4, **settings})
     trainer = offline_trainer(config)
-    trainer.prepare(None)
+    trainer.prepare()
     for _ in range(2):
         trainer.step()
     got, model = trainer.evaluate(), exported(trainer, tmp_path / "out")
@@ -130,8 +131,43 @@ def test_preference_figures(settings: dict[str, Any], other_reference: bool, tmp
 def test_a_policy_that_equals_its_reference_has_no_preference(tmp_path: Path) -> None:
     """log sigmoid(0): the loss starts at log 2, and half of all ties are right."""
     trainer = offline_trainer(offline_config(tmp_path, "dpo"))
-    trainer.prepare(None)
+    trainer.prepare()
     assert trainer.evaluate() == {"loss": pytest.approx(np.log(2)), "accuracy": 0.5, "margin": pytest.approx(0)}
+
+
+def test_the_reference_is_loaded_at_the_start_and_dropped_after_its_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading shows no progress, and a start alone has the time for it. Seen failing with a load in `prepare`."""
+    reference, loads, load_model = save_tiny_model(tmp_path / "reference", seed=3), [], offline.load_model
+    monkeypatch.setattr(offline, "load_model", lambda folder, **k: loads.append(folder) or load_model(folder, **k))
+    config = offline_config(tmp_path, "dpo", preference={"reference_path": reference})
+    trainer = offline_trainer(config)
+    assert loads == [config.model.path, reference]
+    before = trainer.progress
+    trainer.prepare()
+    assert trainer.progress > before
+    assert len(loads) == 2
+    assert trainer._reference is trainer._loop.learner.model
+
+
+@pytest.mark.parametrize("pad", [None, "<eos>"])
+def test_a_reward_model_reads_its_score_at_the_end_of_sequence(pad: str | None, tmp_path: Path) -> None:
+    """Where the tokenizer has no padding, or pads with that end. Seen failing with the end as padding."""
+    config = offline_config(tmp_path, "reward_model")
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer.pad_token = pad
+    tokenizer.save_pretrained(config.model.path)
+    trainer = offline_trainer(config)
+    trainer.prepare()
+    for _ in range(3):
+        trainer.step()
+    model = exported(trainer, tmp_path / "out", AutoModelForSequenceClassification)
+    ids = torch.tensor([[3, 4, 5, tokenizer.eos_token_id]])
+    with torch.no_grad():
+        scores_S = model.score(model.model(input_ids=ids).last_hidden_state)[0, :, 0]
+        assert float(model(input_ids=ids).logits[0, 0]) == pytest.approx(float(scores_S[-1]), abs=1e-5)
+    assert abs(float(scores_S[-1] - scores_S[-2])) > 1e-3
 
 
 # --- learning ---
@@ -142,7 +178,7 @@ def test_it_learns_its_rows(command: str, tmp_path: Path) -> None:
     """The loss falls, and pairs come into the right order. Seen failing with the sign of the margin turned."""
     config = offline_config(tmp_path, command, run={"steps": 30})
     trainer = offline_trainer(config)
-    trainer.prepare(None)
+    trainer.prepare()
     figures = [trainer.step() for _ in range(30)]
     assert figures[-1]["loss"] < 0.5 * figures[0]["loss"]
     assert figures[-1]["accuracy"] > (0.7 if command == "sft" else 0.9)  # nothing says how long a completion is
@@ -156,7 +192,7 @@ def test_micro_batches_change_nothing(command: str, tmp_path: Path) -> None:
     for budget in (1, 1024):
         config = offline_config(tmp_path, command, trainer={"lr": 1e-2, "micro_batch_tokens": budget})
         trainer = offline_trainer(config)
-        trainer.prepare(None)
+        trainer.prepare()
         results.append([trainer.step() for _ in range(3)])
     for one, other in zip(*results, strict=True):
         assert one == pytest.approx(other, rel=2e-3, abs=2e-4)
@@ -173,14 +209,15 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(command: str, tmp_pa
     """
     config = offline_config(tmp_path, command)
     whole = offline_trainer(config)
-    whole.prepare(None)
+    whole.prepare()
     expected = [whole.step() for _ in range(6)]
     first = offline_trainer(config)
-    first.prepare(None)
+    first.prepare()
     figures = [first.step() for _ in range(3)]
     first.save(tmp_path / "checkpoint")
     second = offline_trainer(config)
-    assert second.prepare(tmp_path / "checkpoint") == 3
+    second.prepare()
+    assert second.load(tmp_path / "checkpoint") == 3
     assert [*figures, *(second.step() for _ in range(3))] == expected
     assert second.evaluate() == whole.evaluate()
 
@@ -188,16 +225,16 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(command: str, tmp_pa
 def test_a_reward_model_goes_on_from_a_reward_model(tmp_path: Path) -> None:
     """Its head is kept; a language model's folder gets a new one."""
     trainer = offline_trainer(offline_config(tmp_path, "reward_model"))
-    trainer.prepare(None)
+    trainer.prepare()
     trainer.step()
     trainer.export(tmp_path / "out")
     again = offline_trainer(offline_config(tmp_path, "reward_model", model={"path": str(tmp_path / "out")}))
-    again.prepare(None)
+    again.prepare()
     assert again.evaluate() == pytest.approx(trainer.evaluate())
 
 
 def test_no_held_out_rows_no_evaluation(tmp_path: Path) -> None:
     data = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl"), "eval_fraction": 0.0}
     trainer = offline_trainer(offline_config(tmp_path, data=data))
-    trainer.prepare(None)
+    trainer.prepare()
     assert trainer.evaluate() == {}

@@ -93,7 +93,7 @@ def test_such_a_column_is_refused_before_anything_starts() -> None:
 def folder(tmp_path: Path) -> str:
     """A reward model after a few steps, so that its scores are not all 0."""
     trainer = offline_trainer(offline_config(tmp_path, "reward_model"))
-    trainer.prepare(None)
+    trainer.prepare()
     for _ in range(3):
         trainer.step()
     trainer.export(tmp_path / "rm")
@@ -110,8 +110,17 @@ def test_the_learned_reward_is_the_score_of_prompt_completion_and_end(folder: st
     assert score(REWARD_MODEL, {"model": folder}).reward == pytest.approx(expected, abs=1e-5)
 
 
+def test_a_text_that_fills_the_context_is_scored_without_an_end(folder: str) -> None:
+    """Seen failing with "reads at most 64 tokens, got 65"."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    ids = AutoTokenizer.from_pretrained(folder)("1" * 60 + "2345")["input_ids"]
+    with torch.no_grad():
+        expected = float(model(input_ids=torch.tensor([ids])).logits[0, 0])
+    assert reward_model("1" * 60, "2345", "3", model=folder) == pytest.approx(expected, abs=1e-5)
+
+
 def test_the_learned_reward_refuses_what_it_cannot_read(folder: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="reads at most 64 tokens, got 73"):
+    with pytest.raises(ValueError, match="reads at most 64 tokens, got 72"):
         reward_model("1" * 62, "2" * 10, "3", model=folder)
     policy = save_tiny_model(tmp_path / "policy")
     with pytest.raises(ValueError, match="must be a reward model"):

@@ -54,7 +54,7 @@ def test_sft_leaves_a_whole_run_folder(sft: tuple[dict[str, Any], RunFolder]) ->
     summary, folder = sft
     assert summary["status"] == "done"
     assert list(summary["eval"]) == ["0", "30", "60"]
-    assert summary["eval"]["60"]["loss"] < summary["eval"]["0"]["loss"] / 2
+    assert summary["eval"]["60"]["loss"] < 0.7 * summary["eval"]["0"]["loss"]
     rows = folder.read("metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 61))
     assert rows[29]["eval_loss"] == summary["eval"]["30"]["loss"]

@@ -177,7 +177,7 @@ def returns_to_go(rewards_T: Tensor, *, lengths_B: Tensor, gamma: float) -> Tens
         [T] returns, without gradient.
 
     Raises:
-        ValueError: The lengths do not add up to the number of tokens.
+        ValueError: The lengths do not add up to the number of tokens, or gamma is out of range.
 
     Source:
         The return of Sutton and Barto, Reinforcement Learning (2nd ed.), eq. 3.8.
@@ -219,11 +219,14 @@ def gae(
         [T] advantages and [T] returns, without gradient. A NaN stays within its row.
 
     Raises:
-        ValueError: The lengths do not add up to the number of tokens, or the shapes differ.
+        ValueError: The lengths do not add up to the number of tokens, the shapes differ, or gamma or lambda is out of
+            range.
 
     Source:
         arXiv 1506.02438 eq. 16, on finite episodes; the critic's target as in arXiv 1707.06347 eq. 11, plus V.
     """
+    if not (0 <= gamma <= 1 and 0 <= gae_lambda <= 1):
+        raise ValueError(f"expected gamma and gae_lambda in 0..1, got {gamma} and {gae_lambda}")
     present_BL = _present(lengths_B, rewards_T, values_T)
     num_rows, num_columns = present_BL.shape
     advantages_BL = torch.zeros((num_rows, num_columns), dtype=values_T.dtype, device=values_T.device)

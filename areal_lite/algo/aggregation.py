@@ -44,7 +44,7 @@ def aggregate(
         trains.
 
     Raises:
-        ValueError: The shapes differ, the mask is not boolean, or the kind is unknown.
+        ValueError: The shapes differ, the mask is not boolean, `max_new_tokens` is below 1, or the kind is unknown.
 
     Source:
         token_mean: arXiv 2503.14476 eq. 8; sequence_mean: arXiv 2402.03300 eq. 3; sequence_sum: the sequence
@@ -57,6 +57,8 @@ def aggregate(
     ([0.5, 0.5, 0.0, 1.0], 2.0)
     """
     check_tokens(loss_mask_T, rows=rows_T)
+    if max_new_tokens < 1:
+        raise ValueError(f"expected max_new_tokens > 0, got {max_new_tokens}")
     counts_B = row_sums(loss_mask_T, rows_T=rows_T, num_rows=num_rows)
     weights_T, num_filled = loss_mask_T.double(), (counts_B > 0).sum().double()
     if kind == "token_mean":

@@ -73,7 +73,8 @@ def policy_loss(
         whose ratio the clip changes (`weighted_likelihood`) or holds back (`ratio`: where it lowers `s`).
 
     Raises:
-        ValueError: The shapes differ, the mask is not boolean, or `surrogate` or `ratio_level` is unknown.
+        ValueError: The shapes differ, the mask is not boolean, a clip distance is out of range, or `surrogate` or
+            `ratio_level` is unknown.
 
     Source:
         ratio: arXiv 1707.06347 eq. 7, with `w` arXiv 2505.24298 eq. 5, with two clip distances arXiv 2503.14476 eq. 8;
@@ -90,6 +91,8 @@ def policy_loss(
         token_weights=token_weights_T,
         rows=rows_T,
     )
+    if not 0 <= (clip_low or 0) <= 1 or not (clip_high or 0) >= 0:
+        raise ValueError(f"expected clip_low in 0..1 and clip_high >= 0, or None, got {clip_low} and {clip_high}")
     counts_T = loss_mask_T & (behaviour_weights_T != 0)
     scale_T = inside(counts_T, behaviour_weights_T.detach() * token_weights_T)
     advantages_T = inside(loss_mask_T, advantages_T)
@@ -221,13 +224,15 @@ def value_loss(
         tokens whose clipped error is the larger one (and whose gradient is 0).
 
     Raises:
-        ValueError: The shapes differ, or the mask is not boolean.
+        ValueError: The shapes differ, the mask is not boolean, or `clip` is not above 0.
 
     Source:
         arXiv 1707.06347 eq. 9, the term `c_1 L^VF`, with the factor 0.5; the clipping is not in the paper but in
         its authors' code.
     """
     check_tokens(loss_mask_T, values=values_T, old=old_values_T, targets=targets_T, token_weights=token_weights_T)
+    if clip is not None and not clip > 0:
+        raise ValueError(f"expected clip > 0 or None, got {clip}")
     values_T, targets_T = inside(loss_mask_T, values_T), inside(loss_mask_T, targets_T.detach())
     errors_T = (values_T - targets_T).square()
     is_clipped_T = torch.zeros_like(loss_mask_T)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from areal_lite.data.arith import held_out_solutions, preference_pairs, worked_solutions
 from areal_lite.data.prompts import check_columns, report_problems
-from areal_lite.data.rows import Rows, has_held_out_split, read_rows
-from areal_lite.data.turns import TurnTokenizer
+from areal_lite.data.rows import RowReader, Rows
+from areal_lite.data.turns import TurnTokenizer, is_whole_chat, split_pair
 from areal_lite.errors import ArealLiteError, DataError
-from areal_lite.offline_config import OfflineConfig, OfflineDataConfig
+from areal_lite.offline_config import OfflineConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,9 +52,10 @@ def load_offline(config: OfflineConfig, tokenizer: "PreTrainedTokenizerBase") ->
         ConfigError: The model has no chat template, or no end-of-sequence token, where one is needed.
     """
     data = config.data
-    train = _examples(config, tokenizer, "train")
-    if _has_own_held_out(data):
-        held_out = _examples(config, tokenizer, "eval")[: data.eval_size]
+    reader = None if data.source == "arith" else RowReader(data.source)
+    train = _examples(config, tokenizer, "train", reader)
+    if reader is None or data.eval_path is not None or reader.has_held_out_split(Path(str(data.path))):
+        held_out = _examples(config, tokenizer, "eval", reader)[: data.eval_size]
     else:
         train, held_out = _hold_out(train, count=min(data.eval_size, int(data.eval_fraction * len(train))))
     if len(train) < config.batch.batch_size:
@@ -65,19 +66,16 @@ def load_offline(config: OfflineConfig, tokenizer: "PreTrainedTokenizerBase") ->
     return OfflineData(train=train, held_out=held_out)
 
 
-def _has_own_held_out(data: OfflineDataConfig) -> bool:
-    if data.source == "dataset" and data.eval_path is None:
-        return has_held_out_split(Path(str(data.path)))
-    return data.source == "arith" or data.eval_path is not None
-
-
-def _examples(config: OfflineConfig, tokenizer: "PreTrainedTokenizerBase", split: Split) -> list[Example]:
+def _examples(
+    config: OfflineConfig, tokenizer: "PreTrainedTokenizerBase", split: Split, reader: RowReader | None
+) -> list[Example]:
+    """Load and tokenise one split; without a reader it is the built-in task's."""
     data = config.data
-    path = Path("data.arith" if data.source == "arith" else str((split == "eval" and data.eval_path) or data.path))
-    if data.source == "arith":
+    path = Path("data.arith" if reader is None else str((split == "eval" and data.eval_path) or data.path))
+    if reader is None:
         rows, problems = list(enumerate(_arith_rows(config, split))), list[tuple[int, str]]()
     else:
-        rows, problems = read_rows(path, source=data.source, split=split)
+        rows, problems = reader.read(path, split=split)
         check_columns(path, rows, columns=_columns(config, rows))
     turns, examples = TurnTokenizer(tokenizer, chat=data.chat), []
     for number, row in rows:
@@ -119,6 +117,8 @@ def _columns(config: OfflineConfig, rows: Rows) -> dict[str, str]:
     if config.command == "sft" and any(data.messages_column in row for _, row in rows):
         return {"data.messages_column": data.messages_column}
     names = ["prompt_column", "completion_column"] if config.command == "sft" else _PAIR_COLUMNS
+    if config.command != "sft" and any(is_whole_chat(row.get(data.chosen_column)) for _, row in rows):
+        names = _PAIR_COLUMNS[1:]
     return {f"data.{name}": getattr(data, name) for name in names}
 
 
@@ -128,17 +128,22 @@ _PAIR_COLUMNS = ["prompt_column", "chosen_column", "rejected_column"]
 def _example(row: Mapping[str, Any], turns: TurnTokenizer, *, config: OfflineConfig) -> Example:
     data = config.data
     if config.command == "sft":
-        if row.get(data.prompt_column) is None and row.get(data.messages_column) is not None:
-            prompt, completion = turns.split_messages(row[data.messages_column])
-        else:
+        has_pair = all(row.get(column) is not None for column in (data.prompt_column, data.completion_column))
+        if has_pair or row.get(data.messages_column) is None:
             prompt, completion = turns.split(_cell(row, data.prompt_column), _cell(row, data.completion_column))
+        else:
+            prompt, completion = turns.split_messages(row[data.messages_column])
         return Example(prompt, (completion,))
-    text, chosen, rejected = (_cell(row, getattr(data, name)) for name in _PAIR_COLUMNS)
+    chosen, rejected = _cell(row, data.chosen_column), _cell(row, data.rejected_column)
     if chosen == rejected:
         raise ValueError(f"the two completions of a pair must differ, got {chosen!r:.60} twice")
-    prompt, better = turns.split(text, chosen)
-    _, worse = turns.split(text, rejected)
-    return Example(prompt, (better, worse))
+    if is_whole_chat(chosen) or is_whole_chat(rejected):
+        prompt, chosen, rejected = split_pair(chosen, rejected)
+    else:
+        prompt = _cell(row, data.prompt_column)
+    prompt_ids, better = turns.split(prompt, chosen)
+    _, worse = turns.split(prompt, rejected)
+    return Example(prompt_ids, (better, worse))
 
 
 def _cell(row: Mapping[str, Any], column: str) -> Any:

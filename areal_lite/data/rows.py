@@ -10,7 +10,7 @@ from typing import Any, Literal
 from areal_lite.data.prompts import read_jsonl
 from areal_lite.errors import DataError
 
-__all__ = ["Rows", "has_held_out_split", "read_rows"]
+__all__ = ["RowReader", "Rows"]
 
 Rows = list[tuple[int, dict[str, Any]]]
 """Each row with its line number (from 1) in a file, or its row number (from 0) in a dataset."""
@@ -18,35 +18,44 @@ Rows = list[tuple[int, dict[str, Any]]]
 _HELD_OUT_SPLITS = ("validation", "eval", "test")
 
 
-def read_rows(
-    path: Path, *, source: Literal["jsonl", "dataset"], split: Literal["train", "eval"]
-) -> tuple[Rows, list[tuple[int, str]]]:
-    """Read all rows of a file or folder, and what is wrong with those that cannot be read.
+class RowReader:
+    """Reads rows; a datasets folder is loaded once, however often it is asked for."""
 
-    Args:
-        path: A JSONL file; or a folder that `save_to_disk` wrote, or one with data files (parquet, json, csv).
-        source: Which of them.
-        split: Which of a folder's splits: `train`, or the first of validation, eval and test.
+    def __init__(self, source: Literal["jsonl", "dataset"]) -> None:
+        """Read JSONL files; or folders that `save_to_disk` wrote, or with data files (parquet, json, csv) in them."""
+        self._source = source
+        self._folders: dict[Path, dict[str, Any]] = {}
 
-    Raises:
-        DataError: There is no such file or folder, it holds nothing, or lacks the split.
-    """
-    if source == "jsonl":
-        return read_jsonl(path)
-    splits = _load_folder(path)
-    wanted = ("train",) if split == "train" or len(splits) == 1 else _HELD_OUT_SPLITS
-    found = next((name for name in wanted if name in splits), None)
-    if found is None:
-        raise DataError(f"{path} must have a split named {' or '.join(wanted)}, got {', '.join(splits)}")
-    rows = list(enumerate(dict(row) for row in splits[found]))
-    if not rows:
-        raise DataError(f"the split {found} of {path} holds no rows")
-    return rows, []
+    def read(self, path: Path, *, split: Literal["train", "eval"]) -> tuple[Rows, list[tuple[int, str]]]:
+        """Read all rows of a file or folder, and what is wrong with those that cannot be read.
 
+        Args:
+            path: The file or folder.
+            split: Which of a folder's splits: `train`; or the first of validation, eval and test, or the only one.
 
-def has_held_out_split(path: Path) -> bool:
-    """Whether a datasets folder brings a split to evaluate on."""
-    return any(name in _load_folder(path) for name in _HELD_OUT_SPLITS)
+        Raises:
+            DataError: There is no such file or folder, it holds nothing, or lacks the split.
+        """
+        if self._source == "jsonl":
+            return read_jsonl(path)
+        splits = self._splits(path)
+        wanted = ("train",) if split == "train" else tuple(splits) if len(splits) == 1 else _HELD_OUT_SPLITS
+        found = next((name for name in wanted if name in splits), None)
+        if found is None:
+            raise DataError(f"{path} must have a split named {' or '.join(wanted)}, got {', '.join(splits)}")
+        rows = list(enumerate(dict(row) for row in splits[found]))
+        if not rows:
+            raise DataError(f"the split {found} of {path} holds no rows")
+        return rows, []
+
+    def has_held_out_split(self, path: Path) -> bool:
+        """Whether a datasets folder brings a split to evaluate on; a JSONL file does not."""
+        return self._source == "dataset" and any(name in self._splits(path) for name in _HELD_OUT_SPLITS)
+
+    def _splits(self, path: Path) -> dict[str, Any]:
+        if path not in self._folders:
+            self._folders[path] = _load_folder(path)
+        return self._folders[path]
 
 
 def _load_folder(path: Path) -> dict[str, Any]:

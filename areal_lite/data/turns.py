@@ -9,6 +9,7 @@ template writes behind its own is left out.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from areal_lite.errors import ConfigError
@@ -16,7 +17,30 @@ from areal_lite.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TurnTokenizer"]
+__all__ = ["TurnTokenizer", "is_whole_chat", "split_pair"]
+
+
+def is_whole_chat(value: Any) -> bool:
+    """Whether a completion holds its prompt too: messages that begin with another's than the assistant's."""
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, Mapping) and first.get("role") != "assistant"
+
+
+def split_pair(chosen: Any, rejected: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """Take two whole chats apart: the messages that both begin with, then what follows in each.
+
+    Raises:
+        ValueError: One is no chat, they do not begin alike, or one is the beginning of the other.
+    """
+    chosen, rejected = _messages(chosen, role="assistant"), _messages(rejected, role="assistant")
+    pairs = zip(chosen, rejected, strict=False)
+    count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    if count in (0, len(chosen), len(rejected)):
+        raise ValueError(
+            f"two whole chats of a pair must begin with the same messages, their prompt, and end with different ones, "
+            f"got {count} in common of {_roles(chosen)} and {_roles(rejected)}"
+        )
+    return chosen[:count], chosen[count:], rejected[count:]
 
 
 class TurnTokenizer:

@@ -12,9 +12,9 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from areal_lite.types import Float32, Sample, StopReason, VersionSpan
+from areal_lite.types import Float32, Prompt, Sample, StopReason, VersionSpan
 
-__all__ = ["GenerationEngine", "Interrupt", "Sampling", "ScriptedEngine"]
+__all__ = ["GenerationEngine", "Interrupt", "Sampling", "ScriptedEngine", "complete_greedily", "token_limit"]
 
 Interrupt = Literal["recompute", "keep_kv", "drain"]
 
@@ -68,6 +68,20 @@ class GenerationEngine(Protocol):
     async def close(self) -> None:
         """Stop the engine and everything it started; calling it again is harmless."""
         ...
+
+
+def token_limit(prompt: Prompt, *, default: int) -> int:
+    """Return the completion tokens that a prompt may get: a data row may set its own limit."""
+    return int(prompt.row.get("max_new_tokens", default))
+
+
+async def complete_greedily(
+    engine: GenerationEngine, prompts: Sequence[Prompt], *, max_new_tokens: int
+) -> list[Sample]:
+    """Complete prompts without chance, beside whatever else the engine does."""
+    ways = [Sampling(max_new_tokens=token_limit(prompt, default=max_new_tokens), temperature=0.0) for prompt in prompts]
+    pairs = zip(prompts, ways, strict=True)
+    return list(await asyncio.gather(*(engine.generate(prompt.token_ids, how) for prompt, how in pairs)))
 
 
 class ScriptedEngine:

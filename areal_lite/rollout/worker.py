@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from areal_lite.errors import EngineError, QueueTimeout, WireError
 from areal_lite.events import EventBuffer
-from areal_lite.rollout.engine import GenerationEngine, Sampling
+from areal_lite.rollout.engine import GenerationEngine, Sampling, complete_greedily, token_limit
 from areal_lite.types import Lease, Prompt, Sample
 
 __all__ = ["RolloutQueue", "RolloutWorker", "sample_seed"]
@@ -95,13 +95,7 @@ class RolloutWorker:
 
     async def evaluate(self, prompts: Sequence[Prompt]) -> list[Sample]:
         """Complete prompts greedily, beside whatever else the engine does."""
-        greedy = [Sampling(max_new_tokens=self._max_new_tokens(prompt), temperature=0.0) for prompt in prompts]
-        pairs = zip(prompts, greedy, strict=True)
-        return list(await asyncio.gather(*(self._engine.generate(prompt.token_ids, how) for prompt, how in pairs)))
-
-    def _max_new_tokens(self, prompt: Prompt) -> int:
-        """A data row may set its own limit."""
-        return int(prompt.row.get("max_new_tokens", self._sampling.max_new_tokens))
+        return await complete_greedily(self._engine, prompts, max_new_tokens=self._sampling.max_new_tokens)
 
     def gauges(self) -> dict[str, float]:
         """Figures of this moment."""
@@ -159,7 +153,7 @@ class RolloutWorker:
 
     async def _sample(self, group_id: str, prompt: Prompt, index: int) -> tuple[Sample, float]:
         sampling = Sampling(
-            max_new_tokens=self._max_new_tokens(prompt),
+            max_new_tokens=token_limit(prompt, default=self._sampling.max_new_tokens),
             temperature=self._sampling.temperature,
             seed=sample_seed(self._run_seed, group_id, index),
         )

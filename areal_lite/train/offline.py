@@ -21,12 +21,12 @@ __all__ = ["OfflineTrainer"]
 
 
 class OfflineTrainer:
-    """The model and its data; `prepare` comes before the first step."""
+    """The model and its data; `prepare`, then `load` where a run goes on, come before the first step."""
 
     def __init__(
         self, config: OfflineConfig, *, model_folder: str, reference_folder: str | None, rank: int, world_size: int
     ) -> None:
-        """Load model and data; the process group exists, or there is one float32 rank.
+        """Load models and data; the process group exists, or there is one float32 rank.
 
         Args:
             config: The recipe; `run.steps` is the number of steps whatever `epochs` says.
@@ -36,7 +36,7 @@ class OfflineTrainer:
             world_size: Trainer ranks.
         """
         self._config, self._rank, self._world_size = config, rank, world_size
-        self._model_folder, self._reference_folder = model_folder, reference_folder
+        self._model_folder = model_folder
         self._device = torch.device(config.run.device)
         tokenizer = AutoTokenizer.from_pretrained(model_folder)
         data = load_offline(config, tokenizer)
@@ -54,6 +54,9 @@ class OfflineTrainer:
             rank=rank,
             world_size=world_size,
         )
+        self._reference = self._loop.learner.model
+        if reference_folder is not None:
+            self._reference = self._load(reference_folder, padding=0).requires_grad_(False)
 
     @property
     def version(self) -> int:
@@ -65,16 +68,21 @@ class OfflineTrainer:
         """Grows with every forward pass."""
         return self._loop.progress
 
-    def prepare(self, checkpoint: Path | None) -> int:
-        """Run the reference model once over all pairs, then load the checkpoint to go on from; returns the version.
+    def prepare(self) -> None:
+        """Run the reference model, where there is one, once over all pairs; afterwards it is not needed any more."""
+        if self._config.has_reference:
+            for rows in (self._rows, self._held_out):
+                if rows.examples:
+                    rows.reference_N2 = self._loop.reference_logprobs(self._reference, rows.examples)
+        self._reference = self._loop.learner.model
+
+    def load(self, checkpoint: Path) -> int:
+        """Load a checkpoint to go on from, after `prepare`: the initial weights may be the reference.
 
         Raises:
             CheckpointError: It is missing or broken, or of another model.
         """
-        if self._config.command == "dpo" and self._config.preference.loss != "simpo":
-            self._run_reference()
-        if checkpoint is not None:
-            self._loop.seek(load_checkpoint(checkpoint, self._loop.learner, rank=self._rank))
+        self._loop.seek(load_checkpoint(checkpoint, self._loop.learner, rank=self._rank))
         return self.version
 
     def step(self) -> dict[str, float]:
@@ -105,15 +113,6 @@ class OfflineTrainer:
         dtype = getattr(torch, self._config.compute_dtype)
         return shard_model(whole, world_size=self._world_size, device=self._device, compute_dtype=dtype)
 
-    def _run_reference(self) -> None:
-        """Note the frozen reference's log-probabilities; afterwards it is not needed any more."""
-        model = self._loop.learner.model  # still the initial weights
-        if self._reference_folder is not None:
-            model = self._load(self._reference_folder, padding=0).requires_grad_(False)
-        for rows in (self._rows, self._held_out):
-            if rows.examples:
-                rows.reference_N2 = self._loop.reference_logprobs(model, rows.examples)
-
 
 def _objective(config: OfflineConfig) -> Objective:
     if config.command == "sft":
@@ -122,5 +121,6 @@ def _objective(config: OfflineConfig) -> Objective:
 
 
 def _padding(tokenizer: Any) -> int:
-    """Return the padding token's id; transformers' reward models skip it at the end of a sequence."""
-    return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
+    """Return a token to pad with: transformers reads a score before all padding, so never the end of sequence."""
+    known = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, 0, 1)
+    return int(next(token for token in known if token not in (None, tokenizer.eos_token_id)))

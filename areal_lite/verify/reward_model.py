@@ -35,6 +35,14 @@ def _load(model: str, device: str) -> tuple[Any, Any]:
 def reward_model(prompt: str, completion: str, answer: str, *, model: str, device: str = "cpu", **row: Any) -> float:
     """Score a completion as the reward model was trained to: prompt, completion, end of sequence.
 
+    A verifier is not told why a completion ended: one that was cut off at the token limit gets its end of sequence
+    too, and is scored as if it had ended there (`objective.overlong_buffer` and `mask_truncated` are what length is
+    charged with). A text that fills the model's context is scored without one.
+
+    The score is read where transformers reads it, at the last token that is not the model's padding. Models of
+    `areal-lite reward-model` have a padding token of their own; one from elsewhere whose padding is its end of
+    sequence is read at the token before it, as it was in its own training.
+
     Args:
         prompt: As the policy saw it, chat template included.
         completion: What the policy wrote.
@@ -53,11 +61,11 @@ def reward_model(prompt: str, completion: str, answer: str, *, model: str, devic
     ids = [
         *tokenizer(prompt, add_special_tokens=not _starts_with_special(prompt, tokenizer))["input_ids"],
         *tokenizer(completion, add_special_tokens=False)["input_ids"],
-        tokenizer.eos_token_id,
     ]
     limit = getattr(scorer.config, "max_position_embeddings", None)
     if limit is not None and len(ids) > limit:
         raise ValueError(f"the reward model reads at most {limit} tokens, got {len(ids)}: lower rollout.max_new_tokens")
+    ids = [*ids, tokenizer.eos_token_id][:limit]
     with torch.inference_mode():
         return float(scorer(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, 0])
 

@@ -1,0 +1,23 @@
+"""What a command says once Ctrl-C has stopped its run. Called by `cli.py` and `offline_command.py`."""
+
+import argparse
+import shlex
+
+from rich.console import Console
+
+__all__ = ["say_how_to_go_on"]
+
+
+def say_how_to_go_on(command: str, words: argparse.Namespace, *, folder: str, console: Console) -> None:
+    """Print the command that continues a run, to be pasted.
+
+    Args:
+        command: As one types it.
+        words: What was typed: `recipe` and `overrides`.
+        folder: The run's.
+        console: Where to.
+    """
+    given = [word for word in words.overrides if not word.startswith(("run.resume=", "run.dir="))]
+    line = shlex.join(["areal-lite", command, words.recipe, *given, f"run.resume={folder}"])
+    console.print("stopped and saved. To go on:", highlight=False)
+    console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
