@@ -149,10 +149,7 @@ def write_plan(folder: Path) -> Path:
 
 
 def test_ctrl_c_in_a_bench_and_the_printed_command(loop_folder: Path) -> None:
-    """A run that fails does not stop the next; Ctrl-C saves; the printed command finishes what is left, and no more.
-
-    Seen failing with the interrupt taken for a failed run: the bench went on.
-    """
+    """A run that fails does not stop the next; Ctrl-C saves; the printed command finishes what is left, and no more."""
     plan, out = write_plan(loop_folder), loop_folder / "bench-out"
     out.mkdir()
     with UserRun(["areal-lite", "bench", f"../{plan.name}", "--out", "."], run_folder=out / "last") as run:
