@@ -5,6 +5,7 @@ Called by `areal-lite eval`. Everything happens in this process and its children
 
 import asyncio
 import contextlib
+import gc
 import os
 import sys
 import tempfile
@@ -64,6 +65,7 @@ def evaluate(config: Config, *, model: str) -> Accuracy:
         raise ConfigError("an evaluation needs held-out prompts, the recipe has none: set data.eval_path")
     with _output_kept_back():
         scores = asyncio.run(_run(config, prompts, model_folder=folder))
+        gc.collect()  # vLLM's engine sits in reference cycles, and complains when it goes with the interpreter
     rewards = [score.reward for score in scores if score.reward is not None]
     accuracy = sum(rewards) / len(rewards) if rewards else 0.0
     return Accuracy(accuracy=accuracy, prompts=len(prompts), scored=len(rewards))

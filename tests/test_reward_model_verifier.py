@@ -24,7 +24,7 @@ from areal_lite.verify.protocol import prepared_by
 def prepare(*, model, **others):
     if model == "missing":
         raise FileNotFoundError("there is no such model")
-    time.sleep(1.0)
+    time.sleep(2.0)
 
 @prepared_by(prepare)
 def verify(prompt, completion, answer, *, model, weight=1.0, **row):
@@ -55,8 +55,8 @@ def slow(tmp_path: Path) -> str:
 
 
 def test_arguments_come_with_every_call_and_loading_is_not_charged_to_one(slow: str) -> None:
-    """Preparing takes a second, a call may take half of one. Seen failing with `prepare` left to the first call."""
-    assert score(slow, {"model": "four", "weight": 0.5}, timeout_s=0.5) == Score(reward=2.0, failure=None)
+    """Preparing takes two seconds, a call may take 1.5. Seen failing with `prepare` left to the first call."""
+    assert score(slow, {"model": "four", "weight": 0.5}, timeout_s=1.5) == Score(reward=2.0, failure=None)
 
 
 def test_a_model_that_cannot_be_loaded_fails_the_start(slow: str) -> None:
