@@ -4,18 +4,19 @@ Called by `areal-lite eval`. Everything happens in this process and its children
 """
 
 import asyncio
-import contextlib
-import gc
 import os
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import TypeVar
 
 from areal_lite.config import Config
 from areal_lite.data.source import load_source
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ArealLiteError, ConfigError, EngineError
 from areal_lite.model_folder import find_model_folder
 from areal_lite.paths import with_absolute_eval_paths
 from areal_lite.rollout.engine import GenerationEngine, complete_greedily
@@ -63,12 +64,33 @@ def evaluate(config: Config, *, model: str) -> Accuracy:
     prompts = load_source(config, AutoTokenizer.from_pretrained(folder), "eval")
     if not prompts:
         raise ConfigError("an evaluation needs held-out prompts, the recipe has none: set data.eval_path")
-    with _output_kept_back():
-        scores = asyncio.run(_run(config, prompts, model_folder=folder))
-        gc.collect()  # vLLM's engine sits in reference cycles, and complains when it goes with the interpreter
+    scores = _in_a_process_of_its_own(config, prompts, folder)
     rewards = [score.reward for score in scores if score.reward is not None]
     accuracy = sum(rewards) / len(rewards) if rewards else 0.0
     return Accuracy(accuracy=accuracy, prompts=len(prompts), scored=len(rewards))
+
+
+def _in_a_process_of_its_own(config: Config, prompts: Sequence[Prompt], folder: str) -> list[Score]:
+    """Keep vLLM out of this process: its environment, and its output, which is long and shown only after a failure."""
+    with tempfile.NamedTemporaryFile("r", errors="replace") as log:
+        try:
+            with ProcessPoolExecutor(1, get_context("spawn"), initializer=_write_to, initargs=(log.name,)) as process:
+                return process.submit(_evaluate, config, prompts, folder).result()
+        except (ArealLiteError, BrokenProcessPool) as error:
+            sys.stderr.write(log.read())
+            if isinstance(error, BrokenProcessPool):
+                raise EngineError("the process of the engine ended by itself; its last words are above") from error
+            raise
+
+
+def _write_to(path: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+
+
+def _evaluate(config: Config, prompts: Sequence[Prompt], folder: str) -> list[Score]:
+    return asyncio.run(_run(config, prompts, model_folder=folder))
 
 
 async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) -> list[Score]:
@@ -142,24 +164,3 @@ async def _watched(
     finally:
         task.cancel()
     return task.result()
-
-
-@contextlib.contextmanager
-def _output_kept_back() -> Iterator[None]:
-    """Show what vLLM and its processes print only when something goes wrong: it is long, and all of it is harmless."""
-    with tempfile.TemporaryFile() as file:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        kept = [os.dup(descriptor) for descriptor in (1, 2)]
-        try:
-            for descriptor in (1, 2):
-                os.dup2(file.fileno(), descriptor)
-            yield
-        except Exception:
-            file.seek(0)
-            os.write(kept[1], file.read())
-            raise
-        finally:
-            for descriptor, original in zip((1, 2), kept, strict=True):
-                os.dup2(original, descriptor)
-                os.close(original)
