@@ -108,8 +108,9 @@ class Controller:
             own=[self._trainer_lane, self._handover_lane, self._controller_lane],
         )
         try:
-            self._start(checkpoint)
             with self._interrupts:
+                self._start(checkpoint)
+                self._interrupts.work_begins()
                 return self._finish(self._steps())
         except (ArealLiteError, ray.exceptions.RayError) as error:
             self._rescue(error)

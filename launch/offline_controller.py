@@ -71,8 +71,9 @@ class OfflineController:
         handles = {f"trainer/{rank}": kind.remote(self._config, rank=rank, log_folder=logs) for rank in ranks}
         self._ranks = Ranks(handles, log_of=functools.partial(log_path, logs))
         try:
-            self._start(logs)
             with self._interrupts:
+                self._start(logs)
+                self._interrupts.work_begins()
                 self._prepare(checkpoint)
                 return self._finish(self._steps())
         except (ArealLiteError, ray.exceptions.RayError) as error:

@@ -1,4 +1,4 @@
-"""Ctrl-C, and the SIGTERM of a batch system: once means finish and save, twice means at once."""
+"""Ctrl-C, and the SIGTERM of a batch system: once means finish and save, twice (or before there is work) at once."""
 
 import signal
 from typing import Any, Self
@@ -11,6 +11,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._count = 0
+        self._at_once = True
         self._before: dict[signal.Signals, Any] = {}
 
     def __bool__(self) -> bool:
@@ -24,8 +25,19 @@ class Interrupts:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def work_begins(self) -> None:
+        """Say that there is something to save from now on.
+
+        Raises:
+            KeyboardInterrupt: The user asked to stop before, and the exception was lost on its way: one that is raised
+                inside a destructor or a callback of a library is printed and forgotten.
+        """
+        self._at_once = False
+        if self._count:
+            raise KeyboardInterrupt
+
     def _handle(self, number: int, frame: Any) -> None:
         # Nothing is printed here: the handler may have interrupted somebody who is printing.
         self._count += 1
-        if self._count > 1:
+        if self._count > 1 or self._at_once:
             raise KeyboardInterrupt
