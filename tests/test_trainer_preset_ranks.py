@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from train_builders import make_config, make_rows, make_shard, save_tiny_model
 from transformers import AutoModelForCausalLM
 
+from areal_lite.presets import expand_preset
 from areal_lite.train.trainer import Trainer
 from areal_lite.types import Row
 
@@ -58,8 +59,11 @@ def train(rank: int, world_size: int, model_folder: str, shared: str, out: str) 
     """Train two steps of each variant; write statistics, and the weights of policy and critic."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     for name, sections in VARIANTS.items():
-        files = {"reference_path": f"{shared}/reference", "ptx_path": f"{shared}/text.txt"}
-        objective = {**files, **sections["objective"]}
+        objective = expand_preset({"objective": sections["objective"]})["objective"]
+        if objective.get("kl", "none") != "none":
+            objective["reference_path"] = f"{shared}/reference"
+        if "ptx_coef" in objective:
+            objective["ptx_path"] = f"{shared}/text.txt"
         config = make_config(rollout={"max_new_tokens": 12}, **{**sections, "objective": objective})
         trainer = Trainer(config, model_folder=model_folder, rank=rank, world_size=world_size)
         stats = []
