@@ -20,6 +20,8 @@ test: setup ## run the tests (ARGS="-k ledger" for some of them)
 	@out=; keep=; leave() { out="$$out, $$1 ($$2)"; keep="$$keep and not $$1"; }; \
 	if ! grep -qs ^gpu .venv/made-for; then leave gpu "needs the CUDA build: make setup EXTRA=gpu"; \
 	else leave loop "needs the CPU build: make setup EXTRA=cpu"; nvidia-smi -L >/dev/null 2>&1 || leave gpu "no NVIDIA GPU"; fi; \
+	bwrap --ro-bind / / --unshare-all true 2>/dev/null || leave sandbox "bubblewrap is missing or not allowed"; \
+	$(PYTHON) -c "import reasoning_gym" 2>/dev/null || leave gym "reasoning-gym is missing: see .venv/setup.log"; \
 	[ -n "$$AREAL_LITE_GSM8K_DIR" ] || leave data "AREAL_LITE_GSM8K_DIR names no folder with the GSM8K files"; \
 	out="$${out#, }"; echo "tests left out: $${out:-none}"; \
 	$(PYTHON) -m pytest -m "$${keep# and }" $(ARGS)

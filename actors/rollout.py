@@ -9,6 +9,7 @@ from areal_lite.actors.process import log_to_file
 from areal_lite.config import Config
 from areal_lite.events import Event, EventBuffer
 from areal_lite.rollout.engine import Interrupt, Sampling
+from areal_lite.rollout.runner import Workflows, load_workflows
 from areal_lite.rollout.vllm_engine import VllmEngine
 from areal_lite.rollout.worker import RolloutWorker
 from areal_lite.sample_queue.client import AsyncQueueClient
@@ -43,14 +44,19 @@ class RolloutActor:
 
         Returns:
             The process id.
+
+        Raises:
+            EngineError: The engine cannot start.
+            PluginError: A workflow of the recipe cannot be loaded.
         """
+        workflows = load_workflows(self._config)  # first, as a wrong name should not cost the start of an engine
         if not self._engine_is_loaded:
             self._engine = await VllmEngine.start(self._config, model_folder=self._model_folder)
             self._engine_is_loaded = True
         else:
             self._engine.raise_if_dead()
             logger.info("the engine is that of an earlier run; its own process writes into the log of its first run")
-        self._make_worker()
+        self._make_worker(workflows)
         return os.getpid()
 
     async def release(self) -> None:
@@ -66,7 +72,7 @@ class RolloutActor:
         await self._engine.close()
         self._client.close()
 
-    def _make_worker(self) -> None:
+    def _make_worker(self, workflows: Workflows) -> None:
         config = self._config
         self._client = AsyncQueueClient(self._endpoint, timeout_s=config.queue.lease_timeout_s)
         self._worker = RolloutWorker(
@@ -79,6 +85,7 @@ class RolloutActor:
             run_seed=config.run.seed,
             heartbeat_s=config.queue.lease_timeout_s / 5,
             events=self._events,
+            workflows=workflows,
         )
 
     async def run(self) -> None:
@@ -125,8 +132,8 @@ class RolloutActor:
         self._events.emit("resumed")
         await self._engine.resume()
 
-    async def evaluate(self, prompts: list[Prompt]) -> list[Sample]:
-        """Complete prompts greedily."""
+    async def evaluate(self, prompts: list[Prompt]) -> list[Sample | None]:
+        """Run the episodes of prompts greedily; None for one that failed."""
         return await self._worker.evaluate(prompts)
 
     async def score(self, sequences: list[tuple[list[int], list[int]]]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The command line: `areal-lite train | sft | reward-model | dpo | eval | check-config | bench | doctor`.
+"""The command line: `areal-lite train | sft | reward-model | dpo | eval | check-config | verify | bench | doctor`.
 
 Heavy imports happen inside the commands, so that `--help` and `check-config` answer at once.
 """
@@ -17,12 +17,13 @@ from rich.text import Text
 from areal_lite import __version__
 from areal_lite.bench.command import add_bench
 from areal_lite.config import Config, load_config, shipped_recipes
-from areal_lite.errors import ArealLiteError
+from areal_lite.errors import ArealLiteError, ConfigError
 from areal_lite.eval_command import add_eval
 from areal_lite.offline_command import add_offline_commands
 from areal_lite.offline_config import OfflineConfig, load_any_config
 from areal_lite.sections import COMMANDS
 from areal_lite.stopped import say_how_to_go_on
+from areal_lite.verify_command import add_verify
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -84,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_recipe(check)
     check.set_defaults(command=_check_config)
 
+    add_verify(commands)
     add_bench(commands)
 
     doctor = commands.add_parser("doctor", help="say what this machine can run, and what to do about what is missing")
@@ -133,7 +135,11 @@ def _print_summary(summary: dict[str, object], console: Console) -> None:
 
 
 def _check_config(words: argparse.Namespace) -> int:
+    from areal_lite.plugin_check import plugin_problems
+
     config = load_any_config(words.recipe, words.overrides)
+    if isinstance(config, Config) and (problems := list(plugin_problems(config))):
+        raise ConfigError("\n".join(problems))
     for line in _explained(config):
         print(line)
     if isinstance(config, OfflineConfig):
@@ -155,11 +161,19 @@ def _explained(config: Config | OfflineConfig) -> list[str]:
             value = getattr(section, name)
             if isinstance(value, BaseModel):
                 lines += [f"{indent}{name}:", *render(value, indent + "  ")]
+            elif isinstance(value, dict) and any(isinstance(item, BaseModel) for item in value.values()):
+                lines.append(f"{indent}{name}:".ljust(44) + f"  # {field.description}")
+                lines += (line for pair in value.items() for line in entry(*pair, indent + "  "))
             else:
                 lines.append(
                     f"{indent}{name}: {_scalar(value)}".ljust(44) + f"  # {field.description}{_choices(field)}"
                 )
         return lines
+
+    def entry(name: str, value: BaseModel, indent: str) -> list[str]:
+        """One of several sources, verifiers or workflows: only what it sets, as there may be many."""
+        content = yaml.safe_dump({name: value.model_dump(exclude_unset=True)}, sort_keys=False)
+        return [f"{indent}{line}" for line in content.splitlines()]
 
     return render(config, "")
 

@@ -3,17 +3,24 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from areal_lite.sections import CriticConfig
+from areal_lite.data.settings import data_problems
+from areal_lite.errors import PluginError
+from areal_lite.plugins import known_names, split_name
+from areal_lite.sections import CriticConfig, VerifierConfig
+from areal_lite.verify.names import known_verifier_names
 
 if TYPE_CHECKING:
     from areal_lite.config import Config
 
 __all__ = ["combination_problems"]
 
+GAMES = ("guess_number", "gridworld")
+"""Sources whose tasks are played in turns."""
+
 
 def combination_problems(config: "Config") -> Iterable[str]:
     """Yield one sentence (field, value, remedy) per impossible combination."""
-    queue, rollout, trainer, data = config.queue, config.rollout, config.trainer, config.data
+    queue, rollout, trainer = config.queue, config.rollout, config.trainer
     if queue.max_staleness < 0:
         yield f"queue.max_staleness must be 0 (synchronous) or more, got {queue.max_staleness}"
     if config.samples_per_step % trainer.minibatches:
@@ -38,18 +45,13 @@ def combination_problems(config: "Config") -> Iterable[str]:
             f"rollout.max_new_tokens must leave room for a prompt in model.max_context, got {rollout.max_new_tokens} "
             f"and {config.model.max_context}: raise model.max_context"
         )
-    if data.source == "jsonl" and data.path is None:
-        yield "data.source=jsonl needs data.path, got none: give the path of a JSONL file"
-    for key in ("path", "eval_path"):
-        if data.source == "arith" and (path := getattr(data, key)) is not None:
-            yield f"data.{key}={path} is not read with data.source=arith: set data.source=jsonl"
-    if data.arith.min_terms > data.arith.max_terms:
-        yield (
-            f"data.arith.min_terms must be at most data.arith.max_terms, got {data.arith.min_terms} and "
-            f"{data.arith.max_terms}: lower the one or raise the other"
-        )
-    if "{prompt}" not in data.template:
-        yield f"data.template must contain {{prompt}}, got {data.template!r}: put {{prompt}} where the prompt goes"
+    yield from _workflow_problems(config)
+    yield from data_problems(
+        config.data,
+        verifiers=known_verifier_names(config.verifier),
+        workflows={*config.rollout.workflows, *known_names("workflow")},
+    )
+    yield from _verifier_problems(config.verifier)
     yield from _objective_problems(config)
     if config.run.device == "cpu" and rollout.tensor_parallel > 1:
         yield (
@@ -60,6 +62,76 @@ def combination_problems(config: "Config") -> Iterable[str]:
         yield f"weights.transport={config.weights.transport} needs run.device=cuda, got cpu: set weights.transport=gloo"
     if config.run.device == "cuda" and config.weights.transport == "gloo":
         yield "weights.transport=gloo is the CPU transport, got run.device=cuda: set weights.transport=nccl (or ipc)"
+
+
+def _workflow_problems(config: "Config") -> Iterable[str]:
+    """Yield one sentence per workflow that cannot be meant."""
+    rollout = config.rollout
+    for name, where in (
+        (rollout.workflow, "rollout.workflow"),
+        *((one.function, f"rollout.workflows.{key}.function") for key, one in rollout.workflows.items()),
+    ):
+        if name == "single_turn" or (where == "rollout.workflow" and name in rollout.workflows):
+            continue
+        try:
+            split_name(name, kind="workflow")
+        except PluginError as error:
+            yield f"{where}: {error}"
+    for key in rollout.workflows:
+        if ":" in key:
+            yield f"a name in rollout.workflows must have no colon, which no data row may use, got {key!r}: rename it"
+    if rollout.workflow_arguments and rollout.workflow in ("single_turn", *rollout.workflows):
+        yield (
+            f"rollout.workflow_arguments are not read with rollout.workflow={rollout.workflow}: leave them out, or set "
+            "arguments in rollout.workflows"
+        )
+    if rollout.turn_timeout_s >= config.run.stall_timeout_s and _has_turns(config):
+        yield (
+            f"rollout.turn_timeout_s must be less than run.stall_timeout_s, got {rollout.turn_timeout_s:g} and "
+            f"{config.run.stall_timeout_s:g}: a run that waits for one reply so long counts as stalled; lower the one "
+            "or raise the other"
+        )
+    for name, source in config.data.sources.items():
+        if source.source in GAMES and (source.workflow or rollout.workflow) == "single_turn":
+            where = f"data.mix.{name}" if config.data.mix else "data"
+            yield (
+                f"{where}.source={source.source} is a game of several turns, got the workflow single_turn: set "
+                f"{where}.workflow={source.source}"
+            )
+
+
+def _has_turns(config: "Config") -> bool:
+    sources = config.data.sources.values()
+    return config.rollout.workflow != "single_turn" or any(source.workflow for source in sources)
+
+
+def _verifier_problems(verifier: VerifierConfig) -> Iterable[str]:
+    """Yield one sentence per verifier that cannot be found, or whose settings nothing reads."""
+    functions = [verifier.function] if isinstance(verifier.function, str) else list(verifier.function)
+    if not functions:
+        yield "verifier.function must name a verifier, got {}: name one, or several with their weights"
+    named = {f"verifier.named.{name}.function": settings.function for name, settings in verifier.named.items()}
+    wanted = [("verifier.function", name) for name in functions if name not in verifier.named]
+    if verifier.eval_function is not None and verifier.eval_function not in verifier.named:
+        wanted.append(("verifier.eval_function", verifier.eval_function))
+    for key, name in [*wanted, *named.items()]:
+        try:
+            split_name(name, kind="verifier")
+        except PluginError as error:
+            yield f"{key}: {error}"
+    for name in verifier.named:
+        if ":" in name:
+            yield f"verifier.named: a name must have no colon, got {name!r}: rows may choose a name, but never code"
+    if verifier.arguments and not isinstance(verifier.function, str):
+        yield (
+            f"verifier.arguments is for one function, got several in verifier.function ({', '.join(functions)}): give "
+            "each its own in verifier.named"
+        )
+    if isinstance(verifier.function, str) and verifier.function in verifier.named and verifier.arguments:
+        yield (
+            f"verifier.arguments is not read with verifier.function={verifier.function}, which is one of "
+            "verifier.named and has its own: put them there"
+        )
 
 
 def _objective_problems(config: "Config") -> Iterable[str]:

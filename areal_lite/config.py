@@ -9,7 +9,7 @@ remedy. `resource_problems` holds the checks that need to know the machine. Reci
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
@@ -262,6 +262,17 @@ def _unknown_keys(
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel) and isinstance(value, Mapping):
             yield from _unknown_keys(value, kind, known=known, prefix=f"{prefix}{key}.")
+        elif (entry := _entry_kind(kind)) is not None and isinstance(value, Mapping):
+            for name, item in value.items():
+                where = f"{prefix}{key}.{name}."
+                if isinstance(item, Mapping):
+                    yield from _unknown_keys(item, entry, known=_all_keys(entry, where), prefix=where)
+
+
+def _entry_kind(kind: Any) -> type[BaseModel] | None:
+    """Return the section behind `dict[str, section]`: settings that the recipe's user has given names."""
+    values = get_args(kind)[1:] if get_origin(kind) is dict else ()
+    return next((item for item in values if isinstance(item, type) and issubclass(item, BaseModel)), None)
 
 
 def _all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:

@@ -7,10 +7,13 @@
     ├── LedgerError(RuntimeError)      a request the ledger's state does not allow
     ├── QueueTimeout(TimeoutError)     the sample queue did not answer in time
     ├── StallError(TimeoutError)       nothing moved for too long; names who was late, on what, since when
+    ├── PluginError(ValueError)        a function that a recipe names cannot be found or imported
     ├── VerifierError(RuntimeError)    a verifier cannot be loaded or used
+    │   └── VerifierUnavailable(VerifierError)  its service does not answer: it is asked again
     ├── TrainerError(RuntimeError)      a trainer rank died or failed; names the rank
     ├── HandoverError(RuntimeError)    a weight hand-over failed; names the engines
     ├── EngineError(RuntimeError)      a generation engine died or refused
+    ├── EpisodeError(RuntimeError)     one sample could not be generated: counted by its reason, the run goes on
     └── CheckpointError(ValueError)    a checkpoint is missing, broken, or from another model or recipe
 
 A message has three parts: what was expected, what came, what to do. Each class also inherits the
@@ -24,12 +27,15 @@ __all__ = [
     "ConfigError",
     "DataError",
     "EngineError",
+    "EpisodeError",
     "HandoverError",
     "LedgerError",
+    "PluginError",
     "QueueTimeout",
     "StallError",
     "TrainerError",
     "VerifierError",
+    "VerifierUnavailable",
     "WireError",
 ]
 
@@ -62,8 +68,16 @@ class StallError(ArealLiteError, TimeoutError):
     """Nothing made progress within the deadline; the message names who was late."""
 
 
+class PluginError(ArealLiteError, ValueError):
+    """A function that a recipe names cannot be found or imported."""
+
+
 class VerifierError(ArealLiteError, RuntimeError):
-    """A verifier cannot be found, loaded, or started."""
+    """A verifier cannot be loaded, started, or trusted any longer."""
+
+
+class VerifierUnavailable(VerifierError):
+    """Raised by a verify function whose service does not answer at present: the call is tried again."""
 
 
 class TrainerError(ArealLiteError, RuntimeError):
@@ -76,6 +90,15 @@ class HandoverError(ArealLiteError, RuntimeError):
 
 class EngineError(ArealLiteError, RuntimeError):
     """A generation engine died, or refused a request."""
+
+
+class EpisodeError(ArealLiteError, RuntimeError):
+    """One sample could not be generated. Reads `workflow:<type>: <message>`, or `generation:...` by the engine."""
+
+    @property
+    def reason(self) -> str:
+        """Culprit and type of the error, such as `workflow:TimeoutError`."""
+        return ":".join(str(self).split(":")[:2])
 
 
 class CheckpointError(ArealLiteError, ValueError):

@@ -1,4 +1,4 @@
-"""Accuracy of one model on a recipe's held-out prompts: the run's own engine and verifier pool, without a run.
+"""Accuracy of one model on a recipe's held-out prompts: the run's own engine and verifiers, without a run.
 
 Called by `areal-lite eval`. Everything happens in this process and its children; nothing is written.
 """
@@ -19,9 +19,12 @@ from areal_lite.data.source import load_source
 from areal_lite.errors import ArealLiteError, ConfigError, EngineError
 from areal_lite.model_folder import find_model_folder
 from areal_lite.paths import with_absolute_eval_paths
-from areal_lite.rollout.engine import GenerationEngine, complete_greedily
-from areal_lite.types import Prompt, Sample, Score
-from areal_lite.verify.pool import VerifierPool
+from areal_lite.rollout.engine import GenerationEngine
+from areal_lite.rollout.runner import Workflows, complete_greedily, load_workflows
+from areal_lite.types import Prompt, Sample
+from areal_lite.verify.names import held_out_config
+from areal_lite.verify.protocol import Reply
+from areal_lite.verify.verifier_set import VerifierSet
 from areal_lite.watchdog import Watchdog
 
 __all__ = ["Accuracy", "evaluate"]
@@ -55,13 +58,14 @@ def evaluate(config: Config, *, model: str) -> Accuracy:
     """
     from transformers import AutoTokenizer
 
-    if config.verifier.eval_function is not None:
-        # The reward learned from is not asked; its model need not even be there.
-        verifier = {"function": config.verifier.eval_function, "arguments": {}}
-        config = config.model_copy(update={"verifier": config.verifier.model_copy(update=verifier)})
+    # Where there is an `eval_function`, the reward learned from is not asked; its model need not even be there.
+    verifier = config.verifier
+    config = config.model_copy(update={"verifier": held_out_config(verifier)})
     config = with_absolute_eval_paths(config)
     folder = str(find_model_folder(model, option="MODEL_OR_RUN"))
-    prompts = load_source(config, AutoTokenizer.from_pretrained(folder), "eval")
+    # Rows may name any verifier of the recipe, whether it is asked here or not.
+    named = config.model_copy(update={"verifier": verifier})
+    prompts = load_source(named, AutoTokenizer.from_pretrained(folder), "eval")
     if not prompts:
         raise ConfigError("an evaluation needs held-out prompts, the recipe has none: set data.eval_path")
     scores = _in_a_process_of_its_own(config, prompts, folder)
@@ -70,7 +74,7 @@ def evaluate(config: Config, *, model: str) -> Accuracy:
     return Accuracy(accuracy=accuracy, prompts=len(prompts), scored=len(rewards))
 
 
-def _in_a_process_of_its_own(config: Config, prompts: Sequence[Prompt], folder: str) -> list[Score]:
+def _in_a_process_of_its_own(config: Config, prompts: Sequence[Prompt], folder: str) -> list[Reply]:
     """Keep vLLM out of this process: its environment, and its output, which is long and shown only after a failure."""
     with tempfile.NamedTemporaryFile("r", errors="replace") as log:
         try:
@@ -89,36 +93,34 @@ def _write_to(path: str) -> None:
         os.dup2(descriptor, stream)
 
 
-def _evaluate(config: Config, prompts: Sequence[Prompt], folder: str) -> list[Score]:
+def _evaluate(config: Config, prompts: Sequence[Prompt], folder: str) -> list[Reply]:
     return asyncio.run(_run(config, prompts, model_folder=folder))
 
 
-async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) -> list[Score]:
+async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) -> list[Reply]:
     from areal_lite.rollout.vllm_engine import VllmEngine
 
-    verifier = config.verifier
-    pool = VerifierPool(
-        verifier.function,
-        processes=verifier.processes,
-        timeout_s=verifier.timeout_s,
-        start_timeout_s=config.run.start_timeout_s,
-        arguments=verifier.arguments,
-    )
-    await pool.start()
+    workflows = load_workflows(config)
+    verifiers = VerifierSet(config.verifier, start_timeout_s=config.run.start_timeout_s)
     try:
+        await verifiers.start()
         engine = await VllmEngine.start(config, model_folder=model_folder)
         try:
-            samples = await _complete(engine, prompts, config=config)
+            samples = await _complete(engine, prompts, config=config, workflows=workflows)
         finally:
             await engine.close()
-        return await _score(pool, prompts, samples, config=config)
+        pairs = [(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True) if sample is not None]
+        replies = await _score(verifiers, [p for p, _ in pairs], [s for _, s in pairs], config=config)
+        return [*replies, *(Reply(None, "workflow") for _ in range(len(prompts) - len(pairs)))]
     finally:
-        await pool.close()
+        await verifiers.close()
 
 
-async def _complete(engine: GenerationEngine, prompts: Sequence[Prompt], *, config: Config) -> list[Sample]:
+async def _complete(
+    engine: GenerationEngine, prompts: Sequence[Prompt], *, config: Config, workflows: Workflows
+) -> list[Sample | None]:
     return await _watched(
-        complete_greedily(engine, prompts, max_new_tokens=config.rollout.max_new_tokens),
+        complete_greedily(engine, prompts, max_new_tokens=config.rollout.max_new_tokens, workflows=workflows),
         progress=lambda: engine.tokens_generated,
         waiting_for=f"{len(prompts)} completions",
         late=lambda: f"the engine, after {engine.tokens_generated} tokens",
@@ -127,20 +129,25 @@ async def _complete(engine: GenerationEngine, prompts: Sequence[Prompt], *, conf
 
 
 async def _score(
-    pool: VerifierPool, prompts: Sequence[Prompt], samples: Sequence[Sample], *, config: Config
-) -> list[Score]:
+    verifiers: VerifierSet, prompts: Sequence[Prompt], samples: Sequence[Sample], *, config: Config
+) -> list[Reply]:
     def reading() -> tuple[int, ...]:
-        return tuple(pool.gauges()[name] for name in ("calls", "restarts", "busy", "waiting"))
+        return tuple(verifiers.gauges()[name] for name in ("calls", "restarts", "busy", "waiting"))
 
     pairs = zip(prompts, samples, strict=True)
-    scores = await _watched(
-        asyncio.gather(*(pool.score(prompt, [sample.text]) for prompt, sample in pairs)),
+    replies = await _watched(
+        asyncio.gather(
+            *(
+                verifiers.score(prompt, [sample.text], messages=[sample.messages], held_out=True)
+                for prompt, sample in pairs
+            )
+        ),
         progress=reading,
         waiting_for=f"{len(samples)} scores",
         late=lambda: "the verifier, with {2} calls running and {3} waiting after {0}".format(*reading()),
         timeout_s=config.run.stall_timeout_s,
     )
-    return [score for (score,) in scores]
+    return [reply for (reply,) in replies]
 
 
 async def _watched(
@@ -163,4 +170,5 @@ async def _watched(
             await asyncio.wait([task], timeout=_POLL_S)
     finally:
         task.cancel()
+        await asyncio.gather(task, return_exceptions=True)  # also ends what it waits for, before that is closed
     return task.result()

@@ -19,7 +19,7 @@ _HELP: dict[OfflineCommand, tuple[str, str]] = {
     "reward_model": (
         "train a reward model on preferences",
         "Train a model that scores completions on pairs of a better and a worse one. The result can be a recipe's "
-        "verifier: areal_lite.verify.reward_model:reward_model.",
+        "verifier: reward_model.",
     ),
     "dpo": (
         "train a policy on preferences",

@@ -1,24 +1,30 @@
 """Files that a recipe names: actors run in other folders, so their paths are made absolute before anything starts."""
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from areal_lite.config import Config
+from areal_lite.data.rows import is_hub_id
 from areal_lite.errors import ConfigError
 from areal_lite.model_folder import find_model_folder
 from areal_lite.offline_config import OfflineConfig
-from areal_lite.sections import Section, VerifierConfig
+from areal_lite.sections import DataConfig, RolloutConfig, Section, SourceConfig, VerifierConfig, VerifierSettings
 
 __all__ = ["with_absolute_eval_paths", "with_absolute_paths"]
 
 Recipe = TypeVar("Recipe", Config, OfflineConfig)
 S = TypeVar("S", bound=Section)
+Source = TypeVar("Source", bound=SourceConfig)
+Settings = TypeVar("Settings", bound=VerifierSettings)
 
 BUILTIN = "builtin:"
 """How `model.path` begins where it names no folder."""
 
-REWARD_MODEL = "areal_lite.verify.reward_model:reward_model"
+REWARD_MODEL = "reward_model"
 """The verifier that `areal-lite reward-model` makes models for."""
+
+JUDGE = "judge"
+"""The verifier whose model is known to a server by its name, which may look like a path."""
 
 
 def with_absolute_paths(config: Recipe) -> Recipe:
@@ -42,14 +48,15 @@ def with_absolute_paths(config: Recipe) -> Recipe:
 
 
 def with_absolute_eval_paths(config: Config) -> Config:
-    """Return a recipe with what an evaluation reads of it, data and verifier, taken from the present folder.
+    """Return a recipe with what an evaluation reads of it (data, workflows, verifier) taken from the present folder.
 
     Raises:
         ConfigError: The verifier's model is missing.
     """
     changed = {
-        "data": _resolved(config.data, "path", "eval_path"),
-        "verifier": _resolved_arguments(_resolved_functions(config.verifier)),
+        "data": _resolved_data(config.data),
+        "rollout": _resolved_workflows(config.rollout),
+        "verifier": _resolved_verifier(config.verifier),
     }
     return config.model_copy(update=changed)
 
@@ -59,6 +66,17 @@ def _resolved(section: S, *fields: str) -> S:
     return section.model_copy(update={name: str(Path(path).resolve()) for name, path in paths.items() if path})
 
 
+def _resolved_data(data: DataConfig) -> DataConfig:
+    mix = {name: _resolved_source(source) for name, source in data.mix.items()}
+    return _resolved_source(data).model_copy(update={"mix": mix})
+
+
+def _resolved_source(source: Source) -> Source:
+    fields = ("path", "eval_path")
+    from_hub = [name for name in fields if source.source == "dataset" and is_hub_id(getattr(source, name) or "")]
+    return _resolved(source, *(name for name in fields if name not in from_hub))
+
+
 def _with_model(section: S, field: str, *, name: str) -> S:
     path = getattr(section, field)
     if path is None or path.startswith(BUILTIN):
@@ -66,23 +84,64 @@ def _with_model(section: S, field: str, *, name: str) -> S:
     return section.model_copy(update={field: str(find_model_folder(path, option=f"{name}.{field}"))})
 
 
-def _resolved_arguments(verifier: VerifierConfig) -> VerifierConfig:
-    """Resolve the argument `model`: of the learned reward, and of a user's own verifier where it names a path."""
-    model = verifier.arguments.get("model")
-    if verifier.function == REWARD_MODEL:
+def _resolved_verifier(verifier: VerifierConfig) -> VerifierConfig:
+    named = {name: _resolved_settings(one, f"verifier.named.{name}") for name, one in verifier.named.items()}
+    held_out = verifier.eval_function and _resolved_function(verifier.eval_function)
+    changed = {"named": named, "eval_function": held_out}
+    return _resolved_settings(verifier, "verifier").model_copy(update=changed)
+
+
+def _resolved_settings(settings: Settings, where: str) -> Settings:
+    function: Any = settings.function
+    resolved: Any = (
+        {_resolved_function(name): weight for name, weight in function.items()}
+        if isinstance(function, dict)
+        else _resolved_function(function)
+    )
+    return settings.model_copy(update={"function": resolved, "arguments": _resolved_arguments(settings, where)})
+
+
+def _resolved_arguments(settings: VerifierSettings, where: str) -> dict[str, Any]:
+    """Resolve `function`; and `model`, of the learned reward, and of a user's own verifier where it names a path."""
+    arguments = dict(settings.arguments)
+    if isinstance(function := arguments.get("function"), str):
+        arguments["function"] = _resolved_function(function)
+    model = arguments.get("model")
+    if settings.function == REWARD_MODEL:
         if not isinstance(model, str):
-            raise ConfigError(f"{REWARD_MODEL} needs verifier.arguments: {{model: folder}}, got {verifier.arguments}")
-        model = str(find_model_folder(model, option="verifier.arguments.model"))
-    elif isinstance(model, str) and Path(model).expanduser().exists():
+            raise ConfigError(f"{REWARD_MODEL} needs {where}.arguments: {{model: folder}}, got {settings.arguments}")
+        model = str(find_model_folder(model, option=f"{where}.arguments.model"))
+    elif settings.function != JUDGE and isinstance(model, str) and Path(model).expanduser().exists():
         model = str(Path(model).expanduser().resolve())
     else:
-        return verifier
-    return verifier.model_copy(update={"arguments": verifier.arguments | {"model": model}})
+        return arguments
+    return arguments | {"model": model}
 
 
-def _resolved_functions(verifier: VerifierConfig) -> VerifierConfig:
-    names = {name: getattr(verifier, name) for name in ("function", "eval_function")}
-    return verifier.model_copy(update={name: _resolved_function(value) for name, value in names.items() if value})
+def _resolved_workflows(rollout: RolloutConfig) -> RolloutConfig:
+    named = {
+        name: one.model_copy(
+            update={"function": _resolved_function(one.function), "arguments": _resolved_names(one.arguments)}
+        )
+        for name, one in rollout.workflows.items()
+    }
+    changed = {
+        "workflow": _resolved_function(rollout.workflow),
+        "workflow_arguments": _resolved_names(rollout.workflow_arguments),
+        "workflows": named,
+    }
+    return rollout.model_copy(update=changed)
+
+
+def _resolved_names(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Resolve the functions that arguments name: an environment's `step: game.py:step`, or a list of tools."""
+
+    def resolved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [resolved(item) for item in value]
+        return _resolved_function(value) if isinstance(value, str) else value
+
+    return {key: resolved(value) for key, value in arguments.items()}
 
 
 def _resolved_function(name: str) -> str:

@@ -17,7 +17,7 @@ from areal_lite.config import Config
 from areal_lite.events import Event
 from areal_lite.metrics import LaneClock, fraction, mean, median, rollout_clock, trainer_clock
 from areal_lite.run_folder import RunFolder
-from areal_lite.types import Group
+from areal_lite.types import Group, Sample
 
 __all__ = ["Recorder", "finite", "package_versions"]
 
@@ -55,7 +55,7 @@ class Recorder:
         self._lengths: Counter[int] = Counter()
         self._pauses: dict[str, float] = {}
         self._pause_s: list[float] = []
-        self._pending: dict[str, float] = {}
+        self._pending: dict[str, Any] = {}
         self.rows: list[dict[str, Any]] = list(folder.read("metrics.jsonl"))
         """Rows of `metrics.jsonl`; a resumed run goes on behind those it finds."""
         steps_before = self.rows[-1]["step"] if self.rows else 0
@@ -63,9 +63,11 @@ class Recorder:
         self._started = time.time() - (self.rows[-1]["time_s"] if self.rows else 0.0)
         self._step_time, self._first_time, self._last_time = time.time(), 0.0, 0.0
         self.evaluations: dict[int, float] = {}
+        self.evaluations_by_source: dict[int, Mapping[str, float]] = {}
         for event in folder.read("events.jsonl"):
             if event["kind"] == "eval":
                 self.evaluations[event["step"]] = event["accuracy"]
+                self.evaluations_by_source[event["step"]] = event.get("by_source", {})  # runs of 0.2.0 have none
             elif event["kind"] == "group":
                 self._count_lengths(event)
 
@@ -87,10 +89,10 @@ class Recorder:
                 self._rollouts[event["worker"]].feed(event)
         self._folder.append("events.jsonl", events)
 
-    def evaluation(self, step: int, accuracy: float) -> None:
-        """Note a held-out accuracy; it stands in the next row and in the summary."""
-        self.evaluations[step] = accuracy
-        self._pending |= {"eval_accuracy": accuracy, "eval_step": step}
+    def evaluation(self, step: int, accuracy: float, *, by_source: Mapping[str, float]) -> None:
+        """Note a held-out accuracy, over all and by data source; it stands in the next row and in the summary."""
+        self.evaluations[step], self.evaluations_by_source[step] = accuracy, by_source
+        self._pending |= {"eval_accuracy": accuracy, "eval_step": step, "eval_by_source": dict(by_source)}
 
     def parity(self, difference: float) -> None:
         """Note a logprob difference between engines and trainer; it stands in the next row and in the summary."""
@@ -197,6 +199,7 @@ class Recorder:
             "reward_first": mean(row["reward_mean"] for row in rows[:_ENDS]),
             "reward_last": mean(row["reward_mean"] for row in rows[-_ENDS:]),
             "eval": {str(step): accuracy for step, accuracy in sorted(self.evaluations.items())},
+            "eval_by_source": {str(step): dict(by) for step, by in sorted(self.evaluations_by_source.items())},
             "length_histogram": {str(length): count for length, count in sorted(self._lengths.items())},
             "age_histogram": {str(age): count for age, count in sorted(ages.items())},
             "age_max_trained": max((row["age_max"] for row in rows), default=0),
@@ -233,6 +236,9 @@ class Recorder:
             for key in keys:
                 if isinstance(row.get(key), (int, float)):
                     self._board.add_scalar(f"{group}/{key}", row[key], step)
+        for key in ("reward_by_source", "reward_parts", "verifier_metrics", "eval_by_source"):
+            for name, value in row.get(key, {}).items():
+                self._board.add_scalar(f"reward/{key}/{name}", value, step)
 
 
 def _readable(step: int, group: Group) -> dict[str, Any]:
@@ -241,6 +247,7 @@ def _readable(step: int, group: Group) -> dict[str, Any]:
             "text": sample.text,
             "reward": sample.reward,
             "failure": sample.failure,
+            **_further(sample),
             "stop_reason": sample.stop_reason.value,
             "tokens": sample.num_tokens,
             "spans": [[span.version, span.start, span.end] for span in sample.spans],
@@ -249,6 +256,19 @@ def _readable(step: int, group: Group) -> dict[str, Any]:
     ]
     prompt = group.prompt
     return {"step": step, "group": group.group_id, "prompt": prompt.text, "answer": prompt.answer, "samples": samples}
+
+
+def _further(sample: Sample) -> dict[str, Any]:
+    """Return what only some samples have: turns, and a verifier's further words."""
+    steps = [[step.token, step.value] for step in sample.step_rewards]
+    fields = {
+        "messages": list(sample.messages),
+        "step_rewards": steps,
+        "parts": dict(sample.parts),
+        "metrics": dict(sample.metrics),
+        "feedback": sample.feedback,
+    }
+    return {name: value for name, value in fields.items() if value}
 
 
 def finite(value: Any) -> Any:

@@ -3,6 +3,7 @@
 `config.py` puts them together, checks combinations and reads files; `presets.py` holds the objective's section.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -11,16 +12,25 @@ __all__ = [
     "COMMANDS",
     "ArithConfig",
     "CriticConfig",
+    "CurriculumConfig",
     "DataConfig",
+    "FilterConfig",
+    "GridworldConfig",
+    "GuessConfig",
+    "GymConfig",
+    "MixedSourceConfig",
     "ModelConfig",
     "QueueConfig",
     "RolloutConfig",
     "RunConfig",
     "Section",
+    "SourceConfig",
     "TrainerConfig",
     "VerifierConfig",
+    "VerifierSettings",
     "WarmStartConfig",
     "WeightsConfig",
+    "WorkflowConfig",
 ]
 
 COMMANDS = {"train": "train", "sft": "sft", "reward_model": "reward-model", "dpo": "dpo"}
@@ -95,19 +105,112 @@ class ArithConfig(Section):
     seed: int = Field(0, ge=0, description="seed of both splits")
 
 
-class DataConfig(Section):
-    """Where prompts come from."""
+class GymConfig(Section):
+    """Task families that the package reasoning-gym generates (`source: reasoning_gym`)."""
 
-    source: Literal["arith", "jsonl"] = Field("arith", description="arith = built in; jsonl = a file of rows")
-    path: str | None = Field(None, description="training rows, one JSON object a line (source: jsonl)")
-    eval_path: str | None = Field(None, description="held-out rows; none = no evaluation")
+    dataset: str | None = Field(None, description="name of a family, e.g. chain_sum")
+    arguments: dict[str, Any] = Field({}, description="settings of the family, e.g. {max_terms: 3}")
+    train_size: int = Field(2048, ge=1, description="training problems")
+    eval_size: int = Field(128, ge=1, description="held-out problems, none of them among the training ones")
+    seed: int = Field(0, ge=0, description="seed of both splits")
+
+
+class GuessConfig(Section):
+    """The game of guessing a number (`source: guess_number`)."""
+
+    max_number: int = Field(99, ge=2, description="numbers are 1 to this")
+    max_turns: int = Field(8, ge=1, description="guesses allowed")
+    train_size: int = Field(2048, ge=1, description="training games")
+    eval_size: int = Field(64, ge=1, description="held-out games")
+    seed: int = Field(0, ge=0, description="seed of both splits")
+
+
+class GridworldConfig(Section):
+    """Mazes walked one move a turn (`source: gridworld`)."""
+
+    size: int = Field(4, ge=2, le=9, description="rows and columns")
+    walls: int = Field(3, ge=0, description="blocked cells; the goal stays reachable")
+    max_turns: int = Field(12, ge=1, description="moves allowed")
+    train_size: int = Field(2048, ge=1, description="training mazes")
+    eval_size: int = Field(64, ge=1, description="held-out mazes")
+    seed: int = Field(0, ge=0, description="seed of both splits")
+
+
+class FilterConfig(Section):
+    """Which rows of a source are used; the others are counted and left out."""
+
+    max_prompt_tokens: int | None = Field(None, ge=1, description="longest prompt in tokens; null = as fits")
+    ranges: dict[str, tuple[float, float]] = Field(
+        {}, description="columns that must lie in a range, ends included, e.g. {difficulty: [1, 3]}"
+    )
+
+
+class SourceConfig(Section):
+    """One source of prompts."""
+
+    source: Literal["arith", "jsonl", "parquet", "dataset", "reasoning_gym", "guess_number", "gridworld"] = Field(
+        "arith",
+        description="jsonl, parquet = files; dataset = a folder or hub id for the datasets library; others: built in",
+    )
+    path: str | None = Field(None, description="training rows: a file, a datasets folder, or a hub id")
+    eval_path: str | None = Field(None, description="held-out rows; null = a datasets folder's own split, or none")
     eval_size: int = Field(256, ge=1, description="held-out rows used at most")
     prompt_column: str = Field("question", description="column with the prompt")
     answer_column: str = Field("answer", description="column with the reference answer")
+    columns: dict[str, str] = Field(
+        {}, description="new names of further columns, {new: old}, e.g. {difficulty: level}"
+    )
     template: str = Field("{prompt}", description="text around the prompt; {prompt} is replaced")
     chat: bool = Field(False, description="apply the model's chat template to the prompt as a user message")
     max_bad_fraction: float = Field(0.01, ge=0, le=1, description="share of unreadable rows above which loading fails")
+    verifier: str | None = Field(
+        None, description="verifier of rows without a column verifier; null = verifier.function"
+    )
+    workflow: str | None = Field(
+        None, description="workflow of rows without a column workflow; null = rollout.workflow"
+    )
+    filter: FilterConfig = FilterConfig()
     arith: ArithConfig = ArithConfig()
+    reasoning_gym: GymConfig = GymConfig()
+    guess_number: GuessConfig = GuessConfig()
+    gridworld: GridworldConfig = GridworldConfig()
+
+
+class MixedSourceConfig(SourceConfig):
+    """One of several sources."""
+
+    weight: float = Field(1.0, gt=0, description="share of the prompts, relative to the other sources")
+
+
+class CurriculumConfig(Section):
+    """A preference for prompts that are neither too easy nor too hard."""
+
+    strength: float = Field(
+        0.0, ge=0, le=1, description="share of prompts picked by observed pass rate; 0 = none, the plain shuffle"
+    )
+    candidates: int = Field(8, ge=2, description="prompts compared for each pick")
+    memory: float = Field(0.5, ge=0, lt=1, description="weight of the past in a prompt's observed pass rate")
+
+
+class DataConfig(SourceConfig):
+    """Where prompts come from: one source, or several in `mix`."""
+
+    mix: dict[str, MixedSourceConfig] = Field(
+        {}, description="several sources by name, each with the keys of this section and a weight"
+    )
+    curriculum: CurriculumConfig = CurriculumConfig()
+
+    @property
+    def sources(self) -> Mapping[str, SourceConfig]:
+        """The sources by name, the first part of their prompts' ids; one alone is named after its kind."""
+        return self.mix or {self.source: self}
+
+
+class WorkflowConfig(Section):
+    """A workflow with a name of its own."""
+
+    function: str = Field(description="a known name, module:function or path.py:function, see docs/workflows.md")
+    arguments: dict[str, Any] = Field({}, description="keyword arguments of every episode")
 
 
 class RolloutConfig(Section):
@@ -120,7 +223,17 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, gt=0, description="sampling temperature; the trainer applies the same")
     top_p: float = Field(1.0, description="must be 1 in training: tokens outside would have probability 0")
     top_k: int = Field(0, description="must be 0 in training: tokens outside would have probability 0")
-    max_new_tokens: int = Field(128, ge=1, description="completion tokens at most")
+    max_new_tokens: int = Field(
+        128, ge=1, description="completion tokens at most, an environment's replies in between included"
+    )
+    workflow: str = Field(
+        "single_turn", description="how a prompt becomes a sample: a name, module:function or path.py:function"
+    )
+    workflow_arguments: dict[str, Any] = Field({}, description="keyword arguments of every episode of workflow")
+    workflows: dict[str, WorkflowConfig] = Field(
+        {}, description="further workflows by name, for rows and sources that choose their own"
+    )
+    turn_timeout_s: float = Field(10.0, gt=0, description="seconds an environment may take for one reply")
     slots: int = Field(64, ge=1, description="samples an engine decodes at once; the worker keeps them filled")
     threads: int = Field(1, ge=1, description="CPU threads of one engine")
     tensor_parallel: int = Field(1, ge=1, description="GPUs of one engine")
@@ -146,21 +259,36 @@ class QueueConfig(Section):
     max_message_mb: int = Field(64, ge=1, description="largest message accepted, in MiB")
 
 
-class VerifierConfig(Section):
+class VerifierSettings(Section):
+    """One verifier and the processes it runs in."""
+
+    function: str = Field(description="a known name, module:function or path.py:function, see docs/verifiers.md")
+    arguments: dict[str, Any] = Field({}, description="keyword arguments of every call, e.g. {model: runs/rm}")
+    timeout_s: float = Field(5.0, gt=0, description="hard deadline of one call")
+    processes: int = Field(1, ge=1, description="killable processes in each verifier worker")
+    concurrency: int = Field(1, ge=1, description="calls in flight in one process; more than 1 is for async functions")
+    memory_mb: int = Field(
+        1024, ge=16, description="memory in MiB a process and all it starts may take beyond what it took when ready"
+    )
+    retries: int = Field(2, ge=0, description="further tries of a call that was lost or whose service did not answer")
+    max_failure_share: float = Field(
+        0.5, ge=0, le=1, description="share of failures in the last 50 calls above which the run stops; 1 = never"
+    )
+
+
+class VerifierConfig(VerifierSettings):
     """Scoring."""
 
-    function: str = Field(
-        "areal_lite.verify.builtin:last_number",
-        description="module:function or path.py:function, see docs/verifiers.md",
+    function: str | dict[str, float] = Field(  # type: ignore[assignment]  # one of them, or a weighted sum
+        "last_number",
+        description="a known name, module:function, path.py:function, or several with weights: {math: 1, format: 0.2}",
     )
-    arguments: dict[str, Any] = Field(
-        {}, description="keyword arguments of every call of function, e.g. {model: runs/rm}"
+    named: dict[str, VerifierSettings] = Field(
+        {}, description="further verifiers by name, for sums, and for rows and sources that choose their own"
     )
     eval_function: str | None = Field(
-        None, description="verifier of held-out prompts, called without arguments; null = function"
+        None, description="verifier of held-out prompts, called without arguments; null = as in training"
     )
-    timeout_s: float = Field(5.0, gt=0, description="hard deadline of one call")
-    processes: int = Field(1, ge=1, description="killable processes of one verifier worker")
     workers: int = Field(1, ge=1, description="verifier workers")
 
 

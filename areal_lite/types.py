@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "GIVEN",
     "Group",
     "Lease",
     "Prompt",
@@ -22,12 +23,16 @@ __all__ = [
     "Sample",
     "Score",
     "Shard",
+    "StepReward",
     "StopReason",
     "VersionSpan",
 ]
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
+
+GIVEN = -1
+"""In place of a version: tokens that no model produced, such as an environment's reply. They never train."""
 
 
 class StopReason(StrEnum):
@@ -41,17 +46,17 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """Output tokens `start .. end - 1` were produced by the weights of `version`."""
+    """Output tokens `start .. end - 1` were produced by the weights of `version`, or are `GIVEN`."""
 
     version: int
     start: int
     end: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start < self.end or self.version < 0:
+        if not 0 <= self.start < self.end or self.version < GIVEN:
             raise ValueError(
-                f"a version span must have version >= 0 and 0 <= start < end, got version={self.version}, "
-                f"start={self.start}, end={self.end}"
+                f"a version span must have version >= 0 (or {GIVEN} = given) and 0 <= start < end, got "
+                f"version={self.version}, start={self.start}, end={self.end}"
             )
 
 
@@ -73,20 +78,39 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepReward:
+    """Process supervision: what the step that ends with output token `token` earned, in units of reward."""
+
+    token: int
+    """0..T-1."""
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One completion of a prompt, before or after it was scored."""
+    """One completion of a prompt, before or after it was scored; of several turns, where an environment answered."""
 
     token_ids: Int32
-    """[T] output tokens, end-of-sequence included: it is trained like any other."""
+    """[T] output tokens, end-of-sequence included: it is trained like any other. With an environment's replies."""
     logprobs: Float32
-    """[T] log-probability of each token under the behaviour policy, temperature applied, in nats."""
+    """[T] log-probability of each token under the behaviour policy, temperature applied, in nats; 0 where `GIVEN`."""
     spans: tuple[VersionSpan, ...]
-    """Which version produced which tokens, as stamped by the engine; covers 0..T without gaps."""
+    """Which version produced which tokens, as stamped by the engine, or `GIVEN`; covers 0..T without gaps."""
     stop_reason: StopReason
     text: str = ""
     """Decoded completion, special tokens left out."""
+    messages: tuple[Mapping[str, str], ...] = ()
+    """The turns behind the prompt as `{"role": ..., "content": ...}`; empty for a plain completion."""
     reward: float | None = None
-    """The verifier's reward; None before verification and when the verifier failed."""
+    """The verifier's reward for the outcome; None before verification and when the verifier failed."""
+    step_rewards: tuple[StepReward, ...] = ()
+    """The verifier's rewards for steps on the way, beside `reward`."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """What the reward was made of, by name."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further figures of the verifier's, by name."""
+    feedback: str = ""
+    """The verifier's words for a person."""
     failure: str | None = None
     """Why the verifier gave no reward; None otherwise."""
 
@@ -100,16 +124,25 @@ class Sample:
         edges = [0] + [span.end for span in self.spans]
         if [span.start for span in self.spans] != edges[:-1] or edges[-1] != num_tokens:
             raise ValueError(f"version spans must cover all {num_tokens} tokens without gaps, got {self.spans}")
+        if self.spans[-1].version == GIVEN:
+            raise ValueError(f"a sample must end with a token that the model produced, got a given one: {self.spans}")
+        if any(not 0 <= step.token < num_tokens for step in self.step_rewards):
+            raise ValueError(f"step rewards must be at tokens 0..{num_tokens - 1}, got {self.step_rewards}")
 
     @property
     def num_tokens(self) -> int:
-        """T, the number of output tokens."""
+        """T, the number of output tokens, given ones included."""
         return len(self.token_ids)
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest token."""
-        return min(span.version for span in self.spans)
+        """Version of the oldest token that the model produced."""
+        return min(span.version for span in self.spans if span.version != GIVEN)
+
+    @property
+    def total_reward(self) -> float | None:
+        """What the sample earned in all, outcome and steps: the number that groups are compared by."""
+        return None if self.reward is None else self.reward + sum(step.value for step in self.step_rewards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +150,10 @@ class Score:
     """A verifier's word on one sample: a reward, or the reason there is none (never both)."""
 
     reward: float | None = None
+    step_rewards: tuple[StepReward, ...] = ()
+    parts: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    feedback: str = ""
     failure: str | None = None
 
     def __post_init__(self) -> None:
@@ -169,8 +206,10 @@ class Shard:
     version: int
     """Trainer version when the batch was taken; a token's age is counted from it."""
     rewards: Float32
-    """[N, G] rewards of the whole batch; NaN where the verifier failed."""
+    """[N, G] total rewards of the whole batch; NaN where the verifier failed."""
     rows: tuple[Row, ...]
+    has_step_rewards: bool = False
+    """Whether any sample of the whole batch has step rewards: ranks must agree on what they compute together."""
 
     def __post_init__(self) -> None:
         shape: Sequence[int] = self.rewards.shape

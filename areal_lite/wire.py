@@ -23,11 +23,11 @@ import msgpack
 import numpy as np
 
 from areal_lite.errors import WireError
-from areal_lite.types import Group, Lease, Prompt, Row, Sample, Score, Shard, VersionSpan
+from areal_lite.types import Group, Lease, Prompt, Row, Sample, Score, Shard, StepReward, VersionSpan
 
 __all__ = ["ARRAY_DTYPES", "SCHEMA_VERSION", "as_type", "decode", "encode", "schema_version"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Goes up with every change of a dataclass in `types.py` or of the layout above."""
 
 ARRAY_DTYPES = frozenset(["|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"])
@@ -37,7 +37,7 @@ _ARRAY, _DATACLASS = 1, 2
 _PACK_BUFFER_BYTES = 65536  # msgpack would start with 1 MiB for each array and dataclass, which halves the speed
 _CONTAINERS = (dict, list, tuple)
 _CLASSES: dict[str, type[Any]] = {
-    cls.__name__: cls for cls in (Group, Lease, Prompt, Row, Sample, Score, Shard, VersionSpan)
+    cls.__name__: cls for cls in (Group, Lease, Prompt, Row, Sample, Score, Shard, StepReward, VersionSpan)
 }
 _UNREADABLE = (ValueError, TypeError, OverflowError, RecursionError, MemoryError, msgpack.UnpackException)
 

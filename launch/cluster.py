@@ -92,7 +92,9 @@ class Cluster:
         rollouts = self._spawn_many(
             RolloutActor, "rollout", config.rollout.workers, endpoint=endpoint, model_folder=self._model_folder
         )
-        self.verifiers = self._spawn_many(VerifierActor, "verifier", config.verifier.workers, endpoint=endpoint)
+        self.verifiers = self._spawn_many(
+            VerifierActor, "verifier", config.verifier.workers, endpoint=endpoint, model_folder=self._model_folder
+        )
         self._wait_for_kept()
         address = result(self.trainers["trainer/0"].free_address.remote(), timeout_s=config.run.start_timeout_s)
         starting = {

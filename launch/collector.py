@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_lite.events import EventBuffer
@@ -54,6 +55,17 @@ class Collector:
             total.update(gauges.get("failures", {}))
         return dict(total)
 
+    def verifiers(self) -> dict[str, Any]:
+        """Failed verifications by reason, and each verifier's own figures, over all workers."""
+        parts: dict[str, list[dict[str, Any]]] = {}
+        for gauges in self._gauges.values():
+            for name, figures in gauges.get("verifiers", {}).items():
+                parts.setdefault(name, []).append(figures)
+        return {
+            "verifier_failures": self.failures(),
+            "verifiers": {name: _together(figures) for name, figures in sorted(parts.items())},
+        }
+
     def tokens(self) -> float:
         """Tokens generated so far, by workers lost since as well."""
         return float(sum(gauge["tokens"] for gauge in self._gauges.values() if "tokens" in gauge))
@@ -76,3 +88,13 @@ class Collector:
             self._said.add(name)
             self._own[-1].emit("lost", worker=name, reason=self._cluster.lost[name])
             self._view.say(f"{name} was lost ({self._cluster.lost[name]}); the others go on", style="yellow")
+
+
+def _together(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join one verifier's figures of several workers: counts add up, of the latencies the worst stands."""
+    counted = ("calls", "timeouts", "restarts", "busy", "waiting")
+    return {
+        **{name: sum(part[name] for part in parts) for name in counted},
+        "failures": dict(sum((Counter(part["failures"]) for part in parts), Counter[str]())),
+        **{name: max(part[name] for part in parts) for name in ("latency_p50_s", "latency_p95_s")},
+    }

@@ -22,13 +22,14 @@ from areal_lite.events import EventBuffer
 from areal_lite.launch.actor_keeper import ActorKeeper
 from areal_lite.launch.cluster import Cluster
 from areal_lite.launch.collector import Collector
-from areal_lite.launch.evaluation import Evaluation
+from areal_lite.launch.evaluation import Evaluation, in_words
 from areal_lite.launch.parity import largest_logprob_difference
 from areal_lite.launch.remote import describe, result
 from areal_lite.launch.signals import Interrupts
 from areal_lite.launch.view import View
 from areal_lite.recorder import Recorder
 from areal_lite.run_folder import RunFolder
+from areal_lite.sample_queue.requests import BatchInfo
 from areal_lite.types import Group, Prompt
 from areal_lite.watchdog import Watchdog
 from areal_lite.weights.handover import hand_over
@@ -150,13 +151,14 @@ class Controller:
         batch_id = f"step-{self._version + 1}"
         begun = time.monotonic()
         self._trainer_lane.emit("wait")
-        if not self._wait_for_batch(batch_id):
+        info = self._wait_for_batch(batch_id)
+        if info is None:
             return False
         taken = time.monotonic()
         self._trainer_lane.emit("train", batch=batch_id)
         groups = self._cluster.queue.batch_groups(batch_id=batch_id, limit=max(self._config.run.log_samples, 1))
         self._at_boundary = False
-        stats = self._train(batch_id)
+        stats = self._train(batch_id) | info["rewards"]
         self._version += 1
         trained = time.monotonic()
         self._trainer_lane.emit("trained", version=self._version)
@@ -173,14 +175,14 @@ class Controller:
         self._after_step(stats, groups, **timings, publish_s=time.monotonic() - trained)
         return True
 
-    def _wait_for_batch(self, batch_id: str) -> bool:
+    def _wait_for_batch(self, batch_id: str) -> BatchInfo | None:
         queue = self._cluster.queue
         self._watchdog.restart()
         self._cluster.check_workers()
         ended_before: int | None = None
-        while queue.take(batch_id=batch_id, wait_s=_POLL_S) is None:
+        while (info := queue.take(batch_id=batch_id, wait_s=_POLL_S)) is None:
             if self._interrupts:
-                return False
+                return None
             self._cluster.check_workers()
             status = queue.status()
             ended = sum(status["counts"][state] for state in ("failed", "rejected", "stale"))
@@ -191,7 +193,7 @@ class Controller:
                 waiting_for=f"the batch of step {self._version + 1} ({status['missing']} groups missing)",
                 culprit=functools.partial(_late_workers, status),
             )
-        return True
+        return info
 
     def _raise_if_fruitless(self, ended: int, counts: dict[str, int]) -> None:
         """Groups that end without ever making a batch look like progress to the watchdog; they are not."""
@@ -257,7 +259,7 @@ class Controller:
         self._collector.collect(force=True)
         status = self._cluster.queue.status()
         row = self._recorder.step(
-            stats | {"verifier_failures": self._collector.failures(), "messages_refused": status["refused"]},
+            stats | self._collector.verifiers() | {"messages_refused": status["refused"]},
             step=self._version,
             tokens_generated=self._collector.tokens(),
             ledger=status["counts"],
@@ -307,13 +309,10 @@ class Controller:
             return
         if result is not None:
             self._evaluation = None
-            self._recorder.evaluation(result["step"], result["accuracy"])
-            self._controller_lane.emit("eval", **result)
-            self._view.say(
-                f"held-out accuracy at step {result['step']}: {result['accuracy']:.3f} "
-                f"({result['problems']} problems, versions {result['versions']}"
-                + (f", {result['failures']} could not be scored)" if result["failures"] else ")")
-            )
+            if result["problems"]:
+                self._recorder.evaluation(result["step"], result["accuracy"], by_source=result["by_source"])
+                self._controller_lane.emit("eval", **result)
+            self._view.say(in_words(result), style="" if result["problems"] else "red")
 
     def _save(self) -> Path:
         """Write a checkpoint of this step boundary."""

@@ -22,6 +22,7 @@ from areal_lite.launch.view import View
 from areal_lite.model_folder import find_model_folder
 from areal_lite.offline_config import OfflineConfig
 from areal_lite.paths import with_absolute_paths
+from areal_lite.plugin_check import plugin_problems
 from areal_lite.run_folder import RunFolder
 from areal_lite.train.ptx import load_documents
 from areal_lite.train.warm_start import ensure_warm_start
@@ -45,6 +46,8 @@ def train(config: Config, *, recipe_name: str, console: Console, keeper: ActorKe
         ArealLiteError: With what to do about it.
         Interrupted: After Ctrl-C, saved.
     """
+    if problems := list(plugin_problems(config)):
+        raise ConfigError("\n".join(problems))
     config = with_absolute_paths(config)
     view = View(config, console=console)
     model_folder = prepare_model(config, console=console)
@@ -129,12 +132,14 @@ def check_arguments(config: Config, prompts: Iterable[Prompt]) -> None:
     Raises:
         ConfigError: One has.
     """
-    columns = {"prompt", "completion", "answer"}.union(*(prompt.row for prompt in prompts))
-    if clash := config.verifier.arguments.keys() & columns:
-        raise ConfigError(
-            f"verifier.arguments must have names of their own, got {', '.join(sorted(clash))}, which a verifier gets "
-            "from the data row: rename the argument or the column"
-        )
+    columns = {"prompt", "completion", "answer", "messages"}.union(*(prompt.row for prompt in prompts))
+    named = {f"verifier.named.{name}": settings for name, settings in config.verifier.named.items()}
+    for key, settings in {"verifier": config.verifier, **named}.items():
+        if clash := settings.arguments.keys() & columns:
+            raise ConfigError(
+                f"{key}.arguments must have names of their own, got {', '.join(sorted(clash))}, which a verifier gets "
+                "from the data row: rename the argument or the column"
+            )
 
 
 def _check_resources(config: Config, console: Console) -> None:

@@ -66,7 +66,7 @@ class View:
 
     def _line(self, row: Mapping[str, Any]) -> str:
         return (
-            f"step {row['step']}/{self._config.run.steps}  reward {_show(row['reward_mean'])}  "
+            f"step {row['step']}/{self._config.run.steps}  reward {_show(row['reward_mean'])}{_by_source(row)}  "
             f"accuracy {self._accuracy()}  age {_show(row['age_mean'])} (max {_show(row['age_max'], 'd')})  "
             f"{_show(row['gen_tokens_per_s'], ',.0f')} tokens/s  "
             f"idle: generators {self._share('rollout_idle_fraction')}, trainer {self._share('trainer_idle_fraction')}  "
@@ -99,12 +99,19 @@ class View:
     def _waiting(self) -> Iterable[tuple[str, str]]:
         yield "reward", "waiting for the first batch ..."
         yield "accuracy", self._accuracy()
-        for label in ("tokens", "speed", "idle", "policy", "groups"):
+        for label in ("tokens", "speed", "idle", "policy", "scoring", "groups"):
             yield label, ""
 
     def _facts(self, row: Mapping[str, Any]) -> Iterable[tuple[str, RenderableType]]:
         rewards = [float(r["reward_mean"]) for r in self._rows if r["reward_mean"] is not None]
-        yield "reward", Text.assemble((f"{_show(row['reward_mean'])}  ", "bold"), (sparkline(rewards), "green"))
+        yield (
+            "reward",
+            Text.assemble(
+                (f"{_show(row['reward_mean'])}  ", "bold"),
+                (sparkline(rewards), "green"),
+                (f"  {_by_source(row)}", "dim"),
+            ),
+        )
         yield "accuracy", Text(self._accuracy(), style="bold")
         yield (
             "tokens",
@@ -134,6 +141,7 @@ class View:
                 f"{_show(row['truncated_fraction'], '.0%')} cut off; gradient norm {_show(row['grad_norm'])}"
             ),
         )
+        yield "scoring", Text(_scoring(row))
         yield "groups", Text(_flow(row["ledger"]))
 
     def _accuracy(self) -> str:
@@ -163,6 +171,23 @@ def sparkline(values: Sequence[float], width: int = _SPARKLINE_WIDTH) -> str:
     low, high = min(means), max(means)
     scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
     return f"{low:.2f} " + "".join(_SPARKS[round((value - low) * scale)] for value in means) + f" {high:.2f}"
+
+
+def _scoring(row: Mapping[str, Any]) -> str:
+    """Each verifier's latency, what waits for it, and what failed."""
+    verifiers = [
+        f"{name} {1000 * figures['latency_p50_s']:.0f} ms (95 %: {1000 * figures['latency_p95_s']:.0f} ms)"
+        + (f", {figures['waiting']} waiting" if figures["waiting"] else "")
+        + (f", {sum(figures['failures'].values())} failed" if figures["failures"] else "")
+        for name, figures in row.get("verifiers", {}).items()
+    ]
+    return "; ".join(verifiers) or "-"
+
+
+def _by_source(row: Mapping[str, Any]) -> str:
+    """Rewards by data source, in brackets, where prompts have several."""
+    by_source = row.get("reward_by_source", {})
+    return f" [{', '.join(f'{name} {value:.3f}' for name, value in by_source.items())}]" if len(by_source) > 1 else ""
 
 
 def _flow(ledger: Mapping[str, int]) -> str:

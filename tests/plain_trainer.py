@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from areal_lite.config import Config
-from areal_lite.types import Row, StopReason
+from areal_lite.types import GIVEN, Row, StopReason
 
 NAN = float("nan")
 
@@ -37,6 +37,8 @@ class PlainRow:
 
     row: Row
     mask: list[bool]
+    own: list[bool]
+    """Which tokens the model produced: the time steps of the episode."""
     proximal: list[float] = field(default_factory=list)
     reference: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -108,7 +110,9 @@ class PlainTrainer:
         if self.objective.sample_filter == "varied_groups" and trains:
             trains = len(set(scored)) > 1
         versions = [span.version for span in row.sample.spans for _ in range(span.start, span.end)]
-        return PlainRow(row, [trains and self.version - v <= self.config.queue.max_staleness for v in versions])
+        own = [v != GIVEN for v in versions]
+        oldest = self.version - self.config.queue.max_staleness
+        return PlainRow(row, [trains and mine and v >= oldest for v, mine in zip(versions, own, strict=True)], own)
 
     @torch.no_grad()
     def _score(self, plain: list[PlainRow]) -> None:
@@ -133,9 +137,15 @@ class PlainTrainer:
                 shaped += min(0.0, max(-1.0, (limit - room - p.row.sample.num_tokens) / room))
             p.rewards = [0.0] * len(p.mask)
             p.rewards[-1] = 0.0 if math.isnan(raw) else shaped
+            for step in p.row.sample.step_rewards:
+                token = step.token
+                while not p.own[token]:
+                    token -= 1
+                p.rewards[token] += knobs.reward_scale * step.value
+                p.rewards[-1] -= knobs.reward_scale * step.value
             if knobs.kl == "reward":
                 assert knobs.kl_estimator == "k1"
-                for t in range(len(p.mask)):
+                for t in [t for t, mine in enumerate(p.own) if mine]:
                     p.rewards[t] -= knobs.kl_coef * (p.proximal[t] - p.reference[t])
         if knobs.baseline == "critic":
             self._generalised(plain)
@@ -150,27 +160,28 @@ class PlainTrainer:
     def _generalised(self, plain: list[PlainRow]) -> None:
         gamma, lam = self.objective.gamma, self.objective.gae_lambda
         for p in plain:
-            after, carried, advantages = 0.0, 0.0, []
-            for reward, value in zip(reversed(p.rewards), reversed(p.values), strict=True):
-                carried = reward + gamma * after - value + gamma * lam * carried
-                after = value
-                advantages.append(carried)
-            p.advantages = advantages[::-1]
+            after, carried, p.advantages = 0.0, 0.0, [0.0] * len(p.own)
+            for t in reversed([t for t, mine in enumerate(p.own) if mine]):
+                carried = p.rewards[t] + gamma * after - p.values[t] + gamma * lam * carried
+                after = p.values[t]
+                p.advantages[t] = carried
             p.targets = [a + v for a, v in zip(p.advantages, p.values, strict=True)]
             if self.config.critic.target == "monte_carlo":
                 p.targets = self._to_go(p)
 
     def _to_go(self, p: PlainRow) -> list[float]:
-        return [
-            sum(self.objective.gamma ** (k - t) * p.rewards[k] for k in range(t, len(p.rewards)))
-            for t in range(len(p.rewards))
-        ]
+        times = [t for t, mine in enumerate(p.own) if mine]
+        to_go = [0.0] * len(p.own)
+        for now, t in enumerate(times):
+            later = enumerate(times[now:])
+            to_go[t] = sum(self.objective.gamma**passed * p.rewards[k] for passed, k in later)
+        return to_go
 
     def _compared(self, plain: list[PlainRow], rewards: np.ndarray) -> None:
         returns = np.full(rewards.shape, NAN)
         for p in plain:
             if not math.isnan(rewards[p.place]):
-                returns[p.place] = self._to_go(p)[0]
+                returns[p.place] = self._to_go(p)[p.own.index(True)]
         for p in plain:
             if math.isnan(rewards[p.place]):
                 p.advantages = [0.0] * len(p.mask)

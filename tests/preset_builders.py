@@ -1,10 +1,12 @@
 """Recipes and trainers for the tests of presets and knobs."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from train_builders import make_config
+from transformers import AutoModelForCausalLM
 
 from areal_lite.config import Config
 from areal_lite.presets import expand_preset
@@ -29,6 +31,17 @@ def make_trainer(model_folder: str, config: Config) -> Trainer:
     trainer = Trainer(config, model_folder=model_folder, rank=0, world_size=1)
     trainer._version = 5
     return trainer
+
+
+def save_model_near(model_folder: str, folder: Path) -> str:
+    """Save a model near another, so that the KL to it is neither nothing nor everything."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return str(folder)
 
 
 def assert_same(got: nn.Module, expected: nn.Module, *, atol: float = 2e-4) -> None:

@@ -25,6 +25,7 @@ class FakeCursor:
 
     def __init__(self) -> None:
         self.position = 0
+        self.observed: list[tuple[str, float]] = []
 
     def next(self) -> Prompt:
         self.position += 1
@@ -33,6 +34,9 @@ class FakeCursor:
     def get(self, prompt_id: str) -> Prompt:
         n = int(prompt_id.split("/")[-1])
         return Prompt(prompt_id=prompt_id, text=f"{n}+1=?", token_ids=tuple(range(n + 1)), answer=f"{n + 1}")
+
+    def observe(self, prompt_id: str, pass_rate: float) -> None:
+        self.observed.append((prompt_id, pass_rate))
 
     def state(self) -> dict[str, Any]:
         return {"position": self.position}

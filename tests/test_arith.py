@@ -9,7 +9,7 @@ import pytest
 from areal_lite.data.arith import CHARACTERS, arith_problems, worked_solutions
 from areal_lite.errors import ConfigError
 from areal_lite.sections import ArithConfig
-from areal_lite.verify.builtin import final_number, last_number
+from areal_lite.verify.builtin.text import final_number, last_number
 
 
 def test_every_problem_is_a_correct_chain():

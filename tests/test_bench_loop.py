@@ -140,7 +140,7 @@ def write_plan(folder: Path) -> Path:
     recipe.write_text(yaml.safe_dump(config.model_dump()))
     runs: dict[str, dict[str, Any]] = {
         "first": {"run.seed": 1},
-        "broken": {"verifier.function": "areal_lite.verify.builtin:no_such_function"},
+        "broken": {"verifier.function": "areal_lite.verify.builtin.text:no_such_function"},
         "last": {"run.steps": 60, "queue.max_staleness": 1},
     }
     path = folder / "plan.yaml"

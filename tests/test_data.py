@@ -11,10 +11,11 @@ from transformers import AutoTokenizer
 from areal_lite.config import Config, parse_config
 from areal_lite.data.arith import CHARACTERS, arith_problems
 from areal_lite.data.cursor import PromptCursor
-from areal_lite.data.prompts import load_jsonl
+from areal_lite.data.files import file_tasks
 from areal_lite.data.source import load_source
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import CheckpointError, ConfigError, DataError
+from areal_lite.sections import SourceConfig
 from areal_lite.types import Prompt
 from areal_lite.wire import decode, encode
 
@@ -22,8 +23,9 @@ FIXTURES = Path(__file__).parent / "fixtures"
 LETTERS = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-=?.,:<>|\n"
 
 
-def load(path, *, prompt_column="question", answer_column="answer", max_bad_fraction=1.0):
-    return load_jsonl(path, prompt_column=prompt_column, answer_column=answer_column, max_bad_fraction=max_bad_fraction)
+def load(path, *, max_bad_fraction=1.0, **settings):
+    source = SourceConfig(source="jsonl", path=str(path), max_bad_fraction=max_bad_fraction, **settings)
+    return file_tasks(source, "train", where="data")
 
 
 def jsonl_config(path=None, **sections):
@@ -213,9 +215,12 @@ def test_a_row_limit_counts_for_the_length(tmp_path):
         load_source(config, build_char_tokenizer(LETTERS), "train")
 
 
-def test_text_outside_the_vocabulary_is_an_error_not_a_gap():
-    with pytest.raises(DataError, match="cannot encode"):
-        load_source(jsonl_config(), build_char_tokenizer(CHARACTERS), "train")
+def test_text_outside_the_vocabulary_is_an_error_that_names_character_and_row(tmp_path):
+    """Row 2 is the first with a character that is missing, and the letter e the first of them."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": text, "answer": "1"}) + "\n" for text in ("1+1=?", "1+e=x", "y")))
+    with pytest.raises(DataError, match=r"cannot encode the character 'e' \(U\+0065\) at .*rows\.jsonl:2 "):
+        load_source(jsonl_config(path), build_char_tokenizer(CHARACTERS), "train")
 
 
 # --- cursor ---

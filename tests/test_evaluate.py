@@ -11,7 +11,8 @@ from areal_lite.errors import StallError
 from areal_lite.evaluate import _run
 from areal_lite.rollout.engine import ScriptedEngine
 from areal_lite.rollout.vllm_engine import VllmEngine
-from areal_lite.types import Prompt, Score
+from areal_lite.types import Prompt
+from areal_lite.verify.protocol import Reply
 
 VERIFY = """
 import time
@@ -22,7 +23,7 @@ def verify(prompt, completion, answer, **row):
 """
 
 
-def run(engine: ScriptedEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: str) -> list[Score]:
+def run(engine: ScriptedEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: str) -> list[Reply]:
     """Evaluate two prompts, whose scores take so many seconds each, with a stall timeout of one."""
 
     async def start(*_: Any, **__: Any) -> ScriptedEngine:
@@ -43,7 +44,7 @@ def run(engine: ScriptedEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, *
         for index, row in enumerate(rows)
     ]
 
-    async def limited() -> list[Score]:
+    async def limited() -> list[Reply]:
         async with asyncio.timeout(60):
             return await _run(config, prompts, model_folder="unused")
 

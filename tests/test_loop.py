@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from loop_builders import loop_config, run_loop, write_prompts
 
-from areal_lite.errors import StallError
+from areal_lite.errors import StallError, VerifierError
 from areal_lite.run_folder import RunFolder
 
 pytestmark = [pytest.mark.loop, pytest.mark.usefixtures("ray_cluster")]
@@ -164,7 +164,8 @@ def test_a_resumed_run_goes_on_where_the_first_ended(
 @pytest.mark.parametrize("interrupt", ["keep_kv", "drain"])
 def test_the_other_ways_to_interrupt(interrupt: str, loop_folder: Path) -> None:
     """`keep_kv` and `drain` (the runs above are `recompute`); a failing verifier is counted and never a reward (I7)."""
-    failing = {"function": f"{Path(__file__).parent / 'loop_verifiers.py'}:fails_on_even"}
+    function = f"{Path(__file__).parent / 'loop_verifiers.py'}:fails_on_even"
+    failing = {"function": function, "max_failure_share": 1.0}
     config = loop_config(
         loop_folder,
         run={"steps": 5, "dir": str(loop_folder / interrupt), "log_samples": 4},
@@ -183,15 +184,29 @@ def test_the_other_ways_to_interrupt(interrupt: str, loop_folder: Path) -> None:
         assert all(len(sample["spans"]) == 1 for sample in samples)
 
 
-def test_a_verifier_that_always_fails_ends_the_run(loop_folder: Path) -> None:
-    """Groups that end without ever making a batch are no progress (I6, I7); seen running on without the check."""
+@pytest.mark.parametrize(
+    ("max_failure_share", "error", "words"),
+    [
+        (1.0, StallError, r"got none out of .*failed\(exception:NameError\)"),
+        (0.5, VerifierError, r"failed in \d+ of its last \d+ calls \(exception:NameError \d+\)"),
+    ],
+)
+def test_a_verifier_that_always_fails_ends_the_run(
+    loop_folder: Path, max_failure_share: float, error: type[Exception], words: str
+) -> None:
+    """Groups that end without ever making a batch are no progress (I6, I7); seen running on without the check.
+
+    A verifier that fails in more than its share of the last calls ends the run sooner.
+    """
+    path = loop_folder / f"typo-{max_failure_share}"
+    function = f"{Path(__file__).parent / 'loop_verifiers.py'}:always_fails"
     config = loop_config(
         loop_folder,
-        run={"steps": 5, "dir": str(loop_folder / "typo")},
-        verifier={"function": f"{Path(__file__).parent / 'loop_verifiers.py'}:always_fails"},
+        run={"steps": 5, "dir": str(path)},
+        verifier={"function": function, "max_failure_share": max_failure_share},
     )
-    with pytest.raises(StallError, match=r"got none out of .*failed\(exception:NameError\)"):
+    with pytest.raises(error, match=words):
         run_loop(config)
-    summary = json.loads((loop_folder / "typo" / "summary.json").read_text())
-    assert summary["status"].startswith("failed: StallError")
+    summary = json.loads((path / "summary.json").read_text())
+    assert summary["status"].startswith(f"failed: {error.__name__}")
     assert conserved(summary["ledger"])

@@ -32,7 +32,7 @@ def test_the_rlhf_recipes_are_chained_and_share_the_task() -> None:
     dpo, ppo = load_offline_config("rlhf_dpo", command="dpo"), load_config("rlhf_ppo")
     assert [recipe.model.path for recipe in (reward, dpo, ppo)] == [sft.run.dir] * 3
     assert ppo.verifier.arguments == {"model": reward.run.dir}
-    assert ppo.verifier.eval_function == "areal_lite.verify.builtin:last_number"
+    assert ppo.verifier.eval_function == "last_number"
     assert all(recipe.data.arith == sft.data.arith for recipe in (reward, dpo, ppo))
 
 

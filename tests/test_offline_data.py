@@ -252,7 +252,7 @@ CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
         ({"prompt": "q"}, "column 'completion' must hold a text or chat messages, got none"),
         ({"prompt": "", "completion": "a"}, "the prompt must hold at least one character"),
         ({"prompt": 3, "completion": "a"}, "expected a text or a list of chat messages, got 3"),
-        ({"prompt": "q", "completion": "é"}, "the model's tokenizer cannot encode 'é'"),
+        ({"prompt": "q", "completion": "é"}, "the model's tokenizer cannot encode the character 'é'"),
         (
             {"prompt": CHAT, "completion": "a"},
             r"the prompt must end with a message to the assistant, got \['user', 'as",

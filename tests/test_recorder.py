@@ -97,7 +97,7 @@ def read_json(folder: RunFolder, name: str) -> Any:
 
 def test_every_promised_key_is_in_the_row_and_in_the_summary(recorder: Recorder, folder: RunFolder) -> None:
     """Seen failing with `paused_s` and with `trained_tokens_per_s` renamed."""
-    recorder.evaluation(0, 0.25)
+    recorder.evaluation(0, 0.25, by_source={"arith": 0.25})
     recorder.parity(1e-6)
     row = do_step(recorder, 1)
     assert [key for key in METRICS_KEYS + MEASURED_KEYS if key not in row] == []
@@ -112,7 +112,7 @@ def test_every_promised_key_is_in_the_row_and_in_the_summary(recorder: Recorder,
 
 def test_what_was_not_measured_is_not_in_the_row(recorder: Recorder) -> None:
     """A figure belongs to one row. Seen failing with `_pending` kept after the step."""
-    recorder.evaluation(0, 0.25)
+    recorder.evaluation(0, 0.25, by_source={"arith": 0.25})
     recorder.parity(1e-6)
     assert set(MEASURED_KEYS) <= do_step(recorder, 1).keys()
     assert not set(MEASURED_KEYS) & do_step(recorder, 2).keys()
@@ -294,7 +294,7 @@ def test_a_resumed_run_continues_where_the_first_one_ended(
         clock.now += 10.0
         row = do_step(again, step, tokens=50.0 * (step - 2), reward_mean=1.0)
     assert row["time_s"] == pytest.approx(40.0)
-    again.evaluation(4, 0.5)
+    again.evaluation(4, 0.5, by_source={"arith": 0.5})
     summary = again.summary("done", ledger={"trained": 8})
     assert [row["step"] for row in folder.read("metrics.jsonl")] == [1, 2, 3, 4]
     assert summary["eval"] == {"0": 0.25, "4": 0.5}

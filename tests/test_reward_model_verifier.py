@@ -8,18 +8,20 @@ import pytest
 import torch
 from offline_builders import offline_config, offline_trainer
 from train_builders import save_tiny_model
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from areal_lite.config import parse_config
 from areal_lite.errors import ConfigError, VerifierError
 from areal_lite.paths import REWARD_MODEL
+from areal_lite.sections import VerifierSettings
 from areal_lite.types import Prompt, Score
+from areal_lite.verify.builtin import reward_model as reward_model_module
+from areal_lite.verify.builtin.reward_model import reward_model
 from areal_lite.verify.pool import VerifierPool
-from areal_lite.verify.reward_model import reward_model
 
 SLOW = """
 import time
-from areal_lite.verify.protocol import prepared_by
+from areal_lite.verify import prepared_by
 
 def prepare(*, model, **others):
     if model == "missing":
@@ -32,16 +34,24 @@ def verify(prompt, completion, answer, *, model, weight=1.0, **row):
 """
 
 
-def score(function: str, arguments: dict[str, Any], *, row: dict[str, Any] | None = None, **options: Any) -> Score:
+def score(
+    function: str,
+    arguments: dict[str, Any],
+    *,
+    row: dict[str, Any] | None = None,
+    start_timeout_s: float = 60.0,
+    timeout_s: float = 30.0,
+) -> Score:
     prompt = Prompt(prompt_id="train/0/0", text="12", token_ids=(1,), answer="3", row=row or {})
+    settings = VerifierSettings(function=function, arguments=arguments, timeout_s=timeout_s, max_failure_share=1.0)
 
     async def run() -> Score:
-        pool = VerifierPool(function, processes=1, arguments=arguments, **{"timeout_s": 30.0, **options})
+        pool = VerifierPool(settings, start_timeout_s=start_timeout_s)
         async with asyncio.timeout(120):
             try:
                 await pool.start()
-                (result,) = await pool.score(prompt, ["34"])
-                return result
+                (reply,) = await pool.score(prompt, ["34"])
+                return Score(reward=reply.reward, failure=reply.failure)
             finally:
                 await pool.close()
 
@@ -110,18 +120,81 @@ def test_the_learned_reward_is_the_score_of_prompt_completion_and_end(folder: st
     assert score(REWARD_MODEL, {"model": folder}).reward == pytest.approx(expected, abs=1e-5)
 
 
+def single(prompt: str, completion: str, *, model: str) -> float:
+    (score,) = reward_model([prompt], [completion], ["3"], [{}], model=model)
+    return score
+
+
 def test_a_text_that_fills_the_context_is_scored_without_an_end(folder: str) -> None:
     """Seen failing with "reads at most 64 tokens, got 65"."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     ids = AutoTokenizer.from_pretrained(folder)("1" * 60 + "2345")["input_ids"]
     with torch.no_grad():
         expected = float(model(input_ids=torch.tensor([ids])).logits[0, 0])
-    assert reward_model("1" * 60, "2345", "3", model=folder) == pytest.approx(expected, abs=1e-5)
+    assert single("1" * 60, "2345", model=folder) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("padding", ["its own", "end of sequence", "none"])
+@pytest.mark.parametrize("max_batch", [1, 3, 16])
+def test_a_batch_gives_the_scores_of_single_calls(folder: str, padding: str, max_batch: int) -> None:
+    """Of different lengths, in any order, with the padding token of models from elsewhere too.
+
+    Seen failing with padding on the left, with scores returned in the order of lengths, and with 0 filled in whatever
+    the model's padding is.
+    """
+    if padding != "its own":
+        config = AutoConfig.from_pretrained(folder)
+        config.pad_token_id = config.eos_token_id if padding == "end of sequence" else None
+        config.save_pretrained(folder)
+    prompts = ["1", "12", "123456", "1", "99", "7", "1" * 50]
+    completions = ["2", "3" * 20, "4", "", "0123456789", "7" * 40, "2"]
+    expected = [single(*pair, model=folder) for pair in zip(prompts, completions, strict=True)]
+    scores = reward_model(prompts, completions, [""] * 7, [{}] * 7, model=folder, max_batch=max_batch)
+    assert len({round(value, 4) for value in expected}) > 4
+    assert scores == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_batch_is_cut(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """7 texts at most 3 at a time: 3 + 3 + 1."""
+    forward, sizes = reward_model_module._forward, []
+
+    def noting(scorer: Any, texts: Any, device: str) -> list[float]:
+        sizes.append(len(texts))
+        return forward(scorer, texts, device)
+
+    monkeypatch.setattr(reward_model_module, "_forward", noting)
+    reward_model(["1"] * 7, ["2"] * 7, [""] * 7, [{}] * 7, model=folder, max_batch=3)
+    assert sizes == [3, 3, 1]
+
+
+def test_one_text_that_is_too_long_fails_alone(folder: str) -> None:
+    """In the pool, whose batch holds all three."""
+    settings = VerifierSettings(
+        function=REWARD_MODEL, arguments={"model": folder}, timeout_s=30.0, max_failure_share=1.0
+    )
+
+    async def run() -> list[str | None]:
+        pool = VerifierPool(settings)
+        async with asyncio.timeout(120):
+            try:
+                await pool.start()
+                prompt = Prompt(prompt_id="train/0/0", text="12", token_ids=(1,), answer="3", row={})
+                return [reply.failure for reply in await pool.score(prompt, ["3", "4" * 90, "5"])]
+            finally:
+                await pool.close()
+
+    assert asyncio.run(run()) == [None, "exception:ValueError", None]
+
+
+@pytest.mark.parametrize("arguments", [{"max_batch": 0}, {"max_batch": True}, {"batch": 3}])
+def test_wrong_arguments_fail_when_the_verifier_is_prepared(folder: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        vars(reward_model)["_verifier_prepare"](model=folder, **arguments)
 
 
 def test_the_learned_reward_refuses_what_it_cannot_read(folder: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="reads at most 64 tokens, got 72"):
-        reward_model("1" * 62, "2" * 10, "3", model=folder)
+        single("1" * 62, "2" * 10, model=folder)
     policy = save_tiny_model(tmp_path / "policy")
     with pytest.raises(ValueError, match="must be a reward model"):
-        reward_model("1", "2", "3", model=policy)
+        single("1", "2", model=policy)

@@ -32,7 +32,7 @@ from areal_lite.sample_queue.server import QueueServer
 from areal_lite.sample_queue.split import assign_rows
 from areal_lite.train.trainer import Trainer
 from areal_lite.types import Prompt, Row, Sample, Shard
-from areal_lite.verify.pool import VerifierPool
+from areal_lite.verify.verifier_set import VerifierSet
 from areal_lite.verify.worker import VerifierWorker
 from areal_lite.weights.handover import hand_over
 
@@ -134,7 +134,7 @@ def make_server(config: Config) -> QueueServer:
 async def working(config: Config, engine: GenerationEngine, endpoint: str) -> AsyncIterator[None]:
     """A rollout worker and a verifier worker, the latter with child processes, at a queue."""
     client = AsyncQueueClient(endpoint, timeout_s=SOON_S)
-    pool = VerifierPool(config.verifier.function, processes=2, timeout_s=SOON_S)
+    pool = VerifierSet(config.verifier.model_copy(update={"processes": 2, "timeout_s": SOON_S}))
     await pool.start()
     rollout = RolloutWorker(
         client,
@@ -147,7 +147,9 @@ async def working(config: Config, engine: GenerationEngine, endpoint: str) -> As
         heartbeat_s=1.0,
         events=EventBuffer("rollout/0"),
     )
-    verifier = VerifierWorker(client, pool, name="verifier/0", events=EventBuffer("verifier/0"), lease_limit=4)
+    verifier = VerifierWorker(
+        client, pool, name="verifier/0", events=EventBuffer("verifier/0"), lease_limit=4, decode=lambda _: ""
+    )
     runs = [asyncio.create_task(rollout.run()), asyncio.create_task(verifier.run())]
     try:
         yield

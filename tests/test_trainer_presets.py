@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from plain_trainer import PlainTrainer, row_logprobs
-from preset_builders import assert_same, config_of, make_trainer
+from preset_builders import assert_same, config_of, make_trainer, save_model_near
 from torch import nn
 from train_builders import make_config, make_rows, make_shard, save_tiny_model
 from transformers import AutoModelForCausalLM
@@ -48,14 +48,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def reference_folder(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model near the policy, so that the KL to it is neither nothing nor everything."""
-    torch.manual_seed(3)
-    model, folder = AutoModelForCausalLM.from_pretrained(model_folder), tmp_path_factory.mktemp("reference")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
-    model.save_pretrained(folder)
-    return str(folder)
+    return save_model_near(model_folder, tmp_path_factory.mktemp("reference"))
 
 
 @pytest.fixture(scope="module")

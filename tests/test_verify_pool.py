@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from areal_lite.errors import VerifierError
+from areal_lite.sections import VerifierSettings
 from areal_lite.types import Prompt, Score
 from areal_lite.verify.pool import VerifierPool
-from areal_lite.verify.protocol import load_verifier
 
 FIXTURES = Path(__file__).parent / "fixtures"
 BEHAVE = f"{FIXTURES / 'verifiers.py'}:behave"
@@ -26,9 +26,13 @@ def make_prompt(*, text="p", answer="a", row=None):
     return Prompt(prompt_id="train/0/0", text=text, token_ids=(1,), answer=answer, row=row or {})
 
 
+def settings(function=BEHAVE, **options):
+    return VerifierSettings(function=function, **{"timeout_s": 1.0, "max_failure_share": 1.0, **options})
+
+
 @asynccontextmanager
-async def running(function=BEHAVE, *, processes=1, timeout_s=1.0):
-    pool = VerifierPool(function, processes=processes, timeout_s=timeout_s)
+async def running(function=BEHAVE, **options):
+    pool = VerifierPool(settings(function, **options))
     async with asyncio.timeout(PATIENCE_S):
         await pool.start()
         try:
@@ -40,9 +44,13 @@ async def running(function=BEHAVE, *, processes=1, timeout_s=1.0):
 def score(completions, *, function=BEHAVE, prompt=None, **options):
     async def run():
         async with running(function, **options) as pool:
-            return await pool.score(prompt or make_prompt(), completions)
+            return await scores_of(pool, prompt or make_prompt(), completions)
 
     return asyncio.run(run())
+
+
+async def scores_of(pool, prompt, completions):
+    return [Score(reward=reply.reward, failure=reply.failure) for reply in await pool.score(prompt, completions)]
 
 
 def failures(completions, **options):
@@ -112,16 +120,13 @@ def test_a_group_is_spread_over_the_processes(tmp_path):
     ],
 )
 def test_a_failure_is_a_reason_never_a_reward_and_the_next_call_works(completion, failure):
-    """I7. Seen failing with `except BaseException: return Reply(0.0)` in `call_verifier`.
-
-    `fork_die`, whose forked child outlives it, was seen to time out with the `register_at_fork` line removed.
-    """
+    """I7. Seen failing with `except BaseException: return [Reply(0.0)]` in `answer`."""
     assert score([completion, "right"], timeout_s=PATIENCE_S) == [Score(failure=failure), Score(reward=1.0)]
 
 
 @pytest.mark.parametrize("completion", ["sleep", "spin", "c", "fork_hang"])
 def test_whatever_hangs_is_killed_at_its_deadline(completion, tmp_path):
-    """Seen failing with SIGTERM in place of SIGKILL (`spin`), and hanging for all of them without a time-out."""
+    """Seen hanging, for all of them, without a time-out in `VerifierProcess.call`."""
     before = children()
     prompt = make_prompt(answer=str(tmp_path / "pids"))
     assert score([completion, "right"], prompt=prompt) == [Score(failure="timeout"), Score(reward=1.0)]
@@ -129,20 +134,20 @@ def test_whatever_hangs_is_killed_at_its_deadline(completion, tmp_path):
 
 
 def test_prints_neither_block_nor_reach_the_channel(capfd):
-    """Seen failing with the `os.dup2` loop of `_take_channel` removed: the flood went to the channel."""
+    """Seen failing with the `os.dup2` loop of `_silence` removed."""
     assert score(["flood", "right", "flood"], timeout_s=PATIENCE_S) == [Score(reward=1.0)] * 3
     assert "xxx" not in "".join(capfd.readouterr())
 
 
 def test_a_forked_child_that_returns_does_not_answer():
-    """Seen failing with the `register_at_fork` line removed: answers of both, shifted by one."""
+    """Seen failing with the look at `os.getpid()` left out of `_serve`: answers of both, shifted by one."""
     assert score(["fork_return", "wrong", "right"]) == [Score(reward=1.0), Score(reward=0.0), Score(reward=1.0)]
 
 
 def test_long_texts_and_odd_characters_pass():
     """Larger than any socket buffer; a lone surrogate cannot be encoded as UTF-8."""
     prompt = make_prompt(text="ä\ud800" * 1_000_000)
-    function = "areal_lite.verify.builtin:last_number"
+    function = "last_number"
     scores = score(
         ["x" * 3_000_000 + "#7", "\udfff 7"], function=function, prompt=make_prompt(text=prompt.text, answer="7")
     )
@@ -167,7 +172,7 @@ def test_a_stuck_verifier_does_not_slow_its_neighbours():
             stuck = asyncio.create_task(pool.score(make_prompt(), ["c"]))
             while not pool.gauges()["busy"]:
                 await asyncio.sleep(0.01)
-            scores = await asyncio.gather(*(pool.score(make_prompt(), ["right"] * 8) for _ in range(20)))
+            scores = await asyncio.gather(*(scores_of(pool, make_prompt(), ["right"] * 8) for _ in range(20)))
             still_stuck = not stuck.done()
             stuck.cancel()
             return scores, still_stuck
@@ -186,9 +191,7 @@ def test_importing_is_not_charged_to_a_call(tmp_path):
 
 
 def test_nothing_is_left_behind_by_a_killed_call(tmp_path):
-    """Forked children and one in a session of its own. Seen failing with `os.kill` in place of `os.killpg`, and
-    with `_descendants` returning nothing (the one in its own session lived on).
-    """
+    """Forked children and one in a session of its own. Seen failing without `end_all`."""
     pid_file = tmp_path / "pids"
     assert failures(["fork_hang"], prompt=make_prompt(answer=str(pid_file))) == ["timeout"]
     pids = [int(pid) for pid in pid_file.read_text().split()]
@@ -204,7 +207,7 @@ def test_close_ends_promptly_and_leaves_no_process(stage):
     before = children()
 
     async def run():
-        pool = VerifierPool(BEHAVE, processes=2, timeout_s=600.0)
+        pool = VerifierPool(settings(processes=2, timeout_s=600.0))
         async with asyncio.timeout(PATIENCE_S):
             if stage != "not started":
                 await pool.start()
@@ -228,11 +231,12 @@ def test_close_ends_promptly_and_leaves_no_process(stage):
 
 
 def test_a_killed_parent_leaves_no_orphan(tmp_path):
-    """With a verifier that holds the interpreter. Seen failing with the `prctl` line removed."""
+    """With a verifier that holds the interpreter. Seen failing without PR_SET_PDEATHSIG."""
     program = (
-        "import asyncio, sys\nfrom areal_lite.types import Prompt\nfrom areal_lite.verify.pool import VerifierPool\n"
+        "import asyncio, sys\nfrom areal_lite.sections import VerifierSettings\nfrom areal_lite.types import Prompt\n"
+        "from areal_lite.verify.pool import VerifierPool\n"
         "async def main():\n"
-        "    pool = VerifierPool(sys.argv[1], processes=1, timeout_s=600)\n"
+        "    pool = VerifierPool(VerifierSettings(function=sys.argv[1], timeout_s=600))\n"
         "    await pool.start()\n"
         "    prompt = Prompt(prompt_id='a/0/0', text='p', token_ids=(1,), answer=sys.argv[2])\n"
         "    await pool.score(prompt, ['tell_pid'])\n"
@@ -256,7 +260,7 @@ def test_a_cancelled_caller_does_not_wedge_the_pool():
             while not pool.gauges()["busy"]:
                 await asyncio.sleep(0.01)
             task.cancel()
-            scores = await pool.score(make_prompt(), ["right"])
+            scores = await scores_of(pool, make_prompt(), ["right"])
             return scores, pool.gauges()["calls"]
 
     assert asyncio.run(run()) == ([Score(reward=1.0)], 2)
@@ -291,24 +295,25 @@ def test_gauges_count_calls_failures_by_reason_and_restarts(caplog):
 )
 def test_a_function_that_cannot_be_loaded_fails_the_start_with_the_reason(tmp_path, source, function, message):
     (tmp_path / "v.py").write_text(source)
-    pool = VerifierPool(f"{tmp_path / 'v.py'}:{function}", processes=2, timeout_s=1.0, start_timeout_s=0.5)
+    pool = VerifierPool(settings(f"{tmp_path / 'v.py'}:{function}", processes=2), start_timeout_s=0.5)
     before = children()
     with pytest.raises(VerifierError, match=f"(?s){message}"):
         asyncio.run(pool.start())
     assert children() <= before
 
 
-@pytest.mark.parametrize("name", ["", "module", "module:", ":function", "module:a.b", "v.py"])
-def test_names_of_another_form_are_refused(name):
-    with pytest.raises(VerifierError, match=r"module:function or path\.py:function"):
-        load_verifier(name)
-
-
-def test_a_missing_file_or_module_is_named(tmp_path):
-    with pytest.raises(VerifierError, match=f"there is no file {tmp_path}/v.py"):
-        load_verifier(f"{tmp_path}/v.py:verify")
-    with pytest.raises(VerifierError, match="No module named 'nowhere'"):
-        load_verifier("nowhere:verify")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("module:", r"module:function or path\.py:function"),
+        ("last_numer", "did you mean last_number"),
+        ("nowhere:verify", "No module named 'nowhere'"),
+        ("no/such/file.py:verify", "there is no file .*/no/such/file.py"),
+    ],
+)
+def test_a_name_that_names_nothing_fails_the_start(name, message):
+    with pytest.raises(VerifierError, match=message):
+        asyncio.run(VerifierPool(settings(name)).start())
 
 
 def test_a_file_may_import_its_neighbours(tmp_path):
@@ -335,7 +340,7 @@ def test_a_pool_that_cannot_restart_is_broken_not_spinning(tmp_path):
 
 def test_an_unstarted_pool_says_so():
     with pytest.raises(VerifierError, match="must be started"):
-        asyncio.run(VerifierPool(BEHAVE, processes=1, timeout_s=1.0).score(make_prompt(), ["right"]))
+        asyncio.run(VerifierPool(settings()).score(make_prompt(), ["right"]))
 
 
 def test_the_process_imports_nothing_heavy():

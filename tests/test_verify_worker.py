@@ -7,8 +7,10 @@ import pytest
 
 from areal_lite.errors import QueueTimeout, VerifierError
 from areal_lite.events import EventBuffer
+from areal_lite.sections import VerifierConfig
 from areal_lite.types import Group, Lease, Prompt, Sample, Score, StopReason, VersionSpan
-from areal_lite.verify.pool import VerifierPool
+from areal_lite.verify.protocol import Reply
+from areal_lite.verify.verifier_set import VerifierSet
 from areal_lite.verify.worker import VerifierWorker
 
 PATIENCE_S = 30.0
@@ -74,7 +76,7 @@ class FakePool:
         self.gate, self.turn = asyncio.Event(), asyncio.Lock()
         self.error, self.calls, self.cancelled = error, 0, []
 
-    async def score(self, prompt, completions):
+    async def score(self, prompt, completions, *, messages):
         try:
             await self.gate.wait()
         except asyncio.CancelledError:
@@ -85,7 +87,7 @@ class FakePool:
         async with self.turn:
             await asyncio.sleep(0.001)
         self.calls += len(completions)
-        return [Score(reward=float(text == "#2")) if text else Score(failure="nan") for text in completions]
+        return [Reply(float(text == "#2")) if text else Reply(None, "nan") for text in completions]
 
     def gauges(self):
         return {"calls": self.calls}
@@ -94,7 +96,13 @@ class FakePool:
 def make_worker(client, pool, *, lease_limit=2, heartbeat_s=0.01):
     events = EventBuffer("verify/0")
     worker = VerifierWorker(
-        client, pool, name="verify/0", events=events, lease_limit=lease_limit, heartbeat_s=heartbeat_s
+        client,
+        pool,
+        name="verify/0",
+        events=events,
+        lease_limit=lease_limit,
+        decode=lambda ids: "".join(map(chr, ids)),
+        heartbeat_s=heartbeat_s,
     )
     return worker, events
 
@@ -109,7 +117,7 @@ def run(scenario):
 
 def test_groups_are_leased_scored_and_completed_with_real_processes():
     async def scenario():
-        pool = VerifierPool("areal_lite.verify.builtin:last_number", processes=1, timeout_s=5.0)
+        pool = VerifierSet(VerifierConfig(function="last_number", timeout_s=20.0))
         client = FakeQueue([make_lease(number) for number in range(5)])
         worker, events = make_worker(client, pool)
         await pool.start()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from areal_lite.errors import WireError
-from areal_lite.types import Group, Lease, Prompt, Row, Sample, Score, Shard, StopReason, VersionSpan
+from areal_lite.types import Group, Lease, Prompt, Row, Sample, Score, Shard, StepReward, StopReason, VersionSpan
 from areal_lite.wire import ARRAY_DTYPES, SCHEMA_VERSION, as_type, decode, encode, schema_version
 
 
@@ -54,7 +54,15 @@ plain = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
     max_leaves=12,
 )
-scores = st.builds(Score, reward=st.floats(allow_nan=False)) | st.builds(Score, failure=texts)
+figures = st.dictionaries(texts, st.floats(allow_nan=False), max_size=2)
+scores = st.builds(
+    Score,
+    reward=st.floats(allow_nan=False),
+    step_rewards=st.lists(st.builds(StepReward, token=st.integers(0, 9), value=st.floats()), max_size=2).map(tuple),
+    parts=figures,
+    metrics=figures,
+    feedback=texts,
+) | st.builds(Score, failure=texts)
 prompts = st.builds(
     Prompt,
     prompt_id=texts,
@@ -77,7 +85,14 @@ def samples(draw: st.DrawFn) -> Sample:
         ),
         stop_reason=draw(st.sampled_from(StopReason)),
         text=draw(texts),
+        messages=draw(st.lists(st.dictionaries(texts, texts, max_size=2), max_size=2).map(tuple)),
         reward=draw(st.none() | st.floats()),
+        step_rewards=tuple(
+            StepReward(token=draw(st.integers(0, num_tokens - 1)), value=value)
+            for value in draw(st.lists(st.floats(), max_size=2))
+        ),
+        parts=draw(figures),
+        feedback=draw(texts),
         failure=draw(st.none() | texts),
     )
 
@@ -103,6 +118,7 @@ def shards(draw: st.DrawFn) -> Shard:
         version=draw(versions),
         rewards=draw(hnp.arrays(np.float32, (num_groups, num_samples))),
         rows=tuple(draw(st.lists(row, max_size=3))),
+        has_step_rewards=draw(st.booleans()),
     )
 
 
@@ -124,11 +140,11 @@ def test_decode_undoes_encode(value: Any) -> None:
 
 def test_golden_bytes() -> None:
     """The layout, written out by hand from the msgpack specification; a change of it needs a new SCHEMA_VERSION."""
-    assert encode({"a": [1, None]}) == bytes.fromhex("92 01 81 a161 92 01 c0")
+    assert encode({"a": [1, None]}) == bytes.fromhex("92 02 81 a161 92 01 c0")
     array = bytes.fromhex("93 a33c6932 91 02 c404 0500ff7f")  # ["<i2", [2], 4 bytes: 5 and 32767, low byte first]
-    assert encode(np.array([5, 32767], "<i2")) == bytes.fromhex("92 01 c7") + bytes([len(array), 1]) + array
-    score = bytes.fromhex("92 a553636f7265 82 a6726577617264 cb3ff0000000000000 a76661696c757265 c0")
-    assert encode(Score(reward=1.0)) == bytes.fromhex("92 01 c7") + bytes([len(score), 2]) + score
+    assert encode(np.array([5, 32767], "<i2")) == bytes.fromhex("92 02 c7") + bytes([len(array), 1]) + array
+    step = bytes.fromhex("92 aa53746570526577617264 82 a5746f6b656e 07 a576616c7565 cb3ff0000000000000")
+    assert encode(StepReward(token=7, value=1.0)) == bytes.fromhex("92 02 c7") + bytes([len(step), 2]) + step
 
 
 def test_values_that_change_kind_on_the_way() -> None:
@@ -207,6 +223,7 @@ def extension(code: int, *content: Any) -> bytes:
 
 
 SPAN = {"version": 0, "start": 0, "end": 1}
+SCORE = {"reward": None, "step_rewards": [], "parts": {}, "metrics": {}, "feedback": ""}
 
 
 @pytest.mark.parametrize(
@@ -219,11 +236,11 @@ SPAN = {"version": 0, "start": 0, "end": 1}
         (encode(1) + b"\x00", "1 bytes too many"),
         (extension(3), "kind 1 or 2, got 3"),
         (extension(2, "Config", {}), "'Config'"),
-        (extension(2, "Score", {"reward": 1.0}), "fields reward, failure"),
-        (extension(2, "Score", {"reward": 1.0, "failure": None, "more": 1}), "fields reward, failure"),
-        (extension(2, "Score", [1.0, None]), "fields reward, failure"),
-        (extension(2, "Score", {"reward": "1.0", "failure": None}), r"'1\.0'"),
-        (extension(2, "Score", {"reward": None, "failure": None}), "a reward or a failure"),
+        (extension(2, "StepReward", {"token": 1}), "fields token, value"),
+        (extension(2, "StepReward", {"token": 1, "value": 1.0, "more": 1}), "fields token, value"),
+        (extension(2, "StepReward", [1, 1.0]), "fields token, value"),
+        (extension(2, "StepReward", {"token": 1, "value": "1.0"}), r"'1\.0'"),
+        (extension(2, "Score", SCORE | {"failure": None}), "a reward or a failure"),
         (extension(2, "VersionSpan", SPAN | {"end": True}), "expected int, got True"),
         (extension(2, "VersionSpan", SPAN | {"end": 0}), "start < end"),
         (extension(1, "|O8", [1], b"12345678"), r"\|O8"),

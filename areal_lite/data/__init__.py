@@ -1,1 +1,1 @@
-"""Where prompts come from: the built-in task, JSONL files, tokenising, and the seeded cursor over them."""
+"""Where prompts come from: built-in tasks and files, tokenising, and the seeded walk over one source or several."""

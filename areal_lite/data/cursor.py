@@ -69,6 +69,9 @@ class PromptCursor:
             )
         return self._prompt(int(epoch), int(index))
 
+    def observe(self, prompt_id: str, pass_rate: float) -> None:
+        """Take the result of one group: the plain shuffle does not depend on any."""
+
     def state(self) -> dict[str, Any]:
         """Return what `load` needs, as plain numbers and texts."""
         return {**self._identity, "epoch": self._epoch, "position": self._position}

@@ -1,7 +1,7 @@
-"""JSONL files of tasks, read line by line.
+"""Tasks before they are tokenised, and the rows of files that they are made of.
 
-Called by `source.py`, `rows.py` and `offline.py`. Knows nothing of tokenizers or templates; a broken line is counted,
-named by file and line number, and tolerated up to a share.
+Called by the sources, `rows.py` and `offline.py`. Knows nothing of tokenizers or templates; a broken row is counted,
+named by file and number, and tolerated up to a share.
 """
 
 import difflib
@@ -14,12 +14,15 @@ from typing import Any
 
 import msgpack
 
-from areal_lite.errors import DataError
+from areal_lite.data.settings import RESERVED_COLUMNS
+from areal_lite.errors import DataError, WireError
+from areal_lite.wire import encode
 
-__all__ = ["Task", "check_columns", "load_jsonl", "read_jsonl", "report_problems"]
+__all__ = ["Task", "check_columns", "make_task", "read_jsonl", "report_problems"]
 
 _log = logging.getLogger(__name__)
-_RESERVED = ("prompt", "completion", "answer")
+_OPTIONAL_COLUMNS = ("verifier", "workflow", "max_new_tokens")
+"""Columns with a meaning of their own; an empty cell, such as tables have, is no word at all."""
 _SHOWN = 10
 
 
@@ -38,31 +41,8 @@ class Task:
     """Text of the answer column."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The other columns."""
-
-
-def load_jsonl(path: str | Path, *, prompt_column: str, answer_column: str, max_bad_fraction: float) -> list[Task]:
-    """Read one JSON object a line; blank lines are passed over.
-
-    Args:
-        path: The file.
-        prompt_column: Column with the prompt, a non-empty text.
-        answer_column: Column with the reference answer, a text or a number.
-        max_bad_fraction: Share of broken lines above which loading fails.
-
-    Raises:
-        DataError: The file is missing or empty, a column is in no row, or too many lines are broken.
-    """
-    path = Path(path)
-    rows, problems = read_jsonl(path)
-    check_columns(path, rows, columns={"data.prompt_column": prompt_column, "data.answer_column": answer_column})
-    tasks = []
-    for line, row in rows:
-        try:
-            tasks.append(_task(row, origin=f"{path}:{line}", prompt_column=prompt_column, answer_column=answer_column))
-        except ValueError as error:
-            problems.append((line, str(error)))
-    report_problems(path, sorted(problems), num_rows=len(tasks) + len(problems), max_bad_fraction=max_bad_fraction)
-    return tasks
+    demonstration: tuple[Mapping[str, str], ...] | str | None = None
+    """A worked completion; or the turns of an episode as `{"role": "assistant" or "environment", "content": ...}`."""
 
 
 def read_jsonl(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[tuple[int, str]]]:
@@ -109,26 +89,60 @@ def check_columns(path: Path, rows: Sequence[tuple[int, dict[str, Any]]], *, col
             )
 
 
-def _task(row: dict[str, Any], *, origin: str, prompt_column: str, answer_column: str) -> Task:
+def make_task(row: Mapping[str, Any], *, origin: str, prompt_column: str, answer_column: str) -> Task:
+    """Take a row of a file apart.
+
+    Args:
+        row: Columns by name.
+        origin: Names the row in messages.
+        prompt_column: Column with the prompt, a non-empty text.
+        answer_column: Column with the reference answer, a text or a number.
+
+    Raises:
+        ValueError: The row is none of the kind, or holds what cannot travel between processes.
+    """
     prompt, answer = (row.get(column) for column in (prompt_column, answer_column))
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError(f"column {prompt_column!r} must hold a non-empty text, got {prompt!r:.60}")
     if not isinstance(answer, str | int | float):
         raise ValueError(f"column {answer_column!r} must hold a text or a number, got {answer!r:.60}")
-    others = {name: value for name, value in row.items() if name not in (prompt_column, answer_column)}
-    clash = [name for name in _RESERVED if name in others]
+    others = {
+        name: value
+        for name, value in row.items()
+        if name not in (prompt_column, answer_column) and not (value is None and name in _OPTIONAL_COLUMNS)
+    }
+    clash = [name for name in RESERVED_COLUMNS if name in others]
     if clash:
         raise ValueError(
-            f"column {clash[0]!r} has the name of a verifier argument: rename it, or make it data.prompt_column or "
-            "data.answer_column"
+            f"column {clash[0]!r} has the name of a verifier argument: rename it with data.columns, or make it "
+            "data.prompt_column or data.answer_column"
         )
+    _check_columns_travel({"prompt": prompt, "answer": answer, **others})
     return Task(origin=origin, prompt=prompt, answer=str(answer), row=others)
 
 
+def _check_columns_travel(columns: Mapping[str, Any]) -> None:
+    """Now better than much later, in the middle of a run."""
+    for name, value in columns.items():
+        try:
+            encode(value)
+        except WireError as error:
+            raise ValueError(
+                f"column {name!r} holds what cannot travel between processes, {value!r:.60} "
+                f"({error.__cause__ or error}): make it text, numbers, or lists and mappings of them, or remove it"
+            ) from error
+
+
 def report_problems(
-    path: Path, problems: Sequence[tuple[int, str]], *, num_rows: int, max_bad_fraction: float, unit: str = "line"
+    path: Path,
+    problems: Sequence[tuple[int, str]],
+    *,
+    num_rows: int,
+    max_bad_fraction: float,
+    unit: str = "line",
+    where: str = "data",
 ) -> None:
-    """Log the broken rows, given as (number, what is wrong).
+    """Log the broken rows, given as (number, what is wrong); `where` is the recipe's section.
 
     Raises:
         DataError: There are too many.
@@ -142,6 +156,6 @@ def report_problems(
     if len(problems) == num_rows or len(problems) > max_bad_fraction * num_rows:
         number, problem = problems[0]
         raise DataError(
-            f"{summary}, more than data.max_bad_fraction={max_bad_fraction} allows; the first is {unit} {number}: "
-            f"{problem}. Repair the file, or raise data.max_bad_fraction"
+            f"{summary}, more than {where}.max_bad_fraction={max_bad_fraction} allows; the first is {unit} {number}: "
+            f"{problem}. Repair the file, or raise {where}.max_bad_fraction"
         )

@@ -1,8 +1,10 @@
-"""Raw rows of the offline objectives: a JSONL file, or a folder of the `datasets` library.
+"""Raw rows: a JSONL file, Parquet files, a folder of the `datasets` library, or one of its hub ids.
 
-Called by `offline.py`. Nothing is fetched from a network, and nothing is cached outside the folder.
+Called by `files.py` and `offline.py`. Only a hub id is fetched from a network, and only where the caller allows it;
+nothing is cached but what `datasets` fetched, in its own cache.
 """
 
+import re
 import tempfile
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +12,7 @@ from typing import Any, Literal
 from areal_lite.data.prompts import read_jsonl
 from areal_lite.errors import DataError
 
-__all__ = ["RowReader", "Rows"]
+__all__ = ["RowReader", "Rows", "is_hub_id"]
 
 Rows = list[tuple[int, dict[str, Any]]]
 """Each row with its line number (from 1) in a file, or its row number (from 0) in a dataset."""
@@ -18,44 +20,96 @@ Rows = list[tuple[int, dict[str, Any]]]
 _HELD_OUT_SPLITS = ("validation", "eval", "test")
 
 
-class RowReader:
-    """Reads rows; a datasets folder is loaded once, however often it is asked for."""
+_HUB_ID = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
-    def __init__(self, source: Literal["jsonl", "dataset"]) -> None:
-        """Read JSONL files; or folders that `save_to_disk` wrote, or with data files (parquet, json, csv) in them."""
-        self._source = source
-        self._folders: dict[Path, dict[str, Any]] = {}
+
+def is_hub_id(path: str) -> bool:
+    """Whether the path of a dataset is `owner/name` or `owner/name:configuration` on the hub: no folder is there."""
+    return not Path(path).exists() and _HUB_ID.fullmatch(path) is not None
+
+
+class RowReader:
+    """Reads rows; a dataset is loaded once, however often it is asked for."""
+
+    def __init__(self, source: Literal["jsonl", "parquet", "dataset"], *, allow_hub: bool = False) -> None:
+        """Prepare to read one kind.
+
+        Args:
+            source: `jsonl` = files; `parquet` = files, or folders of them; `dataset` = folders that `save_to_disk`
+                wrote, or with data files (parquet, json, csv) in them.
+            allow_hub: Whether the path of a `dataset` may be a hub id.
+        """
+        self._source, self._allow_hub = source, allow_hub
+        self._datasets: dict[Path, dict[str, Any]] = {}
 
     def read(self, path: Path, *, split: Literal["train", "eval"]) -> tuple[Rows, list[tuple[int, str]]]:
         """Read all rows of a file or folder, and what is wrong with those that cannot be read.
 
         Args:
-            path: The file or folder.
+            path: The file, folder or hub id.
             split: Which of a folder's splits: `train`; or the first of validation, eval and test, or the only one.
 
         Raises:
-            DataError: There is no such file or folder, it holds nothing, or lacks the split.
+            DataError: There is no such file, folder or dataset, it holds nothing, or lacks the split.
         """
         if self._source == "jsonl":
             return read_jsonl(path)
+        if self._source == "parquet":
+            return _read_parquet(path), []
         splits = self._splits(path)
         wanted = ("train",) if split == "train" else tuple(splits) if len(splits) == 1 else _HELD_OUT_SPLITS
         found = next((name for name in wanted if name in splits), None)
         if found is None:
             raise DataError(f"{path} must have a split named {' or '.join(wanted)}, got {', '.join(splits)}")
-        rows = list(enumerate(dict(row) for row in splits[found]))
+        rows = list(enumerate(splits[found].to_list()))
         if not rows:
             raise DataError(f"the split {found} of {path} holds no rows")
         return rows, []
 
     def has_held_out_split(self, path: Path) -> bool:
-        """Whether a datasets folder brings a split to evaluate on; a JSONL file does not."""
+        """Whether a dataset brings a split to evaluate on; other files do not."""
         return self._source == "dataset" and any(name in self._splits(path) for name in _HELD_OUT_SPLITS)
 
     def _splits(self, path: Path) -> dict[str, Any]:
-        if path not in self._folders:
-            self._folders[path] = _load_folder(path)
-        return self._folders[path]
+        if path not in self._datasets:
+            from_hub = self._allow_hub and is_hub_id(str(path))
+            self._datasets[path] = _load_from_hub(str(path)) if from_hub else _load_folder(path)
+        return self._datasets[path]
+
+
+def _read_parquet(path: Path) -> Rows:
+    """Read a file, or all files below a folder in the order of their names; rows are numbered through."""
+    import pyarrow.parquet
+
+    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+    if not files or not files[0].is_file():
+        raise DataError(
+            f"data.source=parquet needs a Parquet file, or a folder of *.parquet files, there is none at "
+            f"{path.absolute()}: correct data.path or data.eval_path"
+        )
+    rows: list[dict[str, Any]] = []
+    for file in files:
+        try:
+            rows += pyarrow.parquet.read_table(file).to_pylist()
+        except (OSError, ValueError) as error:  # what pyarrow raises inherits one of them
+            raise DataError(f"{file} is not readable as Parquet: {error}") from error
+    if not rows:
+        raise DataError(f"{path} holds no rows")
+    return list(enumerate(rows))
+
+
+def _load_from_hub(path: str) -> dict[str, Any]:
+    import datasets
+
+    name, _, configuration = path.partition(":")
+    try:
+        loaded = datasets.load_dataset(name, configuration or None)
+    except Exception as error:  # connection errors of several libraries, and the library's own
+        raise DataError(
+            f"{path} is no folder, and cannot be loaded as a dataset of the hub ({type(error).__name__}: {error}): "
+            "correct data.path, or download the dataset and give its folder"
+        ) from error
+    return dict(loaded)
 
 
 def _load_folder(path: Path) -> dict[str, Any]:

@@ -1,95 +1,118 @@
-"""From a recipe to tokenised prompts: the built-in task or a JSONL file, one template, one length check.
+"""From a recipe to tokenised prompts: every source's tasks, filtered, with one template and one length check.
 
 Called at start-up by the queue's actor (training prompts) and the controller (held-out prompts), so that
 every mistake in the data shows before anything expensive starts.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 from areal_lite.config import Config
-from areal_lite.data.arith import arith_problems
-from areal_lite.data.prompts import Task, load_jsonl
+from areal_lite.data.encode import encode_texts
+from areal_lite.data.filters import in_ranges, report_left_out
+from areal_lite.data.names import with_names
+from areal_lite.data.prompts import Task
+from areal_lite.data.sources import load_tasks
 from areal_lite.errors import ConfigError, DataError
-from areal_lite.sections import DataConfig
+from areal_lite.sections import SourceConfig
 from areal_lite.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["load_source"]
+__all__ = ["load_source", "load_sources", "section_of"]
 
 Split = Literal["train", "eval"]
 
 
 def load_source(config: Config, tokenizer: "PreTrainedTokenizerBase", split: Split) -> list[Prompt]:
-    """Load and tokenise the prompts of a split, with ids `split/0/index`.
+    """Load and tokenise the prompts of a split, of all sources one after another.
 
     Args:
         config: The recipe.
         tokenizer: The model's tokenizer.
-        split: `eval` gives at most `data.eval_size` prompts, none where a JSONL recipe has no `data.eval_path`.
+        split: `eval` gives at most `eval_size` prompts of each source, none where files have no `eval_path`.
+
+    Returns:
+        Prompts with ids `split/0/index`; in a mix with ids `name/0/index`, or `name/eval/index` where held out.
 
     Raises:
-        DataError: The file is missing, empty or too broken, lacks a column, or holds text the tokenizer cannot encode.
+        DataError: A file is missing, empty or too broken, lacks a column, holds text the tokenizer cannot encode, or
+            names a verifier or workflow that is not known; or a filter leaves nothing.
         ConfigError: A prompt leaves no room for `rollout.max_new_tokens`, or the model has no chat template.
     """
-    tasks = _tasks(config.data, split)
-    if not tasks:
-        return []
-    texts = [_render(task.prompt, data=config.data, tokenizer=tokenizer) for task in tasks]
-    tokens = _tokenise(texts, data=config.data, tokenizer=tokenizer)
-    _check_lengths(config, tasks, tokens)
+    return list(chain.from_iterable(load_sources(config, tokenizer, split).values()))
+
+
+def load_sources(config: Config, tokenizer: "PreTrainedTokenizerBase", split: Split) -> dict[str, list[Prompt]]:
+    """Return the same by the name of the source."""
+    return {
+        name: _prompts(config, source, name=name, tokenizer=tokenizer, split=split)
+        for name, source in config.data.sources.items()
+    }
+
+
+def section_of(config: Config, name: str) -> str:
+    """Return the section of the recipe that a source is set in, for messages."""
+    return f"data.mix.{name}" if config.data.mix else "data"
+
+
+def _prompts(
+    config: Config, source: SourceConfig, *, name: str, tokenizer: "PreTrainedTokenizerBase", split: Split
+) -> list[Prompt]:
+    where = section_of(config, name)
+    limit = source.eval_size if split == "eval" else None
+    tasks = with_names(_tasks(source, split, limit, where=where), source=source, config=config)
+    tasks = [replace(task, prompt=_render(task.prompt, source, tokenizer, where=where)) for task in tasks]
+    tokens = encode_texts(
+        [task.prompt for task in tasks],
+        origins=[task.origin for task in tasks],
+        tokenizer=tokenizer,
+        # A chat template writes the special tokens itself; twice would be a prompt the model never saw.
+        add_special_tokens=not source.chat,
+    )
+    pairs = _short(list(zip(tasks, tokens, strict=True)), source.filter.max_prompt_tokens, where=where)[:limit]
+    _check_lengths(config, pairs)
+    first = f"{split}/0" if not config.data.mix else f"{name}/{0 if split == 'train' else split}"
     return [
-        Prompt(prompt_id=f"{split}/0/{index}", text=text, token_ids=tuple(ids), answer=task.answer, row=task.row)
-        for index, (task, text, ids) in enumerate(zip(tasks, texts, tokens, strict=True))
+        Prompt(prompt_id=f"{first}/{index}", text=task.prompt, token_ids=tuple(ids), answer=task.answer, row=task.row)
+        for index, (task, ids) in enumerate(pairs)
     ]
 
 
-def _tasks(data: DataConfig, split: Split) -> list[Task]:
-    limit = data.eval_size if split == "eval" else None
-    if data.source == "arith":
-        problems = arith_problems(data.arith, split)[:limit]
-        return [
-            Task(origin=f"data.arith {split} problem {index}", prompt=problem.prompt, answer=problem.answer)
-            for index, problem in enumerate(problems)
-        ]
-    path = data.path if split == "train" else data.eval_path
-    if path is None:
-        return []
-    return load_jsonl(
-        path,
-        prompt_column=data.prompt_column,
-        answer_column=data.answer_column,
-        max_bad_fraction=data.max_bad_fraction,
-    )[:limit]
+def _tasks(source: SourceConfig, split: Split, limit: int | None, *, where: str) -> list[Task]:
+    tasks = in_ranges(load_tasks(source, split, where=where), source.filter.ranges, where=where)
+    # Where no length counts, it is known before tokenising which tasks remain.
+    return tasks[:limit] if source.filter.max_prompt_tokens is None else tasks
 
 
-def _render(prompt: str, *, data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> str:
-    text = data.template.replace("{prompt}", prompt)
-    if not data.chat:
+def _render(prompt: str, source: SourceConfig, tokenizer: "PreTrainedTokenizerBase", *, where: str) -> str:
+    text = source.template.replace("{prompt}", prompt)
+    if not source.chat:
         return text
     if tokenizer.chat_template is None:
-        raise ConfigError("data.chat=true needs a model with a chat template, this one has none: set data.chat=false")
+        raise ConfigError(
+            f"{where}.chat=true needs a model with a chat template, this one has none: set {where}.chat=false"
+        )
     message = {"role": "user", "content": text}
     return str(tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True))
 
 
-def _tokenise(texts: Sequence[str], *, data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
-    try:
-        # A chat template writes the special tokens itself; twice would be a prompt the model never saw.
-        tokens: list[list[int]] = tokenizer(list(texts), add_special_tokens=not data.chat)["input_ids"]
-    except Exception as error:  # the tokenizers library raises nothing narrower
-        raise DataError(
-            f"the model's tokenizer cannot encode the prompts ({error}): is model.path the right model for this data?"
-        ) from error
-    return tokens
+def _short(pairs: list[tuple[Task, list[int]]], max_tokens: int | None, *, where: str) -> list[tuple[Task, list[int]]]:
+    if max_tokens is None:
+        return pairs
+    kept = [(task, ids) for task, ids in pairs if len(ids) <= max_tokens]
+    option = f"{where}.filter.max_prompt_tokens={max_tokens}"
+    report_left_out(len(pairs) - len(kept), num_rows=len(pairs), option=option)
+    return kept
 
 
-def _check_lengths(config: Config, tasks: Sequence[Task], tokens: Sequence[Sequence[int]]) -> None:
+def _check_lengths(config: Config, pairs: Sequence[tuple[Task, Sequence[int]]]) -> None:
     room = config.model.max_context
     too_long = []
-    for ids, task in zip(tokens, tasks, strict=True):
+    for task, ids in pairs:
         max_new_tokens = task.row.get("max_new_tokens", config.rollout.max_new_tokens)
         if type(max_new_tokens) is not int or max_new_tokens < 1:
             raise DataError(
@@ -103,5 +126,6 @@ def _check_lengths(config: Config, tasks: Sequence[Task], tokens: Sequence[Seque
         raise ConfigError(
             f"a prompt may have model.max_context - rollout.max_new_tokens = {room} - {max_new_tokens} = "
             f"{room - max_new_tokens} tokens, got {length} at {origin} ({len(too_long)} such prompts, the longest has "
-            f"{max(too_long)[0]}): raise model.max_context, lower rollout.max_new_tokens, or remove them"
+            f"{max(too_long)[0]}): raise model.max_context, lower rollout.max_new_tokens, or remove them with "
+            "data.filter.max_prompt_tokens"
         )

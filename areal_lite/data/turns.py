@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from areal_lite.data.encode import unknown_character
 from areal_lite.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -121,9 +122,10 @@ class TurnTokenizer:
         try:
             ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         except Exception as error:  # the tokenizers library raises nothing narrower
+            character = unknown_character(text, self._tokenizer)
+            what = f"the character {character!r} of {text!r:.60}" if character else f"{text!r:.60}"
             raise ValueError(
-                f"the model's tokenizer cannot encode {text!r:.60} ({error}): is model.path the right model for this "
-                "data?"
+                f"the model's tokenizer cannot encode {what} ({error}): is model.path the right model for this data?"
             ) from error
         return ids
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from areal_lite.types import Float32, Prompt, Sample, StopReason, VersionSpan
 
-__all__ = ["GenerationEngine", "Interrupt", "Sampling", "ScriptedEngine", "complete_greedily", "token_limit"]
+__all__ = ["GenerationEngine", "Interrupt", "Sampling", "ScriptedEngine", "token_limit"]
 
 Interrupt = Literal["recompute", "keep_kv", "drain"]
 
@@ -35,6 +35,11 @@ class GenerationEngine(Protocol):
 
     Versions are stamped by the engine itself, never guessed by its caller (invariant I3).
     """
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, as transformers has it; asked for by workflows of several turns only."""
+        ...
 
     @property
     def tokens_generated(self) -> int:
@@ -75,15 +80,6 @@ def token_limit(prompt: Prompt, *, default: int) -> int:
     return int(prompt.row.get("max_new_tokens", default))
 
 
-async def complete_greedily(
-    engine: GenerationEngine, prompts: Sequence[Prompt], *, max_new_tokens: int
-) -> list[Sample]:
-    """Complete prompts without chance, beside whatever else the engine does."""
-    ways = [Sampling(max_new_tokens=token_limit(prompt, default=max_new_tokens), temperature=0.0) for prompt in prompts]
-    pairs = zip(prompts, ways, strict=True)
-    return list(await asyncio.gather(*(engine.generate(prompt.token_ids, how) for prompt, how in pairs)))
-
-
 class ScriptedEngine:
     """Stand-in for unit tests: tokens come from the seed alone, one every `token_s` seconds.
 
@@ -91,8 +87,9 @@ class ScriptedEngine:
     checked without a model.
     """
 
-    def __init__(self, *, token_s: float = 0.0, eos_id: int = 1, vocab_size: int = 10) -> None:
+    def __init__(self, *, token_s: float = 0.0, eos_id: int = 1, vocab_size: int = 10, tokenizer: Any = None) -> None:
         self.tokens_generated = 0
+        self.tokenizer = tokenizer
         self.version = 0
         self.calls: list[str] = []
         self._token_s, self._eos_id, self._vocab_size = token_s, eos_id, vocab_size
@@ -115,7 +112,9 @@ class ScriptedEngine:
             logprobs=np.full(len(tokens), -np.log(self._vocab_size - 1), dtype=np.float32),
             spans=_spans(versions),
             stop_reason=StopReason.STOP if tokens[-1] == self._eos_id else StopReason.LENGTH,
-            text=" ".join(map(str, tokens)),
+            text=" ".join(map(str, tokens))
+            if self.tokenizer is None
+            else self.tokenizer.decode(tokens, skip_special_tokens=True),
         )
 
     async def score(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Float32:

@@ -70,6 +70,11 @@ class VllmEngine:
         return engine
 
     @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    @property
     def tokens_generated(self) -> int:
         """Output tokens since the start or the last `reset`, running samples included."""
         return int(self._progress.tokens) - self._tokens_before

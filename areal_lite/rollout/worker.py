@@ -6,15 +6,17 @@ still holds. It knows neither Ray nor vLLM nor weights.
 """
 
 import asyncio
+import functools
 import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
-from areal_lite.errors import EngineError, QueueTimeout, WireError
+from areal_lite.errors import EpisodeError, QueueTimeout, WireError
 from areal_lite.events import EventBuffer
-from areal_lite.rollout.engine import GenerationEngine, Sampling, complete_greedily, token_limit
+from areal_lite.rollout.engine import GenerationEngine, Sampling
+from areal_lite.rollout.runner import Workflows, complete_greedily
 from areal_lite.types import Lease, Prompt, Sample
 
 __all__ = ["RolloutQueue", "RolloutWorker", "sample_seed"]
@@ -34,14 +36,25 @@ class RolloutQueue(Protocol):
     def fail(self, *, lease_id: str, reason: str) -> Awaitable[bool]: ...  # noqa: D102
 
 
-def sample_seed(run_seed: int, group_id: str, sample_index: int) -> int:
-    """Seed of one sample: the same run, group and index always draw the same tokens from the same weights."""
-    digest = hashlib.blake2b(f"{run_seed}/{group_id}/{sample_index}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little")
+def sample_seed(run_seed: int, group_id: str, sample_index: int, call: int = 0) -> int:
+    """Seed of one request: the same run, group, sample and request always draw the same tokens from the same weights.
+
+    Args:
+        run_seed: `run.seed`.
+        group_id: With the attempt.
+        sample_index: 0..G-1.
+        call: Number of the request in the sample's episode; only those after the first enter the seed.
+    """
+    name = f"{run_seed}/{group_id}/{sample_index}" + (f"/{call}" if call else "")
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
 
 
 class RolloutWorker:
     """Leases prompts, generates groups, returns them.
+
+    Every sample is an episode of its prompt's workflow, and takes one slot from the lease to its end: also while an
+    environment thinks, when the engine has nothing to do for it. More slots than the engine decodes well at once are
+    no remedy, as all of them may speak at the same time; a slow environment wants more rollout workers.
 
     `run` consumes leases and produces finished groups; it waits for a free slot (unblocked by a finished
     sample) and for the queue's answer (unblocked by admission, at most `_LEASE_WAIT_S`). `stop` ends it.
@@ -59,11 +72,13 @@ class RolloutWorker:
         run_seed: int,
         heartbeat_s: float,
         events: EventBuffer,
+        workflows: Workflows | None = None,
     ) -> None:
         self._client, self._engine, self._name = client, engine, name
         self._samples_per_group, self._slots = samples_per_group, slots
         self._sampling, self._run_seed = sampling, run_seed
         self._heartbeat_s, self._events = heartbeat_s, events
+        self._workflows = workflows or Workflows()
         self._groups: dict[str, asyncio.Task[None]] = {}
         self._running = 0
         self._emitted_running = 0
@@ -93,9 +108,11 @@ class RolloutWorker:
         """End `run`: nothing more is leased, samples in flight are cut off."""
         self._stopping.set()
 
-    async def evaluate(self, prompts: Sequence[Prompt]) -> list[Sample]:
-        """Complete prompts greedily, beside whatever else the engine does."""
-        return await complete_greedily(self._engine, prompts, max_new_tokens=self._sampling.max_new_tokens)
+    async def evaluate(self, prompts: Sequence[Prompt]) -> list[Sample | None]:
+        """Run the episodes of prompts greedily, beside whatever else the engine does; None for one that failed."""
+        return await complete_greedily(
+            self._engine, prompts, max_new_tokens=self._sampling.max_new_tokens, workflows=self._workflows
+        )
 
     def gauges(self) -> dict[str, float]:
         """Figures of this moment."""
@@ -124,18 +141,16 @@ class RolloutWorker:
             task.add_done_callback(lambda _: self._changed.set())
 
     async def _serve(self, lease: Lease) -> None:
-        """Generate one group; a request the engine refuses fails the group, a dead engine fails the worker."""
+        """Generate one group; an episode that fails fails the group, a dead engine fails the worker."""
         group, started = lease.group, time.time()
         tasks = [
             asyncio.ensure_future(self._sample(group.group_id, group.prompt, i)) for i in range(self._samples_per_group)
         ]
         try:
             samples = await asyncio.gather(*tasks)
-        except EngineError:
-            raise
-        except Exception as error:
-            logger.exception("group %s could not be generated", group.group_id)
-            answer = self._client.fail(lease_id=lease.lease_id, reason=f"generation:{type(error).__name__}")
+        except EpisodeError as error:
+            self._workflows.log(error, f"group {group.group_id}")
+            answer = self._client.fail(lease_id=lease.lease_id, reason=error.reason)
         else:
             self._emit_group(group.group_id, started, samples)
             answer = self._client.complete_rollout(lease_id=lease.lease_id, samples=[sample for sample, _ in samples])
@@ -152,13 +167,10 @@ class RolloutWorker:
         self._groups.pop(lease.lease_id, None)
 
     async def _sample(self, group_id: str, prompt: Prompt, index: int) -> tuple[Sample, float]:
-        sampling = Sampling(
-            max_new_tokens=token_limit(prompt, default=self._sampling.max_new_tokens),
-            temperature=self._sampling.temperature,
-            seed=sample_seed(self._run_seed, group_id, index),
-        )
+        seed_of = functools.partial(sample_seed, self._run_seed, group_id, index)
         try:
-            return await self._engine.generate(prompt.token_ids, sampling), time.time()
+            sample = await self._workflows.sample(self._engine, prompt, sampling=self._sampling, seed_of=seed_of)
+            return sample, time.time()
         finally:
             self._count_running(-1)
 

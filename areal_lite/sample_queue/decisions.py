@@ -23,7 +23,7 @@ def verdict(samples: Sequence[Sample], *, reject: str) -> tuple[GroupState, str]
         samples: [G] samples, each with a reward or a failure.
         reject: `none`, or `zero_variance`: a group whose rewards are all equal teaches nothing and is rejected.
     """
-    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    rewards = [sample.total_reward for sample in samples if sample.reward is not None]
     if len(rewards) < min(2, len(samples)):
         failures = Counter(sample.failure for sample in samples if sample.failure is not None)
         return GroupState.FAILED, failures.most_common(1)[0][0]

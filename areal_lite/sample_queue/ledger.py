@@ -15,7 +15,7 @@ answer `False` means that the lease had ended, so the result was ignored.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from areal_lite.errors import LedgerError
@@ -149,7 +149,7 @@ class Ledger:
             )
         self._leases.end(lease_id)
         group.samples = tuple(
-            replace(sample, reward=score.reward, failure=score.failure)
+            replace(sample, **{field.name: getattr(score, field.name) for field in fields(Score)})
             for sample, score in zip(group.samples, scores, strict=True)
         )
         state, reason = decisions.verdict(group.samples, reject=self._settings.reject)

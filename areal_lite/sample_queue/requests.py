@@ -18,7 +18,16 @@ from areal_lite.errors import WireError
 from areal_lite.types import Group, Lease, Sample, Score, Shard
 from areal_lite.wire import as_type
 
-__all__ = ["NOT_REPEATABLE", "REQUESTS", "BatchInfo", "QueueRequests", "QueueStatus", "WorkerStatus", "check_fields"]
+__all__ = [
+    "NOT_REPEATABLE",
+    "REQUESTS",
+    "BatchInfo",
+    "BatchRewards",
+    "QueueRequests",
+    "QueueStatus",
+    "WorkerStatus",
+    "check_fields",
+]
 
 
 class BatchInfo(TypedDict):
@@ -32,6 +41,18 @@ class BatchInfo(TypedDict):
     prompt_tokens: int
     """Over all rows: a prompt counts once per sample."""
     output_tokens: int
+    rewards: "BatchRewards"
+
+
+class BatchRewards(TypedDict):
+    """Means over the scored samples of a batch; a sample without a part or figure does not count in its mean."""
+
+    reward_by_source: dict[str, float]
+    """Total reward, by data source: the first part of the prompt ids."""
+    reward_parts: dict[str, float]
+    """What the rewards were made of, by name."""
+    verifier_metrics: dict[str, float]
+    """Further figures of the verifiers', by name."""
 
 
 class WorkerStatus(TypedDict):

@@ -32,6 +32,9 @@ class Cursor(Protocol):
     def get(self, prompt_id: str) -> Prompt:
         """Return a prompt given out before, in this run or the one it continues."""
 
+    def observe(self, prompt_id: str, pass_rate: float) -> None:
+        """Take the result of one group of a prompt: the mean of its rewards, each clipped to 0..1."""
+
     def state(self) -> dict[str, Any]:
         """Return what `load` needs, in a form that `wire.encode` takes."""
 
@@ -122,7 +125,12 @@ class QueueService(QueueRequests):
         return self._ledger.complete_rollout(lease_id, samples)
 
     def complete_verify(self, *, lease_id: str, scores: Sequence[Score]) -> bool:
-        return self._ledger.complete_verify(lease_id, scores)
+        prompt_id = next((held.group.prompt_id for held in self._ledger.leases() if held.lease_id == lease_id), None)
+        counts = self._ledger.complete_verify(lease_id, scores)
+        pass_rate = _pass_rate(scores)
+        if counts and prompt_id is not None and pass_rate is not None:
+            self._cursor.observe(prompt_id, pass_rate)
+        return counts
 
     def reject(self, *, lease_id: str, reason: str) -> bool:
         return self._ledger.reject(lease_id, reason)
@@ -236,6 +244,18 @@ class QueueService(QueueRequests):
             oldest_lease_age_s=now - min(given_at, default=now),
             progress=worker.progress,
         )
+
+
+def _pass_rate(scores: Sequence[Score]) -> float | None:
+    """Return the mean total reward of the scored samples, each clipped to 0..1; None where no sample was scored.
+
+    Rewards need not be 0 or 1, and no threshold fits all: partial credit counts as a partial pass, and one sample far
+    outside the scale cannot hide the others.
+    """
+    totals = [
+        score.reward + sum(step.value for step in score.step_rewards) for score in scores if score.reward is not None
+    ]
+    return sum(min(max(total, 0.0), 1.0) for total in totals) / len(totals) if totals else None
 
 
 def restore(

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from areal_lite.types import VersionSpan
+from areal_lite.types import GIVEN, VersionSpan
 
 __all__ = [
     "admission_capacity",
@@ -20,6 +20,7 @@ __all__ = [
     "is_over_age",
     "may_leave_behind",
     "num_trainable",
+    "own_mask",
     "token_ages",
     "trainable_mask",
 ]
@@ -84,19 +85,28 @@ def token_ages(spans: Sequence[VersionSpan], *, version: int) -> npt.NDArray[np.
         version: Trainer version when the batch was taken.
 
     Returns:
-        [T] ages in trainer steps.
+        [T] ages in trainer steps; -1 for given tokens, which no version produced.
 
     >>> token_ages([VersionSpan(version=3, start=0, end=2), VersionSpan(version=5, start=2, end=3)], version=5)
     array([2, 2, 0], dtype=int32)
     """
-    ages = np.array([version - span.version for span in spans], dtype=np.int32)
+    ages = np.array([-1 if span.version == GIVEN else version - span.version for span in spans], dtype=np.int32)
     return np.repeat(ages, [span.end - span.start for span in spans])
+
+
+def own_mask(spans: Sequence[VersionSpan]) -> npt.NDArray[np.bool_]:
+    """Return which tokens the model produced, [T]: all but the given ones.
+
+    >>> own_mask([VersionSpan(version=3, start=0, end=2), VersionSpan(version=-1, start=2, end=3)])
+    array([ True,  True, False])
+    """
+    return np.repeat([span.version != GIVEN for span in spans], [span.end - span.start for span in spans])
 
 
 def trainable_mask(
     spans: Sequence[VersionSpan], *, num_tokens: int, version: int, max_staleness: int
 ) -> npt.NDArray[np.bool_]:
-    """Return which tokens may carry a gradient: those of age <= eta.
+    """Return which tokens may carry a gradient: those that the model produced, of age <= eta.
 
     Args:
         spans: Version spans that cover the tokens 0..T without gaps.
@@ -113,11 +123,11 @@ def trainable_mask(
     ages = token_ages(spans, version=version)
     if len(ages) != num_tokens:
         raise ValueError(f"version spans must cover {num_tokens} tokens, got {len(ages)}: pass the sample's own spans")
-    return ages <= max_staleness
+    return (ages >= 0) & (ages <= max_staleness)
 
 
 def num_trainable(spans: Sequence[VersionSpan], *, version: int, max_staleness: int) -> int:
-    """Count the tokens of age <= eta, without building the mask.
+    """Count the model's tokens of age <= eta, without building the mask.
 
     >>> spans = [VersionSpan(version=3, start=0, end=2), VersionSpan(version=5, start=2, end=3)]
     >>> num_trainable(spans, version=5, max_staleness=1)
@@ -126,7 +136,7 @@ def num_trainable(spans: Sequence[VersionSpan], *, version: int, max_staleness: 
     return sum(
         span.end - span.start
         for span in spans
-        if not is_over_age(span.version, version=version, max_staleness=max_staleness)
+        if span.version != GIVEN and not is_over_age(span.version, version=version, max_staleness=max_staleness)
     )
 
 

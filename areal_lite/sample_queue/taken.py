@@ -5,13 +5,13 @@ is returned. It decides nothing about groups; which rows go together stands in `
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from areal_lite.errors import LedgerError
 from areal_lite.sample_queue.ledger import Batch
-from areal_lite.sample_queue.requests import BatchInfo
+from areal_lite.sample_queue.requests import BatchInfo, BatchRewards
 from areal_lite.sample_queue.split import assign_rows
 from areal_lite.types import Group, Prompt, Row, Shard
 
@@ -62,6 +62,19 @@ class TakenBatch:
             num_rows=len(self._rows),
             prompt_tokens=sum(len(row.prompt_token_ids) for row in self._rows),
             output_tokens=sum(row.sample.num_tokens for row in self._rows),
+            rewards=self._rewards(),
+        )
+
+    def _rewards(self) -> BatchRewards:
+        by_source, parts, metrics = _Means(), _Means(), _Means()
+        for group in self.batch.groups:
+            for sample in group.samples:
+                if sample.total_reward is not None:
+                    by_source.add({group.prompt_id.partition("/")[0]: sample.total_reward})
+                    parts.add(sample.parts)
+                    metrics.add(sample.metrics)
+        return BatchRewards(
+            reward_by_source=by_source.read(), reward_parts=parts.read(), verifier_metrics=metrics.read()
         )
 
     def shard(self, rank: int) -> Shard:
@@ -73,7 +86,7 @@ class TakenBatch:
         if not 0 <= rank < self._num_ranks:
             raise LedgerError(f"trainer ranks are 0..{self._num_ranks - 1}, got {rank}: check trainer.ranks")
         rewards_NG = [
-            [np.nan if sample.reward is None else sample.reward for sample in group.samples]
+            [np.nan if sample.total_reward is None else sample.total_reward for sample in group.samples]
             for group in self.batch.groups
         ]
         return Shard(
@@ -82,6 +95,7 @@ class TakenBatch:
             version=self.batch.version,
             rewards=np.array(rewards_NG, dtype=np.float32),
             rows=tuple(row for row, owner in zip(self._rows, self._ranks, strict=True) if owner == rank),
+            has_step_rewards=any(sample.step_rewards for group in self.batch.groups for sample in group.samples),
         )
 
     def groups(self, limit: int) -> list[Group]:
@@ -89,3 +103,17 @@ class TakenBatch:
         pairs = zip(self.batch.groups, self._prompts, strict=True)
         groups = [Group(group_id=group.group_id, prompt=prompt, samples=group.samples) for group, prompt in pairs]
         return groups[: max(limit, 0)]
+
+
+class _Means:
+    """Means of figures that not everybody has, by name."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = {}
+
+    def add(self, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._values.setdefault(name, []).append(value)
+
+    def read(self) -> dict[str, float]:
+        return {name: sum(values) / len(values) for name, values in sorted(self._values.items())}

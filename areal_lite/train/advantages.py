@@ -60,6 +60,7 @@ def batch_advantages(batch: PolicyBatch, scores: Scores, *, config: Config, kl_c
     rewards_NG = _shaped_rewards(batch, config)
     costs_T = _kl_costs(batch, scores, objective, kl_coef=kl_coef)
     rewards_T = token_rewards(_of_rows(rewards_NG, batch).nan_to_num(), lengths_B=batch.lengths_B, costs_T=costs_T)
+    rewards_T = _with_steps(rewards_T, batch, scale=objective.reward_scale)
     targets_T = None
     if scores.values_T is None:
         advantages_T = _compared(batch, rewards_NG, rewards_T, objective)
@@ -105,18 +106,27 @@ def _kl_costs(batch: PolicyBatch, scores: Scores, objective: ObjectiveConfig, *,
     return torch.where(batch.loss_mask_T | costs_T.isfinite(), costs_T, 0.0)
 
 
+def _with_steps(rewards_T: Tensor, batch: PolicyBatch, *, scale: float) -> Tensor:
+    """Move what steps earned from the sample's last token, where the whole reward is, to the tokens they end with."""
+    if batch.step_rewards_T is None:
+        return rewards_T
+    steps_T = scale * batch.step_rewards_T
+    totals_B = torch.zeros_like(batch.lengths_B, dtype=steps_T.dtype).index_add(0, batch.rows_T, steps_T)
+    return rewards_T + steps_T - token_rewards(totals_B, lengths_B=batch.lengths_B)
+
+
 def _compared(batch: PolicyBatch, rewards_NG: Tensor, rewards_T: Tensor, objective: ObjectiveConfig) -> Tensor:
     """Return the return from each token on, minus the sample's baseline, [T].
 
     The baseline is one of whole samples: the return from the first token on, compared within group or batch. With
-    gamma 1 and no KL in the reward that is the same number on all tokens of a sample.
+    gamma 1, no KL in the reward and no rewards for steps that is the same number on all tokens of a sample.
     """
     assert objective.baseline != "critic"
-    if objective.gamma == 1.0 and objective.kl != "reward":
+    if objective.gamma == 1.0 and objective.kl != "reward" and batch.step_rewards_T is None:
         advantages_NG = sample_advantages(rewards_NG, baseline=objective.baseline, scale=objective.scale, eps=_EPS)
         return batch.spread(_of_rows(advantages_NG, batch))
-    to_go_T = returns_to_go(rewards_T, lengths_B=batch.lengths_B, gamma=objective.gamma)
-    returns_B = to_go_T[batch.lengths_B.cumsum(dim=0) - batch.lengths_B]
+    to_go_T = _to_go(rewards_T, batch, gamma=objective.gamma)
+    returns_B = to_go_T[batch.own_T][_own_lengths(batch).cumsum(dim=0) - _own_lengths(batch)]
     returns_NG = torch.where(rewards_NG.isnan(), torch.nan, _over_ranks(returns_B, batch))
     advantages_NG = sample_advantages(returns_NG, baseline=objective.baseline, scale=objective.scale, eps=_EPS)
     later_T = (to_go_T - batch.spread(returns_B)) * batch.spread(_of_rows(_factors(returns_NG, objective), batch))
@@ -136,21 +146,34 @@ def _factors(returns_NG: Tensor, objective: ObjectiveConfig) -> Tensor:
 
 
 def _judged(batch: PolicyBatch, rewards_T: Tensor, values_T: Tensor, config: Config) -> tuple[Tensor, Tensor]:
-    """Return generalised advantages and the critic's targets, [T] each.
+    """Return generalised advantages and the critic's targets, [T] each; 0 where given, which is no time step.
 
     A sample that was cut off at the token limit ended there: its reward is the verifier's word on what it wrote.
     """
-    objective, lengths_B = config.objective, batch.lengths_B
-    advantages_T, targets_T = gae(
-        rewards_T.float(),
-        values_T=values_T,
-        lengths_B=lengths_B,
+    objective = config.objective
+    advantages_T, targets_T = torch.zeros_like(values_T), torch.zeros_like(values_T)
+    advantages_T[batch.own_T], targets_T[batch.own_T] = gae(
+        rewards_T[batch.own_T].float(),
+        values_T=values_T[batch.own_T],
+        lengths_B=_own_lengths(batch),
         gamma=objective.gamma,
         gae_lambda=objective.gae_lambda,
     )
     if config.critic.target == "monte_carlo":
-        targets_T = returns_to_go(rewards_T.float(), lengths_B=lengths_B, gamma=objective.gamma)
+        targets_T = _to_go(rewards_T.float(), batch, gamma=objective.gamma)
     return advantages_T, targets_T
+
+
+def _to_go(rewards_T: Tensor, batch: PolicyBatch, *, gamma: float) -> Tensor:
+    """Return the return from each token of the model on, [T]; 0 where given, which is no time step."""
+    to_go_T = torch.zeros_like(rewards_T)
+    to_go_T[batch.own_T] = returns_to_go(rewards_T[batch.own_T], lengths_B=_own_lengths(batch), gamma=gamma)
+    return to_go_T
+
+
+def _own_lengths(batch: PolicyBatch) -> Tensor:
+    """Return how many tokens of each row the model produced, [B]."""
+    return torch.zeros_like(batch.lengths_B).index_add(0, batch.rows_T, batch.own_T.long())
 
 
 def _of_rows(values_NG: Tensor, batch: PolicyBatch) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from areal_lite.algo.advantages import kept_samples
 from areal_lite.config import Config
-from areal_lite.sample_queue.staleness import token_ages, trainable_mask
+from areal_lite.sample_queue.staleness import own_mask, token_ages, trainable_mask
 from areal_lite.train.micro_batch import TokenRows
 from areal_lite.types import Row, Shard, StopReason
 
@@ -28,7 +28,10 @@ class PolicyBatch:
     minibatches: tuple[tuple[int, ...], ...]
     """The rows of each optimiser update."""
     rewards_NG: Tensor
-    """[N, G] float64 rewards of the whole batch, as the verifier gave them; NaN = unscored."""
+    """[N, G] float64 total rewards of the whole batch, as the verifier gave them; NaN = unscored."""
+    step_rewards_T: Tensor | None
+    """[T] float64, the part of the total that was given for steps, at the tokens they end with; None when no sample of
+    the whole batch has any, on all ranks alike."""
     groups_B: Tensor
     """[B] int64, the row of `rewards_NG`."""
     samples_B: Tensor
@@ -42,7 +45,9 @@ class PolicyBatch:
     behaviour_logprobs_T: Tensor
     """[T] float32 nats, as the engine reported them."""
     ages_T: Tensor
-    """[T] int32 trainer steps."""
+    """[T] int32 trainer steps; -1 where given."""
+    own_T: Tensor
+    """[T] booleans: produced by the model, not given by an environment."""
     loss_mask_T: Tensor
     """[T] booleans: age within the bound, the sample scored, and taken out by no filter."""
     num_stale_tokens: int
@@ -63,6 +68,8 @@ class PolicyBatch:
         young = [_young(row, shard, config.queue.max_staleness) for row in shard.rows]
         young_T = np.concatenate([np.empty(0, np.bool_), *young])
         ages = [token_ages(row.sample.spans, version=shard.version) for row in shard.rows]
+        own_T = np.concatenate([np.empty(0, np.bool_), *(own_mask(row.sample.spans) for row in shard.rows)])
+        steps = [_step_rewards(row) for row in shard.rows] if shard.has_step_rewards else None
         logprobs = [row.sample.logprobs for row in shard.rows]
 
         def on_device(values: npt.ArrayLike, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -81,9 +88,11 @@ class PolicyBatch:
             rows_T=on_device(rows.spread(np.arange(len(rows)))),
             token_ids_T=on_device(rows.output_ids),
             behaviour_logprobs_T=on_device(np.concatenate([np.empty(0, np.float32), *logprobs]), torch.float32),
+            step_rewards_T=None if steps is None else on_device(np.concatenate([np.empty(0), *steps]), torch.float64),
             ages_T=on_device(np.concatenate([np.empty(0, np.int32), *ages]), torch.int32),
+            own_T=on_device(own_T, torch.bool),
             loss_mask_T=on_device(young_T & rows.spread(_training_rows(shard, config)), torch.bool),
-            num_stale_tokens=int((scored_T & ~young_T).sum()),
+            num_stale_tokens=int((scored_T & own_T & ~young_T).sum()),
         )
 
     def spread(self, values_B: Tensor) -> Tensor:
@@ -107,3 +116,12 @@ def _young(row: Row, shard: Shard, max_staleness: int) -> npt.NDArray[np.bool_]:
     return trainable_mask(
         row.sample.spans, num_tokens=row.sample.num_tokens, version=shard.version, max_staleness=max_staleness
     )
+
+
+def _step_rewards(row: Row) -> npt.NDArray[np.float64]:
+    """Return what each token's step earned, [T]; a step that ends inside a reply counts for the token before it."""
+    own = np.flatnonzero(own_mask(row.sample.spans))
+    earned = np.zeros(row.sample.num_tokens)
+    for step in row.sample.step_rewards:
+        earned[own[max(int(np.searchsorted(own, step.token, side="right")) - 1, 0)]] += step.value
+    return earned

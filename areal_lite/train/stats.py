@@ -66,11 +66,11 @@ class StepStats:
     ptx_loss: float | None
     """Mean cross-entropy on the documents, in nats per token; None without a language-model term."""
     reward_mean: float
-    """Mean over all scored samples of the batch, as the verifier gave it."""
+    """Mean over all scored samples of the batch, as the verifier gave it, rewards for steps included."""
     reward_shaped_mean: float
     """The same after scale, bias, clip and overlong penalty; without any of them it is `reward_mean`."""
     length_mean: float
-    """Mean completion length in tokens, every row counted."""
+    """Mean completion length in tokens, an environment's replies included, every row counted."""
     truncated_fraction: float
     """Share of rows that ended at the token limit."""
     tokens_trained: int

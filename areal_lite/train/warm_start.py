@@ -1,4 +1,4 @@
-"""The built-in model: a tiny Qwen3 that a short supervised run has shown how chained sums are written.
+"""The built-in model: a tiny Qwen3 that a short supervised run has shown how the recipe's tasks are done.
 
 Called by the command line before a run with `model.path: builtin:arith` starts. The result is an ordinary Hugging
 Face folder, cached under a hash of everything that shapes it.
@@ -11,7 +11,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,11 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from areal_lite.config import Config
-from areal_lite.data.arith import CHARACTERS, ArithProblem, worked_solutions
+from areal_lite.data.demonstrations import Demonstration, alphabet, demonstrations, turn_examples
 from areal_lite.data.offline import Example
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.offline_config import OfflineConfig
-from areal_lite.sections import TrainerConfig
+from areal_lite.sections import TrainerConfig, WarmStartConfig
 from areal_lite.train.offline_loop import OfflineLoop, OfflineRows
 from areal_lite.train.offline_objectives import Supervised
 
@@ -43,69 +42,79 @@ def ensure_warm_start(
     """Return the folder of the warm-started model, training it when it is not in the cache.
 
     Args:
-        config: The recipe: `model.warm_start`, `model.max_context` and `data.arith` shape the result.
+        config: The recipe: `model.warm_start`, `model.max_context` and the sources' demonstrations shape the result.
         cache_dir: Created if missing.
         progress: Called after each step with (steps done, steps in all, loss); not called on a cache hit.
 
     Returns:
         `cache_dir/<hash>`, complete: it appears in one piece.
+
+    Raises:
+        ConfigError: There is nothing to learn from, and `model.warm_start.steps` is not 0.
+        DataError: A demonstration holds a character that is not in the model's alphabet.
     """
-    problems = worked_solutions(
-        config.data.arith,
-        _NUM_EXAMPLES,
-        seed=config.model.warm_start.seed,
-        carelessness=config.model.warm_start.carelessness,
-    )
-    folder = cache_dir / _content_hash(config, problems)
+    shown = demonstrations(config, count=_NUM_EXAMPLES)
+    folder = cache_dir / _content_hash(config, shown)
     if folder.is_dir():
         return folder
     cache_dir.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=cache_dir))
     try:
-        _train(config, problems, folder=unfinished, progress=progress)
+        _train(config, shown, folder=unfinished, progress=progress)
         _move_into_place(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder
 
 
-def _content_hash(config: Config | OfflineConfig, problems: Sequence[ArithProblem]) -> str:
+def _content_hash(config: Config | OfflineConfig, shown: Sequence[Demonstration]) -> str:
     content = {
         "recipe": _RECIPE_VERSION,
         "warm_start": config.model.warm_start.model_dump(),
         "max_context": config.model.max_context,
-        "characters": CHARACTERS,
-        "problems": [asdict(problem) for problem in problems],
+        "characters": alphabet(config),
+        "problems": [demonstration.content for demonstration in shown],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _train(
     config: Config | OfflineConfig,
-    problems: Sequence[ArithProblem],
+    shown: Sequence[Demonstration],
     *,
     folder: Path,
     progress: Callable[[int, int, float], None] | None,
 ) -> None:
     warm_start = config.model.warm_start
-    tokenizer = build_char_tokenizer(CHARACTERS)
+    tokenizer = build_char_tokenizer(alphabet(config))
     model = _build_model(config, tokenizer)
-    settings = TrainerConfig(
-        lr=warm_start.lr, schedule="cosine", warmup_steps=min(20, warm_start.steps), micro_batch_tokens=1024
+    if warm_start.steps > 0:
+        _learn(model, turn_examples(shown, tokenizer), settings=warm_start, progress=progress)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _learn(
+    model: Any,
+    examples: Sequence[Example],
+    *,
+    settings: WarmStartConfig,
+    progress: Callable[[int, int, float], None] | None,
+) -> None:
+    trainer = TrainerConfig(
+        lr=settings.lr, schedule="cosine", warmup_steps=min(20, settings.steps), micro_batch_tokens=1024
     )
     loop = OfflineLoop(
         model,
         Supervised(),
-        OfflineRows(_examples(problems, tokenizer)),
-        steps=warm_start.steps,
-        batch_size=warm_start.batch_size,
-        seed=warm_start.seed,
-        settings=settings,
+        OfflineRows(examples),
+        steps=settings.steps,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        settings=trainer,
     )
     with _threads(_MAX_THREADS):
         loop.run(progress)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def _build_model(config: Config | OfflineConfig, tokenizer: PreTrainedTokenizerFast) -> Any:
@@ -128,12 +137,6 @@ def _build_model(config: Config | OfflineConfig, tokenizer: PreTrainedTokenizerF
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(warm_start.seed)
         return Qwen3ForCausalLM(architecture).train()
-
-
-def _examples(problems: Sequence[ArithProblem], tokenizer: PreTrainedTokenizerFast) -> list[Example]:
-    prompts = tokenizer([problem.prompt for problem in problems])["input_ids"]
-    solutions = tokenizer([problem.solution for problem in problems])["input_ids"]
-    return [Example(prompt, ([*ids, tokenizer.eos_token_id],)) for prompt, ids in zip(prompts, solutions, strict=True)]
 
 
 @contextmanager

@@ -1,55 +1,47 @@
-"""What a verify function is: how it is named, found and called, and what counts as a reward.
+"""What a verify function is: how it is called, and what counts as a reward.
 
-    def verify(prompt: str, completion: str, answer: str, **row) -> float
+    def verify(prompt: str, completion: str, answer: str, **row) -> float | VerifyResult
 
-or the same with `async def`. `row` holds the data row's other columns, and what the recipe says in
-`verifier.arguments`. What takes long to load goes into a function of those arguments, named by `@prepared_by`: it runs
-once in each process, and no call's deadline counts it. Used by `child.py`, in the process that
-runs the function; imports nothing heavy, as every restart of that process pays for it.
+or the same with `async def`, or `@batched` with a list of each. `row` holds the data row's other columns, `messages`
+where the sample has several turns, and what the recipe says in `arguments`. What takes long to load goes into a
+function of those arguments, named by `@prepared_by`: it runs once in each process, and no call's deadline counts it.
+Used by `child.py`, in the process that runs the function; imports nothing heavy, as every restart pays for it.
 """
 
 import asyncio
-import difflib
 import functools
-import importlib
-import importlib.util
 import inspect
 import math
 import numbers
-import sys
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
-from types import MappingProxyType, ModuleType
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from areal_lite.errors import VerifierError
+from areal_lite.errors import VerifierError, VerifierUnavailable
+from areal_lite.verify.result import VerifyResult
 
-__all__ = ["Reply", "VerifyFunction", "call_verifier", "load_verifier", "prepare_verifier", "prepared_by"]
+__all__ = ["Call", "Reply", "VerifyFunction", "answer", "answer_async", "batch_size", "is_async", "prepare_verifier"]
 
 VerifyFunction = Callable[..., Any]
+Call = tuple[str, str, str, Mapping[str, Any]]
+"""Prompt as the model saw it, completion, reference answer, and the row's other columns."""
+
 _DETAIL_CHARS = 2000
-_PREPARE = "_verifier_prepare"
 
 
 class Reply(NamedTuple):
-    """What the process answers to one call: a reward, or a failure with its detail."""
+    """What one completion got: a reward with what belongs to it, or a failure with its detail."""
 
     reward: float | None
     failure: str | None = None
-    """Short and countable: `nan`, `inf`, `wrong_type:<type>`, `exception:<type>`."""
+    """Short and countable: `nan`, `inf`, `wrong_type:<type>`, `exception:<type>`, `timeout` and so on."""
     detail: str = ""
     """For a person: the end of the traceback."""
-
-
-def prepared_by(prepare: Callable[..., object]) -> Callable[[VerifyFunction], VerifyFunction]:
-    """Decorate a verify function: `prepare(**arguments)` runs before its first call, with the recipe's arguments."""
-
-    def mark(function: VerifyFunction) -> VerifyFunction:
-        vars(function)[_PREPARE] = prepare
-        return function
-
-    return mark
+    parts: Mapping[str, float] = {}
+    step_rewards: tuple[tuple[int, float], ...] = ()
+    """`(end_character, value)`, as in `VerifyResult`."""
+    feedback: str = ""
+    metrics: Mapping[str, float] = {}
 
 
 def prepare_verifier(function: VerifyFunction, arguments: Mapping[str, Any]) -> None:
@@ -58,7 +50,7 @@ def prepare_verifier(function: VerifyFunction, arguments: Mapping[str, Any]) -> 
     Raises:
         VerifierError: It failed.
     """
-    prepare = getattr(function, _PREPARE, None)
+    prepare = getattr(function, "_verifier_prepare", None)
     if prepare is None:
         return
     try:
@@ -67,77 +59,113 @@ def prepare_verifier(function: VerifyFunction, arguments: Mapping[str, Any]) -> 
         raise VerifierError(f"the verifier cannot be prepared with {dict(arguments)}: {_describe(error)}") from error
 
 
-def load_verifier(name: str) -> VerifyFunction:
-    """Find a verify function.
+def batch_size(function: VerifyFunction) -> int | None:
+    """Return how many completions one call takes, as `batched` says; None for a function of one."""
+    size: int | None = getattr(function, "_verifier_batch", None)
+    return size
+
+
+def is_async(function: VerifyFunction) -> bool:
+    """Whether several calls can be in flight at once, in one event loop."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def answer(function: VerifyFunction, calls: Sequence[Call], *, arguments: Mapping[str, Any]) -> list[Reply]:
+    """Call a verify function, and turn whatever it does into replies.
 
     Args:
-        name: `module:function`, or `path.py:function` with a path from the working folder.
+        function: From `find_function`.
+        calls: One, or what a `@batched` function gets at once.
+        arguments: The recipe's; a column of the same name fails the call.
 
-    Raises:
-        VerifierError: The name has another form, or names nothing that can be imported and called.
-    """
-    location, colon, attribute = name.rpartition(":")
-    if not (colon and location and attribute.isidentifier()):
-        raise VerifierError(f"a verifier is named module:function or path.py:function, got {name!r}")
-    try:
-        module = _load_file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
-    except BaseException as error:  # user code runs here, sys.exit() included
-        raise VerifierError(f"the verifier {name!r} cannot be imported: {_describe(error)}") from error
-    function: VerifyFunction | None = getattr(module, attribute, None)
-    if not callable(function):
-        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        near = difflib.get_close_matches(attribute, names, n=1, cutoff=0.0)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise VerifierError(f"{location} must have a function {attribute!r}, it has none{hint}")
-    return function
-
-
-def _load_file(path: Path) -> ModuleType:
-    path = path.absolute()
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    # Behind everything else, so that the file can import its neighbours but they cannot shadow a library.
-    sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(f"_verifier_{path.stem}", path)
-    assert spec is not None  # true for any path that ends in .py
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def call_verifier(
-    function: VerifyFunction,
-    prompt: str,
-    completion: str,
-    answer: str,
-    row: Mapping[str, Any],
-    *,
-    arguments: Mapping[str, Any] = MappingProxyType({}),
-) -> Reply:
-    """Call a verify function once, and turn whatever it does into a reply.
-
-    Args:
-        function: From `load_verifier`.
-        prompt: As the model saw it.
-        completion: What it wrote.
-        answer: The row's reference.
-        row: The row's other columns.
-        arguments: `verifier.arguments`; a column of the same name fails the call.
+    Returns:
+        A reply per call; or a single one, a failure, where it befell them all.
     """
     try:
-        value = function(prompt, completion, answer, **row, **arguments)
+        value = _invoke(function, calls, arguments)
         if inspect.isawaitable(value):
             value = _event_loop().run(_wait(value))
-        if not isinstance(value, numbers.Real):
-            return Reply(None, f"wrong_type:{_type_name(value)}", f"got {_shorten(repr(value))}")
-        reward = float(value)
+        return _replies(function, value, calls)
     except BaseException as error:  # a verifier that calls sys.exit() failed like any other
-        return Reply(None, f"exception:{type(error).__name__}", _describe(error))
-    if math.isnan(reward):
-        return Reply(None, "nan")
-    return Reply(None, "inf") if math.isinf(reward) else Reply(reward)
+        return [_failed(error)]
+
+
+async def answer_async(function: VerifyFunction, calls: Sequence[Call], *, arguments: Mapping[str, Any]) -> list[Reply]:
+    """As `answer`, in the event loop that is running."""
+    try:
+        return _replies(function, await _invoke(function, calls, arguments), calls)
+    except BaseException as error:
+        return [_failed(error)]
+
+
+def _invoke(function: VerifyFunction, calls: Sequence[Call], arguments: Mapping[str, Any]) -> Any:
+    if batch_size(function) is None:
+        ((prompt, completion, reference, row),) = calls
+        return function(prompt, completion, reference, **row, **arguments)
+    prompts, completions, references, rows = (list(column) for column in zip(*calls, strict=True))
+    return function(prompts, completions, references, rows, **arguments)
+
+
+def _replies(function: VerifyFunction, value: Any, calls: Sequence[Call]) -> list[Reply]:
+    if batch_size(function) is None:
+        return [_read(value, completion=calls[0][1])]
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return [_wrong_type(value, "a list, as the function is @batched")]
+    if len(value) != len(calls):
+        return [Reply(None, "wrong_length", f"must return {len(calls)} results, got {len(value)}")]
+    return [_read(item, completion=call[1]) for item, call in zip(value, calls, strict=True)]
+
+
+def _read(value: Any, *, completion: str) -> Reply:
+    """Check everything that a verify function said about one completion."""
+    result = value if isinstance(value, VerifyResult) else VerifyResult(value)
+    if problem := _number_problem(result.reward, "the reward"):
+        return problem
+    for field in ("parts", "metrics"):
+        table = getattr(result, field)
+        if not isinstance(table, Mapping):
+            return _wrong_type(table, f"{field}: a dict of numbers")
+        for name, number in table.items():
+            if problem := _number_problem(number, f"{field}[{name!r}]"):
+                return problem
+    if not isinstance(result.feedback, str):
+        return _wrong_type(result.feedback, "feedback: a text")
+    steps: list[tuple[int, float]] = []
+    try:
+        for end, number in result.step_rewards:
+            if not (isinstance(end, numbers.Integral) and 1 <= end <= len(completion)):
+                text = f"must end at a character 1..{len(completion)} of the completion, got {end!r}"
+                return Reply(None, "bad_step_reward", _shorten(text))
+            if problem := _number_problem(number, f"the step reward at character {end}"):
+                return problem
+            steps.append((int(end), float(number)))
+    except (TypeError, ValueError):
+        text = f"step_rewards must be pairs (end_character, value), got {result.step_rewards!r}"
+        return Reply(None, "bad_step_reward", _shorten(text))
+    parts, metrics = (
+        {str(name): float(number) for name, number in table.items()} for table in (result.parts, result.metrics)
+    )
+    return Reply(float(result.reward), None, "", parts, tuple(steps), result.feedback, metrics)
+
+
+def _number_problem(value: Any, what: str) -> Reply | None:
+    if not isinstance(value, numbers.Real):
+        return _wrong_type(value, f"{what}: a number")
+    if math.isfinite(value):
+        return None
+    return Reply(None, "nan" if math.isnan(value) else "inf", f"{what} is {float(value)}")
+
+
+def _wrong_type(value: Any, wanted: str) -> Reply:
+    return Reply(None, f"wrong_type:{_type_name(value)}", _shorten(f"expected {wanted}; got {value!r}"))
+
+
+def _failed(error: BaseException) -> Reply:
+    if isinstance(error, MemoryError):
+        # Its traceback may take memory that is not there.
+        return Reply(None, "memory", "MemoryError: more than memory_mb allows")
+    kind = "unavailable" if isinstance(error, VerifierUnavailable) else f"exception:{type(error).__name__}"
+    return Reply(None, kind, _describe(error))
 
 
 @functools.cache

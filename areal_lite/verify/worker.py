@@ -1,21 +1,23 @@
 """The verifier worker: leases generated groups, has them scored, reports the scores.
 
 Wrapped by a Ray actor. Pulls only what it has room for; several groups are scored at the same time, so that the
-pool's processes stay busy. Knows nothing of verify functions (`pool.py` does) or of rewards' use.
+pool's processes stay busy. Knows nothing of verify functions (`verifier_set.py` does) or of rewards' use.
 """
 
 import asyncio
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol
 
 from areal_lite.errors import QueueTimeout
 from areal_lite.events import EventBuffer
-from areal_lite.types import Lease, Prompt, Score
+from areal_lite.types import Group, Lease, Prompt, Sample, Score, StepReward
+from areal_lite.verify.protocol import Reply
+from areal_lite.verify.step_tokens import Decode, token_of
 
-__all__ = ["VerifierWorker"]
+__all__ = ["VerifierWorker", "score_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +35,11 @@ class _Queue(Protocol):
 
 
 class _Pool(Protocol):
-    """The part of `VerifierPool` that is used here."""
+    """The part of `VerifierSet` that is used here."""
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Score]: ...
+    async def score(
+        self, prompt: Prompt, completions: Sequence[str], *, messages: Sequence[Sequence[Mapping[str, str]]] | None
+    ) -> list[Reply]: ...
 
     def gauges(self) -> dict[str, Any]: ...
 
@@ -51,6 +55,7 @@ class VerifierWorker:
         name: str,
         events: EventBuffer,
         lease_limit: int,
+        decode: Decode,
         heartbeat_s: float = 2.0,
     ) -> None:
         """Prepare a worker.
@@ -61,13 +66,14 @@ class VerifierWorker:
             name: Name at the queue, unique among workers.
             events: Gets one `verify` event per scored group.
             lease_limit: Groups held at the same time.
+            decode: Gives a sample's text back from its tokens; called where a verifier rewards steps, in a thread.
             heartbeat_s: Seconds between heartbeats; well below the queue's lease time-out.
         """
         self._client = client
         self._pool = pool
         self._name = name
         self._events = events
-        self._lease_limit = lease_limit
+        self._lease_limit, self._decode = lease_limit, decode
         self._heartbeat_s = heartbeat_s
         self._held: dict[str, asyncio.Task[None]] = {}
         self._num_groups = 0
@@ -126,7 +132,7 @@ class VerifierWorker:
     async def _score(self, lease: Lease) -> None:
         start = time.time()
         group = lease.group
-        scores = await self._pool.score(group.prompt, [sample.text for sample in group.samples])
+        scores = await self._scores(group)
         try:
             await self._client.complete_verify(lease_id=lease.lease_id, scores=scores)
         except QueueTimeout:
@@ -135,6 +141,18 @@ class VerifierWorker:
         self._num_groups += 1
         failures = sum(score.failure is not None for score in scores)
         self._events.emit("verify", group_id=group.group_id, start=start, end=time.time(), failures=failures)
+
+    async def _scores(self, group: Group) -> list[Score]:
+        replies = await self._pool.score(
+            group.prompt,
+            [sample.text for sample in group.samples],
+            messages=[sample.messages for sample in group.samples],
+        )
+        pairs = zip(group.samples, replies, strict=True)
+        if any(reply.step_rewards for reply in replies):
+            # The first one loads a tokenizer: heartbeats and deadlines must not wait for that.
+            return await asyncio.to_thread(lambda: [score_of(reply, sample, self._decode) for sample, reply in pairs])
+        return [score_of(reply, sample, self._decode) for sample, reply in pairs]
 
     async def _beat(self) -> None:
         while True:
@@ -149,3 +167,25 @@ class VerifierWorker:
                 if task := self._held.get(lease_id):
                     task.cancel()
             await asyncio.sleep(self._heartbeat_s)
+
+
+def score_of(reply: Reply, sample: Sample, decode: Decode) -> Score:
+    """Turn a verifier's reply into a score: step rewards move from characters to tokens.
+
+    Args:
+        reply: About `sample.text`.
+        sample: As it was generated.
+        decode: Called only where there are step rewards.
+    """
+    if reply.failure is not None:
+        return Score(failure=reply.failure)
+    token_ids = sample.token_ids.tolist() if reply.step_rewards else []
+    return Score(
+        reward=reply.reward,
+        step_rewards=tuple(
+            StepReward(token=token_of(end, token_ids, decode), value=value) for end, value in reply.step_rewards
+        ),
+        parts=dict(reply.parts),
+        metrics=dict(reply.metrics),
+        feedback=reply.feedback,
+    )

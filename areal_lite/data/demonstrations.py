@@ -1,0 +1,138 @@
+"""What the built-in model is shown before a run: worked tasks of every source of the recipe that has some.
+
+Called by the supervised warm start. Chained sums are worked out here, more or less carefully; the other built-in
+sources bring a demonstration with each task; files bring none.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from areal_lite.config import Config
+from areal_lite.data.arith import CHARACTERS, worked_solutions
+from areal_lite.data.encode import encode_texts
+from areal_lite.data.offline import Example
+from areal_lite.data.prompts import Task
+from areal_lite.data.source import section_of
+from areal_lite.data.sources import FILE_SOURCES, load_tasks
+from areal_lite.errors import ConfigError
+from areal_lite.offline_config import OfflineConfig
+from areal_lite.sections import MixedSourceConfig, SourceConfig, WarmStartConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["PRINTABLE", "Demonstration", "alphabet", "demonstrations", "turn_examples"]
+
+PRINTABLE = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
+"""ASCII without control characters but the end of a line; what chained sums are made of is among it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """One worked task."""
+
+    origin: str
+    """Where it came from, for messages."""
+    prompt: str
+    """Inside the source's template, as in training."""
+    turns: tuple[tuple[bool, str], ...]
+    """Texts behind the prompt, each with whether it is the model's own, and not its environment's."""
+    content: Mapping[str, Any]
+    """All that makes it another demonstration than others, as JSON."""
+
+
+def demonstrations(config: Config | OfflineConfig, *, count: int) -> list[Demonstration]:
+    """Return worked tasks of the recipe's sources, in the shares that training has; a short source is repeated.
+
+    Args:
+        config: The recipe. Offline recipes show chained sums.
+        count: Number over all sources.
+
+    Raises:
+        ConfigError: No source has any, and `model.warm_start.steps` is not 0.
+    """
+    warm_start, shown = config.model.warm_start, list[Demonstration]()
+    teaching = {name: source for name, source in _sources(config).items() if source.source not in FILE_SOURCES}
+    total_weight = sum(map(_weight, teaching.values()))
+    for name, source in teaching.items():
+        where = section_of(config, name) if isinstance(config, Config) else "data"
+        share = max(1, round(count * _weight(source) / total_weight))
+        shown += _of_source(source, share, settings=warm_start, where=where)
+    if not shown and warm_start.steps > 0:
+        raise ConfigError(
+            "the warm start of model.path=builtin:arith learns from worked tasks, the recipe's sources bring none: set "
+            "model.path to a model folder, or model.warm_start.steps=0 to begin with random weights"
+        )
+    return shown
+
+
+def alphabet(config: Config | OfflineConfig) -> str:
+    """Return the characters of the built-in model's vocabulary: all of ASCII where there is more than chained sums."""
+    sources = _sources(config).values()
+    texts = {source.template.replace("{prompt}", "") for source in sources}
+    is_narrow = all(source.source == "arith" for source in sources) and set("".join(texts)) <= set(CHARACTERS)
+    return CHARACTERS if is_narrow else PRINTABLE
+
+
+def turn_examples(shown: Sequence[Demonstration], tokenizer: "PreTrainedTokenizerBase") -> list[Example]:
+    """Make one example of each of the model's turns, behind all that came before it.
+
+    So only the model's own words are learned, and behind them the end-of-sequence token that generation stops at; an
+    environment's reply follows that token as plain text, as it does in an episode.
+
+    Raises:
+        DataError: A character is not in the vocabulary.
+    """
+    texts = [(text, item.origin) for item in shown for text in (item.prompt, *(text for _, text in item.turns))]
+    ids = iter(encode_texts([text for text, _ in texts], origins=[origin for _, origin in texts], tokenizer=tokenizer))
+    return [example for item in shown for example in _turns(item, ids, end=tokenizer.eos_token_id)]
+
+
+def _turns(item: Demonstration, ids: Iterator[list[int]], *, end: int) -> Iterator[Example]:
+    context = next(ids)
+    for is_own, _ in item.turns:
+        turn = [*next(ids), end] if is_own else next(ids)
+        if is_own:
+            yield Example(context, (turn,))
+        context = context + turn
+
+
+def _sources(config: Config | OfflineConfig) -> Mapping[str, SourceConfig]:
+    return config.data.sources if isinstance(config, Config) else {"arith": SourceConfig(arith=config.data.arith)}
+
+
+def _weight(source: SourceConfig) -> float:
+    return source.weight if isinstance(source, MixedSourceConfig) else 1.0
+
+
+def _of_source(source: SourceConfig, count: int, *, settings: WarmStartConfig, where: str) -> list[Demonstration]:
+    if source.source == "arith":
+        return _sums(source, count, settings=settings, where=where)
+    tasks = [task for task in load_tasks(source, "train", where=where) if task.demonstration is not None]
+    return [_shown(task, source) for task in itertools.islice(itertools.cycle(tasks), count)]
+
+
+def _sums(source: SourceConfig, count: int, *, settings: WarmStartConfig, where: str) -> list[Demonstration]:
+    problems = worked_solutions(source.arith, count, seed=settings.seed, carelessness=settings.carelessness)
+    rendered = [replace(problem, prompt=source.template.replace("{prompt}", problem.prompt)) for problem in problems]
+    return [
+        Demonstration(
+            origin=f"{where}.arith worked solution {index}",
+            prompt=problem.prompt,
+            turns=((True, problem.solution),),
+            content=asdict(problem),
+        )
+        for index, problem in enumerate(rendered)
+    ]
+
+
+def _shown(task: Task, source: SourceConfig) -> Demonstration:
+    prompt, given = source.template.replace("{prompt}", task.prompt), task.demonstration or ""
+    turns: tuple[tuple[bool, str], ...] = (
+        ((True, given),)
+        if isinstance(given, str)
+        else tuple((turn["role"] == "assistant", turn["content"]) for turn in given)
+    )
+    return Demonstration(origin=task.origin, prompt=prompt, turns=turns, content={"prompt": prompt, "turns": turns})

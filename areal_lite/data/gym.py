@@ -1,0 +1,125 @@
+"""Tasks of the families that the package reasoning-gym generates, with what their own scorers need.
+
+Called by `sources.py`; the verifier `reasoning_gym` reads the two columns made here. The package is optional.
+
+A family makes item `i` from `seed + i`, so that seeds close to each other give the same items: the seeds here are
+hashes. A question held out is never among the training ones, whatever the seeds give.
+"""
+
+import difflib
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from areal_lite.data.prompts import Task
+from areal_lite.errors import ConfigError, DataError, WireError
+from areal_lite.sections import GymConfig
+from areal_lite.wire import decode, encode
+
+__all__ = ["gym_tasks"]
+
+_ROUNDS = 20
+"""Sets drawn until there are enough questions; families of few different ones must end in an error."""
+
+
+def gym_tasks(settings: GymConfig, split: Literal["train", "eval"], *, where: str) -> list[Task]:
+    """Generate the tasks of a split.
+
+    Held-out questions differ from each other; training questions may repeat where a family has only few. A task's
+    demonstration is the answer alone.
+
+    Args:
+        settings: The family.
+        split: `train` or `eval`.
+        where: The recipe's section, for messages.
+
+    Raises:
+        ConfigError: The package or the family is missing, its arguments are wrong, or it has too few questions.
+        DataError: A task holds what cannot travel between processes.
+    """
+    held_out: dict[str, Mapping[str, Any]] = {}
+    for entry in _entries(settings, "eval", where=where):
+        held_out.setdefault(entry["question"], entry)
+        if len(held_out) == settings.eval_size:
+            break
+    else:
+        raise _too_few(settings, f"{settings.eval_size} different held-out questions, got {len(held_out)}", where=where)
+    chosen = list(held_out.values()) if split == "eval" else _training(settings, held_out, where=where)
+    return [
+        _task(entry, family=str(settings.dataset), origin=f"{where}.reasoning_gym {split} task {index}")
+        for index, entry in enumerate(chosen)
+    ]
+
+
+def _training(settings: GymConfig, held_out: Mapping[str, Any], *, where: str) -> Sequence[Mapping[str, Any]]:
+    chosen: list[Mapping[str, Any]] = []
+    for entry in _entries(settings, "train", where=where):
+        if entry["question"] not in held_out:
+            chosen.append(entry)
+        if len(chosen) == settings.train_size:
+            return chosen
+    raise _too_few(settings, f"{settings.train_size} questions that are not held out, got {len(chosen)}", where=where)
+
+
+def _entries(settings: GymConfig, split: str, *, where: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the items of several sets: a set's size must be known before, and how many repeat is not."""
+    size = settings.eval_size if split == "eval" else settings.train_size
+    for number in range(_ROUNDS):
+        digest = hashlib.sha256(f"{settings.dataset}/{settings.seed}/{split}/{number}".encode()).digest()
+        dataset = _create(settings, seed=int.from_bytes(digest[:4]) >> 2, size=size, where=where)
+        yield from (dataset[index] for index in range(size))
+
+
+def _create(settings: GymConfig, *, seed: int, size: int, where: str) -> Any:
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ImportError as error:
+        raise ConfigError(
+            f"{where}.source=reasoning_gym needs the package reasoning-gym, it cannot be imported ({error}): "
+            "pip install 'areal-lite[gym]'"
+        ) from error
+    if settings.dataset not in DATASETS:
+        near = difflib.get_close_matches(str(settings.dataset), DATASETS, n=1, cutoff=0.0)
+        raise ConfigError(
+            f"{where}.reasoning_gym.dataset must be one of reasoning-gym's {len(DATASETS)} families, got "
+            f"{settings.dataset!r}: did you mean {near[0]}?"
+        )
+    try:
+        return create_dataset(settings.dataset, seed=seed, size=size, **settings.arguments)
+    except Exception as error:  # families check their settings by assertions and by exceptions of many kinds
+        raise ConfigError(
+            f"{where}.reasoning_gym.arguments must be settings of {settings.dataset}, got {settings.arguments}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _task(entry: Mapping[str, Any], *, family: str, origin: str) -> Task:
+    try:
+        entry = decode(encode(_with_text_keys(entry)))
+    except WireError as error:
+        raise DataError(
+            f"{origin} of the family {family} holds what cannot travel between processes ({error.__cause__ or error}): "
+            "choose another family"
+        ) from error
+    answer = entry["answer"]
+    return Task(
+        origin=origin,
+        prompt=entry["question"],
+        answer="" if answer is None else str(answer),
+        row={"reasoning_gym_dataset": family, "reasoning_gym_entry": entry},
+        demonstration=None if answer is None else str(answer),
+    )
+
+
+def _with_text_keys(value: Any) -> Any:
+    """Messages have text keys alone; scorers look at no others."""
+    if isinstance(value, Mapping):
+        return {str(key): _with_text_keys(item) for key, item in value.items()}
+    return [_with_text_keys(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _too_few(settings: GymConfig, wanted: str, *, where: str) -> ConfigError:
+    return ConfigError(
+        f"{where}.reasoning_gym must give {wanted} of the family {settings.dataset} after {_ROUNDS} sets: lower "
+        "train_size or eval_size, or set arguments that allow more"
+    )

@@ -1,0 +1,122 @@
+"""Several sources of prompts as one, each with its own epochs and shuffles, in exact shares.
+
+Called by the queue's actor, which makes its cursor here. Holds cursors, no prompts.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_lite.config import Config
+from areal_lite.data.curriculum import CurriculumCursor
+from areal_lite.data.cursor import PromptCursor
+from areal_lite.errors import CheckpointError, DataError
+from areal_lite.types import Prompt
+
+__all__ = ["MixedCursor", "make_cursor"]
+
+SourceCursor = PromptCursor | CurriculumCursor
+
+
+class MixedCursor:
+    """Takes the next prompt from the source that is furthest behind its share.
+
+    Not drawn by lot: in every stretch of the run, a batch among them, each source then has its share to within about
+    one prompt, so that batches do not differ by chance in what they are about, and a source of small weight is never
+    missing for long. It takes no state but the counts.
+    """
+
+    def __init__(self, cursors: Mapping[str, SourceCursor], *, weights: Mapping[str, float]) -> None:
+        """Start before the first prompt of every source.
+
+        Args:
+            cursors: By name; a name is the first part of its prompts' ids.
+            weights: Above 0, by the same names.
+        """
+        self._cursors, self._weights = cursors, weights
+        self._num_given = dict.fromkeys(cursors, 0)
+
+    def next(self) -> Prompt:
+        """Return the next prompt; of sources equally far behind the first in the recipe gives it."""
+        total_weight, number = sum(self._weights.values()), sum(self._num_given.values()) + 1
+        name = max(self._cursors, key=lambda name: self._weights[name] * number / total_weight - self._num_given[name])
+        self._num_given[name] += 1
+        return self._cursors[name].next()
+
+    def get(self, prompt_id: str) -> Prompt:
+        """Return the prompt of an id given out before, in this run or the one it continues.
+
+        Raises:
+            DataError: The id is not one of these sources.
+        """
+        return self._find(prompt_id).get(prompt_id)
+
+    def observe(self, prompt_id: str, pass_rate: float) -> None:
+        """Tell the prompt's source how a group of it was scored, 0..1."""
+        self._find(prompt_id).observe(prompt_id, pass_rate)
+
+    def state(self) -> dict[str, Any]:
+        """Return what `load` needs, as plain numbers, texts, lists and mappings."""
+        return {
+            "weights": dict(self._weights),
+            "num_given": dict(self._num_given),
+            "sources": {name: cursor.state() for name, cursor in self._cursors.items()},
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken.
+
+        Raises:
+            CheckpointError: The state belongs to other sources or prompts, other weights, or to another seed.
+        """
+        if "sources" not in state:
+            raise CheckpointError(
+                f"the checkpoint's data cursor belongs to the source {state.get('source')!r} alone, this recipe has a "
+                "data.mix: resume with the data of the first run"
+            )
+        saved = state["weights"]
+        different = [
+            f"the weight of {name} was {saved.get(name, 'none')} and is {self._weights.get(name, 'none')}"
+            for name in {**saved, **self._weights}
+            if saved.get(name) != self._weights.get(name)
+        ]
+        if different:
+            raise CheckpointError(
+                f"the checkpoint's data cursor belongs to another data.mix: {', '.join(different)}. Resume with the "
+                "sources and weights of the first run"
+            )
+        for name, cursor in self._cursors.items():
+            try:
+                cursor.load(state["sources"][name])
+            except CheckpointError as error:
+                raise CheckpointError(f"data.mix.{name}: {error}") from error
+        self._num_given = {name: int(state["num_given"][name]) for name in self._cursors}
+
+    def _find(self, prompt_id: str) -> SourceCursor:
+        name = prompt_id.partition("/")[0]
+        if name not in self._cursors:
+            raise DataError(
+                f"a prompt id begins with the name of its source, one of {', '.join(self._cursors)}, got "
+                f"{prompt_id!r}: it belongs to another recipe"
+            )
+        return self._cursors[name]
+
+
+def make_cursor(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> SourceCursor | MixedCursor:
+    """Build the walk over the training prompts that a recipe asks for.
+
+    Args:
+        config: The recipe.
+        prompts: Of each source, by its name.
+
+    Raises:
+        DataError: A source has no prompts.
+    """
+    seed, curriculum = config.run.seed, config.data.curriculum
+    cursors: dict[str, SourceCursor] = {}
+    for name, of_source in prompts.items():
+        plain = PromptCursor(of_source, source=name, seed=seed)
+        is_plain = curriculum.strength == 0
+        cursors[name] = plain if is_plain else CurriculumCursor(plain, settings=curriculum, seed=seed)
+    if not config.data.mix:
+        return cursors[config.data.source]
+    return MixedCursor(cursors, weights={name: source.weight for name, source in config.data.mix.items()})

@@ -1,0 +1,183 @@
+"""Runs the workflows of a recipe: from a prompt to a sample.
+
+Called by `RolloutWorker` for training, and through `complete_greedily` for evaluation. Workflows that a recipe names
+are loaded before the first prompt; a data row chooses among them by its column `workflow`.
+"""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from areal_lite.config import Config
+from areal_lite.errors import EngineError, EpisodeError, PluginError
+from areal_lite.plugins import find_function, known_names
+from areal_lite.rollout.engine import GenerationEngine, Sampling, token_limit
+from areal_lite.rollout.episode import EpisodeEngine
+from areal_lite.rollout.workflows import named, single_turn
+from areal_lite.types import Prompt, Sample
+
+__all__ = ["Workflows", "complete_greedily", "load_workflows"]
+
+logger = logging.getLogger(__name__)
+
+Function = Callable[..., Awaitable[Any]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Workflows:
+    """The workflows of a recipe, loaded, with what their episodes need. By default: single turns, nothing else."""
+
+    default: str = "single_turn"
+    """Workflow of rows that choose none, a key of `loaded`."""
+    loaded: dict[str, tuple[Function, Mapping[str, Any]]] = field(
+        default_factory=lambda: {"single_turn": (single_turn, {})}
+    )
+    """Function and arguments by name."""
+    is_chat: Callable[[Prompt], bool] = lambda _: False
+    """Whether a prompt went through the model's chat template."""
+    turn_timeout_s: float = 10.0
+    """Seconds an episode may spend away from the engine at a stretch."""
+    _shown: set[str] = field(default_factory=set)
+
+    async def sample(
+        self, engine: GenerationEngine, prompt: Prompt, *, sampling: Sampling, seed_of: Callable[[int], int] | None
+    ) -> Sample:
+        """Run one episode.
+
+        Args:
+            engine: Generates.
+            prompt: What the episode begins with; its row chooses the workflow.
+            sampling: Temperature, and the tokens that a sample may have where its row does not say.
+            seed_of: From the number of a request of this episode to its seed; None where nothing is random.
+
+        Raises:
+            EngineError: The engine died.
+            EpisodeError: The workflow raised or returned no sample, or the engine refused its request.
+        """
+        clock, episode = asyncio.timeout(None), None
+        try:
+            function, arguments = self._find(prompt.row.get("workflow"))
+            async with clock:
+                episode = EpisodeEngine(
+                    engine,
+                    prompt.token_ids,
+                    sampling=replace(sampling, max_new_tokens=token_limit(prompt, default=sampling.max_new_tokens)),
+                    seed_of=seed_of,
+                    is_chat=self.is_chat(prompt),
+                    turn_timeout_s=self.turn_timeout_s,
+                    clock=clock,
+                )
+                segments = await function(episode, _row(prompt), **arguments)
+            if isinstance(episode.failure, EngineError):
+                raise episode.failure
+            return episode.join(segments, with_messages=function is not single_turn)
+        except (Exception, SystemExit) as error:  # sys.exit() of a user's workflow must not end the worker
+            raise self._attributed(error, episode, timed_out=clock.expired()) from error
+
+    def log(self, error: EpisodeError, what: str) -> None:
+        """Write why something could not be generated; the traceback once for each reason."""
+        is_new = error.reason not in self._shown
+        self._shown.add(error.reason)
+        logger.error("%s could not be generated: %s", what, error, exc_info=error if is_new else None)
+
+    def _find(self, name: Any) -> tuple[Function, Mapping[str, Any]]:
+        name = self.default if name is None else name
+        if name not in self.loaded:
+            # Data may choose among what is installed or in the recipe, but not name code.
+            known = known_names("workflow")
+            if name not in known:
+                raise PluginError(
+                    f"a column workflow must name one of {', '.join(sorted({*self.loaded, *known}))}; got {name!r}: "
+                    "add it to rollout.workflows"
+                )
+            self.loaded[name] = _load(name, {})
+        return self.loaded[name]
+
+    def _attributed(self, error: BaseException, episode: EpisodeEngine | None, *, timed_out: bool) -> Exception:
+        """Tell what a dead engine, the engine, and the workflow are to answer for."""
+        failure = None if episode is None else episode.failure
+        if isinstance(failure, EngineError):
+            return failure
+        if timed_out:
+            error = TimeoutError(
+                f"an episode may spend rollout.turn_timeout_s={self.turn_timeout_s:g} s away from the engine, it took "
+                "longer"
+            )
+        culprit = "generation" if error is failure else "workflow"
+        return EpisodeError(f"{culprit}:{type(error).__name__}: {error}")
+
+
+def load_workflows(config: Config) -> Workflows:
+    """Load every workflow that a recipe names.
+
+    Args:
+        config: The recipe; sections `rollout` and `data` are read.
+
+    Raises:
+        PluginError: One cannot be found, is not async, or does not take the arguments it is given.
+    """
+    named.cache_clear()  # one process may serve several runs, and the user may have changed a file in between
+    rollout = config.rollout
+    loaded = {name: _load(one.function, one.arguments) for name, one in rollout.workflows.items()}
+    if rollout.workflow not in loaded:
+        loaded[rollout.workflow] = _load(rollout.workflow, rollout.workflow_arguments)
+    for source in (config.data, *config.data.mix.values()):
+        if source.workflow is not None and source.workflow not in loaded:
+            loaded[source.workflow] = _load(source.workflow, {})
+    return Workflows(
+        default=rollout.workflow,
+        loaded=loaded,
+        is_chat=lambda prompt: _source_is_chat(config, prompt),
+        turn_timeout_s=rollout.turn_timeout_s,
+    )
+
+
+async def complete_greedily(
+    engine: GenerationEngine, prompts: Sequence[Prompt], *, max_new_tokens: int, workflows: Workflows
+) -> list[Sample | None]:
+    """Run every prompt's workflow without chance, beside whatever else the engine does.
+
+    Returns:
+        A sample for each prompt; None where its episode failed, which is logged.
+
+    Raises:
+        EngineError: The engine died.
+    """
+    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=0.0)
+
+    async def complete(prompt: Prompt) -> Sample | None:
+        try:
+            return await workflows.sample(engine, prompt, sampling=sampling, seed_of=None)
+        except EpisodeError as error:
+            workflows.log(error, f"held-out prompt {prompt.prompt_id}")
+            return None
+
+    return list(await asyncio.gather(*map(complete, prompts)))
+
+
+def _row(prompt: Prompt) -> dict[str, Any]:
+    columns = {name: value for name, value in prompt.row.items() if name not in ("verifier", "workflow")}
+    return {**columns, "prompt": prompt.text, "answer": prompt.answer}
+
+
+def _source_is_chat(config: Config, prompt: Prompt) -> bool:
+    source = config.data.mix.get(prompt.prompt_id.split("/")[0], config.data)
+    return source.chat
+
+
+def _load(name: str, arguments: Mapping[str, Any]) -> tuple[Function, Mapping[str, Any]]:
+    function = find_function(name, kind="workflow")
+    if not inspect.iscoroutinefunction(function):
+        raise PluginError(f"a workflow must be an async function, {name!r} is none: write async def")
+    try:
+        inspect.signature(function).bind(None, {}, **arguments)
+        if check := vars(function).get("_workflow_check"):
+            check(**arguments)
+    except (TypeError, ValueError) as error:
+        raise PluginError(
+            f"the workflow {name!r} is called with (engine, row) and the arguments {dict(arguments)}: {error}"
+        ) from error
+    return function, arguments

@@ -1,0 +1,172 @@
+"""The cases of a row of the verifier `code`, and what a candidate's program makes of them."""
+
+import ast
+import json
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from areal_lite.errors import VerifierError
+from areal_lite.verify.builtin import code_remote
+from areal_lite.verify.builtin.code_remote import ENDED
+from areal_lite.verify.builtin.program import Outcome, Program
+from areal_lite.verify.builtin.sandbox import Kind, Limits
+
+__all__ = ["STATUSES", "Case", "Verdict", "run_asserts", "run_examples", "split_asserts"]
+
+STATUSES = ("passed", "wrong", "crash", "timeout", "cpu", "memory", "output", "processes")
+"""How a case can end."""
+
+_REMOTE = Path(code_remote.__file__).read_text()
+_DETAIL_CHARS = 500
+
+
+class Verdict(NamedTuple):
+    """What came of one case."""
+
+    status: str
+    """One of `STATUSES`."""
+    detail: str = ""
+    """For a person."""
+
+
+class Case(NamedTuple):
+    """A piece of assert-style tests."""
+
+    counts: bool
+    """Whether it is a case; else it prepares others."""
+    source: str
+
+
+def run_examples(
+    program: str, tests: Sequence[Mapping[str, str]] | str, *, kind: Kind, limits: Limits, total_s: float
+) -> list[Verdict]:
+    """Run a program once for each standard input, and compare what it writes.
+
+    Args:
+        program: Python.
+        tests: `[{"input", "output"}]`, or the same as JSON.
+        kind: Of the sandbox.
+        limits: Of each run.
+        total_s: Seconds of all runs; cases behind it are not run.
+
+    Raises:
+        ValueError: The tests have another form.
+    """
+    examples = _listed(tests, "tests")
+    for example in examples:
+        if not isinstance(example, Mapping) or not {"input", "output"} <= example.keys():
+            raise ValueError(f'a test must be {{"input": ..., "output": ...}}, got {example!r:.200}')
+    verdicts: list[Verdict] = []
+    left_s = total_s
+    for example in examples:
+        if left_s <= 0:
+            verdicts.append(Verdict("timeout", f"not run: the cases before took {total_s} s together"))
+            continue
+        bounds = replace(limits, wall_s=min(limits.wall_s, left_s))
+        with tempfile.TemporaryDirectory() as folder:
+            arguments, files = ["{folder}/candidate.py"], {"candidate.py": program}
+            with Program(
+                Path(folder), arguments, files=files, kind=kind, limits=bounds, stdin=str(example["input"])
+            ) as run:
+                outcome = run.wait()
+        left_s -= outcome.seconds
+        verdicts.append(_compared(outcome, str(example["output"])))
+    return verdicts
+
+
+def _listed(value: Any, name: str) -> list[Any]:
+    items = json.loads(value) if isinstance(value, str) else list(value)
+    if not isinstance(items, list) or not items:
+        raise ValueError(f"{name} must be a list with something in it, got {items!r:.200}")
+    return items
+
+
+def _compared(outcome: Outcome, expected: str) -> Verdict:
+    if outcome.status != "ok":
+        return Verdict(outcome.status, outcome.stderr[-_DETAIL_CHARS:].strip())
+    if _lines(outcome.stdout) == _lines(expected):
+        return Verdict("passed")
+    return Verdict("wrong", f"expected {expected[:_DETAIL_CHARS]!r}, got {outcome.stdout[:_DETAIL_CHARS]!r}")
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def split_asserts(test_code: str | None, asserts: Sequence[str] | str | None, entry_point: str | None) -> list[Case]:
+    """Cut assert-style tests into cases.
+
+    Args:
+        test_code: Statements at top level that assert or call something are cases, the others prepare.
+        asserts: Each a case of its own.
+        entry_point: What `check` is called with, where the tests define it.
+
+    Raises:
+        ValueError: There is no case in them.
+        SyntaxError: They are not Python.
+    """
+    body = ast.parse(test_code or "").body
+    cases = [Case(_is_case(statement), ast.unparse(statement)) for statement in body]
+    if entry_point and any(isinstance(item, ast.FunctionDef) and item.name == "check" for item in body):
+        cases.append(Case(True, f"check({entry_point})"))
+    for source in [] if asserts is None else _listed(asserts, "asserts"):
+        ast.parse(source)
+        cases.append(Case(True, source))
+    if not any(case.counts for case in cases):
+        raise ValueError(f"test_code must assert or call something at top level, got {test_code!r:.200}")
+    return cases
+
+
+def _is_case(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return False
+    calls = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+    return calls or any(isinstance(node, ast.Assert) for node in ast.walk(statement))
+
+
+def run_asserts(
+    program: str, cases: Sequence[Case], *, entry_point: str | None, kind: Kind, limits: Limits
+) -> list[Verdict]:
+    """Run assert-style tests against a program, each side in a sandbox of its own.
+
+    Raises:
+        VerifierError: The tests' own side broke.
+    """
+    content = json.dumps({"cases": cases, "entry_point": entry_point})
+    with ExitStack() as stack:
+        ends = [stack.enter_context(end) for end in socket.socketpair()]
+        sides = []
+        texts = {"candidate.py": program, "cases.json": content}
+        for end, do, (name, text) in zip(ends, ("serve", "test"), texts.items(), strict=True):
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            arguments = ["{folder}/remote.py", do, str(end.fileno()), "{folder}/" + name]
+            files, descriptors = {"remote.py": _REMOTE, name: text}, [end.fileno()]
+            side = Program(folder, arguments, files=files, kind=kind, limits=limits, pass_fds=descriptors)
+            sides.append(stack.enter_context(side))
+            end.close()  # so that each side learns of the other's end
+        # Both are watched at once: a candidate that prints must not fill its pipe and stand still.
+        with ThreadPoolExecutor(1) as executor:
+            watched = executor.submit(sides[0].wait)
+            tests = sides[1].wait()
+            sides[0].stop()
+            candidate = watched.result()
+    return _verdicts(tests, candidate, number=sum(case.counts for case in cases))
+
+
+def _verdicts(tests: Outcome, candidate: Outcome, *, number: int) -> list[Verdict]:
+    ending = candidate.status if candidate.status in STATUSES else "crash"
+    verdicts = []
+    for trouble in map(json.loads, tests.stdout.splitlines()):
+        status = "passed" if trouble is None else ending if trouble.startswith(ENDED) else "wrong"
+        verdicts.append(Verdict(status, trouble or ""))
+    if len(verdicts) < number and tests.status in ("ok", "crash"):
+        raise VerifierError(f"{number} tests must give a verdict each, got {len(verdicts)}: {tests.stderr[-1000:]}")
+    # The tests were cut off at a limit. They hold nothing but what the candidate made them wait for or sent.
+    missing = ending if candidate.status in STATUSES else tests.status
+    return verdicts + [Verdict(missing, "its tests were cut off")] * (number - len(verdicts))

@@ -1,0 +1,251 @@
+"""The two programs of assert-style tests, which run in sandboxes of their own, joined by a socket.
+
+    python code_remote.py serve SOCKET candidate.py      the candidate's program, which answers calls
+    python code_remote.py test SOCKET cases.json         the tests, which see the candidate's names from afar
+
+The tests' process runs no line of the candidate's, and only plain values come over: a candidate that leaves, patches
+functions, or returns objects equal to everything changes nothing there. Standard library only, no other file of ours.
+"""
+
+import ast
+import builtins
+import json
+import operator
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ["ENDED", "CandidateEnded", "CandidateError", "RemoteObject", "decode", "encode", "run_cases", "serve"]
+
+_MAX_LINE = 2**24
+
+
+class CandidateError(Exception):
+    """What the candidate's program raised or did, where it is no built-in exception."""
+
+
+class CandidateEnded(Exception):
+    """The candidate's program is gone, or gave no proper answer."""
+
+
+ENDED = CandidateEnded.__name__
+"""How the words on such a case begin."""
+
+
+def encode(value: Any, objects: dict[int, Any] | None = None) -> Any:
+    """Turn a value into what JSON holds.
+
+    Args:
+        value: Built-in values, nested as one likes; of a subclass, what it is as a built-in one.
+        objects: Where everything else is kept, by number; None = it is refused.
+
+    Raises:
+        TypeError: Something cannot be sent.
+    """
+    if value is None:
+        return ["value", None]
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return ["value", kind(value)]
+    if isinstance(value, dict):
+        return ["dict", [[encode(item, objects) for item in pair] for pair in value.items()]]
+    for sequence in (list, tuple, set, frozenset):
+        if isinstance(value, sequence):
+            return [sequence.__name__, [encode(item, objects) for item in value]]
+    if isinstance(value, bytes):
+        return ["literal", repr(bytes(value))]
+    if isinstance(value, complex):
+        return ["literal", repr(complex(value))]
+    if isinstance(value, RemoteObject):
+        return ["object", object.__getattribute__(value, "_number")]
+    if objects is None:
+        raise TypeError(f"a test can send built-in values only, got {type(value).__name__}")
+    objects[id(value)] = value
+    return ["object", id(value)]
+
+
+def decode(packed: Any, objects: Any) -> Any:
+    """Turn it back; `objects[number]` is what stands for an object of the other side."""
+    kind, content = packed
+    if kind == "value":
+        return content
+    if kind == "object":
+        return objects[content]
+    if kind == "literal":
+        return ast.literal_eval(content)
+    if kind == "dict":
+        return {decode(key, objects): decode(value, objects) for key, value in content}
+    return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind](decode(v, objects) for v in content)
+
+
+# --- the candidate's side ---
+
+
+def serve(channel: socket.socket, source: str) -> None:
+    """Run a program's definitions, then answer what is asked until the tests hang up."""
+    names: dict[str, Any] = {"__name__": "candidate"}
+    objects: dict[int, Any] = {}
+    failed: BaseException | None = None
+    try:
+        exec(compile(source, "candidate.py", "exec"), names)
+    except BaseException as error:  # a program may end with sys.exit(): what it defined before counts
+        failed = error
+    stream = channel.makefile("rw", encoding="utf-8")
+    for line in stream:
+        reply: dict[str, Any]
+        try:
+            reply = {"value": encode(_do(json.loads(line), names, objects), objects)}
+        except BaseException as error:
+            cause = failed if failed is not None and isinstance(error, KeyError | NameError) else error
+            reply = {"error": [type(cause).__name__, str(cause)[:500]]}
+        stream.write(json.dumps(reply) + "\n")
+        stream.flush()
+
+
+def _do(request: dict[str, Any], names: dict[str, Any], objects: dict[int, Any]) -> Any:
+    arguments = [decode(item, objects) for item in request["arguments"]]
+    if request["do"] == "name":
+        if arguments[0] not in names:
+            raise NameError(f"name {arguments[0]!r} is not defined")
+        return names[arguments[0]]
+    return _OPERATIONS[request["do"]](objects[request["object"]], *arguments)
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "call": lambda target, arguments, named: target(*arguments, **named),
+    "getitem": operator.getitem,
+    "setitem": operator.setitem,
+    **{function.__name__: function for function in (getattr, setattr, len, iter, next, str, repr)},
+}
+
+
+# --- the tests' side ---
+
+
+class _Asker:
+    """Sends requests to the candidate's side, and stands for its objects."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._stream = channel.makefile("rw", encoding="utf-8")
+
+    def __getitem__(self, number: int) -> "RemoteObject":
+        return RemoteObject(self, number)
+
+    def ask(self, do: str, *arguments: Any, number: int = 0) -> Any:
+        request = {"do": do, "object": number, "arguments": [encode(item) for item in arguments]}
+        try:
+            self._stream.write(json.dumps(request) + "\n")
+            self._stream.flush()
+            reply = json.loads(self._stream.readline(_MAX_LINE))
+            if "value" in reply:
+                return decode(reply["value"], self)
+            name, text = reply["error"]
+        except (OSError, ValueError, TypeError, KeyError, RecursionError, SyntaxError) as error:
+            raise CandidateEnded(f"no proper answer came ({type(error).__name__})") from None
+        kind = getattr(builtins, str(name), None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            raise kind(text)
+        raise CandidateError(f"{name}: {text}")
+
+
+class RemoteObject:
+    """Stands for an object of the candidate's: to be called, indexed, iterated, asked for attributes.
+
+    It equals only itself, whatever the candidate's class says.
+    """
+
+    def __init__(self, asker: _Asker, number: int) -> None:
+        object.__setattr__(self, "_asker", asker)
+        object.__setattr__(self, "_number", number)
+
+    def _ask(self, do: str, *arguments: Any) -> Any:
+        asker: _Asker = object.__getattribute__(self, "_asker")
+        return asker.ask(do, *arguments, number=object.__getattribute__(self, "_number"))
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Call what it stands for, with copies of the arguments."""
+        return self._ask("call", list(arguments), named)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._ask("getattr", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._ask("setattr", name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._ask("getitem", key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._ask("setitem", key, value)
+
+    def __len__(self) -> int:
+        return int(self._ask("len"))
+
+    def __iter__(self) -> Any:
+        return self._ask("iter")
+
+    def __next__(self) -> Any:
+        return self._ask("next")
+
+    def __str__(self) -> str:
+        return str(self._ask("str"))
+
+    def __repr__(self) -> str:
+        return str(self._ask("repr"))
+
+
+class _Names(dict[str, Any]):
+    """The tests' globals: their own names, then Python's, then the candidate's.
+
+    Python's go first, so that a candidate's `all` or `abs` does not judge its own answers.
+    """
+
+    def __init__(self, asker: _Asker, entry_point: str | None) -> None:
+        super().__init__({"__name__": "tests", "__builtins__": builtins})
+        self._asker, self._entry_point = asker, entry_point
+
+    def __missing__(self, name: str) -> Any:
+        if hasattr(builtins, name) and name != self._entry_point:
+            return getattr(builtins, name)
+        return self._asker.ask("name", name)
+
+
+def run_cases(channel: socket.socket, cases: list[list[Any]], *, entry_point: str | None) -> Iterator[str | None]:
+    """Run the tests in order; yield for each case None where it passed, else what went wrong.
+
+    Args:
+        channel: To the candidate's side.
+        cases: `[is a case, source]`: what is none prepares the others, and may fail without being counted.
+        entry_point: A name that is the candidate's even where Python has it too.
+    """
+    names = _Names(_Asker(channel), entry_point)
+    for is_case, source in cases:
+        trouble: str | None = None
+        try:
+            exec(compile(source, "tests.py", "exec"), names)
+        except BaseException as error:
+            words = traceback.format_exception_only(error)[-1].strip()
+            trouble = words if str(error) else f"{words}: {source[:200]}"
+        if is_case:
+            yield trouble
+
+
+def _main(do: str, descriptor: str, file: str) -> None:
+    channel = socket.socket(fileno=int(descriptor))
+    with open(file, encoding="utf-8", errors="surrogatepass") as stream:
+        content = stream.read()
+    if do == "serve":
+        serve(channel, content)
+        return
+    verdicts = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # tests may print
+    for trouble in run_cases(channel, **json.loads(content)):
+        verdicts.write(json.dumps(trouble) + "\n")
+        verdicts.flush()
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

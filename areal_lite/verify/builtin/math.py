@@ -1,0 +1,105 @@
+r"""The verifier `math`: equal in mathematics, not in letters. Runs in the verifier's process.
+
+What counts as equal is up to the library math-verify; docs/math-verifier.md shows where it agrees with people.
+"""
+
+import functools
+import logging
+import re
+from decimal import Decimal
+from typing import Any
+
+from areal_lite.verify.builtin.final_answer import FinalAnswer, final_answer
+from areal_lite.verify.result import prepared_by
+
+__all__ = ["math"]
+
+_PLAIN_NUMBER = re.compile(r"\\?\$?\s*(-?)\s*\\?\$?\s*(\d{1,3}(?:(?:,|\{,\})\d{3})+|\d+)?(\.\d+)?\.?")
+_DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[")
+_THIN_SPACE = re.compile(r"(?<=\d)\\[,;!:]\s*(?=\d{3}(?!\d))")
+_MIXED_NUMBER = re.compile(r"(?<![\w./^}])(\d+)\s+(\d+)/(\d+)(?![\w./])")
+_COMMANDS = re.compile(r"\\(?:text|mathrm|mathbf|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
+_WORD = re.compile(r"(?!(?:sin|cos|tan|cot|sec|csc|log|exp|sqrt|arc|abs|max|min|det|inf|infty|oo)\b)[A-Za-z]{3,}")
+
+
+def _check(*, decimals: int = 6) -> None:
+    if isinstance(decimals, bool) or not isinstance(decimals, int) or not 0 <= decimals <= 15:
+        raise ValueError(f"decimals must be a whole number from 0 to 15, got {decimals!r}")
+    _parse("\\boxed{\\frac{1}{2}}")  # the first parse builds tables for a second
+
+
+@prepared_by(_check)
+def math(prompt: str, completion: str, answer: str, *, decimals: int = 6, **row: Any) -> float:
+    r"""Score 1 where the completion's final answer equals the reference's, else 0.
+
+    The final answer is what the last `\boxed{}` holds, else what stands behind `####`, else behind "the answer is",
+    else the last expression. Two plain numbers are compared exactly, everything else by math-verify. Its time limits
+    are off, as the verifier's deadline kills the process in which it runs: an expression that would take for ever is
+    a failure `timeout`.
+
+    Example:
+        >>> math("7+5=?", "7+5=12, so \\boxed{12}", "#### 12"), math("", "The answer is $0.5$.", "\\frac{1}{2}")
+        (1.0, 1.0)
+
+    Args:
+        prompt: Not looked at.
+        completion: What the model wrote.
+        answer: The reference: an answer, or a whole worked solution.
+        decimals: Places to which decimals must agree.
+        **row: Not looked at.
+
+    Raises:
+        ValueError: The reference holds nothing to compare with; that is no fault of the completion's.
+        Exception: Whatever math-verify raises while it compares: an error of its own is no wrong answer.
+    """
+    expected, given = final_answer(answer), final_answer(completion)
+    numbers = _plain_number(expected.text), _plain_number(given.text)
+    if None not in numbers:
+        return float(numbers[0] == numbers[1])
+    target = _parse(_expression(expected))
+    if not target:
+        raise ValueError(f"the reference must hold an expression, got {answer!r:.200}")
+    found = _parse(_expression(given))
+    return float(bool(found) and _equal(target, found, decimals))
+
+
+def _plain_number(text: str) -> Decimal | None:
+    match = _PLAIN_NUMBER.fullmatch(text.strip())
+    if match is None or not (match[2] or match[3]):
+        return None
+    whole = re.sub(r"[,{}]", "", match[2] or "")
+    return Decimal(match[1] + whole + (match[3] or ""))
+
+
+def _expression(found: FinalAnswer) -> str:
+    r"""Return a text that math-verify finds the expression in.
+
+    It takes what a box holds as LaTeX, whole; in other texts it looks for `$...$` and numbers, and would find 2 in
+    2x+1. So all but prose goes into a box. Two ways of writing numbers that it does not know are written out.
+    """
+    text = _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", _THIN_SPACE.sub("", found.text))
+    prose = _WORD.search(_COMMANDS.sub(" ", text)) or _DELIMITED.search(text)
+    return text if prose and found.mark != "boxed" else f"\\boxed{{{text}}}"
+
+
+@functools.cache
+def _library() -> tuple[Any, Any, Any]:
+    """Return math-verify's `parse` and `verify`, and what to look for."""
+    import math_verify  # type: ignore[import-untyped]  # without types
+
+    # It warns, once, that its time limits are off.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    config = (math_verify.LatexExtractionConfig(boxed_match_priority=0), math_verify.ExprExtractionConfig())
+    return math_verify.parse, math_verify.verify, config
+
+
+def _parse(text: str) -> list[Any]:
+    """Return what math-verify reads: an expression and its text, or the text alone where it is no mathematics."""
+    parse, _, config = _library()
+    return parse(text, extraction_config=config, parsing_timeout=None, raise_on_error=True)  # type: ignore[no-any-return]
+
+
+def _equal(target: list[Any], found: list[Any], decimals: int) -> bool:
+    _, verify, _ = _library()
+    options = {"float_rounding": decimals, "allow_set_relation_comp": True}
+    return bool(verify(target, found, **options, timeout_seconds=None, raise_on_error=True))

@@ -1,0 +1,119 @@
+"""A learned reward: the score that a model of `areal-lite reward-model` gives a completion.
+
+Named in a recipe as `reward_model`, with `verifier.arguments: {model: FOLDER}`, a model's folder or the folder of the
+run that made it. Runs in the verifier's process, which loads the model once.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from areal_lite.model_folder import find_model_folder
+from areal_lite.verify.result import batched, prepared_by
+
+__all__ = ["reward_model"]
+
+_CALL_SIZE = 64
+
+
+def _prepare(*, model: str, device: str = "cpu", max_batch: int = 16) -> None:
+    if isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1:
+        raise ValueError(f"max_batch must be a whole number from 1 up, got {max_batch!r}")
+    _load(model, device)
+
+
+@functools.cache
+def _load(model: str, device: str) -> tuple[Any, Any]:
+    """Return the tokenizer and the model."""
+    folder = find_model_folder(model, option="verifier.arguments.model")
+    # From another model's folder, transformers would make up a head of random numbers.
+    if not any("SequenceClassification" in name for name in AutoConfig.from_pretrained(folder).architectures or []):
+        raise ValueError(f"verifier.arguments.model must be a reward model, got {folder}, whose model gives no score")
+    scorer = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    return AutoTokenizer.from_pretrained(folder), scorer.to(device).eval()
+
+
+@prepared_by(_prepare)
+@batched(_CALL_SIZE)
+def reward_model(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    answers: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    model: str,
+    device: str = "cpu",
+    max_batch: int = 16,
+) -> list[float]:
+    """Score completions as the reward model was trained to: prompt, completion, end of sequence.
+
+    A verifier is not told why a completion ended: one that was cut off at the token limit gets its end of sequence
+    too, and is scored as if it had ended there (`objective.overlong_buffer` and `mask_truncated` are what length is
+    charged with). A text that fills the model's context is scored without one.
+
+    The score is read where transformers reads it, at the last token that is not the model's padding. Models of
+    `areal-lite reward-model` have a padding token of their own; one from elsewhere whose padding is its end of
+    sequence is read at the token before it, as it was in its own training. A score does not depend on its neighbours.
+
+    Args:
+        prompts: As the policy saw them, chat template included.
+        completions: What the policy wrote.
+        answers: Not looked at.
+        rows: Not looked at.
+        model: The reward model's folder, or the folder of its run.
+        device: Where it computes; each process of the verifier holds a copy.
+        max_batch: Texts in one forward pass at most; texts of similar length share one.
+
+    Returns:
+        A score each; only differences between completions of one prompt mean something.
+
+    Raises:
+        ValueError: A text is longer than the model can read.
+    """
+    tokenizer, scorer = _load(model, device)
+    texts = [
+        _token_ids(prompt, completion, tokenizer, limit=getattr(scorer.config, "max_position_embeddings", None))
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+    order = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
+    scores = [0.0] * len(texts)
+    for start in range(0, len(order), max_batch):
+        part = order[start : start + max_batch]
+        for index, score in zip(part, _forward(scorer, [texts[index] for index in part], device), strict=True):
+            scores[index] = score
+    return scores
+
+
+def _token_ids(prompt: str, completion: str, tokenizer: Any, *, limit: int | None) -> list[int]:
+    ids = [
+        *tokenizer(prompt, add_special_tokens=not _starts_with_special(prompt, tokenizer))["input_ids"],
+        *tokenizer(completion, add_special_tokens=False)["input_ids"],
+    ]
+    if limit is not None and len(ids) > limit:
+        raise ValueError(f"the reward model reads at most {limit} tokens, got {len(ids)}: lower rollout.max_new_tokens")
+    return [*ids, tokenizer.eos_token_id][:limit]
+
+
+def _starts_with_special(prompt: str, tokenizer: Any) -> bool:
+    """Whether the prompt was written by a chat template, which puts the start token itself."""
+    return tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
+
+
+def _forward(scorer: Any, texts: Sequence[Sequence[int]], device: str) -> list[float]:
+    """Score texts in one pass, padded on the right.
+
+    transformers reads the score at the last token that is not the model's padding: what is filled in has to be that
+    very token, and a model without one gets its texts one by one, as it takes no batch.
+    """
+    padding = scorer.config.get_text_config().pad_token_id
+    if padding is None and len(texts) > 1:
+        return [_forward(scorer, [text], device)[0] for text in texts]
+    width = max(map(len, texts))
+    ids_BT = torch.tensor([[*text, *[padding] * (width - len(text))] for text in texts], device=device)
+    mask_BT = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts], device=device)
+    with torch.inference_mode():
+        scores_B = scorer(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False).logits[:, 0]
+    return [float(score) for score in scores_B]

@@ -1,0 +1,228 @@
+"""Runs a program that nobody vouches for: in bubblewrap where it works, else in a plain process with limits.
+
+Used by the verifier `code`; docs/code-sandbox.md says what each kind contains and what it does not. Every program gets
+limits of its own, set inside by a prelude that then becomes the program. Linux only.
+"""
+
+import contextlib
+import ctypes
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from areal_lite.errors import VerifierError
+from areal_lite.verify.tree import descendants
+
+__all__ = ["FOLDER", "Kind", "Limits", "choose_kind", "launch", "sweeping"]
+
+Kind = Literal["bubblewrap", "plain"]
+
+FOLDER = "/program"
+"""Where a program finds its files in bubblewrap; in a plain process they lie in its working folder."""
+
+_NOBODY = 65534
+_OWN_USER = 1_900_000_000  # far from what system users and containers take; the process id is added
+_PR_SET_CHILD_SUBREAPER = 36
+_EMPTY_LOOKS = 3
+_MIB = 2**20
+
+# The limits are set where the program runs, as bubblewrap itself must not be bound by them. The byte says that the
+# sandbox stands: what went wrong before it is our failure, what goes wrong behind it is the program's result.
+_PRELUDE = """
+import os, resource, sys
+ready, cpu, memory, size, processes = map(int, sys.argv[1:6])
+for name, value in (("AS", memory), ("FSIZE", size), ("NPROC", processes), ("NOFILE", 256), ("CORE", 0)):
+    kind = getattr(resource, "RLIMIT_" + name)
+    if value >= 0 and resource.getrlimit(kind)[1] >= 0:
+        value = min(value, resource.getrlimit(kind)[1])
+    if value >= 0:
+        resource.setrlimit(kind, (value, value))
+resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
+os.write(ready, b"r")
+os.close(ready)
+os.execv(sys.executable, [sys.executable, "-I", *sys.argv[6:]])
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one program may take."""
+
+    wall_s: float
+    """Seconds from the start of the program."""
+    cpu_s: int
+    """Seconds of one process on a core."""
+    memory_mb: int
+    """Address space of one process, and resident memory of all, in MiB."""
+    output_kb: int
+    """Standard output and error together, in KiB."""
+    disk_mb: int
+    """One file, and in bubblewrap the whole temporary folder, in MiB."""
+    processes: int
+    """Processes and threads at once."""
+
+
+@functools.cache
+def choose_kind(wanted: Literal["auto", "bubblewrap", "plain"]) -> Kind:
+    """Return what runs here; tries bubblewrap once.
+
+    Raises:
+        VerifierError: Bubblewrap is asked for and does not work here.
+    """
+    if sys.platform != "linux":
+        raise VerifierError(f"the code sandbox needs Linux, got {sys.platform}")
+    if wanted == "plain":
+        return "plain"
+    trouble = _bubblewrap_trouble()
+    if not trouble:
+        return "bubblewrap"
+    if wanted == "bubblewrap":
+        raise VerifierError(f"bubblewrap must work here, it says: {trouble}; install it, or allow user namespaces")
+    return "plain"
+
+
+def _bubblewrap_trouble() -> str:
+    if shutil.which("bwrap") is None:
+        return "there is no program bwrap"
+    with tempfile.TemporaryDirectory() as folder, sweeping():
+        os.chmod(folder, 0o755)
+        command = _bubblewrap(Path(folder), disk_mb=1)
+        try:
+            result = subprocess.run([*command, _python(), "-I", "-S", "-c", ""], capture_output=True, timeout=30)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+    return "" if result.returncode == 0 else result.stderr.decode(errors="replace").strip() or "no reason"
+
+
+def launch(
+    folder: Path, arguments: Sequence[str], *, kind: Kind, limits: Limits, ready: int, pass_fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start `python ARGUMENTS` behind the prelude.
+
+    Args:
+        folder: With the program's files and `stdin`; only read in bubblewrap, the working folder of a plain process.
+        arguments: Of the interpreter; `{folder}` stands for where the program sees the folder.
+        kind: From `choose_kind`.
+        limits: Wall time, output and the memory of all processes are the caller's to watch.
+        ready: A pipe's end that gets one byte once the sandbox stands.
+        pass_fds: Further file descriptors that the program inherits.
+
+    Raises:
+        VerifierError: The machine gives no more processes.
+    """
+    inside = FOLDER if kind == "bubblewrap" else str(folder)
+    # In bubblewrap two of its own processes count as well. Outside, the limit would count all of the user's.
+    processes = limits.processes + 2 if kind == "bubblewrap" else -1
+    figures = [ready, limits.cpu_s, limits.memory_mb * _MIB, limits.disk_mb * _MIB, processes]
+    command = _bubblewrap(folder, disk_mb=limits.disk_mb) if kind == "bubblewrap" else []
+    command += [_python(), "-I", "-S", "-c", _PRELUDE, *map(str, figures)]
+    with (folder / "stdin").open("rb") as stdin:
+        try:
+            return subprocess.Popen(
+                [*command, *(item.replace("{folder}", inside) for item in arguments)],
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=_environment(folder),
+                cwd=folder,
+                pass_fds=(ready, *pass_fds),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise VerifierError(f"a program cannot be started: {error}") from error
+
+
+def _environment(folder: Path) -> Mapping[str, str]:
+    return {"PATH": "/usr/bin:/bin", "HOME": str(folder), "TMPDIR": str(folder), "LANG": "C.UTF-8"}
+
+
+@functools.cache
+def _python() -> str:
+    """Return the interpreter under any virtual environment: a program gets the standard library, and no more."""
+    return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+
+
+def _bubblewrap(folder: Path, *, disk_mb: int) -> list[str]:
+    """Return the command before the program's own.
+
+    Root is no user whose processes the kernel counts, whatever it is called inside. So root becomes a user of its own
+    first, in a view of the file system where such a user can reach the interpreter, wherever it lies.
+    """
+    inner = [
+        *("bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--uid", str(_NOBODY), "--gid", str(_NOBODY)),
+        *("--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"),
+        *("--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"),
+        *_system(),
+        *("--ro-bind", FOLDER if os.geteuid() == 0 else str(folder), FOLDER),
+        *("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"),
+        *("--size", str(disk_mb * _MIB), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp", "--"),
+    ]
+    if os.geteuid() != 0:
+        return inner
+    user = str(_OWN_USER + os.getpid())
+    return [
+        *("bwrap", "--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"),
+        *_system(),
+        *("--ro-bind", str(folder), FOLDER, "--bind", "/proc", "/proc", "--dev", "/dev", "--perms", "0755"),
+        *("--dir", "/tmp", "--chdir", "/", "--", "setpriv", "--reuid", user, "--regid", user, "--clear-groups"),
+        *("--pdeathsig", "KILL", *inner),
+    ]
+
+
+@functools.cache
+def _system() -> tuple[str, ...]:
+    """Return what puts the system's programs and the interpreter into the view, and nothing of anybody's files."""
+    command = ["--ro-bind", "/usr", "/usr"]
+    for name in ("bin", "lib", "lib32", "lib64", "sbin"):
+        place = Path("/") / name
+        if place.is_symlink():
+            command += ["--symlink", os.readlink(place), str(place)]
+        elif place.is_dir():
+            command += ["--ro-bind", str(place), str(place)]
+    command += ["--perms", "0755", "--dir", "/etc", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    prefix = Path(_python()).parents[1]
+    if prefix.is_relative_to("/usr"):
+        return tuple(command)
+    for parent in reversed(prefix.parents[:-1]):
+        command += ["--perms", "0755", "--dir", str(parent)]
+    return (*command, "--ro-bind", str(prefix), str(prefix))
+
+
+@contextlib.contextmanager
+def sweeping() -> Iterator[None]:
+    """Kill whatever was started within the block, and wait until it is gone, daemons included.
+
+    A daemon leaves its parents, and what bubblewrap held together dies a moment behind it. As their subreaper,
+    this process gets both as children. Nothing else may start processes from this one meanwhile.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    before, num_empty_looks = set(descendants(os.getpid())), 0
+    try:
+        yield
+    finally:
+        # What is stopped does not fork while the rest is collected: a few rounds end any fork bomb. One look may miss a
+        # process whose parent ends during it, and which only then becomes a child of this one.
+        while num_empty_looks < _EMPTY_LOOKS:
+            left = {pid for pid in set(descendants(os.getpid())) - before if not _reaped(pid)}
+            num_empty_looks = 0 if left else num_empty_looks + 1
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                for pid in left:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.kill(pid, number)
+            time.sleep(0.001)
+
+
+def _reaped(pid: int) -> bool:
+    """Take note of a child's end, if it has ended."""
+    with contextlib.suppress(ChildProcessError):
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    return False

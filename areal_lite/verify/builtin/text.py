@@ -1,0 +1,221 @@
+"""Verify functions on text: the last number of an answer, an exact answer, a pattern, a choice of several.
+
+Named in a recipe as `last_number`, `exact`, `regex` and `multiple_choice`. They run in the verifier's process.
+"""
+
+import functools
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any, Literal, get_args
+
+from areal_lite.verify.result import prepared_by
+
+__all__ = ["exact", "final_number", "last_number", "multiple_choice", "regex"]
+
+# A minus between two numbers is an operator. Thousands may be separated: 1,234.5
+_NUMBER = re.compile(r"(?:(?<![0-9])-)?(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)")
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def last_number(prompt: str, completion: str, answer: str, **row: Any) -> float:
+    """Score 1 where the completion's final number equals the reference's, else 0.
+
+    Both are read alike, so the reference may be a bare number or a whole worked solution (`... #### 72`).
+
+    Example:
+        >>> last_number("7+25=?", "7+25=32#32", "32")
+        1.0
+
+    Raises:
+        ValueError: The reference holds no number; that is no fault of the completion's.
+    """
+    expected = final_number(answer)
+    if expected is None:
+        raise ValueError(f"the reference answer must hold a number, got {answer!r:.200}")
+    return float(final_number(completion) == expected)
+
+
+def final_number(text: str) -> Decimal | None:
+    """Return the last number behind the last `#`, or of the whole text where there is no `#`.
+
+    Example:
+        >>> final_number("7+25=32;32+13=45#45"), final_number("so 1,234 in all."), final_number("45#")
+        (Decimal('45'), Decimal('1234'), None)
+    """
+    numbers = _NUMBER.findall(text.rpartition("#")[2])
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+
+
+def _check_exact(*, strip: bool = True, ignore_case: bool = False) -> None:
+    _must_be_boolean(strip=strip, ignore_case=ignore_case)
+
+
+def _must_be_boolean(**values: object) -> None:
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, got {value!r}")
+
+
+@prepared_by(_check_exact)
+def exact(
+    prompt: str, completion: str, answer: str, *, strip: bool = True, ignore_case: bool = False, **row: Any
+) -> float:
+    """Score 1 where the completion is the reference, else 0.
+
+    Example:
+        >>> exact("Capital of France?", " Paris ", "Paris"), exact("Capital of France?", "paris", "Paris")
+        (1.0, 0.0)
+
+    Args:
+        prompt: Not looked at.
+        completion: What the model wrote, all of it.
+        answer: The reference.
+        strip: Leave out white space at both ends, of both.
+        ignore_case: Upper and lower case are the same.
+        **row: Not looked at.
+    """
+    pair = [text.strip() if strip else text for text in (completion, answer)]
+    first, second = (text.casefold() if ignore_case else text for text in pair)
+    return float(first == second)
+
+
+_Mode = Literal["search", "full"]
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(pattern: str, ignore_case: bool) -> re.Pattern[str]:
+    return re.compile(pattern, re.IGNORECASE if ignore_case else 0)
+
+
+def _check_regex(*, pattern: str | None = None, mode: _Mode = "search", ignore_case: bool = False) -> None:
+    if mode not in get_args(_Mode):
+        raise ValueError(f"mode must be search or full, got {mode!r}")
+    _must_be_boolean(ignore_case=ignore_case)
+    if pattern is not None:
+        _compiled(pattern, ignore_case)
+
+
+@prepared_by(_check_regex)
+def regex(
+    prompt: str,
+    completion: str,
+    answer: str,
+    *,
+    pattern: str | None = None,
+    mode: _Mode = "search",
+    ignore_case: bool = False,
+    **row: Any,
+) -> float:
+    r"""Score 1 where a pattern matches the completion, else 0.
+
+    A pattern may take exponential time on some completion. What ends it is the verifier's deadline, as a failure
+    `timeout`; matching holds the interpreter, so nothing in this process could.
+
+    Example:
+        >>> regex("", "It was 1969.", "", pattern=r"\b19\d\d\b"), regex("", "in 1969", r"19\d\d", mode="full")
+        (1.0, 0.0)
+
+    Args:
+        prompt: Not looked at.
+        completion: What the model wrote.
+        answer: The pattern, where `pattern` gives none.
+        pattern: A pattern for every row, in the syntax of Python's `re`; flags inside, as in `(?s)`.
+        mode: `search` = anywhere, `full` = the whole completion, white space included.
+        ignore_case: Upper and lower case are the same.
+        **row: Not looked at.
+
+    Raises:
+        re.error: The row's answer is no pattern.
+    """
+    compiled = _compiled(answer if pattern is None else pattern, ignore_case)
+    return float(bool(compiled.search(completion) if mode == "search" else compiled.fullmatch(completion)))
+
+
+def _check_choice(*, choices: int | Sequence[str] = 5) -> None:
+    _letters(choices)
+
+
+@prepared_by(_check_choice)
+def multiple_choice(
+    prompt: str, completion: str, answer: str, *, choices: int | Sequence[str] = 5, **row: Any
+) -> float:
+    r"""Score 1 where the completion's choice is the reference's, else 0.
+
+    A statement (`\boxed{B}`, "the answer is B", "Answer: (B)") goes before a mention ("(B)", "B." or "B)" at the
+    start of a line, a line with nothing but "B"); among several of a kind the last one wins. With the choices' texts
+    given, a completion without either chooses the text it ends with.
+
+    Example:
+        >>> multiple_choice("", "(A) is too small. The answer is (C), not (D).", "C")
+        1.0
+
+    Args:
+        prompt: Not looked at.
+        completion: What the model wrote.
+        answer: A letter, also as "(B)" or "B. text", or the text of a choice.
+        choices: How many there are, or their texts in order; a column `choices` of the row serves as well.
+        **row: Not looked at.
+
+    Raises:
+        ValueError: The reference is none of the choices; that is no fault of the completion's.
+    """
+    letters, texts = _letters(choices), () if isinstance(choices, int) else tuple(map(str, choices))
+    expected = _named_choice(answer, letters, texts) or _stated_choice(answer, letters)
+    if expected is None:
+        raise ValueError(f"the reference must be one of {letters} or the text of a choice, got {answer!r:.200}")
+    return float((_stated_choice(completion, letters) or _last_text(completion, letters, texts)) == expected)
+
+
+def _letters(choices: int | Sequence[str]) -> str:
+    """Return the letters that name the choices."""
+    count = choices if isinstance(choices, int) else len(choices)
+    if isinstance(choices, bool | str) or not 2 <= count <= len(_LETTERS):
+        raise ValueError(f"choices must be a number from 2 to {len(_LETTERS)}, or as many texts, got {choices!r:.200}")
+    return _LETTERS[:count]
+
+
+def _named_choice(answer: str, letters: str, texts: Sequence[str]) -> str | None:
+    """Return the letter of a reference that is a letter or a choice's text."""
+    plain = answer.strip()
+    if len(plain) == 1 and plain.upper() in letters:
+        return plain.upper()
+    matching = [letter for letter, text in zip(letters, texts, strict=False) if text.strip() == plain]
+    return matching[0] if len(matching) == 1 else None
+
+
+@functools.cache
+def _choice_patterns(letters: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Return what finds statements, and what finds mentions, of a letter."""
+    either = f"{letters}{letters.lower()}"
+    # "the answer is a number" states no choice: a bare small letter needs an end behind it.
+    bare = rf"[{letters}](?![\w'])|[{letters.lower()}](?=\s*(?:[.,;:!*]|$))"
+    word = r"(?i:answer(?:\s+is)?|choice(?:\s+is)?|option(?:\s+is)?|correct\s+is)"
+    wrapped = rf"\\text(?:bf)?\{{\s*\(?([{either}])\)?\s*\}}"
+    statement = re.compile(
+        rf"\\boxed\{{\s*(?:{wrapped}|\(?([{either}])\)?)(?![\w'])"
+        rf"|\b{word}\s*[:=]?\s*[*_$]*\s*(?:\(([{either}])\)|({bare}))",
+        re.MULTILINE,
+    )
+    mention = re.compile(rf"(?<![\w\\])\(([{either}])\)|^[*_\s]*([{letters}])(?:[.):]|[*_\s]*$)", re.MULTILINE)
+    return statement, mention
+
+
+def _stated_choice(text: str, letters: str) -> str | None:
+    for pattern in _choice_patterns(letters):
+        found: list[str] = [next(filter(None, match.groups())) for match in pattern.finditer(text)]
+        if found:
+            return found[-1].upper()
+    return None
+
+
+def _last_text(completion: str, letters: str, texts: Sequence[str]) -> str | None:
+    """Return the letter of the longest choice's text that the completion ends with."""
+    end = completion.rstrip().rstrip(".!").rstrip().casefold()
+    fitting = [(len(text), letter) for letter, text in zip(letters, texts, strict=False) if _ends_with(end, text)]
+    return max(fitting)[1] if fitting else None
+
+
+def _ends_with(end: str, text: str) -> bool:
+    plain = text.strip().rstrip(".!").casefold()
+    return bool(plain) and re.search(rf"(?<!\w){re.escape(plain)}$", end) is not None

@@ -1,0 +1,53 @@
+"""What a verify function may return, and what it may say about itself. Imported by verifiers, so it imports little."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+__all__ = ["VerifyResult", "batched", "prepared_by"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
+    """A reward with what belongs to it. A plain number is as good where there is nothing more to say.
+
+    Example: `VerifyResult(0.7, parts={"correct": 1.0, "brief": -0.3}, step_rewards=[(12, 0.5)], feedback="well done")`
+    """
+
+    reward: float
+    """For the outcome, in units of reward."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """What the reward is made of, by name; shown as means, never added up again."""
+    step_rewards: Sequence[tuple[int, float]] = ()
+    """Process supervision: `(end_character, value)` for a step that ends before that character of the completion.
+    Beside `reward`: a sample earns the sum of both."""
+    feedback: str = ""
+    """Words for a person."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further figures, by name; shown as means."""
+
+
+def prepared_by(prepare: Callable[..., object]) -> Callable[[F], F]:
+    """Decorate a verify function: `prepare(**arguments)` runs before its first call, with the recipe's arguments."""
+
+    def mark(function: F) -> F:
+        vars(function)["_verifier_prepare"] = prepare
+        return function
+
+    return mark
+
+
+def batched(size: int) -> Callable[[F], F]:
+    """Decorate a verify function that scores up to `size` completions in one call.
+
+    It is called as `verify(prompts, completions, answers, rows, **arguments)`, each a list of equal length, `rows` of
+    dicts, and returns a list with one number or `VerifyResult` for each.
+    """
+
+    def mark(function: F) -> F:
+        vars(function)["_verifier_batch"] = size
+        return function
+
+    return mark

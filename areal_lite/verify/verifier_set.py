@@ -1,0 +1,137 @@
+"""The verifiers of a recipe, each in a pool of its own, and the choice among them for each row.
+
+Used by the verifier worker and by evaluations, inside one event loop. One slow verifier holds up nobody else's calls.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_lite.sections import VerifierConfig, VerifierSettings
+from areal_lite.types import Prompt
+from areal_lite.verify.names import known_verifier_names, short_names, verifier_settings, weights_of
+from areal_lite.verify.pool import Messages, VerifierPool, quantile
+from areal_lite.verify.protocol import Reply
+from areal_lite.verify.weighting import weighted_sum
+
+__all__ = ["VerifierSet"]
+
+
+class VerifierSet:
+    """Scores completions with the verifier that their row, or else the recipe, names."""
+
+    def __init__(self, config: VerifierConfig, *, start_timeout_s: float = 60.0) -> None:
+        """Prepare; nothing runs before `start`.
+
+        Args:
+            config: The recipe's section.
+            start_timeout_s: Seconds that importing and preparing one function may take.
+        """
+        self._config, self._start_timeout_s = config, start_timeout_s
+        self._weights = weights_of(config)
+        self._settings: dict[str, VerifierSettings] = {
+            name: verifier_settings(config, name) for name in (*self._weights, *config.named)
+        }
+        self._held_out = self._weights
+        if config.eval_function is not None:
+            self._held_out = {self._add_held_out(config.eval_function): 1.0}
+        self._short = short_names(self._settings)
+        self._allowed = known_verifier_names(config)
+        self._pools: dict[str, VerifierPool] = {}
+        self._starts: dict[str, asyncio.Task[None]] = {}
+
+    def _add_held_out(self, function: str) -> str:
+        settings = verifier_settings(self._config, function)
+        if function not in self._config.named:
+            settings = settings.model_copy(update={"arguments": {}})
+        for name, others in self._settings.items():
+            if others == settings:
+                return name
+        name = function if function not in self._settings else f"{function} (held out)"
+        self._settings[name] = settings
+        return name
+
+    async def start(self) -> None:
+        """Start the pools of all verifiers that the recipe names.
+
+        Raises:
+            VerifierError: One cannot be found, imported or prepared.
+        """
+        await asyncio.gather(*(self._pool(name) for name in self._settings))
+
+    async def score(
+        self,
+        prompt: Prompt,
+        completions: Sequence[str],
+        *,
+        messages: Sequence[Messages] | None = None,
+        held_out: bool = False,
+    ) -> list[Reply]:
+        """Score the completions of one prompt.
+
+        Args:
+            prompt: Its row's column `verifier` chooses, where it has one.
+            completions: As text.
+            messages: The turns of each completion, none where it has just one; None = none has.
+            held_out: Use `verifier.eval_function`, where the recipe has one, whatever the row says.
+
+        Returns:
+            One reply per completion, in order.
+
+        Raises:
+            VerifierError: A pool cannot start, is broken or closed, or its verifier fails too often.
+        """
+        chosen = prompt.row.get("verifier")
+        weights: Mapping[str, float] = self._weights
+        if held_out and self._config.eval_function is not None:
+            weights = self._held_out
+        elif chosen is not None and chosen != "":
+            if not (isinstance(chosen, str) and chosen in self._allowed):
+                known = ", ".join(sorted(self._allowed))
+                return [Reply(None, f"unknown_verifier:{chosen}", f"must be one of {known}")] * len(completions)
+            weights = {chosen: 1.0}
+        pools = await asyncio.gather(*(self._pool(name) for name in weights))
+        columns = await asyncio.gather(*(pool.score(prompt, completions, messages=messages) for pool in pools))
+        if weights is not self._weights or isinstance(self._config.function, str):
+            return columns[0]
+        weights = {self._short[name]: weight for name, weight in weights.items()}
+        rows = (dict(zip(weights, replies, strict=True)) for replies in zip(*columns, strict=True))
+        return [weighted_sum(row, weights) for row in rows]
+
+    @property
+    def groups_at_once(self) -> int:
+        """Groups worth holding, so that no process waits for work: the slowest pool must not hold all of them."""
+        return 4 * sum(settings.processes * settings.concurrency for settings in self._settings.values())
+
+    def gauges(self) -> dict[str, Any]:
+        """Return the figures of all pools together, and of each under `verifiers`."""
+        each = {self._short.get(name, name): pool.gauges() for name, pool in self._pools.items()}
+        totals: dict[str, Any] = {
+            key: sum(gauges[key] for gauges in each.values()) for key in ("calls", "restarts", "busy", "waiting")
+        }
+        latencies = [latency for pool in self._pools.values() for latency in pool.latencies]
+        failures = sum((Counter(gauges["failures"]) for gauges in each.values()), Counter[str]())
+        return totals | {
+            "failures": dict(failures),
+            "latency_p50_s": quantile(latencies, 0.50),
+            "latency_p95_s": quantile(latencies, 0.95),
+            "verifiers": each,
+        }
+
+    async def close(self) -> None:
+        """Kill all processes and wake everybody who waits for a score with a `VerifierError`; idempotent."""
+        for start in self._starts.values():
+            start.cancel()
+        await asyncio.gather(*self._starts.values(), return_exceptions=True)
+        await asyncio.gather(*(pool.close() for pool in self._pools.values()))
+
+    async def _pool(self, name: str) -> VerifierPool:
+        """Return a running pool; its start outlives a caller that is cancelled, and serves the next one."""
+        if name not in self._pools:
+            settings = self._settings.get(name) or verifier_settings(self._config, name)
+            short = self._short.get(name, name)
+            self._pools[name] = VerifierPool(settings, start_timeout_s=self._start_timeout_s, name=short)
+            self._starts[name] = asyncio.create_task(self._pools[name].start())
+        await asyncio.shield(self._starts[name])
+        return self._pools[name]

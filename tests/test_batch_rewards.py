@@ -1,0 +1,111 @@
+"""What a batch earned, by data source and part; and samples that an environment helped to write, in the ledger."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from ledger_builders import make_sample, make_settings
+
+from areal_lite.sample_queue import staleness
+from areal_lite.sample_queue.ledger import Batch, BatchGroup, Ledger
+from areal_lite.sample_queue.taken import TakenBatch
+from areal_lite.types import GIVEN, Prompt, Sample, Score, StepReward, VersionSpan
+
+
+def scored(**changes: Any) -> Sample:
+    return dataclasses.replace(make_sample(), **changes)
+
+
+def taken(**groups: tuple[Sample, ...]) -> TakenBatch:
+    """A batch with one group per keyword, which is the name of its source."""
+    found = tuple(
+        BatchGroup(group_id=f"{source}/0/0#0", prompt_id=f"{source}/0/0", samples=samples)
+        for source, samples in groups.items()
+    )
+    prompts = [Prompt(prompt_id=group.prompt_id, text="", token_ids=(1,), answer="") for group in found]
+    batch = Batch(batch_id="b", version=0, groups=found)
+    return TakenBatch(batch, prompts, num_minibatches=1, num_ranks=1, run_seed=0)
+
+
+def test_means_are_over_those_who_have_the_figure() -> None:
+    """Worked out by hand; seen failing with failed samples counted as 0, and with means over all samples."""
+    batch = taken(
+        sums=(scored(reward=1.0, parts={"right": 1.0}), scored(failure="timeout")),
+        game=(
+            scored(reward=0.5, step_rewards=(StepReward(token=0, value=-0.25),), metrics={"turns": 3.0}),
+            scored(reward=0.0, parts={"right": 0.0, "brief": 0.5}, metrics={"turns": 5.0}),
+        ),
+    )
+    assert batch.info()["rewards"] == {
+        "reward_by_source": {"game": 0.125, "sums": 1.0},  # game: (0.5 - 0.25 + 0) / 2
+        "reward_parts": {"brief": 0.5, "right": 0.5},
+        "verifier_metrics": {"turns": 4.0},
+    }
+
+
+def test_groups_are_compared_by_totals() -> None:
+    """The shard has total rewards, and says that steps have some. Seen failing with the outcomes alone."""
+    steps = (StepReward(token=1, value=0.5), StepReward(token=2, value=0.25))
+    shard = taken(sums=(scored(reward=1.0, step_rewards=steps), scored(reward=1.0))).shard(0)
+    np.testing.assert_array_equal(shard.rewards, np.array([[1.75, 1.0]], np.float32))
+    assert shard.has_step_rewards
+    assert not taken(sums=(scored(reward=1.0), scored(reward=0.0))).shard(0).has_step_rewards
+
+
+@pytest.mark.parametrize(("values", "state"), [((0.5, 0.5), "rejected(zero_variance)"), ((0.5, 0.25), "ready")])
+def test_equal_outcomes_with_different_steps_teach_something(values: tuple[float, float], state: str) -> None:
+    ledger = Ledger(make_settings(reject="zero_variance"))
+    ledger.admit("p/0/0")
+    (lease,) = ledger.lease_rollout("r", limit=1)
+    ledger.complete_rollout(lease.lease_id, [make_sample(), make_sample()])
+    (lease,) = ledger.lease_verify("v", limit=1)
+    scores = [Score(reward=1.0, step_rewards=(StepReward(token=0, value=value),)) for value in values]
+    assert ledger.complete_verify(lease.lease_id, scores)
+    assert ledger.counts()[state] == 1
+
+
+def test_scores_reach_the_samples_whole() -> None:
+    """Seen failing with only reward and failure carried over."""
+    ledger = Ledger(make_settings(groups_per_step=1, samples_per_group=3))
+    ledger.admit("p/0/0")
+    (lease,) = ledger.lease_rollout("r", limit=1)
+    ledger.complete_rollout(lease.lease_id, [make_sample(), make_sample(), make_sample()])
+    (lease,) = ledger.lease_verify("v", limit=1)
+    score = Score(reward=1.0, parts={"a": 1.0}, metrics={"b": 2.0}, feedback="well done")
+    ledger.complete_verify(lease.lease_id, [score, Score(failure="timeout"), score])
+    batch = ledger.take("b")
+    assert batch is not None
+    sample, failed, _ = batch.groups[0].samples
+    assert (sample.reward, sample.parts, sample.metrics, sample.feedback) == (1.0, {"a": 1.0}, {"b": 2.0}, "well done")
+    assert (failed.reward, failed.failure) == (None, "timeout")
+
+
+def turns(version: int) -> Sample:
+    spans = ((version, 0, 2), (GIVEN, 2, 4), (version, 4, 5))
+    return dataclasses.replace(
+        make_sample(versions=[version] * 5),
+        spans=tuple(VersionSpan(version=number, start=start, end=end) for number, start, end in spans),
+    )
+
+
+def test_given_tokens_have_no_age() -> None:
+    """They are not trainable, not stale, and do not make a sample old. Seen failing with -1 taken for a version."""
+    sample = turns(3)
+    assert staleness.token_ages(sample.spans, version=5).tolist() == [2, 2, -1, -1, 2]
+    mask = staleness.trainable_mask(sample.spans, num_tokens=5, version=5, max_staleness=2)
+    assert mask.tolist() == [True, True, False, False, True]
+    assert staleness.num_trainable(sample.spans, version=5, max_staleness=2) == 3
+    assert staleness.num_trainable(sample.spans, version=5, max_staleness=1) == 0
+    assert sample.oldest_version == 3
+
+
+def test_a_sample_ends_with_a_token_of_the_model() -> None:
+    spans = (VersionSpan(version=0, start=0, end=1), VersionSpan(version=GIVEN, start=1, end=3))
+    with pytest.raises(ValueError, match="must end with a token that the model produced"):
+        dataclasses.replace(make_sample(), spans=spans)
+
+
+def test_step_rewards_are_at_tokens_of_the_sample() -> None:
+    with pytest.raises(ValueError, match=r"tokens 0\.\.2"):
+        scored(step_rewards=(StepReward(token=3, value=1.0),))

@@ -1,0 +1,71 @@
+"""What a plain process with limits contains of the programs in code_programs.py: as docs/code-sandbox.md says."""
+
+import os
+import secrets
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from code_programs import ATTACKS
+
+from areal_lite.verify.builtin.code import code
+from areal_lite.verify.tree import descendants
+
+PROCESSES = 6
+LIMITS = {"wall_s": 1.0, "total_s": 3.0, "cpu_s": 5, "memory_mb": 256, "disk_mb": 8, "processes": PROCESSES}
+
+
+def attack(name: str, *, token: str = "", expected: str = "contained") -> Any:
+    program = ATTACKS[name].replace("@token@", token).replace("@processes@", str(PROCESSES))
+    return code("", program, "", sandbox="plain", tests=[{"input": "", "output": expected}], **LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("name", "statuses"),
+    [
+        ("fork bomb", {"processes", "timeout"}),
+        ("huge output", {"output"}),
+        ("sleep", {"timeout"}),
+        ("ignores signals", {"timeout"}),
+        ("memory hog", {"memory"}),
+        ("memory hogs", {"memory"}),
+    ],
+)
+def test_a_hog_meets_its_limit_and_leaves_nothing(name: str, statuses: set[str]) -> None:
+    """Seen failing with the tree not looked at (memory hogs) and with `sweeping` emptied (fork bomb, memory hogs)."""
+    before = set(descendants(os.getpid()))
+    result = attack(name)
+    assert result.reward == 0.0
+    assert {status for status, share in result.metrics.items() if share} <= statuses
+    assert set(descendants(os.getpid())) <= before
+
+
+@pytest.mark.parametrize("name", ["zombies", "daemon"])
+def test_nothing_outlives_its_program(name: str) -> None:
+    """Seen failing with `PR_SET_CHILD_SUBREAPER` left out: a daemon then belongs to the system."""
+    token = secrets.token_hex(8)
+    assert attack(name, token=token).reward == 1.0
+    assert token not in "".join(path.read_text(errors="replace") for path in command_lines())
+
+
+def command_lines() -> list[Path]:
+    return [path for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
+
+
+def test_no_file_descriptor_is_handed_on() -> None:
+    assert (attack("file descriptors").reward, attack("file descriptors").feedback) == (1.0, "")
+
+
+def test_its_own_environment_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of its parent can still be read where the system shows it."""
+    monkeypatch.setenv("A_SECRET", "hidden")
+    program = "import os; print('hidden' in repr(dict(os.environ)))"
+    assert code("", program, "", sandbox="plain", tests=[{"input": "", "output": "False"}], **LIMITS).reward == 1.0
+
+
+def test_a_file_is_no_larger_than_allowed_and_its_folder_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = "open('large', 'wb').write(b'x' * 2 ** 25)"
+    assert code("", program, "", sandbox="plain", tests=[{"input": "", "output": ""}], **LIMITS).metrics["crash"] == 1.0
+    assert list(tmp_path.iterdir()) == []

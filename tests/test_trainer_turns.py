@@ -1,0 +1,158 @@
+"""Samples of several turns, and rewards for steps, through the trainer: against a second implementation."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from plain_trainer import PlainTrainer, row_logprobs
+from preset_builders import assert_same, config_of, make_trainer, save_model_near
+from train_builders import make_rows, make_shard, save_tiny_model
+from transformers import AutoModelForCausalLM
+
+from areal_lite.train.advantages import batch_advantages
+from areal_lite.train.batch import PolicyBatch
+from areal_lite.train.passes import Scores
+from areal_lite.types import GIVEN, Row, Shard, StepReward, VersionSpan
+
+NAN = float("nan")
+OUTCOMES = np.array([[1, 0, NAN, 1], [0, 0, 0, 1], [1, 1, 1, 1]], np.float32)
+KNOBS: dict[str, dict[str, Any]] = {
+    "discount": {"objective": {"gamma": 0.9}},
+    "gae-discount": {"objective": {"preset": "ppo", "gamma": 0.9, "gae_lambda": 0.8}},
+    "monte-carlo": {"objective": {"preset": "ppo", "gamma": 0.9}, "critic": {"target": "monte_carlo"}},
+    "shaping": {"objective": {"reward_scale": 3.0, "reward_bias": -1.0, "baseline": "none"}},
+}
+NAMES = ["areal", "grpo", "rloo", "ppo", "gspo", "reinforce", *KNOBS]
+
+
+def with_turns(row: Row, *, scored: bool) -> Row:
+    """Have an environment write two tokens in the middle, and give rewards before, inside and behind its reply."""
+    sample = row.sample
+    spans = [(sample.spans[0].version, 0, 2), (GIVEN, 2, 4), (sample.spans[-1].version, 4, sample.num_tokens)]
+    steps = (StepReward(token=1, value=0.5), StepReward(token=3, value=-0.25), StepReward(token=4, value=0.125))
+    logprobs = sample.logprobs.copy()
+    logprobs[2:4] = 0.0
+    changed = dataclasses.replace(
+        sample,
+        logprobs=logprobs,
+        spans=tuple(VersionSpan(version=version, start=start, end=end) for version, start, end in spans),
+        step_rewards=steps if scored else (),
+    )
+    return dataclasses.replace(row, sample=changed)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def reference_folder(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model_near(model_folder, tmp_path_factory.mktemp("reference"))
+
+
+@pytest.fixture(scope="module")
+def rows(model_folder: str) -> list[Row]:
+    """Every second row that is long enough has turns; the third sample of the first group is unscored."""
+    rng, model = np.random.default_rng(1), AutoModelForCausalLM.from_pretrained(model_folder)
+    made = []
+    for index, row in enumerate(make_rows(old_tokens=2)):
+        logprobs = row_logprobs(model, row, 0.8).detach().numpy()
+        logprobs = (logprobs + rng.normal(0, 0.3, len(logprobs))).astype(np.float32)
+        row = dataclasses.replace(row, sample=dataclasses.replace(row.sample, logprobs=logprobs))
+        is_scored = not np.isnan(OUTCOMES[row.group_index, row.sample_index])
+        made.append(with_turns(row, scored=is_scored) if index % 2 == 0 and row.sample.num_tokens > 5 else row)
+    assert sum(len(row.sample.spans) == 3 for row in made) >= 4
+    return made
+
+
+def totals(rows: list[Row]) -> np.ndarray:
+    rewards = OUTCOMES.copy()
+    for row in rows:
+        rewards[row.group_index, row.sample_index] += sum(step.value for step in row.sample.step_rewards)
+    return rewards
+
+
+def turns_shard(rows: list[Row], *, version: int = 5) -> Shard:
+    shard = make_shard(rows, rewards=totals(rows), version=version)
+    return dataclasses.replace(shard, has_step_rewards=any(row.sample.step_rewards for row in rows))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_equals_a_second_implementation(
+    model_folder: str, reference_folder: str, rows: list[Row], name: str
+) -> None:
+    """Same losses, policy and critic where an environment's replies lie between the model's tokens.
+
+    The token-by-token trainer walks over the model's tokens alone, and adds each reward where it was earned. Seen
+    failing with the replies as time steps of the discount, with their KL charged, and with the steps' rewards left at
+    the end of the sample.
+    """
+    config = config_of(KNOBS.get(name, {"objective": {"preset": name}}), reference_folder)
+    trainer, plain = make_trainer(model_folder, config), PlainTrainer(config, model_folder, version=5)
+    for version in (5, 6) if config.objective.baseline == "critic" else (5,):
+        plain.step(rows, totals(rows))
+        stats = trainer.train_step(turns_shard(rows, version=version))
+        assert stats.loss == pytest.approx(np.mean(plain.losses[-2:]), rel=1e-3, abs=1e-5)
+        if stats.value_loss is not None:
+            assert stats.value_loss == pytest.approx(np.mean(plain.value_losses[-2:]), rel=1e-3)
+    assert_same(trainer.model, plain.model)
+    if trainer._critic is not None:
+        assert_same(trainer._critic.model, plain.critic)
+
+
+def test_given_tokens_never_train(model_folder: str, rows: list[Row]) -> None:
+    """They are outside the loss mask, no age is counted for them, and they are not counted as stale."""
+    config = config_of({"objective": {"preset": "areal"}})
+    batch = PolicyBatch.from_shard(turns_shard(rows), config=config, device=torch.device("cpu"))
+    given = sum(span.end - span.start for row in rows for span in row.sample.spans if span.version == GIVEN)
+    assert int((~batch.own_T).sum()) == given > 0
+    assert not batch.loss_mask_T[~batch.own_T].any()
+    stats = make_trainer(model_folder, config).train_step(turns_shard(rows))
+    own = sum(row.sample.num_tokens for row in rows) - given
+    unscored = next(row for row in rows if (row.group_index, row.sample_index) == (0, 2)).sample
+    unscored_own = sum(span.end - span.start for span in unscored.spans if span.version != GIVEN)
+    assert stats.tokens_trained + stats.tokens_masked_stale == own - unscored_own
+    assert min(stats.age_histogram) >= 0
+
+
+def test_garbage_in_a_reply_is_harmless(model_folder: str, rows: list[Row]) -> None:
+    """NaN behaviour logprobs on given tokens change nothing. Seen failing with replies that may train."""
+    poisoned = []
+    for row in rows:
+        logprobs = row.sample.logprobs.copy()
+        for span in row.sample.spans:
+            if span.version == GIVEN:
+                logprobs[span.start : span.end] = NAN
+        poisoned.append(dataclasses.replace(row, sample=dataclasses.replace(row.sample, logprobs=logprobs)))
+    config = config_of({"objective": {"preset": "areal"}})
+    expected, got = make_trainer(model_folder, config), make_trainer(model_folder, config)
+    expected.train_step(turns_shard(rows))
+    got.train_step(turns_shard(poisoned))
+    assert_same(got.model, expected.model, atol=0.0)
+
+
+def test_a_step_reward_is_credited_to_what_led_to_it(model_folder: str) -> None:
+    """Two samples earn the same in all; tokens behind the step get less of it than tokens before.
+
+    Baseline none, no scale: the advantage is the return from the token on. A step of 1 at token 1 of 4, outcome 2:
+    returns 3, 3, 2, 2. Derived by hand.
+    """
+    row = make_rows(groups=1, samples=1, minibatches=1)[0]
+    tokens, logprobs = np.array([3, 4, 5, 6], np.int32), np.full(4, -1.0, np.float32)
+    spans = (VersionSpan(version=5, start=0, end=4),)
+    sample = dataclasses.replace(
+        row.sample, token_ids=tokens, logprobs=logprobs, spans=spans, step_rewards=(StepReward(token=1, value=1.0),)
+    )
+    row = dataclasses.replace(row, sample=sample)
+    shard = dataclasses.replace(make_shard([row], rewards=np.array([[3.0]])), has_step_rewards=True)
+    sections = {"objective": {"baseline": "none", "scale": "none"}, "trainer": {"minibatches": 1}}
+    config = config_of({**sections, "queue": {"groups_per_step": 1, "samples_per_group": 1}})
+    batch = PolicyBatch.from_shard(shard, config=config, device=torch.device("cpu"))
+    scores = Scores(
+        proximal_logprobs_T=torch.zeros(4), proximal_complete=True, reference_logprobs_T=None, values_T=None
+    )
+    advantages = batch_advantages(batch, scores, config=config, kl_coef=0.0)
+    assert advantages.advantages_T.tolist() == [3.0, 3.0, 2.0, 2.0]

@@ -1,0 +1,105 @@
+"""What a verify function may return: everything it says is checked before anything trains on it."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from areal_lite.errors import VerifierUnavailable
+from areal_lite.verify.protocol import Reply, answer, is_async
+from areal_lite.verify.result import VerifyResult, batched
+
+INF, NAN = float("inf"), float("nan")
+
+
+def reply_to(value, *, completion="three"):
+    def verify(prompt, completion, answer, **row):
+        return value
+
+    (reply,) = answer(verify, [("p", completion, "a", {})], arguments={})
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("value", "reward"),
+    [(1, 1.0), (True, 1.0), (Fraction(1, 2), 0.5), (np.float32(0.5), 0.5), (VerifyResult(0.25), 0.25)],
+)
+def test_a_number_of_any_kind_is_a_reward(value, reward):
+    reply = reply_to(value)
+    assert reply == Reply(reward)
+    assert type(reply.reward) is float
+
+
+def test_a_result_comes_through_whole():
+    result = VerifyResult(
+        1, parts={"ok": True}, step_rewards=[(5, 1), (2, -0.5)], feedback="well done", metrics={"n": np.int64(3)}
+    )
+    assert reply_to(result) == Reply(1.0, None, "", {"ok": 1.0}, ((5, 1.0), (2, -0.5)), "well done", {"n": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("result", "failure", "detail"),
+    [
+        (VerifyResult(NAN), "nan", "the reward is nan"),
+        (VerifyResult("1"), "wrong_type:str", "the reward: a number"),
+        (VerifyResult(1, parts={"x": NAN}), "nan", "parts['x'] is nan"),
+        (VerifyResult(1, parts={"x": None}), "wrong_type:NoneType", "parts['x']: a number"),
+        (VerifyResult(1, parts=[1.0]), "wrong_type:list", "parts: a dict"),
+        (VerifyResult(1, metrics={"x": -INF}), "inf", "metrics['x'] is -inf"),
+        (VerifyResult(1, feedback=3), "wrong_type:int", "feedback: a text"),
+        (VerifyResult(1, step_rewards=[(5, INF)]), "inf", "the step reward at character 5"),
+        (VerifyResult(1, step_rewards=[(0, 1.0)]), "bad_step_reward", "1..5 of the completion, got 0"),
+        (VerifyResult(1, step_rewards=[(6, 1.0)]), "bad_step_reward", "1..5 of the completion, got 6"),
+        (VerifyResult(1, step_rewards=[(2.0, 1.0)]), "bad_step_reward", "got 2.0"),
+        (VerifyResult(1, step_rewards=[0.5]), "bad_step_reward", "must be pairs"),
+        (VerifyResult(1, step_rewards=None), "bad_step_reward", "must be pairs"),
+    ],
+)
+def test_whatever_is_wrong_is_a_failure_with_its_reason(result, failure, detail):
+    """I7. Each was seen passing as a reward with `_read` reduced to its first two lines."""
+    reply = reply_to(result)
+    assert (reply.reward, reply.failure) == (None, failure)
+    assert detail in reply.detail
+
+
+def test_errors_are_told_apart():
+    def verify(prompt, completion, answer, **row):
+        raise {"gone": VerifierUnavailable("refused"), "full": MemoryError(), "key": KeyError("kg")}[completion]
+
+    def failure(completion):
+        return answer(verify, [("p", completion, "a", {})], arguments={})[0].failure
+
+    assert [failure(name) for name in ("gone", "full", "key")] == ["unavailable", "memory", "exception:KeyError"]
+
+
+def test_a_batched_function_gets_lists_and_is_checked_item_by_item():
+    @batched(4)
+    def verify(prompts, completions, answers, rows, **arguments):
+        assert (prompts, answers, rows, arguments) == (["p", "q"], ["a", "b"], [{"n": 1}, {}], {"scale": 2})
+        return [1.0, NAN]
+
+    calls = [("p", "x", "a", {"n": 1}), ("q", "y", "b", {})]
+    assert [reply.failure for reply in answer(verify, calls, arguments={"scale": 2})] == [None, "nan"]
+
+
+@pytest.mark.parametrize(
+    ("value", "failure"), [([1.0], "wrong_length"), (1.0, "wrong_type:float"), ("ab", "wrong_type:str")]
+)
+def test_a_batch_without_a_result_for_each_fails_as_one(value, failure):
+    @batched(4)
+    def verify(prompts, completions, answers, rows):
+        return value
+
+    (reply,) = answer(verify, [("p", "x", "a", {})] * 2, arguments={})
+    assert reply.failure == failure
+
+
+def test_async_functions_are_recognised():
+    async def verify(): ...
+
+    class Judge:
+        async def __call__(self): ...
+
+    assert is_async(verify)
+    assert is_async(Judge())
+    assert not is_async(answer)

@@ -1,0 +1,118 @@
+"""The workflow `tools`: calls in plain text, results and errors as replies that the model reads."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from episode_builders import UNCUT, Speaker, load, play
+
+from areal_lite.errors import PluginError
+from areal_lite.rollout.engine import Sampling
+
+HERE = "test_workflow_tools"
+LONG = Sampling(max_new_tokens=2000, temperature=1.0)
+
+
+def add(a: float, b: float = 10) -> float:
+    return a + b
+
+
+async def greet(name: str) -> str:
+    await asyncio.sleep(0)
+    return f"hello {name}"
+
+
+def table() -> Any:
+    return {"rows": [1, None], "at": complex(1, 2)}
+
+
+def long() -> str:
+    return "x" * 5000
+
+
+def exits() -> None:
+    raise SystemExit(1)
+
+
+def hangs() -> None:
+    threading.Event().wait(20)
+
+
+async def hangs_too() -> None:
+    await asyncio.Event().wait()
+
+
+def replies_to(*calls: str, **options: Any) -> list[str]:
+    """Have the model make a call a turn, then answer."""
+    names = ("add", "greet", "table", "long", "exits", "hangs", "hangs_too")
+    arguments = {"functions": [f"{HERE}:{name}" for name in names], "max_turns": 20, **options.pop("arguments", {})}
+    sample = play(Speaker([*calls, "done"]), load("tools", arguments=arguments, **options), sampling=LONG)
+    assert sample.messages[-1] == {"role": "assistant", "content": "done"}
+    return [message["content"] for message in sample.messages if message["role"] == "environment"]
+
+
+def test_functions_are_called_by_name_and_their_results_come_back() -> None:
+    """By name, by position, with a default; text as it is, other values as JSON; several calls in their order."""
+    assert replies_to(
+        'I need a sum: <tool>add({"a": 1, "b": 2})</tool>',
+        "<tool>add(1, 2.5)</tool>",
+        "<tool> add ( 5 ) </tool>",
+        '<tool>greet("you (all)")</tool> and <tool>table()</tool>',
+    ) == [
+        "<result>3</result>",
+        "<result>3.5</result>",
+        "<result>15</result>",
+        '<result>hello you (all)</result>\n<result>{"rows": [1, null], "at": "(1+2j)"}</result>',
+    ]
+
+
+def test_what_goes_wrong_is_a_reply() -> None:
+    """Seen failing with the errors raised: one bad call would cost the whole group."""
+    unknown, not_json, few, raised, ended = replies_to(
+        "<tool>open('/etc/passwd')</tool>",
+        "<tool>add(one)</tool>",
+        "<tool>add()</tool>",
+        '<tool>add("a", 1)</tool>',
+        "<tool>exits()</tool>",
+    )
+    assert (
+        unknown
+        == "<error>NameError: there is no function open, only add, greet, table, long, exits, hangs, hangs_too</error>"
+    )
+    assert not_json == "<error>ValueError: arguments must be JSON, such as {\"a\": 1} or 1, 2; got 'one'</error>"
+    assert few == "<error>TypeError: add() missing 1 required positional argument: 'a'</error>"
+    assert raised == '<error>TypeError: can only concatenate str (not "int") to str</error>'
+    assert ended == "<error>RuntimeError: a function ended with SystemExit: 1</error>"
+
+
+def test_each_call_has_its_deadline() -> None:
+    """Two of them hang, one after the other, and the third is answered. Seen failing with one deadline for the turn."""
+    (reply,) = replies_to('<tool>hangs()</tool><tool>hangs_too()</tool><tool>greet("you")</tool>', turn_timeout_s=0.05)
+    late = "<error>TimeoutError: the environment may take rollout.turn_timeout_s=0.05 s, it took longer</error>"
+    assert reply == f"{late}\n{late}\n<result>hello you</result>"
+
+
+def test_a_long_result_is_cut() -> None:
+    assert replies_to("<tool>long()</tool>", arguments={"max_characters": 7}) == ["<result>xxxxxxx</result>"]
+
+
+def test_a_turn_without_a_call_is_the_answer() -> None:
+    """Also one with an unfinished call."""
+    workflows = load("tools", arguments={"functions": [f"{HERE}:add"]})
+    for said in ("42", "<tool>add(1", "add(1)"):
+        assert play(Speaker([said, "never"]), workflows, sampling=UNCUT).text == said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"functions": f"{HERE}:add"}, "functions must be a list of names"),
+        ({"functions": [f"{HERE}:add", f"{HERE}:add"]}, "a name of its own"),
+        ({"functions": [f"{HERE}:subtract"]}, "must have a function 'subtract'"),
+        ({"functions": [f"{HERE}:add"], "max_turns": 0}, "must be at least 1"),
+    ],
+)
+def test_functions_are_checked_at_the_start(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(PluginError, match=message):
+        load("tools", arguments=arguments)

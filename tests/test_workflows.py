@@ -1,0 +1,330 @@
+"""Episodes of several turns on an engine that says what the test wants: tokens, versions, room, checks."""
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from episode_builders import TOKENIZER, UNCUT, Speaker, given_mask, ids, load, make_prompt, play, run, spans_of
+
+from areal_lite.errors import EngineError, EpisodeError
+from areal_lite.rollout.engine import Sampling, ScriptedEngine
+from areal_lite.rollout.runner import Workflows
+from areal_lite.types import StopReason
+
+HERE = "test_workflows"
+
+Messages = Sequence[Mapping[str, str]]
+
+
+def larger(messages: Messages, row: Mapping[str, Any]) -> tuple[str, bool]:
+    """An environment that answers `>>` for ever."""
+    return ">>", False
+
+
+async def done_at_c(messages: Messages, row: Mapping[str, Any]) -> tuple[str, bool]:
+    return "?" * len(messages), messages[-1]["content"] == "c"
+
+
+def talk(step: str = "larger", **rollout: Any) -> Workflows:
+    arguments = {"step": f"{HERE}:{step}", "max_turns": rollout.pop("max_turns", 3)}
+    return load("multi_turn", arguments=arguments, **rollout)
+
+
+# --- tokens, log-probabilities and versions ---
+
+
+def test_spans_follow_the_weights_through_turns_and_given_tokens() -> None:
+    """New weights inside the first turn, behind its second token, and between the second turn and the third.
+
+        a b $ | > > | c d $ | > > | e $
+        0 0 1  -1-1   1 1 1  -1-1   2 2      with version 1 from token 2 on, 2 from token 6 on (given ones not counted)
+
+    Seen failing with given tokens stamped with the version before them, with spans not shifted behind given tokens, and
+    with log-probabilities of the given tokens taken over from the turn before.
+    """
+    engine = Speaker(["ab", "cd", "e"], stamps={2: 1, 6: 2})
+    sample = play(engine, talk())
+    assert sample.token_ids.tolist() == ids("ab$>>cd$>>e$")
+    assert spans_of(sample) == [(0, 0, 2), (1, 2, 3), (-1, 3, 5), (1, 5, 8), (-1, 8, 10), (2, 10, 12)]
+    # The prompt has 4 tokens; the speaker's log-probability is minus the place in the context.
+    assert sample.logprobs.tolist() == [-4, -5, -6, 0, 0, -9, -10, -11, 0, 0, -14, -15]
+    assert sample.oldest_version == 0
+    assert sample.stop_reason is StopReason.STOP
+    assert sample.text == "ab>>cd>>e"
+    assert [(m["role"], m["content"]) for m in sample.messages] == [
+        ("assistant", "ab"),
+        ("environment", ">>"),
+        ("assistant", "cd"),
+        ("environment", ">>"),
+        ("assistant", "e"),
+    ]
+
+
+def test_the_context_of_a_turn_is_what_the_sample_holds_before_it() -> None:
+    """Token in, token out: also where decoding loses something, here the end-of-sequence tokens.
+
+    Seen failing with the context made by encoding the text so far.
+    """
+    engine = Speaker(["ab", "cd", "e"])
+    sample = play(engine, talk())
+    whole = [*ids("1-9?"), *sample.token_ids.tolist()]
+    starts = [start for version, start, _ in spans_of(sample) if version >= 0]
+    assert (
+        engine.contexts
+        == [whole[: 4 + start] for start in starts]
+        == [
+            ids("1-9?"),
+            ids("1-9?ab$>>"),
+            ids("1-9?ab$>>cd$>>"),
+        ]
+    )
+
+
+def test_a_pause_and_new_weights_between_two_turns_only_change_the_versions() -> None:
+    """The engine is paused while the environment thinks: the next turn waits for the resume, and is of version 7."""
+
+    async def scenario() -> Any:
+        engine = Speaker(["ab", "c"])
+        slow = asyncio.Event()
+
+        async def step(messages: Messages, row: Mapping[str, Any]) -> tuple[str, bool]:
+            await slow.wait()
+            return ">", False
+
+        workflows = load("multi_turn", arguments={"step": f"{HERE}:larger"})
+        workflows.loaded["multi_turn"] = (workflows.loaded["multi_turn"][0], {"step": step, "max_turns": 2})
+        sampling = Sampling(max_new_tokens=50, temperature=1.0)
+        episode = asyncio.ensure_future(
+            workflows.sample(engine, make_prompt(), sampling=sampling, seed_of=lambda call: call)
+        )
+        while engine.tokens_generated < 3:
+            await asyncio.sleep(0)
+        await engine.pause("recompute")
+        slow.set()
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert engine.tokens_generated == 3
+        await engine.stamp(7)
+        await engine.resume()
+        return await episode
+
+    assert spans_of(run(scenario)) == [(0, 0, 3), (-1, 3, 4), (7, 4, 6)]
+
+
+def test_an_environment_that_is_done_ends_the_episode_and_its_last_words_are_not_kept() -> None:
+    """An async step, which is told every turn so far."""
+    engine = Speaker(["ab", "c", "never"])
+    sample = play(engine, talk("done_at_c"))
+    assert sample.text == "ab?c"
+    assert sample.messages[-1] == {"role": "assistant", "content": "c"}
+    assert len(engine.contexts) == 2
+
+
+def test_a_single_turn_is_the_engines_sample() -> None:
+    """Every field as the engine gave it, one request, and no turns. Seen failing with `messages` filled."""
+    sampling = Sampling(max_new_tokens=8, temperature=1.0, seed=100)
+    plain = run(lambda: ScriptedEngine().generate((3, 4), sampling))
+    prompt = make_prompt("")
+    prompt = type(prompt)(prompt_id="train/0/0", text="", token_ids=(3, 4), answer="", row={})
+    sample = play(ScriptedEngine(), Workflows(), prompt, sampling=Sampling(max_new_tokens=8, temperature=1.0))
+    assert sample.token_ids.dtype == plain.token_ids.dtype
+    assert sample.logprobs.dtype == plain.logprobs.dtype
+    np.testing.assert_array_equal(sample.token_ids, plain.token_ids)
+    np.testing.assert_array_equal(sample.logprobs, plain.logprobs)
+    assert (sample.spans, sample.stop_reason, sample.text) == (plain.spans, plain.stop_reason, plain.text)
+    assert sample.messages == ()
+
+
+def test_an_episode_of_one_turn_names_it_all_the_same() -> None:
+    """A verifier of games may rely on its turns."""
+    assert play(Speaker(["c"]), talk("done_at_c")).messages == ({"role": "assistant", "content": "c"},)
+
+
+def test_every_request_of_an_episode_has_a_seed_of_its_own() -> None:
+    engine = Speaker(["ab", "cd", "e"])
+    play(engine, talk())
+    assert [sampling.seed for sampling in engine.samplings] == [100, 101, 102]
+
+
+# --- room ---
+
+
+def test_a_turn_that_is_cut_off_ends_the_episode() -> None:
+    """10 tokens: `abc$>>` leaves 4, of `defgh$` they are all. Seen failing with the environment asked once more."""
+    asked = []
+
+    async def step(messages: Messages, row: Mapping[str, Any]) -> tuple[str, bool]:
+        asked.append(len(messages))
+        return ">>", False
+
+    engine, workflows = Speaker(["abc", "defgh", "never"]), talk()
+    workflows.loaded["multi_turn"] = (workflows.loaded["multi_turn"][0], {"step": step})
+    sample = play(engine, workflows, sampling=Sampling(max_new_tokens=10, temperature=1.0))
+    assert asked == [1]
+    assert [sampling.max_new_tokens for sampling in engine.samplings] == [10, 4]
+    assert sample.token_ids.tolist() == ids("abc$>>defg")
+    assert sample.stop_reason is StopReason.LENGTH
+
+
+@pytest.mark.parametrize("limit", [5, 6])
+def test_a_reply_that_leaves_no_room_ends_the_episode_as_cut_off(limit: int) -> None:
+    """`abc$` and `>>` fill six tokens: nothing could be answered. The reply, which nothing trains behind, is cut off.
+
+    Seen failing with the stop reason of the last turn, `stop`.
+    """
+    engine = Speaker(["abc", "never"])
+    sample = play(engine, talk(), sampling=Sampling(max_new_tokens=limit, temperature=1.0))
+    assert sample.token_ids.tolist() == ids("abc$")
+    assert sample.stop_reason is StopReason.LENGTH
+    assert len(sample.messages) == 1
+    assert len(engine.contexts) == 1
+
+
+def test_a_last_turn_that_just_fits_is_not_cut_off() -> None:
+    """Four tokens for `abc$`, and the environment is not even asked; three for `c$` and words of an end, `?`.
+
+    Seen failing with the last reply kept at the end, where it says that the room ended the episode.
+    """
+    exact = Sampling(max_new_tokens=4, temperature=1.0)
+    assert play(Speaker(["abc"]), talk(), sampling=exact).stop_reason is StopReason.STOP
+    exact = Sampling(max_new_tokens=3, temperature=1.0)
+    assert play(Speaker(["c"]), talk("done_at_c"), sampling=exact).stop_reason is StopReason.STOP
+
+
+def test_no_sample_is_longer_than_its_limit() -> None:
+    """200 random episodes, a row's own limit among them. Seen failing with the room of each turn counted anew."""
+    workflows = talk(max_turns=4)
+    for seed in range(200):
+        engine = ScriptedEngine(vocab_size=40, tokenizer=TOKENIZER)
+        row = {"max_new_tokens": 7} if seed % 2 else {}
+        sampling = Sampling(max_new_tokens=3 + seed % 40, temperature=1.0)
+        prompt = make_prompt(f"{seed}?", **row)
+        sample = play(engine, workflows, prompt, sampling=sampling)
+        assert sample.num_tokens <= row.get("max_new_tokens", sampling.max_new_tokens)
+        assert not given_mask(sample)[-1]
+
+
+# --- what a workflow may return ---
+
+
+async def makes_up(engine: Any, row: Mapping[str, Any]) -> list[Any]:
+    segment = await engine.generate(engine.prompt_ids)
+    return [
+        type(segment)(token_ids=segment.token_ids[:1], logprobs=segment.logprobs[:1], spans=segment.spans[:1], text="a")
+    ]
+
+
+async def leaves_out(engine: Any, row: Mapping[str, Any]) -> list[Any]:
+    plan = await engine.generate(engine.prompt_ids)
+    return [await engine.generate([*engine.prompt_ids, *plan.token_ids])]
+
+
+async def swaps(engine: Any, row: Mapping[str, Any]) -> list[Any]:
+    first = await engine.generate(engine.prompt_ids)
+    given = engine.given(">")
+    second = await engine.generate([*engine.prompt_ids, *first.token_ids, *given.token_ids])
+    return [first, engine.given("<"), second]
+
+
+async def returns_text(engine: Any, row: Mapping[str, Any]) -> Any:
+    return (await engine.generate(engine.prompt_ids)).text
+
+
+async def returns_given(engine: Any, row: Mapping[str, Any]) -> list[Any]:
+    return [engine.given("hello")]
+
+
+async def forgets_the_prompt(engine: Any, row: Mapping[str, Any]) -> list[Any]:
+    return [await engine.generate(engine.encode("other"))]
+
+
+async def overflows(engine: Any, row: Mapping[str, Any]) -> list[Any]:
+    return [await engine.generate([*engine.prompt_ids, *engine.encode("x" * 100)])]
+
+
+async def replies_to_nobody(engine: Any, row: Mapping[str, Any]) -> list[Any]:
+    return [engine.reply([{"role": "assistant", "content": "made up"}], ">")]
+
+
+async def raises(engine: Any, row: Mapping[str, Any]) -> list[Any]:
+    raise KeyError("level")
+
+
+async def exits(engine: Any, row: Mapping[str, Any]) -> list[Any]:
+    raise SystemExit(3)
+
+
+async def changes_logprobs(engine: Any, row: Mapping[str, Any]) -> list[Any]:
+    segment = await engine.generate(engine.prompt_ids)
+    segment.logprobs[0] = 0.0
+    return [segment]
+
+
+@pytest.mark.parametrize(
+    ("workflow", "message"),
+    [
+        (
+            makes_up,
+            r"workflow:ValueError: a segment of the model's must be one that engine.generate returned.*segment 0",
+        ),
+        (leaves_out, r"workflow:ValueError: segment 0, 'b', was generated behind 6 tokens, but the episode has 4"),
+        (swaps, r"workflow:ValueError: segment 2, 'b', was generated behind 7 tokens, .* or other ones"),
+        (returns_text, r"workflow:TypeError: a workflow must return a list of segments, got 'a'"),
+        (returns_given, r"workflow:ValueError: an episode must have a segment of the model's, got 1 segments"),
+        (forgets_the_prompt, r"workflow:ValueError: engine.generate takes the whole context"),
+        (overflows, r"workflow:ValueError: a turn needs room for a token, got room for 0 of 100"),
+        (replies_to_nobody, r"workflow:ValueError: a reply answers what the model said last, got 'made up'"),
+        (raises, r"workflow:KeyError: 'level'"),
+        (exits, r"workflow:SystemExit: 3"),
+        (changes_logprobs, r"workflow:ValueError: .*read-only"),
+    ],
+)
+def test_a_workflow_that_does_wrong_is_told_so(workflow: Any, message: str) -> None:
+    """Seen failing without `_check_origin`: samples with log-probabilities of other contexts."""
+    with pytest.raises(EpisodeError, match=message):
+        play(Speaker(["a", "b"]), load(f"{HERE}:{workflow.__name__}"))
+
+
+def test_given_tokens_may_come_first_and_turns_may_follow_each_other() -> None:
+    """What a custom workflow may do; neighbours of one version are one span, given tokens at the end are cut off."""
+
+    async def episode(engine: Any, row: Mapping[str, Any]) -> list[Any]:
+        hint = engine.given("h")
+        first = await engine.generate([*engine.prompt_ids, *hint.token_ids], max_new_tokens=1)
+        second = await engine.generate([*engine.prompt_ids, *hint.token_ids, *first.token_ids])
+        return [hint, first, second, engine.given(ids("no"))]
+
+    engine = Speaker(["ab", "c"])
+    sample = play(engine, Workflows(default="own", loaded={"own": (episode, {})}))
+    assert sample.token_ids.tolist() == ids("hac$")
+    assert spans_of(sample) == [(-1, 0, 1), (0, 1, 4)]
+    assert sample.stop_reason is StopReason.STOP
+
+
+def test_a_refused_request_is_the_engines_and_a_dead_engine_cannot_be_hidden() -> None:
+    """Seen failing with every error attributed to the workflow, and with a hidden death."""
+
+    async def hides(engine: Any, row: Mapping[str, Any]) -> list[Any]:
+        segments = [await engine.generate(engine.prompt_ids)]
+        with contextlib.suppress(EngineError):
+            segments.append(await engine.generate([*engine.prompt_ids, *segments[0].token_ids]))
+        return segments
+
+    class Failing(ScriptedEngine):
+        def __init__(self, *errors: Exception | None) -> None:
+            super().__init__()
+            self.errors = list(errors)
+
+        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Any:
+            if (error := self.errors.pop(0)) is not None:
+                raise error
+            return await super().generate(prompt_ids, sampling)
+
+    with pytest.raises(EpisodeError, match=r"^generation:ValueError: prompt too long"):
+        play(Failing(ValueError("prompt too long")), Workflows())
+    engine = Failing(None, EngineError("the engine-core process died"))
+    with pytest.raises(EngineError, match="process died"):
+        play(engine, Workflows(default="own", loaded={"own": (hides, {})}), sampling=UNCUT)
