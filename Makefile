@@ -22,6 +22,8 @@ test: setup ## run the tests (ARGS="-k ledger" for some of them)
 	else leave loop "needs the CPU build: make setup EXTRA=cpu"; nvidia-smi -L >/dev/null 2>&1 || leave gpu "no NVIDIA GPU"; fi; \
 	bwrap --ro-bind / / --unshare-all true 2>/dev/null || leave sandbox "bubblewrap is missing or not allowed"; \
 	$(PYTHON) -c "import reasoning_gym" 2>/dev/null || leave gym "reasoning-gym is missing: see .venv/setup.log"; \
+	{ command -v chromium || command -v google-chrome; } >/dev/null && command -v chromedriver >/dev/null || \
+	leave browser "Chromium or its chromedriver is missing: apt-get install chromium chromium-driver"; \
 	[ -n "$$AREAL_LITE_GSM8K_DIR" ] || leave data "AREAL_LITE_GSM8K_DIR names no folder with the GSM8K files"; \
 	out="$${out#, }"; echo "tests left out: $${out:-none}"; \
 	$(PYTHON) -m pytest -m "$${keep# and }" $(ARGS)

@@ -13,6 +13,7 @@ from areal_lite.config import Config
 from areal_lite.events import Event, EventBuffer
 from areal_lite.sample_queue.client import AsyncQueueClient
 from areal_lite.types import Prompt, Score
+from areal_lite.verify.names import chosen_by_sources
 from areal_lite.verify.step_tokens import decoder_of
 from areal_lite.verify.verifier_set import VerifierSet
 from areal_lite.verify.worker import VerifierWorker
@@ -38,8 +39,10 @@ class VerifierActor:
 
     async def start(self) -> None:
         """Start the pools; a verifier that cannot be loaded fails here."""
-        verifier, run = self._config.verifier, self._config.run
-        self._verifiers = VerifierSet(verifier, start_timeout_s=run.start_timeout_s)
+        config = self._config
+        self._verifiers = VerifierSet(
+            config.verifier, also=chosen_by_sources(config.data), start_timeout_s=config.run.start_timeout_s
+        )
         await self._verifiers.start()
         self._client = AsyncQueueClient(self._endpoint, timeout_s=self._config.queue.lease_timeout_s)
         self._worker = VerifierWorker(
@@ -73,8 +76,10 @@ class VerifierActor:
         Args:
             prompts: Held out.
             completions: As text.
-            messages: The turns of each, none where it has just one; None = none has. Step rewards are left out: an
-                evaluation is about the outcome.
+            messages: The turns of each, none where it has just one; None = none has.
+
+        Returns:
+            Of each completion the total, its step rewards included, as `reward`; or the failure.
         """
         turns = messages or [()] * len(prompts)
         replies = await asyncio.gather(
@@ -83,7 +88,7 @@ class VerifierActor:
                 for prompt, text, said in zip(prompts, completions, turns, strict=True)
             )
         )
-        return [Score(reward=reply.reward, failure=reply.failure) for (reply,) in replies]
+        return [Score(reward=reply.total, failure=reply.failure) for (reply,) in replies]
 
     async def collect(self) -> tuple[list[Event], dict[str, Any]]:
         """Events since the last call, and figures of this moment."""

@@ -1,4 +1,4 @@
-"""The command line: `areal-lite train | sft | reward-model | dpo | eval | check-config | verify | bench | doctor`.
+"""The command line: `areal-lite train | sft | reward-model | dpo | eval | check-config | verify | bench | ...`.
 
 Heavy imports happen inside the commands, so that `--help` and `check-config` answer at once.
 """
@@ -21,8 +21,9 @@ from areal_lite.errors import ArealLiteError, ConfigError
 from areal_lite.eval_command import add_eval
 from areal_lite.offline_command import add_offline_commands
 from areal_lite.offline_config import OfflineConfig, load_any_config
+from areal_lite.report_command import add_report
 from areal_lite.sections import COMMANDS
-from areal_lite.stopped import say_how_to_go_on
+from areal_lite.stopped import say_how_to_go_on, say_where_the_report_is
 from areal_lite.verify_command import add_verify
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_verify(commands)
     add_bench(commands)
+    add_report(commands)
 
     doctor = commands.add_parser("doctor", help="say what this machine can run, and what to do about what is missing")
     doctor.set_defaults(command=_doctor)
@@ -132,6 +134,7 @@ def _print_summary(summary: dict[str, object], console: Console) -> None:
         value = summary[key]
         table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
     console.print(table)
+    say_where_the_report_is(summary, console=console)
 
 
 def _check_config(words: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
 """Settings that make no sense together: one sentence each, with field, value and remedy. Called by `config.py`."""
 
+import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -7,7 +8,8 @@ from areal_lite.data.settings import data_problems
 from areal_lite.errors import PluginError
 from areal_lite.plugins import known_names, split_name
 from areal_lite.sections import CriticConfig, VerifierConfig
-from areal_lite.verify.names import known_verifier_names
+from areal_lite.verify.builtin.code import least_timeout_s
+from areal_lite.verify.names import chosen_by_sources, known_verifier_names, verifier_settings, weights_of
 
 if TYPE_CHECKING:
     from areal_lite.config import Config
@@ -52,6 +54,7 @@ def combination_problems(config: "Config") -> Iterable[str]:
         workflows={*config.rollout.workflows, *known_names("workflow")},
     )
     yield from _verifier_problems(config.verifier)
+    yield from _timeout_problems(config)
     yield from _objective_problems(config)
     if config.run.device == "cpu" and rollout.tensor_parallel > 1:
         yield (
@@ -132,6 +135,25 @@ def _verifier_problems(verifier: VerifierConfig) -> Iterable[str]:
             f"verifier.arguments is not read with verifier.function={verifier.function}, which is one of "
             "verifier.named and has its own: put them there"
         )
+
+
+def _timeout_problems(config: "Config") -> Iterable[str]:
+    """Yield one sentence per verifier `code` that the pool could end before its own limits do."""
+    verifier = config.verifier
+    names = {*weights_of(verifier), *verifier.named, *chosen_by_sources(config.data)}
+    if verifier.eval_function is not None:
+        names.add(verifier.eval_function)
+    for name in sorted(names):
+        settings = verifier_settings(verifier, name)
+        # Arguments of a wrong type are found when the verifier is prepared.
+        with contextlib.suppress(TypeError):
+            if settings.function == "code" and settings.timeout_s < (least := least_timeout_s(**settings.arguments)):
+                where = f"verifier.named.{name}" if name in verifier.named else "verifier"
+                yield (
+                    f"{where}.timeout_s must be at least total_s + 2 * wall_s + 2 = {least:g} for the verifier code, "
+                    f"got {settings.timeout_s:g}, which would end slow programs before their limits do: raise it "
+                    f"(verify: --timeout), or lower wall_s and total_s in its arguments"
+                )
 
 
 def _objective_problems(config: "Config") -> Iterable[str]:

@@ -189,7 +189,8 @@ def probe_check(probe: Probe, result: ProbeResult) -> Check:
         if result.exit_code is None
         else _last_line(result.errors) or f"exit code {result.exit_code}"
     )
-    return Check(name=probe.name, level=Level.PROBLEM, found=found, remedy=probe.remedy)
+    level = Level.PROBLEM if probe.is_needed else Level.WARNING
+    return Check(name=probe.name, level=level, found=found, remedy=probe.remedy)
 
 
 def _last_line(text: str) -> str:

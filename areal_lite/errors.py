@@ -79,6 +79,11 @@ class VerifierError(ArealLiteError, RuntimeError):
 class VerifierUnavailable(VerifierError):
     """Raised by a verify function whose service does not answer at present: the call is tried again."""
 
+    def __init__(self, message: str = "", *, retry_after_s: float = 0.0) -> None:
+        """Say why, and for how many seconds the service does not want to be asked, if it said so."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
 
 class TrainerError(ArealLiteError, RuntimeError):
     """A trainer rank died or failed; the message names it and its log."""

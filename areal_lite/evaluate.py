@@ -22,7 +22,7 @@ from areal_lite.paths import with_absolute_eval_paths
 from areal_lite.rollout.engine import GenerationEngine
 from areal_lite.rollout.runner import Workflows, complete_greedily, load_workflows
 from areal_lite.types import Prompt, Sample
-from areal_lite.verify.names import held_out_config
+from areal_lite.verify.names import chosen_by_sources, held_out_config
 from areal_lite.verify.protocol import Reply
 from areal_lite.verify.verifier_set import VerifierSet
 from areal_lite.watchdog import Watchdog
@@ -39,7 +39,7 @@ class Accuracy:
     """Result of an evaluation."""
 
     accuracy: float
-    """Mean reward of the scored completions; 0 where there are none."""
+    """Mean reward of the scored completions, their steps included; 0 where there are none."""
     prompts: int
     """Held-out prompts."""
     scored: int
@@ -69,7 +69,7 @@ def evaluate(config: Config, *, model: str) -> Accuracy:
     if not prompts:
         raise ConfigError("an evaluation needs held-out prompts, the recipe has none: set data.eval_path")
     scores = _in_a_process_of_its_own(config, prompts, folder)
-    rewards = [score.reward for score in scores if score.reward is not None]
+    rewards = [score.total for score in scores if score.total is not None]
     accuracy = sum(rewards) / len(rewards) if rewards else 0.0
     return Accuracy(accuracy=accuracy, prompts=len(prompts), scored=len(rewards))
 
@@ -101,7 +101,9 @@ async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) 
     from areal_lite.rollout.vllm_engine import VllmEngine
 
     workflows = load_workflows(config)
-    verifiers = VerifierSet(config.verifier, start_timeout_s=config.run.start_timeout_s)
+    # Where there is an `eval_function`, it scores every row, whatever its source says.
+    also = chosen_by_sources(config.data) if config.verifier.eval_function is None else ()
+    verifiers = VerifierSet(config.verifier, also=also, start_timeout_s=config.run.start_timeout_s)
     try:
         await verifiers.start()
         engine = await VllmEngine.start(config, model_folder=model_folder)

@@ -66,6 +66,8 @@ class Probe:
     name: str
     code: str
     remedy: str = REMAKE
+    is_needed: bool = True
+    """Whether recipes fail without it, the demo first of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +157,14 @@ with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
     socket.bind("tcp://127.0.0.1:0")
 print(f"libzmq {zmq.zmq_version()}, loopback works")
 """
+# As in a verifier's process, which may gain no rights: a bwrap that is setuid root does not work there.
+_SANDBOX = """
+import ctypes
+from areal_lite.verify.builtin.sandbox import choose_kind
+ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)
+choose_kind("bubblewrap")
+print("bubblewrap works")
+"""
 
 
 def probes_for(build: str) -> Iterable[Probe]:
@@ -169,6 +179,8 @@ def probes_for(build: str) -> Iterable[Probe]:
     yield Probe(name="engine", code=_ENGINE, remedy=f"if kernels do not load: apt-get install libnuma1; {builds}")
     yield Probe(name="Ray", code="import ray; print('ray', ray.__version__)")
     yield Probe(name="ZeroMQ", code=_ZEROMQ)
+    sandbox = "only for the verifier code: see docs/code-sandbox.md"
+    yield Probe(name="code sandbox", code=_SANDBOX, remedy=sandbox, is_needed=False)
 
 
 def run_probe(probe: Probe) -> ProbeResult:

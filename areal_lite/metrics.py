@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from areal_lite.events import Event
 
-__all__ = ["LaneClock", "fraction", "mean", "median", "rollout_clock", "trainer_clock"]
+__all__ = ["PAUSE_PARTS", "LaneClock", "fraction", "mean", "median", "rollout_clock", "trainer_clock"]
 
 _ROLLOUT_STATES = {
     "pause": "pausing",
@@ -24,6 +24,9 @@ _ROLLOUT_STATES = {
 }
 """A rollout lane's state after an event: a pause runs from the pause call to the resume, draining apart; a worker
 that was lost neither idles nor is busy."""
+
+PAUSE_PARTS = ("pausing", "transferring", "reloading", "stamping")
+"""States of a rollout lane that make up a pause."""
 
 _TRAINER_STATES = {
     "wait": "waiting",

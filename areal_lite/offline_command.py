@@ -10,7 +10,7 @@ from rich.console import Console
 
 from areal_lite.offline_config import OfflineCommand, load_offline_config
 from areal_lite.sections import COMMANDS
-from areal_lite.stopped import say_how_to_go_on
+from areal_lite.stopped import say_how_to_go_on, say_where_the_report_is
 
 __all__ = ["add_offline_commands"]
 
@@ -71,3 +71,4 @@ def _print_summary(summary: dict[str, Any], console: Console) -> None:
         value = summary[name]
         table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
     console.print(table)
+    say_where_the_report_is(summary, console=console)

@@ -61,7 +61,7 @@ def _in_file(path: Path, attribute: str) -> str | None:
     names = {name for node in tree.body for name in _defined(node)}
     if attribute in names or "*" in names:
         return None
-    near = difflib.get_close_matches(attribute, names, n=1, cutoff=0.0)
+    near = difflib.get_close_matches(attribute, names, n=1, cutoff=0.5)
     return f"the file has no {attribute!r}" + (f"; did you mean {near[0]}?" if near else "")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from areal_lite.errors import PluginError
 
-__all__ = ["PLUGIN_GROUPS", "find_function", "known_names", "split_name"]
+__all__ = ["PLUGIN_GROUPS", "find_function", "known_names", "split_name", "with_a_colon"]
 
 PLUGIN_GROUPS = {"verifier": "areal_lite.verifiers", "workflow": "areal_lite.workflows"}
 """What can be named, and the entry-point group that holds its names."""
@@ -43,13 +43,20 @@ def split_name(name: str, *, kind: str) -> tuple[str, str]:
     for entry in entry_points(group=PLUGIN_GROUPS[kind], name=name) if kind in PLUGIN_GROUPS and not colon else ():
         return entry.module, entry.attr
     known = known_names(kind)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name, [*known, *with_a_colon(name)], n=1, cutoff=0.4)
     raise PluginError(
         f"a {kind} is named module:function or path.py:function"
         + (f", or is one of {', '.join(known)}" if known else "")
         + f"; got {name!r}"
         + (f": did you mean {near[0]}?" if near else "")
     )
+
+
+def with_a_colon(name: str) -> list[str]:
+    """Return what `module.function` was meant to be; nothing for a name of another form."""
+    module, _, function = name.rpartition(".")
+    is_one = ":" not in name and module and function.isidentifier() and function not in ("py", "yaml", "yml")
+    return [f"{module}:{function}"] if is_one else []
 
 
 def find_function(name: str, *, kind: str) -> Callable[..., Any]:
@@ -70,7 +77,7 @@ def find_function(name: str, *, kind: str) -> Callable[..., Any]:
     function = getattr(module, attribute, None)
     if not callable(function):
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        near = difflib.get_close_matches(attribute, names, n=1, cutoff=0.0)
+        near = difflib.get_close_matches(attribute, names, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise PluginError(f"{location} must have a function {attribute!r}, it has none{hint}")
     return function  # type: ignore[no-any-return]

@@ -6,22 +6,23 @@ It starts nothing and waits for nothing.
 """
 
 import math
+import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from areal_lite.config import Config
 from areal_lite.events import Event
-from areal_lite.metrics import LaneClock, fraction, mean, median, rollout_clock, trainer_clock
+from areal_lite.metrics import PAUSE_PARTS, LaneClock, fraction, mean, median, rollout_clock, trainer_clock
 from areal_lite.run_folder import RunFolder
 from areal_lite.types import Group, Sample
 
-__all__ = ["Recorder", "finite", "package_versions"]
+__all__ = ["Recorder", "commit_of_code", "finite", "package_versions"]
 
-_PAUSE_PARTS = ("pausing", "transferring", "reloading", "stamping")
 _ENDS = 10
 """Steps averaged into `reward_first` and `reward_last`."""
 _TENSORBOARD_GROUPS = {
@@ -45,6 +46,7 @@ class Recorder:
         from torch.utils.tensorboard import SummaryWriter
 
         self._config, self._folder = config, folder
+        self._commit = commit_of_code()  # now: files may change while the run goes on
         self._rollouts: dict[str, LaneClock] = {}
         self._trainer = trainer_clock()
         self._before: dict[str, dict[str, float]] = {}
@@ -130,7 +132,7 @@ class Recorder:
             **stats,
             "age_histogram": {str(age): count for age, count in stats["age_histogram"].items()},
             **timings,
-            "paused_s": sum(self._spent(lane, readings, *_PAUSE_PARTS) for lane in self._rollouts),
+            "paused_s": sum(self._spent(lane, readings, *PAUSE_PARTS) for lane in self._rollouts),
             "gen_tokens_per_s": (tokens_generated - self._tokens_before) / elapsed,
             "samples_per_s": self._config.samples_per_step / elapsed,
             "rollout_occupancy": self._occupancy(self._before, readings, elapsed),
@@ -172,8 +174,8 @@ class Recorder:
             "rollout_draining_fraction": share("draining"),
             "trainer_idle_fraction": trainer("waiting"),
             **{f"trainer_{state}_fraction": trainer(state) for state in ("training", "publishing", "other")},
-            "paused_fraction": share(*_PAUSE_PARTS),
-            **{f"paused_fraction_{part}": share(part) for part in _PAUSE_PARTS},
+            "paused_fraction": share(*PAUSE_PARTS),
+            **{f"paused_fraction_{part}": share(part) for part in PAUSE_PARTS},
         }
 
     def summary(self, status: str, *, ledger: Mapping[str, int]) -> dict[str, Any]:
@@ -210,6 +212,7 @@ class Recorder:
             "pause_s_median": median(self._pause_s),
             "parity_max_abs_logprob_diff": max(parity, default=None),
             "versions": package_versions(),
+            "commit": self._commit,
         }
         self._folder.write_json("summary.json", content)
         self._folder.write_trace()
@@ -287,3 +290,13 @@ def package_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def commit_of_code() -> str | None:
+    """Return the commit of the checkout this code runs from, marked where files differ from it; None outside of one."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

@@ -264,13 +264,16 @@ class VerifierSettings(Section):
 
     function: str = Field(description="a known name, module:function or path.py:function, see docs/verifiers.md")
     arguments: dict[str, Any] = Field({}, description="keyword arguments of every call, e.g. {model: runs/rm}")
-    timeout_s: float = Field(5.0, gt=0, description="hard deadline of one call")
+    timeout_s: float = Field(5.0, gt=0, description="hard deadline of one call; of a batch, for each completion in it")
     processes: int = Field(1, ge=1, description="killable processes in each verifier worker")
     concurrency: int = Field(1, ge=1, description="calls in flight in one process; more than 1 is for async functions")
     memory_mb: int = Field(
         1024, ge=16, description="memory in MiB a process and all it starts may take beyond what it took when ready"
     )
-    retries: int = Field(2, ge=0, description="further tries of a call that was lost or whose service did not answer")
+    retries: int = Field(2, ge=0, description="further tries of a call that was lost with its process")
+    unavailable_s: float = Field(
+        90.0, ge=0, description="seconds for which a service that does not answer is asked again, with growing pauses"
+    )
     max_failure_share: float = Field(
         0.5, ge=0, le=1, description="share of failures in the last 50 calls above which the run stops; 1 = never"
     )

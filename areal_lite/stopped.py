@@ -1,11 +1,13 @@
-"""What a command says once Ctrl-C has stopped its run. Called by `cli.py` and `offline_command.py`."""
+"""What a command says when its run has ended or was stopped. Called by `cli.py` and `offline_command.py`."""
 
 import argparse
 import shlex
+from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 
-__all__ = ["say_how_to_go_on"]
+__all__ = ["say_how_to_go_on", "say_where_the_report_is"]
 
 
 def say_how_to_go_on(command: str, words: argparse.Namespace, *, folder: str, console: Console) -> None:
@@ -21,3 +23,9 @@ def say_how_to_go_on(command: str, words: argparse.Namespace, *, folder: str, co
     line = shlex.join(["areal-lite", command, words.recipe, *given, f"run.resume={folder}"])
     console.print("stopped and saved. To go on:", highlight=False)
     console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+
+
+def say_where_the_report_is(summary: Mapping[str, Any], *, console: Console) -> None:
+    """Print the path of the page with pictures, if one was written."""
+    if path := summary.get("report"):
+        console.print(f"report: {path}", highlight=False, markup=False, soft_wrap=True)

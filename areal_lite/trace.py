@@ -4,10 +4,11 @@ One track per lane: pauses and training become slices of the lane, samples and v
 asynchronous slices (they overlap), `running` becomes a counter.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from areal_lite.events import Event
+from areal_lite.types import GIVEN
 
 __all__ = ["to_trace"]
 
@@ -56,9 +57,16 @@ def _group_rows(event: Event, pid: int, start: float) -> list[dict[str, Any]]:
     rows = []
     for index, sample in enumerate(event["samples"]):
         identity = {"cat": "sample", "id": f"{event['group']}/{index}", "pid": pid, "name": event["group"]}
-        detail = {"tokens": sample["tokens"], "versions": [span[0] for span in sample["spans"]]}
+        detail = {"tokens": sample["tokens"], "versions": _versions(sample["spans"])}
+        if given := sum(end - begin for version, begin, end in sample["spans"] if version == GIVEN):
+            detail["given"] = given  # of the tokens: from an environment, of no version
         rows += _overlapping(identity, begun=event["start"] - start, ended=sample["end"] - start, **detail)
     return rows
+
+
+def _versions(spans: Iterable[Sequence[int]]) -> list[int]:
+    """Return the versions that a sample's own tokens are of, in order."""
+    return list(dict.fromkeys(version for version, _, _ in spans if version != GIVEN))
 
 
 def _overlapping(identity: dict[str, Any], *, begun: float, ended: float, **detail: Any) -> list[dict[str, Any]]:

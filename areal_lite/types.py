@@ -112,7 +112,7 @@ class Sample:
     feedback: str = ""
     """The verifier's words for a person."""
     failure: str | None = None
-    """Why the verifier gave no reward; None otherwise."""
+    """Why there is no reward: the verifier gave none, or the sample could not be generated. None otherwise."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids)
@@ -124,10 +124,30 @@ class Sample:
         edges = [0] + [span.end for span in self.spans]
         if [span.start for span in self.spans] != edges[:-1] or edges[-1] != num_tokens:
             raise ValueError(f"version spans must cover all {num_tokens} tokens without gaps, got {self.spans}")
-        if self.spans[-1].version == GIVEN:
+        if self.spans[-1].version == GIVEN and self.failure is None:
             raise ValueError(f"a sample must end with a token that the model produced, got a given one: {self.spans}")
         if any(not 0 <= step.token < num_tokens for step in self.step_rewards):
             raise ValueError(f"step rewards must be at tokens 0..{num_tokens - 1}, got {self.step_rewards}")
+
+    @classmethod
+    def lost(cls, failure: str) -> "Sample":
+        """Return what stands in a group for a sample that could not be generated: one given token, which never trains.
+
+        Args:
+            failure: Why, short and countable.
+        """
+        return cls(
+            token_ids=np.zeros(1, np.int32),
+            logprobs=np.zeros(1, np.float32),
+            spans=(VersionSpan(version=GIVEN, start=0, end=1),),
+            stop_reason=StopReason.STOP,
+            failure=failure,
+        )
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it could not be generated: nothing in it is the model's."""
+        return all(span.version == GIVEN for span in self.spans)
 
     @property
     def num_tokens(self) -> int:
@@ -135,9 +155,9 @@ class Sample:
         return len(self.token_ids)
 
     @property
-    def oldest_version(self) -> int:
-        """Version of the oldest token that the model produced."""
-        return min(span.version for span in self.spans if span.version != GIVEN)
+    def oldest_version(self) -> int | None:
+        """Version of the oldest token that the model produced; None in a lost sample."""
+        return min((span.version for span in self.spans if span.version != GIVEN), default=None)
 
     @property
     def total_reward(self) -> float | None:

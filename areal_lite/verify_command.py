@@ -7,13 +7,17 @@ from typing import Any
 
 from rich.console import Console
 
-from areal_lite.config import Config, load_config, shipped_recipes, suggestion
+from areal_lite.config import Config, load_config, parse_config, shipped_recipes, suggestion
 from areal_lite.errors import ConfigError, PluginError
-from areal_lite.plugins import known_names, split_name
+from areal_lite.plugins import known_names, split_name, with_a_colon
 from areal_lite.sections import VerifierConfig
 
 __all__ = ["add_verify"]
 
+_COLUMNS = {
+    "prompt": ("question", "prompt", "problem", "instruction"),
+    "answer": ("answer", "solution", "ground_truth"),
+}
 _ANY_FAILURES = 1.0
 """A try is there to show failures: it never stops because of them."""
 
@@ -40,7 +44,7 @@ def add_verify(commands: Any) -> None:
         "--arguments", type=_json_object, metavar="JSON", help="the verifier's arguments, e.g. '{\"tolerance\": 0.01}'"
     )
     parser.add_argument("--processes", type=_positive(int), help="processes of the verifier (of each, in a recipe)")
-    parser.add_argument("--timeout", type=_positive(float), metavar="S", help="deadline of one call in seconds")
+    parser.add_argument("--timeout", type=_positive(float), metavar="S", help="seconds a call may take (default 30)")
     parser.set_defaults(command=_verify)
 
 
@@ -53,12 +57,9 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
         help="one JSON object a line with completion, a text or a list of texts; joined to the data by index (from 0), "
         "else by prompt, else line by line",
     )
-    parser.add_argument(
-        "--prompt-column", metavar="NAME", help="column with the prompt (default: the recipe's, else question)"
-    )
-    parser.add_argument(
-        "--answer-column", metavar="NAME", help="column with the answer (default: the recipe's, else answer)"
-    )
+    for kind, names in _COLUMNS.items():
+        text = f"column with the {kind} (default: the recipe's, else the first there is of {', '.join(names)})"
+        parser.add_argument(f"--{kind}-column", metavar="NAME", help=text)
     parser.add_argument("--limit", type=_positive(int), metavar="N", help="rows of the data tried at most")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures and every score to this file")
 
@@ -70,8 +71,11 @@ def _verify(words: argparse.Namespace) -> int:
     is_recipe, config = _config(words)
     prompts = load_prompts(
         words.data,
-        prompt_column=words.prompt_column or config.data.prompt_column,
-        answer_column=words.answer_column or config.data.answer_column,
+        columns={
+            kind: [given] if given else [getattr(config.data, f"{kind}_column")] if is_recipe else names
+            for kind, names in _COLUMNS.items()
+            for given in [getattr(words, f"{kind}_column")]
+        },
         config=config,
         rows_choose=is_recipe,
     )
@@ -121,10 +125,11 @@ def _config(words: argparse.Namespace) -> tuple[bool, Config]:
     try:
         split_name(name, kind="verifier")
     except PluginError as error:
-        near = suggestion(name, [*known_names("verifier"), *shipped_recipes()])
+        near = suggestion(name, [*known_names("verifier"), *shipped_recipes(), *with_a_colon(name)])
         raise PluginError(f"{str(error).partition('; got')[0]}, or is a recipe; got {name!r}{near}") from None
-    verifier = VerifierConfig(function=name, arguments=words.arguments or {}, **changes)
-    return False, Config(verifier=verifier)
+    # Longer than in training: whoever tries a verifier would rather wait than see it cut off.
+    verifier = VerifierConfig(function=name, arguments=words.arguments or {}, **{"timeout_s": 30.0} | changes)
+    return False, parse_config({"verifier": verifier.model_dump()})
 
 
 def _changed(verifier: VerifierConfig, changes: dict[str, Any]) -> VerifierConfig:

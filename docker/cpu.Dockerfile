@@ -3,8 +3,9 @@
 #   docker run --rm -it --shm-size=2g areal-lite:cpu train arith_cpu
 FROM python:3.11-slim-bookworm
 
-# libnuma1: vLLM's CPU kernels load it. util-linux: vLLM asks lscpu about the cores.
-RUN apt-get update && apt-get install -y --no-install-recommends libnuma1 util-linux && rm -rf /var/lib/apt/lists/*
+# libnuma1: vLLM's CPU kernels load it. util-linux: vLLM asks lscpu about the cores. bubblewrap: the verifier `code`.
+RUN apt-get update && apt-get install -y --no-install-recommends libnuma1 util-linux bubblewrap \
+    && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /areal-lite
 COPY pyproject.toml README.md LICENSE setup.sh ./

@@ -4,8 +4,8 @@
 # devel: FlashInfer compiles kernels with nvcc when an engine starts.
 FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
 
-# python3-dev and gcc: Triton compiles its launchers against Python's headers.
-RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-dev python3-venv gcc libnuma1 \
+# python3-dev and gcc: Triton compiles its launchers against Python's headers. bubblewrap: the verifier `code`.
+RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-dev python3-venv gcc libnuma1 bubblewrap \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /areal-lite

@@ -6,6 +6,7 @@ scores every pair anew and makes the page; without an argument it makes the page
 pair is added to that file by hand, with `expected` as a person judges it, before its score is known.
 """
 
+import json
 import sys
 from importlib.metadata import version
 from typing import Any
@@ -62,11 +63,18 @@ def scored(pair: dict[str, Any]) -> dict[str, Any]:
     return {**pair, "scored": verdict}
 
 
+def as_json(content: dict[str, Any]) -> str:
+    """Write one pair a line, so that a changed pair is a changed line."""
+    pairs = ",\n".join(f"  {json.dumps(pair)}" for pair in content["pairs"])
+    return f'{{\n "library": {json.dumps(content["library"])},\n "pairs": [\n{pairs}\n ]\n}}\n'
+
+
 def main() -> None:
     """Score the pairs anew if asked to, and make the page."""
     if sys.argv[1:] == ["score"]:
         pairs = list(map(scored, page.load("math-verifier")["pairs"]))
-        page.save("math-verifier", {"library": f"math-verify {version('math-verify')}", "pairs": pairs})
+        content = {"library": f"math-verify {version('math-verify')}", "pairs": pairs}
+        (page.HERE / "math-verifier.json").write_text(as_json(content))
     page.write_page("math-verifier", parts(page.load("math-verifier")))
 
 

@@ -201,8 +201,8 @@ class Controller:
             reasons = ", ".join(f"{state} {count}" for state, count in counts.items() if "(" in state)
             raise StallError(
                 f"a batch needs {self._config.queue.groups_per_step} groups, got none out of {ended} that ended since "
-                f"the last one: {reasons or counts}; try the verifier on its own, its first errors are in "
-                f"{self._folder.logs}/verifier-0.log"
+                f"the last one: {reasons or counts}; the first errors are in {self._folder.logs}, verifier-*.log, or "
+                "rollout-*.log where a workflow failed; try a verifier on its own with areal-lite verify"
             )
 
     def _train(self, batch_id: str) -> dict[str, Any]:

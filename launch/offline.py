@@ -10,7 +10,7 @@ from areal_lite.data.offline import OfflineData, load_offline
 from areal_lite.errors import ConfigError
 from areal_lite.launch.offline_controller import OfflineController
 from areal_lite.launch.offline_view import OfflineView
-from areal_lite.launch.train import prepare_model, ray_session
+from areal_lite.launch.train import prepare_model, ray_session, report_of
 from areal_lite.offline_config import OfflineConfig
 from areal_lite.paths import with_absolute_paths
 from areal_lite.run_folder import RunFolder
@@ -20,7 +20,7 @@ __all__ = ["run_offline"]
 
 
 def run_offline(config: OfflineConfig, *, recipe_name: str, console: Console) -> dict[str, Any]:
-    """Run a recipe and return its summary.
+    """Run a recipe and return its summary, with the path of its `report` where there is one.
 
     Raises:
         ArealLiteError: With what to do about it.
@@ -36,7 +36,8 @@ def run_offline(config: OfflineConfig, *, recipe_name: str, console: Console) ->
         folder = RunFolder.resume(config) if config.run.resume else RunFolder.create(config, recipe_name=recipe_name)
         console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
         view.say(f"{len(data.train)} training rows, {len(data.held_out)} held out")
-        return OfflineController(config, folder=folder, model_folder=model_folder, view=view).run()
+        summary = OfflineController(config, folder=folder, model_folder=model_folder, view=view).run()
+    return summary | {"report": report_of(folder, console=console)}
 
 
 def _load_data(config: OfflineConfig, model_folder: Path) -> OfflineData:

@@ -28,13 +28,13 @@ from areal_lite.train.ptx import load_documents
 from areal_lite.train.warm_start import ensure_warm_start
 from areal_lite.types import Prompt
 
-__all__ = ["check_arguments", "prepare_model", "ray_session", "train"]
+__all__ = ["check_arguments", "prepare_model", "ray_session", "report_of", "train"]
 
 _CACHE = Path(".cache") / "areal-lite"
 
 
 def train(config: Config, *, recipe_name: str, console: Console, keeper: ActorKeeper | None = None) -> dict[str, Any]:
-    """Run a recipe and return its summary.
+    """Run a recipe and return its summary, with the path of its `report` where there is one.
 
     Args:
         config: The recipe.
@@ -56,9 +56,23 @@ def train(config: Config, *, recipe_name: str, console: Console, keeper: ActorKe
         _check_resources(config, console)
         folder = RunFolder.resume(config) if config.run.resume else RunFolder.create(config, recipe_name=recipe_name)
         console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
-        return Controller(
+        summary = Controller(
             config, folder=folder, model_folder=model_folder, eval_prompts=eval_prompts, view=view, keeper=keeper
         ).run()
+    if keeper is None:  # one of many short runs is reported when somebody asks for it
+        summary |= {"report": report_of(folder, console=console)}
+    return summary
+
+
+def report_of(folder: RunFolder, *, console: Console) -> str | None:
+    """Write the run's report and return its path; a report that fails takes nothing from the run."""
+    from areal_lite.report import write_report
+
+    try:
+        return str(write_report(folder.path))
+    except Exception as error:
+        console.print(f"the report could not be written: {error!r}", style="yellow", markup=False, soft_wrap=True)
+        return None
 
 
 @contextlib.contextmanager

@@ -61,7 +61,8 @@ mine = {os.getpid(), 1}
 for name in os.listdir("/proc"):
     if name.isdigit() and int(name) not in mine:
         won.append("sees process " + name)
-attempt("memory of 1", lambda: open("/proc/1/mem", "r+b", 0).seek(4096) and None or open("/proc/1/mem", "rb").read(1))
+for mode in ("rb", "r+b"):
+    attempt("memory of 1", lambda: open("/proc/1/mem", mode, 0).close())
 libc = ctypes.CDLL(None, use_errno=True)
 if libc.ptrace(16, @parent@, 0, 0) == 0:
     won.append("traces the parent")
@@ -289,8 +290,28 @@ def add(a, b):
 def add(a, b):
     while True: print('x' * 10000)
 """,
+    "ends loops": """
+def add(a, b): raise StopIteration
+""",
+    "ends loops of its own iterator": """
+class Ends:
+    def __len__(self): raise StopAsyncIteration
+    def __getitem__(self, index): raise StopIteration
+def add(a, b): return Ends()[0]
+""",
+    "replaces a module": """
+class math:
+    def fabs(value): return 0
+def add(a, b): return 99
+""",
     "a long answer": """
 def add(a, b): return 'x' * 2 ** 25
 """,
 }
-CHEAT_TESTS = ["assert all(add(n, 1) == n + 1 for n in (4, 5))", "assert abs(add(2, 2) - 4) < 1e-6"]
+CHEAT_TESTS = [
+    "assert all(add(n, 1) == n + 1 for n in (4, 5))",
+    "assert abs(add(2, 2) - 4) < 1e-6",
+    "assert math.fabs(add(2, 2) - 4) < 1e-6",
+    "assert all(map(lambda n: add(n, 1) == n + 1, [1, 2, 3]))",
+    "for got, wanted in zip(map(add, [1, 2], [0, 2]), [1, 4]): assert got == wanted",
+]

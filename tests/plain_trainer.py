@@ -48,6 +48,16 @@ class PlainRow:
     targets: list[float] = field(default_factory=list)
     kept: list[bool] = field(default_factory=list)
 
+    def steps_before(self, t: int) -> int:
+        """How many steps were rewarded at a token before this one."""
+        number = 0
+        for step in self.row.sample.step_rewards:
+            token = step.token
+            while not self.own[token]:
+                token -= 1
+            number += token < t
+        return number
+
     @property
     def behaviour(self) -> list[float]:
         return self.row.sample.logprobs.tolist()
@@ -178,25 +188,32 @@ class PlainTrainer:
         return to_go
 
     def _compared(self, plain: list[PlainRow], rewards: np.ndarray) -> None:
-        returns = np.full(rewards.shape, NAN)
+        """Compare with those of the group, or the batch, who have come as far: behind as many rewarded steps."""
+        reached: dict[int, np.ndarray] = {}
         for p in plain:
-            if not math.isnan(rewards[p.place]):
-                returns[p.place] = self._to_go(p)[p.own.index(True)]
+            for t in reversed([t for t, mine in enumerate(p.own) if mine]):  # the first token of a place stays
+                if not math.isnan(rewards[p.place]):
+                    reached.setdefault(p.steps_before(t), np.full(rewards.shape, NAN))[p.place] = self._to_go(p)[t]
         for p in plain:
+            p.advantages = [0.0] * len(p.mask)
             if math.isnan(rewards[p.place]):
-                p.advantages = [0.0] * len(p.mask)
                 continue
-            group = returns[p.row.group_index]
-            others = np.delete(group, p.row.sample_index)
-            baseline = {
-                "none": 0.0,
-                "batch_mean": np.nanmean(returns),
-                "group_mean": np.nanmean(group),
-                "leave_one_out": np.nanmean(others),
-            }[self.objective.baseline]
-            divisor = np.nanstd(group, ddof=1) + 1e-6 if self.objective.scale == "group_std" else 1.0
-            is_flat = self.objective.scale == "group_std" and np.nanstd(group) == 0
-            p.advantages = [0.0 if is_flat else (g - baseline) / divisor for g in self._to_go(p)]
+            totals = reached[0][p.row.group_index]
+            divisor = np.nanstd(totals, ddof=1) + 1e-6 if self.objective.scale == "group_std" else 1.0
+            if self.objective.scale == "group_std" and np.nanstd(totals) == 0:
+                continue
+            for t in [t for t, mine in enumerate(p.own) if mine]:
+                returns = reached[p.steps_before(t)]
+                group = returns[p.row.group_index]
+                others = np.delete(group, p.row.sample_index)
+                is_alone = np.isnan(others).all()
+                baseline = {
+                    "none": 0.0,
+                    "batch_mean": np.nanmean(returns),
+                    "group_mean": np.nanmean(group),
+                    "leave_one_out": group[p.row.sample_index] if is_alone else np.nanmean(others),
+                }[self.objective.baseline]
+                p.advantages[t] = (self._to_go(p)[t] - baseline) / divisor
 
     def _filter(self, plain: list[PlainRow]) -> None:
         """Drop the largest squares until the mean of those that are left is small enough."""

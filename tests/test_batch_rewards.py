@@ -81,6 +81,23 @@ def test_scores_reach_the_samples_whole() -> None:
     assert (failed.reward, failed.failure) == (None, "timeout")
 
 
+def test_a_lost_sample_leaves_its_group_and_nothing_else() -> None:
+    """What could not be generated is masked, keeps its reason whatever the verifier says, and is in no mean."""
+    ledger = Ledger(make_settings(groups_per_step=1, samples_per_group=3))
+    ledger.admit("p/0/0")
+    (lease,) = ledger.lease_rollout("r", limit=1)
+    ledger.complete_rollout(lease.lease_id, [make_sample(), Sample.lost("workflow:TimeoutError"), make_sample()])
+    (lease,) = ledger.lease_verify("v", limit=1)
+    ledger.complete_verify(lease.lease_id, [Score(reward=1.0), Score(reward=0.5), Score(reward=0.0)])
+    batch = ledger.take("b")
+    assert batch is not None
+    assert [sample.failure for sample in batch.groups[0].samples] == [None, "workflow:TimeoutError", None]
+    prompts = [Prompt(prompt_id="p/0/0", text="", token_ids=(1,), answer="")]
+    batch_of = TakenBatch(batch, prompts, num_minibatches=1, num_ranks=1, run_seed=0)
+    np.testing.assert_array_equal(batch_of.shard(0).rewards, np.array([[1.0, np.nan, 0.0]], np.float32))
+    assert batch_of.info()["rewards"]["reward_by_source"] == {"p": 0.5}
+
+
 def turns(version: int) -> Sample:
     spans = ((version, 0, 2), (GIVEN, 2, 4), (version, 4, 5))
     return dataclasses.replace(

@@ -25,7 +25,7 @@ from areal_lite.run_folder import RunFolder
 pytestmark = pytest.mark.loop
 
 STEPS = 5
-TIMINGS = re.compile(r".*(_s|_per_s|occupancy)|ledger")
+TIMINGS = re.compile(r".*(_s|_per_s|occupancy)|ledger|verifiers")
 """Columns of metrics.jsonl that tell how long things took, or what else was under way."""
 
 
@@ -152,7 +152,7 @@ def test_ctrl_c_in_a_bench_and_the_printed_command(loop_folder: Path) -> None:
     """A run that fails does not stop the next; Ctrl-C saves; the printed command finishes what is left, and no more."""
     plan, out = write_plan(loop_folder), loop_folder / "bench-out"
     out.mkdir()
-    with UserRun(["areal-lite", "bench", f"../{plan.name}", "--out", "."], run_folder=out / "last") as run:
+    with UserRun(["areal-lite", "bench", "plan", f"../{plan.name}", "--out", "."], run_folder=out / "last") as run:
         run.wait_for_steps(3)
         run.press_ctrl_c()
         assert run.exit_code() == 130, run.output

@@ -297,7 +297,7 @@ def test_overrides_may_stand_before_or_behind_options(
     """argparse alone refuses the second. Both reach the plan, whose mistake is found before anything starts."""
     plan = tmp_path / "plan.yaml"
     plan.write_text(yaml.safe_dump({"recipe": "arith_cpu", "runs": {"a": {"trainer.lr": -1}}}))
-    assert main(["bench", str(plan), *words]) == 1
+    assert main(["bench", "plan", str(plan), *words]) == 1
     assert "run a: trainer.lr" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["bench", str(plan), "--out", "there", "run.steps"])
+        main(["bench", "plan", str(plan), "--out", "there", "run.steps"])

@@ -42,6 +42,13 @@ def test_the_page_is_what_its_json_and_template_make(table: ModuleType) -> None:
     )
 
 
+def test_the_pairs_are_written_one_a_line(table: ModuleType) -> None:
+    """Seen failing with `json.dumps(content, indent=1)`: 964 lines."""
+    text = (DOCS / "math-verifier.json").read_text()
+    assert table.as_json(json.loads(text)) == text
+    assert len(text.splitlines()) == len(PAIRS) + 5
+
+
 def test_the_table_is_large_and_has_near_misses_in_every_large_family() -> None:
     families = {pair["family"] for pair in PAIRS}
     asked = {"fractions", "sets", "intervals", "units", "LaTeX spacing", "percentages", "thousands"}

@@ -38,7 +38,9 @@ class Outside:
         self.abstract.listen()
 
     def run(self, name: str, **options: Any) -> Any:
-        program = ATTACKS[name]
+        return self.run_text(ATTACKS[name], **options)
+
+    def run_text(self, program: str, **options: Any) -> Any:
         values = {"port": self.server.getsockname()[1], "parent": os.getpid(), "processes": PROCESSES}
         for word, value in {**values, "token": self.token, "secret": self.secret, "folder": self.folder}.items():
             program = program.replace(f"@{word}@", str(value))
@@ -83,7 +85,8 @@ def test_an_attack_has_no_success(name: str, outside: Outside) -> None:
 
     Seen failing, one part of the command changed at a time: the network's namespace (network), the processes' (see and
     trace others, kill the parent), `--clearenv` with the environment handed on (read the environment), `--ro-bind / /`
-    in place of `_system` (read a secret file and others), and `--disable-userns` (become root).
+    in place of `_system` (read a secret file and others), `--disable-userns` (become root), `--as-pid-1` (kill the
+    parent, see and trace others), and the runner left dumpable (see and trace others).
     """
     result = outside.run(name)
     assert (result.reward, result.feedback) == (1.0, "")
@@ -155,6 +158,18 @@ def test_nothing_outlives_its_program(name: str, outside: Outside) -> None:
     bubblewrap held together was gone a moment later only.
     """
     assert outside.run(name).reward == 1.0
+
+
+@pytest.mark.parametrize("name", ["kill the parent", "see and trace others", "daemon", "fork bomb", "huge output"])
+def test_the_cases_behind_an_attack_are_run(name: str, outside: Outside) -> None:
+    """Seen failing with no second sandbox behind one that was ended (fork bomb, huge output)."""
+    attacks = ATTACKS[name]
+    program = f"text = input()\nif text == 'attack':\n    exec({attacks!r}, globals())\nelse:\n    print(text)"
+    result = outside.run_text(
+        program, tests=[{"input": "attack", "output": "contained"}, {"input": "a", "output": "a"}]
+    )
+    assert result.metrics["passed"] >= 0.5
+    assert not result.feedback.startswith("case 2")
 
 
 def test_the_folder_is_gone_afterwards(outside: Outside) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from code_programs import CHEAT_TESTS, CHEATS
 
-from areal_lite.errors import VerifierUnavailable
+from areal_lite.config import parse_config
+from areal_lite.errors import ConfigError, VerifierError, VerifierUnavailable
 from areal_lite.verify.builtin import code as code_module
 from areal_lite.verify.builtin import program as program_module
 from areal_lite.verify.builtin.code import code, find_program
 from areal_lite.verify.builtin.code_cases import split_asserts
+from areal_lite.verify.builtin.sandbox import choose_kind
 
 SUM = "a, b = map(int, input().split())\nprint(a + b)"
 SUM_TESTS = [{"input": "1 2\n", "output": "3"}, {"input": "5 5", "output": "10\n\n"}, {"input": "0 3", "output": "3  "}]
@@ -24,9 +26,11 @@ def run(completion: str, **row: Any) -> Any:
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """Settings of the process put back to none."""
+    """Settings of the process put back to none, and what sandbox works here forgotten."""
+    choose_kind.cache_clear()
     yield
     code_module._prepared.clear()
+    choose_kind.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -67,7 +71,8 @@ def test_the_reward_is_the_share_of_cases_or_all_or_nothing() -> None:
 )
 def test_a_programs_own_end_is_a_result_that_scores_0(program: str, status: str) -> None:
     """Not an exception, which would be a failed verifier."""
-    result = run(program, tests=[{"input": "", "output": ""}], wall_s=1.0)
+    wall_s = 1.0 if status == "timeout" else 30.0
+    result = run(program, tests=[{"input": "", "output": ""}], wall_s=wall_s, cpu_s=20)
     assert (result.reward, result.metrics[status]) == (0.0, 1.0)
     assert result.feedback.startswith(f"case 1 of 1: {status}")
 
@@ -78,10 +83,60 @@ def test_processor_time_is_limited_apart_from_wall_time() -> None:
 
 
 def test_cases_beyond_the_total_are_not_run() -> None:
-    """The first of 50 takes all of the half second."""
+    """The first of 50 takes all of the half second, and what takes that long is to blame for the rest."""
     tests = [{"input": "", "output": ""}] * 50
-    result = run("import time; time.sleep(60)", tests=tests, wall_s=5.0, total_s=0.5)
+    result = run("import time; time.sleep(60)", tests=tests, wall_s=0.6, total_s=0.5)
     assert (result.reward, result.metrics["timeout"]) == (0.0, 1.0)
+
+
+def test_cases_that_there_was_no_time_for_are_an_error_where_no_limit_was_met() -> None:
+    """Four cases of 0.3 s do not fit into 0.5 s. The program may be right: seen failing with them counted as timed out,
+    0.5.
+    """
+    program = "import time\nwhile time.process_time() < 0.3: pass"
+    with pytest.raises(VerifierError, match="raise total_s"):
+        run(program, tests=[{"input": "", "output": ""}] * 4, cpu_s=2, total_s=0.5)
+
+
+def test_only_a_programs_own_processor_time_is_charged() -> None:
+    """As on a busy machine, the wall time of 5 cases is longer than the total. Seen failing with wall time charged."""
+    program = "import time; time.sleep(0.2); print(1)"
+    result = run(program, tests=[{"input": "", "output": "1"}] * 5, total_s=0.6)
+    assert (result.reward, result.feedback) == (1.0, "")
+
+
+def test_all_cases_run_in_one_sandbox_unless_one_breaks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 cases of which the third fills its output: the next starts a second one. Seen failing with one for each."""
+    started = noted_launches(monkeypatch)
+    program = "n = int(input())\nwhile n == 2: print(n)\nprint(n)"
+    result = run(program, tests=[{"input": str(n), "output": str(n)} for n in range(40)], total_s=30.0)
+    assert (result.metrics["passed"], result.metrics["output"]) == (39 / 40, 1 / 40)
+    assert len(started) == 2
+
+
+def test_a_case_finds_nothing_of_the_one_before() -> None:
+    """Neither names, files, input nor processes. Seen failing with files left, and with what still runs left."""
+    program = """
+import os, sys, time
+print(sorted(set(os.listdir(".")) - {"candidate.py", "runner.py", "stdin"}), "left" in globals(), __name__)
+print(open("/proc/{0}/task/{0}/children".format(os.getppid())).read().split() == [str(os.getpid())], sys.stdin.read())
+left = os.makedirs("a/b")
+open("file", "w").close()
+if os.fork() == 0:
+    os.setsid()
+    time.sleep(600)
+os._exit(sys.stdout.flush() or 0)
+"""
+    tests = [{"input": text, "output": f"[] False __main__\nTrue {text}"} for text in "ab"]
+    result = run(program, tests=tests)
+    assert (result.reward, result.feedback) == (1.0, "")
+
+
+def test_what_is_expected_may_be_longer_than_the_limit() -> None:
+    """Seen failing with `output_kb` the limit of all output."""
+    text = "x" * 100_000
+    assert run("print('x' * 100000)", tests=[{"input": "", "output": text}], output_kb=16).reward == 1.0
+    assert run("print('x' * 200000)", tests=[{"input": "", "output": text}], output_kb=16).metrics["output"] == 1.0
 
 
 def test_asserts_are_cases_of_their_own() -> None:
@@ -129,6 +184,51 @@ except IndexError as error:
     assert (result.reward, result.feedback) == (1.0, "")
 
 
+VALUES = [
+    "10 ** 5000",
+    "Decimal('1.50')",
+    "Fraction(-2, 3)",
+    "range(1, 9, 2)",
+    "datetime.date(2024, 2, 29)",
+    "datetime.datetime(2024, 2, 29, 12, 30, 1, 5, tzinfo=datetime.timezone.utc)",
+    "datetime.time(23, 59)",
+    "datetime.timedelta(days=-1, microseconds=3)",
+]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_value_types_of_the_standard_library_come_over(value: str) -> None:
+    """Seen failing, each: Python writes no number of more than 4300 digits, and the others equalled nothing."""
+    imports = "import datetime\nfrom decimal import Decimal\nfrom fractions import Fraction\n"
+    test_code = f"{imports}assert give({value}) == [{value}]\nassert type(give({value})[0]) is type({value})"
+    result = run("def give(value): return [value]", test_code=test_code)
+    assert (result.reward, result.feedback) == (1.0, "")
+    assert run(f"{imports}def give(value): return [None]", test_code=test_code).reward == 0.0
+
+
+def test_long_numbers_can_be_written() -> None:
+    """10^5000 + 1. Seen failing with Python's own limit of 4300 digits."""
+    tests = [{"input": "1" + "0" * 5000, "output": "1" + "0" * 4999 + "1"}]
+    assert run("print(int(input()) + 1)", tests=tests).reward == 1.0
+
+
+def test_a_function_may_have_the_name_of_a_module() -> None:
+    """What the tests call can be no module. Seen failing with modules put before the candidate's names always."""
+    program = "def bisect(values): return len(values) // 2"
+    assert run(program, asserts=["assert bisect([1, 2]) == 1", "assert math.sqrt(4) == bisect([0] * 4)"]).reward == 1.0
+
+
+def test_helpers_of_the_tests_own_go_before_the_candidates() -> None:
+    """A prompt's helper goes into `test_code`: the candidate's `poly` does not judge its roots."""
+    program = "def poly(xs, x): return 0\ndef root(xs): return 7"
+    row = {
+        "test_code": "def poly(xs, x): return xs[0] + xs[1] * x",
+        "asserts": ["assert poly([-2, 1], root([-2, 1])) == 0"],
+    }
+    assert run(program, **row).reward == 0.0
+    assert run(program.replace("7", "2"), **row).reward == 1.0
+
+
 def test_check_is_called_with_the_entry_point() -> None:
     """A name that Python has too is the candidate's only there."""
     tests = "def check(candidate):\n    assert candidate([1, 2]) == 4\n    assert sum([1]) == 2\n"
@@ -141,8 +241,9 @@ def test_asserts_are_not_fooled(cheat: str) -> None:
     """Each passes, or ends with 0, where tests and candidate share a process.
 
     Seen failing with the candidate's names put before Python's (patches abs), with objects that equal everything, with
-    a program that is gone counted as passed (leaves hard, prints a verdict), and with verdicts that never came
-    counted so (no answer).
+    a program that is gone counted as passed (leaves hard, prints a verdict), with verdicts that never came
+    counted so (no answer), with every built-in exception raised as it is (ends loops), and with modules taken from the
+    candidate (replaces a module).
     """
     result = run(CHEATS[cheat], asserts=CHEAT_TESTS, wall_s=1.0)
     assert (result.reward, result.metrics["passed"]) == (0.0, 0.0)
@@ -201,7 +302,34 @@ def test_a_row_cannot_loosen_the_sandbox(fresh: None) -> None:
             code("", SUM, "", tests=SUM_TESTS, **{"sandbox": "plain", **column})
 
 
-def test_a_closed_program_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_sandbox_only_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    """Seen failing with `auto` the default, and with the metric left out."""
+    monkeypatch.setattr("areal_lite.verify.builtin.sandbox.shutil.which", lambda name: None)
+    with pytest.raises(VerifierError, match=r"no program bwrap.*install bubblewrap.*write `sandbox: plain`"):
+        vars(code)["_verifier_prepare"]()
+    assert run(SUM, tests=SUM_TESTS, sandbox="auto").metrics["sandbox_plain"] == 1.0
+    assert "sandbox_plain" not in run(SUM, tests=SUM_TESTS, sandbox="plain").metrics
+
+
+@pytest.mark.parametrize(
+    ("verifier", "least"),
+    [
+        ({"function": "code"}, 27),
+        ({"function": {"code": 1.0, "format": 0.2}, "timeout_s": 26}, 27),
+        ({"eval_function": "code"}, 27),
+        ({"named": {"short": {"function": "code", "arguments": {"wall_s": 3.0, "total_s": 1.0}, "timeout_s": 8}}}, 9),
+    ],
+)
+def test_a_deadline_shorter_than_the_limits_is_refused(verifier: dict[str, Any], least: int) -> None:
+    """5 + 2 * 10 + 2 = 27; 1 + 2 * 3 + 2 = 9."""
+    with pytest.raises(ConfigError, match=f"timeout_s must be at least total_s.* = {least} for the verifier code"):
+        parse_config({"verifier": verifier})
+    enough = {"timeout_s": least} if "named" not in verifier else {}
+    named = {name: {**one, "timeout_s": least} for name, one in verifier.get("named", {}).items()}
+    parse_config({"verifier": {**verifier, **enough, "named": named}})
+
+
+def noted_launches(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     started: list[subprocess.Popen[bytes]] = []
     launch = program_module.launch
 
@@ -210,5 +338,10 @@ def test_a_closed_program_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> 
         return started[-1]
 
     monkeypatch.setattr(program_module, "launch", noting)
+    return started
+
+
+def test_a_closed_program_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = noted_launches(monkeypatch)
     run("while True: pass", tests=[{"input": "", "output": ""}], wall_s=0.3)
     assert [process.poll() is None for process in started] == [False]

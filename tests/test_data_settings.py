@@ -16,7 +16,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({**GYM, "eval_path": "y.jsonl"}, ["data.eval_path=y.jsonl is not read with data.source=reasoning_gym"]),
     ({**GYM, "columns": {"a": "b"}}, ["data.columns={'a': 'b'} is not read"]),
     ({"reasoning_gym": {"dataset": "chain_sum"}}, ["data.reasoning_gym is not read", "set data.source=reasoning_gym"]),
-    ({**FILE, "arith": {"max_terms": 3}}, ["data.arith is not read with data.source=jsonl", "set data.source=arith"]),
+    ({**FILE, "gridworld": {"size": 3}}, ["data.gridworld is not read", "data.source=gridworld"]),
     ({"source": "reasoning_gym"}, ["data.source=reasoning_gym needs data.reasoning_gym.dataset, got none"]),
     (
         {"source": "reasoning_gym", "reasoning_gym": {"dataset": "x", "arguments": {"seed": 3}}},

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = {"demo": "demo_table", "presets": "presets_table", "staleness-ablation": "ablation_table"}
+PAGES = {"demo": "demo_table", "presets": "presets_table", "staleness-ablation": "ablation_table",
+         "performance": "performance_table"}  # fmt: skip
 RUN: dict[str, Any] = {
     "name": "areal", "overrides": {}, "seed": 0, "lr": 3e-5, "max_staleness": 2, "status": "done", "steps": 40,
     "curve": {"0": 0.25, "20": 0.5, "40": 0.75}, "start": 0.25, "end": 0.75, "seconds": 61.4, "samples_per_s": 100.0,
@@ -38,7 +39,11 @@ def test_a_page_is_what_its_json_and_template_make(name: str, docs: ModuleType) 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_part_of_a_template_is_filled(name: str, docs: ModuleType) -> None:
     """Only the comment that says how the page is made stays."""
-    content = docs.load(name) if name == "demo" else {**WHERE, "runs": [ablation_run(0, "behaviour", end=0.5)]}
+    content = (
+        docs.load(name)
+        if name in ("demo", "performance")
+        else {**WHERE, "runs": [ablation_run(0, "behaviour", end=0.5)]}
+    )
     page = docs.fill(name, importlib.import_module(PAGES[name]).parts(content))
     assert page.count("<!--") == 1
 

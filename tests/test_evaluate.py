@@ -16,10 +16,11 @@ from areal_lite.verify.protocol import Reply
 
 VERIFY = """
 import time
+from areal_lite.verify import VerifyResult
 
 def verify(prompt, completion, answer, **row):
     time.sleep(float(answer))
-    return len(completion.split())
+    return VerifyResult(len(completion.split()), step_rewards=[(1, 0.5)])
 """
 
 
@@ -57,7 +58,7 @@ def test_an_evaluation_scores_every_prompt_within_its_own_limit(
     """Together it takes longer than the stall timeout, which counts from the last progress."""
     engine = ScriptedEngine(eos_id=99)
     scores = run(engine, tmp_path, monkeypatch, seconds="0.6")
-    assert [score.reward for score in scores] == [3.0, 1.0]
+    assert [score.total for score in scores] == [3.5, 1.5]
     assert engine.calls == ["close"]
 
 

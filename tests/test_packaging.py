@@ -121,7 +121,7 @@ def test_the_wheel_holds_every_module_and_recipe_and_no_generic_name(tmp_path):
 HOMES = {
     "ray": ("actors/", "launch/"),
     "vllm": ("areal_lite/rollout/vllm_engine.py", "areal_lite/weights/"),
-    "zmq": ("areal_lite/sample_queue/server.py", "areal_lite/sample_queue/client.py"),
+    "zmq": ("areal_lite/sample_queue/server.py", "areal_lite/sample_queue/client.py", "launch/queue_bench.py"),
 }
 
 

@@ -109,22 +109,70 @@ def test_what_a_batched_function_returns_is_a_list_of_the_right_length():
     assert score("many", ["scalar", "a"])[0] == ["wrong_type:float", 1.0]
 
 
+def test_a_batch_has_the_time_of_all_its_calls(tmp_path):
+    """Four of 0.3 s with a deadline of 0.6 s. Seen failing (each called twice) with the deadline of one call."""
+    log = tmp_path / "log"
+    results, gauges = score("slow_batch", ["a", "b", "c", "d"], prompt=make_prompt(log), timeout_s=0.6)
+    assert (results, gauges["restarts"]) == ([1.0] * 4, 0)
+    assert log.read_text().split() == ["a+b+c+d"]
+
+
 # --- tries ---
 
 
 def test_a_service_that_comes_back_is_asked_again(tmp_path):
     """Twice in vain. Seen failing (`unavailable`) with VerifierUnavailable an exception like any other."""
     log = tmp_path / "log"
-    results, gauges = score("service", ["down:2"], prompt=make_prompt(log), retries=2)
+    results, gauges = score("service", ["down:2"], prompt=make_prompt(log), retries=0)
     assert results[0] > 1
     assert gauges["failures"] == {}
     assert len(log.read_text().split()) == 3
 
 
-def test_a_service_that_stays_away_fails_after_its_retries(tmp_path):
+def test_a_service_that_stays_away_is_asked_for_a_while(tmp_path):
+    """At 0, 0.2, 1.0 and 1.2 s: pauses grow, and the last ends when the time is over. Retries have no say in it.
+
+    Seen failing (two calls) with the count of retries in place of the time.
+    """
     log = tmp_path / "log"
-    assert score("service", ["down:9"], prompt=make_prompt(log), retries=1)[0] == ["unavailable"]
-    assert len(log.read_text().split()) == 2
+    assert score("service", ["down:9"], prompt=make_prompt(log), retries=1, unavailable_s=1.2)[0] == ["unavailable"]
+    assert len(log.read_text().split()) == 4
+
+
+def test_a_service_that_says_when_to_come_back_is_not_asked_before(tmp_path):
+    """Twice in all, the second time when it said. Seen failing (thrice) with `retry_after_s` not looked at."""
+    log = tmp_path / "log"
+    prompt = make_prompt(log, row={"after_s": 1.0})
+    assert score("service", ["down:1"], prompt=prompt)[1]["failures"] == {}
+    assert score("service", ["down:9"], prompt=prompt, unavailable_s=0.9)[0] == ["unavailable"]
+    assert len(log.read_text().split()) == 2 + 2
+
+
+def test_a_call_that_is_never_answered_ends_though_others_are(tmp_path):
+    """Seen hanging with `_away_since` alone."""
+
+    async def run():
+        async with running("service", unavailable_s=1.0) as pool:
+            refused = asyncio.create_task(pool.score(make_prompt(tmp_path / "log"), ["down:99"]))
+            while not refused.done():
+                await pool.score(make_prompt(), ["ok"])
+            return refused.result()[0].failure
+
+    assert asyncio.run(run()) == "unavailable"
+
+
+def test_once_a_service_has_been_away_that_long_nobody_waits_anew(tmp_path):
+    """The second call is asked once. Seen failing with `call.away_since` alone."""
+    log = tmp_path / "log"
+
+    async def run():
+        async with running("service", unavailable_s=0.6) as pool:
+            await pool.score(make_prompt(log), ["down:99"])
+            num_before = len(log.read_text().split())
+            (reply,) = await pool.score(make_prompt(log), ["down:99"])
+            return reply.failure, len(log.read_text().split()) - num_before
+
+    assert asyncio.run(run()) == ("unavailable", 1)
 
 
 @pytest.mark.parametrize(
@@ -197,6 +245,23 @@ def test_only_the_last_fifty_calls_count_and_the_share_itself_is_allowed():
 
 def test_a_share_of_one_never_ends_a_run():
     assert add(Quarantine("math", max_share=1.0), ["nan"] * 100) is None
+    assert add(Quarantine("math", max_share=1.0), ["unavailable"] * 100) is None
+
+
+def test_an_absent_service_and_a_lost_process_are_no_failures_of_the_verifier():
+    """30 of 50 calls. Seen failing with `_NOT_ITS_OWN` empty."""
+    quarantine = Quarantine("judge", max_share=0.5)
+    assert add(quarantine, (["unavailable"] * 15 + [None] * 10 + ["lost"] * 15 + [None] * 10) * 3) is None
+
+
+def test_a_service_that_answers_nobody_ends_the_run():
+    """19, an answer, 19 more: not yet. Seen failing with the answer not looked at, and without `_away`."""
+    quarantine = Quarantine("judge", max_share=0.5, unavailable_s=120.0)
+    assert add(quarantine, ["unavailable"] * 19 + [None] + ["unavailable"] * 19) is None
+    error = str(add(quarantine, ["unavailable"]))
+    assert "the service of the verifier judge must answer, it did not for the last 20 calls" in error
+    assert "unavailable_s=120 seconds" in error
+    assert "raise unavailable_s" in error
 
 
 def test_a_pool_in_quarantine_raises_from_then_on(tmp_path):

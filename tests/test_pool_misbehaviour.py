@@ -19,6 +19,7 @@ import pytest
 from areal_lite.sections import VerifierSettings
 from areal_lite.types import Prompt
 from areal_lite.verify.pool import VerifierPool
+from areal_lite.verify.tree import proportional_bytes, resident_bytes
 
 HOGS = Path(__file__).parent / "fixtures" / "hog_verifiers.py"
 MARK = "AREAL_LITE_TEST_MARK"
@@ -38,6 +39,7 @@ FAILURES = {
     "raw": "reply_too_large",
     "close": "crashed",
     "close_spin": "crashed",
+    "guardian": "crashed",
     "bomb": "processes",
 }
 
@@ -91,6 +93,7 @@ def test_every_harm_ends_as_a_counted_failure_and_leaves_nobody(harm, failure, m
     `daemon`: there until `close` without the orphans' part of `_look`.
     `creep`: 50 MB times 4 stay below any one process's limit; a time-out without `proportional_bytes`.
     `raw`: a time-out with the size of a reply unchecked.
+    `guardian`: four processes lived on without `end_adopted`.
     """
 
     async def scenario():
@@ -105,16 +108,76 @@ def test_every_harm_ends_as_a_counted_failure_and_leaves_nobody(harm, failure, m
     assert marked(mark) == []
 
 
-@pytest.mark.parametrize("harm", ["gigabytes", "reply"])
-def test_what_fails_at_once_does_not_cost_the_process(harm, mark):
-    """Seen failing (one restart each) without RLIMIT_DATA, and without the size looked at in `_packed`."""
+def test_a_reply_that_is_too_large_does_not_cost_the_process(mark):
+    """Seen failing (one restart) without the size looked at in `_packed`."""
 
     async def scenario():
         async with running("hog", timeout_s=20.0) as pool:
-            replies = await pool.score(PROMPT, [harm, "right"])
+            replies = await pool.score(PROMPT, ["reply", "right"])
             return [reply.reward for reply in replies], pool.gauges()["restarts"]
 
     assert run(scenario) == ([None, 1.0], 0)
+
+
+# --- leaks ---
+
+
+@pytest.mark.parametrize("leak", ["small", "large", "pages", "thread"])
+def test_a_verifier_that_leaks_costs_processes_and_no_scores(leak, mark):
+    """48 MiB a process: it holds nine calls of 5 MiB, one of 30, two of two threads, with a stack of 8 MiB each.
+
+    Seen failing (most calls, no restart) without `firsts`.
+    """
+
+    async def scenario():
+        async with running("leak", memory_mb=48, max_failure_share=0.5, timeout_s=20.0) as pool:
+            replies = await pool.score(PROMPT, [leak] * 12)
+            return [reply.failure for reply in replies], pool.gauges()["restarts"]
+
+    failures, restarts = run(scenario)
+    assert failures == [None] * 12
+    assert restarts >= 12 // 9
+
+
+def test_a_process_that_leaks_is_replaced_before_it_fails_a_call(mark, tmp_path):
+    """No call runs twice. Seen failing with `is_worn` always false: a call in nine does."""
+    prompt = Prompt(prompt_id="train/0/0", text="p", token_ids=(1,), answer=str(tmp_path / "log"))
+
+    async def scenario():
+        async with running("leak", memory_mb=48, timeout_s=20.0) as pool:
+            await pool.score(prompt, ["small"] * 12)
+            return pool.gauges()["restarts"]
+
+    assert run(scenario) >= 1
+    assert len((tmp_path / "log").read_text().split()) == 12
+
+
+def test_lack_of_memory_is_a_calls_own_where_a_fresh_process_has_none_either(mark):
+    """Two processes for it, and its neighbour gets a third. Seen failing (0 restarts) without `firsts`."""
+
+    async def scenario():
+        async with running("leak", timeout_s=20.0) as pool:
+            replies = await pool.score(PROMPT, ["too large", "none"])
+            return [reply.failure for reply in replies], pool.gauges()["restarts"], pool.gauges()["failures"]
+
+    assert run(scenario) == (["memory", None], 2, {"memory": 1})
+
+
+def test_what_the_first_call_keeps_is_no_leak(mark):
+    """30 of 36 MiB: a fresh process would be no better. Seen failing (one restart) with `worn_above = full`."""
+
+    async def scenario():
+        async with running("leak", memory_mb=36, timeout_s=20.0) as pool:
+            replies = await pool.score(PROMPT, ["large", "none", "none", "none"])
+            return len({reply.reward for reply in replies}), pool.gauges()["restarts"]
+
+    assert run(scenario) == (1, 0)
+
+
+def test_memory_that_the_system_does_not_divide_counts_in_full(monkeypatch):
+    """Seen failing (0) with such processes left out of the sum."""
+    monkeypatch.setattr(Path, "read_text", lambda *_: (_ for _ in ()).throw(FileNotFoundError()))
+    assert proportional_bytes([os.getpid()]) == pytest.approx(resident_bytes([os.getpid()]), rel=0.1)
 
 
 def test_more_processes_than_allowed_are_a_bomb_and_fewer_are_not(mark):
@@ -156,33 +219,45 @@ async def harming(hogs, harm):
     await task
 
 
+def compared(windows):
+    """Medians of the pace beside the hog by that alone and by that beside the loop, and of the loop's by that alone."""
+    ratios = [(hog / alone, hog / loop, loop / alone) for alone, hog, loop in windows]
+    return [statistics.median(column) for column in zip(*ratios, strict=True)]
+
+
+def keeps_pace(ratio, fair, room):
+    return (ratio if room >= 0.9 else fair) >= 0.8
+
+
 @pytest.mark.parametrize("harm", ["spin", "c", "flood", "gigabytes", "exit", "daemon_exit", "reply"])
 def test_a_hog_on_one_core_does_not_slow_its_neighbour(harm, mark):
-    """Within 20 %, as the ratio of neighbouring windows in one run.
+    """Within 20 % of running alone, as the ratio of neighbouring windows in one run.
 
-    The honest verifier does a fixed amount of work. Windows alternate, alone and beside the hog, so that whatever else
-    the machine does meets both alike; the median pair counts, and a bad median gets more pairs. Where others take the
-    core that the hog should have, nobody could keep the pace: then the honest verifier must do as well as beside a busy
-    loop on one core that has nothing to do with any pool. Seen failing (0.18) with one lock around `process.call`.
+    The honest verifier does a fixed amount of work. Windows alternate, alone, beside the hog, and beside a busy loop on
+    one core that has nothing to do with any pool, so that whatever else the machine does meets all alike; the medians
+    count, and bad ones get more windows. The loop shows whether there is a core for a hog at all: where it leaves the
+    honest verifier less than 0.9, others have that core, nobody could keep the pace, and the hog must do no worse than
+    the loop. Seen failing (0.18) with one lock around `process.call`.
     """
 
     async def scenario():
         async with running("honest", timeout_s=30.0) as honest, running("hog", timeout_s=0.4) as hogs:
             await pace(honest)
-            ratios, fair = [], []
-            while len(ratios) < 5 or (statistics.median(ratios) < 0.8 and len(ratios) < 16):
+            windows = []
+            while len(windows) < 5 or (not keeps_pace(*compared(windows)) and len(windows) < 16):
                 alone = await pace(honest)
                 async with harming(hogs, harm):
                     beside = await pace(honest)
                 with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as loop:
-                    fair.append(beside / await pace(honest))
+                    windows.append((alone, beside, await pace(honest)))
                     loop.kill()
-                ratios.append(beside / alone)
-            return statistics.median(ratios), statistics.median(fair), hogs.gauges()
+            return compared(windows), hogs.gauges()
 
-    ratio, fair, gauges = run(scenario)
-    print(f"{harm}: {ratio:.2f} of alone, {fair:.2f} of beside a busy loop, {gauges['failures']}")
-    assert max(ratio, fair) >= 0.8
+    (ratio, fair, room), gauges = run(scenario)
+    print(
+        f"{harm}: {ratio:.2f} of alone, {fair:.2f} of beside a busy loop, which leaves {room:.2f}, {gauges['failures']}"
+    )
+    assert keeps_pace(ratio, fair, room)
     assert sum(gauges["failures"].values()) >= 5
     assert marked(mark) == []
 

@@ -223,6 +223,21 @@ def test_parked_requests_end_empty_at_their_deadline(queue: QueueClient) -> None
     assert queue.status()["gauges"]["parked"] == 0
 
 
+def test_a_request_behind_one_for_the_same_ends_at_its_own_deadline(queue: QueueClient) -> None:
+    """Seen failing with requests behind one that could not be answered passed over whatever the time is."""
+
+    async def scenario(client: AsyncQueueClient) -> None:
+        wait = asyncio.create_task(client.lease_verify(worker="a", limit=1, wait_s=LONG_WAIT_S))
+        await client.status()
+        assert await asyncio.wait_for(client.lease_verify(worker="b", limit=1, wait_s=0.05), SOON_S) == []
+        assert not wait.done()
+        client.close()
+        with pytest.raises(LedgerError, match="open client"):
+            await wait
+
+    asyncio.run(scenario(AsyncQueueClient(queue._endpoint, timeout_s=SOON_S)))
+
+
 def test_work_is_admitted_as_it_is_asked_for_within_capacity(queue: QueueClient) -> None:
     """Two groups a step at eta 1: four outstanding at most. Seen failing with all of the capacity admitted at once."""
     assert len(queue.lease_rollout(worker="rollout/0", limit=1, wait_s=0.0)) == 1

@@ -79,7 +79,7 @@ class HeldEngine(ScriptedEngine):
     """Generates the prompts in `held` only once they are let go, fails those in `failing`, and keeps count."""
 
     def __init__(
-        self, *, held: Sequence[int] = (), failing: dict[int, Exception] | None = None, **options: Any
+        self, *, held: Sequence[int] = (), failing: dict[int, list[Exception]] | None = None, **options: Any
     ) -> None:
         super().__init__(**options)
         self.held = {number: asyncio.Event() for number in held}
@@ -93,9 +93,8 @@ class HeldEngine(ScriptedEngine):
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
-            if sampling.seed is not None and (error := self.failing.get(prompt_ids[0])):
-                self.failing.pop(prompt_ids[0])
-                raise error
+            if sampling.seed is not None and (errors := self.failing.get(prompt_ids[0])):
+                raise errors.pop()
             if gate := self.held.get(prompt_ids[0]):
                 await gate.wait()
             return await super().generate(prompt_ids, sampling)
@@ -356,7 +355,7 @@ def test_a_dead_engine_ends_the_worker() -> None:
 
     async def scenario() -> tuple[list[Any], list[int]]:
         client = FakeQueue([make_lease(0), make_lease(1)])
-        engine = HeldEngine(held=[0], failing={1: EngineError("the engine-core process died")})
+        engine = HeldEngine(held=[0], failing={1: [EngineError("the engine-core process died")]})
         worker, _ = make_worker(client, engine)
         with pytest.raises(EngineError, match="engine-core process died"):
             await worker.run()
@@ -367,28 +366,31 @@ def test_a_dead_engine_ends_the_worker() -> None:
     assert cancelled.count(0) == 2
 
 
-def test_a_refused_request_fails_its_group_and_nothing_else() -> None:
-    """Also the group's other sample ends: nobody waits for it. Seen failing with it left running."""
+@pytest.mark.parametrize("num_refused", [1, 2])
+def test_a_refused_request_costs_its_sample_and_nothing_else(num_refused: int) -> None:
+    """Its group goes on with the others; where none is left, it fails. Seen failing with the group lost at once."""
 
-    async def scenario() -> tuple[list[Any], list[str], list[int], list[int]]:
+    async def scenario() -> tuple[list[Any], dict[str, list[Sample]], list[int]]:
         client = FakeQueue([make_lease(0), make_lease(1)])
-        engine = HeldEngine(held=[0, 1], failing={0: ValueError("prompt too long")})
+        engine = HeldEngine(failing={0: [ValueError("prompt too long")] * num_refused})
         worker, _ = make_worker(client, engine)
         running = asyncio.create_task(worker.run())
-        await client.until(lambda queue: queue.asked("fail"))
-        await settle()
-        cancelled = list(engine.cancelled)
-        engine.held[1].set()
-        await client.until(lambda queue: queue.completed)
+        await client.until(lambda queue: len(queue.completed) + len(queue.asked("fail")) == 2)
         await client.until(lambda queue: any(held == () for held, _ in queue.asked("heartbeat")))
         await worker.stop()
         await running
-        return client.asked("fail"), list(client.completed), cancelled, engine.cancelled
+        return client.asked("fail"), client.completed, engine.cancelled
 
-    failed, completed, cancelled, cancelled_at_end = run(scenario)
-    assert failed == [("lease-0", "generation:ValueError")]
-    assert completed == ["lease-1"]
-    assert cancelled == cancelled_at_end == [0]
+    failed, completed, cancelled = run(scenario)
+    assert cancelled == []
+    assert [sample.failure for sample in completed["lease-1"]] == [None, None]
+    if num_refused == 2:
+        assert failed == [("lease-0", "generation:ValueError")]
+        return
+    assert failed == []
+    lost, other = sorted(completed["lease-0"], key=lambda sample: not sample.is_lost)
+    assert (lost.failure, lost.is_lost) == ("generation:ValueError", True)
+    assert (other.failure, other.is_lost) == (None, False)
 
 
 @pytest.mark.parametrize("op", ["lease_rollout", "heartbeat", "complete_rollout", "fail"])
@@ -397,7 +399,7 @@ def test_a_request_that_the_queue_does_not_answer_is_no_end(op: str) -> None:
 
     async def scenario() -> tuple[list[str], tuple[Any, ...]]:
         client = FakeQueue([make_lease(n) for n in range(4)], **{op: QueueTimeout("no answer")})
-        engine = HeldEngine(failing={0: ValueError("refused")} if op == "fail" else None)
+        engine = HeldEngine(failing={0: [ValueError("refused")] * 2} if op == "fail" else None)
         worker, _ = make_worker(client, engine)
         running = asyncio.create_task(worker.run())
         await client.until(lambda queue: "lease-3" in queue.completed)

@@ -13,11 +13,11 @@ from source_builders import ROWS, load, load_one, recipe, source_of, write_parqu
 from areal_lite import evaluate
 from areal_lite.data.demonstrations import PRINTABLE
 from areal_lite.data.rows import is_hub_id
-from areal_lite.data.source import load_source
+from areal_lite.data.source import load_source, load_sources
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError, DataError
 from areal_lite.paths import with_absolute_paths
-from areal_lite.types import Score
+from areal_lite.verify.protocol import Reply
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -249,7 +249,7 @@ def test_an_evaluation_with_a_verifier_of_its_own_takes_rows_that_name_others(
     path = str(write_jsonl(tmp_path / "rows.jsonl", [{**ROWS[0], "verifier": "mine"}]))
     sections = NAMED | {"verifier": {**NAMED["verifier"], "eval_function": "exact"}}
     config = recipe(data={"source": "jsonl", "path": path, "eval_path": path}, **sections)
-    monkeypatch.setattr(evaluate, "_in_a_process_of_its_own", lambda config, prompts, folder: [Score(reward=1.0)])
+    monkeypatch.setattr(evaluate, "_in_a_process_of_its_own", lambda config, prompts, folder: [Reply(1.0)])
     assert evaluate.evaluate(config, model=str(tmp_path / "model")).prompts == 1
 
 
@@ -286,3 +286,37 @@ def test_all_prompts_of_a_source_are_tokenised_in_one_call(tmp_path: Path) -> No
     config = recipe(data=source_of(write_jsonl(tmp_path / "rows.jsonl", ROWS * 100)))
     assert len(load_source(config, Counting(), "train")) == 300  # type: ignore[arg-type]
     assert calls == [300]
+
+
+VERL_ROWS = [
+    {
+        "prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": f"{n}+1=?"}],
+        "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
+        "extra_info": {"index": n},
+    }
+    for n in range(3)
+]
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_chats_and_columns_inside_columns(kind: str, tmp_path: Path) -> None:
+    """Rows as verl and TRL have them. Seen failing with lists refused as prompts, and with dots read as one name."""
+    path = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        write_parquet(path, VERL_ROWS)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in VERL_ROWS))
+    source = source_of(path, prompt_column="prompt", answer_column="reward_model.ground_truth", chat=True)
+    source["columns"] = {"number": "extra_info.index"}
+    tokenizer = build_char_tokenizer(PRINTABLE)
+    tokenizer.chat_template = TEMPLATE
+    (prompts,) = load_sources(recipe(data=source), tokenizer, "train").values()
+    assert [prompt.text for prompt in prompts] == [f"s:be brief;u:{n}+1=?;a:" for n in range(3)]
+    assert [prompt.answer for prompt in prompts] == ["1", "2", "3"]
+    assert [prompt.row["number"] for prompt in prompts] == [0, 1, 2]
+    with pytest.raises(DataError, match=r"a list of chat messages.*set data\.chat=true"):
+        load_sources(recipe(data=source | {"chat": False}), tokenizer, "train")

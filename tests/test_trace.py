@@ -117,3 +117,11 @@ def test_every_row_says_process_and_thread() -> None:
     drawn = [row for row in to_trace(log)["traceEvents"] if row["ph"] in "Xbe"]
     assert len(drawn) == 3
     assert all(row["pid"] > 0 and row["tid"] > 0 for row in drawn)
+
+
+def test_tokens_that_an_environment_gave_have_no_version() -> None:
+    """Seen failing with the versions of all spans: -1 stood between them, and each version once per turn."""
+    spans = [[0, 0, 3], [-1, 3, 5], [0, 5, 8], [-1, 8, 9], [1, 9, 12]]
+    sample = {"end": 4.0, "tokens": 12, "spans": spans}
+    (begin,) = rows_of(to_trace([event(5.0, "rollout/0", "group", group="g", start=2.0, samples=[sample])]), "b")
+    assert begin["args"] == {"tokens": 12, "versions": [0, 1], "given": 3}

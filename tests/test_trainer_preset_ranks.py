@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_lite.presets import expand_preset
 from areal_lite.train.trainer import Trainer
-from areal_lite.types import Row
+from areal_lite.types import Row, StepReward
 
 REWARDS = np.array([[1, 0, float("nan"), 1], [0, 0, 0, 1], [1, 1, 0, 1]], np.float32)
 STEPS = 2
@@ -31,6 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "m2po": {"objective": {"behaviour_filter": "m2po", "m2po_threshold": 0.3}},
     "penalty": {"objective": {"proximal_kl_coef": 1.0, "proximal_kl_target": 1e-3, "entropy_coef": 0.01}},
     "ptx": {"objective": {"ptx_coef": 0.5, "ptx_batch": 3}},
+    "steps": {"objective": {"preset": "areal"}},  # rows have rewarded steps, longer ones more of them
 }
 
 
@@ -55,6 +56,16 @@ def moved(rows: list[Row], version: int) -> list[Row]:
     return dated
 
 
+def with_steps(rows: list[Row]) -> list[Row]:
+    def steps(length: int) -> tuple[StepReward, ...]:
+        return tuple(StepReward(token=token, value=0.1 * (token % 3)) for token in range(1, length, 4))
+
+    return [
+        dataclasses.replace(row, sample=dataclasses.replace(row.sample, step_rewards=steps(row.sample.num_tokens)))
+        for row in rows
+    ]
+
+
 def train(rank: int, world_size: int, model_folder: str, shared: str, out: str) -> None:
     """Train two steps of each variant; write statistics, and the weights of policy and critic."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -69,7 +80,9 @@ def train(rank: int, world_size: int, model_folder: str, shared: str, out: str) 
         stats = []
         for version in range(STEPS):
             rows = moved(rows_of(rank, world_size), version)
+            rows = with_steps(rows) if name == "steps" else rows
             shard = make_shard(rows, rewards=REWARDS, version=version, rank=rank)
+            shard = dataclasses.replace(shard, has_step_rewards=name == "steps")
             stats.append(dataclasses.asdict(trainer.train_step(shard)))
         models = {"policy": trainer.model} | ({} if trainer._critic is None else {"critic": trainer._critic.model})
         weights = {key: get_model_state_dict(model, options=options) for key, model in models.items()}

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from areal_lite.train.advantages import batch_advantages
 from areal_lite.train.batch import PolicyBatch
 from areal_lite.train.passes import Scores
-from areal_lite.types import GIVEN, Row, Shard, StepReward, VersionSpan
+from areal_lite.types import GIVEN, Row, Sample, Shard, StepReward, VersionSpan
 
 NAN = float("nan")
-OUTCOMES = np.array([[1, 0, NAN, 1], [0, 0, 0, 1], [1, 1, 1, 1]], np.float32)
+OUTCOMES = np.array([[1, 0, NAN, 1], [0, 0, 0, 1], [1, 1, 1, NAN]], np.float32)
 KNOBS: dict[str, dict[str, Any]] = {
     "discount": {"objective": {"gamma": 0.9}},
     "gae-discount": {"objective": {"preset": "ppo", "gamma": 0.9, "gae_lambda": 0.8}},
@@ -55,7 +55,7 @@ def reference_folder(model_folder: str, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="module")
 def rows(model_folder: str) -> list[Row]:
-    """Every second row that is long enough has turns; the third sample of the first group is unscored."""
+    """Every second row that is long enough has turns; two samples could not be generated, the very last among them."""
     rng, model = np.random.default_rng(1), AutoModelForCausalLM.from_pretrained(model_folder)
     made = []
     for index, row in enumerate(make_rows(old_tokens=2)):
@@ -64,6 +64,8 @@ def rows(model_folder: str) -> list[Row]:
         row = dataclasses.replace(row, sample=dataclasses.replace(row.sample, logprobs=logprobs))
         is_scored = not np.isnan(OUTCOMES[row.group_index, row.sample_index])
         made.append(with_turns(row, scored=is_scored) if index % 2 == 0 and row.sample.num_tokens > 5 else row)
+        if not is_scored:
+            made[-1] = dataclasses.replace(row, sample=Sample.lost("workflow:TimeoutError"))
     assert sum(len(row.sample.spans) == 3 for row in made) >= 4
     return made
 
@@ -98,7 +100,7 @@ def test_a_step_equals_a_second_implementation(
         assert stats.loss == pytest.approx(np.mean(plain.losses[-2:]), rel=1e-3, abs=1e-5)
         if stats.value_loss is not None:
             assert stats.value_loss == pytest.approx(np.mean(plain.value_losses[-2:]), rel=1e-3)
-    assert_same(trainer.model, plain.model)
+    assert_same(trainer.model, plain.model, atol=5e-4)  # Adam divides small gradients by their size
     if trainer._critic is not None:
         assert_same(trainer._critic.model, plain.critic)
 
@@ -111,10 +113,7 @@ def test_given_tokens_never_train(model_folder: str, rows: list[Row]) -> None:
     assert int((~batch.own_T).sum()) == given > 0
     assert not batch.loss_mask_T[~batch.own_T].any()
     stats = make_trainer(model_folder, config).train_step(turns_shard(rows))
-    own = sum(row.sample.num_tokens for row in rows) - given
-    unscored = next(row for row in rows if (row.group_index, row.sample_index) == (0, 2)).sample
-    unscored_own = sum(span.end - span.start for span in unscored.spans if span.version != GIVEN)
-    assert stats.tokens_trained + stats.tokens_masked_stale == own - unscored_own
+    assert stats.tokens_trained + stats.tokens_masked_stale == sum(row.sample.num_tokens for row in rows) - given
     assert min(stats.age_histogram) >= 0
 
 
@@ -156,3 +155,29 @@ def test_a_step_reward_is_credited_to_what_led_to_it(model_folder: str) -> None:
     )
     advantages = batch_advantages(batch, scores, config=config, kl_coef=0.0)
     assert advantages.advantages_T.tolist() == [3.0, 3.0, 2.0, 2.0]
+
+
+def test_what_comes_late_is_compared_with_what_comes_late() -> None:
+    """Two samples with the same rewarded steps, one with the better outcome: it is better on every token.
+
+    Outcomes 1.1 and 1.0 behind three steps of +0.5 each: the returns from the steps on are 2.6 and 2.5, 2.1 and 2.0,
+    1.6 and 1.5, 1.1 and 1.0, at each place half of 0.1 above and below their mean; the totals' deviation is
+    0.1 / sqrt(2). Seen failing with the totals' mean as the baseline of all tokens: -20.5 on the last of the better.
+    """
+    tokens, logprobs = np.array([3, 4, 5, 6], np.int32), np.full(4, -1.0, np.float32)
+    steps = tuple(StepReward(token=token, value=0.5) for token in range(3))
+    rows = []
+    for row in make_rows(groups=1, samples=2, minibatches=1):
+        spans = (VersionSpan(version=5, start=0, end=4),)
+        sample = dataclasses.replace(row.sample, token_ids=tokens, logprobs=logprobs, spans=spans, step_rewards=steps)
+        rows.append(dataclasses.replace(row, sample=sample))
+    shard = dataclasses.replace(make_shard(rows, rewards=np.array([[2.6, 2.5]])), has_step_rewards=True)
+    sections = {"objective": {"preset": "areal"}, "trainer": {"minibatches": 1}}
+    config = config_of({**sections, "queue": {"groups_per_step": 1, "samples_per_group": 2}})
+    batch = PolicyBatch.from_shard(shard, config=config, device=torch.device("cpu"))
+    scores = Scores(
+        proximal_logprobs_T=torch.zeros(8), proximal_complete=True, reference_logprobs_T=None, values_T=None
+    )
+    advantages = batch_advantages(batch, scores, config=config, kl_coef=0.0)
+    half = 0.05 / (0.1 / np.sqrt(2))
+    np.testing.assert_allclose(advantages.advantages_T, [half] * 4 + [-half] * 4, rtol=1e-4)

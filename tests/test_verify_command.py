@@ -155,6 +155,16 @@ def test_scores_failures_and_latencies_of_a_moody_verifier(data: Path, capsys: p
     assert gauges["latency_p99_s"] >= 0.5 > gauges["latency_p50_s"]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "answer"), [("prompt", "solution"), ("problem", "answer"), ("instruction", "ground_truth")]
+)
+def test_usual_columns_are_found(prompt: str, answer: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen failing with question and answer alone."""
+    write_lines(data, {prompt: "1+1", answer: "2"})
+    assert cli.main(["verify", "exact", "--data", "data.jsonl"]) == 0
+    assert "1 scored, 0 failed" in capsys.readouterr().out
+
+
 def test_limit_counts_rows_of_the_data(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verify", "last_number", "--data", "data.jsonl", "--limit", "2"]) == 0
     assert "2 scored, 0 failed" in capsys.readouterr().out
@@ -213,6 +223,8 @@ def test_a_none_of_a_trl_function_ends_as_a_failure(tmp_path: Path) -> None:
         ("last_number --data data.jsonl --completions dat.jsonl", "--completions must name a JSONL file"),
         ("last_number --data data.jsonl --prompt-column questio", "set --prompt-column (nearest: 'question')"),
         ("last_number --data data.jsonl --answer-column anser", "set --answer-column (nearest: 'answer')"),
+        ("last_number --data data.jsonl --answer-column xyz", "only answer, question: set --answer-column\n"),
+        ("my_mod.verify --data data.jsonl", "did you mean my_mod:verify?"),
     ],
 )
 def test_mistakes_are_told_in_one_sentence(

@@ -295,7 +295,8 @@ def test_gauges_count_calls_failures_by_reason_and_restarts(caplog):
 )
 def test_a_function_that_cannot_be_loaded_fails_the_start_with_the_reason(tmp_path, source, function, message):
     (tmp_path / "v.py").write_text(source)
-    pool = VerifierPool(settings(f"{tmp_path / 'v.py'}:{function}", processes=2), start_timeout_s=0.5)
+    seconds = 0.5 if "sleep" in source else PATIENCE_S
+    pool = VerifierPool(settings(f"{tmp_path / 'v.py'}:{function}", processes=2), start_timeout_s=seconds)
     before = children()
     with pytest.raises(VerifierError, match=f"(?s){message}"):
         asyncio.run(pool.start())

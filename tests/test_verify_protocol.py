@@ -1,5 +1,6 @@
 """What a verify function may return: everything it says is checked before anything trains on it."""
 
+import errno
 from fractions import Fraction
 
 import numpy as np
@@ -62,14 +63,59 @@ def test_whatever_is_wrong_is_a_failure_with_its_reason(result, failure, detail)
     assert detail in reply.detail
 
 
-def test_errors_are_told_apart():
+@pytest.mark.parametrize(
+    "result",
+    [
+        1e39,
+        pytest.param(10**400, id="huge integer"),
+        VerifyResult(0, parts={"x": -1e39}),
+        VerifyResult(0, step_rewards=[(1, 1e39)]),
+        VerifyResult(3e38, step_rewards=[(1, 2e38)]),
+        VerifyResult(0, step_rewards=[(1, 2e38), (2, 2e38)]),
+    ],
+)
+def test_what_float32_cannot_hold_is_infinite(result):
+    """Rewards train in float32, whose largest number is 3.4e38.
+
+    Seen failing with `math.isfinite(value)` alone (but for the integer), and the last two without `checked`.
+    """
+    assert reply_to(result).failure == "inf"
+    assert reply_to(VerifyResult(3e38, step_rewards=[(1, -2e38)])).failure is None
+
+
+def test_a_total_is_the_outcome_and_its_steps():
+    assert reply_to(VerifyResult(1, step_rewards=[(5, 0.5), (2, -0.25)])).total == 1.25
+    assert Reply(None, "nan").total is None
+
+
+@pytest.mark.parametrize("after_s", [2, 0.5, NAN, INF, "soon"])
+def test_a_service_may_say_when_to_ask_again(after_s):
     def verify(prompt, completion, answer, **row):
-        raise {"gone": VerifierUnavailable("refused"), "full": MemoryError(), "key": KeyError("kg")}[completion]
+        raise VerifierUnavailable("busy", retry_after_s=after_s)
+
+    (reply,) = answer(verify, [("p", "c", "a", {})], arguments={})
+    assert (reply.failure, reply.retry_after_s) == ("unavailable", after_s if after_s in (2, 0.5) else 0.0)
+
+
+def test_errors_are_told_apart():
+    errors = {
+        "gone": VerifierUnavailable("refused"),
+        "full": MemoryError(),
+        "thread": RuntimeError("can't start new thread"),
+        "fork": OSError(errno.ENOMEM, "Cannot allocate memory"),
+        "file": FileNotFoundError("x"),
+        "key": KeyError("kg"),
+    }
+
+    def verify(prompt, completion, answer, **row):
+        raise errors[completion]
 
     def failure(completion):
         return answer(verify, [("p", completion, "a", {})], arguments={})[0].failure
 
-    assert [failure(name) for name in ("gone", "full", "key")] == ["unavailable", "memory", "exception:KeyError"]
+    assert [failure(name) for name in errors] == [
+        "unavailable", "memory", "memory", "memory", "exception:FileNotFoundError", "exception:KeyError"
+    ]  # fmt: skip
 
 
 def test_a_batched_function_gets_lists_and_is_checked_item_by_item():

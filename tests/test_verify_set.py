@@ -7,9 +7,9 @@ import pytest
 
 from areal_lite.config import parse_config
 from areal_lite.errors import ConfigError, VerifierError
-from areal_lite.sections import VerifierConfig
+from areal_lite.sections import DataConfig, VerifierConfig
 from areal_lite.types import Prompt
-from areal_lite.verify.names import held_out_config, known_verifier_names, verifier_settings
+from areal_lite.verify.names import chosen_by_sources, held_out_config, known_verifier_names, verifier_settings
 from areal_lite.verify.protocol import Reply
 from areal_lite.verify.verifier_set import VerifierSet
 from areal_lite.verify.weighting import weighted_sum
@@ -108,6 +108,12 @@ def test_a_weighted_sum_orders_the_steps_of_all():
     assert (total.reward, total.step_rewards) == (1.5, ((2, 2.0), (5, 0.5), (9, 2.0)))
 
 
+@pytest.mark.parametrize("reply", [Reply(3e38), Reply(1e38, step_rewards=((1, 1e38),))])
+def test_a_sum_that_float32_cannot_hold_is_no_reward(reply):
+    """2 * 3e38, and 2 * (1e38 + 1e38). Seen failing without `checked` in `weighted_sum`."""
+    assert weighted_sum({"a": reply}, {"a": 2.0}).failure == "inf"
+
+
 def test_a_verifier_alone_in_a_sum_still_has_its_weight(file):
     async def scenario(verifiers):
         return (await verifiers.score(make_prompt(), ["x"]))[0]
@@ -169,6 +175,21 @@ def test_a_stuck_verifier_holds_up_nobody_elses_calls(file):
 def test_a_verifier_that_cannot_start_is_named_at_the_start():
     with pytest.raises(VerifierError, match="cannot be imported"):
         with_set(None, function="exact", named={"mine": {"function": "nowhere:verify"}})
+
+
+def test_a_verifier_that_a_source_chooses_starts_with_the_others():
+    """`judge` without its base_url fails at once, not at the first row. Seen failing with `also` not looked at."""
+    data = DataConfig(mix={"a": {"source": "arith"}, "b": {"source": "arith", "verifier": "judge"}})
+
+    async def start():
+        verifiers = VerifierSet(VerifierConfig(function="exact"), also=chosen_by_sources(data))
+        try:
+            await verifiers.start()
+        finally:
+            await verifiers.close()
+
+    with pytest.raises(VerifierError, match=r"(?s)cannot be prepared.*base_url"):
+        asyncio.run(start())
 
 
 # --- names and settings ---

@@ -140,11 +140,15 @@ def test_decode_undoes_encode(value: Any) -> None:
 
 def test_golden_bytes() -> None:
     """The layout, written out by hand from the msgpack specification; a change of it needs a new SCHEMA_VERSION."""
-    assert encode({"a": [1, None]}) == bytes.fromhex("92 02 81 a161 92 01 c0")
+    assert encode({"a": [1, None]}) == bytes.fromhex("92 03 81 a161 92 01 c0")
     array = bytes.fromhex("93 a33c6932 91 02 c404 0500ff7f")  # ["<i2", [2], 4 bytes: 5 and 32767, low byte first]
-    assert encode(np.array([5, 32767], "<i2")) == bytes.fromhex("92 02 c7") + bytes([len(array), 1]) + array
-    step = bytes.fromhex("92 aa53746570526577617264 82 a5746f6b656e 07 a576616c7565 cb3ff0000000000000")
-    assert encode(StepReward(token=7, value=1.0)) == bytes.fromhex("92 02 c7") + bytes([len(step), 2]) + step
+    assert encode(np.array([5, 32767], "<i2")) == bytes.fromhex("92 03 c7") + bytes([len(array), 1]) + array
+    step = bytes.fromhex("93 aa53746570526577617264 07 cb3ff0000000000000")
+    assert encode(StepReward(token=7, value=1.0)) == bytes.fromhex("92 03 c7") + bytes([len(step), 2]) + step
+    # Inside of a dataclass: one span is a list of three numbers, three tokens are twelve bytes.
+    sample = bytes.fromhex("9d a653616d706c65 c40c 050000000600000007000000 c40c 000000bf 000080be 000000c0")
+    sample += bytes.fromhex("92 93030002 93040203 a473746f70 a0 90 c0 90 80 80 a0 c0")
+    assert encode(make_sample()) == bytes.fromhex("92 03 c7") + bytes([len(sample), 2]) + sample
 
 
 def test_values_that_change_kind_on_the_way() -> None:
@@ -222,8 +226,7 @@ def extension(code: int, *content: Any) -> bytes:
     return bytes(msgpack.packb([SCHEMA_VERSION, msgpack.ExtType(code, msgpack.packb(list(content)))]))
 
 
-SPAN = {"version": 0, "start": 0, "end": 1}
-SCORE = {"reward": None, "step_rewards": [], "parts": {}, "metrics": {}, "feedback": ""}
+SAMPLE: list[Any] = [bytes(4), bytes(4), [[0, 0, 1]], "stop", "", [], None, [], {}, {}, "", None]
 
 
 @pytest.mark.parametrize(
@@ -235,14 +238,19 @@ SCORE = {"reward": None, "step_rewards": [], "parts": {}, "metrics": {}, "feedba
         (bytes(msgpack.packb([SCHEMA_VERSION, 1, 2])), "not"),
         (encode(1) + b"\x00", "1 bytes too many"),
         (extension(3), "kind 1 or 2, got 3"),
-        (extension(2, "Config", {}), "'Config'"),
-        (extension(2, "StepReward", {"token": 1}), "fields token, value"),
-        (extension(2, "StepReward", {"token": 1, "value": 1.0, "more": 1}), "fields token, value"),
-        (extension(2, "StepReward", [1, 1.0]), "fields token, value"),
-        (extension(2, "StepReward", {"token": 1, "value": "1.0"}), r"'1\.0'"),
-        (extension(2, "Score", SCORE | {"failure": None}), "a reward or a failure"),
-        (extension(2, "VersionSpan", SPAN | {"end": True}), "expected int, got True"),
-        (extension(2, "VersionSpan", SPAN | {"end": 0}), "start < end"),
+        (extension(2, "Config"), "'Config'"),
+        (extension(2, ["Score"]), "not"),
+        (extension(2), "not"),
+        (extension(2, "StepReward", 1), "fields token, value"),
+        (extension(2, "StepReward", 1, 1.0, 1), "fields token, value"),
+        (extension(2, "StepReward", 1, "1.0"), r"'1\.0'"),
+        (extension(2, "Score", None, [], {}, {}, "", None), "a reward or a failure"),
+        (extension(2, "VersionSpan", 0, 0, True), "expected int, got True"),
+        (extension(2, "VersionSpan", 0, 0, 0), "start < end"),
+        (extension(2, "Sample", bytes(5), *SAMPLE[1:]), "not"),
+        (extension(2, "Sample", bytes(8), *SAMPLE[1:]), "one logprob per token"),
+        (extension(2, "Sample", *SAMPLE[:2], [{"version": 0}], *SAMPLE[3:]), "VersionSpan with the fields version, st"),
+        (extension(2, "Sample", *SAMPLE[:3], "halt", *SAMPLE[4:]), "halt"),
         (extension(1, "|O8", [1], b"12345678"), r"\|O8"),
         (extension(1, "<i4", [2], b"1234"), "does not fill"),
         (extension(1, "<i4", [-1, -1], b"1234"), "does not fill"),
@@ -252,7 +260,7 @@ SCORE = {"reward": None, "step_rewards": [], "parts": {}, "metrics": {}, "feedba
     ],
 )
 def test_malformed_messages(data: bytes, message: str) -> None:
-    """Seen failing with an AttributeError for fields that came as a list, before they were checked to be a map."""
+    """Seen failing with the values of a dataclass not counted."""
     with pytest.raises(WireError, match=message):
         decode(data)
 

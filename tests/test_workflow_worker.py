@@ -174,11 +174,11 @@ def test_the_traceback_is_logged_once_for_each_reason(caplog: pytest.LogCaptureF
         ("lease-3", "workflow:TypeError"),
     ]
     records = [record for record in caplog.records if "could not be generated" in record.message]
-    assert len(records) == 4
+    assert len(records) == 4 * 2  # samples of each group
     traced = [record for record in records if record.exc_info]
     assert len(traced) == 2
     assert "raise RuntimeError(f\"level {row['level']}\")" in caplog.text
-    assert "group train/0/2#0 could not be generated: workflow:RuntimeError: level 2" in caplog.text
+    assert "sample 0 of group train/0/2#0 could not be generated: workflow:RuntimeError: level 2" in caplog.text
     assert "an environment's step must return (reply, done), a text and a bool, got 'no pair'" in caplog.text
 
 

@@ -2,36 +2,47 @@
 
 import argparse
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from areal_lite.bench.modes_command import add_modes
 from areal_lite.bench.plan import choose_runs, load_plan, planned_runs, shipped_plans
-from areal_lite.config import Config
-
-if TYPE_CHECKING:
-    from areal_lite.launch.actor_keeper import ActorKeeper
+from areal_lite.bench.queue_command import add_queue
 
 __all__ = ["add_bench"]
 
 
 def add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command's parser."""
+    """Add the command's parser, with one of its own for each benchmark."""
     bench = commands.add_parser(
         "bench",
-        help="run many short runs one after another, with the same engines, and compare them",
-        description="Run a plan: many short runs one after another, which share their engines where they can. Called "
-        "again, it goes on where it stopped. Ctrl-C finishes the step, saves, and says how to go on.",
+        help="measure: modes against each other, or many short runs of a plan",
+        description="Measure on this machine. Called again, a benchmark goes on where it stopped. Ctrl-C finishes the "
+        "step, saves, and says how to go on.",
     )
-    bench.add_argument("plan", metavar="PLAN", help=f"path of a YAML file, or one of: {', '.join(shipped_plans())}")
-    bench.add_argument("overrides", nargs="*", metavar="section.field=value", help="settings of all runs")
-    bench.add_argument("--out", metavar="DIR", type=Path, help="folder of the run folders; default runs/bench-<plan>")
-    bench.add_argument(
+    kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
+    add_modes(kinds)
+    add_queue(kinds)
+    plan = kinds.add_parser("plan", help="the runs of a YAML file, one after another, with the same engines")
+    plan.add_argument("plan", metavar="PLAN", help="path of a plan")
+    for parser in (plan, *(_add_shipped(kinds, name) for name in shipped_plans())):
+        _add_plan_options(parser)
+
+
+def _add_shipped(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str) -> argparse.ArgumentParser:
+    parser = kinds.add_parser(name, help=f"the runs of the shipped plan {name}")
+    parser.set_defaults(plan=name)
+    return parser
+
+
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="settings of all runs")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the run folders; default runs/bench-<plan>")
+    parser.add_argument(
         "--only", metavar="NAME", action="append", default=[], help="a run's name, or a pattern; may be given again"
     )
-    bench.set_defaults(command=_bench)
+    parser.set_defaults(command=_bench)
 
 
 def _bench(words: argparse.Namespace) -> int:
@@ -40,7 +51,7 @@ def _bench(words: argparse.Namespace) -> int:
     chosen = choose_runs(runs, words.only)
     # Heavy, and not needed to find a mistake in the plan.
     from areal_lite.bench.results import collect_results, results_table
-    from areal_lite.bench.runner import Stopped, run_all
+    from areal_lite.bench.runner import Stopped, run_all, training
     from areal_lite.launch.actor_keeper import ActorKeeper
     from areal_lite.launch.train import ray_session
 
@@ -55,7 +66,7 @@ def _bench(words: argparse.Namespace) -> int:
 
     try:
         with ray_session(), ActorKeeper() as keeper:
-            failures = run_all(chosen, out=out, train=_trainer(console, keeper), say=say, after_each=collect)
+            failures = run_all(chosen, out=out, train=training(console, keeper), say=say, after_each=collect)
     except (Stopped, KeyboardInterrupt):
         collect()
         say("stopped. To go on:")
@@ -70,23 +81,9 @@ def _bench(words: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def _trainer(console: Console, keeper: "ActorKeeper") -> Callable[[Config], object]:
-    """Return what trains one recipe, with the keeper's actors."""
-    from areal_lite.bench.runner import Stopped
-    from areal_lite.launch.controller import Interrupted
-    from areal_lite.launch.train import train
-
-    def train_one(config: Config) -> object:
-        try:
-            return train(config, recipe_name="bench", console=console, keeper=keeper)
-        except Interrupted as stop:
-            raise Stopped from stop
-
-    return train_one
-
-
 def _command(words: argparse.Namespace) -> str:
     """Return what was typed."""
     out = [] if words.out is None else ["--out", str(words.out)]
     only = [word for name in words.only for word in ("--only", name)]
-    return shlex.join(["areal-lite", "bench", words.plan, *words.overrides, *out, *only])
+    kind = [words.plan] if words.plan in shipped_plans() else ["plan", words.plan]
+    return shlex.join(["areal-lite", "bench", *kind, *words.overrides, *out, *only])

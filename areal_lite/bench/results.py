@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,9 @@ from rich.table import Table
 from areal_lite.bench.plan import Plan, PlannedRun
 from areal_lite.bench.runner import run_state, summary
 from areal_lite.errors import ConfigError
+from areal_lite.recorder import commit_of_code
 
-__all__ = ["collect_results", "results_table", "run_result"]
+__all__ = ["collect_results", "measured_where", "results_table", "run_result"]
 
 Result = dict[str, Any]
 
@@ -36,20 +36,32 @@ def collect_results(plan_name: str, plan: Plan, runs: Sequence[PlannedRun], *, o
     versions: dict[str, str] = next((found["versions"] for run in runs if (found := summary(out / run.name))), {})
     content = {
         "plan": plan_name,
-        "commit": _commit(),
-        "cores": os.cpu_count(),
-        "machine": platform.machine(),
-        "processor": _processor(),
+        **measured_where(),
         "versions": versions,
         "recipe": plan.recipe,
         "settings": plan.settings,
         "runs": entries,
     }
+    write_results(content, out=out)
+    return content
+
+
+def surroundings() -> dict[str, Any]:
+    """Return what was measured, and on what: commit and machine."""
+    return {
+        "commit": commit_of_code(),
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "processor": _processor(),
+    }
+
+
+def write_results(content: Mapping[str, Any], *, out: Path) -> None:
+    """Write `results.json`, whole or not at all."""
     out.mkdir(parents=True, exist_ok=True)
     temporary = out / ".results.json.tmp"
     temporary.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(temporary, out / "results.json")
-    return content
 
 
 def run_result(run: PlannedRun, folder: Path) -> Result:
@@ -118,14 +130,11 @@ def _mean_age(histogram: Mapping[str, int]) -> float | None:
     return sum(int(age) * count for age, count in histogram.items()) / total if total else None
 
 
-def _commit() -> str | None:
-    """Commit of the checkout this code runs from, with a mark where files differ from it; None outside of one."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
+def measured_where() -> Result:
+    """Return the code and the machine that figures are of."""
+    return {
+        **surroundings(),
+    }
 
 
 def _processor() -> str | None:

@@ -1,6 +1,6 @@
 """Runs a plan: one run after the other, each in a folder of its own, going on where an earlier call stopped.
 
-Called by `command.py`, which brings the function that trains. What is done stays done, a run that was cut off goes on
+Called by the commands. What is done stays done, a run that was cut off goes on
 from its checkpoint, and one that fails does not keep the others from running.
 """
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal_lite.bench.plan import PlannedRun
 from areal_lite.config import Config, parse_config
@@ -19,7 +19,12 @@ from areal_lite.errors import ArealLiteError, CheckpointError, ConfigError
 from areal_lite.paths import with_absolute_paths
 from areal_lite.run_folder import RunFolder
 
-__all__ = ["RunState", "Stopped", "run_all", "run_state", "summary"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from areal_lite.launch.actor_keeper import ActorKeeper
+
+__all__ = ["RunState", "Stopped", "run_all", "run_state", "summary", "training"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +72,7 @@ def run_all(
     out: Path,
     train: Callable[[Config], object],
     say: Callable[[str], None],
-    after_each: Callable[[], None],
+    after_each: Callable[[], object],
 ) -> dict[str, str]:
     """Run what is not done yet.
 
@@ -114,6 +119,20 @@ def summary(folder: Path) -> dict[str, Any]:
     path = folder / "summary.json"
     content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     return content
+
+
+def training(console: "Console", keeper: "ActorKeeper") -> Callable[[Config], object]:
+    """Return what trains one recipe, with the keeper's actors; it raises `Stopped` after a Ctrl-C."""
+    from areal_lite.launch.controller import Interrupted
+    from areal_lite.launch.train import train
+
+    def train_one(config: Config) -> object:
+        try:
+            return train(config, recipe_name="bench", console=console, keeper=keeper)
+        except Interrupted as stop:
+            raise Stopped from stop
+
+    return train_one
 
 
 def _prepared(run: PlannedRun, folder: Path, state: RunState) -> Config:

@@ -5,6 +5,7 @@ Called by the queue server, from its one thread. Every epoch is a new shuffle; a
 """
 
 import dataclasses
+import json
 import random
 import zlib
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ class PromptCursor:
             "source": source,
             "seed": seed,
             "num_prompts": len(prompts),
-            "checksum": zlib.crc32("\0".join(f"{prompt.text}\0{prompt.answer}" for prompt in prompts).encode()),
+            "checksum": zlib.crc32("\0".join(map(_content, prompts)).encode(errors="surrogatepass")),
         }
         self._epoch = 0
         self._position = 0
@@ -101,3 +102,7 @@ class PromptCursor:
     def _prompt(self, epoch: int, index: int) -> Prompt:
         prompt_id = f"{self._identity['source']}/{epoch}/{index}"
         return dataclasses.replace(self._prompts[index], prompt_id=prompt_id)
+
+
+def _content(prompt: Prompt) -> str:
+    return f"{prompt.text}\0{prompt.answer}\0{json.dumps(dict(prompt.row), sort_keys=True, default=str)}"

@@ -4,7 +4,7 @@ Called by `sources.py`. A column keeps its name unless the recipe gives it anoth
 the option that asked for it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -33,6 +33,8 @@ def file_tasks(source: SourceConfig, split: Literal["train", "eval"], *, where: 
     if path is None:
         return []
     rows, problems = reader.read(path, split=split)
+    wanted = (source.prompt_column, source.answer_column, *source.columns.values())
+    rows = [(number, _with_inner(row, wanted)) for number, row in rows]
     check_columns(path, rows, columns=_columns(source, where))
     tasks = []
     for number, row in rows:
@@ -74,6 +76,18 @@ def _columns(source: SourceConfig, where: str) -> dict[str, str]:
         f"{where}.answer_column": source.answer_column,
         **{f"{where}.columns.{new}": old for new, old in source.columns.items()},
     }
+
+
+def _with_inner(row: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Add what a name with dots reaches inside a column: `reward_model.ground_truth`."""
+    found = {}
+    for name in names:
+        value: Any = row
+        for part in name.split(".") if name not in row else ():
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None and value is not row:
+            found[name] = value
+    return row | found
 
 
 def _renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:

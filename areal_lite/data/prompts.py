@@ -36,9 +36,11 @@ class Task:
     origin: str
     """Where it came from, for messages."""
     prompt: str
-    """Text of the prompt column."""
+    """Text of the prompt column; empty where it holds messages."""
     answer: str
     """Text of the answer column."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """A chat that the model is to continue, in place of a text."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The other columns."""
     demonstration: tuple[Mapping[str, str], ...] | str | None = None
@@ -82,10 +84,10 @@ def check_columns(path: Path, rows: Sequence[tuple[int, dict[str, Any]]], *, col
     known = sorted({name for _, row in rows for name in row})
     for option, column in columns.items():
         if known and column not in known:
-            nearest = difflib.get_close_matches(column, known, n=1, cutoff=0.0)[0]
+            near = difflib.get_close_matches(column, known, n=1, cutoff=0.5)
             raise DataError(
-                f"{path} has no column {column!r} in any row, only {', '.join(known)}: "
-                f"set {option} (nearest: {nearest!r})"
+                f"{path} has no column {column!r} in any row, only {', '.join(known)}: set {option}"
+                + (f" (nearest: {near[0]!r})" if near else "")
             )
 
 
@@ -95,15 +97,20 @@ def make_task(row: Mapping[str, Any], *, origin: str, prompt_column: str, answer
     Args:
         row: Columns by name.
         origin: Names the row in messages.
-        prompt_column: Column with the prompt, a non-empty text.
+        prompt_column: Column with the prompt, a non-empty text or a list of chat messages.
         answer_column: Column with the reference answer, a text or a number.
 
     Raises:
         ValueError: The row is none of the kind, or holds what cannot travel between processes.
     """
     prompt, answer = (row.get(column) for column in (prompt_column, answer_column))
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise ValueError(f"column {prompt_column!r} must hold a non-empty text, got {prompt!r:.60}")
+    messages = _chat_of(prompt)
+    text = "" if messages else prompt
+    if not isinstance(text, str) or not (messages or text.strip()):
+        raise ValueError(
+            f"column {prompt_column!r} must hold a non-empty text, or chat messages with role and content, got "
+            f"{prompt!r:.60}"
+        )
     if not isinstance(answer, str | int | float):
         raise ValueError(f"column {answer_column!r} must hold a text or a number, got {answer!r:.60}")
     others = {
@@ -118,7 +125,15 @@ def make_task(row: Mapping[str, Any], *, origin: str, prompt_column: str, answer
             "data.prompt_column or data.answer_column"
         )
     _check_columns_travel({"prompt": prompt, "answer": answer, **others})
-    return Task(origin=origin, prompt=prompt, answer=str(answer), row=others)
+    return Task(origin=origin, prompt=text, messages=messages, answer=str(answer), row=others)
+
+
+def _chat_of(prompt: Any) -> tuple[Mapping[str, Any], ...]:
+    """Return a prompt's chat messages; none where it is something else."""
+    is_chat = isinstance(prompt, list) and all(
+        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt
+    )
+    return tuple(prompt) if is_chat else ()
 
 
 def _check_columns_travel(columns: Mapping[str, Any]) -> None:

@@ -65,7 +65,7 @@ def _prompts(
     where = section_of(config, name)
     limit = source.eval_size if split == "eval" else None
     tasks = with_names(_tasks(source, split, limit, where=where), source=source, config=config)
-    tasks = [replace(task, prompt=_render(task.prompt, source, tokenizer, where=where)) for task in tasks]
+    tasks = [replace(task, prompt=_render(task, source, tokenizer, where=where)) for task in tasks]
     tokens = encode_texts(
         [task.prompt for task in tasks],
         origins=[task.origin for task in tasks],
@@ -88,16 +88,21 @@ def _tasks(source: SourceConfig, split: Split, limit: int | None, *, where: str)
     return tasks[:limit] if source.filter.max_prompt_tokens is None else tasks
 
 
-def _render(prompt: str, source: SourceConfig, tokenizer: "PreTrainedTokenizerBase", *, where: str) -> str:
-    text = source.template.replace("{prompt}", prompt)
+def _render(task: Task, source: SourceConfig, tokenizer: "PreTrainedTokenizerBase", *, where: str) -> str:
+    if task.messages and not source.chat:
+        raise DataError(
+            f"the prompt of {task.origin} is a list of chat messages, which the model's chat template must write out: "
+            f"set {where}.chat=true"
+        )
+    text = source.template.replace("{prompt}", task.prompt)
     if not source.chat:
         return text
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"{where}.chat=true needs a model with a chat template, this one has none: set {where}.chat=false"
         )
-    message = {"role": "user", "content": text}
-    return str(tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True))
+    messages = [dict(message) for message in task.messages] or [{"role": "user", "content": text}]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
 def _short(pairs: list[tuple[Task, list[int]]], max_tokens: int | None, *, where: str) -> list[tuple[Task, list[int]]]:

@@ -28,6 +28,8 @@ class Sampling:
     """0 = greedy."""
     seed: int | None = None
     """Seeds this completion alone; None where nothing is random."""
+    ignore_end: bool = False
+    """Go on behind the end-of-sequence token, up to `max_new_tokens`: for benchmarks, whose lengths are given."""
 
 
 class GenerationEngine(Protocol):
@@ -101,7 +103,7 @@ class ScriptedEngine:
         draw = random.Random(f"{sampling.seed}/{list(prompt_ids)}")
         tokens: list[int] = []
         versions: list[int] = []
-        while len(tokens) < sampling.max_new_tokens and self._eos_id not in tokens:
+        while len(tokens) < sampling.max_new_tokens and (sampling.ignore_end or self._eos_id not in tokens):
             await self._running.wait()
             await asyncio.sleep(self._token_s)
             tokens.append(draw.randrange(1, self._vocab_size))
@@ -111,7 +113,9 @@ class ScriptedEngine:
             token_ids=np.array(tokens, dtype=np.int32),
             logprobs=np.full(len(tokens), -np.log(self._vocab_size - 1), dtype=np.float32),
             spans=_spans(versions),
-            stop_reason=StopReason.STOP if tokens[-1] == self._eos_id else StopReason.LENGTH,
+            stop_reason=StopReason.STOP
+            if tokens[-1] == self._eos_id and not sampling.ignore_end
+            else StopReason.LENGTH,
             text=" ".join(map(str, tokens))
             if self.tokenizer is None
             else self.tokenizer.decode(tokens, skip_special_tokens=True),

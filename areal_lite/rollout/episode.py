@@ -94,12 +94,20 @@ class EpisodeEngine:
         self._waits = 0
         self._start_clock()
 
-    async def generate(self, token_ids: Sequence[int], *, max_new_tokens: int | None = None) -> Segment:
+    @property
+    def seed(self) -> int | None:
+        """Seed of the sample, for a workflow that draws something itself; None where nothing is random."""
+        return None if self._seed_of is None else self._seed_of(0)
+
+    async def generate(
+        self, token_ids: Sequence[int], *, max_new_tokens: int | None = None, ignore_end: bool = False
+    ) -> Segment:
         """Have the model produce its next turn. A weight update in between is the engine's business.
 
         Args:
             token_ids: The whole context so far: the prompt's, and those of all turns that the episode will return.
             max_new_tokens: Of this turn at most; None = all the room there is.
+            ignore_end: Go on behind an end-of-sequence token, up to that number; for benchmarks.
 
         Raises:
             ValueError: The context does not begin with the prompt, or leaves no room.
@@ -118,7 +126,7 @@ class EpisodeEngine:
                 "rollout.max_new_tokens"
             )
         limit = room if max_new_tokens is None else min(room, max_new_tokens)
-        sample = await self._request(context, limit)
+        sample = await self._request(context, limit, ignore_end=ignore_end)
         segment = Segment(
             token_ids=_frozen(sample.token_ids),
             logprobs=_frozen(sample.logprobs),
@@ -212,12 +220,13 @@ class EpisodeEngine:
                 "that was in its context, in order"
             )
 
-    async def _request(self, context: tuple[int, ...], limit: int) -> Sample:
+    async def _request(self, context: tuple[int, ...], limit: int, *, ignore_end: bool) -> Sample:
         seed = None if self._seed_of is None else self._seed_of(self._calls)
         self._calls += 1
         with self._waiting():
             try:
-                return await self._engine.generate(context, replace(self._sampling, max_new_tokens=limit, seed=seed))
+                sampling = replace(self._sampling, max_new_tokens=limit, seed=seed, ignore_end=ignore_end)
+                return await self._engine.generate(context, sampling)
             except Exception as error:
                 self.failure = error
                 raise

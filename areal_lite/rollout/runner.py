@@ -5,6 +5,7 @@ are loaded before the first prompt; a data row chooses among them by its column 
 """
 
 import asyncio
+import copy
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -160,7 +161,8 @@ async def complete_greedily(
 
 def _row(prompt: Prompt) -> dict[str, Any]:
     columns = {name: value for name, value in prompt.row.items() if name not in ("verifier", "workflow")}
-    return {**columns, "prompt": prompt.text, "answer": prompt.answer}
+    # A copy down to the last list: the samples of a group must not see what an environment notes in another's row.
+    return {**copy.deepcopy(columns), "prompt": prompt.text, "answer": prompt.answer}
 
 
 def _source_is_chat(config: Config, prompt: Prompt) -> bool:

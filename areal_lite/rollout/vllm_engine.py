@@ -90,6 +90,8 @@ class VllmEngine:
 
         params = SamplingParams(
             max_tokens=sampling.max_new_tokens,
+            # Not `min_tokens`, which forbids the end token: the log-probabilities would be those of another policy.
+            ignore_eos=sampling.ignore_end,
             temperature=sampling.temperature,
             seed=sampling.seed,
             logprobs=0,

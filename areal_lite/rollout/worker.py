@@ -141,19 +141,15 @@ class RolloutWorker:
             task.add_done_callback(lambda _: self._changed.set())
 
     async def _serve(self, lease: Lease) -> None:
-        """Generate one group; an episode that fails fails the group, a dead engine fails the worker."""
+        """Generate one group. Episodes that fail leave lost samples, or none of the group; a dead engine is raised."""
         group, started = lease.group, time.time()
         tasks = [
             asyncio.ensure_future(self._sample(group.group_id, group.prompt, i)) for i in range(self._samples_per_group)
         ]
         try:
             samples = await asyncio.gather(*tasks)
-        except EpisodeError as error:
-            self._workflows.log(error, f"group {group.group_id}")
-            answer = self._client.fail(lease_id=lease.lease_id, reason=error.reason)
-        else:
             self._emit_group(group.group_id, started, samples)
-            answer = self._client.complete_rollout(lease_id=lease.lease_id, samples=[sample for sample, _ in samples])
+            answer = self._hand_in(lease.lease_id, [sample for sample, _ in samples])
         finally:
             for task in tasks:
                 task.cancel()
@@ -166,13 +162,21 @@ class RolloutWorker:
             await self._client.fail(lease_id=lease.lease_id, reason=f"refused:{type(error).__name__}")
         self._groups.pop(lease.lease_id, None)
 
+    def _hand_in(self, lease_id: str, samples: Sequence[Sample]) -> Awaitable[bool]:
+        if all(sample.is_lost for sample in samples):
+            return self._client.fail(lease_id=lease_id, reason=samples[0].failure or "lost")
+        return self._client.complete_rollout(lease_id=lease_id, samples=samples)
+
     async def _sample(self, group_id: str, prompt: Prompt, index: int) -> tuple[Sample, float]:
         seed_of = functools.partial(sample_seed, self._run_seed, group_id, index)
         try:
             sample = await self._workflows.sample(self._engine, prompt, sampling=self._sampling, seed_of=seed_of)
-            return sample, time.time()
+        except EpisodeError as error:
+            self._workflows.log(error, f"sample {index} of group {group_id}")
+            sample = Sample.lost(error.reason)
         finally:
             self._count_running(-1)
+        return sample, time.time()
 
     async def _heartbeat_loop(self) -> None:
         while True:

@@ -7,6 +7,7 @@ repeated is sent a second time before they give up.
 """
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import threading
@@ -15,7 +16,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import zmq
-import zmq.asyncio
 
 from areal_lite.errors import ArealLiteError, DataError, LedgerError, QueueTimeout, WireError
 from areal_lite.sample_queue.requests import NOT_REPEATABLE, QueueRequests
@@ -136,17 +136,19 @@ class AsyncQueueClient:
         """
         self._endpoint, self._timeout_s = endpoint, timeout_s
         self._request_ids = itertools.count()
-        self._context = zmq.asyncio.Context()
+        # Not zmq.asyncio, whose futures and polling take most of the time of a short request.
+        self._context = zmq.Context()
         self._socket = _connect(self._context, endpoint)
         self._answers: dict[bytes, asyncio.Future[bytes]] = {}
-        self._reader: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
 
     def close(self) -> None:
         """Let go of the connection; calls that wait raise `LedgerError`. Idempotent; from the loop's thread."""
         self._closed = True
-        if self._reader is not None:
-            self._reader.cancel()
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._socket.fd)
+        self._loop = None
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(_closed("a request", self._endpoint))
@@ -157,29 +159,33 @@ class AsyncQueueClient:
         payload = encode({"op": op, "fields": fields})
         wait_s = self._timeout_s + fields.get("wait_s", 0.0)
         request_id = _request_id(self._request_ids)
-        answer = self._answers[request_id] = asyncio.get_running_loop().create_future()
         try:
             for _ in range(_attempts(op)):
                 if self._closed:
                     raise _closed(op, self._endpoint)
-                self._start_reader()
-                await self._socket.send_multipart([request_id, payload])
-                await asyncio.wait([answer], timeout=wait_s)
-                if answer.done():
+                self._start_reading()
+                answer = self._answers[request_id] = asyncio.get_running_loop().create_future()
+                self._socket.send_multipart([request_id, payload])
+                # ZeroMQ wakes the loop once for all that has happened: sending may have swallowed an answer's call.
+                self._read()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await answer
                     return _result(answer.result())
         finally:
-            del self._answers[request_id]
+            self._answers.pop(request_id, None)
         raise _timeout(op, self._endpoint, wait_s=wait_s, num_bytes=len(payload))
 
-    def _start_reader(self) -> None:
+    def _start_reading(self) -> None:
         # Not in the constructor, which may run before there is an event loop.
-        if self._reader is None:
-            self._reader = asyncio.create_task(self._read())
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._socket.fd, self._read)
 
-    async def _read(self) -> None:
-        """Consume answers and hand each to the call that waits for it; waits on the socket, ended by `close`."""
-        while True:
-            request_id, payload = await self._socket.recv_multipart()
+    def _read(self) -> None:
+        """Hand every answer that has arrived to the call that waits for it; the event loop calls it."""
+        while not self._closed and self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+            request_id, payload = self._socket.recv_multipart()
             answer = self._answers.get(request_id)
             if answer is not None and not answer.done():
                 answer.set_result(payload)

@@ -87,7 +87,8 @@ class GroupRecord:
     @property
     def oldest_version(self) -> int:
         """Version of the oldest token, or the oldest it can be while the samples are not known."""
-        return min((sample.oldest_version for sample in self.samples), default=self.admitted_version)
+        versions = [sample.oldest_version for sample in self.samples]
+        return min((version for version in versions if version is not None), default=self.admitted_version)
 
 
 class GroupTable:

@@ -58,6 +58,11 @@ class Ledger:
         """A number that grows with every change of a group's state, for watchdogs."""
         return self._groups.num_moves
 
+    @property
+    def num_waiting(self) -> int:
+        """Groups that nobody generates yet."""
+        return len(self._groups.in_state(GroupState.WAITING))
+
     # Admission
 
     def capacity(self) -> int:
@@ -149,7 +154,7 @@ class Ledger:
             )
         self._leases.end(lease_id)
         group.samples = tuple(
-            replace(sample, **{field.name: getattr(score, field.name) for field in fields(Score)})
+            sample if sample.is_lost else replace(sample, **{f.name: getattr(score, f.name) for f in fields(Score)})
             for sample, score in zip(group.samples, scores, strict=True)
         )
         state, reason = decisions.verdict(group.samples, reject=self._settings.reject)

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
 """Longest sleep: leases are looked at, and `close` is noticed, this often."""
+_BURST = 64
+"""Messages that are read in a row before the clock is looked at."""
 _SLACK_BYTES = 2**20
 """ZeroMQ cuts the connection of a peer whose message is longer than our limit and this; below, we answer it."""
 _FAREWELL_MS = 200
@@ -51,6 +53,8 @@ class _Refusal(WireError):
 class _Request:
     peer: bytes
     request_id: bytes
+    kind: tuple[str, Any]
+    """What is asked for, and how much of it where that is said."""
     worker: str | None
     """Who asks, in the requests that say so."""
     run: Callable[[], Any]
@@ -139,16 +143,37 @@ class QueueServer:
         and never longer than a tick; unblocked by a message.
         """
         while not self._closing.is_set():
-            if self._socket.poll(self._patience_ms()):
-                self._receive(self._socket.recv_multipart())
+            self._socket.poll(self._patience_ms())
             # Heartbeats that have arrived count first: a busy server must not take leases for dead.
-            if not self._socket.poll(0):
+            if self._receive_burst():
                 self._service.expire()
-            self._parked = [request for request in self._parked if not self._answer(request)]
-            self._traffic.parked = len(self._parked)
+                self._answer_parked()
         for request in self._parked:
             farewell = self._failure(LedgerError("the sample queue has closed: the run has ended"))
             self._send(request.peer, request.request_id, farewell)
+
+    def _receive_burst(self) -> bool:
+        """Answer the messages that have arrived, up to a number; True when none is left."""
+        for _ in range(_BURST):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            self._receive(frames)
+            self._answer_parked()
+        return False
+
+    def _answer_parked(self) -> None:
+        """Answer the parked requests for which there is something now, or whose time is over."""
+        if self._parked:
+            now, in_vain, parked = time.monotonic(), set(), self._parked
+            self._parked = []
+            for request in parked:
+                # What there is not for one, there is not for the next that asks for the same.
+                if (request.kind in in_vain and now < request.deadline) or not self._answer(request):
+                    in_vain.add(request.kind)
+                    self._parked.append(request)
+        self._traffic.parked = len(self._parked)
 
     def _patience_ms(self) -> int:
         now = time.monotonic()
@@ -168,6 +193,7 @@ class QueueServer:
         request = _Request(
             peer=peer,
             request_id=request_id,
+            kind=(op, fields.get("limit")),
             worker=fields.get("worker"),
             run=partial(getattr(self._service, op), **fields),
             deadline=time.monotonic() + fields.get("wait_s", 0.0),

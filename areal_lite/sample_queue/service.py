@@ -146,8 +146,7 @@ class QueueService(QueueRequests):
         return self._workers.setdefault(worker, _Worker(heard_at=self._clock()))
 
     def _admit(self, *, until_waiting: int) -> None:
-        waiting = self._ledger.counts()["waiting"]
-        for _ in range(min(until_waiting - waiting, self._ledger.capacity())):
+        for _ in range(min(until_waiting - self._ledger.num_waiting, self._ledger.capacity())):
             self._ledger.admit(self._cursor.next().prompt_id)
 
     def _lease(self, record: LeaseRecord) -> Lease:

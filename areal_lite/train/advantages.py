@@ -24,7 +24,7 @@ from areal_lite.algo.rewards import overlong_penalties, shape_rewards, token_rew
 from areal_lite.config import Config
 from areal_lite.presets import ObjectiveConfig
 from areal_lite.train.batch import PolicyBatch
-from areal_lite.train.distributed import sum_over_ranks
+from areal_lite.train.distributed import max_over_ranks, sum_over_ranks
 from areal_lite.train.passes import Scores
 
 __all__ = ["Advantages", "batch_advantages"]
@@ -116,21 +116,47 @@ def _with_steps(rewards_T: Tensor, batch: PolicyBatch, *, scale: float) -> Tenso
 
 
 def _compared(batch: PolicyBatch, rewards_NG: Tensor, rewards_T: Tensor, objective: ObjectiveConfig) -> Tensor:
-    """Return the return from each token on, minus the sample's baseline, [T].
+    """Return the return from each token on, minus a baseline, [T].
 
     The baseline is one of whole samples: the return from the first token on, compared within group or batch. With
-    gamma 1, no KL in the reward and no rewards for steps that is the same number on all tokens of a sample.
+    gamma 1, no KL in the reward and no rewards for steps that is the same number on all tokens of a sample. Behind
+    rewarded steps the comparison is among those who have come as far: of a return that shrinks on the way, the baseline
+    of the beginning would make a punishment. (DeepSeekMath, arXiv 2402.03300 section 4.1.3, centres each step's reward
+    instead, which charges for the number of steps.)
     """
     assert objective.baseline != "critic"
     if objective.gamma == 1.0 and objective.kl != "reward" and batch.step_rewards_T is None:
         advantages_NG = sample_advantages(rewards_NG, baseline=objective.baseline, scale=objective.scale, eps=_EPS)
         return batch.spread(_of_rows(advantages_NG, batch))
     to_go_T = _to_go(rewards_T, batch, gamma=objective.gamma)
-    returns_B = to_go_T[batch.own_T][_own_lengths(batch).cumsum(dim=0) - _own_lengths(batch)]
-    returns_NG = torch.where(rewards_NG.isnan(), torch.nan, _over_ranks(returns_B, batch))
-    advantages_NG = sample_advantages(returns_NG, baseline=objective.baseline, scale=objective.scale, eps=_EPS)
-    later_T = (to_go_T - batch.spread(returns_B)) * batch.spread(_of_rows(_factors(returns_NG, objective), batch))
-    return (batch.spread(_of_rows(advantages_NG, batch)) + later_T).float()
+    starts_BK, has_BK = _at_starts(to_go_T, batch)
+    returns_NGK = torch.where(_over_ranks(has_BK.double(), batch) > 0, _over_ranks(starts_BK, batch), torch.nan)
+    returns_NGK = torch.where(rewards_NG.isnan()[:, :, None], torch.nan, returns_NGK)
+    factors_NG = _factors(returns_NGK[:, :, 0], objective)
+    centred_NGK = torch.stack(
+        [
+            sample_advantages(part_NG, baseline=objective.baseline, scale="none")
+            for part_NG in returns_NGK.unbind(dim=2)
+        ],
+        dim=2,
+    )
+    rows_T, places_T = batch.rows_T, batch.steps_before_T
+    centred_T = _of_rows(centred_NGK, batch)[rows_T, places_T] + to_go_T - starts_BK[rows_T, places_T]
+    return (centred_T * batch.spread(_of_rows(factors_NG, batch))).float()
+
+
+def _at_starts(values_T: Tensor, batch: PolicyBatch) -> tuple[Tensor, Tensor]:
+    """Return the value at the first token behind each number of rewarded steps, and whether there is one, [B, K]."""
+    num_places = int(max_over_ranks(batch.steps_before_T.max().double().reshape(1))[0]) + 1
+    keys_T = (batch.rows_T * num_places + batch.steps_before_T)[batch.own_T]
+    is_first_T = torch.ones_like(keys_T, dtype=torch.bool)
+    is_first_T[1:] = keys_T[1:] != keys_T[:-1]
+    firsts = keys_T[is_first_T]
+    starts = torch.zeros(len(batch.lengths_B) * num_places, dtype=values_T.dtype, device=values_T.device)
+    starts[firsts] = values_T[batch.own_T][is_first_T]
+    has = torch.zeros_like(starts, dtype=torch.bool)
+    has[firsts] = True
+    return starts.reshape(-1, num_places), has.reshape(-1, num_places)
 
 
 def _factors(returns_NG: Tensor, objective: ObjectiveConfig) -> Tensor:
@@ -181,7 +207,7 @@ def _of_rows(values_NG: Tensor, batch: PolicyBatch) -> Tensor:
 
 
 def _over_ranks(values_B: Tensor, batch: PolicyBatch) -> Tensor:
-    """Put every rank's rows into one [N, G] float64 matrix; collective."""
-    values_NG = torch.zeros_like(batch.rewards_NG)
+    """Put every rank's rows, [B] or [B, K], into one [N, G] or [N, G, K] float64 tensor; collective."""
+    values_NG = values_B.new_zeros(batch.rewards_NG.shape + values_B.shape[1:], dtype=torch.float64)
     values_NG[batch.groups_B, batch.samples_B] = values_B.double()
     return sum_over_ranks(values_NG)

@@ -44,6 +44,8 @@ class PolicyBatch:
     """[T] int64."""
     behaviour_logprobs_T: Tensor
     """[T] float32 nats, as the engine reported them."""
+    steps_before_T: Tensor
+    """[T] int64, how many steps of its sample were rewarded before each token: where it stands on the way."""
     ages_T: Tensor
     """[T] int32 trainer steps; -1 where given."""
     own_T: Tensor
@@ -69,7 +71,7 @@ class PolicyBatch:
         young_T = np.concatenate([np.empty(0, np.bool_), *young])
         ages = [token_ages(row.sample.spans, version=shard.version) for row in shard.rows]
         own_T = np.concatenate([np.empty(0, np.bool_), *(own_mask(row.sample.spans) for row in shard.rows)])
-        steps = [_step_rewards(row) for row in shard.rows] if shard.has_step_rewards else None
+        steps = [_steps(row) for row in shard.rows]
         logprobs = [row.sample.logprobs for row in shard.rows]
 
         def on_device(values: npt.ArrayLike, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -88,7 +90,10 @@ class PolicyBatch:
             rows_T=on_device(rows.spread(np.arange(len(rows)))),
             token_ids_T=on_device(rows.output_ids),
             behaviour_logprobs_T=on_device(np.concatenate([np.empty(0, np.float32), *logprobs]), torch.float32),
-            step_rewards_T=None if steps is None else on_device(np.concatenate([np.empty(0), *steps]), torch.float64),
+            step_rewards_T=on_device(np.concatenate([np.empty(0), *(earned for earned, _ in steps)]), torch.float64)
+            if shard.has_step_rewards
+            else None,
+            steps_before_T=on_device(np.concatenate([np.empty(0, np.int64), *(before for _, before in steps)])),
             ages_T=on_device(np.concatenate([np.empty(0, np.int32), *ages]), torch.int32),
             own_T=on_device(own_T, torch.bool),
             loss_mask_T=on_device(young_T & rows.spread(_training_rows(shard, config)), torch.bool),
@@ -118,10 +123,15 @@ def _young(row: Row, shard: Shard, max_staleness: int) -> npt.NDArray[np.bool_]:
     )
 
 
-def _step_rewards(row: Row) -> npt.NDArray[np.float64]:
-    """Return what each token's step earned, [T]; a step that ends inside a reply counts for the token before it."""
+def _steps(row: Row) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """Return what the step that ends with each token earned, and how many steps ended before it, [T] each.
+
+    A step that ends inside an environment's reply counts for the model's token before it.
+    """
     own = np.flatnonzero(own_mask(row.sample.spans))
-    earned = np.zeros(row.sample.num_tokens)
+    earned, ended = np.zeros(row.sample.num_tokens), np.zeros(row.sample.num_tokens, np.int64)
     for step in row.sample.step_rewards:
-        earned[own[max(int(np.searchsorted(own, step.token, side="right")) - 1, 0)]] += step.value
-    return earned
+        token = own[max(int(np.searchsorted(own, step.token, side="right")) - 1, 0)]
+        earned[token] += step.value
+        ended[token] += 1
+    return earned, ended.cumsum() - ended

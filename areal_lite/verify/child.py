@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 import ctypes
 import json
+import math
 import os
 import resource
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from areal_lite.errors import ArealLiteError
@@ -33,12 +34,12 @@ from areal_lite.verify.protocol import (
     is_async,
     prepare_verifier,
 )
-from areal_lite.verify.tree import descendants, resident_bytes
+from areal_lite.verify.tree import adopt_orphans, descendants, resident_bytes
 
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+_WORN_SHARE = 0.8
 
 
 def main(function_name: str, parent_pid: int, options: Mapping[str, Any]) -> None:
@@ -50,7 +51,7 @@ def main(function_name: str, parent_pid: int, options: Mapping[str, Any]) -> Non
         options: `arguments` of every call, and `memory_mb`.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, WAKING_SIGNALS)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     _die_with(parent_pid, signal.SIGTERM)
     channel = _take_channel()
     reports, guardians_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
@@ -85,26 +86,30 @@ def _work(channel: socket.socket, function_name: str, options: Mapping[str, Any]
     except ArealLiteError as error:
         _send(channel, pack([str(error), None, False]))
         return
-    _limit_memory(options["memory_mb"] << 20, reports)
+    is_worn = _limit_memory(options["memory_mb"] << 20, reports)
     _send(channel, pack([None, batch_size(function), is_async(function)]))
     if is_async(function):
-        asyncio.run(_serve_async(channel, function, arguments))
+        asyncio.run(_serve_async(channel, function, arguments, is_worn))
     else:
-        _serve(channel, function, arguments)
+        _serve(channel, function, arguments, is_worn)
 
 
-def _serve(channel: socket.socket, function: VerifyFunction, arguments: Mapping[str, Any]) -> None:
+def _serve(
+    channel: socket.socket, function: VerifyFunction, arguments: Mapping[str, Any], is_worn: Callable[[], bool]
+) -> None:
     me = os.getpid()
     while body := _receive(channel):
         job, calls = unpack(body)
-        _send(channel, pack([job, None]))
+        _send(channel, pack([job, None, False]))
         replies = answer(function, [unpack(call) for call in calls], arguments=arguments)
         if os.getpid() != me:
             os._exit(0)  # the verifier forked, and both halves returned
-        _send(channel, _packed(job, replies))
+        _send(channel, _packed(job, replies, is_worn()))
 
 
-async def _serve_async(channel: socket.socket, function: VerifyFunction, arguments: Mapping[str, Any]) -> None:
+async def _serve_async(
+    channel: socket.socket, function: VerifyFunction, arguments: Mapping[str, Any], is_worn: Callable[[], bool]
+) -> None:
     """Answer several jobs at a time.
 
     Consumes jobs, produces replies; waits for the parent; unblocked when it hangs up.
@@ -117,7 +122,7 @@ async def _serve_async(channel: socket.socket, function: VerifyFunction, argumen
         replies = await answer_async(function, [unpack(call) for call in calls], arguments=arguments)
         if os.getpid() != me:
             os._exit(0)
-        body = _packed(job, replies)
+        body = _packed(job, replies, is_worn())
         writer.write(LENGTH.pack(len(body)) + body)
         running.pop(job, None)
 
@@ -126,35 +131,54 @@ async def _serve_async(channel: socket.socket, function: VerifyFunction, argumen
             (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
             job, calls = unpack(await reader.readexactly(size))
             if calls is not None:
-                body = pack([job, None])
+                body = pack([job, None, False])
                 writer.write(LENGTH.pack(len(body)) + body)
                 running[job] = asyncio.create_task(serve(job, calls))
             elif job in running:
                 running[job].cancel()
 
 
-def _packed(job: int, replies: list[Reply]) -> bytes:
+def _packed(job: int, replies: list[Reply], is_worn: bool) -> bytes:
     checked = []
     for reply in replies:
         if len(pack(reply)) > MAX_REPLY_BYTES:
             reply = Reply(None, "reply_too_large", f"more than {MAX_REPLY_BYTES} bytes for one completion")
         checked.append(reply)
-    return pack([job, checked])
+    return pack([job, checked, is_worn])
 
 
-def _limit_memory(memory_bytes: int, reports: socket.socket) -> None:
+def _limit_memory(memory_bytes: int, reports: socket.socket) -> Callable[[], bool]:
     """Have one large allocation fail at once, and tell the guardian what was taken before the first call.
 
     The limit is on private writable memory: address space alone says little, as some libraries reserve a lot of it.
+
+    Returns:
+        What tells, between calls, whether so much is kept that the process should be replaced. Never so where that was
+        kept after the first call already: a fresh process would be no better.
     """
     reports.send(str(resident_bytes([os.getpid(), *descendants(os.getpid())])).encode())
     reports.close()
-    with open("/proc/self/statm") as file:
-        data = int(file.read().split()[5]) * resource.getpagesize()
+    data = _data_bytes()
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = data + memory_bytes if hard == resource.RLIM_INFINITY else min(data + memory_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    full = data + _WORN_SHARE * memory_bytes
+    worn_above: float | None = None
+
+    def is_worn() -> bool:
+        nonlocal worn_above
+        kept = _data_bytes()
+        if worn_above is None:
+            worn_above = math.inf if kept > full else full
+        return kept > worn_above
+
+    return is_worn
+
+
+def _data_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[5]) * resource.getpagesize()
 
 
 def _prctl(option: int, value: int) -> None:

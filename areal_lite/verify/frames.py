@@ -1,8 +1,9 @@
 """Messages between a verifier's process and its parent: 4 bytes of length, big-endian, then msgpack.
 
 The process says `[problem, batch size or None, whether it is async]` once its function is loaded and prepared. Then it
-gets jobs `[job, calls]`, and `[job, None]` for one to be given up; it answers with `[job, None]` when it begins one,
-and `[job, replies]` when it is done. A call travels as bytes packed once, since it may be tried again.
+gets jobs `[job, calls]`, and `[job, None]` for one to be given up; it answers with `[job, None, False]` when it begins
+one, and `[job, replies, whether it keeps too much memory]` when it is done. A call travels as bytes packed once, since
+it may be tried again.
 """
 
 import struct

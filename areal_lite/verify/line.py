@@ -16,9 +16,15 @@ class Waiting:
     packed: bytes
     reply: "asyncio.Future[Reply]"
     retries: int = field(default=0)
-    """Further tries so far that were no fault of the call's."""
+    """Further tries so far after its process was lost."""
     is_alone: bool = field(default=False)
     """It must be the only call in its process: one of several is suspected of having ended another."""
+    had_fresh: bool = field(default=False)
+    """It got a process that had served nobody else: lack of memory there is its own."""
+    away_since: float | None = field(default=None)
+    """`time.monotonic` when its service first did not answer."""
+    num_unanswered: int = field(default=0)
+    """Times when it did not."""
 
 
 class Line:

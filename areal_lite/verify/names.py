@@ -5,14 +5,26 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from areal_lite.plugins import known_names
-from areal_lite.sections import VerifierConfig, VerifierSettings
+from areal_lite.sections import DataConfig, VerifierConfig, VerifierSettings
 
-__all__ = ["held_out_config", "known_verifier_names", "short_names", "verifier_settings", "weights_of"]
+__all__ = [
+    "chosen_by_sources",
+    "held_out_config",
+    "known_verifier_names",
+    "short_names",
+    "verifier_settings",
+    "weights_of",
+]
 
 
 def known_verifier_names(config: VerifierConfig) -> set[str]:
     """Return what a row's column `verifier` may say: the recipe's own names, and those that need no module."""
     return {*config.named, *known_names("verifier")}
+
+
+def chosen_by_sources(data: DataConfig) -> set[str]:
+    """Return the verifiers that sources choose for their rows."""
+    return {source.verifier for source in data.sources.values() if source.verifier}
 
 
 def weights_of(config: VerifierConfig) -> dict[str, float]:

@@ -5,11 +5,14 @@ with everything it started and replaced, while the others go on. What a verifier
 reason, never a reward and never an exception; a verifier that does little but fail ends the run.
 
 Who is tried again:
-1. a call that its process had not begun, and one whose function raised `VerifierUnavailable`: up to `retries` times,
-   after a growing pause, then it is `lost` or `unavailable`;
-2. calls of which several were in one process, or in one batch, when it crashed or was killed: nobody knows whose fault
+1. a call that its process had not begun: up to `retries` times, after a growing pause, then it is `lost`;
+2. a call whose function raised `VerifierUnavailable`: after growing pauses, until nobody was answered, or the call has
+   tried, for `unavailable_s`, then it is `unavailable`;
+3. calls of which several were in one process, or in one batch, when it crashed or was killed: nobody knows whose fault
    it was, so each runs once more with a process to itself, and what happens then is its own;
-3. nobody else: a call's own time-out, crash or exception would only happen again.
+4. a call for which there was not enough memory: it may be the calls before that left none, so the process is replaced,
+   and the call is the first of the next one, alone;
+5. nobody else: a call's own time-out, crash or exception would only happen again.
 """
 
 import asyncio
@@ -60,7 +63,11 @@ class VerifierPool:
         self._processes: set[VerifierProcess] = set()
         self._slots: list[asyncio.Task[None]] = []
         self._unusable: VerifierError | None = VerifierError("the verifier pool must be started before it scores")
-        self._quarantine = Quarantine(self._name, max_share=settings.max_failure_share)
+        self._quarantine = Quarantine(
+            self._name, max_share=settings.max_failure_share, unavailable_s=settings.unavailable_s
+        )
+        self._away_since: float | None = None
+        self._is_told_of_batches = False
         self._num_calls = self._num_busy = self._num_restarts = 0
         self._failures: Counter[str] = Counter()
         self.latencies: deque[float] = deque(maxlen=_LATENCIES_KEPT)
@@ -152,10 +159,11 @@ class VerifierPool:
         Consumes calls, produces replies; waits for calls, for replies (hard deadlines) and for the process to start
         (`start_timeout_s`); unblocked by `close`.
         """
+        firsts: list[Waiting] = []
         try:
             while True:
                 process = process or await self._relaunch()
-                await self._feed(process)
+                await self._feed(process, firsts)
                 await process.kill()
                 self._processes.discard(process)
                 process = None
@@ -163,17 +171,24 @@ class VerifierPool:
         except Exception as error:  # whatever it is, nobody may wait for this slot any longer
             self._give_up(error if isinstance(error, VerifierError) else VerifierError(f"verifier pool: {error!r}"))
 
-    async def _feed(self, process: VerifierProcess) -> None:
-        """Give a process as many jobs as it may have, until it has ended and all of them are over."""
+    async def _feed(self, process: VerifierProcess, firsts: list[Waiting]) -> None:
+        """Give a process as many jobs as it may have, until it takes no more and all of them are over.
+
+        Args:
+            process: Fresh.
+            firsts: Calls that need a fresh process: it takes one of them, and adds those for which it has no memory.
+        """
+        first = [firsts.pop(0)] if firsts else []
         limit = self._settings.concurrency if process.is_async else 1
         jobs: dict[asyncio.Task[None], bool] = {}
         try:
-            while jobs or not process.ended:
-                calls: list[Waiting] = []
-                if not process.ended and len(jobs) < limit and not any(jobs.values()):
+            while jobs or first or not (process.ended or process.is_worn or firsts):
+                calls, first = first, []
+                takes_more = not (process.ended or process.is_worn or firsts)
+                if not calls and takes_more and len(jobs) < limit and not any(jobs.values()):
                     calls = self._line.take(process.batch_size or 1, is_idle=not jobs)
                 if calls:
-                    job = asyncio.create_task(self._run(process, calls))
+                    job = asyncio.create_task(self._run(process, calls, firsts))
                     jobs[job] = calls[0].is_alone
                     job.add_done_callback(lambda _: self._line.notify())
                 else:
@@ -185,47 +200,73 @@ class VerifierPool:
             for job in jobs:
                 job.cancel()
 
-    async def _run(self, process: VerifierProcess, calls: list[Waiting]) -> None:
+    async def _run(self, process: VerifierProcess, calls: list[Waiting], firsts: list[Waiting]) -> None:
         """Have one job done, and see to each of its calls."""
+        timeout_s = self._settings.timeout_s * len(calls)
         began = time.monotonic()
         self._num_busy += len(calls)
         try:
-            replies = await process.call([call.packed for call in calls], timeout_s=self._settings.timeout_s)
+            replies = await process.call([call.packed for call in calls], timeout_s=timeout_s)
         except ProcessEnded as end:
             for call in calls:
                 if not end.begun:
                     self._try_again(call, Reply(None, "lost", end.ending.detail))
                 elif end.alone:
-                    self._finish(call, Reply(None, *end.ending), took_s=time.monotonic() - began)
+                    self._conclude(call, Reply(None, *end.ending), firsts, took_s=time.monotonic() - began)
                 else:
-                    self._try_alone(call)
+                    self._try_alone(call, end.ending.failure)
             return
         finally:
             self._num_busy -= len(calls)
         took_s = time.monotonic() - began
         if len(replies) != len(calls):  # one failure for the whole batch
             replies = replies[:1] * len(calls)
+            process.is_worn |= replies[0].failure == "memory"
             if replies[0].failure != "unavailable":
                 for call in calls:
-                    self._try_alone(call)
+                    self._try_alone(call, str(replies[0].failure))
                 return
         for call, reply in zip(calls, replies, strict=True):
-            if reply.failure == "unavailable":
-                self._try_again(call, reply)
-            else:
-                self._finish(call, reply, took_s=took_s)
+            process.is_worn |= reply.failure == "memory"
+            self._conclude(call, reply, firsts, took_s=took_s)
 
-    def _try_alone(self, call: Waiting) -> None:
+    def _conclude(self, call: Waiting, reply: Reply, firsts: list[Waiting], *, took_s: float) -> None:
+        """End a call, unless its failure is one of those that need not be its own."""
+        if reply.failure == "unavailable":
+            self._ask_again(call, reply)
+            return
+        self._away_since = None
+        if reply.failure == "memory" and not call.had_fresh:
+            call.had_fresh = call.is_alone = True
+            firsts.append(call)
+        else:
+            self._finish(call, reply, took_s=took_s)
+
+    def _try_alone(self, call: Waiting, reason: str) -> None:
+        if not self._is_told_of_batches:
+            self._is_told_of_batches = True
+            _log.warning("%s: calls that shared a process or a batch when it ended (%s) run alone", self._name, reason)
         call.is_alone = True
         self._line.put(call)
 
     def _try_again(self, call: Waiting, reply: Reply) -> None:
         if call.retries >= self._settings.retries:
             self._finish(call, reply)
-            return
-        pause_s = min(_FIRST_PAUSE_S * _PAUSE_GROWTH**call.retries, _LONGEST_PAUSE_S)
-        call.retries += 1
-        self._line.put(call, pause_s=pause_s)
+        else:
+            self._line.put(call, pause_s=_pause_s(call.retries))
+            call.retries += 1
+
+    def _ask_again(self, call: Waiting, reply: Reply) -> None:
+        """See to a call whose service does not answer; no such call ends while others are answered, but by its own."""
+        now = time.monotonic()
+        self._away_since = self._away_since or now
+        call.away_since = call.away_since or now
+        left_s = self._settings.unavailable_s - (now - min(self._away_since, call.away_since))
+        if left_s <= 0:
+            self._finish(call, reply)
+        else:
+            self._line.put(call, pause_s=min(max(_pause_s(call.num_unanswered), reply.retry_after_s), left_s))
+            call.num_unanswered += 1
 
     def _finish(self, call: Waiting, reply: Reply, *, took_s: float | None = None) -> None:
         self._num_calls += 1
@@ -268,6 +309,10 @@ class VerifierPool:
         for reply in list(self._pending):
             if not reply.done():
                 reply.set_exception(error)
+
+
+def _pause_s(num_tries: int) -> float:
+    return min(_FIRST_PAUSE_S * _PAUSE_GROWTH ** min(num_tries, 10), _LONGEST_PAUSE_S)
 
 
 def quantile(values: Sequence[float], share: float) -> float:

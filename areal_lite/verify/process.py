@@ -22,7 +22,7 @@ from areal_lite.sections import VerifierSettings
 from areal_lite.verify.frames import LENGTH, MAX_REPLY_BYTES, pack, unpack
 from areal_lite.verify.guardian import Ending
 from areal_lite.verify.protocol import Reply
-from areal_lite.verify.tree import stop_and_kill
+from areal_lite.verify.tree import adopt_orphans, end_adopted, stop_and_kill
 
 __all__ = ["ProcessEnded", "VerifierProcess"]
 
@@ -75,9 +75,12 @@ class VerifierProcess:
         """How many calls one job may hold, as the function says; None = it takes one, and not as a list."""
         self.is_async = False
         """Whether several jobs may be in flight."""
+        self.is_worn = False
+        """Whether it should be replaced, as memory is short there."""
         self._channel, theirs = socket.socketpair()
         options = json.dumps({"arguments": settings.arguments, "memory_mb": settings.memory_mb}, default=str)
         command = [sys.executable, "-m", "areal_lite.verify.child", settings.function, str(os.getpid()), options]
+        adopt_orphans()
         try:
             self._process = subprocess.Popen(
                 command, stdin=theirs.fileno(), stdout=subprocess.PIPE, start_new_session=True
@@ -175,6 +178,8 @@ class VerifierProcess:
         os.set_blocking(self._process.stdout.fileno(), False)
         with self._process.stdout as pipe:
             account = pipe.read()
+        if not account:
+            await asyncio.to_thread(end_adopted)  # the guardian cannot have
         self._when_ended()
         return Ending(*unpack(account)) if account else Ending("crashed", f"exit code {self._process.returncode}")
 
@@ -195,7 +200,8 @@ class VerifierProcess:
         with contextlib.suppress(EOFError, OSError):
             try:
                 while True:
-                    number, replies = await self._receive()
+                    number, replies, is_worn = await self._receive()
+                    self.is_worn |= is_worn
                     if job := self._jobs.get(number):
                         job.begun = True
                         if replies is not None and not job.replies.done():

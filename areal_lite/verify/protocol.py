@@ -9,10 +9,12 @@ Used by `child.py`, in the process that runs the function; imports nothing heavy
 """
 
 import asyncio
+import errno
 import functools
 import inspect
 import math
 import numbers
+import struct
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +22,17 @@ from typing import Any, NamedTuple
 from areal_lite.errors import VerifierError, VerifierUnavailable
 from areal_lite.verify.result import VerifyResult
 
-__all__ = ["Call", "Reply", "VerifyFunction", "answer", "answer_async", "batch_size", "is_async", "prepare_verifier"]
+__all__ = [
+    "Call",
+    "Reply",
+    "VerifyFunction",
+    "answer",
+    "answer_async",
+    "batch_size",
+    "checked",
+    "is_async",
+    "prepare_verifier",
+]
 
 VerifyFunction = Callable[..., Any]
 Call = tuple[str, str, str, Mapping[str, Any]]
@@ -42,6 +54,21 @@ class Reply(NamedTuple):
     """`(end_character, value)`, as in `VerifyResult`."""
     feedback: str = ""
     metrics: Mapping[str, float] = {}
+    retry_after_s: float = 0.0
+    """Of `unavailable`: for how long the service does not want to be asked."""
+
+    @property
+    def total(self) -> float | None:
+        """What the completion earned in all, outcome and steps."""
+        return None if self.reward is None else self.reward + sum(value for _, value in self.step_rewards)
+
+
+def checked(reply: Reply) -> Reply:
+    """Return a reply, or the failure `inf` where it earned what float32, in which rewards train, cannot hold."""
+    for number in (reply.reward, *(value for _, value in reply.step_rewards), reply.total):
+        if number is not None and (problem := _number_problem(number, "the reward, steps included,")):
+            return problem
+    return reply
 
 
 def prepare_verifier(function: VerifyFunction, arguments: Mapping[str, Any]) -> None:
@@ -145,14 +172,17 @@ def _read(value: Any, *, completion: str) -> Reply:
     parts, metrics = (
         {str(name): float(number) for name, number in table.items()} for table in (result.parts, result.metrics)
     )
-    return Reply(float(result.reward), None, "", parts, tuple(steps), result.feedback, metrics)
+    return checked(Reply(float(result.reward), None, "", parts, tuple(steps), result.feedback, metrics))
 
 
 def _number_problem(value: Any, what: str) -> Reply | None:
     if not isinstance(value, numbers.Real):
         return _wrong_type(value, f"{what}: a number")
-    if math.isfinite(value):
-        return None
+    try:
+        if math.isfinite(struct.unpack("f", struct.pack("f", float(value)))[0]):
+            return None
+    except OverflowError:
+        return Reply(None, "inf", f"{what} is too large for float32")
     return Reply(None, "nan" if math.isnan(value) else "inf", f"{what} is {float(value)}")
 
 
@@ -161,11 +191,21 @@ def _wrong_type(value: Any, wanted: str) -> Reply:
 
 
 def _failed(error: BaseException) -> Reply:
-    if isinstance(error, MemoryError):
+    if _is_lack_of_memory(error):
         # Its traceback may take memory that is not there.
-        return Reply(None, "memory", "MemoryError: more than memory_mb allows")
-    kind = "unavailable" if isinstance(error, VerifierUnavailable) else f"exception:{type(error).__name__}"
-    return Reply(None, kind, _describe(error))
+        return Reply(None, "memory", f"{type(error).__name__}: more than memory_mb allows")
+    if isinstance(error, VerifierUnavailable):
+        after_s = error.retry_after_s
+        is_known = isinstance(after_s, numbers.Real) and math.isfinite(after_s)
+        return Reply(None, "unavailable", _describe(error), retry_after_s=float(after_s) if is_known else 0.0)
+    return Reply(None, f"exception:{type(error).__name__}", _describe(error))
+
+
+def _is_lack_of_memory(error: BaseException) -> bool:
+    """Whether it is; a thread that cannot be started lacks memory for its stack, or is one of too many."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or "can't start new thread" in str(error.args[:1])
 
 
 @functools.cache

@@ -1,4 +1,7 @@
-"""When a verifier fails too often to be trusted: a run must not train on what little is left."""
+"""When a verifier fails too often to be trusted: a run must not train on what little is left.
+
+An absent service and a lost process say nothing about the verifier: such calls are left out.
+"""
 
 from collections import Counter, deque
 
@@ -8,34 +11,52 @@ from areal_lite.verify.protocol import Reply
 __all__ = ["Quarantine"]
 
 _WINDOW, _FEWEST = 50, 20
+_NOT_ITS_OWN = ("unavailable", "lost")
 
 
 class Quarantine:
-    """Looks at the last 50 finished calls, at least 20."""
+    """Looks at the last 50 finished calls, at least 20; and whether any of the last 20 was answered at all."""
 
-    def __init__(self, name: str, *, max_share: float) -> None:
+    def __init__(self, name: str, *, max_share: float, unavailable_s: float = 0.0) -> None:
         """Begin with no calls.
 
         Args:
             name: The verifier's, for the message.
-            max_share: Share of failures above which it is not trusted any more; 1 = never.
+            max_share: Share of failures above which it is not trusted any more; 1 = never end a run.
+            unavailable_s: How long a service that does not answer was asked, for the message.
         """
-        self._name, self._max_share = name, max_share
+        self._name, self._max_share, self._unavailable_s = name, max_share, unavailable_s
+        self._num_unavailable = 0
         self._failures: deque[str | None] = deque(maxlen=_WINDOW)
 
     def add(self, reply: Reply) -> VerifierError | None:
         """Count a finished call; returns what ends the run, if anything does."""
+        self._num_unavailable = self._num_unavailable + 1 if reply.failure == "unavailable" else 0
+        if reply.failure in _NOT_ITS_OWN:
+            return self._away(reply) if self._num_unavailable >= _FEWEST and self._max_share < 1 else None
         self._failures.append(reply.failure)
         reasons = Counter(failure for failure in self._failures if failure is not None)
         num_calls, num_failed = len(self._failures), reasons.total()
         if num_calls < _FEWEST or num_failed <= self._max_share * num_calls:
             return None
         listed = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
-        last = reply.detail.strip().rpartition("\n")[2]
         return VerifierError(
             f"the verifier {self._name} failed in {num_failed} of its last {num_calls} calls ({listed}), more than "
             f"max_failure_share={self._max_share:g} allows, and what is left may not be worth training on"
-            + (f"; the last said: {last}" if reply.failure is not None and last else "")
+            + _last_word(reply)
             + f". What to do: try it alone with `areal-lite verify {self._name}`; for timeout raise timeout_s, for "
             "memory memory_mb; or raise max_failure_share"
         )
+
+    def _away(self, reply: Reply) -> VerifierError:
+        return VerifierError(
+            f"the service of the verifier {self._name} must answer, it did not for the last {self._num_unavailable} "
+            f"calls, though asked again for unavailable_s={self._unavailable_s:g} seconds{_last_word(reply)}. What to "
+            f"do: see whether the service runs, then try it with `areal-lite verify {self._name}`; where it needs "
+            "longer to come back, raise unavailable_s"
+        )
+
+
+def _last_word(reply: Reply) -> str:
+    last = reply.detail.strip().rpartition("\n")[2]
+    return f"; the last said: {last}" if reply.failure is not None and last else ""

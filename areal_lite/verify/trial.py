@@ -46,14 +46,13 @@ class Outcome:
 
 
 def load_prompts(
-    path: Path, *, prompt_column: str, answer_column: str, config: Config, rows_choose: bool
+    path: Path, *, columns: Mapping[str, Sequence[str]], config: Config, rows_choose: bool
 ) -> list[Prompt]:
     """Read the data's rows, with ids `verify/0/<index>`.
 
     Args:
         path: One JSON object a line.
-        prompt_column: Column with the prompt.
-        answer_column: Column with the reference answer.
+        columns: What the columns with `prompt` and `answer`, the reference, may be called: the first that there is.
         config: Its `data.columns` names further columns; it has the verifiers that rows may choose.
         rows_choose: Whether rows choose their verifiers, as in a run; if not, what they say of it is left out.
 
@@ -61,6 +60,10 @@ def load_prompts(
         DataError: The file is missing or broken, lacks a column, or chooses a verifier that is not there.
     """
     rows = _read(path, option="--data")
+    there = {name for _, row in rows for name in row}
+    prompt_column, answer_column = (
+        next((name for name in columns[kind] if name in there), columns[kind][0]) for kind in ("prompt", "answer")
+    )
     check_columns(path, rows, columns={"--prompt-column": prompt_column, "--answer-column": answer_column})
     new_names = {old: new for new, old in config.data.columns.items()}
     tasks = []

@@ -61,8 +61,7 @@ def _lowest(scored: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def _total(outcome: Outcome) -> float:
-    """What the completion earned in all, its steps included."""
-    return (outcome.reply.reward or 0.0) + sum(value for _, value in outcome.reply.step_rewards)
+    return outcome.reply.total or 0.0
 
 
 def _rewards(rewards: Sequence[float]) -> dict[str, Any]:
@@ -116,7 +115,7 @@ def _example(outcome: Outcome) -> dict[str, Any]:
         "prompt": case.prompt.text,
         "completion": case.completion,
         "answer": case.prompt.answer,
-        "reward": None if reply.reward is None else _total(outcome),
+        "reward": reply.total,
         "feedback": reply.feedback,
     }
 

@@ -5,7 +5,7 @@ Used by the verifier worker and by evaluations, inside one event loop. One slow 
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from areal_lite.sections import VerifierConfig, VerifierSettings
@@ -21,17 +21,19 @@ __all__ = ["VerifierSet"]
 class VerifierSet:
     """Scores completions with the verifier that their row, or else the recipe, names."""
 
-    def __init__(self, config: VerifierConfig, *, start_timeout_s: float = 60.0) -> None:
+    def __init__(self, config: VerifierConfig, *, also: Iterable[str] = (), start_timeout_s: float = 60.0) -> None:
         """Prepare; nothing runs before `start`.
 
         Args:
             config: The recipe's section.
+            also: Further verifiers that rows are known to choose: they start with the others. One that only a row
+                names starts when that is scored.
             start_timeout_s: Seconds that importing and preparing one function may take.
         """
         self._config, self._start_timeout_s = config, start_timeout_s
         self._weights = weights_of(config)
         self._settings: dict[str, VerifierSettings] = {
-            name: verifier_settings(config, name) for name in (*self._weights, *config.named)
+            name: verifier_settings(config, name) for name in (*self._weights, *config.named, *sorted(also))
         }
         self._held_out = self._weights
         if config.eval_function is not None:
@@ -53,7 +55,7 @@ class VerifierSet:
         return name
 
     async def start(self) -> None:
-        """Start the pools of all verifiers that the recipe names.
+        """Start the pools of all verifiers that the recipe and its sources name.
 
         Raises:
             VerifierError: One cannot be found, imported or prepared.

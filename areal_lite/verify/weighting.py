@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from areal_lite.verify.protocol import Reply
+from areal_lite.verify.protocol import Reply, checked
 
 __all__ = ["weighted_sum"]
 
@@ -16,7 +16,7 @@ def weighted_sum(replies: Mapping[str, Reply], weights: Mapping[str, float]) -> 
 
     Returns:
         A reward, with each verifier's own, unweighted, among `parts`; or a failure, where any verifier failed: a part
-        of a sum is another quantity.
+        of a sum is another quantity. A sum that is no number of float32 fails as `inf`.
 
     Example:
         >>> said = {"math": Reply(1.0), "format": Reply(0.5, parts={"tags": 0.5})}
@@ -37,4 +37,4 @@ def weighted_sum(replies: Mapping[str, Reply], weights: Mapping[str, float]) -> 
         parts |= {name: reply.reward} | {f"{name}/{part}": value for part, value in reply.parts.items()}
         metrics |= {f"{name}/{metric}": value for metric, value in reply.metrics.items()}
         feedback += [f"{name}: {reply.feedback}"] if reply.feedback else []
-    return Reply(total, None, "", parts, tuple(sorted(steps)), "\n".join(feedback), metrics)
+    return checked(Reply(total, None, "", parts, tuple(sorted(steps)), "\n".join(feedback), metrics))

@@ -5,14 +5,14 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal, get_args
 
 from areal_lite.verify.builtin.code_cases import STATUSES, Verdict, run_asserts, run_examples, split_asserts
 from areal_lite.verify.builtin.sandbox import Limits, choose_kind, sweeping
 from areal_lite.verify.result import VerifyResult, prepared_by
 
-__all__ = ["code", "find_program"]
+__all__ = ["code", "find_program", "least_timeout_s"]
 
 _Reward = Literal["share", "all"]
 _Sandbox = Literal["auto", "bubblewrap", "plain"]
@@ -22,9 +22,9 @@ _BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", 
 def _check(
     *,
     reward: _Reward = "share",
-    sandbox: _Sandbox = "auto",
-    wall_s: float = 2.0,
-    total_s: float = 3.0,
+    sandbox: _Sandbox = "bubblewrap",
+    wall_s: float = 10.0,
+    total_s: float = 5.0,
     cpu_s: int = 2,
     memory_mb: int = 512,
     output_kb: int = 256,
@@ -59,9 +59,9 @@ def code(
     asserts: Sequence[str] | str | None = None,
     entry_point: str | None = None,
     reward: _Reward = "share",
-    sandbox: _Sandbox = "auto",
-    wall_s: float = 2.0,
-    total_s: float = 3.0,
+    sandbox: _Sandbox = "bubblewrap",
+    wall_s: float = 10.0,
+    total_s: float = 5.0,
     cpu_s: int = 2,
     memory_mb: int = 512,
     output_kb: int = 256,
@@ -80,9 +80,9 @@ def code(
     A plain process has the limits alone: it reads and writes what the user may, network and other processes included.
     docs/code-sandbox.md has the list.
 
-    Assert-style tests run in a process of their own, to which the candidate's functions only hand over built-in
-    values: leaving early, patching functions, or objects that equal everything gain nothing. Arguments are copies, so
-    a function that works in place must return its result; an object of the candidate's own class equals nothing.
+    Assert-style tests run in a process of their own, to which the candidate's functions only hand over plain values:
+    leaving early, patching functions, or objects that equal everything gain nothing. Arguments are copies, so a
+    function that works in place must return its result; an object of the candidate's own class equals nothing.
 
     Args:
         prompt: Not looked at.
@@ -95,24 +95,27 @@ def code(
         asserts: Column: a list of such statements, each a case, or the same as JSON.
         entry_point: Column: the function to be tested.
         reward: `share` of the cases passed, or 1 only for `all`.
-        sandbox: `auto` = bubblewrap where it works.
-        wall_s: Seconds that one case, or all asserts together, may take.
-        total_s: Seconds for all cases; those behind it count as timed out. Keep the verifier's `timeout_s` above it
-            by a second and 0.2 s for each case, or slow programs become failures instead of zeros.
+        sandbox: `bubblewrap`; `plain` = none, see below; `auto` = plain where bubblewrap does not work.
+        wall_s: Seconds that one case, or all asserts together, may take. For programs that sleep: keep it far above
+            `cpu_s`, so that it decides nothing on a busy machine.
+        total_s: Processor seconds for all of `tests`. Behind it, cases count as timed out if one met a limit before;
+            else it is an error, as the program may be right.
         cpu_s: Processor seconds of one process.
         memory_mb: Memory in MiB.
-        output_kb: Standard output and error in KiB.
+        output_kb: Standard output and error in KiB, beyond what is expected.
         disk_mb: A file, and in bubblewrap the temporary folder, in MiB.
         processes: Processes and threads at once.
         **row: Not looked at.
 
     Returns:
         The reward; metrics: the shares of cases that ended as `passed`, `wrong`, `crash`, `timeout`, `cpu`, `memory`,
-        `output` or `processes`; feedback: what the first failed case did.
+        `output` or `processes`, and with `sandbox: auto` whether it is `sandbox_plain`; feedback: what the first failed
+        case did.
 
     Raises:
         ValueError: The row has no tests, or none that can be read, or has a column with the name of a setting.
         VerifierUnavailable: The sandbox could not be set up.
+        VerifierError: `total_s` is not enough, or the tests' own side broke.
     """
     limits = Limits(
         wall_s=wall_s,
@@ -135,7 +138,18 @@ def code(
         if test_code is not None or asserts is not None:
             cases = split_asserts(test_code, asserts, entry_point)
             verdicts += run_asserts(program, cases, entry_point=entry_point, kind=kind, limits=limits)
-    return _result(verdicts, reward)
+    result = _result(verdicts, reward)
+    return (
+        replace(result, metrics={**result.metrics, "sandbox_plain": kind == "plain"}) if sandbox == "auto" else result
+    )
+
+
+def least_timeout_s(*, wall_s: float = 10.0, total_s: float = 5.0, **_: object) -> float:
+    """Return the `timeout_s` below which the pool could end a call before the limits do, on a machine that is idle.
+
+    The cases of `tests` take `total_s` and the last of them its `wall_s`, asserts another `wall_s`; 2 s are for starts.
+    """
+    return total_s + 2 * wall_s + 2
 
 
 def find_program(completion: str) -> str:

@@ -7,14 +7,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from areal_lite.errors import VerifierError
-from areal_lite.verify.builtin import code_remote
+from areal_lite.errors import VerifierError, VerifierUnavailable
+from areal_lite.verify.builtin import code_remote, code_runner
 from areal_lite.verify.builtin.code_remote import ENDED
-from areal_lite.verify.builtin.program import Outcome, Program
+from areal_lite.verify.builtin.program import START_TIMEOUT_S, Outcome, Program
 from areal_lite.verify.builtin.sandbox import Kind, Limits
 
 __all__ = ["STATUSES", "Case", "Verdict", "run_asserts", "run_examples", "split_asserts"]
@@ -23,6 +22,7 @@ STATUSES = ("passed", "wrong", "crash", "timeout", "cpu", "memory", "output", "p
 """How a case can end."""
 
 _REMOTE = Path(code_remote.__file__).read_text()
+_RUNNER = Path(code_runner.__file__).read_text()
 _DETAIL_CHARS = 500
 
 
@@ -52,11 +52,12 @@ def run_examples(
         program: Python.
         tests: `[{"input", "output"}]`, or the same as JSON.
         kind: Of the sandbox.
-        limits: Of each run.
-        total_s: Seconds of all runs; cases behind it are not run.
+        limits: Of each case.
+        total_s: Processor seconds of all cases, a case that is ended from outside counted by its wall time.
 
     Raises:
         ValueError: The tests have another form.
+        VerifierError: The total was used up by cases that all kept their limits.
     """
     examples = _listed(tests, "tests")
     for example in examples:
@@ -64,20 +65,73 @@ def run_examples(
             raise ValueError(f'a test must be {{"input": ..., "output": ...}}, got {example!r:.200}')
     verdicts: list[Verdict] = []
     left_s = total_s
-    for example in examples:
-        if left_s <= 0:
-            verdicts.append(Verdict("timeout", f"not run: the cases before took {total_s} s together"))
-            continue
-        bounds = replace(limits, wall_s=min(limits.wall_s, left_s))
-        with tempfile.TemporaryDirectory() as folder:
-            arguments, files = ["{folder}/candidate.py"], {"candidate.py": program}
-            with Program(
-                Path(folder), arguments, files=files, kind=kind, limits=bounds, stdin=str(example["input"])
-            ) as run:
-                outcome = run.wait()
-        left_s -= outcome.seconds
-        verdicts.append(_compared(outcome, str(example["output"])))
+    with Runner(program, kind=kind, limits=limits) as runner:
+        for example in examples:
+            if left_s <= 0:
+                return verdicts + _not_run(verdicts, total_s, number=len(examples) - len(verdicts))
+            expected = str(example["output"])
+            outcome = runner.run(str(example["input"]), more_output_bytes=len(expected.encode(errors="replace")))
+            left_s -= outcome.seconds
+            verdicts.append(_compared(outcome, expected))
     return verdicts
+
+
+def _not_run(verdicts: Sequence[Verdict], total_s: float, *, number: int) -> list[Verdict]:
+    """Judge what there was no time for: a program that met a limit is to blame, a total too small for it is not."""
+    if all(verdict.status in ("passed", "wrong", "crash") for verdict in verdicts):
+        raise VerifierError(
+            f"total_s must be enough for all {len(verdicts) + number} cases of a program that keeps its limits, got "
+            f"{total_s:g}, which {len(verdicts)} cases used up: raise total_s (and the verifier's timeout_s)"
+        )
+    return [Verdict("timeout", f"not run: the cases before took {total_s:g} s together")] * number
+
+
+class Runner:
+    """A sandbox in which a program runs case by case; made anew where a case broke it. Whoever makes one closes it."""
+
+    def __init__(self, program: str, *, kind: Kind, limits: Limits) -> None:
+        self._files = {"candidate.py": program, "runner.py": _RUNNER}
+        self._kind, self._limits = kind, limits
+        self._stack = ExitStack()
+        self._program: Program | None = None
+
+    def __enter__(self) -> "Runner":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def run(self, stdin: str, *, more_output_bytes: int) -> Outcome:
+        """Run one case.
+
+        Raises:
+            VerifierUnavailable: The sandbox cannot be set up.
+        """
+        if self._program is None or self._program.has_ended:
+            self._stack.close()
+            self._program, self._channel = self._start()
+        return self._program.run_case(self._channel, stdin, more_output_bytes=more_output_bytes)
+
+    def _start(self) -> tuple[Program, socket.socket]:
+        channel, theirs = (self._stack.enter_context(end) for end in socket.socketpair())
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        paths = [f"{{folder}}/{name}" for name in ("candidate.py", "stdin")]
+        arguments = ["{folder}/runner.py", str(theirs.fileno()), *paths, str(self._limits.cpu_s)]
+        program = Program(
+            folder,
+            arguments,
+            files=self._files,
+            kind=self._kind,
+            limits=self._limits,
+            pass_fds=[theirs.fileno()],
+            is_runner=True,
+        )
+        self._stack.enter_context(program)
+        theirs.close()  # so that this side learns of the other's end
+        channel.settimeout(START_TIMEOUT_S)
+        if not channel.recv(16):
+            raise VerifierUnavailable(f"the sandbox must run Python, it does not: {program.wait().stderr[-500:]}")
+        return program, channel
 
 
 def _listed(value: Any, name: str) -> list[Any]:

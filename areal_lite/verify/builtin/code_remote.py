@@ -9,13 +9,17 @@ functions, or returns objects equal to everything changes nothing there. Standar
 
 import ast
 import builtins
+import datetime
+import importlib
 import json
 import operator
 import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 __all__ = ["ENDED", "CandidateEnded", "CandidateError", "RemoteObject", "decode", "encode", "run_cases", "serve"]
@@ -39,7 +43,8 @@ def encode(value: Any, objects: dict[int, Any] | None = None) -> Any:
     """Turn a value into what JSON holds.
 
     Args:
-        value: Built-in values, nested as one likes; of a subclass, what it is as a built-in one.
+        value: Built-in values, numbers and dates of the standard library, nested as one likes; of a subclass, what it
+            is as one of these.
         objects: Where everything else is kept, by number; None = it is refused.
 
     Raises:
@@ -59,12 +64,28 @@ def encode(value: Any, objects: dict[int, Any] | None = None) -> Any:
         return ["literal", repr(bytes(value))]
     if isinstance(value, complex):
         return ["literal", repr(complex(value))]
+    for plain, parts in _PARTS.items():
+        if isinstance(value, plain):
+            return [plain.__name__, [encode(part) for part in parts(value)]]
     if isinstance(value, RemoteObject):
         return ["object", object.__getattribute__(value, "_number")]
     if objects is None:
         raise TypeError(f"a test can send built-in values only, got {type(value).__name__}")
     objects[id(value)] = value
     return ["object", id(value)]
+
+
+# A datetime is a date as well: it goes first.
+_PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    Decimal: lambda value: [str(value)],
+    Fraction: lambda value: [value.numerator, value.denominator],
+    range: lambda value: [value.start, value.stop, value.step],
+    datetime.datetime: lambda value: [value.isoformat()],
+    datetime.date: lambda value: [value.isoformat()],
+    datetime.time: lambda value: [value.isoformat()],
+    datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],
+}
+_MAKERS: dict[str, Callable[..., Any]] = {kind.__name__: getattr(kind, "fromisoformat", kind) for kind in _PARTS}
 
 
 def decode(packed: Any, objects: Any) -> Any:
@@ -78,6 +99,8 @@ def decode(packed: Any, objects: Any) -> Any:
         return ast.literal_eval(content)
     if kind == "dict":
         return {decode(key, objects): decode(value, objects) for key, value in content}
+    if kind in _MAKERS:
+        return _MAKERS[kind](*(decode(part, objects) for part in content))
     return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind](decode(v, objects) for v in content)
 
 
@@ -143,10 +166,12 @@ class _Asker:
             if "value" in reply:
                 return decode(reply["value"], self)
             name, text = reply["error"]
-        except (OSError, ValueError, TypeError, KeyError, RecursionError, SyntaxError) as error:
+        except (OSError, ArithmeticError, ValueError, TypeError, KeyError, RecursionError, SyntaxError) as error:
             raise CandidateEnded(f"no proper answer came ({type(error).__name__})") from None
         kind = getattr(builtins, str(name), None)
-        if isinstance(kind, type) and issubclass(kind, Exception):
+        # To Python the end of an iterator is an answer: raised by anything else, it would end a loop of the tests'.
+        ends_loops = kind in (StopIteration, StopAsyncIteration) and do != "next"
+        if isinstance(kind, type) and issubclass(kind, Exception) and not ends_loops:
             raise kind(text)
         raise CandidateError(f"{name}: {text}")
 
@@ -198,19 +223,28 @@ class RemoteObject:
 
 
 class _Names(dict[str, Any]):
-    """The tests' globals: their own names, then Python's, then the candidate's.
+    """The tests' globals: their own names, then Python's and its modules, then the candidate's.
 
-    Python's go first, so that a candidate's `all` or `abs` does not judge its own answers.
+    Python's go first, so that a candidate's `all` or `math` does not judge its own answers.
     """
 
-    def __init__(self, asker: _Asker, entry_point: str | None) -> None:
+    def __init__(self, asker: _Asker, entry_point: str | None, called: set[str]) -> None:
         super().__init__({"__name__": "tests", "__builtins__": builtins})
-        self._asker, self._entry_point = asker, entry_point
+        self._asker, self._entry_point, self._called = asker, entry_point, called
 
     def __missing__(self, name: str) -> Any:
-        if hasattr(builtins, name) and name != self._entry_point:
-            return getattr(builtins, name)
+        if name != self._entry_point:
+            if hasattr(builtins, name):
+                return getattr(builtins, name)
+            # No module can be called: what the tests call `bisect` or `copy` is a function of the candidate's.
+            if name in sys.stdlib_module_names and name not in self._called:
+                return importlib.import_module(name)
         return self._asker.ask("name", name)
+
+
+def _called_in(source: str) -> set[str]:
+    calls = (node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return {function.id for function in calls if isinstance(function, ast.Name)}
 
 
 def run_cases(channel: socket.socket, cases: list[list[Any]], *, entry_point: str | None) -> Iterator[str | None]:
@@ -221,7 +255,7 @@ def run_cases(channel: socket.socket, cases: list[list[Any]], *, entry_point: st
         cases: `[is a case, source]`: what is none prepares the others, and may fail without being counted.
         entry_point: A name that is the candidate's even where Python has it too.
     """
-    names = _Names(_Asker(channel), entry_point)
+    names = _Names(_Asker(channel), entry_point, set().union(*(_called_in(source) for _, source in cases)))
     for is_case, source in cases:
         trouble: str | None = None
         try:
@@ -234,6 +268,7 @@ def run_cases(channel: socket.socket, cases: list[list[Any]], *, entry_point: st
 
 
 def _main(do: str, descriptor: str, file: str) -> None:
+    sys.set_int_max_str_digits(0)  # JSON holds numbers of any length; time has a limit of its own
     channel = socket.socket(fileno=int(descriptor))
     with open(file, encoding="utf-8", errors="surrogatepass") as stream:
         content = stream.read()

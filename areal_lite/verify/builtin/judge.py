@@ -147,8 +147,18 @@ async def _ask(client: Any, question: str, **options: Any) -> str:
     try:
         response = await client.chat.completions.create(messages=messages, **options)
     except (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError) as error:
-        raise VerifierUnavailable(f"the judge at {client.base_url} does not answer: {error}") from error
+        text = f"the judge at {client.base_url} does not answer: {error}"
+        raise VerifierUnavailable(text, retry_after_s=_retry_after_s(error)) from error
     return (response.choices[0].message.content if response.choices else None) or ""
+
+
+def _retry_after_s(error: Exception) -> float:
+    """Return for how long a busy server does not want to be asked; 0 where it does not say, or names a date."""
+    response = getattr(error, "response", None)
+    try:
+        return float(response.headers["retry-after"]) if response is not None else 0.0
+    except (KeyError, ValueError):
+        return 0.0
 
 
 def _reward(reply: str, pattern: str, scale: Sequence[float]) -> float:

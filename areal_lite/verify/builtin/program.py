@@ -1,9 +1,11 @@
 """One run of a program in a sandbox: what it wrote, and how it ended. Used by the verifier `code`."""
 
 import contextlib
+import json
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -15,9 +17,10 @@ from areal_lite.errors import VerifierUnavailable
 from areal_lite.verify.builtin.sandbox import Kind, Limits, launch
 from areal_lite.verify.tree import descendants
 
-__all__ = ["Outcome", "Program"]
+__all__ = ["START_TIMEOUT_S", "Outcome", "Program"]
 
-_START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 60.0
+"""How long a sandbox may take until it stands; far beyond a busy machine's."""
 _LOOK_EVERY_S = 0.05
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -29,8 +32,8 @@ class Outcome(NamedTuple):
     """`ok`, `crash`, `timeout`, `cpu`, `memory`, `output`, `processes` or `stopped`."""
     stdout: str
     stderr: str
-    seconds: float
-    """Wall time from its start."""
+    seconds: float = 0.0
+    """Of one case: processor time, or wall time where it was ended from outside."""
 
 
 class Program:
@@ -44,8 +47,8 @@ class Program:
         files: Mapping[str, str],
         kind: Kind,
         limits: Limits,
-        stdin: str = "",
         pass_fds: Sequence[int] = (),
+        is_runner: bool = False,
     ) -> None:
         """Start it, and wait until its sandbox stands.
 
@@ -55,21 +58,24 @@ class Program:
             files: Texts by name.
             kind: From `choose_kind`.
             limits: What it may take.
-            stdin: What it can read.
             pass_fds: File descriptors it inherits.
+            is_runner: Whether it is `code_runner.py`, see `launch`.
 
         Raises:
             VerifierUnavailable: The sandbox cannot be set up.
         """
-        for name, text in {**files, "stdin": stdin}.items():
+        for name, text in {**files, "stdin": ""}.items():
             (folder / name).write_text(text, encoding="utf-8", errors="surrogatepass")
         folder.chmod(0o755)
-        self._limits, self._kind = limits, kind
+        self._limits, self._kind, self._folder = limits, kind, folder
+        self._output_bytes, self._is_runner = limits.output_kb * 1024, is_runner
         self._status: str | None = None
         self._written = {"stdout": bytearray(), "stderr": bytearray()}
         ready, theirs = os.pipe()
         try:
-            self._process = launch(folder, arguments, kind=kind, limits=limits, ready=theirs, pass_fds=pass_fds)
+            self._process = launch(
+                folder, arguments, kind=kind, limits=limits, ready=theirs, pass_fds=pass_fds, is_runner=is_runner
+            )
         except BaseException:
             os.close(ready)
             raise
@@ -89,7 +95,7 @@ class Program:
     def _wait_until_ready(self, ready: int) -> None:
         with open(ready, "rb", buffering=0) as pipe, selectors.DefaultSelector() as selector:
             selector.register(pipe, selectors.EVENT_READ)
-            if selector.select(_START_TIMEOUT_S) and pipe.read(1):
+            if selector.select(START_TIMEOUT_S) and pipe.read(1):
                 return
         self._process.kill()
         trouble = self._process.communicate()[1].decode(errors="replace").strip()
@@ -97,29 +103,69 @@ class Program:
 
     def wait(self) -> Outcome:
         """Wait until the program ends, or end it at a limit."""
-        with selectors.DefaultSelector() as selector:
-            for name, pipe in (("stdout", self._process.stdout), ("stderr", self._process.stderr)):
-                assert pipe is not None
-                os.set_blocking(pipe.fileno(), False)
-                selector.register(pipe, selectors.EVENT_READ, name)
-            ended = os.pidfd_open(self._process.pid)
-            try:
-                selector.register(ended, selectors.EVENT_READ, "end")
-                self._watch(selector)
-            finally:
-                os.close(ended)
-        seconds = time.monotonic() - self._start
+        ended = os.pidfd_open(self._process.pid)
+        try:
+            self._watch(ended)
+        finally:
+            os.close(ended)
         self.close()
-        text = {name: bytes(data).decode(errors="replace") for name, data in self._written.items()}
-        status = self._status or _how_it_ended(self._process.returncode, text["stderr"])
-        return Outcome(status, text["stdout"], text["stderr"], seconds)
+        stdout, stderr = self._texts()
+        return Outcome(self._status or _how_it_ended(self._process.returncode, stderr), stdout, stderr)
+
+    def run_case(self, channel: socket.socket, stdin: str, *, more_output_bytes: int) -> Outcome:
+        """Have `code_runner.py` run a case.
+
+        Args:
+            channel: To it.
+            stdin: What the case can read.
+            more_output_bytes: How much more it may write than the limits say.
+
+        Returns:
+            What came of it. After `gone`, or a limit that is met from outside, nothing runs any more.
+        """
+        (self._folder / "stdin").write_text(stdin, encoding="utf-8", errors="surrogatepass")
+        self._written = {name: bytearray() for name in self._written}
+        self._output_bytes = self._limits.output_kb * 1024 + more_output_bytes
+        self._start = time.monotonic()
+        line = b""
+        with contextlib.suppress(ConnectionError):
+            channel.sendall(b"c")
+            self._watch(channel.fileno())
+            line = b"" if self._status else channel.recv(4096)
+        stdout, stderr = self._texts()
+        if not line:
+            self.close()
+            return Outcome(self._status or "crash", stdout, stderr, time.monotonic() - self._start)
+        code, cpu_s = json.loads(line)
+        code = os.waitstatus_to_exitcode(code)
+        if code == -signal.SIGKILL and cpu_s >= self._limits.cpu_s:
+            code = -signal.SIGXCPU  # it ignored the first signal
+        return Outcome(_how_it_ended(code, stderr), stdout, stderr, cpu_s)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was closed."""
+        return self._process.returncode is not None
+
+    def _texts(self) -> tuple[str, str]:
+        written = self._written
+        return written["stdout"].decode(errors="replace"), written["stderr"].decode(errors="replace")
 
     def stop(self) -> None:
         """Have a `wait` of another thread end the program at once, with the status `stopped`."""
         self._status = self._status or "stopped"
 
-    def _watch(self, selector: selectors.BaseSelector) -> None:
-        """Read what it writes until it ends or meets a limit."""
+    def _watch(self, end: int) -> None:
+        """Read what it writes until `end` can be read and nothing is left, or it meets a limit."""
+        with selectors.DefaultSelector() as selector:
+            for name, pipe in (("stdout", self._process.stdout), ("stderr", self._process.stderr)):
+                assert pipe is not None
+                os.set_blocking(pipe.fileno(), False)
+                selector.register(pipe, selectors.EVENT_READ, name)
+            selector.register(end, selectors.EVENT_READ, "end")
+            self._look(selector)
+
+    def _look(self, selector: selectors.BaseSelector) -> None:
         look_at = 0.0
         while self._status is None:
             events = {key.data: key for key, _ in selector.select(_LOOK_EVERY_S)}
@@ -139,7 +185,7 @@ class Program:
         except BlockingIOError:
             return True
         self._written[name] += data
-        if sum(map(len, self._written.values())) > self._limits.output_kb * 1024:
+        if sum(map(len, self._written.values())) > self._output_bytes:
             self._status = "output"
         return bool(data)
 
@@ -148,7 +194,7 @@ class Program:
             return "timeout"
         pids = {*descendants(self._process.pid), self._process.pid}
         # In bubblewrap the kernel counts them. Outside it counts all of the user's, so that only looking helps.
-        if self._kind == "plain" and len(pids) > self._limits.processes:
+        if self._kind == "plain" and len(pids) - self._is_runner > self._limits.processes:
             return "processes"
         return "memory" if sum(map(_resident_bytes, pids)) > self._limits.memory_mb * 2**20 else None
 

@@ -1,4 +1,4 @@
-"""Runs a program that nobody vouches for: in bubblewrap where it works, else in a plain process with limits.
+"""Runs a program that nobody vouches for: in bubblewrap, or, where that is asked for, in a plain process with limits.
 
 Used by the verifier `code`; docs/code-sandbox.md says what each kind contains and what it does not. Every program gets
 limits of its own, set inside by a prelude that then becomes the program. Linux only.
@@ -46,7 +46,8 @@ for name, value in (("AS", memory), ("FSIZE", size), ("NPROC", processes), ("NOF
         value = min(value, resource.getrlimit(kind)[1])
     if value >= 0:
         resource.setrlimit(kind, (value, value))
-resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
+if cpu > 0:
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
 os.write(ready, b"r")
 os.close(ready)
 os.execv(sys.executable, [sys.executable, "-I", *sys.argv[6:]])
@@ -86,7 +87,10 @@ def choose_kind(wanted: Literal["auto", "bubblewrap", "plain"]) -> Kind:
     if not trouble:
         return "bubblewrap"
     if wanted == "bubblewrap":
-        raise VerifierError(f"bubblewrap must work here, it says: {trouble}; install it, or allow user namespaces")
+        raise VerifierError(
+            f"bubblewrap must work here, it says: {trouble}; install it (apt-get install bubblewrap) and allow user "
+            "namespaces, or write `sandbox: plain` to run a model's programs without a sandbox"
+        )
     return "plain"
 
 
@@ -104,7 +108,14 @@ def _bubblewrap_trouble() -> str:
 
 
 def launch(
-    folder: Path, arguments: Sequence[str], *, kind: Kind, limits: Limits, ready: int, pass_fds: Sequence[int] = ()
+    folder: Path,
+    arguments: Sequence[str],
+    *,
+    kind: Kind,
+    limits: Limits,
+    ready: int,
+    pass_fds: Sequence[int] = (),
+    is_runner: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start `python ARGUMENTS` behind the prelude.
 
@@ -115,15 +126,18 @@ def launch(
         limits: Wall time, output and the memory of all processes are the caller's to watch.
         ready: A pipe's end that gets one byte once the sandbox stands.
         pass_fds: Further file descriptors that the program inherits.
+        is_runner: It starts processes of its own for what is to be limited: its own processor time is not limited, it
+            does not count as one of the processes, and in bubblewrap it is process 1, which the others cannot signal.
 
     Raises:
         VerifierError: The machine gives no more processes.
     """
     inside = FOLDER if kind == "bubblewrap" else str(folder)
-    # In bubblewrap two of its own processes count as well. Outside, the limit would count all of the user's.
+    # In bubblewrap two of its own processes count as well, of which a runner takes the place of one. Outside, the limit
+    # would count all of the user's.
     processes = limits.processes + 2 if kind == "bubblewrap" else -1
-    figures = [ready, limits.cpu_s, limits.memory_mb * _MIB, limits.disk_mb * _MIB, processes]
-    command = _bubblewrap(folder, disk_mb=limits.disk_mb) if kind == "bubblewrap" else []
+    figures = [ready, 0 if is_runner else limits.cpu_s, limits.memory_mb * _MIB, limits.disk_mb * _MIB, processes]
+    command = _bubblewrap(folder, disk_mb=limits.disk_mb, is_first=is_runner) if kind == "bubblewrap" else []
     command += [_python(), "-I", "-S", "-c", _PRELUDE, *map(str, figures)]
     with (folder / "stdin").open("rb") as stdin:
         try:
@@ -151,8 +165,8 @@ def _python() -> str:
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
-def _bubblewrap(folder: Path, *, disk_mb: int) -> list[str]:
-    """Return the command before the program's own.
+def _bubblewrap(folder: Path, *, disk_mb: int, is_first: bool = False) -> list[str]:
+    """Return the command before the program's own, which is process 1 of its namespace if it `is_first`.
 
     Root is no user whose processes the kernel counts, whatever it is called inside. So root becomes a user of its own
     first, in a view of the file system where such a user can reach the interpreter, wherever it lies.
@@ -160,6 +174,7 @@ def _bubblewrap(folder: Path, *, disk_mb: int) -> list[str]:
     inner = [
         *("bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--uid", str(_NOBODY), "--gid", str(_NOBODY)),
         *("--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"),
+        *(["--as-pid-1"] if is_first else []),
         *("--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"),
         *_system(),
         *("--ro-bind", FOLDER if os.geteuid() == 0 else str(folder), FOLDER),

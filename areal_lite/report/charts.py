@@ -1,0 +1,115 @@
+"""Charts as plain Plotly figures (`data`, `layout`); the colours of text and ground are the page's."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["COLOURS", "Chart", "Line", "bars", "lines", "smoothed", "stacked"]
+
+COLOURS = ("#3f87c9", "#e07b39", "#35a06f", "#b065c6", "#c79a1e", "#d5505f", "#3da7ab", "#8d8072")
+"""Told apart on white, on black, and by most colour-blind eyes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """One picture of the page."""
+
+    title: str
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+    note: str = ""
+    """What one should know to read it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One curve; a None in `y` is a gap."""
+
+    name: str
+    x: Sequence[float | None]
+    y: Sequence[float | None]
+    style: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the Plotly trace."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to draw."""
+        return not any(x is not None and y is not None for x, y in zip(self.x, self.y, strict=True))
+
+
+def lines(
+    title: str, curves: Sequence[Line], *, x: str, y: str = "", note: str = "", legend: bool = False, **axis: Any
+) -> Chart | None:
+    """Draw curves; None where all of them are empty.
+
+    Args:
+        title: Of the chart.
+        curves: Colours follow their order.
+        x: Title of the axis, with its unit.
+        y: Title of the axis, with its unit.
+        note: What one should know to read it.
+        legend: Also where there is but one curve.
+        **axis: Further settings of the y axis.
+    """
+    data = []
+    for index, curve in enumerate(curves):
+        if curve.is_empty:
+            continue
+        # A curve of a point or two has no length to be seen by.
+        mode = "lines" if sum(value is not None for value in curve.y) > 30 else "lines+markers"
+        trace = {"type": "scatter", "mode": mode, "name": curve.name, "x": list(curve.x), "y": list(curve.y)}
+        colour = COLOURS[index % len(COLOURS)]
+        data.append(trace | {"line": {"color": colour, "width": 2}, "marker": {"color": colour}} | curve.style)
+    layout: dict[str, Any] = {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}, **axis}}
+    layout["showlegend"] = legend or len(data) > 1
+    return Chart(title=title, data=data, layout=layout, note=note) if data else None
+
+
+def smoothed(curves: Sequence[Line], *, window: int = 10) -> list[Line]:
+    """Return each curve faint, with its mean over the last points above it; short ones as they are."""
+    found = []
+    for index, curve in enumerate(curves):
+        colour = {"color": COLOURS[index % len(COLOURS)]}
+        known = [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if x is not None and y is not None]
+        if len(known) < 3 * window:
+            style = {"line": {"width": 2, **colour}, "marker": colour}
+            found.append(Line(name=curve.name, x=curve.x, y=curve.y, style=style))
+            continue
+        means = [_mean([y for _, y in known[max(0, at - window + 1) : at + 1]]) for at in range(len(known))]
+        faint = {"line": {"width": 1, **colour}, "opacity": 0.4, "showlegend": False}
+        bold = {"line": {"width": 2.5, **colour}}
+        found += [Line(name=curve.name, x=curve.x, y=curve.y, style=faint)]
+        found += [Line(name=f"{curve.name}, mean of {window}", x=[x for x, _ in known], y=means, style=bold)]
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def stacked(title: str, curves: Sequence[Line], *, x: str, y: str, note: str = "", **axis: Any) -> Chart | None:
+    """Draw curves on top of each other, filled."""
+    style = {"stackgroup": "all", "mode": "lines"}
+    return lines(
+        title,
+        [Line(name=curve.name, x=curve.x, y=curve.y, style=style | curve.style) for curve in curves],
+        x=x, y=y, note=note, rangemode="tozero", **axis,
+    )  # fmt: skip
+
+
+def bars(title: str, groups: Mapping[str, Mapping[Any, float]], *, x: str, y: str, note: str = "") -> Chart | None:
+    """Draw a group of bars per name, its values by category."""
+    data = [
+        {"type": "bar", "name": name, "x": list(values), "y": list(values.values()),
+         "marker": {"color": COLOURS[index % len(COLOURS)]}}
+        for index, (name, values) in enumerate(groups.items())
+        if values
+    ]  # fmt: skip
+    layout = {
+        "xaxis": {"title": {"text": x}, "type": "category"},
+        "yaxis": {"title": {"text": y}},
+        "barmode": "group",
+        "bargap": 0.15,
+    }
+    layout["showlegend"] = len(data) > 1
+    return Chart(title=title, data=data, layout=layout, note=note) if data else None

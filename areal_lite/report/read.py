@@ -1,0 +1,163 @@
+"""What a run folder holds, as far as it can be read: a gap or a half-written line is a note, not an error.
+
+Called by `write.py`. A run that is still going can be read at any moment.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_lite.errors import DataError
+
+__all__ = ["Row", "RunFiles", "count", "number", "numbers", "read_json", "read_run", "table"]
+
+Row = dict[str, Any]
+
+_NEEDED = {
+    "group": ("start", "group", "samples"),
+    "verify": ("start", "end", "group_id"),
+    "running": ("n",),
+    "stamped": ("version",),
+    "lost": ("worker",),
+}
+"""What an event must have to be drawn."""
+
+_FILES = ("config.json", "metrics.jsonl", "events.jsonl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """The files of one run; what is missing is empty."""
+
+    path: Path
+    name: str
+    """In titles and legends."""
+    config: Row
+    metrics: list[Row]
+    """By step; every row has an integer `step`."""
+    samples: list[Row]
+    events: list[Row]
+    """Each lane in order of time; every row has `time`, `lane` and `kind`."""
+    summary: Row
+    notes: list[str]
+    """What is missing or broken, one sentence each."""
+
+    @property
+    def command(self) -> str:
+        """The command that made it: train, sft, reward_model or dpo."""
+        return str(self.config.get("command") or self.summary.get("command") or "train")
+
+    @property
+    def status(self) -> str:
+        """How it ended; without a summary it goes on, or was cut off."""
+        return str(self.summary.get("status") or "still going, or cut off")
+
+    @property
+    def evaluations(self) -> dict[int, Row]:
+        """Figures over the held-out prompts by completed steps: `accuracy`, and what else was measured."""
+        found = {}
+        for event in self.events:
+            if event["kind"] == "eval" and (step := count(event.get("step"))) is not None:
+                found[step] = table(event.get("figures")) or {"accuracy": event.get("accuracy")}
+                found[step]["by_source"] = table(event.get("by_source"))
+        return dict(sorted(found.items()))
+
+    def seconds_at(self, step: int) -> float | None:
+        """Seconds of the run when a step was complete; 0 before the first."""
+        times = {row["step"]: number(row.get("time_s")) for row in self.metrics}
+        return 0.0 if step == 0 else times.get(step)
+
+
+def read_run(path: Path, *, name: str = "") -> RunFiles:
+    """Read a run folder; its name is the run's where none is given.
+
+    Raises:
+        DataError: It is no folder, or holds nothing of a run.
+    """
+    if not any((path / name).is_file() for name in _FILES):
+        what = "no such folder" if not path.is_dir() else f"a folder with none of {', '.join(_FILES)}"
+        raise DataError(
+            f"expected the folder of a run, got {path}, {what}: name one that areal-lite train, sft, ... made"
+        )
+    notes: list[str] = []
+    is_offline = read_json(path / "config.json", []).get("command", "train") != "train"
+    metrics = [row for row in _rows(path / "metrics.jsonl", notes) if count(row.get("step")) is not None]
+    events = [row for row in _rows(path / "events.jsonl", notes) if _is_event(row)]
+    # An offline run generates nothing, and so has no samples.
+    samples = [] if is_offline else list(_rows(path / "samples.jsonl", notes))
+    return RunFiles(
+        path=path.resolve(),
+        name=name or path.resolve().name,
+        config=read_json(path / "config.json", notes),
+        metrics=metrics,
+        samples=samples,
+        events=events,
+        summary=read_json(path / "summary.json", notes),
+        notes=notes,
+    )
+
+
+def read_json(path: Path, notes: list[str]) -> Row:
+    """Read a JSON object; a missing or broken one is empty, and noted."""
+    try:
+        content = json.loads(path.read_text(errors="replace"))
+    except FileNotFoundError:
+        notes.append(f"{path.name} is missing")
+        return {}
+    except (OSError, ValueError) as error:
+        notes.append(f"{path.name} cannot be read: {error}")
+        return {}
+    if not isinstance(content, dict):
+        notes.append(f"{path.name} must hold an object, got {type(content).__name__}")
+    return table(content)
+
+
+def table(value: Any) -> Row:
+    """Return a mapping, or an empty one in place of anything else."""
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def number(value: Any) -> float | None:
+    """Return a finite number, or None in place of anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a mapping."""
+    return {str(name): known for name, value in values.items() if (known := number(value)) is not None}
+
+
+def count(value: Any) -> int | None:
+    """Return a whole number, or None in place of anything else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _is_event(row: Row) -> bool:
+    if number(row.get("time")) is None or not all(isinstance(row.get(key), str) for key in ("lane", "kind")):
+        return False
+    return all(key in row for key in _NEEDED.get(row["kind"], ()))
+
+
+def _rows(path: Path, notes: list[str]) -> Iterator[Row]:
+    """Yield the whole rows of a `.jsonl` file; others are counted in a note."""
+    if not path.is_file():
+        notes.append(f"{path.name} is missing")
+        return
+    broken = 0
+    with path.open(errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if isinstance(row, dict):
+                yield row
+            else:
+                broken += 1
+    if broken:
+        notes.append(f"{path.name}: {broken} line(s) cut off or broken, left out")
