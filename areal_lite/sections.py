@@ -58,6 +58,7 @@ class RunConfig(Section):
     eval_every: int = Field(0, ge=0, description="steps between evaluations beside generation; 0 = only start and end")
     checkpoint_every: int = Field(50, ge=0, description="steps between checkpoints; 0 = only at the end and on Ctrl-C")
     keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept on disk")
+    report: bool = Field(True, description="write report.html at the end; areal-lite report makes it at any time")
     log_samples: int = Field(2, ge=0, description="groups of each batch written to samples.jsonl")
     stall_timeout_s: float = Field(120.0, gt=0, description="seconds without any progress after which the run stops")
     start_timeout_s: float = Field(300.0, gt=0, description="seconds that actors may take to start")

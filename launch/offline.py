@@ -37,7 +37,7 @@ def run_offline(config: OfflineConfig, *, recipe_name: str, console: Console) ->
         console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
         view.say(f"{len(data.train)} training rows, {len(data.held_out)} held out")
         summary = OfflineController(config, folder=folder, model_folder=model_folder, view=view).run()
-    return summary | {"report": report_of(folder, console=console)}
+    return summary | ({"report": report_of(folder, console=console)} if config.run.report else {})
 
 
 def _load_data(config: OfflineConfig, model_folder: Path) -> OfflineData:

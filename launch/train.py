@@ -59,7 +59,7 @@ def train(config: Config, *, recipe_name: str, console: Console, keeper: ActorKe
         summary = Controller(
             config, folder=folder, model_folder=model_folder, eval_prompts=eval_prompts, view=view, keeper=keeper
         ).run()
-    if keeper is None:  # one of many short runs is reported when somebody asks for it
+    if config.run.report and keeper is None:  # one of many short runs is reported when somebody asks for it
         summary |= {"report": report_of(folder, console=console)}
     return summary
 

@@ -36,7 +36,7 @@ def loop_config(folder: Path, *, run: dict[str, Any], **sections: dict[str, Any]
         write_prompts(data, 200)
         write_prompts(folder / "eval.jsonl", 8)
     raw: dict[str, Any] = {
-        "run": {"stall_timeout_s": 60, **run},
+        "run": {"stall_timeout_s": 60, "report": False, **run},
         "model": {"path": str(model), "max_context": 128},
         "data": {"source": "jsonl", "path": str(data), "eval_path": str(folder / "eval.jsonl")},
         "rollout": {"slots": 16, "max_new_tokens": 16, "kv_cache_mb": 64},

@@ -24,7 +24,7 @@ def offline_config(
         data.write_text("".join(json.dumps(_row(index)) + "\n" for index in range(num_rows)))
     raw: dict[str, Any] = {
         "command": command,
-        "run": {"steps": 6, "checkpoint_every": 2, "eval_every": 3},
+        "run": {"steps": 6, "checkpoint_every": 2, "eval_every": 3, "report": False},
         "model": {"path": str(model), "max_context": 64},
         "data": {"source": "jsonl", "path": str(data), "eval_fraction": 0.34},
         "sft" if command == "sft" else "preference": {"batch_size": 4},

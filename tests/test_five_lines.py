@@ -36,6 +36,8 @@ def test_the_five_lines_of_the_page_train(tmp_path: Path) -> None:
     with adopting_orphans(), UserRun(command.split(), run_folder=tmp_path / "first") as run:
         assert run.exit_code() == 0, run.output
         assert run.leftovers == []
+    assert (run.folder.path / "report.html").stat().st_size > 0
+    assert "report: " in run.output.strip().splitlines()[-1]
 
     verify = find_function(f"{tmp_path / 'my_verifier.py'}:verify", kind="verifier")
     rewards: dict[int, list[float]] = {}
