@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +251,7 @@ def test_ctrl_c_shows_what_there_is_so_far(tmp_path: Path) -> None:
     write_lines(tmp_path / "data.jsonl", *[{"question": "q", "answer": "a"}] * 2000)
     command = ["areal-lite", "verify", MOODY.replace("moody", "slow"), "--data", "data.jsonl"]
     with adopting_orphans(), UserRun(command, run_folder=tmp_path / "none") as run:
-        run.wait_until(lambda: "3/2000" in run.output, "three scores")
+        run.wait_until(lambda: re.search(r"[1-9]\d*/2000", run.output) is not None, "scores")
         run.press_ctrl_c()
         assert run.exit_code() == 130
         assert run.leftovers == []

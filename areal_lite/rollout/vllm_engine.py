@@ -148,13 +148,17 @@ class VllmEngine:
         Raises:
             EngineError: A request does not end.
         """
-        await self._guarded(self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=True))
         await self._guarded(self._until_empty())
         self._tokens_before = int(self._progress.tokens)
 
     async def _until_empty(self) -> None:
         deadline = time.monotonic() + _RESET_TIMEOUT_S
-        while (count := self._llm.output_processor.get_num_unfinished_requests()) > 0:
+        while True:
+            # Again and again: a request may be on its way to the engine core while the ones before it are ended.
+            await self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
+            count = self._llm.output_processor.get_num_unfinished_requests()
+            if count == 0:
+                return
             if time.monotonic() > deadline:
                 raise EngineError(f"an engine must be empty {_RESET_TIMEOUT_S:g} s after a reset, got {count} requests")
             await asyncio.sleep(_RESET_POLL_S)
