@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import plotly.graph_objects as graph_objects
@@ -12,6 +13,7 @@ from report_builders import HOSTILE, make_offline_run, make_run
 
 from areal_lite.cli import main
 from areal_lite.report import write_bench, write_comparison, write_report
+from areal_lite.report.write import _subtitle
 
 
 def data_of(page: Path) -> dict[str, Any]:
@@ -132,3 +134,10 @@ def test_the_command_writes_each_kind_of_page_and_says_where(
     assert all(Path(line.removeprefix("report: ")).is_file() for line in said.splitlines())
     assert main(["report", "nowhere"]) == 1
     assert "expected the folder of a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("mix", "shown"), [({}, "arith"), ({"sums": {}, "game": {}}, "sums + game")])
+def test_the_head_names_the_sources(mix: dict[str, Any], shown: str) -> None:
+    """Of a mix the top source is not read. Seen failing as `arith` above the page of a mixed run."""
+    config = {"data": {"source": "arith", "mix": mix}, "objective": {"preset": "areal"}, "queue": {"max_staleness": 2}}
+    assert _subtitle(SimpleNamespace(config=config, command="train")) == f"train · {shown} · areal · eta 2"

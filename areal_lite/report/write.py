@@ -113,9 +113,8 @@ def _subtitle(run: RunFiles) -> str:
     settings = run.config
     words = [run.command.replace("_", "-"), str(settings.get("model", {}).get("path", ""))]
     if run.command == "train":
-        words += [
-            str(settings.get(section, {}).get(field, ""))
-            for section, field in (("data", "source"), ("objective", "preset"))
-        ]
+        data = settings.get("data", {})
+        words.append(" + ".join(data.get("mix") or [str(data.get("source", ""))]))
+        words.append(str(settings.get("objective", {}).get("preset", "")))
         words.append(f"eta {settings.get('queue', {}).get('max_staleness', '?')}")
     return " · ".join(word for word in words if word)
