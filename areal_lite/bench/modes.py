@@ -17,6 +17,8 @@ MAX_STALENESS = 4
 """The largest of the modes."""
 _STEPS = 40
 """A run's steps at most, unless the command line says otherwise: a recipe is made for learning, not for a benchmark."""
+_SEARCH_STEPS = 4
+"""Of a search run at least; else it has a quarter of the steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,7 @@ def thread_settings(mode: Mode, *, cores: int) -> list[Threads]:
 
 
 def search_runs(recipe: str, modes: Iterable[str], *, cores: int, extra: Sequence[str]) -> list[ModeRun]:
-    """Return one short run for each mode and thread setting, of half the steps and a seed of its own.
+    """Return one short run for each mode and thread setting, of a quarter of the steps and a seed of its own.
 
     Raises:
         ConfigError: Some recipe is wrong, or not for a CPU.
@@ -159,7 +161,7 @@ class _Base:
             **MODES[mode].settings,
             "rollout.threads": max(1, threads.generation // config.rollout.workers),
             "trainer.threads": max(1, threads.training // config.trainer.ranks),
-            "run.steps": max(2, steps // 2) if repeat is None else steps,
+            "run.steps": max(_SEARCH_STEPS, steps // 4) if repeat is None else steps,
             "run.seed": config.run.seed + (0 if repeat is None else 1 + repeat),
             # Neither belongs to what is compared; both are done at the start and the end of a run all the same.
             "run.eval_every": 0,

@@ -7,7 +7,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-__all__ = ["draw_modes", "modes_markdown", "modes_tables"]
+__all__ = ["draw_modes", "modes_markdown", "modes_tables", "short_markdown"]
 
 _Cell = Callable[[Mapping[str, Any]], str]
 
@@ -35,6 +35,15 @@ _SAMPLES: dict[str, _Cell] = {
     "ages 0 1 2 ..., %": lambda line: _ages(line["ages"]),
     "p50 p90 max": lambda line: " ".join(str(line["lengths"][key]) for key in ("p50", "p90", "p100")),
 }
+_SHORT: dict[str, _Cell] = {
+    "x best sync": _SPEED["x best sync"],
+    **{
+        name: lambda line, cell=cell: cell(line).partition("\n")[0]  # type: ignore[misc]
+        for name, cell in (_SPEED | _TIME | _SAMPLES).items()
+        if name in ("samples/s", "gen tok/s", "gen idle", "paused", "train idle", "reward")
+    },
+}
+"""Of these the spread is shown for the ratio only."""
 _TIME_PARTS = {"idle": "#d9a441", "draining": "#c25a00", "paused": "#7a3b8f"}
 
 
@@ -56,11 +65,19 @@ def modes_tables(content: Mapping[str, Any]) -> list[Table]:
 
 def modes_markdown(content: Mapping[str, Any]) -> str:
     """Render everything in one table in Markdown, with the findings below it."""
-    columns = _SPEED | _TIME | _SAMPLES
+    table = _markdown_table(content, _SPEED | _TIME | _SAMPLES)
+    return "\n".join([f"{_title(content)}.", "", table, "", *(f"- {text}" for text in content["findings"]), ""])
+
+
+def short_markdown(content: Mapping[str, Any]) -> str:
+    """Render speed, shares of the time and rewards in one narrow table, without the spread of most figures."""
+    return f"{_title(content)}.\n\n{_markdown_table(content, _SHORT)}"
+
+
+def _markdown_table(content: Mapping[str, Any], columns: Mapping[str, _Cell]) -> str:
     header, rule = ["mode", *columns], ["---", *["---:"] * len(columns)]
     rows = [[cell.replace("\n", " · ") for cell in _row(line, columns)] for line in content["modes"]]
-    table = "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *rows])
-    return "\n".join([f"{_title(content)}.", "", table, "", *(f"- {text}" for text in content["findings"]), ""])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *rows])
 
 
 def draw_modes(content: Mapping[str, Any], path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from areal_lite.bench.output import target
 from areal_lite.types import Prompt, Sample, Score, StopReason, VersionSpan
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "make_scores",
     "run_cases",
     "summarise",
+    "targets",
 ]
 
 Contender = Literal["areal-lite", "ray", "zeromq"]
@@ -130,9 +132,9 @@ def run_cases(bench: QueueBench, measure: Callable[[Case], float]) -> list[tuple
 
 
 def summarise(measured: Iterable[tuple[Case, Sequence[float]]]) -> list[dict[str, Any]]:
-    """Return a row per case: groups/s of all repeats, their median, and its ratio to the others'.
+    """Return a row per case: groups/s of all repeats, their median, and the ratios to the others'.
 
-    A ratio is the median over the repeats of the ratios inside one repeat, where both sides saw the same machine.
+    The ratios are those inside each repeat, where both sides saw the same machine.
     """
     rates = dict(measured)
     return [
@@ -142,14 +144,27 @@ def summarise(measured: Iterable[tuple[Case, Sequence[float]]]) -> list[dict[str
             "median": statistics.median(values),
             "mb_per_s": statistics.median(values) * group_bytes(case.tokens) / 1e6,
             "over": {
-                other: statistics.median(
+                other: [
                     mine / theirs for mine, theirs in zip(values, rates[replace(case, contender=other)], strict=True)
-                )
+                ]
                 for other in CONTENDERS
                 if other != case.contender
             },
         }
         for case, values in rates.items()
+    ]
+
+
+def targets(rows: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Return what is aimed at: five times Ray's queue where groups are as long as real ones."""
+    return [
+        target(
+            f"queue over ray.util.queue.Queue, 8 x 1,000 tokens, {row['clients']} clients",
+            at_least=5.0,
+            values=row["over"]["ray"],
+        )
+        for row in rows
+        if row["contender"] == "areal-lite" and row["tokens"] == 1000
     ]
 
 
@@ -162,5 +177,8 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         str(row["clients"]),
         *(f"{rate:.0f}" for rate in (row["median"], min(rates), max(rates))),
         f"{row['mb_per_s']:.1f}",
-        *(f"{row['over'][other]:.2f}" if other in row["over"] else "" for other in ("ray", "zeromq")),
+        *(
+            f"{statistics.median(row['over'][other]):.2f}" if other in row["over"] else ""
+            for other in ("ray", "zeromq")
+        ),
     ]
