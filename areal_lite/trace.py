@@ -34,7 +34,7 @@ def to_trace(events: Iterable[Event]) -> dict[str, Any]:
     events = list(events)
     start = min((event[key] for event in events for key in ("start", "time") if key in event), default=0.0)
     for event in events:
-        lane, kind, time_us = event["lane"], event["kind"], (event["time"] - start) * 1e6
+        lane, kind, time_us = event["lane"], event["kind"], _microseconds(event["time"] - start)
         pid = lanes.setdefault(lane, len(lanes) + 1)
         for name, begun in [item for (where, end), item in open_slices.items() if (where, end) == (lane, kind)]:
             rows.append({"ph": "X", "pid": pid, "tid": 1, "name": name, "ts": begun, "dur": time_us - begun})
@@ -47,8 +47,9 @@ def to_trace(events: Iterable[Event]) -> dict[str, Any]:
         elif kind == "group":
             rows += _group_rows(event, pid, start)
         elif kind == "verify":
-            identity = {"cat": "verify", "id": event["group_id"], "pid": pid, "name": event["group_id"]}
-            rows += _overlapping(identity, begun=event["start"] - start, ended=event["end"] - start)
+            identity = _identity("verify", event["group_id"], pid=pid)
+            begun, ended = event["start"] - start, event["end"] - start
+            rows += _overlapping(identity, begun=begun, ended=ended, group=event["group_id"])
     names = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": lane}} for lane, pid in lanes.items()]
     return {"traceEvents": names + rows, "displayTimeUnit": "ms"}
 
@@ -56,8 +57,8 @@ def to_trace(events: Iterable[Event]) -> dict[str, Any]:
 def _group_rows(event: Event, pid: int, start: float) -> list[dict[str, Any]]:
     rows = []
     for index, sample in enumerate(event["samples"]):
-        identity = {"cat": "sample", "id": f"{event['group']}/{index}", "pid": pid, "name": event["group"]}
-        detail = {"tokens": sample["tokens"], "versions": _versions(sample["spans"])}
+        identity = _identity("sample", f"{event['group']}/{index}", pid=pid)
+        detail = {"group": event["group"], "tokens": sample["tokens"], "versions": _versions(sample["spans"])}
         if given := sum(end - begin for version, begin, end in sample["spans"] if version == GIVEN):
             detail["given"] = given  # of the tokens: from an environment, of no version
         rows += _overlapping(identity, begun=event["start"] - start, ended=sample["end"] - start, **detail)
@@ -72,6 +73,17 @@ def _versions(spans: Iterable[Sequence[int]]) -> list[int]:
 def _overlapping(identity: dict[str, Any], *, begun: float, ended: float, **detail: Any) -> list[dict[str, Any]]:
     """An asynchronous slice, of seconds since the start: overlapping ones each get a line."""
     return [
-        {"ph": "b", "tid": 1, "ts": begun * 1e6, "args": detail, **identity},
-        {"ph": "e", "tid": 1, "ts": ended * 1e6, **identity},
+        {"ph": "b", "tid": 1, "ts": _microseconds(begun), "args": detail, **identity},
+        {"ph": "e", "tid": 1, "ts": _microseconds(ended), **identity},
     ]
+
+
+def _identity(category: str, identity: str, *, pid: int) -> dict[str, Any]:
+    # `id2.local` belongs to the lane; a plain `id` would move the slice to a track of all lanes. Perfetto gives each
+    # name a track of its own, so all slices of a kind share one.
+    return {"cat": category, "id2": {"local": identity}, "pid": pid, "name": category}
+
+
+def _microseconds(seconds: float) -> int:
+    # Whole ones: with fractions a slice may seem to overlap the one before, and Perfetto drops it.
+    return round(seconds * 1e6)

@@ -1,5 +1,6 @@
 """The event log as a Perfetto trace: what is drawn, where, and how long."""
 
+import itertools
 import json
 from typing import Any
 
@@ -65,12 +66,12 @@ def test_samples_that_overlap_each_have_a_line_with_their_versions() -> None:
                       start=2.0, samples=samples)])  # fmt: skip
     begins, ends = rows_of(trace, "b"), rows_of(trace, "e")
     assert [(row["ts"], row["args"]) for row in begins] == [
-        (2e6, {"tokens": 9, "versions": [0, 1]}),
-        (2e6, {"tokens": 3, "versions": [1]}),
+        (2e6, {"group": "p/0/1#0", "tokens": 9, "versions": [0, 1]}),
+        (2e6, {"group": "p/0/1#0", "tokens": 3, "versions": [1]}),
     ]
     assert [row["ts"] for row in ends] == [4e6, 6e6]
-    assert [row["id"] for row in begins] == [row["id"] for row in ends]
-    assert len({row["id"] for row in begins}) == 2
+    assert [row["id2"]["local"] for row in begins] == [row["id2"]["local"] for row in ends]
+    assert len({row["id2"]["local"] for row in begins}) == 2
     (counter,) = rows_of(trace, "C")
     assert counter["args"] == {"samples": 2}
 
@@ -82,8 +83,8 @@ def test_verified_groups_may_overlap_as_well() -> None:
         event(4.0, "verifier/0", "verify", group_id="b#0", start=2.0, end=4.0),
     ]
     trace = to_trace(log)
-    assert [(row["id"], row["ts"]) for row in rows_of(trace, "b")] == [("a#0", 0.0), ("b#0", 1e6)]
-    assert [(row["id"], row["ts"]) for row in rows_of(trace, "e")] == [("a#0", 2e6), ("b#0", 3e6)]
+    assert [(row["id2"]["local"], row["ts"]) for row in rows_of(trace, "b")] == [("a#0", 0.0), ("b#0", 1e6)]
+    assert [(row["id2"]["local"], row["ts"]) for row in rows_of(trace, "e")] == [("a#0", 2e6), ("b#0", 3e6)]
     assert rows_of(trace, "X") == []
 
 
@@ -124,4 +125,17 @@ def test_tokens_that_an_environment_gave_have_no_version() -> None:
     spans = [[0, 0, 3], [-1, 3, 5], [0, 5, 8], [-1, 8, 9], [1, 9, 12]]
     sample = {"end": 4.0, "tokens": 12, "spans": spans}
     (begin,) = rows_of(to_trace([event(5.0, "rollout/0", "group", group="g", start=2.0, samples=[sample])]), "b")
-    assert begin["args"] == {"tokens": 12, "versions": [0, 1], "given": 3}
+    assert begin["args"] == {"group": "g", "tokens": 12, "versions": [0, 1], "given": 3}
+
+
+def test_slices_that_follow_one_another_do_not_overlap() -> None:
+    """Perfetto drops a slice that begins before the one before it has ended. Seen failing without whole microseconds.
+
+    0.1 + 0.2 s is a little more than 0.3 s in binary, so that the slices of a trainer seemed to overlap.
+    """
+    log = [
+        event(0.1 * place, "trainer", kind) for place, kind in enumerate(["wait", "train", "trained", "published"] * 99)
+    ]
+    found = rows_of(to_trace(log), "X")
+    assert len(found) == 3 * 99
+    assert all(one["ts"] + one["dur"] <= other["ts"] for one, other in itertools.pairwise(found))
