@@ -55,12 +55,13 @@ def _small(name: str, content: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def _targets(content: Mapping[str, Any]) -> str:
-    targets = [target for recipe in RECIPES for target in _mode_targets(content.get(f"modes {recipe}"), recipe)]
+    targets = [target for recipe in RECIPES for target in mode_targets(content.get(f"modes {recipe}"), recipe)]
     targets += [target for name in SMALL for target in content.get(name, {}).get("targets", [])]
     return page.markdown_table(("measure", "target", "median", "lowest to highest", "met"), map(_target_row, targets))
 
 
-def _mode_targets(content: Mapping[str, Any] | None, recipe: str) -> list[dict[str, Any]]:
+def mode_targets(content: Mapping[str, Any] | None, recipe: str) -> list[dict[str, Any]]:
+    """Return what a `bench modes` says about the targets: the gain of the best asynchronous mode, and its pauses."""
     if content is None:
         return []
     lines = [line for line in content["modes"] if line["mode"].startswith("async") and line["ratio"]]

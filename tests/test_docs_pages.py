@@ -95,3 +95,42 @@ def test_pictures_are_drawn_and_the_same_each_time(
         pictures.append((tmp_path / f"{name}.svg").read_text())
     assert pictures[0] == pictures[1]
     assert "held-out accuracy" in pictures[0]
+
+
+def test_readme_shows_what_performance_json_says(docs: ModuleType) -> None:
+    """Seen failing with a figure of README's table changed by hand."""
+    readme = (DOCS.parent / "README.md").read_text()
+    assert importlib.import_module("performance_table").with_tables(readme, docs.load("performance")) == readme
+
+
+def test_a_target_is_met_by_the_median_in_its_own_direction(docs: ModuleType) -> None:
+    """At least 5: 5.0 meets it, 4.9 does not. At most 3: the other way round. Seen failing with one direction only."""
+    table = importlib.import_module("performance_table")
+    spread = {"low": 1.0, "high": 9.0}
+    targets = [
+        {"measure": name, key: bound, "median": median, **spread}
+        for name, key, bound, median in [
+            ("a", "at_least", 5.0, 5.0),
+            ("b", "at_least", 5.0, 4.9),
+            ("c", "at_most", 3.0, 2.9),
+            ("d", "at_most", 3.0, 3.1),
+        ]
+    ]
+    lines = table.parts({"queue": {**WHERE, "versions": {}, "settings": {}, "rows": [], "targets": targets}})["targets"]
+    assert [line.split(" | ")[-1] for line in lines.splitlines()[2:]] == ["yes |", "**no** |", "yes |", "**no** |"]
+    assert lines.splitlines()[2] == "| a | at least 5 | 5.00 | 1.00 to 9.00 | yes |"
+
+
+def test_the_best_asynchronous_mode_is_compared_whatever_its_eta(docs: ModuleType) -> None:
+    """Seen failing with eta 4 taken in any case; `one-step-off` counts as neither."""
+    ratios = {"sync-split": 1.0, "one-step-off": 9.0, "async-eta1": 2.5, "async-eta4": 2.0}
+    figures = {"generator_paused": {"median": 0.02, "low": 0.01, "high": 0.04}}
+    lines = [
+        {"mode": mode, "threads": "1+1", "ratio": dict.fromkeys(("median", "low", "high"), ratio), "figures": figures}
+        for mode, ratio in ratios.items()
+    ]
+    content = {"best_synchronous": "sync-split", "modes": lines}
+    gain, paused = importlib.import_module("performance_table").mode_targets(content, "longtail_cpu")
+    assert gain["measure"] == "`longtail_cpu`: async-eta1 over sync-split, samples/s"
+    assert (gain["at_least"], gain["median"]) == (2.2, 2.5)
+    assert (paused["at_most"], paused["median"], paused["high"]) == (3.0, 2.0, 4.0)
