@@ -18,8 +18,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import zmq
 
 from areal_lite.errors import ArealLiteError, DataError, LedgerError, QueueTimeout, WireError
-from areal_lite.sample_queue.requests import NOT_REPEATABLE, QueueRequests
-from areal_lite.wire import decode, encode
+from areal_lite.sample_queue.requests import NOT_REPEATABLE, QueueRequests, answer_type
+from areal_lite.wire import Raw, as_type, decode, encode
 
 __all__ = ["AsyncQueueClient", "QueueClient"]
 
@@ -87,7 +87,7 @@ class QueueClient:
                 self._socket.send_multipart([request_id, payload])
                 answer = self._receive(op, request_id, deadline=time.monotonic() + wait_s)
                 if answer is not None:
-                    return _result(answer)
+                    return _result(op, answer)
         raise _timeout(op, self._endpoint, wait_s=wait_s, num_bytes=len(payload))
 
     def _receive(self, op: str, request_id: bytes, *, deadline: float) -> bytes | None:
@@ -171,7 +171,7 @@ class AsyncQueueClient:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):
                         await answer
-                    return _result(answer.result())
+                    return _result(op, answer.result())
         finally:
             self._answers.pop(request_id, None)
         raise _timeout(op, self._endpoint, wait_s=wait_s, num_bytes=len(payload))
@@ -226,12 +226,13 @@ def _attempts(op: str) -> int:
     return 1 if op in NOT_REPEATABLE else 2
 
 
-def _result(answer: bytes) -> Any:
+def _result(op: str, answer: bytes) -> Any:
     """Return what an answer brings, or raise the error it names."""
-    content = decode(answer)
+    content = decode(answer, dict[str, Raw])
     if "error" in content:
-        raise _ERRORS.get(content["error"], LedgerError)(content["message"])
-    return content["result"]
+        kind, message = (as_type(content[name], str) for name in ("error", "message"))
+        raise _ERRORS.get(kind, LedgerError)(message)
+    return as_type(content["result"], answer_type(op))
 
 
 def _timeout(op: str, endpoint: str, *, wait_s: float, num_bytes: int) -> QueueTimeout:

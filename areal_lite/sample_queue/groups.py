@@ -14,6 +14,7 @@ from typing import Any
 
 from areal_lite.errors import LedgerError
 from areal_lite.types import Sample
+from areal_lite.wire import as_type
 
 __all__ = ["ENDED", "OUTSTANDING", "STATE_BEFORE", "GroupRecord", "GroupState", "GroupTable"]
 
@@ -113,21 +114,23 @@ class GroupTable:
             LedgerError: The same attempt at this prompt is outstanding already.
         """
         group = GroupRecord(prompt_id=prompt_id, attempt=attempt, sequence=self.num_admitted, admitted_version=version)
-        if any(group.group_id in groups for groups in self._by_state.values()):
+        group_id = group.group_id
+        if any(group_id in groups for groups in self._by_state.values()):
             raise LedgerError(
                 f"a prompt can be admitted again only after its group has ended, got {prompt_id!r}, which is "
                 "outstanding: give every prompt of every epoch its own prompt_id"
             )
         self.num_admitted += 1
         self.num_moves += 1
-        self._by_state[group.state][group.group_id] = group
+        self._by_state[group.state][group_id] = group
         return group
 
     def move(self, group: GroupRecord, state: GroupState) -> None:
         """Bring an outstanding group into another outstanding state."""
-        del self._by_state[group.state][group.group_id]
+        group_id = group.group_id
+        del self._by_state[group.state][group_id]
         group.state = state
-        self._by_state[state][group.group_id] = group
+        self._by_state[state][group_id] = group
         self.num_moves += 1
 
     def end(self, group: GroupRecord, state: GroupState, *, reason: str = "") -> None:
@@ -183,7 +186,8 @@ class GroupTable:
         for name, reason, number in state["ended"]:
             table._ended[GroupState(name), reason] = number
         for fields in state["outstanding"]:
-            group = GroupRecord(**fields | {"state": GroupState(fields["state"]), "samples": tuple(fields["samples"])})
+            samples = as_type(fields["samples"], tuple[Sample, ...])
+            group = GroupRecord(**fields | {"state": GroupState(fields["state"]), "samples": samples})
             table._by_state[group.state][group.group_id] = group
         return table
 

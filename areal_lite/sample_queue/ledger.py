@@ -15,7 +15,6 @@ answer `False` means that the lease had ended, so the result was ignored.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
 from typing import Any
 
 from areal_lite.errors import LedgerError
@@ -154,7 +153,7 @@ class Ledger:
             )
         self._leases.end(lease_id)
         group.samples = tuple(
-            sample if sample.is_lost else replace(sample, **{f.name: getattr(score, f.name) for f in fields(Score)})
+            sample if sample.is_lost else sample.scored(score)
             for sample, score in zip(group.samples, scores, strict=True)
         )
         state, reason = decisions.verdict(group.samples, reject=self._settings.reject)

@@ -10,13 +10,15 @@ seconds are over, so that nobody polls. Every request may be sent twice without 
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Protocol, TypedDict, get_type_hints
 
+import msgspec
+
 from areal_lite.errors import WireError
 from areal_lite.types import Group, Lease, Sample, Score, Shard
-from areal_lite.wire import as_type
+from areal_lite.wire import Raw, as_type
 
 __all__ = [
     "NOT_REPEATABLE",
@@ -26,7 +28,8 @@ __all__ = [
     "QueueRequests",
     "QueueStatus",
     "WorkerStatus",
-    "check_fields",
+    "answer_type",
+    "read_fields",
 ]
 
 
@@ -161,32 +164,36 @@ NOT_REPEATABLE = frozenset({"lease_rollout", "lease_verify"})
 """A repeated lease request would lend more work; the work of a lost answer comes back when its leases expire."""
 
 
-def check_fields(op: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the fields of a request that came over the wire.
+def read_fields(op: str, fields: Raw) -> dict[str, Any]:
+    """Read the fields of a request that came over the wire.
 
     Args:
         op: One of `REQUESTS`.
-        fields: Decoded fields.
+        fields: As they came.
 
     Returns:
-        The same with tuples restored, ready to be passed as keyword arguments.
+        The fields, ready to be passed as keyword arguments.
 
     Raises:
         WireError: A field is missing, unknown, or of another type; names request and field.
     """
-    annotations = _annotations(op)
-    if fields.keys() != annotations.keys():
-        raise WireError(f"{op} takes the fields ({', '.join(annotations)}), got ({', '.join(map(str, fields))})")
-    checked = {}
-    for name, annotation in annotations.items():
-        try:
-            checked[name] = as_type(fields[name], annotation)
-        except (ValueError, TypeError) as error:
-            raise WireError(f"{op}: field {name}: {error}") from error
-    return checked
+    kind = _fields_type(op)
+    try:
+        checked = as_type(fields, kind)
+    except WireError as error:
+        raise WireError(f"{op} takes the fields ({', '.join(kind.__struct_fields__)}): {error}") from error
+    return {name: getattr(checked, name) for name in kind.__struct_fields__}
 
 
 @cache
-def _annotations(op: str) -> dict[str, Any]:
+def _fields_type(op: str) -> Any:
     hints = get_type_hints(getattr(QueueRequests, op))
-    return {name: hint for name, hint in hints.items() if name != "return"}
+    return msgspec.defstruct(
+        op, [(name, hint) for name, hint in hints.items() if name != "return"], forbid_unknown_fields=True
+    )
+
+
+@cache
+def answer_type(op: str) -> Any:
+    """Return the type of what a request is answered with."""
+    return get_type_hints(getattr(QueueRequests, op))["return"]

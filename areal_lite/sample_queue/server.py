@@ -12,8 +12,10 @@ No message can take the server down: what is not a request is refused with an er
 """
 
 import logging
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +25,9 @@ import zmq
 
 from areal_lite.errors import ArealLiteError, ConfigError, LedgerError, WireError
 from areal_lite.sample_queue.ledger import Ledger
-from areal_lite.sample_queue.requests import REQUESTS, check_fields
+from areal_lite.sample_queue.requests import REQUESTS, read_fields
 from areal_lite.sample_queue.service import Cursor, QueueService, Traffic
-from areal_lite.wire import SCHEMA_VERSION, decode, encode, schema_version
+from areal_lite.wire import SCHEMA_VERSION, Raw, as_type, decode, encode, schema_version
 
 __all__ = ["QueueServer"]
 
@@ -49,12 +51,15 @@ class _Refusal(WireError):
         self.reason = reason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+_Kind = tuple[str, Any]
+"""What is asked for, and how much of it where that is said."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Request:
     peer: bytes
     request_id: bytes
-    kind: tuple[str, Any]
-    """What is asked for, and how much of it where that is said."""
+    kind: _Kind
     worker: str | None
     """Who asks, in the requests that say so."""
     run: Callable[[], Any]
@@ -100,7 +105,8 @@ class QueueServer:
             clock=clock,
         )
         self._bind, self._max_message_bytes = bind, max_message_bytes
-        self._parked: list[_Request] = []
+        self._parked: dict[_Kind, deque[_Request]] = {}
+        self._next_deadline = math.inf  # of the parked requests; too early once that one was answered
         self._closing = threading.Event()
         self._context = zmq.Context()
         self._thread: threading.Thread | None = None
@@ -148,7 +154,8 @@ class QueueServer:
             if self._receive_burst():
                 self._service.expire()
                 self._answer_parked()
-        for request in self._parked:
+                self._answer_overdue()
+        for request in self._all_parked():
             farewell = self._failure(LedgerError("the sample queue has closed: the run has ended"))
             self._send(request.peer, request.request_id, farewell)
 
@@ -164,21 +171,30 @@ class QueueServer:
         return False
 
     def _answer_parked(self) -> None:
-        """Answer the parked requests for which there is something now, or whose time is over."""
-        if self._parked:
-            now, in_vain, parked = time.monotonic(), set(), self._parked
-            self._parked = []
-            for request in parked:
-                # What there is not for one, there is not for the next that asks for the same.
-                if (request.kind in in_vain and now < request.deadline) or not self._answer(request):
-                    in_vain.add(request.kind)
-                    self._parked.append(request)
-        self._traffic.parked = len(self._parked)
+        """Answer the parked requests for which there is something now."""
+        for kind, waiting in list(self._parked.items()):
+            # What there is not for one, there is not for the next that asks for the same.
+            while waiting and self._answer(waiting[0]):
+                waiting.popleft()
+            if not waiting:
+                del self._parked[kind]
+        self._traffic.parked = sum(map(len, self._parked.values()))
+
+    def _answer_overdue(self) -> None:
+        """Answer the parked requests whose time is over."""
+        now = time.monotonic()
+        if now >= self._next_deadline:
+            for request in self._all_parked():
+                if request.deadline <= now:
+                    self._answer(request)
+                    self._parked[request.kind].remove(request)
+            self._next_deadline = min((request.deadline for request in self._all_parked()), default=math.inf)
+
+    def _all_parked(self) -> list[_Request]:
+        return [request for waiting in self._parked.values() for request in waiting]
 
     def _patience_ms(self) -> int:
-        now = time.monotonic()
-        wake_at = min((request.deadline for request in self._parked), default=now + _TICK_S)
-        return int(1000 * min(max(wake_at - now, 0.0), _TICK_S)) + 1
+        return int(1000 * min(max(self._next_deadline - time.monotonic(), 0.0), _TICK_S)) + 1
 
     def _receive(self, frames: list[bytes]) -> None:
         """Answer one message, or park it."""
@@ -201,14 +217,14 @@ class QueueServer:
         if op == "forget":
             self._dismiss(request.worker)
         if not self._answer(request):
-            self._parked.append(request)
+            self._parked.setdefault(request.kind, deque()).append(request)
+            self._next_deadline = min(self._next_deadline, request.deadline)
 
     def _dismiss(self, worker: str | None) -> None:
         """Answer what a worker waits for with nothing: it is dead, and would be lent the next work."""
-        for request in self._parked:
-            if request.worker == worker:
-                self._send(request.peer, request.request_id, encode({"result": []}))
-        self._parked = [request for request in self._parked if request.worker != worker]
+        for request in [request for request in self._all_parked() if request.worker == worker]:
+            self._send(request.peer, request.request_id, encode({"result": []}))
+            self._parked[request.kind].remove(request)
 
     def _read(self, frames: list[bytes]) -> tuple[str, dict[str, Any]]:
         """Return the request and the checked fields of a message, or raise the refusal."""
@@ -258,16 +274,18 @@ class QueueServer:
 def _read_payload(payload: bytes) -> tuple[str, dict[str, Any]]:
     """Return the request and its checked fields from the bytes of a message, or raise the refusal."""
     try:
-        message = decode(payload)
+        message = decode(payload, dict[str, Raw])
+        op = as_type(message["op"], str) if message.keys() == {"op", "fields"} else None
     except WireError as error:
         raise _Refusal("version" if _is_of_another_version(payload) else "malformed", str(error)) from error
-    if not isinstance(message, dict) or message.keys() != {"op", "fields"} or not isinstance(message["fields"], dict):
-        raise _Refusal("malformed", f"a request is {{op, fields}}, got {message!r:.80}: use the clients of areal_lite")
-    op = message["op"]
-    if not isinstance(op, str) or op not in REQUESTS:
+    if op is None:
+        raise _Refusal(
+            "malformed", f"a request is {{op, fields}}, got {list(message)!r:.80}: use the clients of areal_lite"
+        )
+    if op not in REQUESTS:
         raise _Refusal("unknown_op", f"a request is one of {', '.join(sorted(REQUESTS))}, got {op!r:.80}")
     try:
-        return op, check_fields(op, message["fields"])
+        return op, read_fields(op, message["fields"])
     except WireError as error:
         raise _Refusal("bad_fields", str(error)) from error
 

@@ -1,0 +1,74 @@
+"""What a sample checks about itself, and what a score changes in it."""
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_lite.types import GIVEN, Sample, Score, StepReward, StopReason, VersionSpan
+
+
+def make_sample(*spans: tuple[int, int, int], num_tokens: int = 3, **changes: Any) -> Sample:
+    """Tokens 0, 1, 2, ... with the spans (version, start, end)."""
+    content: dict[str, Any] = {
+        "token_ids": np.arange(num_tokens, dtype=np.int32),
+        "logprobs": np.full(num_tokens, -0.5, np.float32),
+        "spans": tuple(VersionSpan(version=version, start=start, end=end) for version, start, end in spans),
+        "stop_reason": StopReason.STOP,
+    }
+    return Sample(**content | changes)
+
+
+def test_spans_that_follow_each_other_to_the_end_are_a_sample() -> None:
+    assert make_sample((4, 0, 1), (GIVEN, 1, 2), (3, 2, 3)).oldest_version == 3
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [],
+        [(0, 0, 2)],
+        [(0, 0, 4)],
+        [(0, 1, 3)],
+        [(0, 0, 1), (0, 2, 3)],
+        [(0, 0, 2), (0, 1, 3)],
+        [(0, 0, 3), (0, 4, 5)],
+        [(0, 0, 3), (0, 0, 3)],
+        [(0, 1, 2), (0, 0, 3)],
+    ],
+)
+def test_spans_with_gaps_overlaps_or_ends_elsewhere_are_refused(spans: list[tuple[int, int, int]]) -> None:
+    """Seen failing with the look at the spans ended at the first gap."""
+    with pytest.raises(ValueError, match="cover all 3 tokens"):
+        make_sample(*spans)
+
+
+def test_a_sample_ends_with_a_token_of_the_model() -> None:
+    with pytest.raises(ValueError, match="must end with a token that the model produced"):
+        make_sample((0, 0, 2), (GIVEN, 2, 3))
+
+
+def test_a_score_replaces_all_that_was_said_before() -> None:
+    """Seen failing with each of its fields left out of `Sample.scored`."""
+    score = Score(
+        reward=0.5,
+        step_rewards=(StepReward(token=1, value=0.25),),
+        parts={"correct": 0.5},
+        metrics={"words": 7.0},
+        feedback="well done",
+    )
+    generated = make_sample((3, 0, 3), text="abc", messages=({"role": "user", "content": "?"},))
+    scored = generated.scored(score)
+    said = {field.name for field in fields(Score)}
+    for field in fields(Sample):
+        assert getattr(scored, field.name) is getattr(score if field.name in said else generated, field.name)
+    assert scored.total_reward == 0.75
+    failed = scored.scored(Score(failure="timeout"))
+    assert (failed.reward, failed.step_rewards, failed.parts, failed.feedback) == (None, (), {}, "")
+    assert (failed.failure, failed.total_reward) == ("timeout", None)
+
+
+def test_a_score_must_fit_its_sample() -> None:
+    with pytest.raises(ValueError, match=r"tokens 0\.\.2"):
+        make_sample((0, 0, 3)).scored(Score(reward=1.0, step_rewards=(StepReward(token=3, value=1.0),)))
