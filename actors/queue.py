@@ -1,6 +1,7 @@
 """The process that holds the sample queue."""
 
 import time
+from collections.abc import Mapping
 
 import ray
 
@@ -11,6 +12,7 @@ from areal_lite.data.source import load_sources
 from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
 from areal_lite.sample_queue.server import QueueServer
 from areal_lite.sample_queue.service import restore
+from areal_lite.types import Prompt
 
 __all__ = ["QueueActor"]
 
@@ -18,15 +20,33 @@ __all__ = ["QueueActor"]
 class QueueActor:
     """Owns the ledger, the data cursor and the ZeroMQ server around them."""
 
-    def __init__(self, config: Config, *, model_folder: str, log_folder: str, state: bytes | None) -> None:
-        self.begin(config, model_folder=model_folder, log_folder=log_folder, state=state)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model_folder: str,
+        log_folder: str,
+        state: bytes | None,
+        prompts: Mapping[str, list[Prompt]] | None,
+    ) -> None:
+        self.begin(config, model_folder=model_folder, log_folder=log_folder, state=state, prompts=prompts)
 
-    def begin(self, config: Config, *, model_folder: str, log_folder: str, state: bytes | None) -> None:
-        """Load the data, make the ledger, and serve."""
+    def begin(
+        self,
+        config: Config,
+        *,
+        model_folder: str,
+        log_folder: str,
+        state: bytes | None,
+        prompts: Mapping[str, list[Prompt]] | None,
+    ) -> None:
+        """Make the ledger and serve; load the data where nobody hands it over."""
         log_to_file(log_folder, "queue")
-        from transformers import AutoTokenizer
+        if prompts is None:
+            from transformers import AutoTokenizer
 
-        cursor = make_cursor(config, load_sources(config, AutoTokenizer.from_pretrained(model_folder), "train"))
+            prompts = load_sources(config, AutoTokenizer.from_pretrained(model_folder), "train")
+        cursor = make_cursor(config, prompts)
         settings = LedgerSettings(
             max_staleness=config.queue.max_staleness,
             on_stale=config.queue.on_stale,

@@ -24,7 +24,7 @@ class RolloutActor:
     """Delegates to `RolloutWorker` and `VllmEngine`; every call of the hand-over leaves an event."""
 
     def __init__(self, config: Config, *, name: str, model_folder: str, endpoint: str, log_folder: str) -> None:
-        self._engine_is_loaded = False
+        self._engine_is_loaded = self._opens_update = False
         self._served = asyncio.Event()
         self._served.set()
         self._begin(config, name=name, model_folder=model_folder, endpoint=endpoint, log_folder=log_folder)
@@ -96,38 +96,48 @@ class RolloutActor:
         finally:
             self._served.set()
 
-    async def pause(self, interrupt: Interrupt) -> None:
-        """Step 1 of the hand-over."""
-        self._events.emit("drain" if interrupt == "drain" else "pause")
-        await self._engine.pause(interrupt)
-        self._events.emit("paused")
-
     async def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Join the trainer's transfer group."""
         await self._engine.weights_call("init_weight_transfer_engine", init_info)
 
     async def start_weight_update(self) -> None:
-        """Step 2: open the update."""
+        """Open an update, together with the first `update_weights`: an engine answers between two steps only."""
         self._events.emit("update_open")
-        await self._engine.weights_call("start_weight_update")
+        self._opens_update = True
 
     async def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Step 3: receive every parameter."""
-        await self._engine.weights_call("update_weights", update_info)
-        self._events.emit("update_received")
+        """Receive every parameter; over a transport that stages, begin to, while the engine generates."""
+        opens, self._opens_update = self._opens_update, False
+        calls = [("start_weight_update", None)] * opens + [("update_weights", update_info)]
+        await asyncio.gather(*(self._engine.weights_call(*call) for call in calls))  # received in this order
+        if not self._config.weights.staged:
+            self._events.emit("update_received")
 
     async def finish_weight_update(self) -> None:
-        """Step 4: load them."""
+        """Load what was received."""
         await self._engine.weights_call("finish_weight_update")
         self._events.emit("update_loaded")
 
+    async def install(self, interrupt: Interrupt, version: int) -> None:
+        """Pause, load what is staged, and label tokens with its version from then on: one message for the three."""
+        await self.pause(interrupt)
+        self._events.emit("update_received")  # before the pause, in truth: of the pause it takes nothing
+        await self.finish_weight_update()
+        await self.stamp(version)
+
+    async def pause(self, interrupt: Interrupt) -> None:
+        """Stop generating."""
+        self._events.emit("drain" if interrupt == "drain" else "pause")
+        await self._engine.pause(interrupt)
+        self._events.emit("paused")
+
     async def stamp(self, version: int) -> None:
-        """Step 5: label tokens with the new version."""
+        """Label tokens with the new version."""
         await self._engine.stamp(version)
         self._events.emit("stamped", version=version)
 
     async def resume(self) -> None:
-        """Step 6."""
+        """Go on generating."""
         # Noted at the call: the engine goes on at once, but its answer waits behind the first step, the re-prefill.
         self._events.emit("resumed")
         await self._engine.resume()

@@ -333,3 +333,8 @@ class WeightsConfig(Section):
     timeout_s: float = Field(30.0, gt=0, description="seconds one transfer may take before its engine is given up")
     parity_every: int = Field(20, ge=0, description="publications between logprob parity checks; 0 = never")
     parity_sequences: int = Field(8, ge=1, description="stored sequences compared in one parity check")
+
+    @property
+    def staged(self) -> bool:
+        """Engines receive while they generate, and are paused for the load alone; else they load as they receive."""
+        return self.transport == "gloo"

@@ -25,6 +25,7 @@ from areal_lite.launch.ranks import Ranks
 from areal_lite.launch.remote import Question, describe, result
 from areal_lite.launch.starting import log_path, wait_until_started
 from areal_lite.sample_queue.client import QueueClient
+from areal_lite.types import Prompt
 
 __all__ = ["Cluster"]
 
@@ -45,6 +46,7 @@ class Cluster:
         model_folder: Path,
         log_folder: Path,
         queue_state: bytes | None,
+        prompts: Mapping[str, list[Prompt]] | None = None,
         kept: Mapping[str, Any] | None = None,
     ) -> None:
         """Start the queue and the trainer ranks.
@@ -54,6 +56,7 @@ class Cluster:
             model_folder: Hugging Face folder with the initial weights and the tokenizer.
             log_folder: Gets a log per actor.
             queue_state: Of the checkpoint to go on from.
+            prompts: To train on, by source; None = the queue loads them, for which it needs seconds more.
             kept: Actors that an earlier run of this session released, by lane name; they are taken before new ones.
         """
         self._config = config
@@ -67,7 +70,12 @@ class Cluster:
         self._actors: list[Any] = list(self._kept.values())
         self._beginning: dict[str, Any] = {}
         self._queue_actor = self._spawn(
-            QueueActor, "queue", model_folder=self._model_folder, log_folder=self._logs, state=queue_state
+            QueueActor,
+            "queue",
+            model_folder=self._model_folder,
+            log_folder=self._logs,
+            state=queue_state,
+            prompts=prompts,
         )
         self.trainers = {
             f"trainer/{rank}": self._spawn(TrainerActor, f"trainer/{rank}", rank=rank, log_folder=self._logs)

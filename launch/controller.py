@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ class Controller:
         *,
         folder: RunFolder,
         model_folder: Path,
+        prompts: Mapping[str, list[Prompt]],
         eval_prompts: list[Prompt],
         view: View,
         keeper: ActorKeeper | None = None,
@@ -68,13 +69,14 @@ class Controller:
             config: The recipe.
             folder: Gets every file.
             model_folder: Hugging Face folder with the initial weights and the tokenizer.
+            prompts: To train on, by source.
             eval_prompts: Held-out prompts; none = no evaluation.
             view: Shows how it goes.
             keeper: Lends actors of an earlier run, and takes them back when this one is done.
         """
         self._config, self._folder, self._view = config, folder, view
         self._keeper = keeper
-        self._model_folder, self._eval_prompts = model_folder, eval_prompts
+        self._model_folder, self._prompts, self._eval_prompts = model_folder, prompts, eval_prompts
         self._trainer_lane, self._handover_lane = EventBuffer("trainer"), EventBuffer("handover")
         self._controller_lane = EventBuffer("controller")
         self._recorder = Recorder(config, folder)
@@ -99,6 +101,7 @@ class Controller:
             model_folder=self._model_folder,
             log_folder=self._folder.logs,
             queue_state=queue_state,
+            prompts=self._prompts,
             kept=self._borrowed(),
         )
         self._collector = Collector(
@@ -233,6 +236,7 @@ class Controller:
         hand_over(
             self._cluster.engines,
             publish=self._cluster.publish,
+            staged=self._config.weights.staged,
             stamp_ledger=stamp_ledger,
             version=self._version,
             interrupt=self._config.rollout.interrupt,

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from areal_lite.config import Config, resource_problems
-from areal_lite.data.source import load_source
+from areal_lite.data.source import load_source, load_sources
 from areal_lite.errors import ConfigError
 from areal_lite.launch.actor_keeper import ActorKeeper
 from areal_lite.launch.controller import Controller
@@ -51,13 +52,19 @@ def train(config: Config, *, recipe_name: str, console: Console, keeper: ActorKe
     config = with_absolute_paths(config)
     view = View(config, console=console)
     model_folder = prepare_model(config, console=console)
-    eval_prompts = _check_data(config, model_folder)
+    prompts, eval_prompts = _load_data(config, model_folder)
     with ray_session():
         _check_resources(config, console)
         folder = RunFolder.resume(config) if config.run.resume else RunFolder.create(config, recipe_name=recipe_name)
         console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
         summary = Controller(
-            config, folder=folder, model_folder=model_folder, eval_prompts=eval_prompts, view=view, keeper=keeper
+            config,
+            folder=folder,
+            model_folder=model_folder,
+            prompts=prompts,
+            eval_prompts=eval_prompts,
+            view=view,
+            keeper=keeper,
         ).run()
     if config.run.report and keeper is None:  # one of many short runs is reported when somebody asks for it
         summary |= {"report": report_of(folder, console=console)}
@@ -129,15 +136,20 @@ def _check_context(config: Config | OfflineConfig, model_folder: Path) -> None:
         )
 
 
-def _check_data(config: Config, model_folder: Path) -> list[Prompt]:
-    """Load everything once, so that bad data is found before any actor starts; returns the held-out prompts."""
+def _load_data(config: Config, model_folder: Path) -> tuple[dict[str, list[Prompt]], list[Prompt]]:
+    """Load everything, so that bad data is found before any actor starts.
+
+    Returns:
+        The training prompts by source, and the held-out ones.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     if config.objective.ptx_coef > 0 and config.objective.ptx_path is not None:
         load_documents(config.objective.ptx_path, tokenizer=tokenizer, max_tokens=config.model.max_context)
-    check_arguments(config, load_source(config, tokenizer, "train"))
-    return load_source(config, tokenizer, "eval")
+    prompts = load_sources(config, tokenizer, "train")
+    check_arguments(config, chain.from_iterable(prompts.values()))
+    return prompts, load_source(config, tokenizer, "eval")
 
 
 def check_arguments(config: Config, prompts: Iterable[Prompt]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 from areal_lite.config import Config
-from areal_lite.rollout.engine import GenerationEngine
+from areal_lite.rollout.engine import GenerationEngine, Interrupt
 from areal_lite.rollout.vllm_engine import VllmEngine
 
 __all__ = ["BackgroundLoop", "LocalEngines", "SyncClient", "vllm_engine"]
@@ -78,10 +78,18 @@ class LocalEngines:
 
     def each(self, method: str, *args: Any) -> None:
         for engine in self._engines.values():
-            asyncio.run_coroutine_threadsafe(getattr(engine, method)(*args), self._loop).result(_CALL_TIMEOUT_S)
+            call = _install(engine, *args) if method == "install" else getattr(engine, method)(*args)
+            asyncio.run_coroutine_threadsafe(call, self._loop).result(_CALL_TIMEOUT_S)
 
     def drop(self, name: str, reason: str) -> None:
         raise AssertionError(f"{name} was lost in the hand-over: {reason}")
+
+
+async def _install(engine: GenerationEngine, interrupt: Interrupt, version: int) -> None:
+    """What `RolloutActor.install` does."""
+    await engine.pause(interrupt)
+    await engine.weights_call("finish_weight_update")
+    await engine.stamp(version)
 
 
 @contextmanager

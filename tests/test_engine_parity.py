@@ -25,7 +25,7 @@ from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.events import EventBuffer
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.vllm_engine import VllmEngine
-from areal_lite.types import Sample
+from areal_lite.types import Sample, StopReason
 from areal_lite.weights.handover import hand_over
 
 MAX_CONTEXT = 256
@@ -34,6 +34,8 @@ TOLERANCE = {"cpu": 1e-4, "cuda": 1e-2}
 CLEAR = 10
 """How many tolerances a changed parameter must move some log-probability, or its test would show nothing."""
 TEMPERATURE = 0.8
+END = 1
+"""The end token."""
 SEQUENCES = [
     ([2, 3, 4], [5, 6, 7, 8, 9, 10, 11, 2, 5, 5, 3, 9]),
     ([11], [2, 2, 3, 4, 3, 2, 10, 1]),
@@ -118,6 +120,7 @@ class Pair:
 
     def __init__(self, engine: VllmEngine, background: BackgroundLoop, *, transport: str, model_folder: str) -> None:
         self.engine, self.background, self._transport = engine, background, transport
+        self.model_folder = model_folder
         device = trainer_device(transport)
         self.model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).to(device).eval()
         self.tolerance = TOLERANCE[device.type]
@@ -147,6 +150,7 @@ class Pair:
         hand_over(
             LocalEngines({"engine": self.engine}, self.background.loop),
             publish=publisher.publish,
+            staged=self._transport == "gloo",
             stamp_ledger=lambda: None,
             version=self.version,
             interrupt="recompute",
@@ -154,10 +158,8 @@ class Pair:
         )
 
     def fail_to_publish(self, publisher: Any) -> str:
-        """Publish to the paused engine, let it go on, and return why it failed."""
-        self.background.call(self.engine.pause("recompute"))
+        """Publish to the engine, which stages, and return why it failed."""
         failure = publisher.publish()["engine"]
-        self.background.call(self.engine.resume())
         assert failure is not None
         return failure
 
@@ -249,6 +251,28 @@ def test_a_sample_across_a_publication_says_which_weights_drew_which_token(pair:
             (expected,) = expected_logprobs(model, [(prompt_of(prompt_id), output)], temperature=TEMPERATURE)
             part = slice(span.start, span.end)
             assert largest_difference([sample.logprobs[part]], [expected[part]]) < pair.tolerance, span
+
+
+@gloo
+def test_samples_go_on_behind_the_end_and_their_logprobs_are_the_models(pair: Pair) -> None:
+    """`ignore_end`: every token, the end among them, was drawn from the model's own distribution.
+
+    Seen failing with `min_tokens` in place of `ignore_eos`: it forbids the end token, and moves all others.
+    """
+    model = AutoModelForCausalLM.from_pretrained(pair.model_folder, dtype=torch.float32).eval()
+    pair.hand_over(pair.connect(model=model))
+
+    async def generate() -> list[Sample]:
+        samplings = [Sampling(max_new_tokens=60, temperature=1.0, seed=seed, ignore_end=True) for seed in range(8)]
+        return await asyncio.gather(*(pair.engine.generate([5, 6], sampling) for sampling in samplings))
+
+    samples = pair.background.call(generate())
+    assert [sample.num_tokens for sample in samples] == [60] * 8
+    assert all(sample.stop_reason is StopReason.LENGTH for sample in samples)
+    assert any(END in sample.token_ids[:-1] for sample in samples)
+    for sample in samples:
+        expected = expected_logprobs(model, [([5, 6], sample.token_ids.tolist())])
+        assert largest_difference([sample.logprobs], expected) < pair.tolerance
 
 
 @gloo

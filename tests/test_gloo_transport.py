@@ -197,6 +197,20 @@ def test_a_packed_copy_of_a_tied_embedding_is_made_anew() -> None:
         assert all(torch.equal(copy, trainer.embed.weight) for copy in packed)
 
 
+def test_the_engine_is_free_while_it_receives() -> None:
+    """`update_weights` returns before a byte was sent. Seen failing (time-out) with `_receive` called, not begun."""
+    trainer, engine = TinyModel(seed=1), TinyModel(seed=2)
+    receiver = make_engine(engine)
+
+    class Looking(LocalClient):
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            super().update_weights(update_info)
+            assert receiver._staged == []
+
+    make_sender(Looking(receiver), ModuleSource(trainer)).send_weights()
+    assert same(weights_of(engine), weights_of(trainer))
+
+
 # --- what is refused ---
 
 
@@ -221,7 +235,7 @@ def test_damaged_bytes_are_refused_and_a_new_pair_sets_it_right() -> None:
     damaging = LocalClient(receiver, damage=lambda info: info | {"checksum": info["checksum"] ^ 1})
     with pytest.raises(HandoverError, match=r"damaged on the way: checksum \d+ sent, \d+ received"):
         make_sender(damaging, ModuleSource(trainer)).send_weights()
-    assert damaging.calls == ["init", "start", "update"]
+    assert damaging.calls == ["init", "start", "update", "update"]  # to begin, and to hear how it went
     assert same(weights_of(engine), before)
     make_sender(LocalClient(receiver), ModuleSource(trainer)).send_weights()
     assert same(weights_of(engine), weights_of(trainer))
@@ -334,23 +348,40 @@ def test_an_engine_that_fails_touches_no_other_and_is_named() -> None:
     failures = publisher.publish()
     assert failures["a"] is None
     assert str(failures["b"]).startswith("HandoverError: parameters were damaged on the way")
+    clients["a"].finish_weight_update()
     assert same(weights_of(models["a"]), weights_of(trainer))
     assert same(weights_of(models["b"]), before)
 
     pair = {name: clients[name] for name in "ac"}
     assert publisher.connect(pair, group_client=None, num_engine_ranks=2) == {"a": None, "c": None}
     assert publisher.publish() == {"a": None, "c": None}
+    clients["c"].finish_weight_update()
     assert same(weights_of(models["c"]), weights_of(trainer))
     assert clients["a"].calls.count("init") == 1
     assert clients["b"].calls.count("start") == 1
+
+
+def test_what_is_published_waits_for_the_pause() -> None:
+    """The engine goes on with the old weights, whole, until it is told to load. Seen failing with `send_weights`."""
+    trainer, engine = TinyModel(seed=1), TinyModel(seed=2)
+    before, client = weights_of(engine), LocalClient(make_engine(engine))
+    publisher = make_publisher(trainer)
+    publisher.connect({"a": client}, group_client=None, num_engine_ranks=1)
+    assert publisher.publish() == {"a": None}
+    assert same(weights_of(engine), before)
+    assert client.calls == ["init", "start", "update"]
+    client.finish_weight_update()
+    assert same(weights_of(engine), weights_of(trainer))
 
 
 def test_weights_are_cast_once_for_the_engines() -> None:
     """fp32 masters are published in the engines' dtype. Seen failing with the masters' own dtype announced."""
     trainer, engine = TinyModel(seed=1), TinyModel(seed=2).bfloat16()
     publisher = WeightPublisher(trainer, transport="gloo", dtype=torch.bfloat16, rank=0, host=HOST, timeout_s=TIMEOUT_S)
-    publisher.connect({"a": LocalClient(make_engine(engine))}, group_client=None, num_engine_ranks=1)
+    client = LocalClient(make_engine(engine))
+    publisher.connect({"a": client}, group_client=None, num_engine_ranks=1)
     assert publisher.publish() == {"a": None}
+    client.finish_weight_update()
     expected = {name: tensor.bfloat16() for name, tensor in weights_of(trainer).items()}
     assert same(weights_of(engine), expected)
 

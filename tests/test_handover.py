@@ -47,7 +47,7 @@ class FakeActor:
             return int(self._clock.now) if self._draining else 7
         if method == self._fails:
             raise EngineError(f"{self._name} died")
-        if method == "pause" and self._clock.now < self._pauses_after_s:
+        if method in ("pause", "install") and self._clock.now < self._pauses_after_s:
             self._clock.now += timeout_s
             raise ray.exceptions.GetTimeoutError
         return None
@@ -62,6 +62,7 @@ class Handover:
         *,
         fails: dict[str, str],
         names: str = "ab",
+        staged: bool = True,
         publish_failures: dict[str, str] | None = None,
         pauses_after_s: float = 0.0,
         draining: bool = False,
@@ -69,7 +70,7 @@ class Handover:
         self.log: list[str] = []
         self.lost: dict[str, str] = {}
         self.buffer = EventBuffer("handover")
-        self._publish_failures = publish_failures or {}
+        self._staged, self._publish_failures = staged, publish_failures or {}
         clock = FakeClock()
         handles: dict[str, Any] = {
             name: FakeActor(
@@ -92,6 +93,7 @@ class Handover:
         hand_over(
             self.engines,
             publish=self._publish,
+            staged=self._staged,
             stamp_ledger=lambda: self.log.append("ledger.version = 5"),
             version=5,
             interrupt="recompute",
@@ -107,13 +109,34 @@ class Handover:
         return {name: self._publish_failures.get(name) for name in "ab"}
 
 
-def test_the_order_is_the_written_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pause all, transfer, stamp the engines, then the ledger, resume all: nothing between the steps.
+ORDER = {True: ["install", "resume"], False: ["pause", "stamp", "resume"]}
+"""What an engine is asked to do, where publications are staged and where they are loaded as they arrive."""
+STEPS = [(staged, step) for staged, steps in ORDER.items() for step in steps]
 
-    Seen failing with the ledger stamped before the engines (a group could be admitted at 5 while an engine still
-    stamps 4), with it stamped after the resume, and with engines resumed before all are stamped.
+
+def test_the_order_is_the_written_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send while all generate, install, then stamp the ledger, resume all: nothing between the steps.
+
+    Seen failing with engines installed before all is sent, with the ledger stamped before the engines (a group could be
+    admitted at 5 while an engine still stamps 4), with it stamped after the resume (a sample of version 5 could come
+    first), and with an engine resumed as soon as it has the weights.
     """
     handover = Handover(monkeypatch, fails={})
+    handover.run()
+    assert handover.log == [
+        "publish",
+        "a.install(recompute, 5)",
+        "b.install(recompute, 5)",
+        "ledger.version = 5",
+        "a.resume()",
+        "b.resume()",
+    ]
+    assert handover.lost == {}
+
+
+def test_the_order_where_engines_load_as_they_receive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is sent to an engine that generates. Seen failing with `publish` before the pause."""
+    handover = Handover(monkeypatch, fails={}, staged=False)
     handover.run()
     assert handover.log == [
         "a.pause(recompute)",
@@ -128,26 +151,27 @@ def test_the_order_is_the_written_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert handover.lost == {}
 
 
-def test_the_event_log_tells_each_part_with_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    handover = Handover(monkeypatch, fails={})
+@pytest.mark.parametrize(
+    ("staged", "kinds"),
+    [(True, ["start", "published", "stamped", "end"]), (False, ["start", "paused", "published", "stamped", "end"])],
+)
+def test_the_event_log_tells_each_part_with_the_version(
+    monkeypatch: pytest.MonkeyPatch, staged: bool, kinds: list[str]
+) -> None:
+    handover = Handover(monkeypatch, fails={}, staged=staged)
     handover.run()
-    assert [(event["kind"], event["version"]) for event in handover.buffer.drain()] == [
-        ("handover_start", 5),
-        ("handover_paused", 5),
-        ("handover_published", 5),
-        ("handover_stamped", 5),
-        ("handover_end", 5),
-    ]
+    events = [(event["kind"], event["version"]) for event in handover.buffer.drain()]
+    assert events == [(f"handover_{kind}", 5) for kind in kinds]
 
 
-@pytest.mark.parametrize("step", ["pause", "stamp", "resume"])
+@pytest.mark.parametrize(("staged", "step"), STEPS)
 def test_an_engine_that_fails_a_step_is_dropped_and_the_other_goes_on(
-    monkeypatch: pytest.MonkeyPatch, step: str
+    monkeypatch: pytest.MonkeyPatch, staged: bool, step: str
 ) -> None:
     """Seen failing with `drop` left out of `each`."""
-    handover = Handover(monkeypatch, fails={"a": step})
+    handover = Handover(monkeypatch, fails={"a": step}, staged=staged)
     handover.run()
-    order = ["pause", "stamp", "resume"]
+    order = ORDER[staged]
     assert handover.of("a") == order[: order.index(step) + 1]
     assert handover.of("b") == order
     assert handover.lost == {"a": f"{step}: EngineError: a died"}
@@ -156,19 +180,24 @@ def test_an_engine_that_fails_a_step_is_dropped_and_the_other_goes_on(
     assert "kill b" not in handover.log
 
 
-def test_an_engine_that_was_not_reached_is_never_stamped_nor_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No engine goes on with weights that did not load whole. Seen failing with the answer of `publish` ignored."""
-    handover = Handover(monkeypatch, fails={}, publish_failures={"b": "HandoverError: parameters were damaged"})
+@pytest.mark.parametrize("staged", [True, False])
+def test_an_engine_that_was_not_reached_never_goes_on(monkeypatch: pytest.MonkeyPatch, staged: bool) -> None:
+    """No engine goes on with weights that did not arrive whole: one that stages is not even asked to load.
+
+    Seen failing with the answer of `publish` ignored.
+    """
+    failures = {"b": "HandoverError: parameters were damaged"}
+    handover = Handover(monkeypatch, fails={}, staged=staged, publish_failures=failures)
     handover.run()
-    assert handover.of("b") == ["pause"]
-    assert handover.of("a") == ["pause", "stamp", "resume"]
-    assert handover.lost == {"b": "HandoverError: parameters were damaged"}
-    assert handover.log.index("kill b") < handover.log.index("a.stamp(5)")
+    assert handover.of("b") == ([] if staged else ["pause"])
+    assert handover.of("a") == ORDER[staged]
+    assert handover.lost == failures
+    assert handover.log.index("kill b") < handover.log.index("a.install(recompute, 5)" if staged else "a.stamp(5)")
 
 
 def test_an_engine_that_failed_twice_is_dropped_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The transfer to an engine that died in the pause fails as well. Seen failing with `handles.pop(name)`."""
-    handover = Handover(monkeypatch, fails={"a": "pause"}, publish_failures={"a": "EngineError: a died"})
+    handover = Handover(monkeypatch, fails={"a": "pause"}, staged=False, publish_failures={"a": "EngineError: a died"})
     handover.run()
     assert handover.lost == {"a": "pause: EngineError: a died"}
     assert handover.log.count("kill a") == 1
@@ -178,9 +207,9 @@ def test_an_engine_that_stands_still_is_dropped(monkeypatch: pytest.MonkeyPatch)
     """I6. Seen hanging without the watchdog."""
     handover = Handover(monkeypatch, fails={}, pauses_after_s=1e9)
     handover.run()
-    assert handover.lost["a"].startswith("pause: StallError: no progress for")
-    assert handover.of("a") == ["pause"]
-    assert handover.of("b") == ["pause", "stamp", "resume"]
+    assert handover.lost["a"].startswith("install: StallError: no progress for")
+    assert handover.of("a") == ["install"]
+    assert handover.of("b") == ["install", "resume"]
 
 
 def test_draining_may_take_as_long_as_tokens_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,17 +217,22 @@ def test_draining_may_take_as_long_as_tokens_come(monkeypatch: pytest.MonkeyPatc
     handover = Handover(monkeypatch, fails={}, pauses_after_s=20 * TIMEOUT_S, draining=True)
     handover.run()
     assert handover.lost == {}
-    assert handover.of("a") == ["pause", "stamp", "resume"]
+    assert handover.of("a") == ["install", "resume"]
 
 
-@pytest.mark.parametrize("step", ["pause", "publish", "stamp"])
-def test_without_any_engine_left_the_version_does_not_move(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+@pytest.mark.parametrize(
+    ("staged", "step"),
+    [(staged, step) for staged, step in [*STEPS, (True, "publish"), (False, "publish")] if step != "resume"],
+)
+def test_without_any_engine_left_the_version_does_not_move(
+    monkeypatch: pytest.MonkeyPatch, staged: bool, step: str
+) -> None:
     """The last one's name and step are told. Seen failing without `raise_if_none`."""
     failures = dict.fromkeys("ab", "HandoverError: damaged") if step == "publish" else {}
     fails = {} if step == "publish" else dict.fromkeys("ab", step)
-    handover = Handover(monkeypatch, fails=fails, publish_failures=failures)
+    handover = Handover(monkeypatch, fails=fails, staged=staged, publish_failures=failures)
     with pytest.raises(
-        HandoverError, match=r"no rollout worker is left; the last one, b, was lost in (pause|stamp|Hand)"
+        HandoverError, match=r"no rollout worker is left; the last one, b, was lost in (pause|install|stamp|Hand)"
     ):
         handover.run()
     assert sorted(handover.lost) == ["a", "b"]

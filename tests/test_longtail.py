@@ -1,24 +1,17 @@
 """The workload of benchmarks: lengths from a log-normal distribution, decoded for real whatever the model says."""
 
-import asyncio
 import statistics
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import torch
-from engine_builders import BackgroundLoop, vllm_engine
 from episode_builders import load, make_prompt, play, run
-from train_builders import save_tiny_model
-from transformers import AutoModelForCausalLM
 
 from areal_lite.bench.longtail import draw_length
-from areal_lite.config import load_config, parse_config
+from areal_lite.config import load_config
 from areal_lite.errors import PluginError
 from areal_lite.rollout.engine import Sampling, ScriptedEngine
 from areal_lite.rollout.runner import Workflows, complete_greedily
-from areal_lite.rollout.vllm_engine import VllmEngine
-from areal_lite.types import Sample, StopReason
+from areal_lite.types import StopReason
 
 WORKFLOW = "areal_lite.bench.longtail:drawn_length"
 EOS = 1
@@ -75,46 +68,3 @@ def test_the_shipped_recipe_says_what_it_is_for() -> None:
     assert config.rollout.workflow == WORKFLOW
     longest_prompt = config.model.max_context - config.rollout.max_new_tokens
     assert longest_prompt >= 32
-
-
-# ---------------------------------------------------------------- with vLLM
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"), max_context=160)
-
-
-@pytest.fixture(scope="module")
-def engine(tiny: str) -> Iterator[tuple[VllmEngine, BackgroundLoop]]:
-    config = parse_config(
-        {"model": {"max_context": 160, "compute_dtype": "float32"}, "rollout": {"slots": 16, "kv_cache_mb": 64}}
-    )
-    with vllm_engine(config, tiny) as pair:
-        yield pair
-
-
-def test_vllm_goes_on_behind_the_end_and_its_logprobs_are_the_models(
-    engine: tuple[VllmEngine, BackgroundLoop], tiny: str
-) -> None:
-    """Every token, the end among them, was drawn from the model's own distribution.
-
-    Seen failing with `min_tokens` in place of `ignore_eos`: it forbids the end token, and moves all others.
-    """
-    vllm, loop = engine
-    model = AutoModelForCausalLM.from_pretrained(tiny)
-
-    async def generate() -> list[Sample]:
-        samplings = [Sampling(max_new_tokens=60, temperature=1.0, seed=seed, ignore_end=True) for seed in range(8)]
-        return await asyncio.gather(*(vllm.generate([5, 6], sampling) for sampling in samplings))
-
-    samples = loop.call(generate())
-    assert [sample.num_tokens for sample in samples] == [60] * 8
-    assert all(sample.stop_reason is StopReason.LENGTH for sample in samples)
-    assert any(EOS in sample.token_ids[:-1] for sample in samples)
-    for sample in samples:
-        tokens = torch.tensor([5, 6, *sample.token_ids.tolist()])
-        with torch.no_grad():
-            logprobs = model(tokens[None]).logits[0, 1:-1].log_softmax(-1)
-        expected = logprobs.gather(1, tokens[2:, None])[:, 0].numpy()
-        np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4)

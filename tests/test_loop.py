@@ -6,6 +6,7 @@ I3, right stamps on every token, is shown more sharply in `test_engine_parity.py
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from loop_builders import loop_config, run_loop, write_prompts
 
 from areal_lite.errors import StallError, VerifierError
+from areal_lite.launch.actor_keeper import ActorKeeper
 from areal_lite.run_folder import RunFolder
 
 pytestmark = [pytest.mark.loop, pytest.mark.usefixtures("ray_cluster")]
@@ -32,7 +34,14 @@ def conserved(ledger: dict[str, int]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def first_run(ray_cluster: None, loop_folder: Path) -> tuple[dict[str, Any], RunFolder]:
+def keeper(ray_cluster: None) -> Iterator[ActorKeeper]:
+    """The runs of this file lend one another their processes, where their settings allow it."""
+    with ActorKeeper() as keeper:
+        yield keeper
+
+
+@pytest.fixture(scope="module")
+def first_run(keeper: ActorKeeper, loop_folder: Path) -> tuple[dict[str, Any], RunFolder]:
     """2 rollout workers x 2 trainer ranks, 20 steps; 5 % of the prompts get 20 times the tokens."""
     write_prompts(loop_folder / "tail.jsonl", 190)
     long_rows = write_prompts(loop_folder / "long.jsonl", 10, max_new_tokens=100).read_text()
@@ -50,7 +59,7 @@ def first_run(ray_cluster: None, loop_folder: Path) -> tuple[dict[str, Any], Run
         queue={"max_staleness": 1},
         trainer={"ranks": 2, "minibatches": 2, "lr": 1e-3},
     )
-    return run_loop(config)
+    return run_loop(config, keeper=keeper)
 
 
 def test_two_workers_and_two_ranks_train_to_the_end(first_run: tuple[dict[str, Any], RunFolder]) -> None:
@@ -94,12 +103,12 @@ def test_behaviour_logprobs_are_those_of_the_weights_they_are_stamped_with(
 
 
 def test_every_engine_keeps_the_order_of_the_hand_over(first_run: tuple[dict[str, Any], RunFolder]) -> None:
-    """Design §6: pause, open, receive, load, stamp, resume, for every version on every engine.
+    """Open before the pause; then pause, load, stamp, resume: for every version on every engine.
 
     Seen failing with engines stamped one version too old.
     """
     _, folder = first_run
-    order = ["pause", "paused", "update_open", "update_received", "update_loaded", "stamped", "resumed"]
+    order = ["update_open", "pause", "paused", "update_received", "update_loaded", "stamped", "resumed"]
     for lane in ("rollout/0", "rollout/1"):
         events = [event for event in folder.read("events.jsonl") if event["lane"] == lane]
         kinds = [event["kind"] for event in events if event["kind"] in order]
@@ -122,7 +131,7 @@ def test_the_run_folder_is_complete(first_run: tuple[dict[str, Any], RunFolder])
 
 
 def test_the_exported_model_loads_in_transformers(first_run: tuple[dict[str, Any], RunFolder]) -> None:
-    """The last checkpoint holds a Hugging Face folder (that vLLM loads it, the resumed run's engine shows)."""
+    """The last checkpoint holds a Hugging Face folder (that vLLM loads it, the PPO run of test_rlhf.py shows)."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     _, folder = first_run
@@ -132,7 +141,7 @@ def test_the_exported_model_loads_in_transformers(first_run: tuple[dict[str, Any
 
 
 def test_a_resumed_run_goes_on_where_the_first_ended(
-    first_run: tuple[dict[str, Any], RunFolder], loop_folder: Path
+    first_run: tuple[dict[str, Any], RunFolder], keeper: ActorKeeper, loop_folder: Path
 ) -> None:
     """Resume on other numbers of workers and ranks: no step missing or doubled, no group trained twice (I1, I2).
 
@@ -151,7 +160,7 @@ def test_a_resumed_run_goes_on_where_the_first_ended(
         queue={"max_staleness": 1},
         trainer={"ranks": 1, "minibatches": 2, "lr": 1e-3},
     )
-    summary, folder = run_loop(config)
+    summary, folder = run_loop(config, keeper=keeper)
     rows = folder.read("metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 25))
     assert all(row["parity_max_abs_logprob_diff"] < PARITY for row in rows)
@@ -161,8 +170,8 @@ def test_a_resumed_run_goes_on_where_the_first_ended(
     assert summary["age_max_trained"] <= 1
 
 
-@pytest.mark.parametrize("interrupt", ["keep_kv", "drain"])
-def test_the_other_ways_to_interrupt(interrupt: str, loop_folder: Path) -> None:
+@pytest.mark.parametrize("interrupt", ["drain", "keep_kv"])
+def test_the_other_ways_to_interrupt(interrupt: str, keeper: ActorKeeper, loop_folder: Path) -> None:
     """`keep_kv` and `drain` (the runs above are `recompute`); a failing verifier is counted and never a reward (I7)."""
     function = f"{Path(__file__).parent / 'loop_verifiers.py'}:fails_on_even"
     failing = {"function": function, "max_failure_share": 1.0}
@@ -172,7 +181,7 @@ def test_the_other_ways_to_interrupt(interrupt: str, loop_folder: Path) -> None:
         rollout={"interrupt": interrupt, "slots": 16, "max_new_tokens": 16, "kv_cache_mb": 64},
         verifier=failing,
     )
-    summary, folder = run_loop(config)
+    summary, folder = run_loop(config, keeper=keeper)
     assert summary["status"] == "done"
     assert all(row["parity_max_abs_logprob_diff"] < PARITY for row in folder.read("metrics.jsonl"))
     assert summary["ledger"]["failed"] > 0
@@ -192,21 +201,23 @@ def test_the_other_ways_to_interrupt(interrupt: str, loop_folder: Path) -> None:
     ],
 )
 def test_a_verifier_that_always_fails_ends_the_run(
-    loop_folder: Path, max_failure_share: float, error: type[Exception], words: str
+    keeper: ActorKeeper, loop_folder: Path, max_failure_share: float, error: type[Exception], words: str
 ) -> None:
     """Groups that end without ever making a batch are no progress (I6, I7); seen running on without the check.
 
-    A verifier that fails in more than its share of the last calls ends the run sooner.
+    A verifier that fails in more than its share of the last calls ends the run sooner. Processes of a run that failed
+    are not lent again: the second run here starts its own.
     """
     path = loop_folder / f"typo-{max_failure_share}"
     function = f"{Path(__file__).parent / 'loop_verifiers.py'}:always_fails"
     config = loop_config(
         loop_folder,
         run={"steps": 5, "dir": str(path)},
+        rollout={"interrupt": "keep_kv", "slots": 16, "max_new_tokens": 16, "kv_cache_mb": 64},
         verifier={"function": function, "max_failure_share": max_failure_share},
     )
     with pytest.raises(error, match=words):
-        run_loop(config)
+        run_loop(config, keeper=keeper)
     summary = json.loads((path / "summary.json").read_text())
     assert summary["status"].startswith(f"failed: {error.__name__}")
     assert conserved(summary["ledger"])

@@ -1,7 +1,7 @@
 """From a recipe to tokenised prompts: every source's tasks, filtered, with one template and one length check.
 
-Called at start-up by the queue's actor (training prompts) and the controller (held-out prompts), so that
-every mistake in the data shows before anything expensive starts.
+Called by `areal-lite train` before it starts anything, so that every mistake in the data shows before anything
+expensive starts; the queue's actor is handed the training prompts.
 """
 
 from collections.abc import Sequence

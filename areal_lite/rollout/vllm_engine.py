@@ -19,7 +19,7 @@ from areal_lite.rollout.engine import Interrupt, Sampling
 from areal_lite.rollout.settings import EngineSettings, engine_settings
 from areal_lite.types import Float32, Sample, StopReason, VersionSpan
 
-__all__ = ["VllmEngine"]
+__all__ = ["VllmEngine", "sampling_params"]
 
 T = TypeVar("T")
 
@@ -32,8 +32,9 @@ _RESET_POLL_S = 0.005
 class VllmEngine:
     """One vLLM engine with exact version stamps, pause and resume, and weight transfer."""
 
-    def __init__(self, llm: Any, tokenizer: Any, progress: Any) -> None:
+    def __init__(self, llm: Any, tokenizer: Any, progress: Any, *, ends_at_once: bool) -> None:
         self._llm = llm
+        self._ends_at_once = ends_at_once
         self._tokenizer = tokenizer
         self._progress = progress
         self._request_numbers = itertools.count()
@@ -59,7 +60,8 @@ class VllmEngine:
         progress = _progress_logger_class()
         try:
             llm = AsyncLLM.from_engine_args(_engine_args(settings), stat_loggers=[progress])
-            engine = cls(llm, AutoTokenizer.from_pretrained(model_folder), progress)
+            tokenizer = AutoTokenizer.from_pretrained(model_folder)
+            engine = cls(llm, tokenizer, progress, ends_at_once=config.run.device == "cpu")
             await engine.stamp(0)
             # The first request pays vLLM's warm-up; pay it before anybody measures or waits.
             await engine.generate([engine._tokenizer.eos_token_id or 0], Sampling(max_new_tokens=2, temperature=0.0))
@@ -85,20 +87,7 @@ class VllmEngine:
         Raises:
             EngineError: The engine died, or returned something other than a finished completion.
         """
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            max_tokens=sampling.max_new_tokens,
-            # Not `min_tokens`, which forbids the end token: the log-probabilities would be those of another policy.
-            ignore_eos=sampling.ignore_end,
-            temperature=sampling.temperature,
-            seed=sampling.seed,
-            logprobs=0,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            detokenize=False,
-        )
-        output = await self._final(prompt_ids, params)
+        output = await self._final(prompt_ids, sampling_params(sampling))
         completion = output.outputs[0]
         if completion.finish_reason not in ("stop", "length") or not completion.token_ids:
             raise EngineError(f"a completion must end with stop or length, got {completion.finish_reason!r}")
@@ -192,10 +181,14 @@ class VllmEngine:
             raise EngineError("the engine-core process died; see the worker's log")
 
     async def close(self) -> None:
-        """Stop the engine-core process."""
+        """Stop the engine-core process.
+
+        It takes seconds to tidy up, and vLLM waits for it, 5 s at most. On a CPU it is killed: there is nothing to
+        tidy up but memory.
+        """
         if not self._closed:
             self._closed = True
-            self._llm.shutdown()
+            self._llm.shutdown(timeout=0.0 if self._ends_at_once else None)
 
     async def _final(self, prompt_ids: Sequence[int], params: Any) -> Any:
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -220,6 +213,23 @@ class VllmEngine:
         finally:
             task.cancel()
         return task.result()
+
+
+def sampling_params(sampling: Sampling) -> Any:
+    """Return the parameters of a request as vLLM takes them."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=sampling.max_new_tokens,
+        # Not `min_tokens`, which forbids the end token: the log-probabilities would be those of another policy.
+        ignore_eos=sampling.ignore_end,
+        temperature=sampling.temperature,
+        seed=sampling.seed,
+        logprobs=0,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        detokenize=False,
+    )
 
 
 def _sampled_logprobs(completion: Any) -> Float32:

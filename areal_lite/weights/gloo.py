@@ -1,17 +1,20 @@
 """The CPU transport: a vLLM weight-transfer engine over gloo, one pair of processes per group.
 
 Trainer rank 0 and one engine form a group of two on a TCPStore of their own, so that an engine that dies
-touches nobody else. The parameters travel as one flat run of bytes. The receiving side stages: it takes
-everything, checks names, shapes, dtypes and a checksum, and only then loads; after a broken transfer the
-old weights are whole.
+touches nobody else. The parameters travel as one flat run of bytes. The receiving side stages, in a thread, so that
+the engine goes on generating: it takes everything, checks names, shapes, dtypes and a checksum, makes the new weights
+ready beside the old ones (`prepared.py`), and says so. Only `finish_weight_update`, which the hand-over calls in the
+pause, touches the model; after a broken transfer the old weights are whole.
 
 Only vLLM and the trainer's publisher import this module (it is registered by `plugin.py`).
 """
 
 import math
+import threading
 import zlib
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Self
@@ -31,6 +34,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from areal_lite.errors import HandoverError
+from areal_lite.weights.prepared import PreparedWeights, is_plain
 
 __all__ = ["GlooTrainerInitInfo", "GlooTrainerWeightTransferEngine", "GlooWeightTransferEngine"]
 
@@ -76,6 +80,13 @@ def _checksum(flat: torch.Tensor) -> int:
     return zlib.crc32(flat.numpy().data)
 
 
+def _acknowledge(group: ProcessGroupGloo, staged: bool = False) -> bool:
+    """Tell (rank 1) or learn (rank 0) whether the engine holds everything."""
+    answer = torch.tensor([staged], dtype=torch.uint8)
+    group.broadcast(answer, root=1).wait()  # type: ignore[attr-defined]  # missing from torch's stubs
+    return bool(answer.item())
+
+
 class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     """The engine's side, created by vLLM inside the process that holds the model."""
 
@@ -85,7 +96,9 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._group: ProcessGroupGloo | None = None
-        self._staged: list[tuple[str, torch.Tensor]] = []
+        self._receiving: Future[None] | None = None
+        self._staged: PreparedWeights | list[tuple[str, torch.Tensor]] = []
+        """What was received: ready to be swapped in, or, where the model is not plain, as it came."""
         self._known: list[ParamMeta] | None = None
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
@@ -93,20 +106,30 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         timeout = timedelta(seconds=init_info.timeout_s)
         store = TCPStore(init_info.host, init_info.port, world_size=2, is_master=False, timeout=timeout)
         self._group = ProcessGroupGloo(store, 1, 2, timeout)
+        self._receiving = None
 
     def start_weight_update(self) -> None:
         """Open an update; the model is not touched before everything has arrived."""
-        self._staged = []
+        self._staged, self._receiving = [], None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Stage one full set of parameters (the base class would synchronise an accelerator)."""
-        self.receive_weights(self.parse_update_info(update_info))
+        """Begin to stage one full set of parameters, and return at once; called again, wait for it.
 
-    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        """Receive, check and stage.
+        (The base class would synchronise an accelerator.)
 
         Raises:
-            HandoverError: Another set of parameters than before was announced, or bytes were damaged.
+            HandoverError: Another set of parameters than before was announced, or, the second time, bytes were damaged.
+        """
+        if self._receiving is None:
+            self.receive_weights(self.parse_update_info(update_info))
+        else:
+            self._receiving.result()
+
+    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+        """Check what is announced; receive, check and stage it in a thread.
+
+        Raises:
+            HandoverError: Another set of parameters than before was announced.
         """
         if self._group is None:
             raise HandoverError("an update needs a transfer group, got none: call init_transfer_engine first")
@@ -115,14 +138,28 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             raise HandoverError(
                 f"the parameters sent differ from those loaded before: {_difference(self._known, metadata)}"
             )
-        flat = torch.empty(sum(map(_size_bytes, metadata)), dtype=torch.uint8)
-        _broadcast(self._group, flat)
-        if (got := _checksum(flat)) != update_info.checksum:
-            raise HandoverError(
-                f"parameters were damaged on the way: checksum {update_info.checksum} sent, {got} received"
-            )
-        self._staged = list(_unpack(flat, metadata))
-        self._known = metadata
+        self._receiving = Future()
+        arguments = (self._group, metadata, update_info.checksum, self._receiving)
+        threading.Thread(target=self._receive, args=arguments, name="weights", daemon=True).start()
+
+    def _receive(
+        self, group: ProcessGroupGloo, metadata: list[ParamMeta], checksum: int, receiving: Future[None]
+    ) -> None:
+        """Consumes one broadcast, produces `_staged` and the acknowledgement; bounded by the group's timeout."""
+        try:
+            flat = torch.empty(sum(map(_size_bytes, metadata)), dtype=torch.uint8)
+            _broadcast(group, flat)
+            if (got := _checksum(flat)) != checksum:
+                raise HandoverError(f"parameters were damaged on the way: checksum {checksum} sent, {got} received")
+            weights = list(_unpack(flat, metadata))
+            self._staged = PreparedWeights(self.model, weights) if is_plain(self.model) else weights
+            self._known = metadata
+            receiving.set_result(None)
+        except Exception as error:
+            receiving.set_exception(error)
+        # Last: what the trainer has the engine do next finds the answer there.
+        with suppress(RuntimeError):  # The pair is broken; the trainer sees that as well.
+            _acknowledge(group, staged=receiving.exception() is None)
 
     def finish_weight_update(self) -> None:
         """Load what was staged.
@@ -130,21 +167,31 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         Raises:
             HandoverError: The set sent does not cover the model.
         """
+        receiving, self._receiving = self._receiving, None
+        if receiving is not None:
+            receiving.result()
         if not self._staged:
             raise HandoverError("there is nothing to load: no parameters were received in this update")
-        expected = {name for name, _ in self.model.named_parameters()}
-        initialize_layerwise_reload(self.model)
-        loaded = self.model.load_weights(self._staged)
-        finalize_layerwise_reload(self.model, self.model_config)
-        self._staged = []
-        if missing := expected - set(loaded):
-            self._known = None
-            raise HandoverError(f"{len(missing)} engine parameters were not sent: {sorted(missing)[:5]}")
-        _repack_tied_head(self.model)
+        staged, self._staged = self._staged, []
+        if isinstance(staged, PreparedWeights):
+            staged.swap()
+        else:
+            self._reload(staged)
 
     def shutdown(self) -> None:
         """Give up the group."""
         self._group = None
+
+    def _reload(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Load layer by layer as vLLM does, which takes longer, but knows every kind of layer."""
+        expected = {name for name, _ in self.model.named_parameters()}
+        initialize_layerwise_reload(self.model)
+        loaded = self.model.load_weights(weights)
+        finalize_layerwise_reload(self.model, self.model_config)
+        if missing := expected - set(loaded):
+            self._known = None
+            raise HandoverError(f"{len(missing)} engine parameters were not sent: {sorted(missing)[:5]}")
+        _repack_tied_head(self.model)
 
 
 def _unpack(flat: torch.Tensor, metadata: Sequence[ParamMeta]) -> Iterable[tuple[str, torch.Tensor]]:
@@ -221,21 +268,33 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         return cls(group=group, client=client, source=source)
 
     def send_weights(self) -> None:
-        """Drive one update: open, broadcast, close."""
+        """Drive one whole update: stage, then load."""
+        self.stage_weights()
+        self.client.finish_weight_update()
+
+    def stage_weights(self) -> None:
+        """Open an update and send everything; returns when the engine holds it. The engine may generate meanwhile.
+
+        Raises:
+            HandoverError: The engine refused what it got, or did not get it; in its own words.
+        """
         assert self.source is not None
         metadata = self.source.metadata()
         flat = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in self.source])
-        info = GlooUpdateInfo(
-            names=[meta.name for meta in metadata],
-            dtype_names=[str(meta.dtype).removeprefix("torch.") for meta in metadata],
-            shapes=[list(meta.shape) for meta in metadata],
-            checksum=_checksum(flat),
+        info = asdict(
+            GlooUpdateInfo(
+                names=[meta.name for meta in metadata],
+                dtype_names=[str(meta.dtype).removeprefix("torch.") for meta in metadata],
+                shapes=[list(meta.shape) for meta in metadata],
+                checksum=_checksum(flat),
+            )
         )
         self.client.start_weight_update()
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            received = pool.submit(self.client.update_weights, asdict(info))
-            try:
-                _broadcast(self._group, flat)
-            finally:
-                received.result()
-        self.client.finish_weight_update()
+        self.client.update_weights(info)
+        staged = False
+        try:
+            _broadcast(self._group, flat)
+            staged = _acknowledge(self._group)
+        finally:
+            if not staged:
+                self.client.update_weights(info)  # Raises what the engine has to say, and closes the update.

@@ -1,11 +1,18 @@
 """The hand-over of weights to the engines, as one written order.
 
-    1 pause all engines      2 open the update      3 broadcast every parameter      4 close the update
-    5 stamp the version (engines, then the ledger)  6 resume, at once
+Over a transport that stages (`gloo`) the engines receive while they generate, and are paused for the load alone:
 
-Steps 2 to 4 are vLLM's weight-transfer protocol, driven by the trainer (`publisher.py`). The ledger's version
-moves in step 5, so that no group is admitted at v while an engine still holds v - 1. An engine that fails any
-step is dropped from the group and never resumes; the others go on.
+    1 send every parameter; the engines stage them
+    2 each engine: pause, load what is staged, stamp the version      3 stamp the ledger      4 resume, at once
+
+Over one that loads as it receives (`nccl`, `ipc`):
+
+    1 pause all engines      2 send every parameter; the engines load them
+    3 stamp the version (engines, then the ledger)      4 resume, at once
+
+The sending is vLLM's weight-transfer protocol, driven by the trainer (`publisher.py`). The ledger's version moves when
+every engine has the new weights and none has resumed, so that no group is admitted at v while an engine still
+generates with v - 1. An engine that fails any step is dropped from the group and never resumes; the others go on.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,6 +44,7 @@ def hand_over(
     engines: EngineGroup,
     *,
     publish: Callable[[], Mapping[str, str | None]],
+    staged: bool,
     stamp_ledger: Callable[[], None],
     version: int,
     interrupt: Interrupt,
@@ -46,7 +54,8 @@ def hand_over(
 
     Args:
         engines: The live engines.
-        publish: Sends the weights (steps 2 to 4); returns per engine None or why it failed.
+        publish: Sends the weights; returns per engine None or why it failed.
+        staged: Whether an engine that was sent the weights has them staged only, or loaded.
         stamp_ledger: Moves the ledger's version.
         version: The new version.
         interrupt: What a pause does to running samples.
@@ -56,14 +65,23 @@ def hand_over(
         HandoverError: No engine is left.
     """
     events.emit("handover_start", version=version)
-    engines.each("pause", interrupt)
-    events.emit("handover_paused", version=version)
-    for name, failure in publish().items():
-        if failure is not None:
-            engines.drop(name, failure)
-    events.emit("handover_published", version=version)
-    engines.each("stamp", version)
+    if staged:
+        _publish(engines, publish)
+        events.emit("handover_published", version=version)
+        engines.each("install", interrupt, version)
+    else:
+        engines.each("pause", interrupt)
+        events.emit("handover_paused", version=version)
+        _publish(engines, publish)
+        events.emit("handover_published", version=version)
+        engines.each("stamp", version)
     stamp_ledger()
     events.emit("handover_stamped", version=version)
     engines.each("resume")
     events.emit("handover_end", version=version)
+
+
+def _publish(engines: EngineGroup, publish: Callable[[], Mapping[str, str | None]]) -> None:
+    for name, failure in publish().items():
+        if failure is not None:
+            engines.drop(name, failure)

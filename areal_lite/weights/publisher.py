@@ -5,7 +5,7 @@ parameter is a collective. Which transport is in use is known here and nowhere e
 """
 
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -102,16 +102,19 @@ class WeightPublisher:
     def publish(self) -> dict[str, str | None]:
         """Send the present parameters to all engines; every rank calls this.
 
+        Over `gloo` the engines only stage them, and may generate meanwhile; over `nccl` and `ipc` they load them.
+
         Returns:
             Per engine None, or why it failed (on rank 0; other ranks return nothing).
         """
         if self._transport != "gloo":
-            return dict.fromkeys(self._members, _failure(self._senders[""]))
+            return dict.fromkeys(self._members, _failure(self._senders[""].send_weights))
         self._snapshot.gather()
         if not self._senders:
             return {}
         with ThreadPoolExecutor(max_workers=len(self._senders)) as pool:
-            return dict(zip(self._senders, pool.map(_failure, self._senders.values()), strict=True))
+            failures = pool.map(_failure, [sender.stage_weights for sender in self._senders.values()])
+            return dict(zip(self._senders, failures, strict=True))
 
     def _connect_pair(self, client: Any) -> Any:
         info = GlooTrainerInitInfo(host=self._host, timeout_s=self._timeout_s, rank=self._rank)
@@ -131,10 +134,10 @@ class WeightPublisher:
         return factory.WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._source)
 
 
-def _failure(sender: Any) -> str | None:
+def _failure(send: Callable[[], None]) -> str | None:
     """Send to one receiver; its failure is data, so that the other receivers go on."""
     try:
-        sender.send_weights()
+        send()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None

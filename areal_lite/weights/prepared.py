@@ -1,0 +1,108 @@
+"""New weights made ready beside a model that goes on generating, so that the pause only has to swap them in.
+
+vLLM's own reload takes a model's layers apart, loads them, and has each pack its weights: 17 ms for the smallest
+model, most of it book-keeping, and no token can be drawn meanwhile. Here the same loaders and the same packing run
+on a second set of layers, in the thread that received the weights; the live ones are untouched until `swap`.
+
+For models of plain, unquantised layers (`is_plain`); `gloo.py` reloads the others as vLLM does.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, to_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+from areal_lite.errors import HandoverError
+
+__all__ = ["PreparedWeights", "is_plain"]
+
+_PACKING = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+
+
+def is_plain(model: nn.Module) -> bool:
+    """Whether nothing is derived from the weights but the packed form of linear and embedding layers."""
+    return all(
+        type(getattr(layer, "quant_method", None)) in (type(None), *_PACKING)
+        and (type(layer) is Attention or not is_deferred_attention_layer(layer))
+        for layer in model.modules()
+    )
+
+
+class PreparedWeights:
+    """A full set of weights in the form in which a model's layers keep them."""
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Load and pack; the model is only read.
+
+        Args:
+            model: A vLLM model of plain layers.
+            weights: Checkpoint names and tensors, each of a full shape.
+
+        Raises:
+            HandoverError: They do not cover the model.
+        """
+        self._pairs = _twins(model)
+        loaded = self._pairs[0][1].load_weights(weights)
+        if missing := {name for name, _ in model.named_parameters()} - set(loaded):
+            raise HandoverError(f"{len(missing)} engine parameters were not sent: {sorted(missing)[:5]}")
+        self._packed = [_pack(twin) for _, twin in self._pairs]
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Give them to the model; its parameters stay where they are in memory."""
+        for (layer, twin), packed in zip(self._pairs, self._packed, strict=True):
+            for name, parameter in _parameters(layer):
+                parameter.data.copy_(twin._parameters[name])
+            vars(layer).update(packed)
+
+
+def _twins(model: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """Pair every layer with one that shares all but its parameters; a parameter that two layers share stays shared."""
+    twins: dict[nn.Module | None, Any] = {layer: object.__new__(type(layer)) for layer in model.modules()}
+    new: dict[int, torch.Tensor] = {}
+    for layer in model.modules():
+        twin = twins[layer]
+        vars(twin).update(
+            vars(layer),
+            _modules={name: twins.get(child) for name, child in layer._modules.items()},
+            _parameters=dict(layer._parameters),
+            _buffers=dict(layer._buffers),
+        )
+        for name, parameter in _parameters(layer):
+            if id(parameter) not in new:
+                new[id(parameter)] = _unloaded(layer, twin, name, parameter)
+            twin._parameters[name] = new[id(parameter)]
+    return [(layer, twins[layer]) for layer in model.modules()]
+
+
+def _parameters(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, parameter) for name, parameter in layer._parameters.items() if parameter is not None)
+
+
+def _unloaded(layer: nn.Module, twin: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """Return memory for a parameter in the form in which it is loaded, with the loader that vLLM gave it."""
+    recorded = get_layerwise_info(layer).restore_metadata[0]
+    # vLLM records no biases: they are not repacked.
+    meta = to_meta_tensor(recorded.get(name, parameter))
+    tensor: Any = materialize_meta_tensor(restore_layer_refs(meta, twin))
+    # A reload by vLLM leaves its own loaders in what it recorded.
+    tensor.weight_loader = _get_original_loader(tensor)
+    return cast("torch.Tensor", tensor)
+
+
+def _pack(twin: Any) -> dict[str, Any]:
+    """Have a layer pack its weights; returns the attributes in which it keeps them."""
+    quant_method = getattr(twin, "quant_method", None)
+    if not isinstance(quant_method, _PACKING):
+        return {}
+    before = dict(vars(twin))
+    quant_method.process_weights_after_loading(twin)
+    return {name: value for name, value in vars(twin).items() if value is not before.get(name)}
