@@ -6,7 +6,7 @@ vocabulary small; in the backward pass each piece is computed again instead of b
 Shape letters: `T` tokens, `V` vocabulary.
 """
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,12 +39,9 @@ def token_logprobs(logits_TV: Tensor, *, token_ids_T: Tensor, temperature: float
             f"{tuple(token_ids_T.shape)}"
         )
 
-    def of_piece(logits: Tensor, token_ids: Tensor) -> Tensor:
-        return -cross_entropy(logits.float() / temperature, token_ids, reduction="none")
-
     num_rows = _piece_rows(logits_TV)
     pieces = zip(torch.split(logits_TV, num_rows), torch.split(token_ids_T, num_rows), strict=True)
-    return torch.cat([_recomputed(of_piece, *piece) for piece in pieces])
+    return torch.cat([_TokenLogprobs.apply(*piece, temperature) for piece in pieces])  # type: ignore[no-untyped-call]
 
 
 def token_entropies(logits_TV: Tensor, *, temperature: float, differentiable: bool = False) -> Tensor:
@@ -70,14 +67,32 @@ def token_entropies(logits_TV: Tensor, *, temperature: float, differentiable: bo
         logprobs = log_softmax(logits.float() / temperature, dim=-1)
         return -(logprobs.exp() * logprobs).sum(dim=-1)
 
-    logits_TV = logits_TV if differentiable else logits_TV.detach()
-    return torch.cat([_recomputed(of_piece, piece) for piece in torch.split(logits_TV, _piece_rows(logits_TV))])
+    pieces = torch.split(logits_TV if differentiable else logits_TV.detach(), _piece_rows(logits_TV))
+    if not differentiable:
+        return torch.cat([of_piece(piece) for piece in pieces])
+    return torch.cat([checkpoint(of_piece, piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces])
 
 
 def _piece_rows(logits_TV: Tensor) -> int:
     return max(1, _PIECE_ELEMENTS // logits_TV.shape[1])
 
 
-def _recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    result: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
-    return result
+class _TokenLogprobs(torch.autograd.Function):
+    """What `token_logprobs` says, of a piece; `d logprob / d logits = (onehot - softmax) / temperature`.
+
+    Only the logits are kept. `checkpoint` around the forward pass would do the same with more passes over the
+    vocabulary, and with a cost per call that small models notice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, token_ids: Tensor, temperature: float) -> Tensor:
+        ctx.save_for_backward(logits, token_ids)
+        ctx.temperature = temperature
+        return -cross_entropy(logits.float() / temperature, token_ids, reduction="none")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        logits, token_ids = ctx.saved_tensors
+        grad = (grad / ctx.temperature).unsqueeze(1)
+        gradient = (logits.float() / ctx.temperature).softmax(dim=-1).mul_(-grad)
+        return gradient.scatter_add_(1, token_ids.unsqueeze(1), grad).to(logits.dtype), None, None
