@@ -1,4 +1,8 @@
-"""Whole runs for the integration tests: real Ray, vLLM, ZeroMQ and FSDP2, on a very small model."""
+"""Whole runs for the integration tests: real Ray, vLLM, ZeroMQ and FSDP2, on a very small model.
+
+A start costs half a minute of two cores, so that tests which do not look at it lend their runs one another's processes
+(`keeper`), and look at one run several times.
+"""
 
 import io
 import json
@@ -9,13 +13,15 @@ from rich.console import Console
 from train_builders import save_tiny_model
 
 from areal_lite.config import Config, parse_config
+from areal_lite.launch.actor_keeper import ActorKeeper
 from areal_lite.launch.train import train
 from areal_lite.run_folder import RunFolder
 
-__all__ = ["CHARACTERS", "loop_config", "run_loop", "write_prompts"]
+__all__ = ["CHARACTERS", "SYNCHRONOUS_STEPS", "loop_config", "run_loop", "synchronous_config", "write_prompts"]
 
 CHARACTERS = "0123456789"
 """All that the tiny model's tokenizer knows."""
+SYNCHRONOUS_STEPS = 5
 
 
 def write_prompts(path: Path, count: int, **row: Any) -> Path:
@@ -50,9 +56,15 @@ def loop_config(folder: Path, *, run: dict[str, Any], **sections: dict[str, Any]
     return parse_config(raw)
 
 
-def run_loop(config: Config) -> tuple[dict[str, Any], RunFolder]:
-    """Run a recipe to its end and return the summary and the run folder."""
-    summary = train(config, recipe_name="test", console=Console(file=io.StringIO()))
+def synchronous_config(folder: Path, **run: Any) -> Config:
+    """Build a recipe at eta = 0."""
+    fixed = {"steps": SYNCHRONOUS_STEPS, "log_samples": 4, "checkpoint_every": 0}
+    return loop_config(folder, run={**fixed, **run}, queue={"max_staleness": 0})
+
+
+def run_loop(config: Config, *, keeper: ActorKeeper | None = None) -> tuple[dict[str, Any], RunFolder]:
+    """Run a recipe to its end, with the keeper's processes, and return the summary and the run folder."""
+    summary = train(config, recipe_name="test", console=Console(file=io.StringIO()), keeper=keeper)
     path = config.run.resume or config.run.dir
     assert path is not None
     return summary, RunFolder(Path(path))

@@ -8,6 +8,9 @@ from torch import multiprocessing
 
 from areal_lite.train.distributed import free_address, join_process_group, leave_process_group
 
+PRELOADED = ["areal_lite.train.trainer", "areal_lite.train.offline", "torch.distributed.checkpoint"]
+"""Imported once, by the server that the ranks of all tests are forked from."""
+
 
 def run_ranks(function: Callable[..., None], *arguments: Any, world_size: int = 2) -> None:
     """Call `function(rank, world_size, *arguments)` on each rank; an error on any of them is raised here.
@@ -18,7 +21,10 @@ def run_ranks(function: Callable[..., None], *arguments: Any, world_size: int = 
     if world_size == 1:
         _rank(0, 1, address, function, arguments)
         return
-    multiprocessing.spawn(_rank, args=(world_size, address, function, arguments), nprocs=world_size)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    multiprocessing.start_processes(
+        _rank, args=(world_size, address, function, arguments), nprocs=world_size, start_method="forkserver"
+    )
 
 
 def _rank(rank: int, world_size: int, address: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -1,6 +1,5 @@
 """Many runs with the same processes, for real: nothing of one run reaches the next, and every way to end is clean."""
 
-import io
 import json
 import re
 from collections.abc import Iterator
@@ -10,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from loop_builders import loop_config, run_loop
-from rich.console import Console
+from loop_builders import SYNCHRONOUS_STEPS as STEPS
+from loop_builders import loop_config, run_loop, synchronous_config
 from safetensors.torch import load_file
 from test_faults import saved_step, steps, typed
 from test_loop import PARITY, conserved
@@ -19,40 +18,40 @@ from user_run import UserRun, adopting_orphans
 
 from areal_lite.config import Config
 from areal_lite.launch.actor_keeper import ActorKeeper
-from areal_lite.launch.train import train
 from areal_lite.run_folder import RunFolder
 
 pytestmark = pytest.mark.loop
 
-STEPS = 5
 TIMINGS = re.compile(r".*(_s|_per_s|occupancy)|ledger|verifiers")
 """Columns of metrics.jsonl that tell how long things took, or what else was under way."""
+BENCH_STEPS = 60
+"""Of the run that Ctrl-C stops."""
 
 
-def config_of(folder: Path, name: str, *, eta: int, seed: int = 0, **sections: dict[str, Any]) -> Config:
-    run = {"steps": STEPS, "seed": seed, "dir": str(folder / name), "log_samples": 4, "checkpoint_every": 0}
-    return loop_config(folder, run=run, queue={"max_staleness": eta}, **sections)
-
-
-def trained(config: Config, keeper: ActorKeeper) -> tuple[dict[str, Any], RunFolder]:
-    summary = train(config, recipe_name="test", console=Console(file=io.StringIO()), keeper=keeper)
-    return summary, RunFolder(Path(config.run.dir or ""))
+def config_of(folder: Path, name: str, *, seed: int = 0, **sections: dict[str, Any]) -> Config:
+    run = {"steps": STEPS, "seed": seed, "dir": str(folder / name), "checkpoint_every": 0}
+    return loop_config(folder, run=run, queue={"max_staleness": 2}, **sections)
 
 
 Runs = dict[str, tuple[dict[str, Any], RunFolder]]
 
 
 @pytest.fixture(scope="module")
-def three_runs(ray_cluster: None, loop_folder: Path) -> Runs:
-    """`before` at eta 2, then `kept` at eta 0 with the same processes; `fresh` is `kept` with its own."""
-    first = config_of(loop_folder, "before", eta=2, seed=1, objective={"preset": "dr_grpo"}, trainer={"lr": 1e-2})
+def keeper(synchronous_run: object) -> Iterator[ActorKeeper]:
+    """Begins when nobody else's processes are left."""
     with ActorKeeper() as keeper:
-        runs = {"before": trained(first, keeper)}
-        handles = dict(keeper._handles)
-        runs["kept"] = trained(config_of(loop_folder, "kept", eta=0), keeper)
-        assert keeper._handles == handles, "the same actors come back"
-    runs["fresh"] = run_loop(config_of(loop_folder, "fresh", eta=0))
-    return runs
+        yield keeper
+
+
+@pytest.fixture(scope="module")
+def three_runs(keeper: ActorKeeper, synchronous_run: tuple[dict[str, Any], RunFolder], loop_folder: Path) -> Runs:
+    """`before` at eta 2, then `kept` at eta 0 with the same processes; `fresh` is `kept` with its own."""
+    first = config_of(loop_folder, "before", seed=1, objective={"preset": "dr_grpo"}, trainer={"lr": 1e-2})
+    runs = {"before": run_loop(first, keeper=keeper)}
+    handles = dict(keeper._handles)
+    runs["kept"] = run_loop(synchronous_config(loop_folder, dir=str(loop_folder / "kept")), keeper=keeper)
+    assert keeper._handles == handles, "the same actors come back"
+    return runs | {"fresh": synchronous_run}
 
 
 def test_runs_that_share_processes_each_have_a_whole_run_folder(three_runs: Runs) -> None:
@@ -108,20 +107,29 @@ def test_a_run_on_kept_processes_is_the_run_on_new_ones_bit_for_bit(three_runs: 
     assert [row["loss"] for row in before.read("metrics.jsonl")] != [row["loss"] for row in kept.read("metrics.jsonl")]
 
 
-def test_two_ranks_and_two_engines_serve_run_after_run(ray_cluster: None, loop_folder: Path) -> None:
-    """Ranks leave their process group and form the next; with other engine settings only the engines are new."""
-    two = {"trainer": {"ranks": 2}, "rollout": {"workers": 2, "slots": 8, "max_new_tokens": 16, "kv_cache_mb": 64}}
-    other = two | {"rollout": two["rollout"] | {"slots": 4}}
-    with ActorKeeper() as keeper:
-        _, first = trained(config_of(loop_folder, "two-a", eta=2, **two), keeper)
-        handles = dict(keeper._handles)
-        _, second = trained(config_of(loop_folder, "two-b", eta=2, **two), keeper)
-        assert keeper._handles == handles
-        _, third = trained(config_of(loop_folder, "two-c", eta=2, **other), keeper)
-        again = dict(keeper._handles)
-    assert {name for name in handles if handles[name] != again[name]} == {"rollout/0", "rollout/1"}
+def test_two_ranks_and_two_engines_serve_run_after_run(
+    keeper: ActorKeeper, three_runs: Runs, loop_folder: Path
+) -> None:
+    """Ranks join those that were alone, leave their group and form the next.
+
+    With other engine settings only the engine is new; what a run needs no longer ends.
+    """
+    two = {"trainer": {"ranks": 2}, "rollout": {"workers": 2, "slots": 16, "max_new_tokens": 16, "kv_cache_mb": 64}}
+    other = {"rollout": {"workers": 1, "slots": 4, "max_new_tokens": 16, "kv_cache_mb": 64}}
+    alone = dict(keeper._handles)
+    _, first = run_loop(config_of(loop_folder, "two-a", **two), keeper=keeper)
+    handles = dict(keeper._handles)
+    assert handles.keys() - alone.keys() == {"rollout/1", "trainer/1"}
+    assert {name: handles[name] for name in alone} == alone
+    _, second = run_loop(config_of(loop_folder, "two-b", **two), keeper=keeper)
+    assert keeper._handles == handles
+    _, third = run_loop(config_of(loop_folder, "two-c", **other), keeper=keeper)
+    again = dict(keeper._handles)
+    assert again.keys() == alone.keys()
+    assert {name for name in again if again[name] != handles[name]} == {"rollout/0"}
     for folder in (first, second, third):
         assert all(row["parity_max_abs_logprob_diff"] < PARITY for row in folder.read("metrics.jsonl"))
+    keeper.close()
 
 
 # ---------------------------------------------------------------- the command
@@ -141,7 +149,7 @@ def write_plan(folder: Path) -> Path:
     runs: dict[str, dict[str, Any]] = {
         "first": {"run.seed": 1},
         "broken": {"verifier.function": "areal_lite.verify.builtin.text:no_such_function"},
-        "last": {"run.steps": 60, "queue.max_staleness": 1},
+        "last": {"run.steps": BENCH_STEPS, "queue.max_staleness": 1},
     }
     path = folder / "plan.yaml"
     path.write_text(yaml.safe_dump({"recipe": str(recipe), "runs": runs}))
@@ -160,7 +168,7 @@ def test_ctrl_c_in_a_bench_and_the_printed_command(loop_folder: Path) -> None:
     assert "Traceback" not in run.output
     assert "run broken failed: VerifierError" in run.output
     first_ended = (out / "first" / "summary.json").stat().st_mtime
-    assert 3 <= saved_step(run) == len(steps(run)) < 60
+    assert 3 <= saved_step(run) == len(steps(run)) < BENCH_STEPS
     command = re.findall(r"^\s*(areal-lite bench .*)$", run.output, flags=re.MULTILINE)[-1]
 
     with typed(command, folder=out / "last") as again:
@@ -169,7 +177,7 @@ def test_ctrl_c_in_a_bench_and_the_printed_command(loop_folder: Path) -> None:
     assert "1 of 3 runs are done already" in again.output
     assert "failed: broken" in again.output
     assert (out / "first" / "summary.json").stat().st_mtime == first_ended
-    assert steps(again) == list(range(1, 61))
+    assert steps(again) == list(range(1, BENCH_STEPS + 1))
     results = json.loads((out / "results.json").read_text())
     assert {entry["name"]: entry["status"].partition(":")[0] for entry in results["runs"]} == {
         "first": "done", "broken": "failed", "last": "done"

@@ -69,7 +69,7 @@ def test_rounds_turn_back_so_that_few_engines_are_started_anew() -> None:
     assert words(rounds[0]) == words(rounds[1])[::-1]
     assert [{run.planned.config.run.seed for run in one} for one in [search, *rounds]] == [{0}, {1}, {2}]
     steps = {run.planned.config.run.steps for run in search}, {run.planned.config.run.steps for run in measured}
-    assert steps == ({10}, {40}), "arith_cpu's 200 steps are for learning"
+    assert steps == ({7}, {30}), "arith_cpu's 200 steps are for learning"
 
 
 def test_a_recipe_for_gpus_is_refused() -> None:

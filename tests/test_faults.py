@@ -74,10 +74,8 @@ def check_books(run: UserRun, *, total: int) -> None:
 
 @pytest.fixture(scope="module")
 def interrupted(loop_folder: Path, _adopting_orphans: None) -> UserRun:
-    """A run of 60 steps on three workers, after Ctrl-C in its first steps."""
-    settings = {"steps": TOTAL, "stall_timeout_s": 10}
-    rollout = {"workers": 3, "slots": 16, "max_new_tokens": 16, "kv_cache_mb": 64}
-    with start(loop_folder, "interrupted", run=settings, rollout=rollout) as run:
+    """A run of 60 steps, after Ctrl-C in its first steps."""
+    with start(loop_folder, "interrupted", run={"steps": TOTAL, "stall_timeout_s": 10}) as run:
         run.wait_for_steps(3)
         run.press_ctrl_c()
         run.exit_code()
@@ -99,9 +97,9 @@ def test_ctrl_c_finishes_the_step_and_saves(interrupted: UserRun) -> None:
 
 
 def test_the_printed_command_finishes_the_run_though_workers_are_lost(interrupted: UserRun) -> None:
-    """One worker's process tree is killed; the engine of another hangs; the third finishes."""
+    """Of three workers, one's process tree is killed, the engine of another hangs, and the third finishes."""
     (command,) = re.findall(r"^\s*(areal-lite train .*run\.resume=.*)$", interrupted.output, flags=re.MULTILINE)
-    with typed(command, folder=interrupted.folder.path) as run:
+    with typed(f"{command.rstrip()} rollout.workers=3", folder=interrupted.folder.path) as run:
         run.wait_for_steps(len(steps(interrupted)) + 2)
         killed = run.tree(run.actor("rollout/0"))
         assert len(killed) > 1

@@ -244,7 +244,7 @@ def test_a_hog_on_one_core_does_not_slow_its_neighbour(harm, mark):
         async with running("honest", timeout_s=30.0) as honest, running("hog", timeout_s=0.4) as hogs:
             await pace(honest)
             windows = []
-            while len(windows) < 5 or (not keeps_pace(*compared(windows)) and len(windows) < 16):
+            while len(windows) < 3 or (not keeps_pace(*compared(windows)) and len(windows) < 16):
                 alone = await pace(honest)
                 async with harming(hogs, harm):
                     beside = await pace(honest)
@@ -258,7 +258,7 @@ def test_a_hog_on_one_core_does_not_slow_its_neighbour(harm, mark):
         f"{harm}: {ratio:.2f} of alone, {fair:.2f} of beside a busy loop, which leaves {room:.2f}, {gauges['failures']}"
     )
     assert keeps_pace(ratio, fair, room)
-    assert sum(gauges["failures"].values()) >= 5
+    assert sum(gauges["failures"].values()) >= 3
     assert marked(mark) == []
 
 

@@ -26,7 +26,7 @@ from areal_lite.verify import prepared_by
 def prepare(*, model, **others):
     if model == "missing":
         raise FileNotFoundError("there is no such model")
-    time.sleep(2.0)
+    time.sleep(0.0 if model == "quick" else 2.0)
 
 @prepared_by(prepare)
 def verify(prompt, completion, answer, *, model, weight=1.0, **row):
@@ -37,21 +37,22 @@ def verify(prompt, completion, answer, *, model, weight=1.0, **row):
 def score(
     function: str,
     arguments: dict[str, Any],
-    *,
+    *batches: list[str],
     row: dict[str, Any] | None = None,
     start_timeout_s: float = 60.0,
     timeout_s: float = 30.0,
-) -> Score:
+) -> list[Score]:
+    """Score completions of the prompt 12 in one process, one batch after another; "34" where none is given."""
     prompt = Prompt(prompt_id="train/0/0", text="12", token_ids=(1,), answer="3", row=row or {})
     settings = VerifierSettings(function=function, arguments=arguments, timeout_s=timeout_s, max_failure_share=1.0)
 
-    async def run() -> Score:
+    async def run() -> list[Score]:
         pool = VerifierPool(settings, start_timeout_s=start_timeout_s)
         async with asyncio.timeout(120):
             try:
                 await pool.start()
-                (reply,) = await pool.score(prompt, ["34"])
-                return Score(reward=reply.reward, failure=reply.failure)
+                replies = [reply for batch in batches or (["34"],) for reply in await pool.score(prompt, batch)]
+                return [Score(reward=reply.reward, failure=reply.failure) for reply in replies]
             finally:
                 await pool.close()
 
@@ -66,7 +67,7 @@ def slow(tmp_path: Path) -> str:
 
 def test_arguments_come_with_every_call_and_loading_is_not_charged_to_one(slow: str) -> None:
     """Preparing takes two seconds, a call may take 1.5. Seen failing with `prepare` left to the first call."""
-    assert score(slow, {"model": "four", "weight": 0.5}, timeout_s=1.5) == Score(reward=2.0, failure=None)
+    assert score(slow, {"model": "four", "weight": 0.5}, timeout_s=1.5) == [Score(reward=2.0, failure=None)]
 
 
 def test_a_model_that_cannot_be_loaded_fails_the_start(slow: str) -> None:
@@ -81,7 +82,8 @@ def test_loading_has_the_deadline_of_the_start(slow: str) -> None:
 
 def test_a_column_with_the_name_of_an_argument_is_no_silent_choice(slow: str) -> None:
     """Seen failing with the row put over the arguments: the column won."""
-    assert score(slow, {"model": "four"}, row={"model": "other"}).failure == "exception:TypeError"
+    (reply,) = score(slow, {"model": "quick"}, row={"model": "other"})
+    assert reply.failure == "exception:TypeError"
 
 
 def test_such_a_column_is_refused_before_anything_starts() -> None:
@@ -111,13 +113,18 @@ def folder(tmp_path: Path) -> str:
 
 
 def test_the_learned_reward_is_the_score_of_prompt_completion_and_end(folder: str) -> None:
-    """In its own process, by name. Seen failing without the end of sequence, which training always had."""
+    """In its own process, by name; and in a batch, one text that is too long fails alone.
+
+    Seen failing without the end of sequence, which training always had.
+    """
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     ids = [*AutoTokenizer.from_pretrained(folder)("1234")["input_ids"], 1]
     with torch.no_grad():
         expected = float(model(input_ids=torch.tensor([ids])).logits[0, 0])
     assert abs(expected) > 1e-3
-    assert score(REWARD_MODEL, {"model": folder}).reward == pytest.approx(expected, abs=1e-5)
+    first, *batch = score(REWARD_MODEL, {"model": folder}, ["34"], ["3", "4" * 90, "5"])
+    assert first.reward == pytest.approx(expected, abs=1e-5)
+    assert [reply.failure for reply in batch] == [None, "exception:ValueError", None]
 
 
 def single(prompt: str, completion: str, *, model: str) -> float:
@@ -165,25 +172,6 @@ def test_a_batch_is_cut(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reward_model_module, "_forward", noting)
     reward_model(["1"] * 7, ["2"] * 7, [""] * 7, [{}] * 7, model=folder, max_batch=3)
     assert sizes == [3, 3, 1]
-
-
-def test_one_text_that_is_too_long_fails_alone(folder: str) -> None:
-    """In the pool, whose batch holds all three."""
-    settings = VerifierSettings(
-        function=REWARD_MODEL, arguments={"model": folder}, timeout_s=30.0, max_failure_share=1.0
-    )
-
-    async def run() -> list[str | None]:
-        pool = VerifierPool(settings)
-        async with asyncio.timeout(120):
-            try:
-                await pool.start()
-                prompt = Prompt(prompt_id="train/0/0", text="12", token_ids=(1,), answer="3", row={})
-                return [reply.failure for reply in await pool.score(prompt, ["3", "4" * 90, "5"])]
-            finally:
-                await pool.close()
-
-    assert asyncio.run(run()) == [None, "exception:ValueError", None]
 
 
 @pytest.mark.parametrize("arguments", [{"max_batch": 0}, {"max_batch": True}, {"batch": 3}])

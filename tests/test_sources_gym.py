@@ -58,7 +58,7 @@ def test_a_row_that_travelled_scores_as_the_package_does(family: str) -> None:
     for prompt in load_one(
         {"source": "reasoning_gym", "reasoning_gym": settings.model_dump()}, model={"max_context": 4096}
     ):
-        back: Prompt = decode(encode(prompt))
+        back: Prompt = decode(encode(prompt), Prompt)
         assert back.row["reasoning_gym_dataset"] == family
         if back.answer:
             assert reasoning_gym(back.text, back.answer, back.answer, **back.row).reward == 1.0

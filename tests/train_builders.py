@@ -14,9 +14,6 @@ from areal_lite.types import Row, Sample, Shard, StopReason, VersionSpan
 
 VOCABULARY = 12
 
-# Two threads on these tiny matrices, beside other processes, spend their time waiting for each other.
-torch.set_num_threads(1)
-
 
 def save_tiny_model(
     folder: Path, *, tie_embeddings: bool = True, num_layers: int = 2, seed: int = 0, max_context: int = 64

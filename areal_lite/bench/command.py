@@ -6,9 +6,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from areal_lite.bench.handover_command import add_handover
 from areal_lite.bench.modes_command import add_modes
+from areal_lite.bench.peers_command import add_peers
 from areal_lite.bench.plan import choose_runs, load_plan, planned_runs, shipped_plans
 from areal_lite.bench.queue_command import add_queue
+from areal_lite.bench.rollout_command import add_rollout
+from areal_lite.bench.train_command import add_train
 
 __all__ = ["add_bench"]
 
@@ -24,6 +28,10 @@ def add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     add_modes(kinds)
     add_queue(kinds)
+    add_handover(kinds)
+    add_peers(kinds)
+    add_train(kinds)
+    add_rollout(kinds)
     plan = kinds.add_parser("plan", help="the runs of a YAML file, one after another, with the same engines")
     plan.add_argument("plan", metavar="PLAN", help="path of a plan")
     for parser in (plan, *(_add_shipped(kinds, name) for name in shipped_plans())):

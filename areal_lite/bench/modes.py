@@ -15,7 +15,7 @@ __all__ = ["MAX_STALENESS", "MODES", "Mode", "ModeRun", "Threads", "measured_run
 
 MAX_STALENESS = 4
 """The largest of the modes."""
-_STEPS = 40
+_STEPS = 30
 """A run's steps at most, unless the command line says otherwise: a recipe is made for learning, not for a benchmark."""
 _SEARCH_STEPS = 4
 """Of a search run at least; else it has a quarter of the steps."""

