@@ -1,4 +1,4 @@
 """areal-lite: asynchronous reinforcement learning for language models, small enough to read."""
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 __all__ = ["__version__"]
