@@ -25,6 +25,7 @@ class RolloutActor:
 
     def __init__(self, config: Config, *, name: str, model_folder: str, endpoint: str, log_folder: str) -> None:
         self._engine_is_loaded = self._opens_update = False
+        self._resuming: asyncio.Task[None] | None = None
         self._served = asyncio.Event()
         self._served.set()
         self._begin(config, name=name, model_folder=model_folder, endpoint=endpoint, log_folder=log_folder)
@@ -127,6 +128,8 @@ class RolloutActor:
 
     async def pause(self, interrupt: Interrupt) -> None:
         """Stop generating."""
+        if self._resuming is not None:
+            await self._resuming  # Raises what the last resume met.
         self._events.emit("drain" if interrupt == "drain" else "pause")
         await self._engine.pause(interrupt)
         self._events.emit("paused")
@@ -137,10 +140,10 @@ class RolloutActor:
         self._events.emit("stamped", version=version)
 
     async def resume(self) -> None:
-        """Go on generating."""
-        # Noted at the call: the engine goes on at once, but its answer waits behind the first step, the re-prefill.
+        """Go on generating; returns before the engine answers."""
+        # The engine goes on at once, but its answer waits behind the first step, the re-prefill: the trainer must not.
         self._events.emit("resumed")
-        await self._engine.resume()
+        self._resuming = asyncio.create_task(self._engine.resume())
 
     async def evaluate(self, prompts: list[Prompt]) -> list[Sample | None]:
         """Run the episodes of prompts greedily; None for one that failed."""

@@ -50,8 +50,12 @@ def _small(name: str, content: Mapping[str, Any] | None) -> dict[str, str]:
     return {
         f"{name}: where": f"{page.where(content)} {versions}.",
         f"{name}: repeats": f"{content['settings'].get('repeats', 1)} repeats",
-        name: page.markdown_table(module.COLUMNS, map(module.cells, content["rows"])),
+        name: page.markdown_table(module.COLUMNS, map(_one_line, map(module.cells, content["rows"]))),
     }
+
+
+def _one_line(cells: Sequence[str]) -> list[str]:
+    return [cell.replace("\n", " · ") for cell in cells]
 
 
 def _targets(content: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 from areal_lite.actors.rollout import RolloutActor
 from areal_lite.bench.handover import HandoverBench, Size, bench_config, parts, row
@@ -45,9 +45,10 @@ def measure_handovers(bench: HandoverBench, size: Size, *, logs: Path) -> dict[s
         ArealLiteError: Something does not start, or an engine is lost.
     """
     config = bench_config(bench, size)
+    transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as cache:
         folder = ensure_warm_start(config, cache_dir=Path(cache))
-        tensors = list(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).parameters())
+        tensors = list(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).parameters())
         with _busy_cluster(bench, config, model_folder=folder, logs=logs) as (cluster, actor):
             handovers, copies_s = [], []
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
@@ -111,9 +112,13 @@ def _ask(cluster: Cluster) -> None:
 
 
 def _timed_copy(source: torch.Tensor, target: torch.Tensor) -> float:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the engine has the other cores
     begins = time.perf_counter()
     target.copy_(source)
-    return time.perf_counter() - begins
+    seconds = time.perf_counter() - begins
+    torch.set_num_threads(threads)
+    return seconds
 
 
 class _BusyActor(RolloutActor):

@@ -1,8 +1,9 @@
 """The weight hand-over as an event list: its order, and what happens to engines that fail a step.
 
-The engines are the real `RayEngines` over fake actors; no Ray is started.
+The engines are the real `RayEngines` over fake actors; at the end, a real actor over a fake engine. No Ray is started.
 """
 
+import asyncio
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,10 +13,14 @@ import pytest
 import ray
 from ledger_builders import FakeClock
 
+from areal_lite.actors import rollout as rollout_module
+from areal_lite.actors.rollout import RolloutActor
+from areal_lite.config import parse_config
 from areal_lite.errors import EngineError, HandoverError
 from areal_lite.events import EventBuffer
 from areal_lite.launch import engines as engines_module
 from areal_lite.launch.engines import RayEngines
+from areal_lite.rollout.engine import ScriptedEngine
 from areal_lite.watchdog import Watchdog
 from areal_lite.weights.handover import hand_over
 
@@ -244,3 +249,103 @@ def test_the_last_engine_lost_in_the_resume_ends_the_run_as_well(monkeypatch: py
     handover = Handover(monkeypatch, fails={"a": "resume"}, names="a")
     with pytest.raises(HandoverError, match="was lost in resume"):
         handover.run()
+
+
+# --- the engine's side of it ---
+
+
+def make_actor(monkeypatch: pytest.MonkeyPatch, *, transport: str) -> tuple[RolloutActor, ScriptedEngine]:
+    """A rollout actor without a process of its own."""
+    monkeypatch.setattr(rollout_module, "log_to_file", lambda *_: None)
+    device = "cpu" if transport == "gloo" else "cuda"
+    config = parse_config({"run": {"device": device}, "weights": {"transport": transport}})
+    actor, engine = (
+        RolloutActor(config, name="rollout/0", model_folder="", endpoint="", log_folder=""),
+        ScriptedEngine(),
+    )
+    vars(actor)["_engine"] = engine
+    return actor, engine
+
+
+def kinds_of(actor: RolloutActor) -> list[str]:
+    return [event["kind"] for event in actor._events.drain()]
+
+
+def test_an_engine_receives_before_the_pause_and_loads_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is opened for an update once, though `update_weights` may be called again (to hear how it went).
+
+    Seen failing with an update opened at every call, and with the stamp before the load.
+    """
+    actor, engine = make_actor(monkeypatch, transport="gloo")
+
+    async def hand_over() -> None:
+        await actor.start_weight_update()
+        await actor.update_weights({})
+        await actor.update_weights({})
+        await actor.install("recompute", 5)
+        await actor.resume()
+
+    asyncio.run(hand_over())
+    assert engine.calls == [
+        "start_weight_update",
+        "update_weights",
+        "update_weights",
+        "pause(recompute)",
+        "finish_weight_update",
+        "stamp(5)",
+        "resume",
+    ]
+    assert kinds_of(actor) == [
+        "update_open",
+        "pause",
+        "paused",
+        "update_received",
+        "update_loaded",
+        "stamped",
+        "resumed",
+    ]
+
+
+def test_an_engine_that_loads_as_it_receives_does_so_in_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with `update_received` never told: the transfer would count as loading."""
+    actor, engine = make_actor(monkeypatch, transport="nccl")
+
+    async def hand_over() -> None:
+        await actor.pause("drain")
+        await actor.start_weight_update()
+        await actor.update_weights({})
+        await actor.finish_weight_update()
+        await actor.stamp(5)
+        await actor.resume()
+
+    asyncio.run(hand_over())
+    assert engine.calls[1:4] == ["start_weight_update", "update_weights", "finish_weight_update"]
+    assert kinds_of(actor) == [
+        "drain",
+        "paused",
+        "update_open",
+        "update_received",
+        "update_loaded",
+        "stamped",
+        "resumed",
+    ]
+
+
+def test_nobody_waits_for_the_answer_to_a_resume_but_its_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes behind the first step. Seen hanging with the answer awaited, and failing with it never looked at."""
+    actor, engine = make_actor(monkeypatch, transport="gloo")
+
+    async def resume_and_pause() -> None:
+        answer = asyncio.Event()
+
+        async def late() -> None:
+            await answer.wait()
+            raise EngineError("the engine-core process died")
+
+        vars(engine)["resume"] = late
+        await asyncio.wait_for(actor.resume(), timeout=5)
+        answer.set()
+        await actor.pause("recompute")
+
+    with pytest.raises(EngineError, match="the engine-core process died"):
+        asyncio.run(resume_and_pause())

@@ -3,11 +3,11 @@
 Who hands over is in `launch/handover_bench.py`, the command in `handover_command.py`.
 """
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from areal_lite.bench.output import middle, with_spread
 from areal_lite.config import Config, parse_config
 from areal_lite.errors import ConfigError
 from areal_lite.events import Event
@@ -26,9 +26,9 @@ __all__ = [
 ]
 
 COLUMNS = (
-    "width x layers", "parameters", "MB", "staging ms", "pausing ms", "loading ms", "resuming ms",
-    "paused ms", "lowest", "highest", "copy ms", "paused / copy",
+    "model", "parameters", "MB", "stage", "pause", "load", "resume", "paused", "copy", "over copy",
 )  # fmt: skip
+"""All times in milliseconds."""
 
 PARTS: dict[str, tuple[str, str]] = {
     "staging_s": ("handover_start", "handover_published"),
@@ -165,17 +165,17 @@ def targets(rows: Iterable[Mapping[str, Any]]) -> list[Any]:
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
-    """Return one row's cells: medians, in milliseconds."""
+    """Return one row's cells: medians, in milliseconds, and the spread of the whole pause."""
 
-    def ms(values: Sequence[float]) -> list[str]:
-        return [f"{1e3 * value:.2f}" for value in (statistics.median(values), min(values), max(values))]
+    def ms(values: Sequence[float]) -> list[float]:
+        return [1e3 * value for value in values]
 
     return [
-        f"{row['width']} x {row['layers']}",
+        f"{row['width']}x{row['layers']}",
         f"{row['parameters'] / 1e6:.2f} M",
         f"{row['size_bytes'] / 1e6:.1f}",
-        *(ms(row[part])[0] for part in PARTS if part != "paused_s"),
-        *ms(row["paused_s"]),
-        ms(row["copy_s"])[0],
-        f"{statistics.median(row['over_copy']):.2f}",
+        *(middle(ms(row[part]), ".1f") for part in PARTS if part != "paused_s"),
+        with_spread(ms(row["paused_s"]), ".1f"),
+        middle(ms(row["copy_s"]), ".1f"),
+        middle(row["over_copy"], ".2f"),
     ]

@@ -2,10 +2,11 @@
 
 import argparse
 from dataclasses import asdict
+from statistics import median
 
 from rich.console import Console
 
-from areal_lite.bench.handover import HandoverBench, cells, parse_size, targets
+from areal_lite.bench.handover import HandoverBench, parse_size, targets
 from areal_lite.bench.output import add_out, finish
 
 __all__ = ["add_handover"]
@@ -45,15 +46,15 @@ def _bench(words: argparse.Namespace) -> int:
     with ray_session(), console.status("measuring") as status:
         for size in bench.sizes:
             status.update(f"model {size}: starting an engine and a trainer rank, then {bench.repeats} hand-overs")
-            rows.append(measure_handovers(bench, size, logs=words.out / "logs" / str(size)))
-            _, parameters, size_mb, staging, *_, paused, _, _, copy, _ = cells(rows[-1])
+            rows.append(row := measure_handovers(bench, size, logs=words.out / "logs" / str(size)))
+            staging_ms, paused_ms, copy_ms = (1e3 * median(row[part]) for part in ("staging_s", "paused_s", "copy_s"))
             console.print(
-                f"{size}: {parameters}, {size_mb} MB: staged in {staging} ms, paused for {paused} ms; copy {copy} ms",
+                f"{size}: staged in {staging_ms:.1f} ms, paused for {paused_ms:.1f} ms; memory copy {copy_ms:.1f} ms",
                 highlight=False,
             )
     finish(
         "handover",
-        title=f"hand-over of weights to an engine with {bench.requests} requests in flight",
+        title=f"hand-over of weights to an engine with {bench.requests} requests in flight; milliseconds",
         settings=asdict(bench),
         rows=rows,
         targets=targets(rows),

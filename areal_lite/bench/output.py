@@ -17,7 +17,7 @@ from rich.table import Table
 
 from areal_lite.bench.results import measured_where, write_results
 
-__all__ = ["add_out", "finish", "target", "versions"]
+__all__ = ["add_out", "finish", "middle", "target", "versions", "with_spread"]
 
 
 def add_out(parser: argparse.ArgumentParser, benchmark: str) -> None:
@@ -38,6 +38,22 @@ def target(
         "low": min(values),
         "high": max(values),
     }
+
+
+def with_spread(values: Sequence[float], spec: str) -> str:
+    """Write the median, and below it the lowest and highest; nothing of nothing.
+
+    >>> print(with_spread([1.0, 3.0, 2.0], ".1f"))
+    2.0
+    1.0-3.0
+    """
+    below = f"\n{format(min(values), spec)}-{format(max(values), spec)}" if len(values) > 1 else ""
+    return middle(values, spec) + below
+
+
+def middle(values: Sequence[float], spec: str) -> str:
+    """Write the median; nothing of nothing."""
+    return format(statistics.median(values), spec) if values else ""
 
 
 def versions(*packages: str) -> dict[str, str]:

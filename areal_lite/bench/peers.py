@@ -14,7 +14,7 @@ from typing import Any, Literal
 from areal_lite.bench.measures import measured_steps
 from areal_lite.bench.modes import MAX_STALENESS, MODES, Threads
 from areal_lite.bench.modes import thread_settings as thread_settings_of_mode
-from areal_lite.bench.output import target
+from areal_lite.bench.output import target, with_spread
 from areal_lite.config import Config
 from areal_lite.errors import ConfigError
 
@@ -44,7 +44,7 @@ SIDES: tuple[Side, ...] = ("async", "sync", "trl")
 """Ours with samples up to four steps old, ours in turns (for information), and TRL."""
 LABELS: dict[str, str] = {"async": "areal-lite, eta 4", "sync": "areal-lite, eta 0", "trl": "TRL"}
 COLUMNS = (
-    "side", "samples/s", "lowest", "highest", "x TRL", "s to it", "steps to it", "x sooner", "accuracy", "tokens",
+    "side", "samples/s", "x TRL", "s to it", "steps to it", "x sooner", "accuracy", "tokens",
 )  # fmt: skip
 
 _TARGET = 1.4
@@ -319,10 +319,9 @@ def targets(rows: Iterable[Mapping[str, Any]], *, accuracy: float) -> list[Any]:
 
 def cells(row: Mapping[str, Any]) -> list[str]:
     """Return one row's cells."""
-    rates = row["samples_per_s"]
     return [
         LABELS[row["side"]],
-        *(f"{rate:.0f}" for rate in (statistics.median(rates), min(rates), max(rates))),
+        with_spread(row["samples_per_s"], ".0f"),
         _median(row["speed_over_trl"], ".2f"),
         _median(row["seconds_to"], ".1f"),
         _median(row["steps_to"], ".0f"),

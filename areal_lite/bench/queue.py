@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from areal_lite.bench.output import target
+from areal_lite.bench.output import middle, target, with_spread
 from areal_lite.types import Prompt, Sample, Score, StopReason, VersionSpan
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
 Contender = Literal["areal-lite", "ray", "zeromq"]
 CONTENDERS: tuple[Contender, ...] = ("areal-lite", "ray", "zeromq")
 SAMPLES_PER_GROUP = 8
-COLUMNS = ("carrier", "samples", "clients", "groups/s", "lowest", "highest", "MB/s", "over ray", "over zeromq")
+COLUMNS = ("carrier", "samples", "clients", "groups/s", "MB/s", "over ray", "over zeromq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,15 +170,11 @@ def targets(rows: Iterable[Mapping[str, Any]]) -> list[Any]:
 
 def cells(row: Mapping[str, Any]) -> list[str]:
     """Return one row's cells."""
-    rates = row["groups_per_s"]
     return [
         row["contender"],
         f"{SAMPLES_PER_GROUP} x {row['tokens']}",
         str(row["clients"]),
-        *(f"{rate:.0f}" for rate in (row["median"], min(rates), max(rates))),
+        with_spread(row["groups_per_s"], ".0f"),
         f"{row['mb_per_s']:.1f}",
-        *(
-            f"{statistics.median(row['over'][other]):.2f}" if other in row["over"] else ""
-            for other in ("ray", "zeromq")
-        ),
+        *(middle(row["over"].get(other, []), ".2f") for other in ("ray", "zeromq")),
     ]

@@ -4,12 +4,11 @@ Who generates is in `launch/rollout_bench.py`, the command in `rollout_command.p
 """
 
 import itertools
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from areal_lite.bench.output import target
+from areal_lite.bench.output import middle, target, with_spread
 from areal_lite.bench.rollout_requests import sampling_of
 from areal_lite.config import Config, load_config
 from areal_lite.errors import ConfigError
@@ -38,7 +37,7 @@ CASES: dict[Case, str] = {
 """What is measured, in words."""
 OVER: dict[Case, Case] = {"worker": "vllm", "drain": "worker", "recompute": "drain"}
 """What each is compared with."""
-COLUMNS = ("generating", "tokens/s", "lowest", "highest", "hand-over s", "over the line above")
+COLUMNS = ("generating", "tokens/s", "hand-over s", "over line above")
 
 _NEVER_CLOSED = 10**9
 """Steps, and steps of staleness, that no benchmark reaches: without a trainer admission would soon close."""
@@ -151,14 +150,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     """Return one row's cells."""
     return [
         CASES[row["case"]],
-        *_spread(row["tokens_per_s"], ".0f"),
-        _spread(row["handovers_s"], ".3f")[0],
-        _spread(row["over"], ".2f")[0],
+        with_spread(row["tokens_per_s"], ".0f"),
+        middle(row["handovers_s"], ".3f"),
+        middle(row["over"], ".2f"),
     ]
-
-
-def _spread(values: Sequence[float], form: str) -> list[str]:
-    """Return median, lowest and highest."""
-    return (
-        [format(value, form) for value in (statistics.median(values), min(values), max(values))] if values else [""] * 3
-    )

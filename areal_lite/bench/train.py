@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from areal_lite.bench.output import target
+from areal_lite.bench.output import middle, target, with_spread
 from areal_lite.config import Config
 from areal_lite.errors import ConfigError, TrainerError
 from areal_lite.presets import ObjectiveConfig
@@ -39,7 +39,7 @@ WORK: tuple[Work, ...] = ("one pass", "recipe")
 LONGTAIL = "areal_lite.bench.longtail:drawn_length"
 """The workflow whose lengths are drawn."""
 COLUMNS = (
-    "side", "lengths", "work", "pass", "tokens/s (from-to)", "places", "MB", "gradient", "over padded", "over fastest"
+    "side and pass", "lengths, work", "tokens/s", "places", "MB", "gradient", "over padded", "over fastest"
 )  # fmt: skip
 TOLERANCE = 1e-3
 """Largest relative difference of gradient norms with which a figure counts."""
@@ -192,17 +192,14 @@ def targets(rows: Iterable[Mapping[str, Any]]) -> list[Any]:
 
 def cells(row: Mapping[str, Any]) -> list[str]:
     """Return one row's cells."""
-    rates, over = row["tokens_per_s"], row["over"]
     return [
-        row["side"],
-        row["recipe"].removesuffix("_cpu"),
-        row["work"],
-        row["micro_batch"],
-        f"{row['median']:.0f} ({min(rates):.0f}-{max(rates):.0f})",
+        f"{row['side']}\n{row['micro_batch']}",
+        f"{row['recipe'].removesuffix('_cpu')}\n{row['work']}",
+        with_spread(row["tokens_per_s"], ".0f"),
         f"{row['positions_per_token']:.2f}",
         f"{row['peak_mb']:.0f}",
         f"{row['grad_norm']:.5g}",
-        *(f"{statistics.median(over[other]):.2f}" if other in over else "" for other in ("padded", "fastest")),
+        *(middle(row["over"].get(other, []), ".2f") for other in ("padded", "fastest")),
     ]
 
 
