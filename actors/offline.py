@@ -7,7 +7,7 @@ import torch
 
 from areal_lite.actors.process import log_to_file
 from areal_lite.offline_config import OfflineConfig
-from areal_lite.train.distributed import free_address, join_process_group, leave_process_group
+from areal_lite.train.distributed import join_process_group, leave_process_group, open_store
 from areal_lite.train.offline import OfflineTrainer
 
 __all__ = ["OfflineActor"]
@@ -23,9 +23,10 @@ class OfflineActor:
         if config.run.device == "cpu":
             torch.set_num_threads(config.trainer.threads)
 
-    def free_address(self) -> str:
-        """Where the ranks can meet (rank 0 is asked)."""
-        return free_address(ray.util.get_node_ip_address())
+    def open_store(self) -> str:
+        """Open the store at which the ranks meet (rank 0 is asked); returns its address."""
+        self._store = open_store(ray.util.get_node_ip_address())
+        return f"{self._store.host}:{self._store.port}"
 
     def start(self, *, address: str, model_folder: str, reference_folder: str | None) -> None:
         """Join the other ranks, load models and data."""

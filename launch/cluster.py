@@ -104,7 +104,7 @@ class Cluster:
             VerifierActor, "verifier", config.verifier.workers, endpoint=endpoint, model_folder=self._model_folder
         )
         self._wait_for_kept()
-        address = result(self.trainers["trainer/0"].free_address.remote(), timeout_s=config.run.start_timeout_s)
+        address = result(self.trainers["trainer/0"].open_store.remote(), timeout_s=config.run.start_timeout_s)
         starting = {
             name: trainer.start.remote(
                 address=address,

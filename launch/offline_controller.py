@@ -87,7 +87,7 @@ class OfflineController:
     def _start(self, logs: str) -> None:
         self._view.say("starting the trainer ranks ...")
         timeout_s, first = self._config.run.start_timeout_s, self._ranks.handles["trainer/0"]
-        address = result(first.free_address.remote(), timeout_s=timeout_s)
+        address = result(first.open_store.remote(), timeout_s=timeout_s)
         references = {
             name: handle.start.remote(
                 address=address,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
-from areal_lite.train.distributed import free_address, join_process_group, leave_process_group
+from areal_lite.train.distributed import join_process_group, leave_process_group, open_store
 
 PRELOADED = ["areal_lite.train.trainer", "areal_lite.train.offline", "torch.distributed.checkpoint"]
 """Imported once, by the server that the ranks of all tests are forked from."""
@@ -17,7 +17,8 @@ def run_ranks(function: Callable[..., None], *arguments: Any, world_size: int = 
 
     A single rank runs in this process, which saves importing torch again.
     """
-    address = free_address("127.0.0.1")
+    store = open_store("127.0.0.1")
+    address = f"{store.host}:{store.port}"
     if world_size == 1:
         _rank(0, 1, address, function, arguments)
         return

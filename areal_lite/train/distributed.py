@@ -5,27 +5,28 @@ group a rank is alone, and every sum is its own.
 """
 
 import datetime
-import socket
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing from torch's stubs
 
 __all__ = [
-    "free_address",
     "gather_over_ranks",
     "join_process_group",
     "leave_process_group",
     "max_over_ranks",
+    "open_store",
     "sum_over_ranks",
 ]
 
 
-def free_address(host: str) -> str:
-    """Return `tcp://host:port` with a port that is free on this machine, for rank 0 to hand to the others."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return f"tcp://{host}:{probe.getsockname()[1]}"
+def open_store(host: str) -> TCPStore:
+    """Open the store at which the ranks meet, on a free port of this machine; it lives as long as the returned object.
+
+    It listens from now on: a port that was only looked up might be another's by the time the ranks come.
+    """
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False)
 
 
 def join_process_group(address: str, *, rank: int, world_size: int, device: str, timeout_s: float) -> None:
@@ -34,7 +35,7 @@ def join_process_group(address: str, *, rank: int, world_size: int, device: str,
     Consumes nothing; waits until all ranks have joined; unblocked by `timeout_s`.
 
     Args:
-        address: From `free_address`, the same on all ranks.
+        address: `host:port` of an open store (`open_store`), the same on all ranks.
         rank: 0 .. world_size - 1.
         world_size: Trainer ranks.
         device: `cpu` or `cuda`; a rank sees one GPU, or takes the one of its number.
@@ -45,12 +46,14 @@ def join_process_group(address: str, *, rank: int, world_size: int, device: str,
     """
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
+    host, _, port = address.rpartition(":")
+    timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
-        init_method=address,
+        store=TCPStore(host, int(port), is_master=False, timeout=timeout),
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=timeout_s),
+        timeout=timeout,
     )
 
 
