@@ -229,7 +229,7 @@ def test_a_sample_across_a_publication_says_which_weights_drew_which_token(pair:
     """I3: each span's log-probabilities are those of the version it names, temperature included.
 
     Over gloo the samples go on while the new weights are received and made ready. Seen failing with a pause that keeps
-    the caches, and with weights swapped in as soon as they are ready.
+    the caches.
     """
     publisher = pair.connect()
     pair.hand_over(publisher)
