@@ -362,12 +362,13 @@ def prompt_of(index: int) -> list[int]:
 
 
 def start_samples(pair: Pair, count: int) -> list[Future[Sample]]:
-    """Begin samples that, now and then, end early."""
+    """Begin samples; every second one may end early, the others last well beyond a hand-over."""
+
+    def sampling(index: int) -> Sampling:
+        return Sampling(max_new_tokens=200, temperature=TEMPERATURE, seed=index, ignore_end=index % 2 == 0)
+
     return [
-        asyncio.run_coroutine_threadsafe(
-            pair.engine.generate(prompt_of(index), Sampling(max_new_tokens=200, temperature=TEMPERATURE, seed=index)),
-            pair.background.loop,
-        )
+        asyncio.run_coroutine_threadsafe(pair.engine.generate(prompt_of(index), sampling(index)), pair.background.loop)
         for index in range(count)
     ]
 
