@@ -37,6 +37,12 @@ def adopting_orphans() -> Iterator[None]:
         prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
+def _sit_down_at_the_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    # A shell's background job ignores SIGINT, and hands that on to whatever tests it runs.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class UserRun:
     """One `areal-lite` command; use as a context manager, which leaves no process behind whatever happens."""
 
@@ -56,7 +62,7 @@ class UserRun:
             env=environment,
             cwd=run_folder.parent,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_sit_down_at_the_terminal,
         )
         os.close(theirs)
         self._reader = threading.Thread(target=self._read, daemon=True)
