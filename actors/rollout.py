@@ -24,7 +24,7 @@ class RolloutActor:
     """Delegates to `RolloutWorker` and `VllmEngine`; every call of the hand-over leaves an event."""
 
     def __init__(self, config: Config, *, name: str, model_folder: str, endpoint: str, log_folder: str) -> None:
-        self._engine_is_loaded = self._opens_update = False
+        self._engine_is_loaded = False
         self._resuming: asyncio.Task[None] | None = None
         self._served = asyncio.Event()
         self._served.set()
@@ -101,14 +101,15 @@ class RolloutActor:
         """Join the trainer's transfer group."""
         await self._engine.weights_call("init_weight_transfer_engine", init_info)
 
-    async def start_weight_update(self) -> None:
-        """Open an update, together with the first `update_weights`: an engine answers between two steps only."""
-        self._events.emit("update_open")
-        self._opens_update = True
+    async def update_weights(self, update_info: dict[str, Any], *, opens: bool) -> None:
+        """Receive every parameter; over a transport that stages, begin to, while the engine generates.
 
-    async def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive every parameter; over a transport that stages, begin to, while the engine generates."""
-        opens, self._opens_update = self._opens_update, False
+        Args:
+            update_info: What vLLM's `update_weights` takes.
+            opens: Open an update first: both calls travel together, as an engine answers between two steps only.
+        """
+        if opens:
+            self._events.emit("update_open")
         calls = [("start_weight_update", None)] * opens + [("update_weights", update_info)]
         await asyncio.gather(*(self._engine.weights_call(*call) for call in calls))  # received in this order
         if not self._config.weights.staged:

@@ -1,8 +1,9 @@
 """The controller: drives one run from start to end. A plain class in the CLI's process.
 
-Per step: wait for a batch, have the trainer ranks train it, hand the weights over, compare, write the row, and only
-then evaluate or save. Every wait passes through `_tick`, which collects events and asks the watchdog. What ends the run
-while a batch trains waits until it is trained, so that there is a whole state to save.
+Per step: wait for a batch, have the trainer ranks train it, hand the weights over, compare, and only then evaluate or
+save. The step's row is written while the next batch trains, and before anything is saved. Every wait passes through
+`_tick`, which collects events and asks the watchdog. What ends the run while a batch trains waits until it is trained,
+so that there is a whole state to save.
 """
 
 import contextlib
@@ -86,6 +87,8 @@ class Controller:
         self._version = 0
         self._at_boundary = True
         self._said_stopping = False
+        self._row: Callable[[], None] | None = None
+        """Writes the row of the last step; None once it is written."""
 
     def run(self) -> dict[str, Any]:
         """Run to the end and return the summary.
@@ -216,6 +219,7 @@ class Controller:
         """Have all ranks do something together, with the watchdog on."""
         ranks = self._cluster.ranks
         references = ranks.begin(method, *args)
+        self._write_row()  # It asks everybody how it goes: something the trainer must not wait for.
         self._watchdog.restart()
         while late := ranks.late(references, wait_s=_POLL_S):
             progress = (len(late), ranks.progress())
@@ -227,6 +231,7 @@ class Controller:
         if self._interrupts and not self._said_stopping:
             self._said_stopping = True
             self._view.say("stopping after this step and saving; press Ctrl-C again to stop at once ...")
+        self._write_row()
         self._collector.collect()
         if self._evaluation is not None:
             self._poll_evaluation()
@@ -253,11 +258,16 @@ class Controller:
             self._check_parity(groups)
         if self._evaluation is not None:
             self._poll_evaluation()
-        self._record(stats, groups, **timings)
+        self._row = functools.partial(self._record, stats, groups, **timings)
         if run.eval_every and step % run.eval_every == 0 and step < run.steps and self._evaluation is None:
             self._begin_evaluation()
         if run.checkpoint_every and step % run.checkpoint_every == 0 and step < run.steps:
             self._save()
+
+    def _write_row(self) -> None:
+        row, self._row = self._row, None
+        if row is not None:
+            row()
 
     def _record(self, stats: dict[str, Any], groups: list[Group], **timings: float) -> None:
         self._collector.collect(force=True)
@@ -320,6 +330,7 @@ class Controller:
 
     def _save(self) -> Path:
         """Write a checkpoint of this step boundary."""
+        self._write_row()
         queue_state = self._cluster.queue.save()
 
         def save_trainer(path: Path) -> None:
@@ -333,6 +344,7 @@ class Controller:
 
     def _finish(self, status: str) -> dict[str, Any]:
         """Evaluate, save, export, sum up, hand the actors on or stop them; in this order."""
+        self._write_row()
         queue = self._cluster.queue
         queue.close_admission()
         self._evaluation = None
@@ -357,6 +369,8 @@ class Controller:
     def _rescue(self, error: Exception) -> None:
         """After a failure: save if the weights are those of a step boundary, write the summary, say how to go on."""
         self._view.end()
+        with contextlib.suppress(Exception):
+            self._write_row()
         with contextlib.suppress(Exception):
             if self._at_boundary and self._version > 0 and self._trainers_answer():
                 self._view.say(f"the run failed; saving step {self._version} ...")

@@ -25,6 +25,12 @@ class RayEngines:
         self.handles = handles
         self._timeout_s, self._on_drop = timeout_s, on_drop
         self._last_lost = ""
+        self._method, self._references = "", dict[str, Any]()
+
+    def begin(self, method: str, *args: Any) -> None:
+        """Call all actors at once; the next `each` waits for them first."""
+        self._method = method
+        self._references = {name: getattr(handle, method).remote(*args) for name, handle in self.handles.items()}
 
     def each(self, method: str, *args: Any) -> None:
         """Call all actors at once and wait; those that fail, or are late while no engine makes progress, are dropped.
@@ -32,8 +38,13 @@ class RayEngines:
         Raises:
             HandoverError: None is left.
         """
-        references = {name: getattr(handle, method).remote(*args) for name, handle in self.handles.items()}
+        self._finish()
+        self.begin(method, *args)
+        self._finish()
+
+    def _finish(self) -> None:
         watchdog = Watchdog(self._timeout_s)
+        method, references, self._references = self._method, self._references, {}
         for name, reference in references.items():
             try:
                 self._wait(name, reference, watchdog, waiting_for=method)

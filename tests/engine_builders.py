@@ -76,6 +76,9 @@ class LocalEngines:
     def __init__(self, engines: Mapping[str, GenerationEngine], loop: asyncio.AbstractEventLoop) -> None:
         self._engines, self._loop = engines, loop
 
+    def begin(self, method: str, *args: Any) -> None:
+        self.each(method, *args)
+
     def each(self, method: str, *args: Any) -> None:
         for engine in self._engines.values():
             call = _install(engine, *args) if method == "install" else getattr(engine, method)(*args)

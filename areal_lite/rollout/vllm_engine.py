@@ -5,6 +5,7 @@ The only file of the rollout side that imports vLLM. Start it inside the process
 """
 
 import asyncio
+import gc
 import itertools
 import os
 import time
@@ -55,6 +56,8 @@ class VllmEngine:
         settings = engine_settings(config, model_folder=model_folder)
         _set_environment(settings)
         from transformers import AutoTokenizer
+        from vllm.envs import enable_envs_cache
+        from vllm.utils.gc_utils import freeze_gc_heap
         from vllm.v1.engine.async_llm import AsyncLLM
 
         progress = _progress_logger_class()
@@ -65,6 +68,9 @@ class VllmEngine:
             await engine.stamp(0)
             # The first request pays vLLM's warm-up; pay it before anybody measures or waits.
             await engine.generate([engine._tokenizer.eos_token_id or 0], Sampling(max_new_tokens=2, temperature=0.0))
+            # As vLLM does in its own processes: what is there now stays, so the collector need not look at it again.
+            freeze_gc_heap()
+            enable_envs_cache()
         except Exception as error:
             raise EngineError(
                 f"vLLM should have started on {model_folder}, got {type(error).__name__}: {error}"
@@ -188,6 +194,7 @@ class VllmEngine:
         """
         if not self._closed:
             self._closed = True
+            gc.unfreeze()
             self._llm.shutdown(timeout=0.0 if self._ends_at_once else None)
 
     async def _final(self, prompt_ids: Sequence[int], params: Any) -> Any:
@@ -229,6 +236,7 @@ def sampling_params(sampling: Sampling) -> Any:
         logprobs=0,
         output_kind=RequestOutputKind.FINAL_ONLY,
         detokenize=False,
+        skip_clone=True,  # made for this one request
     )
 
 
@@ -254,10 +262,13 @@ def _engine_args(settings: EngineSettings) -> Any:
 
 
 def _progress_logger_class() -> Any:
-    """A vLLM stat logger that only counts generated tokens, on the class so that it can be read."""
-    from vllm.v1.metrics.loggers import StatLoggerBase
+    """A vLLM stat logger that only counts generated tokens, on the class so that it can be read.
 
-    class Progress(StatLoggerBase):  # type: ignore[misc]
+    As a Prometheus logger it takes the place of vLLM's own, whose figures nobody would read.
+    """
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    class Progress(PrometheusStatLogger):  # type: ignore[misc]
         tokens = 0
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -35,6 +35,10 @@ class EngineGroup(Protocol):
         """
         ...
 
+    def begin(self, method: str, *args: Any) -> None:
+        """Call all engines at once; the next `each` waits for them first."""
+        ...
+
     def drop(self, name: str, reason: str) -> None:
         """Give an engine up: end it, and let its work return to the queue."""
         ...
@@ -77,7 +81,7 @@ def hand_over(
         engines.each("stamp", version)
     stamp_ledger()
     events.emit("handover_stamped", version=version)
-    engines.each("resume")
+    engines.begin("resume")
     events.emit("handover_end", version=version)
 
 
