@@ -141,3 +141,10 @@ def test_the_head_names_the_sources(mix: dict[str, Any], shown: str) -> None:
     """Of a mix the top source is not read. Seen failing as `arith` above the page of a mixed run."""
     config = {"data": {"source": "arith", "mix": mix}, "objective": {"preset": "areal"}, "queue": {"max_staleness": 2}}
     assert _subtitle(SimpleNamespace(config=config, command="train")) == f"train · {shown} · areal · eta 2"
+
+
+def test_one_source_has_no_curves_of_its_own(tmp_path: Path) -> None:
+    """They would be the ones above again. Seen failing with them drawn for any number of sources."""
+    page = write_report(make_run(tmp_path / "one")).read_text()
+    assert "reward over steps" in page
+    assert "by source over" not in page

@@ -60,7 +60,7 @@ def metric_line(run: RunFiles, key: str, *, x: str = "step", name: str = "", wit
 
 
 def learning(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
-    """Reward and held-out figures, over steps and over time; one run's by source as well."""
+    """Reward and held-out figures, over steps and over time; one run's by source as well, if it has several."""
     for x, title in _X.items():
         yield lines(
             f"reward over {_short(x)}", smoothed(_named(runs, "reward_mean", x)), x=title, y="mean of the batch"
@@ -76,6 +76,8 @@ def _by_source(run: RunFiles) -> Iterator[Chart | None]:
     sources = sorted({name for figures in held_out.values() for name in figures})
     for x, title in _X.items():
         rewards = _parts(run, "reward_by_source", x)
+        if len(rewards) < 2:
+            break
         yield lines(f"reward by source over {_short(x)}", rewards, x=title, y="mean of the batch")
         curves = [_evaluated(run, {step: row.get(name) for step, row in held_out.items()}, name, x) for name in sources]
         yield lines(f"held-out accuracy by source over {_short(x)}", curves, x=title, y="accuracy")

@@ -1,7 +1,8 @@
 // Draws the charts in the colours of the page, and again when those change (dark mode, paper).
 "use strict";
 const DATA = JSON.parse(document.getElementById("data").textContent);
-const COLOURS = ["#3f87c9", "#e07b39", "#35a06f", "#b065c6", "#c79a1e", "#d5505f", "#3da7ab", "#8d8072"];
+// Of versions; paler than those of what a lane does (timeline.js).
+const COLOURS = ["#7db4e8", "#f3a977", "#7fd1aa", "#d2a0e2", "#f2d873", "#f2949d", "#7ed3d7", "#cdbba6"];
 const GIVEN = -1;
 const GIVEN_COLOUR = "#9aa0a6";
 const CONFIG = { responsive: true, displaylogo: false, displayModeBar: false };
