@@ -18,7 +18,6 @@ class EngineClient:
 
     def __init__(self, handles: Mapping[str, Any], *, timeout_s: float, ranks_per_engine: int) -> None:
         self._handles, self._timeout_s, self._ranks_per_engine = handles, timeout_s, ranks_per_engine
-        self._opens = False
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Have every engine join; in one common group each gets ranks of its own."""
@@ -29,21 +28,20 @@ class EngineClient:
         self._call("init_weight_transfer_engine", [(info,) for info in infos])
 
     def start_weight_update(self) -> None:
-        """Open the update, with the first `update_weights`."""
-        self._opens = True
+        """Open the update."""
+        self._call("start_weight_update", [()] * len(self._handles))
 
     def update_weights(self, update_info: Any) -> None:
         """Receive every parameter."""
-        opens, self._opens = self._opens, False
-        self._call("update_weights", [(update_info,)] * len(self._handles), opens=opens)
+        self._call("update_weights", [(update_info,)] * len(self._handles))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Load them; the version is stamped by the hand-over, after all engines have loaded."""
         self._call("finish_weight_update", [()] * len(self._handles))
 
-    def _call(self, method: str, arguments: list[tuple[Any, ...]], **options: Any) -> None:
+    def _call(self, method: str, arguments: list[tuple[Any, ...]]) -> None:
         references = {
-            name: getattr(handle, method).remote(*argument, **options)
+            name: getattr(handle, method).remote(*argument)
             for (name, handle), argument in zip(self._handles.items(), arguments, strict=True)
         }
         for name, reference in references.items():

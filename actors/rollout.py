@@ -24,7 +24,7 @@ class RolloutActor:
     """Delegates to `RolloutWorker` and `VllmEngine`; every call of the hand-over leaves an event."""
 
     def __init__(self, config: Config, *, name: str, model_folder: str, endpoint: str, log_folder: str) -> None:
-        self._engine_is_loaded = False
+        self._engine_is_loaded = self._opens_update = False
         self._resuming: asyncio.Task[None] | None = None
         self._served = asyncio.Event()
         self._served.set()
@@ -64,6 +64,7 @@ class RolloutActor:
         """End `run` and every request. The engine stays, paused and empty."""
         await self._worker.stop()
         await self._served.wait()
+        await self._until_resumed()
         await self._engine.reset()
         self._client.close()
 
@@ -101,15 +102,14 @@ class RolloutActor:
         """Join the trainer's transfer group."""
         await self._engine.weights_call("init_weight_transfer_engine", init_info)
 
-    async def update_weights(self, update_info: dict[str, Any], *, opens: bool) -> None:
-        """Receive every parameter; over a transport that stages, begin to, while the engine generates.
+    async def start_weight_update(self) -> None:
+        """Open an update, together with the first `update_weights`: an engine answers between two steps only."""
+        self._events.emit("update_open")
+        self._opens_update = True
 
-        Args:
-            update_info: What vLLM's `update_weights` takes.
-            opens: Open an update first: both calls travel together, as an engine answers between two steps only.
-        """
-        if opens:
-            self._events.emit("update_open")
+    async def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive every parameter; over a transport that stages, begin to, while the engine generates."""
+        opens, self._opens_update = self._opens_update, False
         calls = [("start_weight_update", None)] * opens + [("update_weights", update_info)]
         await asyncio.gather(*(self._engine.weights_call(*call) for call in calls))  # received in this order
         if not self._config.weights.staged:
@@ -129,8 +129,7 @@ class RolloutActor:
 
     async def pause(self, interrupt: Interrupt) -> None:
         """Stop generating."""
-        if self._resuming is not None:
-            await self._resuming  # Raises what the last resume met.
+        await self._until_resumed()
         self._events.emit("drain" if interrupt == "drain" else "pause")
         await self._engine.pause(interrupt)
         self._events.emit("paused")
@@ -145,6 +144,10 @@ class RolloutActor:
         # The engine goes on at once, but its answer waits behind the first step, the re-prefill: the trainer must not.
         self._events.emit("resumed")
         self._resuming = asyncio.create_task(self._engine.resume())
+
+    async def _until_resumed(self) -> None:
+        if self._resuming is not None:
+            await self._resuming  # Raises what the last resume met.
 
     async def evaluate(self, prompts: list[Prompt]) -> list[Sample | None]:
         """Run the episodes of prompts greedily; None for one that failed."""

@@ -115,7 +115,7 @@ class Recorder:
             stats: Fields of `StepStats`.
             step: Number of completed steps, from 1; also the new version.
             tokens_generated: By all engines since their start.
-            ledger: Groups by state.
+            ledger: Groups by state as the row is written, which may be when the next batch is taken.
             **timings: `trainer_wait_s`, `train_s`, `publish_s`.
 
         Returns:

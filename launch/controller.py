@@ -148,6 +148,7 @@ class Controller:
             while self._version < self._config.run.steps and not self._interrupts:
                 if not self._step():
                     break
+            self._write_row()
         finally:
             self._view.end()
         return "interrupted" if self._version < self._config.run.steps else "done"
@@ -186,7 +187,9 @@ class Controller:
         self._watchdog.restart()
         self._cluster.check_workers()
         ended_before: int | None = None
-        while (info := queue.take(batch_id=batch_id, wait_s=_POLL_S)) is None:
+        wait_s = 0.0
+        while (info := queue.take(batch_id=batch_id, wait_s=wait_s)) is None:
+            wait_s = _POLL_S
             if self._interrupts:
                 return None
             self._cluster.check_workers()
@@ -265,9 +268,9 @@ class Controller:
             self._save()
 
     def _write_row(self) -> None:
-        row, self._row = self._row, None
-        if row is not None:
-            row()
+        if self._row is not None:
+            self._row()
+            self._row = None
 
     def _record(self, stats: dict[str, Any], groups: list[Group], **timings: float) -> None:
         self._collector.collect(force=True)

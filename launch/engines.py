@@ -38,11 +38,12 @@ class RayEngines:
         Raises:
             HandoverError: None is left.
         """
-        self._finish()
+        self.finish()
         self.begin(method, *args)
-        self._finish()
+        self.finish()
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Wait for what was begun last, as `each` does."""
         watchdog = Watchdog(self._timeout_s)
         method, references, self._references = self._method, self._references, {}
         for name, reference in references.items():

@@ -102,6 +102,7 @@ def _hand_over(cluster: Cluster, actor: Any, *, version: int) -> list[Event]:
         interrupt="recompute",
         events=lane,
     )
+    cluster.engines.finish()
     events, _ = result(actor.collect.remote())
     return [*lane.drain(), *events]
 

@@ -127,6 +127,7 @@ class MeasuredRollout:
             interrupt=interrupt,
             events=EventBuffer("handover"),
         )
+        self._cluster.engines.finish()
 
     @contextmanager
     def _worker(self) -> Iterator[None]:

@@ -13,9 +13,7 @@ import pytest
 import ray
 from ledger_builders import FakeClock
 
-from areal_lite.actors import engine_client as engine_client_module
 from areal_lite.actors import rollout as rollout_module
-from areal_lite.actors.engine_client import EngineClient
 from areal_lite.actors.rollout import RolloutActor
 from areal_lite.config import parse_config
 from areal_lite.errors import EngineError, HandoverError
@@ -287,12 +285,16 @@ def kinds_of(actor: RolloutActor) -> list[str]:
 
 
 def test_an_engine_receives_before_the_pause_and_loads_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen failing with an update opened at every call, and with the stamp before the load."""
+    """And is opened for an update once, though `update_weights` may be called again (to hear how it went).
+
+    Seen failing with an update opened at every call, and with the stamp before the load.
+    """
     actor, engine = make_actor(monkeypatch, transport="gloo")
 
     async def hand_over() -> None:
-        await actor.update_weights({}, opens=True)
-        await actor.update_weights({}, opens=False)
+        await actor.start_weight_update()
+        await actor.update_weights({})
+        await actor.update_weights({})
         await actor.install("recompute", 5)
         await actor.resume()
 
@@ -317,26 +319,14 @@ def test_an_engine_receives_before_the_pause_and_loads_in_it(monkeypatch: pytest
     ]
 
 
-def test_an_update_is_opened_once_by_the_call_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`update_weights` may be called again, to hear how it went. Seen failing with an update opened at every call."""
-    calls: list[tuple[Any, ...]] = []
-    remote = SimpleNamespace(remote=lambda info, *, opens: calls.append((info, opens)))
-    monkeypatch.setattr(engine_client_module.ray, "get", lambda reference, timeout: reference)
-    client = EngineClient({"a": SimpleNamespace(update_weights=remote)}, timeout_s=1.0, ranks_per_engine=1)
-    client.start_weight_update()
-    assert not calls
-    client.update_weights("first")
-    client.update_weights("again")
-    assert calls == [("first", True), ("again", False)]
-
-
 def test_an_engine_that_loads_as_it_receives_does_so_in_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing with `update_received` never told: the transfer would count as loading."""
     actor, engine = make_actor(monkeypatch, transport="nccl")
 
     async def hand_over() -> None:
         await actor.pause("drain")
-        await actor.update_weights({}, opens=True)
+        await actor.start_weight_update()
+        await actor.update_weights({})
         await actor.finish_weight_update()
         await actor.stamp(5)
         await actor.resume()

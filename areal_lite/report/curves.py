@@ -76,7 +76,7 @@ def _by_source(run: RunFiles) -> Iterator[Chart | None]:
     sources = sorted({name for figures in held_out.values() for name in figures})
     for x, title in _X.items():
         rewards = _parts(run, "reward_by_source", x)
-        if len(rewards) < 2:
+        if len(rewards) < 2 and len(sources) < 2:
             break
         yield lines(f"reward by source over {_short(x)}", rewards, x=title, y="mean of the batch")
         curves = [_evaluated(run, {step: row.get(name) for step, row in held_out.items()}, name, x) for name in sources]

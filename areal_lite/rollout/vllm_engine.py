@@ -192,9 +192,12 @@ class VllmEngine:
         It takes seconds to tidy up, and vLLM waits for it, 5 s at most. On a CPU it is killed: there is nothing to
         tidy up but memory.
         """
+        from vllm.envs import disable_envs_cache
+
         if not self._closed:
             self._closed = True
             gc.unfreeze()
+            disable_envs_cache()
             self._llm.shutdown(timeout=0.0 if self._ends_at_once else None)
 
     async def _final(self, prompt_ids: Sequence[int], params: Any) -> Any:

@@ -10,6 +10,9 @@ Over one that loads as it receives (`nccl`, `ipc`):
     1 pause all engines      2 send every parameter; the engines load them
     3 stamp the version (engines, then the ledger)      4 resume, at once
 
+Nobody waits for the answer to `resume`, which comes late from an engine that has just got busy: it is heard at the next
+hand-over.
+
 The sending is vLLM's weight-transfer protocol, driven by the trainer (`publisher.py`). The ledger's version moves when
 every engine has the new weights and none has resumed, so that no group is admitted at v while an engine still
 generates with v - 1. An engine that fails any step is dropped from the group and never resumes; the others go on.
