@@ -195,7 +195,6 @@ class _RawServer:
 
     def __init__(self, bench: QueueBench) -> None:
         self._bench = bench
-        self._context = zmq.Context()
         self._closing = threading.Event()
         self._generated: collections.deque[bytes] = collections.deque()
         self._ready: collections.deque[bytes] = collections.deque()
@@ -203,7 +202,8 @@ class _RawServer:
         self._outstanding = 0
 
     def start(self) -> str:
-        self._socket = self._context.socket(zmq.ROUTER)
+        # The process's context, which nobody ends: ending one of its own was seen waiting for ever.
+        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -212,7 +212,7 @@ class _RawServer:
     def close(self) -> None:
         self._closing.set()
         self._thread.join()
-        self._context.destroy(linger=0)
+        self._socket.close(linger=0)
 
     def _serve(self) -> None:
         while not self._closing.is_set():
@@ -259,9 +259,9 @@ def _raw_work(endpoint: str, name: str, num_clients: int, samples: Any) -> Itera
     stopping = threading.Event()
 
     def work() -> None:
-        context, poller, turns = zmq.Context(), zmq.Poller(), {}
+        poller, turns = zmq.Poller(), {}
         for _ in range(num_clients):
-            socket = context.socket(zmq.DEALER)
+            socket = zmq.Context.instance().socket(zmq.DEALER)
             socket.connect(endpoint)
             poller.register(socket, zmq.POLLIN)
             turns[socket] = itertools.cycle(round_trips)
@@ -270,7 +270,8 @@ def _raw_work(endpoint: str, name: str, num_clients: int, samples: Any) -> Itera
             for socket, _ in poller.poll(100):
                 socket.recv_multipart()
                 socket.send_multipart(next(turns[socket]))
-        context.destroy(linger=0)
+        for socket in turns:
+            socket.close(linger=0)
 
     async def until_stopped() -> None:
         thread = asyncio.create_task(asyncio.to_thread(work))
@@ -284,8 +285,7 @@ def _raw_work(endpoint: str, name: str, num_clients: int, samples: Any) -> Itera
 
 
 async def _raw_batches(endpoint: str, groups_per_step: int) -> AsyncGenerator[int, None]:
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
+    socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(endpoint)
 
     def batch() -> int:
@@ -296,4 +296,4 @@ async def _raw_batches(endpoint: str, groups_per_step: int) -> AsyncGenerator[in
         while True:
             yield await asyncio.to_thread(batch)
     finally:
-        context.destroy(linger=0)
+        socket.close(linger=0)
