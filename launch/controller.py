@@ -347,7 +347,6 @@ class Controller:
 
     def _finish(self, status: str) -> dict[str, Any]:
         """Evaluate, save, export, sum up, hand the actors on or stop them; in this order."""
-        self._write_row()
         queue = self._cluster.queue
         queue.close_admission()
         self._evaluation = None
