@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 PYTHON := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test examples format check clean
+.PHONY: help setup demo test examples format check size clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ check: setup ## what a change must pass: format, lint, types, tests
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 	@$(MAKE) --no-print-directory test
+
+size: setup ## count the lines of Python by folder, all and pure code
+	@$(PYTHON) docs/size.py
 
 clean: ## remove caches and build products (.venv, runs and the warm-start cache stay)
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

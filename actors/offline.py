@@ -6,7 +6,7 @@ import ray
 import torch
 
 from areal_lite.actors.process import log_to_file
-from areal_lite.offline_config import OfflineConfig
+from areal_lite.config.offline import OfflineConfig
 from areal_lite.train.distributed import join_process_group, leave_process_group, open_store
 from areal_lite.train.offline import OfflineTrainer
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import ray
 
 from areal_lite.actors.process import log_to_file
-from areal_lite.config import Config
+from areal_lite.config.recipe import Config
 from areal_lite.data.mix import make_cursor
 from areal_lite.data.source import load_sources
 from areal_lite.sample_queue.ledger import Ledger, LedgerSettings

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from areal_lite.actors.process import log_to_file
-from areal_lite.config import Config
+from areal_lite.config.recipe import Config
 from areal_lite.events import Event, EventBuffer
 from areal_lite.rollout.engine import Interrupt, Sampling
 from areal_lite.rollout.runner import Workflows, load_workflows

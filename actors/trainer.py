@@ -10,7 +10,7 @@ import torch
 
 from areal_lite.actors.engine_client import EngineClient
 from areal_lite.actors.process import log_to_file
-from areal_lite.config import Config
+from areal_lite.config.recipe import Config
 from areal_lite.sample_queue.client import QueueClient
 from areal_lite.train.distributed import join_process_group, leave_process_group, open_store
 from areal_lite.train.trainer import StepStats, Trainer

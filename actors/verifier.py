@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_lite.actors.process import log_to_file
-from areal_lite.config import Config
+from areal_lite.config.recipe import Config
 from areal_lite.events import Event, EventBuffer
 from areal_lite.sample_queue.client import AsyncQueueClient
 from areal_lite.types import Prompt, Score

@@ -17,7 +17,7 @@ from typing import Any
 
 import page
 
-from areal_lite.bench.modes_view import draw_modes, modes_markdown, short_markdown
+from areal_lite.launch.bench.modes_view import draw_modes, modes_markdown, short_markdown
 
 SMALL = ("rollout", "train", "queue", "handover", "peers")
 RECIPES = ("longtail_cpu", "arith_cpu")
@@ -45,7 +45,7 @@ _NOTHING = "Not measured in this state."
 def _small(name: str, content: Mapping[str, Any] | None) -> dict[str, str]:
     if content is None:
         return {f"{name}: where": _NOTHING, name: "", f"{name}: repeats": ""}
-    module = import_module(f"areal_lite.bench.{name}")
+    module = import_module(f"areal_lite.launch.bench.{name}")
     versions = ", ".join(f"{package} {version}" for package, version in content["versions"].items())
     return {
         f"{name}: where": f"{page.where(content)} {versions}.",

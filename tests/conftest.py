@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from areal_lite.run_folder import RunFolder
+    from areal_lite.record.run_folder import RunFolder
 
 # Read when torch is imported, here and in every process that a test starts. Two threads on these tiny matrices, beside
 # other processes, spend their time waiting for each other.

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from areal_lite.config.sections import ArithConfig
 from areal_lite.errors import ConfigError
-from areal_lite.sections import ArithConfig
 
 __all__ = [
     "CHARACTERS",

@@ -9,8 +9,8 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from areal_lite.config.sections import CurriculumConfig
 from areal_lite.data.cursor import PromptCursor
-from areal_lite.sections import CurriculumConfig
 from areal_lite.types import Prompt
 
 __all__ = ["CurriculumCursor"]

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from areal_lite.config import Config
+from areal_lite.config.offline import OfflineConfig
+from areal_lite.config.recipe import Config
+from areal_lite.config.sections import MixedSourceConfig, SourceConfig, WarmStartConfig
 from areal_lite.data.arith import CHARACTERS, worked_solutions
 from areal_lite.data.encode import encode_texts
 from areal_lite.data.offline import Example
@@ -17,8 +19,6 @@ from areal_lite.data.prompts import Task
 from areal_lite.data.source import section_of
 from areal_lite.data.sources import FILE_SOURCES, load_tasks
 from areal_lite.errors import ConfigError
-from areal_lite.offline_config import OfflineConfig
-from areal_lite.sections import MixedSourceConfig, SourceConfig, WarmStartConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

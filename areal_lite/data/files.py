@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from areal_lite.config.sections import SourceConfig
 from areal_lite.data.prompts import Task, check_columns, make_task, report_problems
 from areal_lite.data.rows import RowReader
-from areal_lite.sections import SourceConfig
 
 __all__ = ["file_tasks"]
 

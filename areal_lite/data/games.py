@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from areal_lite.config.sections import GridworldConfig, GuessConfig
 from areal_lite.data.maze import MOVES, Maze, draw_maze, read_maze
 from areal_lite.data.prompts import Task
 from areal_lite.errors import ConfigError
-from areal_lite.sections import GridworldConfig, GuessConfig
 
 __all__ = [
     "answers_of",

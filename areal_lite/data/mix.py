@@ -6,7 +6,7 @@ Called by the queue's actor, which makes its cursor here. Holds cursors, no prom
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_lite.config import Config
+from areal_lite.config.recipe import Config
 from areal_lite.data.curriculum import CurriculumCursor
 from areal_lite.data.cursor import PromptCursor
 from areal_lite.errors import CheckpointError, DataError

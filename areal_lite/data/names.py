@@ -6,11 +6,11 @@ Called by `source.py`. Data must not choose code: a row may only name what the r
 from collections.abc import Sequence
 from dataclasses import replace
 
-from areal_lite.config import Config, suggestion
+from areal_lite.config.plugins import known_names
+from areal_lite.config.recipe import Config, suggestion
+from areal_lite.config.sections import SourceConfig
 from areal_lite.data.prompts import Task
 from areal_lite.errors import DataError
-from areal_lite.plugins import known_names
-from areal_lite.sections import SourceConfig
 from areal_lite.verify.names import known_verifier_names
 
 __all__ = ["with_names"]

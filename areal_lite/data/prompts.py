@@ -14,7 +14,7 @@ from typing import Any
 
 import msgpack
 
-from areal_lite.data.settings import RESERVED_COLUMNS
+from areal_lite.config.data import RESERVED_COLUMNS
 from areal_lite.errors import DataError, WireError
 from areal_lite.wire import encode
 

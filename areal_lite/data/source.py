@@ -9,14 +9,14 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
-from areal_lite.config import Config
+from areal_lite.config.recipe import Config
+from areal_lite.config.sections import SourceConfig
 from areal_lite.data.encode import encode_texts
 from areal_lite.data.filters import in_ranges, report_left_out
 from areal_lite.data.names import with_names
 from areal_lite.data.prompts import Task
 from areal_lite.data.sources import load_tasks
 from areal_lite.errors import ConfigError, DataError
-from areal_lite.sections import SourceConfig
 from areal_lite.types import Prompt
 
 if TYPE_CHECKING:

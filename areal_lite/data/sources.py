@@ -6,12 +6,12 @@ Called by `source.py` and the supervised warm start.
 from collections.abc import Callable
 from typing import Literal
 
+from areal_lite.config.sections import SourceConfig
 from areal_lite.data.arith import arith_problems
 from areal_lite.data.files import file_tasks
 from areal_lite.data.games import gridworld_tasks, guess_number_tasks
 from areal_lite.data.gym import gym_tasks
 from areal_lite.data.prompts import Task
-from areal_lite.sections import SourceConfig
 
 __all__ = ["FILE_SOURCES", "load_tasks"]
 

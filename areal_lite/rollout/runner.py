@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from areal_lite.config import Config
+from areal_lite.config.plugins import find_function, known_names
+from areal_lite.config.recipe import Config
 from areal_lite.errors import EngineError, EpisodeError, PluginError
-from areal_lite.plugins import find_function, known_names
 from areal_lite.rollout.engine import GenerationEngine, Sampling, token_limit
 from areal_lite.rollout.episode import EpisodeEngine
 from areal_lite.rollout.workflows import named, single_turn

@@ -14,10 +14,10 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from areal_lite.config import Config
+from areal_lite.config.recipe import Config
+from areal_lite.config.rollout import EngineSettings, engine_settings
 from areal_lite.errors import EngineError
 from areal_lite.rollout.engine import Interrupt, Sampling
-from areal_lite.rollout.settings import EngineSettings, engine_settings
 from areal_lite.types import Float32, Sample, StopReason, VersionSpan
 
 __all__ = ["VllmEngine", "sampling_params"]

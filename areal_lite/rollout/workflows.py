@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from areal_lite.plugins import find_function
+from areal_lite.config.plugins import find_function
 from areal_lite.rollout.episode import EpisodeEngine, Segment, messages_of
 from areal_lite.types import StopReason
 

@@ -21,8 +21,8 @@ from areal_lite.algo.advantages import (
 )
 from areal_lite.algo.kl import kl_estimate
 from areal_lite.algo.rewards import overlong_penalties, shape_rewards, token_rewards
-from areal_lite.config import Config
-from areal_lite.presets import ObjectiveConfig
+from areal_lite.config.presets import ObjectiveConfig
+from areal_lite.config.recipe import Config
 from areal_lite.train.batch import PolicyBatch
 from areal_lite.train.distributed import max_over_ranks, sum_over_ranks
 from areal_lite.train.passes import Scores

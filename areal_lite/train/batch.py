@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from areal_lite.algo.advantages import kept_samples
-from areal_lite.config import Config
+from areal_lite.config.recipe import Config
 from areal_lite.sample_queue.staleness import own_mask, token_ages, trainable_mask
 from areal_lite.train.micro_batch import TokenRows
 from areal_lite.types import Row, Shard, StopReason

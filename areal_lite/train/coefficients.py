@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from areal_lite.algo.kl import adapt_coefficient
-from areal_lite.presets import ObjectiveConfig
+from areal_lite.config.presets import ObjectiveConfig
 
 __all__ = ["Coefficients"]
 

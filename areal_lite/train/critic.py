@@ -11,7 +11,7 @@ from torch import Tensor
 
 from areal_lite.algo.advantages import masked_sums, std_from_sums
 from areal_lite.algo.losses import value_loss
-from areal_lite.config import Config
+from areal_lite.config.recipe import Config
 from areal_lite.train.distributed import sum_over_ranks
 from areal_lite.train.micro_batch import MicroBatch
 from areal_lite.train.model import completion_values, load_value_model, shard_model

@@ -14,7 +14,7 @@ from areal_lite.algo.behaviour import behaviour_weights
 from areal_lite.algo.kl import kl_estimate
 from areal_lite.algo.logprobs import token_entropies, token_logprobs
 from areal_lite.algo.losses import entropy_bonus, kl_penalty, policy_loss
-from areal_lite.config import Config
+from areal_lite.config.recipe import Config
 from areal_lite.train.batch import PolicyBatch
 from areal_lite.train.micro_batch import MicroBatch
 from areal_lite.train.model import completion_logits

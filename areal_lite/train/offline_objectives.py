@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from areal_lite.algo.logprobs import token_logprobs
 from areal_lite.algo.preference import bradley_terry_loss, dpo_loss, simpo_loss
-from areal_lite.offline_config import PreferenceConfig
+from areal_lite.config.offline import PreferenceConfig
 from areal_lite.train.micro_batch import MicroBatch
 from areal_lite.train.model import completion_logits
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from areal_lite.algo.aggregation import aggregate
 from areal_lite.algo.behaviour import geometric_keep, m2po_keep
-from areal_lite.config import Config
-from areal_lite.presets import ObjectiveConfig
+from areal_lite.config.presets import ObjectiveConfig
+from areal_lite.config.recipe import Config
 from areal_lite.train.advantages import Advantages, batch_advantages
 from areal_lite.train.batch import PolicyBatch
 from areal_lite.train.coefficients import Coefficients

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from areal_lite.algo.logprobs import token_logprobs
-from areal_lite.config import Config
+from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError, DataError
 from areal_lite.train.micro_batch import MicroBatch, TokenRows, equalise, split_micro_batches
 from areal_lite.train.model import completion_logits

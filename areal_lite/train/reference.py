@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from areal_lite.config import Config
+from areal_lite.config.recipe import Config
 from areal_lite.train.model import load_model, shard_model
 
 __all__ = ["load_reference"]

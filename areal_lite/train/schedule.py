@@ -2,7 +2,7 @@
 
 import math
 
-from areal_lite.sections import TrainerConfig
+from areal_lite.config.sections import TrainerConfig
 
 __all__ = ["learning_rate"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from areal_lite.algo.kl import kl_estimate
-from areal_lite.config import Config
+from areal_lite.config.recipe import Config
 from areal_lite.train.batch import PolicyBatch
 from areal_lite.train.critic import Critic
 from areal_lite.train.distributed import sum_over_ranks

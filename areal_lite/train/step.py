@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from areal_lite.sections import TrainerConfig
+from areal_lite.config.sections import TrainerConfig
 
 __all__ = ["Learner", "Update"]
 

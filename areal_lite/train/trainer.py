@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from areal_lite.config import Config
+from areal_lite.config.recipe import Config
 from areal_lite.errors import LedgerError
 from areal_lite.train.batch import PolicyBatch
 from areal_lite.train.checkpoint import export_model, load_checkpoint, load_coefficients, save_checkpoint

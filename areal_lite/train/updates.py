@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from areal_lite.config import Config
+from areal_lite.config.recipe import Config
 from areal_lite.train.batch import PolicyBatch
 from areal_lite.train.critic import Critic
 from areal_lite.train.micro_batch import MicroBatch

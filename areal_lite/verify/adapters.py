@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+from areal_lite.config.plugins import find_function
 from areal_lite.errors import PluginError
-from areal_lite.plugins import find_function
 from areal_lite.verify.result import VerifyResult, batched, prepared_by
 
 __all__ = ["reasoning_gym", "trl", "verl"]

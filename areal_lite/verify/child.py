@@ -20,8 +20,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from areal_lite.config.plugins import find_function
 from areal_lite.errors import ArealLiteError
-from areal_lite.plugins import find_function
 from areal_lite.verify.fork_gate import ask_before_forks
 from areal_lite.verify.frames import LENGTH, MAX_REPLY_BYTES, pack, unpack
 from areal_lite.verify.guardian import WAKING_SIGNALS, Guardian, end_all

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from areal_lite.plugins import known_names
-from areal_lite.sections import DataConfig, VerifierConfig, VerifierSettings
+from areal_lite.config.plugins import known_names
+from areal_lite.config.sections import DataConfig, VerifierConfig, VerifierSettings
 
 __all__ = [
     "chosen_by_sources",

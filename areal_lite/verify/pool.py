@@ -23,9 +23,9 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from areal_lite.config.plugins import split_name
+from areal_lite.config.sections import VerifierSettings
 from areal_lite.errors import PluginError, VerifierError
-from areal_lite.plugins import split_name
-from areal_lite.sections import VerifierSettings
 from areal_lite.types import Prompt
 from areal_lite.verify.frames import pack
 from areal_lite.verify.line import Line, Waiting

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from areal_lite.model_folder import find_model_folder
+from areal_lite.record.model_folder import find_model_folder
 from areal_lite.verify.result import batched, prepared_by
 
 __all__ = ["reward_model"]

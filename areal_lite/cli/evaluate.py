@@ -1,0 +1,176 @@
+"""Accuracy of one model on a recipe's held-out prompts: the run's own engine and verifiers, without a run.
+
+Called by `areal-lite eval`. Everything happens in this process and its children; nothing is written.
+"""
+
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import TypeVar
+
+from areal_lite.config.paths import with_absolute_eval_paths
+from areal_lite.config.recipe import Config
+from areal_lite.data.source import load_source
+from areal_lite.errors import ArealLiteError, ConfigError, EngineError
+from areal_lite.record.model_folder import find_model_folder
+from areal_lite.rollout.engine import GenerationEngine
+from areal_lite.rollout.runner import Workflows, complete_greedily, load_workflows
+from areal_lite.types import Prompt, Sample
+from areal_lite.verify.names import chosen_by_sources, held_out_config
+from areal_lite.verify.protocol import Reply
+from areal_lite.verify.verifier_set import VerifierSet
+from areal_lite.watchdog import Watchdog
+
+__all__ = ["Accuracy", "evaluate"]
+
+T = TypeVar("T")
+
+_POLL_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """Result of an evaluation."""
+
+    accuracy: float
+    """Mean reward of the scored completions, their steps included; 0 where there are none."""
+    prompts: int
+    """Held-out prompts."""
+    scored: int
+    """Those whose completion the verifier could score."""
+
+
+def evaluate(config: Config, *, model: str) -> Accuracy:
+    """Complete the held-out prompts greedily and score them.
+
+    Args:
+        config: A recipe of `areal-lite train`: its data, rollout and verifier sections say how.
+        model: A model folder, or the folder of a run that has ended.
+
+    Raises:
+        ArealLiteError: With what to do about it.
+    """
+    from transformers import AutoTokenizer
+
+    # Where there is an `eval_function`, the reward learned from is not asked; its model need not even be there.
+    verifier = config.verifier
+    config = config.model_copy(update={"verifier": held_out_config(verifier)})
+    config = with_absolute_eval_paths(config)
+    folder = str(find_model_folder(model, option="MODEL_OR_RUN"))
+    # Rows may name any verifier of the recipe, whether it is asked here or not.
+    named = config.model_copy(update={"verifier": verifier})
+    prompts = load_source(named, AutoTokenizer.from_pretrained(folder), "eval")
+    if not prompts:
+        raise ConfigError("an evaluation needs held-out prompts, the recipe has none: set data.eval_path")
+    scores = _in_a_process_of_its_own(config, prompts, folder)
+    rewards = [score.total for score in scores if score.total is not None]
+    accuracy = sum(rewards) / len(rewards) if rewards else 0.0
+    return Accuracy(accuracy=accuracy, prompts=len(prompts), scored=len(rewards))
+
+
+def _in_a_process_of_its_own(config: Config, prompts: Sequence[Prompt], folder: str) -> list[Reply]:
+    """Keep vLLM out of this process: its environment, and its output, which is long and shown only after a failure."""
+    with tempfile.NamedTemporaryFile("r", errors="replace") as log:
+        try:
+            with ProcessPoolExecutor(1, get_context("spawn"), initializer=_write_to, initargs=(log.name,)) as process:
+                return process.submit(_evaluate, config, prompts, folder).result()
+        except (ArealLiteError, BrokenProcessPool) as error:
+            sys.stderr.write(log.read())
+            if isinstance(error, BrokenProcessPool):
+                raise EngineError("the process of the engine ended by itself; its last words are above") from error
+            raise
+
+
+def _write_to(path: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+
+
+def _evaluate(config: Config, prompts: Sequence[Prompt], folder: str) -> list[Reply]:
+    return asyncio.run(_run(config, prompts, model_folder=folder))
+
+
+async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) -> list[Reply]:
+    from areal_lite.rollout.vllm_engine import VllmEngine
+
+    workflows = load_workflows(config)
+    # Where there is an `eval_function`, it scores every row, whatever its source says.
+    also = chosen_by_sources(config.data) if config.verifier.eval_function is None else ()
+    verifiers = VerifierSet(config.verifier, also=also, start_timeout_s=config.run.start_timeout_s)
+    try:
+        await verifiers.start()
+        engine = await VllmEngine.start(config, model_folder=model_folder)
+        try:
+            samples = await _complete(engine, prompts, config=config, workflows=workflows)
+        finally:
+            await engine.close()
+        pairs = [(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True) if sample is not None]
+        replies = await _score(verifiers, [p for p, _ in pairs], [s for _, s in pairs], config=config)
+        return [*replies, *(Reply(None, "workflow") for _ in range(len(prompts) - len(pairs)))]
+    finally:
+        await verifiers.close()
+
+
+async def _complete(
+    engine: GenerationEngine, prompts: Sequence[Prompt], *, config: Config, workflows: Workflows
+) -> list[Sample | None]:
+    return await _watched(
+        complete_greedily(engine, prompts, max_new_tokens=config.rollout.max_new_tokens, workflows=workflows),
+        progress=lambda: engine.tokens_generated,
+        waiting_for=f"{len(prompts)} completions",
+        late=lambda: f"the engine, after {engine.tokens_generated} tokens",
+        timeout_s=config.run.stall_timeout_s,
+    )
+
+
+async def _score(
+    verifiers: VerifierSet, prompts: Sequence[Prompt], samples: Sequence[Sample], *, config: Config
+) -> list[Reply]:
+    def reading() -> tuple[int, ...]:
+        return tuple(verifiers.gauges()[name] for name in ("calls", "restarts", "busy", "waiting"))
+
+    pairs = zip(prompts, samples, strict=True)
+    replies = await _watched(
+        asyncio.gather(
+            *(
+                verifiers.score(prompt, [sample.text], messages=[sample.messages], held_out=True)
+                for prompt, sample in pairs
+            )
+        ),
+        progress=reading,
+        waiting_for=f"{len(samples)} scores",
+        late=lambda: "the verifier, with {2} calls running and {3} waiting after {0}".format(*reading()),
+        timeout_s=config.run.stall_timeout_s,
+    )
+    return [reply for (reply,) in replies]
+
+
+async def _watched(
+    work: Awaitable[T],
+    *,
+    progress: Callable[[], Hashable],
+    waiting_for: str,
+    late: Callable[[], str],
+    timeout_s: float,
+) -> T:
+    """Await work as long as it makes progress (invariant I6).
+
+    Raises:
+        StallError: It has not for `timeout_s`.
+    """
+    watchdog, task = Watchdog(timeout_s), asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            watchdog.check(progress(), waiting_for=waiting_for, culprit=late)
+            await asyncio.wait([task], timeout=_POLL_S)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)  # also ends what it waits for, before that is closed
+    return task.result()

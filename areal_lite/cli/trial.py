@@ -1,0 +1,203 @@
+"""A verifier tried outside training: completions from files, scored by the pool that a run would use.
+
+Called by `areal-lite verify`. Reads files and runs processes; what is shown of it is `trial_report.py`'s.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areal_lite.config.recipe import Config, suggestion
+from areal_lite.config.sections import VerifierConfig
+from areal_lite.data.names import with_names
+from areal_lite.data.prompts import check_columns, make_task, read_jsonl
+from areal_lite.errors import DataError
+from areal_lite.types import Prompt
+from areal_lite.verify.protocol import Reply
+
+if TYPE_CHECKING:
+    from areal_lite.verify.verifier_set import VerifierSet
+
+__all__ = ["Case", "Outcome", "Trial", "load_cases", "load_prompts"]
+
+_IN_FLIGHT = 64
+"""Completions handed to the pool ahead of what its processes serve, so that batches fill."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A completion to score."""
+
+    index: int
+    """Of its row in the data, from 0."""
+    prompt: Prompt
+    completion: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A completion with the verifier's word on it."""
+
+    case: Case
+    reply: Reply
+
+
+def load_prompts(
+    path: Path, *, columns: Mapping[str, Sequence[str]], config: Config, rows_choose: bool
+) -> list[Prompt]:
+    """Read the data's rows, with ids `verify/0/<index>`.
+
+    Args:
+        path: One JSON object a line.
+        columns: What the columns with `prompt` and `answer`, the reference, may be called: the first that there is.
+        config: Its `data.columns` names further columns; it has the verifiers that rows may choose.
+        rows_choose: Whether rows choose their verifiers, as in a run; if not, what they say of it is left out.
+
+    Raises:
+        DataError: The file is missing or broken, lacks a column, or chooses a verifier that is not there.
+    """
+    rows = _read(path, option="--data")
+    there = {name for _, row in rows for name in row}
+    prompt_column, answer_column = (
+        next((name for name in columns[kind] if name in there), columns[kind][0]) for kind in ("prompt", "answer")
+    )
+    check_columns(path, rows, columns={"--prompt-column": prompt_column, "--answer-column": answer_column})
+    new_names = {old: new for new, old in config.data.columns.items()}
+    tasks = []
+    for line, row in rows:
+        row = {new_names.get(name, name): value for name, value in row.items()}
+        if not rows_choose:
+            row.pop("verifier", None)
+        row.pop("workflow", None)
+        try:
+            tasks.append(
+                make_task(row, origin=f"{path}:{line}", prompt_column=prompt_column, answer_column=answer_column)
+            )
+        except ValueError as error:
+            raise DataError(f"{path}:{line}: {error}") from error
+    if rows_choose:
+        tasks = with_names(tasks, source=config.data.model_copy(update={"workflow": None}), config=config)
+    return [
+        Prompt(prompt_id=f"verify/0/{index}", text=task.prompt, token_ids=(), answer=task.answer, row=task.row)
+        for index, task in enumerate(tasks)
+    ]
+
+
+def load_cases(prompts: Sequence[Prompt], completions: Path | None) -> list[Case]:
+    """Join prompts with their completions.
+
+    Args:
+        prompts: The data's rows.
+        completions: One JSON object a line, with `completion`, a text or a list of them. It belongs to the row of
+            number `index` (from 0), or with that `prompt`, or else to the row that stands as far down as the line does.
+            None = the data's own answers.
+
+    Raises:
+        DataError: The file is missing or broken, or a line belongs to no row.
+    """
+    if completions is None:
+        return [Case(index=index, prompt=prompt, completion=prompt.answer) for index, prompt in enumerate(prompts)]
+    rows = _read(completions, option="--completions")
+    by_text: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        by_text.setdefault(prompt.text, []).append(index)
+    cases = []
+    for position, (line, row) in enumerate(rows):
+        where = f"{completions}:{line}"
+        index = _row_index(row, position, by_text, num_rows=len(prompts), where=where)
+        cases += [Case(index=index, prompt=prompts[index], completion=text) for text in _texts(row, where)]
+    return cases
+
+
+def _read(path: Path, *, option: str) -> list[tuple[int, dict[str, Any]]]:
+    if not path.is_file():
+        neighbours = [str(path.with_name(found.name)) for found in path.absolute().parent.glob("*.jsonl")]
+        raise DataError(
+            f"{option} must name a JSONL file, there is none at {path.absolute()}{suggestion(str(path), neighbours)}"
+        )
+    rows, problems = read_jsonl(path)
+    if problems:
+        line, problem = problems[0]
+        raise DataError(f"{path}:{line} must be a JSON object, {problem}: correct or remove the line")
+    return rows
+
+
+def _row_index(
+    row: Mapping[str, Any], position: int, by_text: Mapping[str, list[int]], *, num_rows: int, where: str
+) -> int:
+    if "index" not in row and "prompt" in row:
+        found = by_text.get(str(row["prompt"]), [])
+        if len(found) != 1:
+            raise DataError(
+                f"{where} must have the prompt of one row of --data, got that of {len(found)}: {row['prompt']!r:.80}; "
+                "give its number (from 0) as index"
+            )
+        return found[0]
+    index = row.get("index", position)
+    if type(index) is not int or not 0 <= index < num_rows:
+        raise DataError(f"{where} must belong to one of the {num_rows} rows of --data, got row {index!r} (from 0)")
+    return index
+
+
+def _texts(row: Mapping[str, Any], where: str) -> list[str]:
+    if "completion" not in row:
+        raise DataError(f"{where} must have a completion, it has {', '.join(row)}{suggestion('completion', list(row))}")
+    value = row["completion"]
+    values = value if isinstance(value, list) else [value]
+    texts = [text for text in values if isinstance(text, str)]
+    if not texts or len(texts) < len(values):
+        raise DataError(f"{where} must have a text or a list of texts as completion, got {value!r:.80}")
+    return texts
+
+
+@dataclass
+class Trial:
+    """One try; what is known so far may be read at any time, also after `run` was cancelled."""
+
+    settings: VerifierConfig
+    start_timeout_s: float
+    """Seconds that loading and preparing a verifier may take."""
+    outcomes: list[Outcome] = field(default_factory=list)
+    """In the order in which they came."""
+    gauges: Mapping[str, Any] = field(default_factory=dict)
+    """The pools' own figures by verifier, once `run` has ended."""
+    wall_s: float = 0.0
+    """Seconds of scoring, once `run` has ended; the start of the processes is left out."""
+
+    async def run(self, cases: Sequence[Case], *, on_outcome: Callable[[], object]) -> None:
+        """Score all cases; `on_outcome` is called after each.
+
+        Raises:
+            VerifierError: A verifier cannot be loaded or started.
+        """
+        from areal_lite.verify.verifier_set import VerifierSet
+
+        verifiers = VerifierSet(self.settings, start_timeout_s=self.start_timeout_s)
+        try:
+            await verifiers.start()
+            began = time.monotonic()
+            try:
+                await self._score(verifiers, cases, on_outcome)
+            finally:
+                self.wall_s, self.gauges = time.monotonic() - began, verifiers.gauges()["verifiers"]
+        finally:
+            await verifiers.close()
+
+    async def _score(self, verifiers: "VerifierSet", cases: Sequence[Case], on_outcome: Callable[[], object]) -> None:
+        waiting = iter(cases)
+
+        async def work() -> None:
+            for case in waiting:
+                (reply,) = await verifiers.score(case.prompt, [case.completion])
+                self.outcomes.append(Outcome(case=case, reply=reply))
+                on_outcome()
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(min(len(cases), self.settings.processes * self.settings.concurrency + _IN_FLIGHT)):
+                    tasks.create_task(work())
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None

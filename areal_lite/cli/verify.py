@@ -1,0 +1,170 @@
+"""The command `areal-lite verify`. Called by `cli.py`; heavy imports happen inside."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from areal_lite.config.plugins import known_names, split_name, with_a_colon
+from areal_lite.config.recipe import Config, load_config, parse_config, shipped_recipes, suggestion
+from areal_lite.config.sections import VerifierConfig
+from areal_lite.errors import ConfigError, PluginError
+
+__all__ = ["add_verify"]
+
+_COLUMNS = {
+    "prompt": ("question", "prompt", "problem", "instruction"),
+    "answer": ("answer", "solution", "ground_truth"),
+}
+_ANY_FAILURES = 1.0
+"""A try is there to show failures: it never stops because of them."""
+
+
+def add_verify(commands: Any) -> None:
+    """Add the command; `commands` is what `add_subparsers` returned."""
+    parser = commands.add_parser(
+        "verify",
+        help="try a verifier outside training",
+        description="Score the completions of a file with a verifier, in processes and with deadlines as in a run. "
+        "Shows scores, parts, latencies, failures with their first trace, and the lowest scores. Without --completions "
+        "it scores the data's own answers, which a good verifier likes. Ends with 1 when anything failed; "
+        "Ctrl-C shows what there is so far.",
+        epilog="Example: areal-lite verify math --data gsm8k/test.jsonl",
+    )
+    parser.add_argument(
+        "verifier",
+        metavar="VERIFIER",
+        help=f"module:function, path.py:function, one of {', '.join(known_names('verifier'))}; or a recipe (a YAML "
+        "file, or a shipped name), whose verifier section is tried with its sums and the choice by a column verifier",
+    )
+    _add_files(parser)
+    parser.add_argument(
+        "--arguments", type=_json_object, metavar="JSON", help="the verifier's arguments, e.g. '{\"tolerance\": 0.01}'"
+    )
+    parser.add_argument("--processes", type=_positive(int), help="processes of the verifier (of each, in a recipe)")
+    parser.add_argument("--timeout", type=_positive(float), metavar="S", help="seconds a call may take (default 30)")
+    parser.set_defaults(command=_verify)
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", required=True, type=Path, metavar="FILE", help="rows, one JSON object a line")
+    parser.add_argument(
+        "--completions",
+        type=Path,
+        metavar="FILE",
+        help="one JSON object a line with completion, a text or a list of texts; joined to the data by index (from 0), "
+        "else by prompt, else line by line",
+    )
+    for kind, names in _COLUMNS.items():
+        text = f"column with the {kind} (default: the recipe's, else the first there is of {', '.join(names)})"
+        parser.add_argument(f"--{kind}-column", metavar="NAME", help=text)
+    parser.add_argument("--limit", type=_positive(int), metavar="N", help="rows of the data tried at most")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures and every score to this file")
+
+
+def _verify(words: argparse.Namespace) -> int:
+    from areal_lite.cli.trial import Trial, load_cases, load_prompts
+    from areal_lite.cli.trial_report import show, summarise
+
+    is_recipe, config = _config(words)
+    prompts = load_prompts(
+        words.data,
+        columns={
+            kind: [given] if given else [getattr(config.data, f"{kind}_column")] if is_recipe else names
+            for kind, names in _COLUMNS.items()
+            for given in [getattr(words, f"{kind}_column")]
+        },
+        config=config,
+        rows_choose=is_recipe,
+    )
+    cases = [case for case in load_cases(prompts, words.completions) if words.limit is None or case.index < words.limit]
+    trial, console = Trial(_never_stopping(config.verifier), config.run.start_timeout_s), Console()
+    code = _run(trial, cases, console)
+    summary = summarise(trial.outcomes, cases=len(cases), wall_s=trial.wall_s, gauges=trial.gauges)
+    show(summary, console)
+    if words.json is not None:
+        _write(words.json, summary, trial.outcomes)
+    return code or int(summary["scored"] < summary["tried"])
+
+
+def _run(trial: Any, cases: Any, console: Console) -> int:
+    """Score with a progress bar; 0 when done, 130 when stopped by Ctrl-C."""
+    import asyncio
+    import logging
+
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    logging.getLogger("areal_lite.verify").addHandler(logging.NullHandler())  # the tables show each failure
+    columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(cases))
+        try:
+            asyncio.run(trial.run(cases, on_outcome=lambda: progress.advance(task)))
+        except KeyboardInterrupt:
+            return 130
+    return 0
+
+
+def _config(words: argparse.Namespace) -> tuple[bool, Config]:
+    """Return whether VERIFIER is a recipe, and the recipe: itself, or one with nothing but that verifier.
+
+    Raises:
+        PluginError: It is neither a recipe nor a verifier's name.
+        ConfigError: The recipe or an option is wrong.
+    """
+    name = words.verifier
+    options = {"processes": words.processes, "timeout_s": words.timeout}
+    changes = {key: value for key, value in options.items() if value is not None}
+    if name.endswith((".yaml", ".yml")) or (name in shipped_recipes() and name not in known_names("verifier")):
+        if words.arguments is not None:
+            raise ConfigError(f"--arguments are those of one verifier, got the recipe {name}: set them there")
+        config = load_config(name)
+        return True, config.model_copy(update={"verifier": _changed(config.verifier, changes)})
+    try:
+        split_name(name, kind="verifier")
+    except PluginError as error:
+        near = suggestion(name, [*known_names("verifier"), *shipped_recipes(), *with_a_colon(name)])
+        raise PluginError(f"{str(error).partition('; got')[0]}, or is a recipe; got {name!r}{near}") from None
+    # Longer than in training: whoever tries a verifier would rather wait than see it cut off.
+    verifier = VerifierConfig(function=name, arguments=words.arguments or {}, **{"timeout_s": 30.0} | changes)
+    return False, parse_config({"verifier": verifier.model_dump()})
+
+
+def _changed(verifier: VerifierConfig, changes: dict[str, Any]) -> VerifierConfig:
+    named = {name: settings.model_copy(update=changes) for name, settings in verifier.named.items()}
+    return verifier.model_copy(update={**changes, "named": named})
+
+
+def _never_stopping(verifier: VerifierConfig) -> VerifierConfig:
+    return _changed(verifier, {"max_failure_share": _ANY_FAILURES})
+
+
+def _write(path: Path, summary: dict[str, Any], outcomes: Any) -> None:
+    results = [
+        {"index": outcome.case.index, "completion": outcome.case.completion, **outcome.reply._asdict()}
+        for outcome in sorted(outcomes, key=lambda outcome: outcome.case.index)
+    ]
+    path.write_text(json.dumps({**summary, "results": results}, indent=1) + "\n")
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r} ({error})") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object such as '{{\"tolerance\": 0.01}}', got {text!r}")
+    return value
+
+
+def _positive(kind: type[int] | type[float]) -> Any:
+    def parse(text: str) -> int | float:
+        value = kind(text)
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse names it where the text is no number
+    return parse

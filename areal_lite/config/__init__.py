@@ -1,0 +1,1 @@
+"""Everything a recipe can say: its sections, presets, checks, and how files and functions that it names are found."""

@@ -1,0 +1,232 @@
+"""Recipes of the offline commands: `areal-lite sft`, `reward-model` and `dpo`.
+
+They share the sections `run`, `model` and `trainer` with `areal-lite train`, and are read by the same functions.
+A recipe says what it is for (`command: sft`), so that none is run by the wrong command.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from areal_lite.config.recipe import Config, parse_section, read_recipe
+from areal_lite.config.sections import ArithConfig, ModelConfig, RunConfig, Section, TrainerConfig
+from areal_lite.errors import ConfigError
+
+__all__ = [
+    "OfflineCommand",
+    "OfflineConfig",
+    "OfflineDataConfig",
+    "PreferenceConfig",
+    "SftConfig",
+    "load_any_config",
+    "load_offline_config",
+]
+
+OfflineCommand = Literal["sft", "reward_model", "dpo"]
+
+_UNREAD = {
+    "sigmoid": ("simpo_margin",),
+    "ipo": ("simpo_margin",),
+    "simpo": ("reference_path", "label_smoothing", "length_normalised"),
+}
+"""Settings that a loss passes over; SimPO has no reference and always takes log-probabilities per token."""
+
+
+class OfflineRunConfig(RunConfig):
+    """The run as a whole; nothing is generated, so there are no samples to log."""
+
+    eval_every: int = Field(0, ge=0, description="steps between evaluations; 0 = only start and end")
+    log_samples: Literal[0] = Field(0, description="nothing is sampled in an offline run")
+
+
+class OfflineTrainerConfig(TrainerConfig):
+    """Learning; a step is one optimiser update."""
+
+    minibatches: Literal[1] = Field(1, description="one optimiser update per step")
+
+
+class OfflineDataConfig(Section):
+    """Where rows come from, and how they become tokens."""
+
+    source: Literal["arith", "jsonl", "dataset"] = Field(
+        "arith", description="arith = built in; jsonl = a file of rows; dataset = a folder of the datasets library"
+    )
+    path: str | None = Field(None, description="training rows: a JSONL file, or a datasets folder")
+    eval_path: str | None = Field(None, description="held-out rows; null = a dataset's own split, or eval_fraction")
+    eval_fraction: float = Field(
+        0.05, ge=0, lt=1, description="share of path held out where nothing else is; 0 = no evaluation"
+    )
+    eval_size: int = Field(256, ge=1, description="held-out rows used at most")
+    prompt_column: str = Field("prompt", description="column with the prompt, a text or chat messages")
+    completion_column: str = Field("completion", description="column with the completion (sft)")
+    messages_column: str = Field("messages", description="column with a whole chat, read where no prompt is (sft)")
+    chosen_column: str = Field("chosen", description="column with the better completion (reward_model, dpo)")
+    rejected_column: str = Field("rejected", description="column with the worse one (reward_model, dpo)")
+    chat: bool = Field(
+        False, description="put plain texts through the model's chat template too, as user and assistant"
+    )
+    max_bad_fraction: float = Field(0.01, ge=0, le=1, description="share of unreadable rows above which loading fails")
+    too_long: Literal["error", "drop", "cut"] = Field(
+        "error", description="rows beyond model.max_context: refuse them, leave them out, or cut their completions"
+    )
+    carelessness: float = Field(
+        0.0, ge=0, le=1, description="share of carries and borrows that the built-in solutions forget (source: arith)"
+    )
+    arith: ArithConfig = ArithConfig()
+
+
+class SftConfig(Section):
+    """Supervised learning on completions (command: sft)."""
+
+    batch_size: int = Field(32, ge=1, description="rows of one step, over all ranks")
+    epochs: float | None = Field(None, gt=0, description="passes over the rows, in place of run.steps")
+
+
+class PreferenceConfig(Section):
+    """Learning from pairs (command: reward_model or dpo)."""
+
+    batch_size: int = Field(32, ge=1, description="pairs of one step, over all ranks")
+    epochs: float | None = Field(None, gt=0, description="passes over the pairs, in place of run.steps")
+    loss: Literal["sigmoid", "ipo", "simpo"] = Field("sigmoid", description="of dpo: DPO, IPO, or reference-free SimPO")
+    beta: float = Field(
+        0.1,
+        gt=0,
+        description="of dpo: tie to the reference; with simpo scale of the mean logprob, 2.0 by default",
+    )
+    label_smoothing: float = Field(
+        0.0, ge=0, le=0.5, description="of dpo: share of pairs taken to be the wrong way round"
+    )
+    length_normalised: bool = Field(False, description="of dpo: log-ratios per token instead of per completion")
+    simpo_margin: float = Field(
+        0.5, ge=0, description="of dpo: margin that simpo asks for, in units of beta times nats per token"
+    )
+    reference_path: str | None = Field(
+        None, description="of dpo: reference model or run folder; null = the model it starts from"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_beta(cls, raw: Any) -> Any:
+        """SimPO compares means over tokens, which differ far less than the sums that DPO and IPO compare."""
+        return {"beta": 2.0, **raw} if isinstance(raw, Mapping) and raw.get("loss") == "simpo" else raw
+
+
+class OfflineConfig(Section):
+    """A whole recipe of an offline command."""
+
+    command: OfflineCommand = Field(description="what the recipe is for")
+    run: OfflineRunConfig = OfflineRunConfig()
+    model: ModelConfig = ModelConfig()
+    data: OfflineDataConfig = OfflineDataConfig()
+    sft: SftConfig = SftConfig()
+    preference: PreferenceConfig = PreferenceConfig()
+    trainer: OfflineTrainerConfig = OfflineTrainerConfig()
+
+    @property
+    def batch(self) -> SftConfig | PreferenceConfig:
+        """The section that holds `batch_size` and `epochs`."""
+        return self.sft if self.command == "sft" else self.preference
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the policy with a reference model."""
+        return self.command == "dpo" and self.preference.loss != "simpo"
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype behind `auto`."""
+        if self.model.compute_dtype != "auto":
+            return self.model.compute_dtype
+        return "float32" if self.run.device == "cpu" else "bfloat16"
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        problems = list(_combination_problems(self))
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def load_offline_config(recipe: str, overrides: Iterable[str] = (), *, command: OfflineCommand) -> OfflineConfig:
+    """Read a recipe of an offline command and apply overrides.
+
+    Args:
+        recipe: Path of a YAML file, or the name of a shipped recipe.
+        overrides: `section.field=value` words; the value is read as YAML.
+        command: The command that is to run it.
+
+    Raises:
+        ConfigError: The file is missing or unreadable, or for another command; a key is unknown, a value or
+            combination impossible.
+    """
+    return _parse(read_recipe(recipe, overrides, command=command))
+
+
+def load_any_config(recipe: str, overrides: Iterable[str] = ()) -> Config | OfflineConfig:
+    """Read a recipe of whichever command it is for.
+
+    Raises:
+        ConfigError: As `load_config`.
+    """
+    raw = read_recipe(recipe, overrides, command=None)
+    if raw.get("command") in (None, "train"):
+        return parse_section(raw, Config)
+    return _parse(raw)
+
+
+def _parse(raw: Mapping[str, Any]) -> OfflineConfig:
+    """Check what a user wrote; unlike it, the recipe that a run folder keeps holds steps beside epochs."""
+    config = parse_section(raw, OfflineConfig)
+    if config.batch.epochs is not None and "steps" in config.run.model_fields_set:
+        section = "sft" if config.command == "sft" else "preference"
+        raise ConfigError(
+            f"either run.steps or {section}.epochs says how long to train, got run.steps={config.run.steps} and "
+            f"{section}.epochs={config.batch.epochs:g}: leave one out, or set {section}.epochs=null"
+        )
+    return config
+
+
+def _combination_problems(config: OfflineConfig) -> Iterable[str]:
+    """Yield one sentence (field, value, remedy) per impossible combination."""
+    data, batch = config.data, config.batch
+    section = "sft" if config.command == "sft" else "preference"
+    if data.source != "arith" and data.path is None:
+        yield f"data.source={data.source} needs data.path, got none: give the path of a file or folder"
+    for key in ("path", "eval_path"):
+        if data.source == "arith" and (path := getattr(data, key)) is not None:
+            yield f"data.{key}={path} is not read with data.source=arith: set data.source to jsonl or dataset"
+    if data.source != "arith" and data.carelessness:
+        yield f"data.carelessness={data.carelessness} is not read with data.source={data.source}: leave it out"
+    if data.source == "arith" and config.command != "sft" and data.carelessness == 0:
+        yield "data.carelessness makes the rejected solutions of data.source=arith, got 0: set it, for example to 0.6"
+    if data.arith.min_terms > data.arith.max_terms:
+        yield (
+            f"data.arith.min_terms must be at most data.arith.max_terms, got {data.arith.min_terms} and "
+            f"{data.arith.max_terms}: lower the one or raise the other"
+        )
+    if batch.batch_size < config.trainer.ranks:
+        yield (
+            f"every trainer rank needs a row in each step, got {section}.batch_size={batch.batch_size} and "
+            f"trainer.ranks={config.trainer.ranks}: raise the one or lower the other"
+        )
+    yield from _unread_problems(config)
+
+
+def _unread_problems(config: OfflineConfig) -> Iterable[str]:
+    """Yield one sentence per setting that the command would pass over."""
+    other = config.preference if config.command == "sft" else config.sft
+    if other != type(other)():
+        name = "preference" if config.command == "sft" else "sft"
+        yield f"the section {name} is not read with command={config.command}: remove it, or correct the command"
+    given, defaults = config.preference, PreferenceConfig()
+    dpo_only = [name for name in PreferenceConfig.model_fields if name not in ("batch_size", "epochs")]
+    changed = [name for name in dpo_only if getattr(given, name) != getattr(defaults, name)]
+    if config.command == "reward_model" and changed:
+        yield f"preference.{changed[0]} is of command=dpo, got command=reward_model: remove it"
+    for name in _UNREAD[given.loss] if config.command == "dpo" else ():
+        if name in changed:
+            yield (
+                f"preference.{name}={getattr(given, name)} is not read with preference.loss={given.loss}: leave it "
+                "out, or choose another loss"
+            )

@@ -1,0 +1,148 @@
+"""The objective's section: the knobs of one general loss, and the named presets that set them.
+
+`expand_preset` fills in what a preset says and the recipe does not; from there on only the knobs count, so that a
+preset is nothing but a row of this table. docs/objective.md explains every knob.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+
+from areal_lite.config.sections import Section
+
+__all__ = ["PRESETS", "ObjectiveConfig", "expand_preset"]
+
+
+class ObjectiveConfig(Section):
+    """One general objective; its defaults are decoupled PPO (arXiv 2505.24298 eq. 5)."""
+
+    preset: Literal["areal", "grpo", "dr_grpo", "dapo", "rloo", "reinforce", "ppo", "gspo", "cispo", "raft"] = Field(
+        "areal", description="sets every knob that the recipe leaves out; see docs/objective.md"
+    )
+
+    # What a sample is worth.
+    reward_scale: float = Field(1.0, description="shaped reward = clip(reward_scale * reward + reward_bias)")
+    reward_bias: float = Field(0.0, description="added to the scaled reward")
+    reward_clip: float | None = Field(None, gt=0, description="shaped rewards lie in -reward_clip .. reward_clip")
+    overlong_buffer: float = Field(
+        0.0, ge=0, lt=1, description="share of rollout.max_new_tokens in which length costs up to 1 (soft punishment)"
+    )
+    baseline: Literal["none", "batch_mean", "group_mean", "leave_one_out", "critic"] = Field(
+        "group_mean", description="what a return is compared with; critic = GAE on a learned value"
+    )
+    scale: Literal["none", "group_std", "batch_std"] = Field("group_std", description="what advantages are divided by")
+    gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
+    gae_lambda: float = Field(0.95, ge=0, le=1, description="lambda of GAE (baseline: critic)")
+
+    # Which tokens train.
+    sample_filter: Literal["all", "best_of_group", "varied_groups"] = Field(
+        "all", description="best_of_group: the best sample alone; varied_groups: not where all rewards are equal"
+    )
+    mask_truncated: bool = Field(False, description="samples cut off at the token limit do not train")
+
+    # The policy term.
+    surrogate: Literal["ratio", "weighted_likelihood", "likelihood"] = Field(
+        "ratio", description="ratio = clipped PPO; weighted_likelihood = CISPO; likelihood = no advantage (RAFT)"
+    )
+    ratio_level: Literal["token", "sequence"] = Field("token", description="ratio of each token, or of the sequence")
+    clip_low: float | None = Field(0.2, ge=0, lt=1, description="lower clip distance of the ratio; null = none")
+    clip_high: float | None = Field(0.2, ge=0, description="upper clip distance of the ratio; null = none")
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = Field(
+        "token_mean", description="how tokens add up; constant divides each sequence by rollout.max_new_tokens"
+    )
+    entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    proximal_kl_coef: float = Field(0.0, ge=0, description="weight of KL(proximal || current): PPO's penalty form")
+    proximal_kl_target: float | None = Field(
+        None,
+        gt=0,
+        description="nats per token; doubles or halves proximal_kl_coef beyond a factor of 1.5; null = fixed",
+    )
+
+    # Distance to a reference model.
+    kl: Literal["none", "reward", "loss"] = Field("none", description="where KL(policy || reference) is charged")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k1", description="k1 = d, k2 = d^2/2, k3 = exp(-d)-1+d")
+    kl_coef: float = Field(0.0, ge=0, description="weight of the reference KL")
+    kl_target: float | None = Field(
+        None, gt=0, description="nats per token; doubles or halves kl_coef beyond a factor of 1.5; null = fixed"
+    )
+    reference_path: str | None = Field(None, description="reference model folder; null = the initial policy")
+
+    # Off-policy correction.
+    proximal: Literal["recompute", "reuse", "behaviour"] = Field(
+        "recompute",
+        description="proximal policy: one pass when the batch is taken, the current one (needs minibatches "
+        "1), or the behaviour policy (naive PPO)",
+    )
+    behaviour_weight: Literal["token", "sequence", "none"] = Field(
+        "token", description="w = pi_prox/pi_behav of each token, or of the whole sequence"
+    )
+    behaviour_weight_cap: float = Field(5.0, gt=0, description="largest w")
+    behaviour_weight_above: Literal["mask", "truncate"] = Field(
+        "mask", description="what happens above the cap: no gradient, or the cap itself"
+    )
+    behaviour_filter: Literal["none", "m2po", "geometric"] = Field(
+        "none", description="m2po: drop tokens until the second moment fits; geometric: drop far-off sequences"
+    )
+    m2po_threshold: float = Field(0.04, gt=0, description="largest mean of (log w)^2 (behaviour_filter: m2po)")
+    geometric_low: float = Field(0.5, gt=0, description="smallest geometric mean of w (behaviour_filter: geometric)")
+    geometric_high: float = Field(2.0, gt=0, description="largest geometric mean of w (behaviour_filter: geometric)")
+
+    # Language-model term.
+    ptx_coef: float = Field(0.0, ge=0, description="weight of the language-model loss on ptx_path (PPO-ptx)")
+    ptx_path: str | None = Field(None, description="text file, one document a line (ptx_coef > 0)")
+    ptx_batch: int = Field(8, ge=1, description="documents of one optimiser update (ptx_coef > 0)")
+
+
+_NO_CLIP: dict[str, Any] = {"clip_low": None, "clip_high": None}
+_KL_REWARD: dict[str, Any] = {"kl": "reward", "kl_estimator": "k1", "kl_coef": 0.05}
+
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "areal": {},
+    "grpo": {"objective": {"aggregation": "sequence_mean", "kl": "loss", "kl_estimator": "k3", "kl_coef": 0.04}},
+    "dr_grpo": {"objective": {"scale": "none", "aggregation": "constant"}},
+    "dapo": {
+        "objective": {"clip_high": 0.28, "mask_truncated": True, "overlong_buffer": 0.2},
+        "queue": {"reject": "zero_variance"},
+    },
+    "rloo": {
+        "objective": {"baseline": "leave_one_out", "scale": "none", "aggregation": "sequence_sum"}
+        | _NO_CLIP
+        | _KL_REWARD
+    },
+    "reinforce": {"objective": {"baseline": "batch_mean", "scale": "none"} | _NO_CLIP},
+    "ppo": {"objective": {"baseline": "critic", "scale": "batch_std"} | _KL_REWARD},
+    "gspo": {
+        "objective": {"aggregation": "sequence_mean", "ratio_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}
+    },
+    "cispo": {"objective": {"surrogate": "weighted_likelihood", "clip_low": None, "clip_high": 5.0}},
+    "raft": {
+        "objective": {"sample_filter": "best_of_group", "baseline": "none", "scale": "none", "surrogate": "likelihood"}
+        | _NO_CLIP
+    },
+}
+"""What each preset sets, by section; everything else has the defaults above."""
+
+
+def _without_unread(knobs: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out a preset's KL figures where the recipe switches its KL off."""
+    is_off = given.get("kl") == "none"
+    return {name: value for name, value in knobs.items() if not (is_off and name.startswith("kl"))}
+
+
+def expand_preset(raw: Any) -> Any:
+    """Fill a raw recipe with what its preset says; what the recipe itself says stands.
+
+    >>> expand_preset({"objective": {"preset": "dr_grpo", "scale": "group_std"}})
+    {'objective': {'scale': 'group_std', 'aggregation': 'constant', 'preset': 'dr_grpo'}}
+    """
+    if not isinstance(raw, Mapping):
+        return raw
+    objective = raw.get("objective")
+    preset = objective.get("preset", "areal") if isinstance(objective, Mapping) else "areal"
+    expanded = dict(raw)
+    for section, knobs in PRESETS.get(str(preset), {}).items():
+        given = raw.get(section) or {}
+        if isinstance(given, Mapping):
+            expanded[section] = _without_unread(knobs, given) | dict(given)
+    return expanded

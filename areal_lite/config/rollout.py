@@ -1,0 +1,78 @@
+"""What a recipe asks of an engine, as plain data: two recipes that ask the same can use one engine, one after another.
+
+`vllm_engine.py` starts engines from it, and whoever keeps engines between runs compares it. vLLM is not imported here.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from areal_lite.config.recipe import Config
+
+__all__ = ["EngineSettings", "engine_settings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Everything that shapes one engine. Seeds are none of it: every sample brings its own."""
+
+    environment: dict[str, str]
+    """What vLLM reads from the environment, before it is imported."""
+    arguments: dict[str, Any]
+    """Of vLLM's `AsyncEngineArgs`, but for the transport."""
+    transport: str
+    """`weights.transport`."""
+
+
+def engine_settings(config: Config, *, model_folder: str) -> EngineSettings:
+    """Return what a recipe asks of its engines."""
+    return EngineSettings(
+        environment=_environment(config),
+        arguments=_arguments(config, model_folder),
+        transport=config.weights.transport,
+    )
+
+
+def _environment(config: Config) -> dict[str, str]:
+    environment = {}
+    if config.weights.transport == "ipc":
+        # CUDA IPC handles hold classes, which vLLM hands on to the engine-core process only by pickle.
+        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    if config.run.device == "cpu":
+        # With "uni" but multiprocessing left on, vLLM 0.32 goes back to a worker process that spins on a core.
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        environment["OMP_NUM_THREADS"] = str(config.rollout.threads)
+        # Computing log-probabilities would call the inductor, which needs a C++ compiler and takes seconds.
+        environment["TORCH_COMPILE_DISABLE"] = "1"
+    return environment
+
+
+def _arguments(config: Config, model_folder: str) -> dict[str, Any]:
+    where: dict[str, Any] = (
+        {
+            "distributed_executor_backend": "uni",
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": config.rollout.kv_cache_mb * 2**20,
+            # vLLM rewinds a seeded request's generator after each part of a chunked prefill, which a CPU generator
+            # cannot do: the engine dies. After an interrupt every running sample is such a prefill.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(8192, config.model.max_context),
+        }
+        if config.run.device == "cpu"
+        else {
+            "gpu_memory_utilization": config.rollout.gpu_memory_fraction,
+            "tensor_parallel_size": config.rollout.tensor_parallel,
+        }
+    )
+    return {
+        "model": model_folder,
+        "dtype": config.compute_dtype,
+        "max_model_len": config.model.max_context,
+        "max_num_seqs": config.rollout.slots,
+        # The behaviour policy is the temperature-scaled distribution; raw log-probabilities are another one.
+        "logprobs_mode": "processed_logprobs",
+        # With keep_kv a new request could start from a prefix cached under older weights.
+        "enable_prefix_caching": config.rollout.interrupt != "keep_kv",
+        "disable_log_stats": False,
+        **where,
+    }

@@ -1,0 +1,202 @@
+"""The run folder: every file a run leaves behind, and nothing else that writes there.
+
+`runs/<recipe>-<time>/` holds `config.json`, `metrics.jsonl` (one row per trainer step), `samples.jsonl`,
+`events.jsonl`, `trace.json`, `summary.json`, `logs/`, `checkpoints/step-<n>/` and TensorBoard events.
+The controller owns the object; reports and tests read the files.
+"""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from areal_lite.config.offline import OfflineConfig
+from areal_lite.config.recipe import Config, parse_section
+from areal_lite.config.sections import RunConfig
+from areal_lite.errors import CheckpointError, ConfigError
+from areal_lite.events import Event
+from areal_lite.record.trace import to_trace
+
+__all__ = ["RunFolder"]
+
+Row = Mapping[str, Any]
+
+_FREE_ON_RESUME = {
+    *(("run", name) for name in RunConfig.model_fields if name != "seed"),
+    ("rollout", "workers"), ("rollout", "slots"), ("rollout", "threads"), ("rollout", "kv_cache_mb"),
+    ("rollout", "gpu_memory_fraction"), ("rollout", "tensor_parallel"),
+    ("queue", "lease_timeout_s"), ("queue", "bind"), ("queue", "max_message_mb"),
+    ("verifier", "timeout_s"), ("verifier", "processes"), ("verifier", "workers"),
+    ("trainer", "ranks"), ("trainer", "threads"), ("trainer", "micro_batch_tokens"),
+    ("trainer", "activation_checkpointing"),
+    ("weights",),
+    ("sft", "epochs"), ("preference", "epochs"),
+}  # fmt: skip
+"""Settings that may change on a resume because they do not change what is learned."""
+
+
+class RunFolder:
+    """Paths and append-only files of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
+
+    @classmethod
+    def create(cls, config: Config | OfflineConfig, *, recipe_name: str) -> Self:
+        """Make a new folder and write the resolved config.
+
+        Raises:
+            ConfigError: The folder of `run.dir` already holds a run.
+        """
+        default = Path("runs") / f"{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = cls(Path(config.run.dir).resolve() if config.run.dir else default.resolve())
+        if (folder.path / "config.json").exists():
+            raise ConfigError(
+                f"run.dir must be a new folder, got {folder.path}, which holds a run: choose another, or continue it "
+                f"with run.resume={folder.path}"
+            )
+        for path in (folder.logs, folder.checkpoints):
+            path.mkdir(parents=True, exist_ok=True)
+        folder.write_json("config.json", config.model_dump())
+        return folder
+
+    @classmethod
+    def resume(cls, config: Config | OfflineConfig) -> Self:
+        """Open the folder of `run.resume`; rows beyond its newest checkpoint move to `*.orphaned.jsonl`.
+
+        Raises:
+            CheckpointError: There is no checkpoint, or the recipe differs in what is learned.
+        """
+        assert config.run.resume is not None
+        folder = cls(Path(config.run.resume).resolve())
+        if not (folder.path / "config.json").is_file():
+            raise CheckpointError(f"run.resume must name a run folder, got {folder.path}, which has no config.json")
+        raw = json.loads((folder.path / "config.json").read_text())
+        if (purpose := raw.get("command", config.command)) != config.command:
+            raise CheckpointError(
+                f"run.resume must name a run of command: {config.command}, got {folder.path}, which is one of "
+                f"command: {purpose}"
+            )
+        saved = parse_section(raw, type(config))
+        if differences := list(_differences(saved.model_dump(), config.model_dump())):
+            raise CheckpointError(
+                "the checkpoint belongs to another recipe: " + "; ".join(differences) + ": resume with the recipe and "
+                "overrides of the first start, or start anew without run.resume"
+            )
+        checkpoint = folder.newest_checkpoint()
+        meta = json.loads((checkpoint / "meta.json").read_text())
+        for name, is_kept in (
+            ("metrics.jsonl", lambda row: row["step"] <= meta["step"]),
+            ("samples.jsonl", lambda row: row["step"] <= meta["step"]),
+            ("events.jsonl", lambda row: row["time"] <= meta["time"]),
+        ):
+            folder._orphan_rows(name, is_kept)
+        folder.write_json("config.json", config.model_dump())
+        return folder
+
+    def newest_checkpoint(self) -> Path:
+        """Return the newest complete checkpoint.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+        complete = sorted(path.parent for path in self.checkpoints.glob("step-*/meta.json"))
+        if not complete:
+            raise CheckpointError(
+                f"expected a complete checkpoint under {self.checkpoints}, got none: the run ended before its first "
+                "one (run.checkpoint_every), start anew"
+            )
+        return complete[-1]
+
+    def write_checkpoint(
+        self, step: int, *, queue_state: bytes | None, save_trainer: Callable[[Path], None], keep: int
+    ) -> Path:
+        """Write a checkpoint that exists whole or not at all, and delete the oldest beyond `keep`.
+
+        Args:
+            step: Completed steps.
+            queue_state: The sample queue's; None for an offline run, which has no queue.
+            save_trainer: Writes the trainer's part into a folder.
+            keep: Newest checkpoints that stay.
+        """
+        final = self.checkpoints / f"step-{step:06d}"
+        for leftover in self.checkpoints.glob(".step-*"):
+            shutil.rmtree(leftover)
+        temporary = self.checkpoints / f".step-{step:06d}.tmp"
+        temporary.mkdir(parents=True)
+        moment = time.time()
+        save_trainer(temporary / "trainer")
+        if queue_state is not None:
+            (temporary / "queue.msgpack").write_bytes(queue_state)
+        (temporary / "meta.json").write_text(json.dumps({"step": step, "time": moment}))
+        if final.exists():
+            _remove(final)
+        os.replace(temporary, final)
+        for old in sorted(self.checkpoints.glob("step-*"))[:-keep]:
+            _remove(old)
+        return final
+
+    def append(self, name: str, rows: Iterable[Row]) -> None:
+        """Append rows to a `.jsonl` file; a killed run leaves whole lines."""
+        text = "".join(json.dumps(row, default=float) + "\n" for row in rows)
+        if text:
+            with (self.path / name).open("a") as file:
+                file.write(text)
+
+    def read(self, name: str) -> list[dict[str, Any]]:
+        """Read a `.jsonl` file; a last line cut off by a kill is left out."""
+        path = self.path / name
+        return list(_rows(path.read_text())) if path.is_file() else []
+
+    def write_json(self, name: str, content: Any) -> None:
+        """Write a JSON file, whole or not at all."""
+        self._replace(name, json.dumps(content, indent=2, default=float) + "\n")
+
+    def write_trace(self) -> None:
+        """Turn `events.jsonl` into `trace.json` for Perfetto."""
+        events: list[Event] = self.read("events.jsonl")
+        self._replace("trace.json", json.dumps(to_trace(events)))
+
+    def _orphan_rows(self, name: str, is_kept: Callable[[Row], bool]) -> None:
+        path = self.path / name
+        rows = self.read(name)
+        kept = [row for row in rows if is_kept(row)]
+        if len(kept) < len(rows):
+            self.append(f"{path.stem}.orphaned.jsonl", (row for row in rows if not is_kept(row)))
+        if path.is_file():
+            self._replace(name, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def _replace(self, name: str, text: str) -> None:
+        temporary = self.path / f".{name}.tmp"
+        temporary.write_text(text)
+        os.replace(temporary, self.path / name)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Delete a checkpoint; one that a kill left half deleted is never taken for whole."""
+    hidden = checkpoint.with_name(f".{checkpoint.name}.old")
+    os.replace(checkpoint, hidden)
+    shutil.rmtree(hidden)
+
+
+def _rows(text: str) -> Iterable[dict[str, Any]]:
+    for line in text.splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return
+
+
+def _differences(saved: Any, given: Any, path: tuple[str, ...] = ()) -> Iterable[str]:
+    if path in _FREE_ON_RESUME or saved == given:
+        return
+    if isinstance(saved, dict) and isinstance(given, dict):
+        for key in saved | given:
+            yield from _differences(saved.get(key), given.get(key), (*path, key))
+    else:
+        yield f"{'.'.join(path)} was {saved!r}, is {given!r}"

@@ -1,0 +1,127 @@
+"""The loop that people write: transformers, PyTorch's AdamW, and rows padded to the longest of a micro-batch.
+
+`areal-lite bench train` compares the trainer with it. It computes the same gradients of the same objective, decoupled
+PPO, and takes nothing from `areal_lite.train` or `areal_lite.algo`.
+
+Shape letters: `B` rows and `S` padded columns of a micro-batch, `V` vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
+
+from areal_lite.config.recipe import Config
+from areal_lite.types import Float32, Row, Shard
+
+__all__ = ["PaddedLoop"]
+
+
+@dataclass(kw_only=True)
+class _Batch:
+    """A micro-batch: two inputs of [B, S], and [B, S - 1] with a place for each token but the first."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    mask: Tensor
+    """1.0 at completion tokens."""
+    behaviour: Tensor
+    advantages: Tensor
+    """[B, 1]."""
+    proximal: Tensor | None = None
+
+
+class PaddedLoop:
+    """A policy and its optimiser."""
+
+    def __init__(self, config: Config, model_folder: str) -> None:
+        """Load the model.
+
+        Args:
+            config: The recipe; `bench.train.check_recipe` says which will do.
+            model_folder: Hugging Face folder.
+        """
+        self._config = config
+        self.model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).train()
+        settings = config.trainer
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=settings.lr,
+            betas=(settings.beta1, settings.beta2),
+            weight_decay=settings.weight_decay,
+        )
+
+    def train_step(self, shard: Shard, *, rows_per_pass: int) -> tuple[int, float]:
+        """Train one batch; return its completion tokens and the mean norm of its updates' gradients.
+
+        Args:
+            shard: Scored samples, all of them younger than the bound.
+            rows_per_pass: Rows of a micro-batch, in the order in which they come.
+        """
+        advantages = _advantages(shard.rewards)
+        minibatches = [
+            list(_micro_batches([row for row in shard.rows if row.minibatch == number], advantages, rows_per_pass))
+            for number in range(self._config.trainer.minibatches)
+        ]
+        if self._config.objective.proximal == "recompute":
+            with torch.no_grad():
+                for batch in (batch for minibatch in minibatches for batch in minibatch):
+                    batch.proximal = self._logprobs(batch)
+        norms = [self._update(minibatch) for minibatch in minibatches]
+        return sum(row.sample.num_tokens for row in shard.rows), sum(norms) / len(norms)
+
+    def _update(self, minibatch: Sequence[_Batch]) -> float:
+        num_tokens = sum(float(batch.mask.sum()) for batch in minibatch)
+        for batch in minibatch:
+            (self._loss(batch) / num_tokens).backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.trainer.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(norm)
+
+    def _loss(self, batch: _Batch) -> Tensor:
+        objective, current = self._config.objective, self._logprobs(batch)
+        if objective.proximal == "behaviour":
+            batch.proximal = batch.behaviour
+        proximal = current.detach() if batch.proximal is None else batch.proximal
+        ratio = torch.exp(current - proximal)
+        low = 0.0 if objective.clip_low is None else 1 - objective.clip_low
+        high = torch.inf if objective.clip_high is None else 1 + objective.clip_high
+        surrogate = torch.min(ratio * batch.advantages, ratio.clamp(low, high) * batch.advantages)
+        weight = torch.exp(proximal - batch.behaviour)
+        weight = torch.where(weight <= objective.behaviour_weight_cap, weight, 0.0)
+        return -(weight * surrogate * batch.mask).sum()
+
+    def _logprobs(self, batch: _Batch) -> Tensor:
+        logits = self.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+        logprobs = torch.log_softmax(logits[:, :-1] / self._config.rollout.temperature, dim=-1)
+        return logprobs.gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1)
+
+
+def _advantages(rewards_NG: Float32) -> Tensor:
+    rewards = torch.tensor(rewards_NG)
+    return (rewards - rewards.mean(dim=1, keepdim=True)) / (rewards.std(dim=1, keepdim=True) + 1e-6)
+
+
+def _micro_batches(rows: Sequence[Row], advantages: Tensor, rows_per_pass: int) -> Iterator[_Batch]:
+    for start in range(0, len(rows), rows_per_pass):
+        chosen = rows[start : start + rows_per_pass]
+        ids, masks, behaviour, values = [], [], [], []
+        for row in chosen:
+            num_given, num_own = len(row.prompt_token_ids), row.sample.num_tokens
+            given = torch.zeros(num_given - 1)
+            ids.append(torch.tensor([*row.prompt_token_ids, *row.sample.token_ids.tolist()]))
+            masks.append(torch.cat([given, torch.ones(num_own)]))
+            behaviour.append(torch.cat([given, torch.tensor(row.sample.logprobs)]))
+            values.append(advantages[row.group_index, row.sample_index])
+        yield _Batch(
+            input_ids=pad_sequence(ids, batch_first=True),
+            attention_mask=pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+            mask=pad_sequence(masks, batch_first=True),
+            behaviour=pad_sequence(behaviour, batch_first=True),
+            advantages=torch.stack(values)[:, None],
+        )

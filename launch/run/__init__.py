@@ -1,0 +1,1 @@
+"""One run from start to end: the controller, the places of its actors, the terminal view."""

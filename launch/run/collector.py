@@ -1,0 +1,100 @@
+"""What the workers of a run tell about themselves: collected, written down, and shown where it matters."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_lite.events import EventBuffer
+from areal_lite.launch.run.cluster import Cluster
+from areal_lite.launch.run.view import View
+from areal_lite.record.recorder import Recorder
+
+__all__ = ["Collector"]
+
+_EVERY_S = 0.5
+
+
+class Collector:
+    """Brings the events and gauges of all lanes to the recorder, and says once what a user must know."""
+
+    def __init__(self, cluster: Cluster, *, recorder: Recorder, view: View, logs: str, own: list[EventBuffer]) -> None:
+        """Take note of whom to ask.
+
+        Args:
+            cluster: Whose workers are asked.
+            recorder: Gets the events.
+            view: Gets the notices.
+            logs: Folder that the notices point to.
+            own: Lanes of the controller itself; the last one gets `lost`.
+        """
+        self._cluster, self._recorder, self._view = cluster, recorder, view
+        self._logs, self._own = logs, own
+        self._gauges: dict[str, dict[str, Any]] = {}
+        self._collected_at = 0.0
+        self._said: set[str] = set()
+
+    def collect(self, *, force: bool = False) -> None:
+        """Ask all workers, unless they were asked a moment ago."""
+        now = time.monotonic()
+        if not force and now - self._collected_at < _EVERY_S:
+            return
+        self._collected_at = now
+        events, gauges = self._cluster.collect()
+        self._gauges |= gauges
+        self._say_failures()
+        self._say_lost()
+        for lane in self._own:
+            events += lane.drain()
+        self._recorder.feed(events)
+
+    def failures(self) -> dict[str, int]:
+        """Failed verifications so far, by reason."""
+        total: Counter[str] = Counter()
+        for gauges in self._gauges.values():
+            total.update(gauges.get("failures", {}))
+        return dict(total)
+
+    def verifiers(self) -> dict[str, Any]:
+        """Failed verifications by reason, and each verifier's own figures, over all workers."""
+        parts: dict[str, list[dict[str, Any]]] = {}
+        for gauges in self._gauges.values():
+            for name, figures in gauges.get("verifiers", {}).items():
+                parts.setdefault(name, []).append(figures)
+        return {
+            "verifier_failures": self.failures(),
+            "verifiers": {name: _together(figures) for name, figures in sorted(parts.items())},
+        }
+
+    def tokens(self) -> float:
+        """Tokens generated so far, by workers lost since as well."""
+        return float(sum(gauge["tokens"] for gauge in self._gauges.values() if "tokens" in gauge))
+
+    def work(self) -> tuple[float, float]:
+        """What workers have done so far: tokens generated and samples scored."""
+        return self.tokens(), sum(gauge.get("calls", 0) for gauge in self._gauges.values())
+
+    def _say_failures(self) -> None:
+        for reason in self.failures().keys() - self._said:
+            self._said.add(reason)
+            self._view.say(
+                f"a verification failed ({reason}): such samples are left out, and counted; see "
+                f"{self._logs}/verifier-0.log",
+                style="yellow",
+            )
+
+    def _say_lost(self) -> None:
+        for name in self._cluster.lost.keys() - self._said:
+            self._said.add(name)
+            self._own[-1].emit("lost", worker=name, reason=self._cluster.lost[name])
+            self._view.say(f"{name} was lost ({self._cluster.lost[name]}); the others go on", style="yellow")
+
+
+def _together(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join one verifier's figures of several workers: counts add up, of the latencies the worst stands."""
+    counted = ("calls", "timeouts", "restarts", "busy", "waiting")
+    return {
+        **{name: sum(part[name] for part in parts) for name in counted},
+        "failures": dict(sum((Counter(part["failures"]) for part in parts), Counter[str]())),
+        **{name: max(part[name] for part in parts) for name in ("latency_p50_s", "latency_p95_s")},
+    }

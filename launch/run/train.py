@@ -1,0 +1,179 @@
+"""`areal-lite train`: from a recipe to a finished run, checked before anything heavy starts."""
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import ray
+import transformers
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from areal_lite.config.offline import OfflineConfig
+from areal_lite.config.paths import with_absolute_paths
+from areal_lite.config.plugin_check import plugin_problems
+from areal_lite.config.recipe import Config, resource_problems
+from areal_lite.data.source import load_source, load_sources
+from areal_lite.errors import ConfigError
+from areal_lite.launch.run.actor_keeper import ActorKeeper
+from areal_lite.launch.run.controller import Controller
+from areal_lite.launch.run.view import View
+from areal_lite.record.model_folder import find_model_folder
+from areal_lite.record.run_folder import RunFolder
+from areal_lite.train.ptx import load_documents
+from areal_lite.train.warm_start import ensure_warm_start
+from areal_lite.types import Prompt
+
+__all__ = ["check_arguments", "prepare_model", "ray_session", "report_of", "train"]
+
+_CACHE = Path(".cache") / "areal-lite"
+
+
+def train(config: Config, *, recipe_name: str, console: Console, keeper: ActorKeeper | None = None) -> dict[str, Any]:
+    """Run a recipe and return its summary, with the path of its `report` where there is one.
+
+    Args:
+        config: The recipe.
+        recipe_name: Names the run folder where the recipe does not.
+        console: Shows how it goes.
+        keeper: Lends actors of an earlier run in the same `ray_session`, and takes them back.
+
+    Raises:
+        ArealLiteError: With what to do about it.
+        Interrupted: After Ctrl-C, saved.
+    """
+    if problems := list(plugin_problems(config)):
+        raise ConfigError("\n".join(problems))
+    config = with_absolute_paths(config)
+    view = View(config, console=console)
+    model_folder = prepare_model(config, console=console)
+    prompts, eval_prompts = _load_data(config, model_folder)
+    with ray_session():
+        _check_resources(config, console)
+        folder = RunFolder.resume(config) if config.run.resume else RunFolder.create(config, recipe_name=recipe_name)
+        console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
+        summary = Controller(
+            config,
+            folder=folder,
+            model_folder=model_folder,
+            prompts=prompts,
+            eval_prompts=eval_prompts,
+            view=view,
+            keeper=keeper,
+        ).run()
+    if config.run.report and keeper is None:  # one of many short runs is reported when somebody asks for it
+        summary |= {"report": report_of(folder, console=console)}
+    return summary
+
+
+def report_of(folder: RunFolder, *, console: Console) -> str | None:
+    """Write the run's report and return its path; a report that fails takes nothing from the run."""
+    from areal_lite.record.report import write_report
+
+    try:
+        return str(write_report(folder.path))
+    except Exception as error:
+        console.print(f"the report could not be written: {error!r}", style="yellow", markup=False, soft_wrap=True)
+        return None
+
+
+@contextlib.contextmanager
+def ray_session() -> Iterator[None]:
+    """Join the Ray cluster that RAY_ADDRESS names, or start a private one; one joined before is left as it is."""
+    if ray.is_initialized():
+        yield
+        return
+    # Ray would warn about this variable on machines without a GPU, over the progress display.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        # Without an address Ray would join whatever cluster this machine happens to run.
+        address = os.environ.get("RAY_ADDRESS") or "local"
+        ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        yield
+    finally:
+        ray.shutdown()
+
+
+def prepare_model(config: Config | OfflineConfig, *, console: Console) -> Path:
+    """Return the folder of the initial policy; the built-in one is warm-started and cached.
+
+    Raises:
+        ConfigError: `model.path` is neither a model folder nor a run that has one.
+    """
+    if config.model.path != "builtin:arith":
+        folder = find_model_folder(config.model.path, option="model.path")
+        _check_context(config, folder)
+        return folder
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TimeRemainingColumn(),
+    )
+    transformers.utils.logging.disable_progress_bar()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(
+            "supervised warm start of the built-in model", total=config.model.warm_start.steps, loss=0.0
+        )
+
+        def show(done: int, total: int, loss: float) -> None:
+            bar.update(task, completed=done, total=total, loss=loss)
+
+        return ensure_warm_start(config, cache_dir=_CACHE / "warm-start", progress=show).resolve()
+
+
+def _check_context(config: Config | OfflineConfig, model_folder: Path) -> None:
+    longest = json.loads((model_folder / "config.json").read_text()).get("max_position_embeddings")
+    if longest is not None and config.model.max_context > longest:
+        raise ConfigError(
+            f"model.max_context must be at most what {model_folder} was made for, {longest}, got "
+            f"{config.model.max_context}: lower it"
+        )
+
+
+def _load_data(config: Config, model_folder: Path) -> tuple[dict[str, list[Prompt]], list[Prompt]]:
+    """Load everything, so that bad data is found before any actor starts.
+
+    Returns:
+        The training prompts by source, and the held-out ones.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    if config.objective.ptx_coef > 0 and config.objective.ptx_path is not None:
+        load_documents(config.objective.ptx_path, tokenizer=tokenizer, max_tokens=config.model.max_context)
+    prompts = load_sources(config, tokenizer, "train")
+    check_arguments(config, chain.from_iterable(prompts.values()))
+    return prompts, load_source(config, tokenizer, "eval")
+
+
+def check_arguments(config: Config, prompts: Iterable[Prompt]) -> None:
+    """A verifier gets the recipe's arguments and the row's columns: none may have the name of another.
+
+    Raises:
+        ConfigError: One has.
+    """
+    columns = {"prompt", "completion", "answer", "messages"}.union(*(prompt.row for prompt in prompts))
+    named = {f"verifier.named.{name}": settings for name, settings in config.verifier.named.items()}
+    for key, settings in {"verifier": config.verifier, **named}.items():
+        if clash := settings.arguments.keys() & columns:
+            raise ConfigError(
+                f"{key}.arguments must have names of their own, got {', '.join(sorted(clash))}, which a verifier gets "
+                "from the data row: rename the argument or the column"
+            )
+
+
+def _check_resources(config: Config, console: Console) -> None:
+    resources = ray.cluster_resources()
+    errors, warnings = resource_problems(
+        config, num_cores=int(resources.get("CPU", os.cpu_count() or 1)), num_gpus=int(resources.get("GPU", 0))
+    )
+    for warning in warnings:
+        console.print(f"[yellow]warning:[/] {warning}", highlight=False)
+    if errors:
+        raise ConfigError("\n".join(errors))

@@ -1,0 +1,161 @@
+"""The command line: what it lists exists, and how each command ends."""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from areal_lite import __version__
+from areal_lite.cli import main as cli
+from areal_lite.config.recipe import Config, shipped_recipes
+from areal_lite.errors import StallError
+
+COMMANDS = ["train", "sft", "reward-model", "dpo", "eval", "check-config", "verify", "bench", "report", "doctor"]
+SUMMARY: dict[str, Any] = dict.fromkeys(cli._SUMMARY_KEYS, 0.5) | {"eval": {"0": 0.21, "50": 0.3, "100": 0.41}}
+
+
+class Interrupted(Exception):
+    """Stands for the controller's."""
+
+
+class FakeTraining:
+    """Stands for `areal_lite.launch`, which imports Ray and vLLM."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, outcome: dict[str, Any] | BaseException) -> None:
+        self.outcome, self.calls = outcome, list[tuple[Config, str]]()
+        train_module, controller_module = ModuleType("train"), ModuleType("controller")
+        vars(train_module)["train"] = self._train
+        vars(controller_module)["Interrupted"] = Interrupted
+        monkeypatch.setitem(sys.modules, "areal_lite.launch.run.train", train_module)
+        monkeypatch.setitem(sys.modules, "areal_lite.launch.run.controller", controller_module)
+
+    def _train(self, config: Config, *, recipe_name: str, console: Any) -> dict[str, Any]:
+        self.calls.append((config, recipe_name))
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+
+def subcommands() -> dict[str, argparse.ArgumentParser]:
+    (action,) = [item for item in cli._parser()._actions if isinstance(item, argparse._SubParsersAction)]
+    return dict(action.choices)
+
+
+def test_help_lists_the_commands_that_exist_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen failing with a command announced before it is written."""
+    assert list(subcommands()) == COMMANDS
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    output = capsys.readouterr().out
+    assert all(name in output for name in [*COMMANDS, *shipped_recipes()])
+    for later in ("launch", "drill", "simulate"):
+        assert f" {later} " not in output
+
+
+def test_every_command_has_help_and_something_to_run(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, parser in subcommands().items():
+        with pytest.raises(SystemExit) as ended:
+            cli.main([name, "--help"])
+        assert ended.value.code == 0
+        assert callable(parser.get_default("command")) or name == "bench", "each benchmark has a command of its own"
+        assert name in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["unknown"], ["train"], ["check-config", "arith_cpu", "--strange"]])
+def test_bad_usage_ends_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2
+    assert "usage: areal-lite" in capsys.readouterr().err
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"areal-lite {__version__}\n"
+
+
+def test_a_finished_run_ends_with_0_and_a_summary(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Accuracy is that of the first and the last evaluation."""
+    training = FakeTraining(monkeypatch, SUMMARY)
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("run: {steps: 5}\n")
+    assert cli.main(["train", str(recipe), "run.seed=3"]) == 0
+    ((config, name),) = training.calls
+    assert (config.run.steps, config.run.seed, name) == (5, 3, "mine")
+    output = capsys.readouterr().out
+    assert "0.210 → 0.410" in output
+    assert all(key in output for key in cli._SUMMARY_KEYS)
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "shown"), [({}, None), ({"0": 0.25}, "0.250 → 0.250"), ({"0": 0.25, "9": 0.5}, "0.250 → 0.500")]
+)
+def test_a_summary_without_evaluations_is_one_too(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    evaluations: dict[str, float],
+    shown: str | None,
+) -> None:
+    FakeTraining(monkeypatch, SUMMARY | {"eval": evaluations, "parity_max_abs_logprob_diff": None})
+    assert cli.main(["train", "arith_cpu"]) == 0
+    output = capsys.readouterr().out
+    assert ("accuracy" in output) == (shown is not None)
+    assert shown is None or shown in output
+
+
+def test_a_stopped_run_ends_with_130_and_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command can be pasted: same overrides but for the folder, quoted, on one line.
+
+    Seen failing with the words joined by spaces, without quotes.
+    """
+    FakeTraining(monkeypatch, Interrupted("/runs/my run"))
+    words = ["run.seed=3", 'data.template="Q: {prompt}"', "run.dir=/elsewhere", "run.resume=null"]
+    assert cli.main(["train", "arith_cpu", *words]) == 130
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "stopped and saved. To go on:"
+    assert lines[1] == (
+        "  areal-lite train arith_cpu run.seed=3 'data.template=\"Q: {prompt}\"' 'run.resume=/runs/my run'"
+    )
+
+
+def test_a_second_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    FakeTraining(monkeypatch, KeyboardInterrupt())
+    assert cli.main(["train", "arith_cpu"]) == 130
+    assert capsys.readouterr().err == "stopped\n"
+
+
+@pytest.mark.parametrize("message", ["late: rollout/0 [/usr/lib] and [bold]", "no progress for 120 s"])
+def test_our_errors_end_with_1_and_their_message_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], message: str
+) -> None:
+    """On one line, brackets and all. Seen failing with the message read as markup (`[/usr/lib]` raised)."""
+    FakeTraining(monkeypatch, StallError(message * 3))
+    assert cli.main(["train", "arith_cpu"]) == 1
+    assert capsys.readouterr().err == f"StallError: {message * 3}\n"
+
+
+def test_other_errors_are_our_mistakes_and_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeTraining(monkeypatch, ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["train", "arith_cpu"])
+
+
+def test_help_and_check_config_load_nothing_heavy() -> None:
+    """They answer at once, and the core stays free of Ray and vLLM (I8). Seen failing with a top-level import."""
+    program = (
+        "import sys; from areal_lite.cli.main import main; main(['check-config', 'arith_cpu'])\n"
+        "print([name for name in ('ray', 'vllm', 'torch', 'zmq', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]"

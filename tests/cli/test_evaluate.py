@@ -1,0 +1,77 @@
+"""`areal-lite eval` without vLLM: a scripted engine, the real verifier pool, and waits that end (invariant I6)."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_lite.cli.evaluate import _run
+from areal_lite.config.recipe import parse_config
+from areal_lite.errors import StallError
+from areal_lite.rollout.engine import ScriptedEngine
+from areal_lite.rollout.vllm_engine import VllmEngine
+from areal_lite.types import Prompt
+from areal_lite.verify.protocol import Reply
+
+VERIFY = """
+import time
+from areal_lite.verify import VerifyResult
+
+def verify(prompt, completion, answer, **row):
+    time.sleep(float(answer))
+    return VerifyResult(len(completion.split()), step_rewards=[(1, 0.5)])
+"""
+
+
+def run(engine: ScriptedEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: str) -> list[Reply]:
+    """Evaluate two prompts, whose scores take so many seconds each, with a stall timeout of one."""
+
+    async def start(*_: Any, **__: Any) -> ScriptedEngine:
+        return engine
+
+    monkeypatch.setattr(VllmEngine, "start", start)
+    (folder / "slow.py").write_text(VERIFY)
+    config = parse_config(
+        {
+            "run": {"stall_timeout_s": 1.0},
+            "rollout": {"max_new_tokens": 3},
+            "verifier": {"function": f"{folder / 'slow.py'}:verify", "timeout_s": 60.0},
+        }
+    )
+    rows: list[dict[str, Any]] = [{}, {"max_new_tokens": 1}]
+    prompts = [
+        Prompt(prompt_id=f"eval/0/{index}", text="12", token_ids=(1,), answer=seconds, row=row)
+        for index, row in enumerate(rows)
+    ]
+
+    async def limited() -> list[Reply]:
+        async with asyncio.timeout(60):
+            return await _run(config, prompts, model_folder="unused")
+
+    return asyncio.run(limited())
+
+
+def test_an_evaluation_scores_every_prompt_within_its_own_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together it takes longer than the stall timeout, which counts from the last progress."""
+    engine = ScriptedEngine(eos_id=99)
+    scores = run(engine, tmp_path, monkeypatch, seconds="0.6")
+    assert [score.total for score in scores] == [3.5, 1.5]
+    assert engine.calls == ["close"]
+
+
+def test_an_engine_that_stands_still_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And closed. Seen failing, by the test's own timeout, without a watchdog."""
+    engine = ScriptedEngine(eos_id=99)
+    engine._running.clear()
+    with pytest.raises(StallError, match=r"waiting for 2 completions .*; late: the engine, after 0 tokens"):
+        run(engine, tmp_path, monkeypatch, seconds="0")
+    assert engine.calls == ["close"]
+
+
+def test_a_verifier_that_stands_still_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within `verifier.timeout_s`. Seen failing without a watchdog."""
+    with pytest.raises(StallError, match=r"for 2 scores .*; late: the verifier, with 1 calls running and 1 waiting"):
+        run(ScriptedEngine(eos_id=99), tmp_path, monkeypatch, seconds="50")

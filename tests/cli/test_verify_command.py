@@ -1,0 +1,270 @@
+"""`areal-lite verify`: what it reads, what it says of a verifier, and how it ends."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from places import FIXTURES
+from user_run import UserRun, adopting_orphans
+
+from areal_lite.cli import main as cli
+from areal_lite.cli.trial import Case, Outcome, load_cases
+from areal_lite.cli.trial_report import summarise
+from areal_lite.errors import DataError
+from areal_lite.types import Prompt
+from areal_lite.verify.protocol import Reply
+
+GSM8K_LIKE = str(FIXTURES / "gsm8k_like.jsonl")
+MOODY = f"{FIXTURES / 'tried_verifiers.py'}:moody"
+
+
+def write_lines(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Four rows in the present folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    return write_lines(tmp_path / "data.jsonl", *({"question": f"q{n}", "answer": str(n)} for n in range(4)))
+
+
+def prompts(*texts: str) -> list[Prompt]:
+    return [Prompt(prompt_id=f"verify/0/{n}", text=text, token_ids=(), answer=f"a{n}") for n, text in enumerate(texts)]
+
+
+def outcome(index: int, **reply: Any) -> Outcome:
+    (prompt,) = prompts(f"q{index}")
+    return Outcome(case=Case(index=index, prompt=prompt, completion=f"c{index}"), reply=Reply(**reply))
+
+
+def joined(tmp_path: Path, *rows: Any) -> list[tuple[int, str]]:
+    cases = load_cases(prompts("q0", "q1", "q2"), write_lines(tmp_path / "c.jsonl", *rows))
+    return [(case.index, case.completion) for case in cases]
+
+
+def test_completions_are_joined_by_index_else_by_prompt_else_by_line(tmp_path: Path) -> None:
+    """Seen failing with row 0 for every line without an index."""
+    rows = [{"completion": "x", "index": 2}, {"completion": ["y", "z"]}, {"completion": "p", "prompt": "q0"}]
+    assert joined(tmp_path, *rows) == [(2, "x"), (1, "y"), (1, "z"), (0, "p")]
+    assert joined(tmp_path, {"completion": "x", "prompt": "q0", "index": 1}) == [(1, "x")]
+    assert [case.completion for case in load_cases(prompts("q0", "q1"), None)] == ["a0", "a1"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"completion": "x", "index": 3}, "one of the 3 rows of --data, got row 3"),
+        ({"completion": "x", "index": -1}, "got row -1"),
+        ({"completion": "x", "prompt": "other"}, "got that of 0: 'other'"),
+        ({"completion": 7}, "a text or a list of texts as completion, got 7"),
+        ({"completion": []}, "got \\[\\]"),
+        ({"completions": "x"}, "must have a completion, it has completions; did you mean completions"),
+    ],
+)
+def test_a_completion_that_belongs_nowhere_is_named_by_line(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        joined(tmp_path, row)
+
+
+def test_more_completions_than_rows_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"c\.jsonl:4 must belong to one of the 3 rows"):
+        joined(tmp_path, *[{"completion": "x"}] * 4)
+
+
+def test_a_prompt_that_two_rows_have_needs_an_index(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "c.jsonl", {"completion": "x", "prompt": "q"})
+    with pytest.raises(DataError, match="that of 2"):
+        load_cases(prompts("q", "q"), path)
+
+
+def test_figures_of_outcomes() -> None:
+    """Rewards 1, 0, 0.5 + 0.25 of a step, and a failure: mean 1.75 / 3. Part p is there twice: (1 + 0.5) / 2.
+
+    Seen failing with step rewards left out, and with means over all samples instead of those that have a part.
+    """
+    outcomes = [
+        outcome(2, reward=0.5, parts={"p": 0.5}, step_rewards=[(1, 0.25)]),
+        outcome(1, reward=0.0),
+        outcome(0, reward=1.0, parts={"p": 1.0}),
+        outcome(3, reward=None, failure="nan", detail="trace"),
+        outcome(4, reward=None, failure="nan", detail="another"),
+    ]
+    summary = summarise(outcomes, cases=6, wall_s=2.0, gauges={})
+    assert summary["reward"] == {
+        "mean": 1.75 / 3, "min": 0.0, "max": 1.0, "ones": 1 / 3, "zeros": 1 / 3,
+        "histogram": [[0.0, 0.0, 1], [0.75, 0.75, 1], [1.0, 1.0, 1]],
+    }  # fmt: skip
+    assert (summary["cases"], summary["tried"], summary["scored"], summary["calls_per_s"]) == (6, 5, 3, 2.5)
+    assert summary["parts"] == {"p": 0.75}
+    assert [(reason, item["count"], item["trace"]) for reason, item in summary["failures"].items()] == [
+        ("nan", 2, "trace")
+    ]
+    assert [(item["index"], item["reward"]) for item in summary["lowest"]] == [(1, 0.0), (2, 0.75)]
+
+
+def test_many_different_scores_are_put_into_bins() -> None:
+    """0, 1, ..., 20 in ten bins of width 2: two in each, and 20 with the last."""
+    outcomes = [outcome(n, reward=float(n)) for n in range(21)]
+    histogram = summarise(outcomes, cases=21, wall_s=1.0, gauges={})["reward"]["histogram"]
+    assert [count for *_, count in histogram] == [2] * 9 + [3]
+    assert histogram[0] == [0.0, 2.0, 2]
+    assert histogram[-1] == [18.0, 20.0, 3]
+
+
+def test_gold_solutions_are_scored_without_completions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", "last_number", "--data", GSM8K_LIKE]) == 0
+    output = capsys.readouterr().out
+    assert "3 scored, 0 failed" in output
+    assert "100.00%" in output
+    assert "lowest scores" not in output
+
+
+def test_scores_failures_and_latencies_of_a_moody_verifier(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of 1, 2 and 4, each with a bonus of 1: rewards 1.5, 2 and 3. One raises and one hangs, so it ends with 1.
+
+    Seen failing with a failed call that counts as a reward of 0, and with --arguments that are not passed on.
+    """
+    write_lines(
+        data.with_name("c.jsonl"), {"completion": ["1", "2"]}, {"completion": "raise"}, {"completion": ["4", "hang"]}
+    )
+    command = f"verify {MOODY} --data data.jsonl --completions c.jsonl --timeout 0.5 --json out.json --processes 2"
+    assert cli.main([*command.split(), "--arguments", '{"bonus": 1}']) == 1
+    output = capsys.readouterr().out
+    for shown in ("3 scored, 2 failed", "1 failed: exception:ValueError", "no q1 please", "1 failed: timeout", "p99"):
+        assert shown in output
+    report = json.loads(data.with_name("out.json").read_text())
+    assert report["reward"]["mean"] == 6.5 / 3
+    assert report["parts"] == {"half": 3.5 / 3}
+    assert report["metrics"] == {"length": 1.0}
+    assert {name: item["count"] for name, item in report["failures"].items()} == {
+        "exception:ValueError": 1,
+        "timeout": 1,
+    }
+    assert [item["reward"] for item in report["lowest"]] == [1.5, 2.0]
+    assert [(row["index"], row["reward"]) for row in report["results"]] == [
+        (0, 1.5), (0, 2.0), (1, None), (2, 3.0), (2, None)
+    ]  # fmt: skip
+    (gauges,) = report["verifiers"].values()
+    assert (gauges["calls"], gauges["timeouts"], gauges["restarts"]) == (5, 1, 1)
+    assert gauges["latency_p99_s"] >= 0.5 > gauges["latency_p50_s"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer"), [("prompt", "solution"), ("problem", "answer"), ("instruction", "ground_truth")]
+)
+def test_usual_columns_are_found(prompt: str, answer: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen failing with question and answer alone."""
+    write_lines(data, {prompt: "1+1", answer: "2"})
+    assert cli.main(["verify", "exact", "--data", "data.jsonl"]) == 0
+    assert "1 scored, 0 failed" in capsys.readouterr().out
+
+
+def test_limit_counts_rows_of_the_data(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", "last_number", "--data", "data.jsonl", "--limit", "2"]) == 0
+    assert "2 scored, 0 failed" in capsys.readouterr().out
+
+
+def test_a_recipe_is_tried_with_its_sum_and_the_choice_of_its_rows(tmp_path: Path) -> None:
+    """Rows 0 and 1: 1 * exact + 0.5 * last_number = 1.5 and 0.5. Row 2 chooses the named `half`: 3 / 2.
+
+    Seen failing with the column verifier left out, as it is for a single verifier.
+    """
+    verifier = {"function": {"exact": 1.0, "last_number": 0.5}, "named": {"half": {"function": MOODY}}}
+    recipe, file = tmp_path / "recipe.yaml", tmp_path / "d.jsonl"
+    data = {"source": "jsonl", "path": str(file), "prompt_column": "problem"}
+    recipe.write_text(yaml.safe_dump({"data": data, "verifier": verifier}))
+    rows = [{"problem": "p", "answer": "7"}, {"problem": "p", "answer": "7"}]
+    write_lines(file, *rows, {"problem": "p", "answer": "9", "verifier": "half"})
+    completions = write_lines(tmp_path / "c.jsonl", *({"completion": text} for text in ("7", "so 7", "3")))
+    out = tmp_path / "out.json"
+    words = ["verify", recipe, "--data", file, "--completions", completions, "--json", out]
+    assert cli.main(list(map(str, words))) == 0
+    report = json.loads(out.read_text())
+    assert [row["reward"] for row in report["results"]] == [1.5, 0.5, 1.5]
+    assert report["parts"]["exact"] == 0.5
+    assert set(report["verifiers"]) == {"exact", "last_number", "half"}
+    # A verifier alone scores every row, whatever it says.
+    assert cli.main(list(map(str, ["verify", "exact", *words[2:], "--prompt-column", "problem"]))) == 0
+    assert [row["reward"] for row in json.loads(out.read_text())["results"]] == [1.0, 0.0, 0.0]
+
+
+def test_a_none_of_a_trl_function_ends_as_a_failure(tmp_path: Path) -> None:
+    """Through the real pool: the other completions of the batch keep their rewards."""
+    rows = [{"question": "q", "answer": "a", "task": task} for task in ("math", "code", "math")]
+    data, out = write_lines(tmp_path / "d.jsonl", *rows), tmp_path / "out.json"
+    arguments = json.dumps({"function": f"{FIXTURES / 'reward_functions.py'}:only_math"})
+    assert cli.main(["verify", "trl", "--data", str(data), "--arguments", arguments, "--json", str(out)]) == 1
+    results = json.loads(out.read_text())["results"]
+    assert [(row["reward"], row["failure"]) for row in results] == [
+        (1.0, None),
+        (None, "wrong_type:NoneType"),
+        (1.0, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("last_numbr --data data.jsonl", "did you mean last_number?"),
+        ("arith_cp --data data.jsonl", "did you mean arith_cpu?"),
+        ("nothing.yaml --data data.jsonl", "there is no 'nothing.yaml'"),
+        (
+            "arith_cpu --data data.jsonl --arguments {}",
+            "--arguments are those of one verifier, got the recipe arith_cpu",
+        ),
+        ("here.py:verify --data data.jsonl", "there is no file"),
+        ("last_number --data dat.jsonl", "did you mean data.jsonl?"),
+        ("last_number --data data.jsonl --completions dat.jsonl", "--completions must name a JSONL file"),
+        ("last_number --data data.jsonl --prompt-column questio", "set --prompt-column (nearest: 'question')"),
+        ("last_number --data data.jsonl --answer-column anser", "set --answer-column (nearest: 'answer')"),
+        ("last_number --data data.jsonl --answer-column xyz", "only answer, question: set --answer-column\n"),
+        ("my_mod.verify --data data.jsonl", "did you mean my_mod:verify?"),
+    ],
+)
+def test_mistakes_are_told_in_one_sentence(
+    words: str, message: str, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["verify", *words.split()]) == 1
+    output = capsys.readouterr()
+    assert message in output.err
+    assert "Traceback" not in output.err
+    assert output.out == ""
+
+
+@pytest.mark.parametrize("words", ["--arguments [1]", "--arguments {", "--limit 0", "--timeout inf", "--processes x"])
+def test_options_that_are_nothing_end_with_2(words: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["verify", "exact", "--data", "data.jsonl", *words.split()])
+    assert ended.value.code == 2
+    assert words.split()[0] in capsys.readouterr().err
+
+
+def test_ctrl_c_shows_what_there_is_so_far(tmp_path: Path) -> None:
+    """Seen failing with the interrupt passed on: `stopped`, and nothing else."""
+    write_lines(tmp_path / "data.jsonl", *[{"question": "q", "answer": "a"}] * 2000)
+    command = ["areal-lite", "verify", MOODY.replace("moody", "slow"), "--data", "data.jsonl"]
+    with adopting_orphans(), UserRun(command, run_folder=tmp_path / "none") as run:
+        run.wait_until(lambda: re.search(r"[1-9]\d*/2000", run.output) is not None, "scores")
+        run.press_ctrl_c()
+        assert run.exit_code() == 130
+        assert run.leftovers == []
+        assert "of 2000 completions" in run.output
+        assert "100.00%" in run.output
+        assert "Traceback" not in run.output
+
+
+@pytest.mark.data
+def test_gsm8k_gold_solutions_satisfy_math(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The columns are found by default: `question`, and `answer`, the worked solution that ends in `#### 72`."""
+    file = Path(os.environ["AREAL_LITE_GSM8K_DIR"]) / "test.jsonl"
+    assert cli.main(["verify", "math", "--data", str(file), "--limit", "100", "--processes", "2"]) == 0
+    output = capsys.readouterr().out
+    assert "100 scored, 0 failed" in output
+    assert "100.00%" in output

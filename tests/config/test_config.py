@@ -1,0 +1,334 @@
+"""Recipes: what is shipped parses, and every mistake is one error that names field, value and remedy."""
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from areal_lite.cli.main import main
+from areal_lite.config.offline import OfflineConfig, load_any_config
+from areal_lite.config.recipe import (
+    Config,
+    load_config,
+    parse_config,
+    parse_section,
+    recipe_folder,
+    resource_problems,
+    shipped_recipes,
+)
+from areal_lite.errors import ConfigError
+
+GPU = {"run": {"device": "cuda"}, "weights": {"transport": "nccl"}}
+
+
+def error_of(raw: Mapping[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(raw)
+    return str(caught.value)
+
+
+def fields_of(section: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+    """Dotted name and description of every setting that is not a section."""
+    found: dict[str, Any] = {}
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= fields_of(field.annotation, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = field.description
+    return found
+
+
+# --- recipes ---
+
+
+def test_the_shipped_recipes_are_these() -> None:
+    assert {"arith_cpu", "gsm8k_1node"} <= set(shipped_recipes())
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_shipped_recipe_parses_by_name_and_by_path(name: str) -> None:
+    """Seen failing with an unknown key in a recipe."""
+    assert load_any_config(name) == load_any_config(str(recipe_folder() / f"{name}.yaml"))
+
+
+def test_the_one_node_recipe_uses_exactly_8_gpus() -> None:
+    config = load_config("gsm8k_1node")
+    assert config.compute_dtype == "bfloat16"
+    assert resource_problems(config, num_cores=64, num_gpus=8) == ([], [])
+    assert resource_problems(config, num_cores=64, num_gpus=7)[0]
+
+
+def test_defaults_are_a_whole_recipe() -> None:
+    config = parse_config({})
+    assert config.samples_per_step == 16 * 8
+    assert config.compute_dtype == "float32"
+    assert parse_config(config.model_dump()) == config
+
+
+def test_every_setting_says_what_it_means() -> None:
+    """Seen failing with a `Field` without description."""
+    described = fields_of(Config) | fields_of(OfflineConfig)
+    assert [name for name, description in described.items() if not description] == []
+
+
+def test_a_config_is_frozen() -> None:
+    """Seen failing without `frozen=True`."""
+    with pytest.raises(ValidationError, match="frozen"):
+        load_config("arith_cpu").run.steps = 3  # type: ignore[misc]
+
+
+def test_an_empty_section_has_its_defaults(tmp_path: Path) -> None:
+    """All of its lines may be commented out. Seen failing without `_fill_empty`, and with `setdefault` in overrides."""
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("run:\n  # steps: 3\ndata:\n")
+    assert load_config(str(recipe)) == parse_config({})
+    assert load_config(str(recipe), ["run.steps=3", "data.arith.seed=4"]).data.arith.seed == 4
+
+
+def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    assert load_config(str(tmp_path / "empty.yaml")) == parse_config({})
+
+
+# --- files that are no recipes ---
+
+
+def test_a_missing_recipe_names_the_shipped_ones_and_the_nearest() -> None:
+    """Seen failing without the suggestion."""
+    with pytest.raises(ConfigError, match=r"arith_cpu, .*there is no 'arith_gpu'; did you mean arith_cpu\?"):
+        load_config("arith_gpu")
+
+
+@pytest.mark.parametrize(
+    "content", [b"run: {steps: 3", b"run: steps: 3", b"\xff\xfe\x00", b"a: !!python/object:os.system {}"]
+)
+def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
+    """Seen failing with `UnicodeDecodeError` not caught."""
+    path = tmp_path / "broken.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"broken\.yaml is not readable as YAML"):
+        load_config(str(path))
+
+
+def test_a_file_without_sections_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "list.yaml"
+    path.write_text("- run\n- steps\n")
+    with pytest.raises(ConfigError, match=r"must hold sections \(run, model, .*got a list"):
+        load_config(str(path))
+
+
+# --- unknown keys and wrong values ---
+
+
+@pytest.mark.parametrize(
+    ("raw", "nearest"),
+    [
+        ({"rolout": {"workers": 2}}, "rollout"),
+        ({"queue": {"max_stalenes": 2}}, "queue.max_staleness"),
+        ({"max_staleness": 2}, "queue.max_staleness"),
+        ({"trainer": {"temperature": 1.0}}, "rollout.temperature"),
+        ({"rollout": {"max_tokens": 1}}, "rollout.max_new_tokens"),
+        ({"data": {"arith": {"min_term": 2}}}, "data.arith.min_terms"),
+        ({"trainer": {"learning_rate": 1e-3}}, None),
+        ({"nothing_like_it": 1}, None),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(raw: dict[str, Any], nearest: str | None) -> None:
+    """Seen failing with suggestions looked for among the section's own keys only."""
+    message = error_of(raw)
+    assert message.startswith("unknown key ")
+    if nearest is not None:
+        assert message.endswith(f"; did you mean {nearest}?")
+
+
+def test_all_unknown_keys_are_named_at_once() -> None:
+    """Seen failing with the first one raised."""
+    assert len(error_of({"run": {"step": 3}, "queue": {"eta": 1}, "zzz": 1}).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("raw", "field", "value"),
+    [
+        ({"run": {"steps": "many"}}, "run.steps", "'many'"),
+        ({"run": {"steps": 0}}, "run.steps", "0"),
+        ({"run": 3}, "run", "3"),
+        ({"queue": {"on_stale": "ignore"}}, "queue.on_stale", "'ignore'"),
+        ({"trainer": {"lr": float("nan")}}, "trainer.lr", "nan"),
+        ({"run": {"stall_timeout_s": float("inf")}}, "run.stall_timeout_s", "inf"),
+        ({"data": {"arith": {"max_value": 0}}}, "data.arith.max_value", "0"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_field(raw: dict[str, Any], field: str, value: str) -> None:
+    """Seen failing (`inf`) without `allow_inf_nan=False`: the watchdog would never raise."""
+    message = error_of(raw)
+    assert message.startswith(f"{field}: ")
+    assert message.endswith(f", got {value}")
+
+
+# --- impossible combinations: field, value, remedy ---
+
+COMBINATIONS = [
+    ({"queue": {"max_staleness": -1}}, ["queue.max_staleness", "-1", "0 (synchronous) or more"]),
+    (
+        {"queue": {"groups_per_step": 3, "samples_per_group": 5}, "trainer": {"minibatches": 4}},
+        ["queue.groups_per_step * queue.samples_per_group", "3 * 5 = 15", "set trainer.minibatches to a divisor"],
+    ),
+    (
+        {"queue": {"groups_per_step": 2, "samples_per_group": 2}, "trainer": {"minibatches": 2, "ranks": 3}},
+        ["trainer.ranks", "4 samples, 2 minibatches and 3 ranks", "raise queue.groups_per_step or lower trainer.ranks"],
+    ),
+    ({"queue": {"samples_per_group": 1}}, ["queue.samples_per_group", "got 1", "2 or more"]),
+    (
+        {"objective": {"proximal": "reuse"}, "trainer": {"minibatches": 2}},
+        ["objective.proximal=reuse", "trainer.minibatches=2", "set it to 1, or objective.proximal to recompute"],
+    ),
+    ({"rollout": {"top_p": 0.9}}, ["top_p=0.9", "probability 0 for the trainer", "set top_p=1 and top_k=0"]),
+    ({"rollout": {"top_k": 20}}, ["top_k=20", "probability 0 for the trainer", "set top_p=1 and top_k=0"]),
+    (
+        {"rollout": {"max_new_tokens": 512}, "model": {"max_context": 512}},
+        ["rollout.max_new_tokens", "512", "raise model.max_context"],
+    ),
+    ({"data": {"source": "jsonl"}}, ["data.source=jsonl", "data.path", "give the path of a JSONL file"]),
+    ({"data": {"path": "x.jsonl"}}, ["data.path=x.jsonl", "data.source=arith", "set data.source=jsonl"]),
+    ({"data": {"eval_path": "x.jsonl"}}, ["data.eval_path=x.jsonl", "data.source=arith", "set data.source=jsonl"]),
+    (
+        {"data": {"arith": {"min_terms": 5, "max_terms": 3}}},
+        ["data.arith.min_terms", "5 and 3", "lower the one or raise the other"],
+    ),
+    ({"data": {"template": "prompt"}}, ["data.template", "'prompt'", "put {prompt} where"]),
+    ({"rollout": {"tensor_parallel": 2}}, ["rollout.tensor_parallel=2", "run.device=cuda", "set it to 1"]),
+    ({"weights": {"transport": "nccl"}}, ["weights.transport=nccl", "run.device=cuda", "set weights.transport=gloo"]),
+    ({"run": {"device": "cuda"}}, ["weights.transport=gloo", "run.device=cuda", "set weights.transport=nccl"]),
+]
+
+
+@pytest.mark.parametrize(("raw", "words"), COMBINATIONS, ids=lambda item: item[0] if isinstance(item, list) else None)
+def test_an_impossible_combination_names_field_value_and_remedy(raw: dict[str, Any], words: list[str]) -> None:
+    """Seen failing, one by one, with each check taken out of `combination_problems`."""
+    message = error_of(raw)
+    assert [word for word in words if word not in message] == []
+    assert len(message.splitlines()) == 1
+
+
+def test_one_line_per_problem() -> None:
+    """A remedy may hold a semicolon. Seen failing with problems joined by `; ` and split at it again."""
+    message = error_of({"queue": {"max_staleness": -1}, "rollout": {"top_p": 0.5}, "data": {"template": "a; b"}})
+    assert len(message.splitlines()) == 3
+
+
+def test_an_accepted_recipe_is_next_to_each_refused_one() -> None:
+    """The checks above refuse nothing else: the nearest possible values pass."""
+    for raw in (
+        {"queue": {"max_staleness": 0}},
+        {"queue": {"groups_per_step": 3, "samples_per_group": 5}, "trainer": {"minibatches": 5, "ranks": 3}},
+        {"objective": {"proximal": "reuse"}, "trainer": {"minibatches": 1}},
+        {"rollout": {"max_new_tokens": 511}, "model": {"max_context": 512}},
+        {"data": {"source": "jsonl", "path": "x.jsonl", "eval_path": "y.jsonl"}},
+        {"data": {"arith": {"min_terms": 3, "max_terms": 3}}},
+        {**GPU, "rollout": {"tensor_parallel": 2}},
+    ):
+        parse_config(raw)
+
+
+# --- overrides ---
+
+
+def test_overrides_replace_the_recipes_values() -> None:
+    config = load_config(
+        "arith_cpu", ["run.steps=3", "data.arith.seed=7", "run.dir=null", "model.path=/a/b=c", "trainer.lr=3e-4"]
+    )
+    assert (config.run.steps, config.data.arith.seed, config.run.dir) == (3, 7, None)
+    assert config.model.path == "/a/b=c"
+    assert config.trainer.lr == 3e-4
+
+
+def test_the_last_override_wins_and_the_file_is_not_touched() -> None:
+    before = (recipe_folder() / "arith_cpu.yaml").read_text()
+    assert load_config("arith_cpu", ["run.steps=3", "run.steps=4"]).run.steps == 4
+    assert (recipe_folder() / "arith_cpu.yaml").read_text() == before
+    assert load_config("arith_cpu").run.steps != 4
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("run.steps", "an override is section.field=value, got 'run.steps'"),
+        ("=3", "an override is section.field=value, got '=3'"),
+        ("run.steps.x=3", "'run.steps.x=3' reaches into 'steps', which is a value"),
+        ("run.steps=[", "the value of run.steps must be YAML, got '[': write it as 'run.steps=\"...\"'"),
+        ("queue.max_stalenes=3", "unknown key queue.max_stalenes; did you mean queue.max_staleness?"),
+        ("run.steps=x", "run.steps: input should be a valid integer"),
+    ],
+)
+def test_a_wrong_override_is_named(word: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("arith_cpu", [word])
+    assert message in str(caught.value)
+
+
+# --- the machine ---
+
+
+def test_more_trainer_ranks_than_cores_is_a_warning_on_cpu() -> None:
+    """Seen failing with the warning among the errors, and with `>=`."""
+    config = parse_config({"trainer": {"ranks": 3}})
+    assert resource_problems(config, num_cores=3, num_gpus=0) == ([], [])
+    errors, (warning,) = resource_problems(config, num_cores=2, num_gpus=0)
+    assert errors == []
+    assert "trainer.ranks=3 on 2 CPU cores" in warning
+    assert "set trainer.ranks=2" in warning
+
+
+@pytest.mark.parametrize(
+    ("transport", "workers", "tensor_parallel", "ranks", "needed"),
+    [("nccl", 2, 1, 1, 3), ("nccl", 2, 2, 2, 6), ("ipc", 2, 1, 1, 2), ("ipc", 1, 1, 2, 2)],
+)
+def test_more_gpus_than_there_are_is_an_error(
+    transport: str, workers: int, tensor_parallel: int, ranks: int, needed: int
+) -> None:
+    """Over `ipc` both sides share GPUs. Seen failing without tensor_parallel, and with ipc counted as nccl."""
+    raw = copy.deepcopy(GPU) | {"weights": {"transport": transport}}
+    raw |= {"rollout": {"workers": workers, "tensor_parallel": tensor_parallel}, "trainer": {"ranks": ranks}}
+    config = parse_config(raw)
+    assert resource_problems(config, num_cores=1, num_gpus=needed) == ([], [])
+    (error,), warnings = resource_problems(config, num_cores=1, num_gpus=needed - 1)
+    assert f"needs {needed} GPUs" in error
+    assert f"got {needed - 1}: lower them" in error
+    assert warnings == []
+
+
+# --- check-config ---
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_check_config_lists_every_setting_with_its_meaning(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen failing with sub-sections left out."""
+    assert main(["check-config", name]) == 0
+    output = capsys.readouterr().out
+    lines = output.splitlines()
+    for key, description in fields_of(type(load_any_config(name))).items():
+        assert any(line.strip().startswith(f"{key.rsplit('.')[-1]}: ") and description in line for line in lines), key
+    assert f"{name} is fine" in lines[-1]
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_what_check_config_prints_is_the_recipe_again(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen failing with multi-line values written over several lines, their meaning behind the last one."""
+    overrides = ["model.path='a: b # c'", "run.dir=null", "run.resume='0'"]
+    assert main(["check-config", name, *overrides]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    config = load_any_config(name, overrides)
+    assert parse_section(yaml.safe_load("\n".join(lines)), type(config)) == config
+    if name == "mixed_cpu":  # its sources have lines of their own
+        return
+    headings = [line for line in lines if line.endswith(":")]
+    assert len(lines) == len(fields_of(type(config))) + len(headings) + 1  # the verdict
+
+
+def test_check_config_refuses_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-config", "arith_cpu", "queue.max_staleness=-1"]) == 1
+    assert "ConfigError: queue.max_staleness must be 0 (synchronous) or more, got -1" in capsys.readouterr().err

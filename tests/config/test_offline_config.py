@@ -1,0 +1,163 @@
+"""Recipes of the offline commands: each is for one command, and every setting that would be passed over is refused."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_lite.cli.main import main
+from areal_lite.config.offline import OfflineConfig, load_any_config, load_offline_config
+from areal_lite.config.recipe import Config, load_config, parse_section
+from areal_lite.errors import CheckpointError, ConfigError
+from areal_lite.record.run_folder import RunFolder
+
+
+def offline(command: str = "sft", **sections: Any) -> OfflineConfig:
+    return parse_section({"command": command, **sections}, OfflineConfig)
+
+
+def test_the_shipped_rlhf_recipes_are_for_their_commands() -> None:
+    commands = ["sft", "reward_model", "train", "dpo"]
+    names = ["rlhf_sft", "rlhf_reward_model", "rlhf_ppo", "rlhf_dpo"]
+    assert [load_any_config(name).command for name in names] == commands
+
+
+def test_the_rlhf_recipes_are_chained_and_share_the_task() -> None:
+    """Four commands in a row find each other's results."""
+    sft, reward = (
+        load_offline_config("rlhf_sft", command="sft"),
+        load_offline_config("rlhf_reward_model", command="reward_model"),
+    )
+    dpo, ppo = load_offline_config("rlhf_dpo", command="dpo"), load_config("rlhf_ppo")
+    assert [recipe.model.path for recipe in (reward, dpo, ppo)] == [sft.run.dir] * 3
+    assert ppo.verifier.arguments == {"model": reward.run.dir}
+    assert ppo.verifier.eval_function == "last_number"
+    assert all(recipe.data.arith == sft.data.arith for recipe in (reward, dpo, ppo))
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["train", "rlhf_sft"], "areal-lite sft"),
+        (["dpo", "rlhf_sft"], "areal-lite sft"),
+        (["sft", "arith_cpu"], "areal-lite train"),
+        (["reward-model", "rlhf_dpo"], "areal-lite dpo"),
+        (["dpo", "rlhf_reward_model"], "areal-lite reward-model"),
+    ],
+)
+def test_the_wrong_command_names_the_right_one(
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 1
+    assert named in capsys.readouterr().err
+
+
+def test_check_config_says_what_a_recipe_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-config", "rlhf_reward_model"]) == 0
+    assert "is fine for areal-lite reward-model: 32 rows per step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"data": {"sorce": "arith"}}, "did you mean data.source"),
+        ({"sft": {"batchsize": 3}}, "did you mean sft.batch_size"),
+        ({"queue": {"max_staleness": 1}}, "unknown key queue"),
+        ({"data": {"source": "jsonl"}}, "data.source=jsonl needs data.path"),
+        ({"data": {"path": "x"}}, "is not read with data.source=arith"),
+        ({"data": {"arith": {"min_terms": 5}}}, "data.arith.min_terms must be at most"),
+        ({"sft": {"batch_size": 1}, "trainer": {"ranks": 2}}, "every trainer rank needs a row"),
+        ({"preference": {"beta": 1.0}}, "the section preference is not read with command=sft"),
+        ({"trainer": {"minibatches": 2}}, "trainer.minibatches"),
+        ({"command": "reward_model", "data": {"carelessness": 0.5}, "preference": {"beta": 1.0}}, "preference.beta is"),
+        ({"command": "reward_model"}, "data.carelessness makes the rejected solutions"),
+        ({"command": "dpo", "data": {"carelessness": 0.5}, "sft": {"batch_size": 3}}, "the section sft is not read"),
+        (
+            {"command": "dpo", "data": {"carelessness": 0.5}, "preference": {"loss": "simpo", "reference_path": "x"}},
+            "preference.reference_path=x is not read with preference.loss=simpo",
+        ),
+        (
+            {"command": "dpo", "data": {"carelessness": 0.5}, "preference": {"loss": "simpo", "label_smoothing": 0.1}},
+            "preference.label_smoothing=0.1 is not read with preference.loss=simpo",
+        ),
+        (
+            {
+                "command": "dpo",
+                "data": {"carelessness": 0.5},
+                "preference": {"loss": "simpo", "length_normalised": True},
+            },
+            "preference.length_normalised=True is not read with preference.loss=simpo",
+        ),
+        (
+            {"command": "dpo", "data": {"carelessness": 0.5}, "preference": {"simpo_margin": 0.1}},
+            "preference.simpo_margin=0.1 is not read with preference.loss=sigmoid",
+        ),
+        (
+            {"command": "dpo", "data": {"carelessness": 0.5}, "preference": {"loss": "ipo", "simpo_margin": 0.1}},
+            "preference.simpo_margin=0.1 is not read with preference.loss=ipo",
+        ),
+        (
+            {"data": {"source": "jsonl", "path": "x", "carelessness": 0.5}},
+            "data.carelessness=0.5 is not read with data.source=jsonl",
+        ),
+        ({"command": "train"}, "command"),
+    ],
+)
+def test_what_cannot_be_or_would_be_passed_over_is_refused(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_section({"command": "sft", **raw}, OfflineConfig)
+    assert message in str(caught.value)
+
+
+def test_each_loss_has_a_beta_of_its_own() -> None:
+    """Seen failing with 0.1 for all: SimPO's margin was then one of 5 nats per token."""
+    data, betas = {"carelessness": 0.5}, []
+    for settings in ({}, {"loss": "ipo"}, {"loss": "simpo"}, {"loss": "simpo", "beta": 0.3}):
+        betas.append(offline("dpo", data=data, preference=settings).preference.beta)
+    assert betas == [0.1, 0.1, 2.0, 0.3]
+    saved = offline("dpo", data=data, preference={"loss": "simpo"})
+    assert parse_section(saved.model_dump(), OfflineConfig) == saved
+
+
+@pytest.mark.parametrize("command", ["reward-model", "reward_model"])
+def test_a_recipe_may_name_its_command_as_one_types_it(command: str, tmp_path: Path) -> None:
+    """Seen failing with "is a recipe of areal-lite reward-model: run it with that", said to just that command."""
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"command: {command}\ndata: {{carelessness: 0.5}}\n")
+    assert load_offline_config(str(recipe), command="reward_model").command == "reward_model"
+    assert load_any_config(str(recipe)).command == "reward_model"
+
+
+def test_an_unknown_command_of_a_recipe(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("command: rlhf\n")
+    for load in (load_any_config, load_config):
+        with pytest.raises(ConfigError, match="command must be one of train, sft, reward_model, dpo, got 'rlhf'"):
+            load(str(tmp_path / "mine.yaml"))
+
+
+def test_epochs_and_steps_exclude_each_other(tmp_path: Path) -> None:
+    """Seen failing with epochs winning over steps that the command line asked for."""
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("command: sft\nsft: {epochs: 2}\n")
+    for load in (load_any_config, partial(load_offline_config, command="sft")):
+        assert load(str(recipe)).batch.epochs == 2.0
+        with pytest.raises(
+            ConfigError, match=r"either run\.steps or sft\.epochs .* got run\.steps=7 and sft\.epochs=2: "
+        ):
+            load(str(recipe), ["run.steps=7"])
+        assert load(str(recipe), ["run.steps=7", "sft.epochs=null"]).run.steps == 7
+
+
+def test_a_run_folder_keeps_the_recipe_and_refuses_another_command(tmp_path: Path) -> None:
+    """Seen failing with every saved recipe read as one of `train`."""
+    config = offline(run={"dir": str(tmp_path / "run")})
+    folder = RunFolder.create(config, recipe_name="x")
+    folder.write_checkpoint(3, queue_state=None, save_trainer=lambda path: path.mkdir(), keep=1)
+    assert {path.name for path in folder.newest_checkpoint().iterdir()} == {"trainer", "meta.json"}
+    resumed = offline(run={"resume": str(tmp_path / "run"), "steps": 7}, sft={"epochs": 2.0})
+    assert RunFolder.resume(resumed).path == folder.path
+    with pytest.raises(CheckpointError, match=r"sft\.batch_size was 32, is 16"):
+        RunFolder.resume(offline(run={"resume": str(tmp_path / "run")}, sft={"batch_size": 16}))
+    with pytest.raises(CheckpointError, match="command: sft"):
+        RunFolder.resume(Config.model_validate({"run": {"resume": str(tmp_path / "run")}}))

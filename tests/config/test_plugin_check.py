@@ -1,0 +1,61 @@
+"""Typing errors in the names of functions, found before anything starts."""
+
+from pathlib import Path
+
+import pytest
+
+from areal_lite.config.plugin_check import plugin_problems
+from areal_lite.config.recipe import load_config, parse_config
+
+FILE = """
+import math as maths
+raise RuntimeError("this file must not run")
+def verify(prompt, completion, answer, **row): ...
+async def slowly(prompt, completion, answer, **row): ...
+made = lambda *a, **k: 1.0
+try:
+    from fast import judge
+except ImportError:
+    def judge(*a, **k): ...
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(FILE)
+    return str(tmp_path / "mine.py")
+
+
+def problems(**sections: object) -> list[str]:
+    return list(plugin_problems(parse_config(sections)))
+
+
+def test_shipped_recipes_name_what_is_there() -> None:
+    for name in ("arith_cpu", "gsm8k_1node", "rlhf_ppo"):
+        assert list(plugin_problems(load_config(name))) == []
+
+
+@pytest.mark.parametrize("name", ["verify", "slowly", "made", "judge", "maths"])
+def test_whatever_defines_a_name_counts(file: str, name: str) -> None:
+    """The file is read, never run. Seen failing with definitions inside a block passed over."""
+    assert problems(verifier={"function": f"{file}:{name}"}) == []
+
+
+def test_what_is_missing_is_named_with_its_remedy(file: str) -> None:
+    (problem,) = problems(verifier={"function": f"{file}:verfiy"})
+    assert problem.startswith("verifier.function=")
+    assert problem.endswith("has no 'verfiy'; did you mean verify?")
+    (problem,) = problems(verifier={"function": "no_such.py:verify"})
+    assert "there is no file" in problem
+    (problem,) = problems(verifier={"named": {"mine": {"function": "nowhere.at_all:verify"}}})
+    assert problem.startswith("verifier.named.mine.function=")
+    assert "no package 'nowhere'" in problem
+    (problem,) = problems(rollout={"workflows": {"game": {"function": f"{file}:play"}}})
+    assert problem.startswith("rollout.workflows.game.function=")
+
+
+def test_a_file_that_is_not_python(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def verify(:")
+    (problem,) = problems(verifier={"eval_function": f"{tmp_path}/mine.py:verify"})
+    assert problem.startswith("verifier.eval_function=")
+    assert "not Python" in problem

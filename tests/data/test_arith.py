@@ -1,0 +1,144 @@
+"""The built-in task and its verifier."""
+
+import itertools
+import re
+from decimal import Decimal
+
+import pytest
+
+from areal_lite.config.sections import ArithConfig
+from areal_lite.data.arith import CHARACTERS, arith_problems, worked_solutions
+from areal_lite.errors import ConfigError
+from areal_lite.verify.builtin.text import final_number, last_number
+
+
+def test_every_problem_is_a_correct_chain():
+    """Checked by Python's own arithmetic. Seen failing with `operator.sub` replaced by `operator.add`."""
+    for problem in arith_problems(ArithConfig(), "train")[:500]:
+        chain = problem.prompt.removesuffix("=?")
+        steps, _, final = problem.solution.partition("#")
+        totals = [eval(step.partition("=")[0]) for step in steps.split(";")]
+        assert [int(step.partition("=")[2]) for step in steps.split(";")] == totals
+        assert eval(chain) == totals[-1] == int(final) == int(problem.answer)
+
+
+def test_each_step_begins_with_the_total_before():
+    for problem in arith_problems(ArithConfig(min_terms=3, max_terms=6), "eval"):
+        steps = problem.solution.partition("#")[0].split(";")
+        for before, after in itertools.pairwise(steps):
+            assert re.match(r"\d+", after)[0] == before.partition("=")[2]
+
+
+def test_settings_bound_the_chains():
+    settings = ArithConfig(min_terms=3, max_terms=5, max_value=20)
+    chains = [re.findall(r"\d+", problem.prompt) for problem in arith_problems(settings, "train")]
+    assert {len(chain) for chain in chains} == {3, 4, 5}
+    assert {int(number) for chain in chains for number in chain} == set(range(1, 21))
+
+
+def test_characters_are_those_used_and_totals_never_negative():
+    """Seen failing with the `value <= total` condition removed."""
+    problems = arith_problems(ArithConfig(), "train")
+    assert set("".join(problem.prompt + problem.solution for problem in problems)) == set(CHARACTERS)
+    assert all(int(total) >= 0 for problem in problems for total in re.findall(r"=(-?\d+)", problem.solution))
+
+
+@pytest.mark.parametrize("settings", [ArithConfig(), ArithConfig(max_terms=2, max_value=10, eval_size=50)])
+def test_held_out_prompts_never_occur_in_training(settings):
+    """Seen failing without the `not in held_out` filter (with few possible problems: 30 of 50 shared)."""
+    held_out = {problem.prompt for problem in arith_problems(settings, "eval")}
+    assert len(held_out) == settings.eval_size
+    assert held_out.isdisjoint(problem.prompt for problem in arith_problems(settings, "train"))
+    assert held_out.isdisjoint(problem.prompt for problem in worked_solutions(settings, 5000, seed=1, carelessness=0.5))
+
+
+def test_problems_depend_on_the_seed_alone():
+    train = arith_problems(ArithConfig(), "train")
+    assert train == arith_problems(ArithConfig(), "train")
+    assert train != arith_problems(ArithConfig(seed=1), "train")
+    assert len(train) == 8192
+    assert arith_problems(ArithConfig(train_size=10), "train") == train[:10]
+    first, second = (worked_solutions(ArithConfig(), 50, seed=seed, carelessness=0.0) for seed in (0, 1))
+    assert first != second
+    assert first != train[:50]
+
+
+def test_the_first_problem_is_pinned():
+    """A change of the stream would silently invalidate cached models and comparisons between runs."""
+    assert arith_problems(ArithConfig(), "train")[0].solution == "84+89=173;173-45=128#128"
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_too_few_possible_problems_is_an_error(split):
+    """Chains of two ones are two problems: enough for neither split, once the two are held out."""
+    settings = ArithConfig(max_terms=2, max_value=1, train_size=9, eval_size=2 if split == "train" else 9)
+    with pytest.raises(ConfigError, match=r"data\.arith must allow .*raise data\.arith\.max_value"):
+        arith_problems(settings, split)
+
+
+def test_gold_solutions_score_one_and_others_zero():
+    problems = arith_problems(ArithConfig(), "eval")
+    for problem, other in zip(problems, problems[1:] + problems[:1], strict=True):
+        assert last_number(problem.prompt, problem.solution, problem.answer) == 1.0
+        assert last_number(problem.prompt, other.solution, problem.answer) == float(problem.answer == other.answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("7+25=32;32+13=45#45", "45"),
+        ("#45#46", "46"),
+        ("7+25=32#", None),
+        ("7+25=32", "32"),
+        ("#### 1,234", "1234"),
+        ("#### $1,234.50.", "1234.5"),
+        ("#### -3", "-3"),
+        ("20-5", "5"),
+        ("between 3 and -4", "-4"),
+        ("about .5 of it", "0.5"),
+        ("first 1, 2,3", "3"),
+        ("12,3456", "3456"),
+        ("1,234,567", "1234567"),
+        ("no digits", None),
+        ("", None),
+        ("٣", None),
+        ("#" + "9" * 5000, "9" * 5000),
+    ],
+)
+def test_final_number(text, number):
+    assert final_number(text) == (None if number is None else Decimal(number))
+
+
+def test_numbers_are_compared_by_value():
+    assert last_number("", "#45.0", "#### 45") == 1.0
+    assert last_number("", "#045", "45") == 1.0
+    assert last_number("", "#1,000", "1000") == 1.0
+    assert last_number("", "#45.01", "45") == 0.0
+
+
+def test_a_reference_without_a_number_is_an_error_not_a_zero():
+    with pytest.raises(ValueError, match="reference answer must hold a number"):
+        last_number("", "#45", "forty-five")
+
+
+def test_careless_solutions_forget_that_share_of_the_carries():
+    """Every step is right, or ten off where there is a carry or borrow; totals never go below zero.
+
+    Seen failing with `carries` always true, and with the right total carried on.
+    """
+    settings = ArithConfig(min_terms=3, max_terms=5, max_value=9)
+    forgotten = kept = 0
+    for problem in worked_solutions(settings, 2000, seed=0, carelessness=0.6):
+        steps, _, last = problem.solution.partition("#")
+        total = None
+        for step in steps.split(";"):
+            left, sign, right, result = re.fullmatch(r"(\d+)([+-])(\d+)=(\d+)", step).groups()
+            assert total in (None, left)
+            exact = int(left) + int(right) if sign == "+" else int(left) - int(right)
+            carries = int(left) % 10 + int(right) % 10 >= 10 if sign == "+" else int(left) % 10 < int(right) % 10
+            assert int(result) == exact or (carries and (int(result) - exact) % 10 == 0)
+            if carries and exact >= 0:
+                forgotten, kept = forgotten + (int(result) != exact), kept + (int(result) == exact)
+            total = result
+        assert last == total
+    assert forgotten / (forgotten + kept) == pytest.approx(0.6, abs=0.03)

@@ -1,0 +1,287 @@
+"""JSONL files, the tokenizer of single characters, tokenised sources and the prompt cursor."""
+
+import json
+import logging
+
+import pytest
+from places import FIXTURES
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+
+from areal_lite.config.recipe import Config, parse_config
+from areal_lite.config.sections import SourceConfig
+from areal_lite.data.arith import CHARACTERS, arith_problems
+from areal_lite.data.cursor import PromptCursor
+from areal_lite.data.files import file_tasks
+from areal_lite.data.source import load_source
+from areal_lite.data.tokenizer import build_char_tokenizer
+from areal_lite.errors import CheckpointError, ConfigError, DataError
+from areal_lite.types import Prompt
+from areal_lite.wire import decode, encode
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-=?.,:<>|\n"
+
+
+def load(path, *, max_bad_fraction=1.0, **settings):
+    source = SourceConfig(source="jsonl", path=str(path), max_bad_fraction=max_bad_fraction, **settings)
+    return file_tasks(source, "train", where="data")
+
+
+def jsonl_config(path=None, **sections):
+    data = {"source": "jsonl", "path": str(path or FIXTURES / "gsm8k_like.jsonl"), **sections.pop("data", {})}
+    return parse_config({"data": data, **sections})
+
+
+def make_prompts(count):
+    return [Prompt(prompt_id=f"train/0/{i}", text=f"text {i}", token_ids=(i,), answer=str(i)) for i in range(count)]
+
+
+# --- JSONL ---
+
+
+def test_rows_keep_order_answers_and_other_columns():
+    tasks = load(FIXTURES / "broken.jsonl")
+    assert [(task.prompt, task.answer, dict(task.row)) for task in tasks] == [
+        ("1+1=?", "2", {"level": 1}),
+        ("2+2=?", "4", {"level": 1}),
+        ("4+4=?", "8", {"level": 2}),
+    ]
+
+
+def test_broken_lines_are_named_by_file_and_line_and_counted(caplog):
+    """Seen failing with `enumerate(file)` counting from 0, and with blank lines counted as broken."""
+    with caplog.at_level(logging.WARNING):
+        load(FIXTURES / "broken.jsonl")
+    named = [record.getMessage() for record in caplog.records]
+    assert named[-1].startswith("6 of 9 rows of ")
+    for line, message in zip([4, 6, 7, 8, 9, 10], named[:-1], strict=True):
+        assert f"broken.jsonl:{line} is left out" in message
+
+
+def test_too_many_broken_lines_is_an_error():
+    with pytest.raises(DataError, match=r"6 of 9 rows.*max_bad_fraction=0\.5.*line 4") as caught:
+        load(FIXTURES / "broken.jsonl", max_bad_fraction=0.5)
+    assert "Repair the file" in str(caught.value)
+    assert len(load(FIXTURES / "broken.jsonl", max_bad_fraction=6 / 9)) == 3
+
+
+def test_a_file_of_broken_lines_only_is_an_error_whatever_the_limit(tmp_path):
+    (tmp_path / "x.jsonl").write_text("{\n[1]\n")
+    with pytest.raises(DataError, match="2 of 2 rows"):
+        load(tmp_path / "x.jsonl")
+
+
+def test_a_missing_column_names_the_nearest(tmp_path):
+    with pytest.raises(DataError, match=r"no column 'questoin'.*set data\.prompt_column \(nearest: 'question'\)"):
+        load(FIXTURES / "gsm8k_like.jsonl", prompt_column="questoin")
+    with pytest.raises(DataError, match=r"no column 'anser'.*set data\.answer_column \(nearest: "):
+        load(FIXTURES / "gsm8k_like.jsonl", answer_column="anser")
+
+
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_an_empty_file_is_an_error(tmp_path, content):
+    (tmp_path / "x.jsonl").write_text(content)
+    with pytest.raises(DataError, match="holds no rows"):
+        load(tmp_path / "x.jsonl")
+
+
+def test_a_missing_file_is_an_error_with_its_full_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=f"none at {tmp_path}/x.jsonl"):
+        load("x.jsonl")
+
+
+def test_a_column_named_like_a_verifier_argument_is_refused(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"question": "q", "answer": "a", "completion": "c"}\n')
+    with pytest.raises(DataError, match="'completion' has the name of a verifier argument: rename it"):
+        load(tmp_path / "x.jsonl")
+
+
+def test_line_ends_inside_texts_and_a_byte_order_mark_are_no_line_ends(tmp_path):
+    """Seen failing with `read_text().splitlines()`, which also splits at U+2028."""
+    row = {"question": "a\u2028b", "answer": "1"}
+    (tmp_path / "x.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(row, ensure_ascii=False).encode() + b"\r\n")
+    assert load(tmp_path / "x.jsonl")[0].prompt == "a\u2028b"
+
+
+def test_bytes_that_are_no_text_and_endless_nesting_are_broken_lines(tmp_path):
+    good = b'{"question": "q", "answer": "a"}\n'
+    (tmp_path / "x.jsonl").write_bytes(good + b'{"question": "\xff"}\n' + b"[" * 100_000 + b"\n")
+    assert len(load(tmp_path / "x.jsonl")) == 1
+
+
+# --- tokenizer ---
+
+
+def test_the_tokenizer_survives_saving(tmp_path):
+    """Seen failing without `decoders.Fuse()`: decoded characters came back with spaces between them."""
+    build_char_tokenizer(CHARACTERS).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = "7+25-13=?7+25=32;32-13=19#19"
+    ids = tokenizer(text)["input_ids"]
+    assert ids == [2 + CHARACTERS.index(character) for character in text]
+    assert tokenizer.decode(ids) == text
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, len(tokenizer)) == (0, 1, 2 + len(CHARACTERS))
+    assert tokenizer.decode([*ids, 1, 0], skip_special_tokens=True) == text
+
+
+def test_decoding_cleans_up_no_spaces(tmp_path):
+    build_char_tokenizer(" .,'n?!st").save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = " n 't  . , ? !  's "
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+@pytest.mark.parametrize("characters", ["", "aba"])
+def test_a_vocabulary_has_each_character_once(characters):
+    with pytest.raises(ValueError, match="different ones"):
+        build_char_tokenizer(characters)
+
+
+# --- source ---
+
+
+def test_arith_source_is_tokenised_problems():
+    config = Config()
+    prompts = load_source(config, build_char_tokenizer(CHARACTERS), "eval")
+    problems = arith_problems(config.data.arith, "eval")
+    assert [(prompt.text, prompt.answer) for prompt in prompts] == [(p.prompt, p.answer) for p in problems]
+    assert prompts[3].prompt_id == "eval/0/3"
+    assert prompts[3].token_ids == tuple(2 + CHARACTERS.index(character) for character in problems[3].prompt)
+
+
+def test_jsonl_source_applies_the_template_and_keeps_the_raw_answer():
+    config = jsonl_config(data={"template": "Q: {prompt}\nA:"})
+    prompts = load_source(config, build_char_tokenizer(LETTERS), "train")
+    assert prompts[0].text == (
+        "Q: A baker fills 3 trays with 12 rolls each and sells 7 rolls. How many rolls are left?\nA:"
+    )
+    assert prompts[0].answer.endswith("#### 29")
+    assert len(prompts[0].token_ids) == len(prompts[0].text)
+
+
+def test_chat_template_is_applied_and_adds_special_tokens_once():
+    """Seen failing with `add_special_tokens=True` on rendered chat prompts: the sequence began twice."""
+    tokenizer = build_char_tokenizer(LETTERS)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
+    tokenizer.chat_template = "<u>{{ messages[0]['content'] }}{% if add_generation_prompt %}<a>{% endif %}"
+    prompts = load_source(jsonl_config(data={"chat": True}), tokenizer, "train")
+    assert prompts[1].text == "<u>A hall has 40 rows of 35 seats. How many seats is that?<a>"
+    assert tokenizer.decode(prompts[1].token_ids) == prompts[1].text
+    assert load_source(jsonl_config(), tokenizer, "train")[1].token_ids[0] == tokenizer.eos_token_id
+
+
+def test_chat_without_a_template_is_an_error():
+    with pytest.raises(ConfigError, match=r"set data\.chat=false"):
+        load_source(jsonl_config(data={"chat": True}), build_char_tokenizer(LETTERS), "train")
+
+
+def test_evaluation_is_limited_and_optional():
+    path = str(FIXTURES / "gsm8k_like.jsonl")
+    tokenizer = build_char_tokenizer(LETTERS)
+    assert load_source(jsonl_config(), tokenizer, "eval") == []
+    config = jsonl_config(data={"eval_path": path, "eval_size": 2})
+    assert len(load_source(config, tokenizer, "eval")) == 2
+    assert len(load_source(config, tokenizer, "train")) == 3
+    assert len(load_source(parse_config({"data": {"eval_size": 5}}), build_char_tokenizer(CHARACTERS), "eval")) == 5
+
+
+def test_a_prompt_longer_than_the_context_names_line_length_limit_and_remedy():
+    """The limit itself is allowed: 84 characters fit, at 83 the first row is one too long. Seen failing with `>=`."""
+    tokenizer = build_char_tokenizer(LETTERS)
+    rollout = {"max_new_tokens": 16}
+    assert load_source(jsonl_config(model={"max_context": 100}, rollout=rollout), tokenizer, "train")
+    with pytest.raises(ConfigError, match=r"99 - 16 = 83 tokens, got 84 at .*gsm8k_like\.jsonl:1 \(1 such") as caught:
+        load_source(jsonl_config(model={"max_context": 99}, rollout=rollout), tokenizer, "train")
+    assert "raise model.max_context" in str(caught.value)
+
+
+@pytest.mark.parametrize("limit", ["20", 0, 2.5])
+def test_a_row_limit_that_is_no_number_of_tokens_names_its_line(limit, tmp_path):
+    """Seen failing without the type check: the run would fail every group of that row."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "abc", "answer": "1", "max_new_tokens": limit}) + "\n")
+    with pytest.raises(DataError, match=r"at least 1, got .* at .*rows\.jsonl:1"):
+        load_source(jsonl_config(data={"path": str(path)}), build_char_tokenizer(LETTERS), "train")
+
+
+def test_a_row_limit_counts_for_the_length(tmp_path):
+    """3 characters and 20 tokens do not fit into 22. Seen failing with `rollout.max_new_tokens` taken for every row."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "abc", "answer": "1", "max_new_tokens": 20}) + "\n")
+    config = jsonl_config(data={"path": str(path)}, model={"max_context": 22}, rollout={"max_new_tokens": 4})
+    with pytest.raises(ConfigError, match="22 - 20 = 2 tokens, got 3"):
+        load_source(config, build_char_tokenizer(LETTERS), "train")
+
+
+def test_text_outside_the_vocabulary_is_an_error_that_names_character_and_row(tmp_path):
+    """Row 2 is the first with a character that is missing, and the letter e the first of them."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": text, "answer": "1"}) + "\n" for text in ("1+1=?", "1+e=x", "y")))
+    with pytest.raises(DataError, match=r"cannot encode the character 'e' \(U\+0065\) at .*rows\.jsonl:2 "):
+        load_source(jsonl_config(path), build_char_tokenizer(CHARACTERS), "train")
+
+
+# --- cursor ---
+
+
+def test_every_epoch_gives_every_prompt_once_in_another_order():
+    """Seen failing with the epoch left out of the shuffle's seed."""
+    cursor = PromptCursor(make_prompts(50), source="train", seed=7)
+    epochs = [[cursor.next() for _ in range(50)] for _ in range(3)]
+    for epoch, prompts in enumerate(epochs):
+        assert sorted(int(prompt.answer) for prompt in prompts) == list(range(50))
+        assert all(prompt.prompt_id == f"train/{epoch}/{prompt.answer}" for prompt in prompts)
+    orders = [[prompt.answer for prompt in prompts] for prompts in epochs]
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+
+
+def test_the_order_depends_on_the_seed_alone():
+    def order(seed):
+        cursor = PromptCursor(make_prompts(30), source="train", seed=seed)
+        return [cursor.next().prompt_id for _ in range(70)]
+
+    assert order(1) == order(1) != order(2)
+
+
+@pytest.mark.parametrize("consumed", [0, 1, 9, 10, 11, 25])
+def test_a_loaded_cursor_continues_exactly(consumed):
+    """Seen failing with `load` not shuffling anew, and with the position not restored."""
+    cursor, resumed = (PromptCursor(make_prompts(10), source="train", seed=3) for _ in range(2))
+    for _ in range(consumed):
+        cursor.next()
+    resumed.load(decode(encode(cursor.state())))
+    assert [resumed.next() for _ in range(25)] == [cursor.next() for _ in range(25)]
+
+
+def test_get_finds_every_prompt_given_out():
+    cursor = PromptCursor(make_prompts(5), source="train", seed=0)
+    for prompt in [cursor.next() for _ in range(12)]:
+        assert cursor.get(prompt.prompt_id) == prompt
+
+
+@pytest.mark.parametrize(
+    "prompt_id", ["eval/0/1", "train/0/5", "train/0/-1", "train/1", "train/x/1", "", "train/0/1/2"]
+)
+def test_get_refuses_ids_of_another_source(prompt_id):
+    with pytest.raises(DataError, match=r"train/<epoch>/<index below 5>"):
+        PromptCursor(make_prompts(5), source="train", seed=0).get(prompt_id)
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        (PromptCursor(make_prompts(5), source="train", seed=1), "seed was 1 and is 0"),
+        (PromptCursor(make_prompts(4), source="train", seed=0), "num_prompts was 4 and is 5"),
+        (PromptCursor(make_prompts(5), source="other", seed=0), "source was 'other' and is 'train'"),
+        (PromptCursor(make_prompts(5)[::-1], source="train", seed=0), "checksum was"),
+    ],
+)
+def test_a_state_of_other_data_is_refused_with_the_difference(other, difference):
+    with pytest.raises(CheckpointError, match=difference):
+        PromptCursor(make_prompts(5), source="train", seed=0).load(other.state())
+
+
+def test_a_cursor_needs_prompts():
+    with pytest.raises(DataError, match="at least one prompt"):
+        PromptCursor([], source="train", seed=0)

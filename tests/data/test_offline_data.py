@@ -1,0 +1,377 @@
+"""Rows of the offline objectives: every source and format, what becomes of them, and every mistake by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from areal_lite.config.offline import OfflineConfig
+from areal_lite.config.recipe import parse_section
+from areal_lite.config.sections import ArithConfig
+from areal_lite.data.arith import CHARACTERS, arith_problems, preference_pairs
+from areal_lite.data.offline import OfflineData, load_offline
+from areal_lite.data.tokenizer import build_char_tokenizer
+from areal_lite.errors import ConfigError, DataError
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:"
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}<eos>{% endif %}.{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+"""`u:` or `a:` before each message, the assistant's end with <eos>, and all of them with a full stop."""
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    made = build_char_tokenizer(LETTERS)
+    made.chat_template = TEMPLATE
+    return made
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def load(
+    tokenizer: PreTrainedTokenizerFast, command: str = "sft", *, max_context: int = 64, **data: Any
+) -> OfflineData:
+    section = "sft" if command == "sft" else "preference"
+    raw = {
+        "command": command,
+        "model": {"max_context": max_context},
+        "data": {"source": "jsonl", "eval_fraction": 0.0, **data},
+        section: {"batch_size": 1},
+    }
+    return load_offline(parse_section(raw, OfflineConfig), tokenizer)
+
+
+def texts(tokenizer: PreTrainedTokenizerFast, data: OfflineData) -> list[tuple[str, ...]]:
+    return [
+        (tokenizer.decode(example.prompt), *(tokenizer.decode(ids) for ids in example.completions))
+        for example in data.train
+    ]
+
+
+# --- formats ---
+
+
+def test_plain_completions_end_with_one_end_of_sequence(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "one ", "completion": "two"}, "", {"prompt": "x", "completion": ""}])
+    assert texts(tokenizer, load(tokenizer, path=path)) == [("one ", "two<eos>"), ("x", "<eos>")]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]},
+        {"prompt": [{"role": "user", "content": "hi"}], "completion": [{"role": "assistant", "content": "yo"}]},
+        {"prompt": [{"role": "user", "content": "hi", "name": None}], "completion": "yo"},
+    ],
+)
+def test_chats_go_through_the_template_and_stop_where_generation_stops(
+    row: dict[str, Any], tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Only the last answer is learned. Seen failing with what the template writes behind its <eos> left in."""
+    path = write(tmp_path / "a.jsonl", [row])
+    assert texts(tokenizer, load(tokenizer, path=path)) == [("u:hi.a:", "yo<eos>")]
+
+
+def test_a_long_chat_keeps_its_earlier_answers_in_the_prompt(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    path = write(tmp_path / "a.jsonl", [{"messages": [{"role": role, "content": text} for role, text in turns]}])
+    assert texts(tokenizer, load(tokenizer, path=path)) == [("u:a.a:b<eos>.u:c.a:", "d<eos>")]
+
+
+def test_plain_texts_become_a_chat_where_the_recipe_says_so(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "hi", "completion": "yo"}])
+    assert texts(tokenizer, load(tokenizer, path=path, chat=True)) == [("u:hi.a:", "yo<eos>")]
+
+
+def test_a_whole_chat_beside_its_first_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """As in UltraChat. Where there is a completion, that is learned. Seen failing with a completion asked for."""
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    rows = [{"prompt": "hi", "messages": chat}, {"prompt": "a", "completion": "b", "messages": chat}]
+    path = write(tmp_path / "a.jsonl", rows)
+    assert texts(tokenizer, load(tokenizer, path=path)) == [("u:hi.a:", "yo<eos>"), ("a", "b<eos>")]
+
+
+def chat(*texts: str) -> list[dict[str, str]]:
+    """Messages of user and assistant in turn."""
+    return [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize("others", [{}, {"prompt": "q"}])
+def test_pairs_of_whole_chats(others: dict[str, str], tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """As in UltraFeedback: what both begin with is the prompt. Seen failing with the prompt column put before them."""
+    rows = [
+        others | {"chosen": chat("q", "yes"), "rejected": chat("q", "no")},
+        others | {"chosen": chat("q", "a", "p", "yes"), "rejected": chat("q", "a", "p", "no")},
+    ]
+    data = load(tokenizer, "dpo", path=write(tmp_path / "a.jsonl", rows))
+    assert texts(tokenizer, data) == [
+        ("u:q.a:", "yes<eos>", "no<eos>"),
+        ("u:q.a:a<eos>.u:p.a:", "yes<eos>", "no<eos>"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "message"),
+    [
+        (chat("q", "yes"), chat("p", "no"), r"got 0 in common of \['user', 'assistant'\] and \['user', 'assistant'\]"),
+        (chat("q", "yes"), "no", r"got 0 in common of \['user', 'assistant'\] and \['assistant'\]"),
+        (chat("q", "yes", "p"), chat("q", "yes"), "got 2 in common"),
+        (chat("q", "a", "p", "b"), chat("q", "c", "p", "d"), "the completion must be one message of the assistant"),
+    ],
+)
+def test_whole_chats_that_are_no_pair(
+    chosen: Any, rejected: Any, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "q", "chosen": chosen, "rejected": rejected}])
+    with pytest.raises(DataError, match=message):
+        load(tokenizer, "dpo", path=path)
+
+
+@pytest.mark.parametrize("command", ["reward_model", "dpo"])
+def test_pairs(command: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """The chosen one first; plain and chat."""
+    answer = [{"role": "assistant", "content": "good"}]
+    rows = [
+        {"prompt": "q", "chosen": "yes", "rejected": "no"},
+        {"prompt": [{"role": "user", "content": "q"}], "chosen": answer, "rejected": "bad"},
+    ]
+    data = load(tokenizer, command, path=write(tmp_path / "a.jsonl", rows))
+    assert texts(tokenizer, data) == [("q", "yes<eos>", "no<eos>"), ("u:q.a:", "good<eos>", "bad<eos>")]
+
+
+def test_columns_may_have_other_names(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path / "a.jsonl", [{"q": "one ", "a": "two"}])
+    data = load(tokenizer, path=path, prompt_column="q", completion_column="a")
+    assert texts(tokenizer, data) == [("one ", "two<eos>")]
+
+
+# --- datasets folders ---
+
+
+@pytest.mark.parametrize("form", ["saved", "splits", "files"])
+def test_a_datasets_folder(form: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Written by `save_to_disk`, with splits or without, or data files as the hub has them."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    rows = [{"prompt": f"q{index}", "completion": "a"} for index in range(4)]
+    made, folder = datasets.Dataset.from_list(rows), tmp_path / "data"
+    if form == "saved":
+        made.save_to_disk(str(folder))
+    elif form == "splits":
+        datasets.DatasetDict({"train": made, "test": datasets.Dataset.from_list(rows[:1])}).save_to_disk(str(folder))
+    else:
+        folder.mkdir()
+        made.to_parquet(str(folder / "train.parquet"))
+    data = load(tokenizer, source="dataset", path=str(folder), eval_fraction=0.5)
+    if form == "splits":
+        assert (len(data.train), len(data.held_out)) == (4, 1)
+    else:
+        assert (len(data.train), len(data.held_out)) == (2, 2)
+
+
+def test_a_datasets_folder_of_its_own_to_evaluate_on(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Its only split is the one, whatever its name. Seen failing with it looked for under the name train."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    made = datasets.Dataset.from_list([{"prompt": f"q{index}", "completion": "a"} for index in range(4)])
+    made.save_to_disk(str(tmp_path / "train"))
+    datasets.DatasetDict({"test": made.select([0, 1])}).save_to_disk(str(tmp_path / "eval"))
+    data = load(tokenizer, source="dataset", path=str(tmp_path / "train"), eval_path=str(tmp_path / "eval"))
+    assert (len(data.train), len(data.held_out)) == (4, 2)
+    with pytest.raises(DataError, match="must have a split named train, got test"):
+        load(tokenizer, source="dataset", path=str(tmp_path / "eval"))
+
+
+def test_a_datasets_folder_is_loaded_once(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both splits and the look for them. Seen failing with a load for each."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    made = datasets.Dataset.from_list([{"prompt": f"q{index}", "completion": "a"} for index in range(4)])
+    datasets.DatasetDict({"train": made, "test": made}).save_to_disk(str(tmp_path / "data"))
+    loads, load_from_disk = [], datasets.load_from_disk
+    monkeypatch.setattr(datasets, "load_from_disk", lambda *a, **k: loads.append(a) or load_from_disk(*a, **k))
+    data = load(tokenizer, source="dataset", path=str(tmp_path / "data"))
+    assert (len(data.train), len(data.held_out), len(loads)) == (4, 4, 1)
+
+
+def test_a_datasets_folder_that_is_none(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(DataError, match=r"there is none at .*nowhere"):
+        load(tokenizer, source="dataset", path=str(tmp_path / "nowhere"))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "state.json").write_text("{}")
+    with pytest.raises(DataError, match=r"broken is not readable as a datasets folder"):
+        load(tokenizer, source="dataset", path=str(tmp_path / "broken"))
+
+
+# --- what is held out ---
+
+
+def test_held_out_prompts_are_never_trained_on(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """All rows of a prompt are on one side, for any seed. Seen failing with rows held out one by one."""
+    rows = [{"prompt": f"q{index // 3}", "completion": f"a{index}"} for index in range(60)]
+    data = load(tokenizer, path=write(tmp_path / "a.jsonl", rows), eval_fraction=0.2)
+    train, held_out = ({tuple(example.prompt) for example in part} for part in (data.train, data.held_out))
+    assert not train & held_out
+    assert len(data.held_out) == 12
+    assert len(data.train) == 48
+
+
+def test_a_file_of_held_out_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"prompt": f"q{index}", "completion": "a"} for index in range(5)]
+    path, other = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", rows[:4])
+    data = load(tokenizer, path=path, eval_path=other, eval_size=3, eval_fraction=0.5)
+    assert (len(data.train), len(data.held_out)) == (5, 3)
+
+
+# --- mistakes ---
+
+GOOD = {"prompt": "q", "completion": "a"}
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{", "line 2: "),
+        ("[]", "a row must be a JSON object, got list"),
+        ({"prompt": "q"}, "column 'completion' must hold a text or chat messages, got none"),
+        ({"prompt": "", "completion": "a"}, "the prompt must hold at least one character"),
+        ({"prompt": 3, "completion": "a"}, "expected a text or a list of chat messages, got 3"),
+        ({"prompt": "q", "completion": "é"}, "the model's tokenizer cannot encode the character 'é'"),
+        (
+            {"prompt": CHAT, "completion": "a"},
+            r"the prompt must end with a message to the assistant, got \['user', 'as",
+        ),
+        ({"prompt": "q", "completion": CHAT}, r"one message of the assistant, got \['user', 'assistant'\]"),
+        ({"prompt": [{"role": "user"}], "completion": "a"}, "a chat message must be {role: text, content: text}"),
+    ],
+)
+def test_a_broken_row_is_named_and_explained(
+    row: Any, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = write(tmp_path / "a.jsonl", [GOOD, row])
+    with pytest.raises(DataError, match=message) as caught:
+        load(tokenizer, path=path)
+    assert "1 of 2 rows" in str(caught.value)
+    assert "the first is line 2" in str(caught.value)
+
+
+def test_a_share_of_broken_rows_is_left_out(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path / "a.jsonl", [GOOD, "{", GOOD])
+    assert len(load(tokenizer, path=path, max_bad_fraction=0.4).train) == 2
+
+
+def test_two_equal_completions_are_no_pair(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "a"}])
+    with pytest.raises(DataError, match="the two completions of a pair must differ"):
+        load(tokenizer, "dpo", path=path)
+
+
+def test_a_column_that_no_row_has(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path / "a.jsonl", [{"question": "q", "completion": "a"}])
+    with pytest.raises(DataError, match=r"no column 'prompt' in any row.* set data\.prompt_column"):
+        load(tokenizer, path=path)
+
+
+def test_chats_need_a_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """One error of the recipe, not one of every row. Seen failing with it counted as broken rows."""
+    tokenizer.chat_template = None
+    path = write(tmp_path / "a.jsonl", [{"messages": CHAT}])
+    with pytest.raises(ConfigError, match="this one has none"):
+        load(tokenizer, path=path, max_bad_fraction=1.0)
+
+
+def test_a_template_that_rewrites_the_prompt_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(DataError, match="must write a prompt alike with and without its answer"):
+        load(tokenizer, path=write(tmp_path / "a.jsonl", [{"messages": CHAT}]))
+
+
+def test_a_tokenizer_without_an_end_of_sequence(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match="end-of-sequence token, its tokenizer names none"):
+        load(tokenizer, path=write(tmp_path / "a.jsonl", [GOOD]))
+
+
+def test_too_few_rows_for_a_step(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    raw = {"command": "sft", "data": {"source": "jsonl", "path": write(tmp_path / "a.jsonl", [GOOD])}}
+    with pytest.raises(DataError, match="batch_size=32 training rows, got 1"):
+        load_offline(parse_section(raw, OfflineConfig), tokenizer)
+
+
+# --- rows that are too long ---
+
+LONG = [{"prompt": "q", "completion": "abcdefgh"}, {"prompt": "q" * 10, "completion": "a"}, GOOD]
+
+
+def test_a_row_that_is_too_long_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path / "a.jsonl", LONG)
+    with pytest.raises(DataError, match=r"max_context=8 tokens, got 1 of the prompt and 9 of the completion at .*:1"):
+        load(tokenizer, path=path, max_context=8)
+
+
+def test_rows_that_are_too_long_may_be_left_out_or_cut(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """A cut completion has no end of sequence, which nobody wrote there; a prompt that fills all is left out."""
+    path = write(tmp_path / "a.jsonl", LONG)
+    assert texts(tokenizer, load(tokenizer, path=path, max_context=8, too_long="drop")) == [("q", "a<eos>")]
+    cut = texts(tokenizer, load(tokenizer, path=path, max_context=8, too_long="cut"))
+    assert cut == [("q", "abcdefg"), ("q", "a<eos>")]
+
+
+def test_pairs_that_are_equal_once_cut_are_left_out(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [
+        {"prompt": "q", "chosen": "abcdefghx", "rejected": "abcdefghy"},
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+    ]
+    data = load(tokenizer, "dpo", path=write(tmp_path / "a.jsonl", rows), max_context=8, too_long="cut")
+    assert texts(tokenizer, data) == [("q", "a<eos>", "b<eos>")]
+
+
+# --- the built-in task ---
+
+ARITH = ArithConfig(min_terms=3, max_terms=5, max_value=9, minus_share=0.2, train_size=500, eval_size=64)
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_every_built_in_pair_has_a_right_and_a_wrong_answer(split: Any) -> None:
+    """Seen failing without the look at the last number: two slips may cancel."""
+    pairs = preference_pairs(ARITH, split, carelessness=0.6)
+    assert len(pairs) > 50
+    for pair in pairs:
+        right = str(eval(pair.prompt.removesuffix("=?")))
+        assert pair.chosen.endswith(f"#{right}")
+        assert not pair.rejected.endswith(f"#{right}")
+
+
+def test_built_in_splits_have_no_prompt_in_common() -> None:
+    held_out = {problem.prompt for problem in arith_problems(ARITH, "eval")}
+    assert {pair.prompt for pair in preference_pairs(ARITH, "eval", carelessness=0.6)} <= held_out
+    assert not held_out & {pair.prompt for pair in preference_pairs(ARITH, "train", carelessness=0.6)}
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_the_built_in_task_as_rows(command: str) -> None:
+    data = load(build_char_tokenizer(CHARACTERS), command, source="arith", carelessness=0.6, arith=ARITH.model_dump())
+    assert len(data.held_out) > 50
+    assert not {tuple(example.prompt) for example in data.train} & {tuple(example.prompt) for example in data.held_out}
+    assert {len(example.completions) for example in data.train} == {1 if command == "sft" else 2}
+
+
+def test_a_task_without_carries_makes_no_pairs() -> None:
+    with pytest.raises(ConfigError, match="must have carries or borrows to forget"):
+        preference_pairs(ArithConfig(max_terms=2, max_value=4, minus_share=0, eval_size=2), "train", carelessness=1.0)

@@ -1,0 +1,322 @@
+"""Sources that read files, columns and their names, filters, and the names of verifiers and workflows in rows."""
+
+import datetime
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from source_builders import ROWS, load, load_one, recipe, source_of, write_parquet
+
+from areal_lite.cli import evaluate
+from areal_lite.config.paths import with_absolute_paths
+from areal_lite.data.demonstrations import PRINTABLE
+from areal_lite.data.rows import is_hub_id
+from areal_lite.data.source import load_source, load_sources
+from areal_lite.data.tokenizer import build_char_tokenizer
+from areal_lite.errors import ConfigError, DataError
+from areal_lite.verify.protocol import Reply
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_folder(path: Path, **splits: list[dict[str, Any]]) -> Path:
+    datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}).save_to_disk(path)
+    return path
+
+
+def texts(prompts: list[Any]) -> list[str]:
+    return [prompt.text for prompt in prompts]
+
+
+# --- kinds ---
+
+
+def test_all_kinds_of_files_give_the_same_prompts(tmp_path: Path) -> None:
+    """Seen failing with the rows of a folder of Parquet files read in the order of the file system, reversed."""
+    sources = [
+        source_of(write_jsonl(tmp_path / "rows.jsonl", ROWS)),
+        source_of(write_parquet(tmp_path / "rows.parquet")),
+        {"source": "parquet", "path": str(tmp_path / "parts")},
+        source_of(write_folder(tmp_path / "saved", train=ROWS)),
+        source_of(write_parquet(tmp_path / "files" / "train.parquet").parent),
+    ]
+    for number, row in enumerate(ROWS):
+        write_parquet(tmp_path / "parts" / f"part-{number}.parquet", [row])
+    expected = load_one(sources[0])
+    assert [(prompt.text, prompt.answer, dict(prompt.row)) for prompt in expected] == [
+        (row["question"], row["answer"], {"level": row["level"], "tag": row["tag"]}) for row in ROWS
+    ]
+    assert [prompt.prompt_id for prompt in expected] == ["train/0/0", "train/0/1", "train/0/2"]
+    for source in sources[1:]:
+        assert load_one(source) == expected
+
+
+def test_held_out_rows_come_from_their_own_path_or_a_datasets_own_split(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "saved", train=ROWS, test=ROWS[2:])
+    other = str(write_parquet(tmp_path / "other.parquet", ROWS[:2]))
+    assert texts(load_one(source_of(folder), "eval")) == ["13+29=?"]
+    assert texts(load_one(source_of(Path(other)), "eval")) == []
+    parquet = {"source": "parquet", "path": other, "eval_path": other, "eval_size": 1}
+    assert [(prompt.prompt_id, prompt.text) for prompt in load_one(parquet, "eval")] == [("eval/0/0", "1+1=?")]
+
+
+def test_a_hub_id_is_loaded_by_name_and_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with the paths of the recipe made absolute, hub ids among them."""
+    asked: list[Any] = []
+
+    def load_dataset(*arguments: Any) -> Any:
+        asked.append(arguments)
+        return datasets.DatasetDict({name: datasets.Dataset.from_list(ROWS) for name in ("train", "test")})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.chdir(tmp_path)
+    config = with_absolute_paths(recipe(data={"source": "dataset", "path": "someone/sums:main"}))
+    assert texts(load(config)["dataset"]) == [row["question"] for row in ROWS]
+    assert asked == [("someone/sums", "main")]
+    (tmp_path / "folder").mkdir()
+    local = with_absolute_paths(recipe(data={"source": "dataset", "path": "folder"}))
+    assert local.data.path == str(tmp_path / "folder")
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("a/b", True), ("a/b:c", True), ("a", True), ("./a", False), ("/a/b", False), ("a/b/c", False), ("", False)],
+)
+def test_what_may_be_a_hub_id(path: str, expected: bool) -> None:
+    assert is_hub_id(path) == expected
+
+
+def test_a_hub_that_does_not_answer_is_an_error_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(*arguments: Any) -> Any:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(DataError, match=r"no/such is no folder, and cannot be loaded .*ConnectionError: no network"):
+        load_one({"source": "dataset", "path": "no/such"})
+
+
+def test_files_that_are_missing_or_broken_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"none at {tmp_path}/x.parquet: correct data.path"):
+        load_one(source_of(tmp_path / "x.parquet"))
+    (tmp_path / "y.parquet").write_bytes(b"no such thing")
+    with pytest.raises(DataError, match=r"y\.parquet is not readable as Parquet"):
+        load_one(source_of(tmp_path / "y.parquet"))
+    with pytest.raises(DataError, match="holds no rows"):
+        load_one(source_of(write_parquet(tmp_path / "z.parquet", [])))
+
+
+# --- columns ---
+
+
+def test_columns_get_new_names(tmp_path: Path) -> None:
+    """A swap works too. Seen failing with columns renamed one after another."""
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    (first, *_) = load_one(source_of(path, columns={"difficulty": "level"}))
+    assert first.row == {"difficulty": 1, "tag": "a"}
+    (first, *_) = load_one(source_of(path, columns={"tag": "level", "level": "tag"}))
+    assert first.row == {"tag": 1, "level": "a"}
+
+
+def test_a_column_that_is_not_there_or_taken_is_refused(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    with pytest.raises(DataError, match=r"no column 'levle'.*set data\.columns\.difficulty \(nearest: 'level'\)"):
+        load_one(source_of(path, columns={"difficulty": "levle"}))
+    with pytest.raises(DataError, match=r"a column 'tag' already, which data\.columns gives to another"):
+        load_one(source_of(path, columns={"tag": "level"}))
+    with pytest.raises(DataError, match=r"set data\.mix\.one\.prompt_column"):
+        load(recipe(data={"mix": {"one": source_of(path, prompt_column="text")}}))
+
+
+@pytest.mark.parametrize("name", ["prompt", "completion", "messages"])
+def test_a_column_named_like_a_verifiers_argument_is_refused(name: str, tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "rows.parquet", [{**ROWS[0], name: "x"}])
+    with pytest.raises(DataError, match=f"column '{name}' has the name of a verifier argument: rename it"):
+        load_one(source_of(path))
+    assert load_one(source_of(path, columns={"mine": name}))[0].row["mine"] == "x"
+
+
+def test_what_cannot_travel_names_its_column_and_row(tmp_path: Path) -> None:
+    """Dates of a table are no plain values. Seen failing without the check, which left it to the first message."""
+    path = write_parquet(tmp_path / "rows.parquet", [{**ROWS[0], "day": datetime.date(2024, 2, 29)}])
+    with pytest.raises(DataError, match=r"first is row 0: column 'day' holds what cannot travel .*datetime\.date"):
+        load_one(source_of(path))
+
+
+def test_an_empty_cell_of_a_column_with_a_meaning_is_none(tmp_path: Path) -> None:
+    """A table has every column in every row. Seen failing with empty cells kept: `None` is no limit."""
+    rows = [{**ROWS[0], "max_new_tokens": 5, "verifier": "exact"}, ROWS[1]]
+    first, second = load_one(source_of(write_parquet(tmp_path / "rows.parquet", rows)))
+    assert (first.row["max_new_tokens"], first.row["verifier"]) == (5, "exact")
+    assert second.row == {"level": 2, "tag": "b"}
+
+
+# --- filters ---
+
+
+def test_filters_leave_rows_out_and_say_how_many(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The ends of a range are in it, and so is the longest prompt allowed. Seen failing with `<` for `<=`."""
+    path = write_jsonl(tmp_path / "rows.jsonl", [*ROWS, {"question": "5+5=?", "answer": "10", "level": "hard"}])
+    with caplog.at_level(logging.INFO):
+        kept = load_one(source_of(path, filter={"ranges": {"level": [1, 3]}, "max_prompt_tokens": 5}))
+    assert texts(kept) == ["1+1=?", "2+2=?"]
+    assert [prompt.prompt_id for prompt in kept] == ["train/0/0", "train/0/1"]
+    assert [record.getMessage() for record in caplog.records if "leaves out" in record.getMessage()] == [
+        "data.filter.ranges.level=[1, 3] leaves out 1 of 4 rows",
+        "data.filter.max_prompt_tokens=5 leaves out 1 of 3 rows",
+    ]
+
+
+def test_held_out_rows_are_counted_behind_the_filters(tmp_path: Path) -> None:
+    """Seen failing with `eval_size` applied before the lengths were known."""
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS[::-1])
+    data = source_of(path, eval_path=str(path), eval_size=1, filter={"max_prompt_tokens": 5})
+    assert texts(load_one(data, "eval")) == ["2+2=?"]
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"ranges": {"level": [7, 9]}}, r"data\.filter\.ranges\.level=\[7, 9\] leaves out all 3 rows: widen it"),
+        ({"max_prompt_tokens": 4}, r"data\.filter\.max_prompt_tokens=4 leaves out all 3 rows: widen it"),
+        ({"ranges": {"levl": [1, 2]}}, r"column 'levl', which no row has: did you mean 'level'\?"),
+    ],
+)
+def test_a_filter_that_leaves_nothing_is_an_error(rules: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        load_one(source_of(write_jsonl(tmp_path / "rows.jsonl", ROWS), filter=rules))
+
+
+def test_filters_ask_nothing_of_rows_that_are_not_there(tmp_path: Path) -> None:
+    """Nothing held out stays nothing. Seen failing with the column of a range looked for among no rows."""
+    rules = {"ranges": {"level": [1, 2]}, "max_prompt_tokens": 5}
+    assert load_one(source_of(write_jsonl(tmp_path / "rows.jsonl", ROWS), filter=rules), "eval") == []
+
+
+def test_a_filter_makes_room_where_prompts_are_too_long(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    sections = {"model": {"max_context": 12}, "rollout": {"max_new_tokens": 6}}
+    with pytest.raises(ConfigError, match=r"got 7 at .*rows\.jsonl:3 .*data\.filter\.max_prompt_tokens"):
+        load_one(source_of(path), **sections)
+    assert len(load_one(source_of(path, filter={"max_prompt_tokens": 6}), **sections)) == 2
+
+
+# --- verifiers and workflows of rows ---
+
+NAMED = {
+    "verifier": {"named": {"mine": {"function": "my.py:f"}}},
+    "rollout": {"workflows": {"game": {"function": "g:f"}}},
+}
+
+
+def test_a_source_names_verifier_and_workflow_where_a_row_does_not(tmp_path: Path) -> None:
+    """Seen failing with the source's word put over the row's own."""
+    path = write_jsonl(tmp_path / "rows.jsonl", [ROWS[0], {**ROWS[1], "verifier": "exact", "workflow": "single_turn"}])
+    first, second = load_one(source_of(path, verifier="mine", workflow="game"), **NAMED)
+    assert (first.row["verifier"], first.row["workflow"]) == ("mine", "game")
+    assert (second.row["verifier"], second.row["workflow"]) == ("exact", "single_turn")
+    plain = load_one(source_of(write_jsonl(tmp_path / "plain.jsonl", ROWS)))
+    assert all(prompt.row.keys() == {"level", "tag"} for prompt in plain)
+
+
+@pytest.mark.parametrize(
+    ("column", "name", "message"),
+    [
+        ("verifier", "os:system", "got 'os:system' at .*2: data must not choose code; give .* name in verifier.named"),
+        ("workflow", "x.py:f", "got 'x.py:f' at .*2: data must not choose code; give .* name in rollout.workflows"),
+        ("verifier", "exakt", r"got 'exakt' at .*rows\.jsonl:2; did you mean exact\?"),
+        ("workflow", 3, "the column workflow must hold one of .*single_turn.*, got 3 at"),
+    ],
+)
+def test_a_row_may_only_name_what_is_known(column: str, name: Any, message: str, tmp_path: Path) -> None:
+    """Seen failing without the check of names, which left it to the worker that gets the row."""
+    path = write_jsonl(tmp_path / "rows.jsonl", [ROWS[0], {**ROWS[1], column: name}])
+    with pytest.raises(DataError, match=message):
+        load_one(source_of(path), **NAMED)
+
+
+def test_an_evaluation_with_a_verifier_of_its_own_takes_rows_that_name_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen failing with the rows checked against the verifiers that the evaluation asks."""
+    build_char_tokenizer(PRINTABLE).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [{**ROWS[0], "verifier": "mine"}]))
+    sections = NAMED | {"verifier": {**NAMED["verifier"], "eval_function": "exact"}}
+    config = recipe(data={"source": "jsonl", "path": path, "eval_path": path}, **sections)
+    monkeypatch.setattr(evaluate, "_in_a_process_of_its_own", lambda config, prompts, folder: [Reply(1.0)])
+    assert evaluate.evaluate(config, model=str(tmp_path / "model")).prompts == 1
+
+
+# --- several sources ---
+
+
+def test_a_mix_keeps_its_sources_apart_by_their_ids(tmp_path: Path) -> None:
+    """Held-out prompts of each, up to its own `eval_size`. Seen failing with ids `eval/0/index` in a mix."""
+    path = str(write_jsonl(tmp_path / "rows.jsonl", ROWS))
+    mix = {
+        "sums": {"source": "arith", "eval_size": 2, "arith": {"train_size": 4, "eval_size": 3}},
+        "mine": {"source": "jsonl", "path": path, "eval_path": path, "eval_size": 1},
+        "blind": {"source": "jsonl", "path": path},
+    }
+    config = recipe(data={"mix": mix})
+    train, held_out = load(config), load(config, "eval")
+    assert {name: len(prompts) for name, prompts in train.items()} == {"sums": 4, "mine": 3, "blind": 3}
+    assert [prompt.prompt_id for prompt in train["mine"]] == ["mine/0/0", "mine/0/1", "mine/0/2"]
+    ids = {name: [prompt.prompt_id for prompt in prompts] for name, prompts in held_out.items()}
+    assert ids == {"sums": ["sums/eval/0", "sums/eval/1"], "mine": ["mine/eval/0"], "blind": []}
+
+
+def test_all_prompts_of_a_source_are_tokenised_in_one_call(tmp_path: Path) -> None:
+    """Row by row ten thousand prompts take seconds. Seen failing with the tokenizer called for each row."""
+    tokenizer, calls = build_char_tokenizer(PRINTABLE), list[int]()
+
+    class Counting:
+        chat_template = None
+
+        def __call__(self, texts: list[str], **options: Any) -> Any:
+            calls.append(len(texts))
+            return tokenizer(texts, **options)
+
+    config = recipe(data=source_of(write_jsonl(tmp_path / "rows.jsonl", ROWS * 100)))
+    assert len(load_source(config, Counting(), "train")) == 300  # type: ignore[arg-type]
+    assert calls == [300]
+
+
+VERL_ROWS = [
+    {
+        "prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": f"{n}+1=?"}],
+        "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
+        "extra_info": {"index": n},
+    }
+    for n in range(3)
+]
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_chats_and_columns_inside_columns(kind: str, tmp_path: Path) -> None:
+    """Rows as verl and TRL have them. Seen failing with lists refused as prompts, and with dots read as one name."""
+    path = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        write_parquet(path, VERL_ROWS)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in VERL_ROWS))
+    source = source_of(path, prompt_column="prompt", answer_column="reward_model.ground_truth", chat=True)
+    source["columns"] = {"number": "extra_info.index"}
+    tokenizer = build_char_tokenizer(PRINTABLE)
+    tokenizer.chat_template = TEMPLATE
+    (prompts,) = load_sources(recipe(data=source), tokenizer, "train").values()
+    assert [prompt.text for prompt in prompts] == [f"s:be brief;u:{n}+1=?;a:" for n in range(3)]
+    assert [prompt.answer for prompt in prompts] == ["1", "2", "3"]
+    assert [prompt.row["number"] for prompt in prompts] == [0, 1, 2]
+    with pytest.raises(DataError, match=r"a list of chat messages.*set data\.chat=true"):
+        load_sources(recipe(data=source | {"chat": False}), tokenizer, "train")

@@ -1,0 +1,89 @@
+"""Tasks of reasoning-gym: both splits, and rows from which the family's own scorer scores."""
+
+from typing import Any
+
+import pytest
+from source_builders import load_one, recipe
+
+from areal_lite.config.sections import GymConfig
+from areal_lite.data.gym import gym_tasks
+from areal_lite.data.source import load_source
+from areal_lite.data.tokenizer import build_char_tokenizer
+from areal_lite.errors import ConfigError, DataError
+from areal_lite.types import Prompt
+from areal_lite.verify.adapters import reasoning_gym
+from areal_lite.wire import decode, encode
+
+pytestmark = pytest.mark.gym
+
+
+def make_settings(dataset: str | None = "chain_sum", **settings: Any) -> GymConfig:
+    return GymConfig(dataset=dataset, **{"train_size": 40, "eval_size": 20, **settings})
+
+
+def questions(settings: GymConfig, split: Any) -> list[str]:
+    return [task.prompt for task in gym_tasks(settings, split, where="data")]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_no_held_out_question_is_a_training_one(seed: int) -> None:
+    """A family of 200 different questions, 20 of them held out, the others trained on, some of them twice.
+
+    Seen failing without the comparison of questions, whatever the seeds.
+    """
+    arguments = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    settings = make_settings(arguments=arguments, seed=seed, train_size=300)
+    held_out, train = questions(settings, "eval"), questions(settings, "train")
+    assert len(train) == 300
+    assert len(held_out) == len(set(held_out)) == 20
+    assert set(held_out).isdisjoint(train)
+
+
+def test_the_tasks_depend_on_the_seed_and_near_seeds_share_none() -> None:
+    """Item i of seed s is item i - 1 of seed s + 1 in the package. Seen failing with the seed handed on as it is."""
+    first, again, second = (questions(make_settings(seed=seed, train_size=200), "train") for seed in (0, 0, 1))
+    assert first == again
+    assert len(set(first) & set(second)) < 20
+
+
+@pytest.mark.parametrize(
+    "family", ["chain_sum", "graph_color", "arc_1d", "word_sorting", "countdown", "time_intervals"]
+)
+def test_a_row_that_travelled_scores_as_the_package_does(family: str) -> None:
+    """The package's own answer earns the full point where there is one, and nonsense next to nothing.
+
+    `graph_color` has numbers for keys, which no message may have: seen failing without making them text.
+    """
+    settings = make_settings(family, train_size=4, eval_size=2)
+    for prompt in load_one(
+        {"source": "reasoning_gym", "reasoning_gym": settings.model_dump()}, model={"max_context": 4096}
+    ):
+        back: Prompt = decode(encode(prompt), Prompt)
+        assert back.row["reasoning_gym_dataset"] == family
+        if back.answer:
+            assert reasoning_gym(back.text, back.answer, back.answer, **back.row).reward == 1.0
+        assert reasoning_gym(back.text, "no idea", back.answer, **back.row).reward < 0.1
+
+
+def test_a_demonstration_is_the_answer() -> None:
+    assert all(task.demonstration == task.answer for task in gym_tasks(make_settings(), "train", where="data"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dataset": "chain_sums"}, r"data\.reasoning_gym\.dataset .* got 'chain_sums': did you mean chain_sum\?"),
+        ({"arguments": {"terms": 3}}, r"data\.reasoning_gym\.arguments must be settings of chain_sum, got .*terms"),
+        ({"arguments": {"min_terms": 9, "max_terms": 2}}, "must be settings of chain_sum"),
+        ({"dataset": "coin_flip", "eval_size": 500, "arguments": {"max_trials": 4}}, "got .* after 20 sets"),
+    ],
+)
+def test_what_the_package_cannot_make_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        gym_tasks(make_settings(**settings), "train", where="data")
+
+
+def test_a_character_that_the_model_lacks_is_named() -> None:
+    config = recipe(data={"source": "reasoning_gym", "reasoning_gym": make_settings().model_dump()})
+    with pytest.raises(DataError, match=r"the character 'S' \(U\+0053\) at data\.reasoning_gym train task 0"):
+        load_source(config, build_char_tokenizer("0123456789 "), "train")

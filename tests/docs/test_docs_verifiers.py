@@ -1,0 +1,288 @@
+"""Every snippet of docs/verifiers.md, workflows.md and data.md, run.
+
+Each block that begins with `# name.ending` is a file of one folder, as the reader would make it. A Python file is
+called on an example here (`CALLS`); a recipe is read by what `check-config` uses, and everything it names is found; a
+line of a shell is typed, with the installed command. A whole training is not typed line by line: `areal-lite train` is
+checked with `check-config`, and `test_five_lines.py` runs it.
+"""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from episode_builders import TOKENIZER, Speaker, load, make_prompt, play
+from pages import DOCS, blocks
+
+from areal_lite.config.plugins import find_function, split_name
+from areal_lite.config.recipe import load_config
+from areal_lite.config.sections import VerifierSettings
+from areal_lite.data.source import load_sources
+from areal_lite.errors import VerifierUnavailable
+from areal_lite.rollout.engine import Sampling
+from areal_lite.verify.protocol import answer
+
+PAGES = ("verifiers.md", "workflows.md", "data.md")
+ROWS = [
+    {"question": "A hall has 40 rows of 35 seats. How many is that?", "answer": "40*35 = 1400\n#### 1400", "level": 2},
+    {"question": "7+25=?", "answer": "32", "level": 1},
+    {"question": "What is 9*9*9?", "answer": "#### 729", "level": 5},
+]
+SHOWN_ONLY = {"vllm"}
+"""Commands that serve for ever; `JudgingHandler` stands for this one, and the judge's own tests start it."""
+
+
+class JudgingHandler(BaseHTTPRequestHandler):
+    """A server with an OpenAI-compatible interface that likes everything."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert "A student's answer: " in asked["messages"][0]["content"]
+        message = {"role": "assistant", "content": "Score: 1 would be unkind. Score: 4"}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        reply = {"id": "1", "object": "chat.completion", "created": 0, "model": asked["model"], "choices": [choice]}
+        body = json.dumps(reply).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def judge_port() -> Iterator[int]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), JudgingHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, judge_port: int) -> Path:
+    """What a reader's folder holds after all three pages, and the files that they take for granted.
+
+    The judge's server is on a port that is free here.
+    """
+    folder = tmp_path_factory.mktemp("pages")
+    for page in PAGES:
+        for block in blocks(page):
+            if block.file is not None:
+                assert not (folder / block.file).exists(), f"two blocks are {block.file}"
+                (folder / block.file).write_text(block.text.replace("127.0.0.1:8000", f"127.0.0.1:{judge_port}"))
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    for name in ("data.jsonl", "train.jsonl", "eval.jsonl"):
+        (folder / name).write_text(lines)
+    (folder / "completions.jsonl").write_text("".join(json.dumps({"completion": row["answer"]}) + "\n" for row in ROWS))
+    (folder / "words.txt").write_text("the cat sat")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _in_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = list(sys.path)
+    monkeypatch.chdir(folder)
+    yield
+    sys.path[:] = before
+
+
+def scored(name: str, completion: str, reference: str = "", **arguments: Any) -> Any:
+    """What a verifier's process would answer."""
+    function = find_function(name, kind="verifier")
+    (reply,) = answer(function, [("a prompt", completion, reference, {})], arguments=arguments)
+    assert reply.failure is None or reply.failure == "unavailable", reply
+    return reply
+
+
+def check_five_lines() -> None:
+    assert scored("my_verifier.py:verify", "7+25=32#32", "so 32 #### 32").reward == 1.0
+    assert scored("my_verifier.py:verify", "7+25=33#33", "32").reward == 0.0
+
+
+def check_arguments() -> None:
+    assert scored("close.py:verify", "2.5", "2").reward == 0.0
+    assert scored("close.py:verify", "2.5", "2", tolerance=0.5).reward == 1.0
+
+
+def check_preparation() -> None:
+    assert scored("dictionary.py:verify", "The cat flew", words="words.txt").reward == pytest.approx(2 / 3)
+
+
+def check_steps() -> None:
+    """Lines end before characters 4, 6 and 9; the first and the last but one end in a full stop."""
+    reply = scored("steps.py:verify", "Yes.\nNo\nSo.\n9", "9")
+    assert (reply.reward, [*map(tuple, reply.step_rewards)]) == (1.0, [(5, 0.1), (12, 0.1)])
+    assert (dict(reply.parts), reply.feedback) == ({"right": 1.0, "lines": 0.2}, "2 good lines")
+
+
+def check_batch() -> None:
+    function = find_function("lengths.py:verify", kind="verifier")
+    calls = [("p", completion, "", {}) for completion in ("x", "x" * 50)]
+    assert [reply.reward for reply in answer(function, calls, arguments={})] == [0.99, 0.5]
+
+
+def check_rewards() -> None:
+    verl = find_function("verl", kind="verifier")
+    trl = find_function("trl", kind="verifier")
+    (right,) = answer(verl, [("p", " 7\n", "7", {})], arguments={"function": "rewards.py:compute_score"})
+    short = answer(trl, [("p", "x" * n, "7", {}) for n in (9, 10)], arguments={"function": "rewards.py:short"})
+    assert (right.reward, [reply.reward for reply in short]) == (1.0, [1.0, 0.0])
+
+
+def check_service() -> None:
+    function = find_function("service.py:verify", kind="verifier")
+    with pytest.raises(VerifierUnavailable, match="does not answer"):
+        function("p", "c", "a", url="http://127.0.0.1:9/")
+
+
+def check_hints() -> None:
+    """Two wrong words, then the right one, behind the environment's words as the page has them."""
+    engine = Speaker(["5", "6", "7"])
+    sample = play(engine, load("multi_turn", arguments={"step": "hints.py:step"}), make_prompt(answer="7"))
+    assert [message["content"] for message in sample.messages] == [
+        "5", "\nNot 5. Try again:", "6", "\nNot 6. Try again:", "7"
+    ]  # fmt: skip
+
+
+def check_tools() -> None:
+    """The conversation that the page shows, call by call."""
+    (shown,) = blocks("workflows.md", "")
+    pairs = [re.split(r" +(?=<)", line) for line in shown.text.splitlines()]
+    engine = Speaker([*(call for call, _ in pairs), "3"])
+    workflows = load("tools", arguments={"functions": ["shop.py:price"]})
+    sample = play(engine, workflows, sampling=Sampling(max_new_tokens=500, temperature=1.0))
+    assert [message["content"] for message in sample.messages[1::2]] == [reply for _, reply in pairs]
+
+
+def check_second_thoughts() -> None:
+    sample = play(Speaker(["7", "8"]), load("second_thoughts.py:episode", arguments={"remark": "?"}))
+    assert [(message["role"], message["content"]) for message in sample.messages] == [
+        ("assistant", "7"), ("environment", "?"), ("assistant", "8")
+    ]  # fmt: skip
+
+
+CALLS: dict[str, Callable[[], None]] = {
+    "my_verifier.py": check_five_lines,
+    "close.py": check_arguments,
+    "dictionary.py": check_preparation,
+    "steps.py": check_steps,
+    "lengths.py": check_batch,
+    "rewards.py": check_rewards,
+    "service.py": check_service,
+    "hints.py": check_hints,
+    "shop.py": check_tools,
+    "second_thoughts.py": check_second_thoughts,
+}
+
+
+@pytest.mark.parametrize("file", CALLS)
+def test_a_python_file_of_the_pages_does_what_they_say(file: str) -> None:
+    CALLS[file]()
+
+
+def test_every_python_block_is_called_here() -> None:
+    """Seen failing with a new block on the page."""
+    assert [block.file for page in PAGES for block in blocks(page, "python")] == list(CALLS)
+
+
+def recipes() -> list[str]:
+    return [str(block.file) for page in PAGES for block in blocks(page, "yaml")]
+
+
+@pytest.mark.parametrize("file", recipes())
+def test_a_recipe_of_the_pages_is_read_and_names_what_there_is(file: str) -> None:
+    """Seen failing with a misspelt key, an unknown verifier, and a function that its file does not have."""
+    config = load_config(file)
+    verifier = config.verifier
+    settings = [verifier, *verifier.named.values()]
+    functions = [verifier.function] if isinstance(verifier.function, str) else list(verifier.function)
+    for name in {*functions, *(one.function for one in verifier.named.values())} - {*verifier.named}:
+        found(name, "verifier")
+    for one in settings:
+        if isinstance(one, VerifierSettings) and ":" in str(one.arguments.get("function", "")):
+            find_function(one.arguments["function"], kind="reward function")
+    workflows = [(config.rollout.workflow, config.rollout.workflow_arguments)]
+    workflows += [(one.function, one.arguments) for one in config.rollout.workflows.values()]
+    for name, arguments in workflows:
+        if name not in config.rollout.workflows:
+            found(name, "workflow")
+        for inner in [arguments.get("step"), *arguments.get("functions", [])]:
+            if inner is not None:
+                find_function(inner, kind="environment")
+
+
+def found(name: str, kind: str) -> None:
+    """Import a user's file; of what is built in the name is enough, as libraries may be missing."""
+    location, _ = split_name(name, kind=kind)
+    if location.endswith(".py"):
+        find_function(name, kind=kind)
+
+
+def num_prompts(file: str) -> dict[str, int]:
+    """Load the training prompts of a recipe as a run would, and count them by source."""
+    return {name: len(prompts) for name, prompts in load_sources(load_config(file), TOKENIZER, "train").items()}
+
+
+def test_the_data_of_the_recipes_is_there() -> None:
+    """`filtered.yaml` keeps levels from 1 to 3, of 2, 1 and 5."""
+    assert num_prompts("my_data.yaml") == {"jsonl": 3}
+    assert num_prompts("filtered.yaml") == {"jsonl": 2}
+    assert num_prompts("games.yaml") == {"numbers": 2048, "mazes": 2048}
+    assert num_prompts("both.yaml") == {"sums": 8192, "asked_twice": 8192}
+
+
+@pytest.mark.gym
+def test_the_data_of_the_recipes_with_reasoning_gym_is_there() -> None:
+    assert num_prompts("gym.yaml") == {"reasoning_gym": 512}
+    assert num_prompts("mix.yaml") == {"sums": 8192, "puzzles": 2048, "mine": 3}
+    assert num_prompts("mixed.yaml") == {"sums": 8192, "puzzles": 2048}
+
+
+def shell_lines() -> list[str]:
+    text = "\n".join(block.text for page in PAGES for block in blocks(page, "sh")).replace("\\\n", " ")
+    return [line for line in text.splitlines() if line.split() and line.split()[0] not in SHOWN_ONLY]
+
+
+@pytest.mark.parametrize("line", shell_lines())
+def test_a_line_of_the_pages_can_be_typed(line: str) -> None:
+    """Seen failing with an option that does not exist."""
+    program, command, *words = shlex.split(line)
+    assert program == "areal-lite"
+    typed = [str(Path(sys.executable).with_name(program)), command.replace("train", "check-config"), *words]
+    result = subprocess.run(typed, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout + result.stderr
+    if "judge.yaml" in words:
+        assert "0.8" in result.stdout  # 4 of 5
+
+
+def test_other_blocks_are_what_they_seem() -> None:
+    """JSON and TOML parse; blocks without a language are conversations, which `check_tools` replays."""
+    for page in PAGES:
+        for block in blocks(page, "json"):
+            assert isinstance(json.loads(block.text), dict)
+        for block in blocks(page, "toml"):
+            assert tomllib.loads(block.text)["project"]["entry-points"]["areal_lite.verifiers"]
+        assert {block.language for block in blocks(page)} <= {"python", "yaml", "sh", "json", "toml", ""}
+    assert [page for page in PAGES for _ in blocks(page, "")] == ["workflows.md"]
+
+
+def test_links_of_the_pages_lead_somewhere() -> None:
+    for page in PAGES:
+        text = (DOCS / page).read_text()
+        for link in re.findall(r"\]\(([\w.-]*)(?:#[\w-]+)?\)", text):
+            assert not link or (DOCS / link).is_file(), f"{page} links to {link}"
+        for anchor in re.findall(r"\]\(#([\w-]+)\)", text):
+            headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]

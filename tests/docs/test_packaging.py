@@ -1,0 +1,253 @@
+"""What a clone, a wheel and the images consist of, and the rules that hold for every file."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+import areal_lite
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
+DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
+
+# Never part of the project: environments, caches, build products, what runs leave behind.
+NOT_OURS = re.compile(r"__pycache__|.*\.egg-info|build|dist|runs|\.(?!ci$).*")
+
+
+def walk(folder: Path) -> Iterator[Path]:
+    """Every file of the project under a folder; symbolic links are not followed."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not NOT_OURS.fullmatch(name))
+        yield from (Path(place, name) for name in sorted(names) if not Path(place, name).is_symlink())
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level names of the packages that a file imports, inside functions too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add((node.module or "").partition(".")[0])
+    return names
+
+
+# ---------------------------------------------------------------- packages
+
+
+def test_the_package_list_is_what_the_folders_are():
+    """Seen failing with `areal_lite.verify` taken off the list, and with the link areal_lite/launch removed."""
+    found = {module_name(path) for path in walk(ROOT / "areal_lite") if path.name == "__init__.py"}
+    links = [path for path in (ROOT / "areal_lite").iterdir() if path.is_symlink()]
+    assert {str(link.readlink()) for link in links} == {"../actors", "../launch"}
+    assert sorted(found | {f"areal_lite.{link.name}" for link in links if (link / "__init__.py").is_file()}) == PACKAGES
+
+
+def test_no_folder_of_modules_lacks_an_init():
+    """Such a folder imports from a clone, and is missing from the wheel."""
+    code = [path for top in ("areal_lite", "actors", "launch") for path in walk(ROOT / top) if path.suffix == ".py"]
+    assert {path.parent for path in code if not (path.parent / "__init__.py").is_file()} == set()
+
+
+def test_entry_points_name_files_and_functions_that_exist():
+    points = PROJECT["project"]["scripts"] | PROJECT["project"]["entry-points"]["vllm.general_plugins"]
+    for target in points.values():
+        module, function = target.split(":")
+        source = (ROOT / module.replace(".", "/")).with_suffix(".py").read_text()
+        defined = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+        assert function in defined, target
+
+
+def test_one_version_everywhere():
+    """Seen failing with the changelog one version ahead."""
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert newest is not None
+    assert newest.group(1) == areal_lite.__version__ == PROJECT["project"]["version"]
+
+
+def test_both_builds_pin_the_same_torch():
+    """setup.sh reads the CPU build's pin with a pattern that wants it on one line."""
+    extras = PROJECT["project"]["optional-dependencies"]
+    pins = {name: [item for item in extras[name] if item.startswith("torch==")] for name in ("cpu", "gpu")}
+    assert pins["cpu"] == pins["gpu"]
+    assert re.search(r'^cpu = .*"torch==[\d.]+"', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+
+
+def test_the_wheel_holds_every_module_and_recipe_and_no_generic_name(tmp_path):
+    """A wheel built from a copy: `actors` and `launch` come through their links, under areal_lite alone.
+
+    Seen failing with `areal_lite.launch` off the package list, and with the `package-data` line removed.
+    """
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree / name)
+    for name in ("areal_lite", "actors", "launch"):
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--wheel-dir"]
+    command = [sys.executable, "-m", "pip", "wheel", *options, str(tmp_path), str(tree)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    expected = {path.relative_to(ROOT) for path in walk(ROOT / "areal_lite")}
+    expected |= {
+        Path("areal_lite", path.relative_to(ROOT)) for top in ("actors", "launch") for path in walk(ROOT / top)
+    }
+    info = f"areal_lite-{areal_lite.__version__}.dist-info/"
+    assert {name for name in names if not name.startswith(info)} == {path.as_posix() for path in expected}
+    assert f"{info}licenses/LICENSE" in names
+
+
+# ---------------------------------------------------------------- imports
+
+# Where each heavy package may be imported at all.
+HOMES = {
+    "ray": ("actors/", "launch/"),
+    "vllm": ("areal_lite/rollout/vllm_engine.py", "areal_lite/weights/"),
+    "zmq": ("areal_lite/sample_queue/server.py", "areal_lite/sample_queue/client.py", "launch/queue_bench.py"),
+}
+
+
+def test_heavy_packages_are_imported_at_home_only():
+    """Seen failing with `import ray` inside a function of metrics.py."""
+    strays = []
+    for top in ("areal_lite", "actors", "launch"):
+        for path in walk(ROOT / top):
+            place = path.relative_to(ROOT).as_posix()
+            if path.suffix == ".py":
+                strays += [(place, name) for name in imported(path) & set(HOMES) if not place.startswith(HOMES[name])]
+    assert strays == []
+
+
+def test_the_core_loads_neither_ray_nor_vllm():
+    """Invariant I8, in a fresh interpreter: all modules but the adapters that import vLLM themselves.
+
+    Seen failing with `from areal_lite.weights.gloo import ...` at the top of train/step.py, and with `import ray` at
+    the top of run_folder.py.
+    """
+    code = [path for path in walk(ROOT / "areal_lite") if path.suffix == ".py" and "vllm" not in imported(path)]
+    script = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\n"
+    script += "print(*sorted({'ray', 'vllm'} & set(sys.modules)))"
+    command = [sys.executable, "-c", script, *map(module_name, code)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("line", ["import actors", "from launch.train import train", "import launch.cluster"])
+def test_ruff_bans_the_folders_at_the_root(line):
+    """Seen failing with the `banned-api` table removed."""
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--stdin-filename", "areal_lite/new.py", "-"]
+    done = subprocess.run(command, cwd=ROOT, input=f"{line}\n", capture_output=True, text=True, timeout=60, check=False)
+    assert "TID251" in done.stdout, done.stdout + done.stderr
+
+
+def test_nothing_imports_the_folders_at_the_root():
+    code = [path for path in walk(ROOT) if path.suffix == ".py"]
+    assert [str(path) for path in code if imported(path) & {"actors", "launch"}] == []
+
+
+# ---------------------------------------------------------------- images
+
+
+def instructions(dockerfile: Path, word: str) -> list[str]:
+    """The arguments of each instruction of a kind, continuation lines joined."""
+    text = dockerfile.read_text().replace("\\\n", " ")
+    return [line.split(maxsplit=1)[1] for line in text.splitlines() if line.startswith(f"{word} ")]
+
+
+def copied(dockerfile: Path) -> set[str]:
+    return {source for line in instructions(dockerfile, "COPY") for source in line.split()[:-1]}
+
+
+def test_there_is_an_image_for_each_build():
+    assert [path.name for path in DOCKERFILES] == ["cpu.Dockerfile", "gpu.Dockerfile"]
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
+def test_what_an_image_copies_exists_and_is_what_the_set_up_reads(dockerfile):
+    """Seen failing with a misspelt source, and with `COPY launch` removed."""
+    assert [name for name in copied(dockerfile) if not (ROOT / name).exists()] == []
+    tops = {str(link.readlink()).removeprefix("../") for link in (ROOT / "areal_lite").iterdir() if link.is_symlink()}
+    files = {"setup.sh", "pyproject.toml", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]}
+    assert copied(dockerfile) == files | tops | {"areal_lite"}
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert copied(dockerfile) & set(ignored) == set()
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
+def test_an_image_runs_the_same_set_up_and_repeats_none_of_it(dockerfile):
+    """Seen failing with `RUN pip install ...` in place of the script."""
+    runs = instructions(dockerfile, "RUN")
+    (set_up,) = [line for line in runs if "apt-get" not in line]
+    script, build = set_up.removeprefix("PIP_NO_CACHE_DIR=1 ").split()
+    assert os.access(ROOT / script, os.X_OK)
+    assert build == dockerfile.name.partition(".")[0]
+    (entry,) = instructions(dockerfile, "ENTRYPOINT")
+    assert ast.literal_eval(entry) == list(PROJECT["project"]["scripts"])
+
+
+# ---------------------------------------------------------------- commands
+
+
+def test_make_lists_every_target():
+    makefile = (ROOT / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, flags=re.MULTILINE)
+    assert phony is not None
+    listed = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert re.findall(r"make (\w+)", listed) == phony.group(1).split()
+
+
+def test_continuous_integration_runs_the_readmes_test_command():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    command = script.read_text().splitlines()[-1]
+    assert command == "make test"
+    assert command in (ROOT / "README.md").read_text()
+
+
+# ---------------------------------------------------------------- every file
+
+ELSEWHERE = ["/home/", "/root/", "/Users/", f"{ROOT}/"]
+REGISTRIES = ["pypi.org", "pythonhosted.org", "download.pytorch.org", "nvcr.io", "docker.io", "ghcr.io", "quay.io"]
+
+
+def mentions(words: list[str]) -> list[tuple[str, str]]:
+    """Every (file, word) in the project's text files, this one left out."""
+    texts = [
+        (path.relative_to(ROOT).as_posix(), path.read_text(errors="ignore"))
+        for path in walk(ROOT)
+        if path != Path(__file__)
+    ]
+    return [(name, word) for name, text in texts for word in words for _ in range(text.count(word))]
+
+
+def test_no_file_names_a_place_on_somebodys_machine():
+    """Seen failing with the checkout's own path in a comment of the Makefile."""
+    assert mentions(ELSEWHERE) == []
+
+
+def test_the_one_package_index_named_is_the_set_up_scripts():
+    """Seen failing with the index repeated in a Dockerfile."""
+    assert mentions(REGISTRIES) == [("setup.sh", "download.pytorch.org")]
+
+
+def test_the_place_of_the_data_is_named_in_ci_alone():
+    assert {name for name, _ in mentions(["shared/data"])} == {".ci/run"}

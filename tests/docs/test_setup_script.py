@@ -1,0 +1,208 @@
+"""setup.sh, run for real against a stand-in Python that records what it is asked to install."""
+
+import os
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+TORCH = next(item for item in EXTRAS["cpu"] if item.startswith("torch==")) + "+cpu"
+
+# Plays `python3.11`, and is copied to .venv/bin/python by its own `-m venv`. It appends each pip command to `calls`,
+# and fails those that hold the word in `fail_on`.
+STAND_IN = """#!/usr/bin/env bash
+case "$*" in
+    --version) echo "Python 3.11.0" ;;
+    -c*) exit 0 ;;
+    "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    *) echo "$*" >>calls
+       echo "WARNING: Location 'file:///nowhere/simple/' is ignored: it is neither a file nor a directory."
+       echo "pip says: $*"
+       [ ! -s fail_on ] || { [[ "$*" == *"$(cat fail_on)"* ]] && [[ "$*" != *--extra-index-url* ]] && exit 1; }
+       exit 0 ;;
+esac
+"""
+
+
+class Checkout:
+    """A folder with setup.sh and pyproject.toml, and a search path that finds the stand-in first."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("setup.sh", "pyproject.toml"):
+            shutil.copy(ROOT / name, folder / name)
+        self.commands = folder / "commands"
+        self.commands.mkdir()
+        self.command("python3.11", STAND_IN)
+        self.command("nvidia-smi", "#!/bin/sh\nexit 9\n")
+        self.command("uname", '#!/bin/sh\ncase "$1" in -s) echo Linux ;; *) echo x86_64 ;; esac\n')
+
+    def command(self, name: str, text: str) -> None:
+        path = self.commands / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def setup(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"PATH": f"{self.commands}:{os.environ['PATH']}"}
+        command = ["./setup.sh", *arguments]
+        return subprocess.run(
+            command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    def calls(self) -> list[str]:
+        """Return the pip commands since the last call, without the words they share."""
+        path = self.folder / "calls"
+        lines = path.read_text().splitlines() if path.exists() else []
+        path.unlink(missing_ok=True)
+        return [line.removeprefix("-m pip --disable-pip-version-check --no-input ") for line in lines]
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    return Checkout(tmp_path)
+
+
+def test_cpu_installs_torch_from_the_configured_index_first_and_removes_the_cuda_builds(checkout):
+    done = checkout.setup()
+    assert done.returncode == 0, done.stderr
+    assert checkout.calls() == [
+        f"install {TORCH}",
+        "install --editable .[cpu,dev]",
+        "install --editable .[cpu,dev,gym]",
+        "uninstall --yes torchvision torchaudio torchcodec",
+    ]
+
+
+def test_torch_falls_back_to_the_cpu_index(checkout):
+    """Seen failing with `&&` for `||` between the two commands."""
+    (checkout.folder / "fail_on").write_text("torch==")
+    assert checkout.setup().returncode == 0
+    first, second, *_ = checkout.calls()
+    assert first == f"install {TORCH}"
+    assert second.startswith("install --extra-index-url https://")
+    assert second.endswith(f"/whl/cpu {TORCH}")
+
+
+def test_gpu_installs_the_cuda_build_alone(checkout):
+    assert checkout.setup("gpu").returncode == 0
+    assert checkout.calls() == ["install --editable .[gpu,dev]", "install --editable .[gpu,dev,gym]"]
+
+
+def test_a_second_call_does_nothing(checkout):
+    """Seen failing without the stamp's last line (`echo "$fingerprint"`)."""
+    checkout.setup()
+    checkout.calls()
+    done = checkout.setup()
+    assert done.stdout == "set-up: .venv is ready (cpu)\n"
+    assert checkout.calls() == []
+
+
+def test_a_change_of_pins_updates_in_place(checkout):
+    checkout.setup()
+    checkout.calls()
+    kept = checkout.folder / ".venv" / "kept"
+    kept.touch()
+    with (checkout.folder / "pyproject.toml").open("a") as file:
+        file.write("# another pin\n")
+    checkout.setup()
+    assert len(checkout.calls()) == 4
+    assert kept.exists()
+
+
+@pytest.mark.parametrize("missing", ["ready", "bin/python"])
+def test_a_half_made_environment_is_started_over(checkout, missing):
+    """pip takes a half-unpacked package for a whole one. Seen failing with the `rm -rf .venv` line removed."""
+    checkout.setup()
+    leftover = checkout.folder / ".venv" / "leftover"
+    leftover.touch()
+    (checkout.folder / ".venv" / missing).unlink()
+    checkout.calls()
+    assert "starting over" in checkout.setup().stdout
+    assert len(checkout.calls()) == 4
+    assert not leftover.exists()
+
+
+def test_an_environment_made_by_hand_is_used_and_kept(checkout):
+    (checkout.folder / ".venv" / "bin").mkdir(parents=True)
+    shutil.copy(checkout.commands / "python3.11", checkout.folder / ".venv" / "bin" / "python")
+    (checkout.folder / ".venv" / "mine").touch()
+    assert checkout.setup().returncode == 0
+    assert (checkout.folder / ".venv" / "mine").exists()
+
+
+def test_the_build_is_remembered_and_another_one_starts_over(checkout):
+    checkout.setup("gpu")
+    assert checkout.setup().stdout == "set-up: .venv is ready (gpu)\n"
+    checkout.calls()
+    assert "starting over" in checkout.setup("cpu").stdout
+    assert checkout.calls()[0] == f"install {TORCH}"
+
+
+def test_a_failure_shows_the_end_of_the_log_without_noise_and_leaves_no_stamp(checkout):
+    (checkout.folder / "fail_on").write_text("--editable")
+    done = checkout.setup()
+    assert done.returncode == 1
+    assert "pip says: -m pip" in done.stderr
+    assert "to do:" in done.stderr
+    log = (checkout.folder / ".venv" / "setup.log").read_text()
+    assert "is ignored" not in done.stderr + log
+    assert not (checkout.folder / ".venv" / "ready").exists()
+
+
+def test_what_is_optional_may_fail(checkout):
+    """Its packages are built with a compiler that may be missing. Seen failing with `step` in place of `try`."""
+    (checkout.folder / "fail_on").write_text("gym]")
+    done = checkout.setup()
+    assert done.returncode == 0, done.stderr
+    assert "not installed (why: .venv/setup.log); the rest works without" in done.stdout
+    assert (checkout.folder / ".venv" / "ready").exists()
+
+
+def test_a_shim_that_does_not_run_is_passed_over(checkout):
+    """As pyenv's for a version that is not active."""
+    checkout.command("python3.12", STAND_IN)
+    checkout.command("python3.11", "#!/bin/sh\necho 'command not found' >&2\nexit 127\n")
+    done = checkout.setup()
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "words"),
+    [
+        ("uname", "#!/bin/sh\necho Darwin\n", ["Linux x86_64", "Darwin", "pinned"]),
+        ("df", "#!/bin/sh\necho header\necho 'disk 9 9 1000000 9% /'\n", ["6 GB of free disk", "1 GB", "free some"]),
+    ],
+)
+def test_an_unfit_machine_is_told_what_was_expected_what_came_and_what_to_do(checkout, command, text, words):
+    checkout.command(command, text)
+    done = checkout.setup()
+    assert done.returncode == 1
+    assert [word for word in words if word not in done.stderr] == []
+    assert checkout.calls() == []
+
+
+def test_no_fit_python_is_said_so(checkout):
+    for name in ("python3.11", "python3.12", "python3.13", "python3"):
+        checkout.command(name, "#!/bin/sh\n[ \"$1\" = --version ] && echo 'Python 3.9.2' && exit\nexit 1\n")
+    done = checkout.setup()
+    assert done.returncode == 1
+    assert "Python 3.11, 3.12 or 3.13" in done.stderr
+    assert "Python 3.9.2" in done.stderr
+
+
+def test_an_unknown_build_is_refused(checkout):
+    done = checkout.setup("tpu")
+    assert done.returncode == 1
+    assert "./setup.sh cpu" in done.stderr
+    assert "tpu" in done.stderr
+
+
+def test_a_gpu_is_pointed_out_after_a_cpu_set_up(checkout):
+    """The default stays cpu: the demo and the tests run the CPU engine."""
+    checkout.command("nvidia-smi", "#!/bin/sh\nexit 0\n")
+    assert "make setup EXTRA=gpu" in checkout.setup().stdout
+    assert f"install {TORCH}" in checkout.calls()

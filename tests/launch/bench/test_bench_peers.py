@@ -1,0 +1,326 @@
+"""`bench peers`: its arithmetic, that both sides get the same work, and TRL's process, its environment and its lines.
+
+TRL itself is not installed here; scripts of a few lines stand in for it.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from train_builders import make_config, save_tiny_model
+from transformers import AutoModelForCausalLM
+
+from areal_lite.cli.main import main
+from areal_lite.config.recipe import Config, load_config
+from areal_lite.data.tokenizer import EOS, build_char_tokenizer
+from areal_lite.errors import ConfigError, StallError, TrainerError
+from areal_lite.launch.bench import peers_actors as peers_bench
+from areal_lite.launch.bench import peers_setup, peers_trl
+from areal_lite.launch.bench.peers import (
+    COLUMNS,
+    Learning,
+    PeersBench,
+    cells,
+    check_comparable,
+    our_settings,
+    reached,
+    run_order,
+    samples_per_s,
+    seconds_at,
+    summarise,
+    targets,
+    thread_settings,
+    trl_settings,
+)
+from areal_lite.launch.bench.peers_actors import run_trl
+from areal_lite.launch.bench.peers_setup import PINS, ensure_trl
+from areal_lite.launch.bench.peers_view import draw_peers
+from areal_lite.launch.bench.plan import Plan, planned_runs
+from areal_lite.verify.builtin import text
+
+# ---------------------------------------------------------------- arithmetic
+
+
+def learning(step_s: float, accuracies: dict[int, float], *, steps: int = 20) -> Learning:
+    return Learning(seconds=tuple(step_s * (step + 1) for step in range(steps)), accuracies=accuracies, tokens=30.0)
+
+
+def rows(*, trl_accuracy: float = 0.8) -> list[dict[str, Any]]:
+    """Ours 0.5 s a step and 0.75 after 15 of 20 steps; TRL 1 s and 2 s a step, and 0.75 after 12.5 steps of both."""
+    fast = learning(0.5, {0: 0.2, 10: 0.7, 20: 0.8})
+    slow = [learning(seconds, {0: 0.2, 10: 0.7, 20: trl_accuracy}) for seconds in (1.0, 2.0)]
+    return summarise(
+        {"async": [fast, fast], "sync": [fast, fast], "trl": slow}, bench=PeersBench(), samples_per_step=128
+    )
+
+
+def test_rates_are_those_of_the_steps_that_count() -> None:
+    """Of 20 steps 6 to 16 count: 11 steps of 0.5 s. What came before, 100 s here, does not.
+
+    Seen failing with the first step as the beginning.
+    """
+    seconds = [100.0 + 0.5 * step for step in range(20)]
+    seconds[:4] = [10.0, 20.0, 30.0, 40.0]
+    assert samples_per_s(seconds, samples_per_step=128) == pytest.approx(128 / 0.5)
+
+
+def test_time_to_an_accuracy_of_curves_with_known_answers() -> None:
+    """0.7 at step 10 and 0.8 at step 20 are 0.75 at step 15; a later fall does not count.
+
+    Seen failing with the first measured step at or above, 20.
+    """
+    assert reached({0: 0.2, 10: 0.7, 20: 0.8, 30: 0.1}, 0.75) == pytest.approx(15.0)
+    assert reached({0: 0.2, 10: 0.7}, 0.75) is None
+    assert reached({}, 0.75) is None
+    assert reached({0: 0.75}, 0.75) == 0.0
+    assert seconds_at([3.0, 5.0, 6.0], 1.5) == 4.0
+    assert seconds_at([3.0, 5.0, 6.0], 0.5) == 1.5
+    assert seconds_at([3.0, 5.0, 6.0], 3) == 6.0
+
+
+def test_ratios_are_those_inside_a_repeat() -> None:
+    """256 samples/s beside 128 and 64; 7.5 s to it beside 15 and 30. Seen failing with ours over TRL's time."""
+    ours, _, trl = rows()
+    assert ours["samples_per_s"] == [pytest.approx(256.0)] * 2
+    assert ours["speed_over_trl"] == pytest.approx([2.0, 4.0])
+    assert ours["seconds_to"] == pytest.approx([7.5, 7.5])
+    assert ours["sooner_than_trl"] == pytest.approx([2.0, 4.0])
+    assert ours["curves"][0][1] == [10, pytest.approx(5.0), 0.7]
+    assert trl["speed_over_trl"] == trl["sooner_than_trl"] == [1.0, 1.0]
+    expected = ["areal-lite, eta 4", "256\n256-256", "3.00", "7.5", "15", "3.00", "0.800", "30.0"]
+    assert cells(ours) == expected
+    assert len(COLUMNS) == len(expected)
+    assert [one["median"] for one in targets(rows(), accuracy=0.75)] == pytest.approx([3.0, 3.0])
+
+
+def test_an_accuracy_that_was_not_reached_makes_no_ratio_and_no_target() -> None:
+    ours, _, trl = rows(trl_accuracy=0.74)
+    assert trl["seconds_to"] == [None, None]
+    assert ours["sooner_than_trl"] == []
+    assert [cells(row)[3:6] for row in (ours, trl)] == [["7.5", "15", "-"], ["-", "-", "-"]]
+    assert [one["measure"] for one in targets([ours, trl], accuracy=0.75)] == ["samples/s over TRL"]
+
+
+def test_sides_take_turns_and_every_other_repeat_goes_backwards() -> None:
+    assert [side for side, _ in run_order(2)] == ["async", "sync", "trl", "trl", "sync", "async"]
+
+
+def test_the_picture_shows_every_side(tmp_path: Path) -> None:
+    draw_peers(rows(), accuracy=0.75, path=tmp_path / "peers.svg")
+    drawn = (tmp_path / "peers.svg").read_text()
+    assert all(label in drawn for label in ("areal-lite, eta 4", "areal-lite, eta 0", "TRL"))
+
+
+# ---------------------------------------------------------------- the same work on both sides
+
+
+def planned(side: Any = "sync") -> Config:
+    changes = our_settings(side, thread_settings(side, cores=2)[0], steps=12, every=5, seed=7)
+    (run,) = planned_runs(Plan(recipe="arith_cpu", runs={"run": changes}))
+    return run.config
+
+
+def trl_arguments(per_device: int) -> dict[str, Any]:
+    settings = trl_settings(
+        planned(), model="m", prompts=[("1+1=?", "2")], problems=[], per_device=per_device, threads=2, every=5
+    )
+    return peers_trl._config(settings)
+
+
+def test_both_sides_learn_with_the_same_figures() -> None:
+    config, arguments = planned(), trl_arguments(128)
+    assert config.samples_per_step == arguments["per_device_train_batch_size"]
+    assert (config.run.steps, config.run.seed) == (arguments["max_steps"], arguments["seed"]) == (12, 7)
+    assert config.trainer.lr == arguments["learning_rate"] == 3e-5
+    assert (config.trainer.beta1, config.trainer.beta2) == (arguments["adam_beta1"], arguments["adam_beta2"])
+    assert config.queue.samples_per_group == arguments["num_generations"] == 8
+    assert config.rollout.max_new_tokens == arguments["max_completion_length"] == 48
+    assert config.rollout.temperature == arguments["temperature"]
+
+
+@pytest.mark.parametrize("per_device", [128, 32])
+def test_both_sides_make_one_optimiser_step_from_each_batch(per_device: int) -> None:
+    """Seen failing with gradient_accumulation_steps 1, where TRL would take four steps on a batch in quarters."""
+    for config in (planned("async"), planned("sync")):
+        assert (config.trainer.minibatches, config.objective.proximal) == (1, "reuse")
+    arguments = trl_arguments(per_device)
+    assert arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"] == 128
+    assert arguments["steps_per_generation"] == arguments["gradient_accumulation_steps"]
+    assert arguments["num_iterations"] == 1
+
+
+def test_a_recipe_without_a_counterpart_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Through the command, before anything is installed or started."""
+    check_comparable(load_config("arith_cpu"))
+    with pytest.raises(ConfigError, match=r"objective\.aggregation=token_mean"):
+        check_comparable(load_config("arith_cpu", ["objective.aggregation=sequence_mean"]))
+    assert main(["bench", "peers", "mixed_cpu", "--out", str(tmp_path)]) == 1
+    assert "bench peers compares recipes with" in capsys.readouterr().err
+    assert main(["bench", "peers", "--accuracy", "75"]) == 1
+    assert "--accuracy must be 0 to 1, got 75.0" in capsys.readouterr().err
+
+
+@given(
+    completion=st.text(alphabet="0123456789+-=?;#,. ", max_size=20),
+    answer=st.from_regex(r"-?[0-9]{1,4}(\.0)?", fullmatch=True),
+)
+def test_trl_rewards_as_our_verifier_does(completion: str, answer: str) -> None:
+    """Seen failing with the texts of the numbers compared: 4 is 4.0."""
+    assert peers_trl.last_number(completion, answer) == text.last_number("", completion, answer)
+
+
+# ---------------------------------------------------------------- accuracy
+
+
+class Copier:
+    """A model that answers a prompt with the character before `=`, and knows only single-character prompts."""
+
+    def __init__(self) -> None:
+        self.training, self.seen_training = True, list[bool]()
+
+    def eval(self) -> None:
+        self.training = False
+
+    def train(self, mode: bool) -> None:
+        self.training = mode
+
+    def generate(self, *, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        self.seen_training.append(self.training)
+        return torch.cat([input_ids, input_ids[:, -3:-2], torch.ones_like(input_ids[:, :1])], dim=1)
+
+
+def test_greedy_accuracy_of_a_model_that_is_right_in_two_of_three() -> None:
+    """Prompts of different lengths in batches of two. Seen failing with padding on the right."""
+    model, tokenizer = Copier(), build_char_tokenizer("0123456789+=?")
+    assert tokenizer.eos_token == EOS
+    problems = [("5=?", "5"), ("1+1+3=?", "3"), ("1+2=?", "3")]
+    found = peers_trl.greedy_accuracy(model, tokenizer, problems, max_new_tokens=2, batch_size=2)
+    assert found == pytest.approx(2 / 3)
+    assert (model.training, model.seen_training) == (True, [False, False])
+
+
+@pytest.mark.filterwarnings("ignore:.*the intent is to save:UserWarning")
+def test_a_snapshot_has_the_weights_of_the_trainer(tmp_path: Path) -> None:
+    """The trainer's weights are doubled and saved; a model of the first weights then has them."""
+    from areal_lite.train.trainer import Trainer
+
+    folder = save_tiny_model(tmp_path / "model")
+    trainer = Trainer(make_config(), model_folder=folder, rank=0, world_size=1)
+    with torch.no_grad():
+        for parameter in trainer._learner.model.parameters():
+            parameter.mul_(2)
+    trainer.save(tmp_path / "saved")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    peers_bench._load_weights(model, tmp_path / "saved")
+    for name, value in model.named_parameters():
+        assert torch.equal(value, 2 * before[name]), name
+
+
+def test_the_clock_stands_still_while_it_is_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made at 10, paused from 11 to 15, read at 18. Seen failing without the pause being added."""
+    times = iter([10.0, 11.0, 15.0, 18.0])
+    monkeypatch.setattr(peers_trl, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    clock = peers_trl.Clock()
+    with clock.paused():
+        pass
+    assert clock.seconds() == 4.0
+
+
+# ---------------------------------------------------------------- TRL's process
+
+TELLING = """
+import json, sys
+settings = json.load(open(sys.argv[1]))
+print("somebody else's line")
+print(json.dumps({"peer": "accuracy", "step": 0, "accuracy": 0.25}))
+for step in range(1, settings["steps"] + 1):
+    print(json.dumps({"peer": "step", "step": step, "seconds": 0.5 * step, "tokens": 10.0 * step, "reward": 0.0}))
+print(json.dumps({"peer": "accuracy", "step": 2, "accuracy": 0.5}), flush=True)
+"""
+
+
+def trl_process(program: str, folder: Path, *, progress: Any = lambda step: None) -> Learning:
+    command: Sequence[str] = [sys.executable, "-c", program]
+    return run_trl({"steps": 2, "threads": 1}, command=command, folder=folder, progress=progress)
+
+
+def test_what_the_process_tells_is_read_and_nothing_else(tmp_path: Path) -> None:
+    done: list[int] = []
+    told = trl_process(TELLING, tmp_path, progress=done.append)
+    assert told == Learning(seconds=(0.5, 1.0), accuracies={0: 0.25, 2: 0.5}, tokens=15.0)
+    assert done == [1, 2]
+    assert peers_trl.read_line('{"other": 1}') is None
+
+
+def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(TrainerError, match=r"(?s)got 3:.*out of luck"):
+        trl_process("import sys; print('out of luck', file=sys.stderr); sys.exit(3)", tmp_path)
+    with pytest.raises(TrainerError, match="must do 2 steps, it ended after 0"):
+        trl_process("", tmp_path)
+
+
+def test_a_process_that_hangs_is_given_up_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes its last file after 2 s, if it lives. Seen failing without the kill."""
+    monkeypatch.setattr(peers_bench, "_SILENCE_S", 0.2)
+    late = tmp_path / "late"
+    with pytest.raises(StallError, match="within 0 s"):
+        trl_process(f"import time; time.sleep(1.5); open({str(late)!r}, 'w')", tmp_path)
+    time.sleep(2.0)
+    assert not late.exists()
+
+
+# ---------------------------------------------------------------- TRL's environment
+
+
+def scripted_run(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], *, doing: str) -> None:
+        commands.append(command)
+        if "venv" in command:
+            Path(command[-1], "lib", "python3.11", "site-packages").mkdir(parents=True)
+
+    monkeypatch.setattr(peers_setup, "_run", run)
+
+
+def test_the_environment_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second call starts nothing. Seen failing with the marker not written."""
+    commands: list[list[str]] = []
+    scripted_run(commands, monkeypatch)
+    said: list[str] = []
+    python = ensure_trl(tmp_path, say=said.append)
+    assert python == tmp_path / "_".join(f"{name}-{pin}" for name, pin in PINS.items()) / "bin" / "python"
+    (pth,) = tmp_path.glob("*/lib/*/site-packages/*.pth")
+    assert Path(pth.read_text().strip(), "torch").is_dir()
+    _, install, check = commands
+    assert {"--no-deps", *(f"{name}=={pin}" for name, pin in PINS.items())} <= set(install)
+    assert check[0] == str(python)
+    assert ensure_trl(tmp_path, say=said.append) == python
+    assert (len(commands), len(said)) == (3, 1)
+
+
+def test_an_environment_that_is_half_made_or_another_pythons_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen failing with the marker's content not compared."""
+    commands: list[list[str]] = []
+    scripted_run(commands, monkeypatch)
+    python = ensure_trl(tmp_path, say=lambda line: None)
+    marker = python.parents[1] / "complete.json"
+    for spoil in (marker.unlink, lambda: marker.write_text("{}")):
+        spoil()
+        ensure_trl(tmp_path, say=lambda line: None)
+    assert len(commands) == 9
+
+
+def test_an_install_that_fails_says_what_was_tried_and_leaves_no_marker(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)must be able to count.*no such number.*run this again"):
+        peers_setup._run([sys.executable, "-c", "raise SystemExit('no such number')"], doing="count")
+    with pytest.raises(ConfigError, match="must be able to count"):
+        peers_setup._run([str(tmp_path / "nothing")], doing="count")

@@ -1,0 +1,56 @@
+"""What each kind of actor asks of Ray."""
+
+from typing import Any
+
+import pytest
+
+from areal_lite.config.recipe import Config, load_config, parse_config
+from areal_lite.launch.run.placement import actor_options
+
+KINDS = ["queue", "rollout", "verifier", "trainer"]
+
+
+def gpu_config(**sections: dict[str, Any]) -> Config:
+    return parse_config({"run": {"device": "cuda"}, "weights": {"transport": "nccl"}} | sections)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_laptop_reserves_nothing(kind: str) -> None:
+    """A run has more processes than a laptop has cores. Seen failing with one CPU reserved per actor."""
+    options = actor_options(load_config("arith_cpu"), kind)
+    assert options["num_cpus"] == 0
+    assert options.get("num_gpus", 0) == 0
+    assert options["max_restarts"] == 0, "a restarted engine would hold the initial weights"
+
+
+def test_engines_and_ranks_reserve_gpus_and_the_others_none() -> None:
+    """Together as many as `resource_problems` counts."""
+    config = gpu_config(rollout={"tensor_parallel": 2})
+    assert [actor_options(config, kind).get("num_gpus", 0) for kind in KINDS] == [0, 2, 0, 1]
+
+
+def test_over_ipc_an_engine_and_a_rank_share_each_gpu() -> None:
+    """Seen failing with whole GPUs: a rank would wait for a second GPU for ever."""
+    config = gpu_config(weights={"transport": "ipc"})
+    assert actor_options(config, "rollout")["num_gpus"] + actor_options(config, "trainer")["num_gpus"] == 1
+
+
+def test_thread_counts_are_the_recipes() -> None:
+    """Seen failing with the trainer's threads for all."""
+    config = parse_config({"rollout": {"threads": 3}, "trainer": {"threads": 5}})
+    threads = {kind: actor_options(config, kind)["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] for kind in KINDS}
+    assert threads == {"queue": "1", "rollout": "3", "verifier": "1", "trainer": "5"}
+
+
+def test_a_rank_can_tell_its_progress_while_it_works() -> None:
+    """I6: the watchdog asks beside a running step. Seen failing with a concurrency of 1."""
+    config = load_config("arith_cpu")
+    assert actor_options(config, "trainer")["max_concurrency"] == 2
+    assert all(actor_options(config, kind)["max_concurrency"] >= 100 for kind in ("rollout", "verifier"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_environment_values_are_text(kind: str) -> None:
+    """Ray refuses others."""
+    environment = actor_options(gpu_config(), kind)["runtime_env"]["env_vars"]
+    assert all(isinstance(value, str) for value in environment.values())

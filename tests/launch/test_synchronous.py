@@ -1,0 +1,270 @@
+"""I5: with eta = 0 the asynchronous system is the synchronous algorithm, bit for bit.
+
+Both sides share the trainer and the engine; what is compared is everything between them: admission, leases, seeds,
+verification, the taking of batches, the dealing of rows, and the hand-over of weights.
+"""
+
+import asyncio
+import json
+import time
+import zlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_builders import LocalEngines, SyncClient, vllm_engine
+from loop_builders import SYNCHRONOUS_STEPS, synchronous_config
+from loop_verifiers import digit_share
+from torch_engine import TorchEngine
+from transformers import AutoTokenizer
+
+from areal_lite.config.recipe import Config, parse_config
+from areal_lite.data.cursor import PromptCursor
+from areal_lite.data.source import load_source
+from areal_lite.events import EventBuffer
+from areal_lite.record.run_folder import RunFolder
+from areal_lite.rollout.engine import GenerationEngine, Sampling
+from areal_lite.rollout.worker import RolloutWorker, sample_seed
+from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
+from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
+from areal_lite.sample_queue.server import QueueServer
+from areal_lite.sample_queue.split import assign_rows
+from areal_lite.train.trainer import Trainer
+from areal_lite.types import Prompt, Row, Sample, Shard
+from areal_lite.verify.verifier_set import VerifierSet
+from areal_lite.verify.worker import VerifierWorker
+from areal_lite.weights.handover import hand_over
+
+SOON_S = 30.0
+
+Generate = Callable[[Sequence[tuple[Prompt, Sampling]]], list[Sample]]
+
+
+def make_cursor(config: Config) -> PromptCursor:
+    prompts = load_source(config, AutoTokenizer.from_pretrained(config.model.path), "train")
+    return PromptCursor(prompts, source=config.data.source, seed=config.run.seed)
+
+
+def make_trainer(config: Config) -> Trainer:
+    return Trainer(config, model_folder=config.model.path, rank=0, world_size=1)
+
+
+# The plain loop
+
+
+def plain_loop(config: Config, trainer: Trainer, *, generate: Generate, publish: Callable[[int], None]) -> list[float]:
+    """Generate, score, train, publish; again and again. Returns the losses."""
+    cursor, losses = make_cursor(config), []
+    for version in range(config.run.steps):
+        prompts = [cursor.next() for _ in range(config.queue.groups_per_step)]
+        samples = generate(
+            [
+                (prompt, plain_sampling(config, prompt, index))
+                for prompt in prompts
+                for index in range(config.queue.samples_per_group)
+            ]
+        )
+        losses.append(trainer.train_step(plain_shard(config, prompts, samples, version=version)).loss)
+        publish(version + 1)
+    return losses
+
+
+def plain_sampling(config: Config, prompt: Prompt, index: int) -> Sampling:
+    return Sampling(
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        seed=sample_seed(config.run.seed, f"{prompt.prompt_id}#0", index),
+    )
+
+
+def plain_shard(config: Config, prompts: Sequence[Prompt], samples: Sequence[Sample], *, version: int) -> Shard:
+    """All rows of a batch, in the order of prompts; the samples of a group stand together."""
+    size = config.queue.samples_per_group
+    pairs = list(zip([prompt for prompt in prompts for _ in range(size)], samples, strict=True))
+    rewards = [digit_share(prompt.text, sample.text, prompt.answer) for prompt, sample in pairs]
+    minibatches, _ = assign_rows(
+        [len(prompt.token_ids) + sample.num_tokens for prompt, sample in pairs],
+        num_minibatches=config.trainer.minibatches,
+        num_ranks=1,
+        seed=zlib.crc32(f"{config.run.seed}/{version}".encode()),
+    )
+    rows = [
+        Row(
+            group_index=place // size,
+            sample_index=place % size,
+            minibatch=minibatches[place],
+            prompt_token_ids=prompt.token_ids,
+            sample=sample,
+        )
+        for place, (prompt, sample) in enumerate(pairs)
+    ]
+    rewards_NG = np.array(rewards, dtype=np.float32).reshape(-1, size)
+    return Shard(batch_id=f"plain-{version}", rank=0, version=version, rewards=rewards_NG, rows=tuple(rows))
+
+
+async def generate_all(engine: GenerationEngine, requests: Sequence[tuple[Prompt, Sampling]]) -> list[Sample]:
+    return list(await asyncio.gather(*(engine.generate(prompt.token_ids, sampling) for prompt, sampling in requests)))
+
+
+# The system in one process
+
+
+def make_server(config: Config) -> QueueServer:
+    settings = LedgerSettings(
+        max_staleness=config.queue.max_staleness,
+        on_stale=config.queue.on_stale,
+        groups_per_step=config.queue.groups_per_step,
+        samples_per_group=config.queue.samples_per_group,
+        total_steps=config.run.steps,
+        lease_timeout_s=config.queue.lease_timeout_s,
+    )
+    ledger = Ledger(settings, clock=time.monotonic)
+    return QueueServer(
+        ledger, make_cursor(config), num_minibatches=config.trainer.minibatches, num_ranks=1, seed=config.run.seed
+    )
+
+
+@asynccontextmanager
+async def working(config: Config, engine: GenerationEngine, endpoint: str) -> AsyncIterator[None]:
+    """A rollout worker and a verifier worker, the latter with child processes, at a queue."""
+    client = AsyncQueueClient(endpoint, timeout_s=SOON_S)
+    pool = VerifierSet(config.verifier.model_copy(update={"processes": 2, "timeout_s": SOON_S}))
+    await pool.start()
+    rollout = RolloutWorker(
+        client,
+        engine,
+        name="rollout/0",
+        samples_per_group=config.queue.samples_per_group,
+        slots=config.rollout.slots,
+        sampling=Sampling(max_new_tokens=config.rollout.max_new_tokens, temperature=config.rollout.temperature),
+        run_seed=config.run.seed,
+        heartbeat_s=1.0,
+        events=EventBuffer("rollout/0"),
+    )
+    verifier = VerifierWorker(
+        client, pool, name="verifier/0", events=EventBuffer("verifier/0"), lease_limit=4, decode=lambda _: ""
+    )
+    runs = [asyncio.create_task(rollout.run()), asyncio.create_task(verifier.run())]
+    try:
+        yield
+    finally:
+        await rollout.stop()
+        await verifier.stop()
+        await asyncio.gather(*runs)
+        await pool.close()
+        client.close()
+
+
+async def run_system(config: Config, trainer: Trainer, engine: TorchEngine) -> list[float]:
+    """Train through the sample queue, with the steps and the hand-over in a thread beside the workers."""
+    server = make_server(config)
+    try:
+        endpoint = server.start()
+        engines = LocalEngines({"rollout/0": engine}, asyncio.get_running_loop())
+
+        def publish() -> dict[str, str | None]:
+            engine.load(trainer.model.state_dict())
+            return {"rollout/0": None}
+
+        async with working(config, engine, endpoint):
+            return await asyncio.to_thread(drive, config, trainer, endpoint, engines, publish)
+    finally:
+        server.close()
+
+
+def drive(
+    config: Config,
+    trainer: Trainer,
+    endpoint: str,
+    engines: LocalEngines,
+    publish: Callable[[], dict[str, str | None]],
+) -> list[float]:
+    """What the controller does."""
+    queue, losses = QueueClient(endpoint, timeout_s=SOON_S), []
+    try:
+        queue.open_admission()
+        for version in range(1, config.run.steps + 1):
+            batch_id = f"step-{version}"
+            assert queue.take(batch_id=batch_id, wait_s=SOON_S), f"no batch: {queue.status()}"
+            losses.append(trainer.train_step(queue.fetch(batch_id=batch_id, rank=0)).loss)
+
+            def stamp_ledger(batch_id: str = batch_id) -> None:
+                queue.complete_step(batch_id=batch_id)
+
+            hand_over(
+                engines,
+                publish=publish,
+                staged=False,
+                stamp_ledger=stamp_ledger,
+                version=version,
+                interrupt="recompute",
+                events=EventBuffer("handover"),
+            )
+    finally:
+        queue.close()
+    return losses
+
+
+def test_eta_0_with_a_torch_engine_is_the_plain_loop(tmp_path: Path) -> None:
+    """Losses and final parameters are equal, bit for bit.
+
+    Seen failing with room for one group more than eta allows, and with a hand-over that resumes before it publishes.
+    """
+    config = synchronous_config(tmp_path)
+    plain_trainer, trainer = make_trainer(config), make_trainer(config)
+    plain_engine = TorchEngine(config.model.path)
+
+    def publish(version: int) -> None:
+        plain_engine.load(plain_trainer.model.state_dict())
+        asyncio.run(plain_engine.stamp(version))
+
+    expected = plain_loop(
+        config,
+        plain_trainer,
+        generate=lambda requests: asyncio.run(generate_all(plain_engine, requests)),
+        publish=publish,
+    )
+    losses = asyncio.run(run_system(config, trainer, TorchEngine(config.model.path)))
+
+    assert losses == expected
+    assert len(set(expected)) == SYNCHRONOUS_STEPS
+    state, plain_state = trainer.model.state_dict(), plain_trainer.model.state_dict()
+    assert all(torch.equal(state[name], plain_state[name]) for name in plain_state)
+
+
+@pytest.mark.loop
+def test_eta_0_with_vllm_is_the_plain_loop(synchronous_run: tuple[dict[str, Any], RunFolder]) -> None:
+    """The `loss` column of a real run equals the losses of a plain loop around an engine in this process.
+
+    Seen failing with room for one group more than eta allows, and with a hand-over that resumes before it publishes.
+    """
+    from areal_lite.weights.publisher import WeightPublisher
+
+    _, folder = synchronous_run
+    config = parse_config(json.loads((folder.path / "config.json").read_text()))
+    trainer = make_trainer(config)
+    publisher = WeightPublisher(
+        trainer.model, transport="gloo", dtype=torch.float32, rank=0, host="127.0.0.1", timeout_s=SOON_S
+    )
+    with vllm_engine(config, config.model.path) as (engine, background):
+        client = SyncClient(engine, background.loop)
+        publisher.connect({"engine": client}, group_client=client, num_engine_ranks=1)
+
+        def publish(version: int) -> None:
+            assert publisher.publish() == {"engine": None}
+            client.finish_weight_update()
+            background.call(engine.stamp(version))
+
+        expected = plain_loop(
+            config,
+            trainer,
+            generate=lambda requests: background.call(generate_all(engine, requests)),
+            publish=publish,
+        )
+
+    assert [row["loss"] for row in folder.read("metrics.jsonl")] == expected
+    assert len(set(expected)) == SYNCHRONOUS_STEPS

@@ -1,0 +1,314 @@
+"""What a run leaves behind: the keys that tools read, and figures worked out by hand from a scripted run."""
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from ledger_builders import FakeClock, make_sample
+
+from areal_lite.config.recipe import Config, parse_config
+from areal_lite.events import Event
+from areal_lite.record.recorder import Recorder
+from areal_lite.record.run_folder import RunFolder
+from areal_lite.train.stats import StepStats
+from areal_lite.types import Group, Prompt
+
+METRICS_KEYS = [
+    "step", "version", "time_s", "lr", "reward_mean", "loss", "grad_norm", "step_skipped", "entropy", "kl_behav_prox",
+    "behav_weight_mean", "behav_weight_masked_fraction", "clip_fraction", "length_mean", "truncated_fraction",
+    "tokens_trained", "tokens_masked_stale", "age_mean", "age_max", "trainer_wait_s", "train_s", "publish_s",
+    "paused_s", "gen_tokens_per_s", "samples_per_s", "rollout_occupancy", "ledger",
+]  # fmt: skip
+"""The contract, less what stands only in the rows after it was measured (`MEASURED_KEYS`)."""
+MEASURED_KEYS = ["parity_max_abs_logprob_diff", "eval_accuracy"]
+SUMMARY_KEYS = [
+    "status", "steps", "version", "wall_s", "samples_per_s", "gen_tokens_per_s", "trained_tokens_per_s",
+    "reward_first", "reward_last", "eval", "length_histogram", "age_histogram", "age_max_trained", "max_staleness",
+    "ledger", "rollout_occupancy", "rollout_idle_fraction", "trainer_idle_fraction", "paused_fraction",
+    "publish_s_median", "pause_s_median", "parity_max_abs_logprob_diff", "versions",
+]  # fmt: skip
+BEGIN = 1000.0
+CONFIG: dict[str, Any] = {
+    "run": {"steps": 10},
+    "rollout": {"slots": 4, "workers": 2},
+    "queue": {"groups_per_step": 2, "samples_per_group": 2, "max_staleness": 3},
+    "trainer": {"minibatches": 2},
+}
+
+
+def make_stats(**changes: Any) -> dict[str, Any]:
+    defaults: dict[str, Any] = {
+        field.name: {0: 30, 1: 10} if field.name == "age_histogram" else 0.5 for field in dataclasses.fields(StepStats)
+    }
+    return dataclasses.asdict(StepStats(**defaults | {"tokens_trained": 40, "age_max": 1, "step_skipped": 0} | changes))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return parse_config(CONFIG | {"run": {"steps": 10, "dir": str(tmp_path / "run")}})
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    clock.now = BEGIN
+    monkeypatch.setattr("areal_lite.record.recorder.time", SimpleNamespace(time=clock))
+    return clock
+
+
+@pytest.fixture
+def folder(config: Config) -> RunFolder:
+    return RunFolder.create(config, recipe_name="test")
+
+
+@pytest.fixture
+def recorder(config: Config, folder: RunFolder, clock: FakeClock) -> Recorder:
+    return Recorder(config, folder)
+
+
+def do_step(recorder: Recorder, step: int, *, tokens: float = 0.0, **changes: Any) -> dict[str, Any]:
+    timings = {"trainer_wait_s": 1.0, "train_s": 2.0, "publish_s": 0.25}
+    return recorder.step(
+        make_stats(**changes), step=step, tokens_generated=tokens, ledger={"trained": 2 * step}, **timings
+    )
+
+
+def event(time: float, lane: str, kind: str, **ids: Any) -> Event:
+    return {"time": BEGIN + time, "lane": lane, "kind": kind, **ids}
+
+
+def read_json(folder: RunFolder, name: str) -> Any:
+    """Strictly: neither NaN nor Infinity is JSON."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} in {name}")
+
+    return json.loads((folder.path / name).read_text(), parse_constant=refuse)
+
+
+# --- the contract ---
+
+
+def test_every_promised_key_is_in_the_row_and_in_the_summary(recorder: Recorder, folder: RunFolder) -> None:
+    """Seen failing with `paused_s` and with `trained_tokens_per_s` renamed."""
+    recorder.evaluation(0, 0.25, by_source={"arith": 0.25})
+    recorder.parity(1e-6)
+    row = do_step(recorder, 1)
+    assert [key for key in METRICS_KEYS + MEASURED_KEYS if key not in row] == []
+    assert folder.read("metrics.jsonl") == [row]
+    recorder.summary("done", ledger={"trained": 2})
+    summary = read_json(folder, "summary.json")
+    assert [key for key in SUMMARY_KEYS if key not in summary] == []
+    assert summary["versions"]["torch"].startswith("2.")
+    assert (folder.path / "trace.json").is_file()
+    assert list((folder.path / "tensorboard").iterdir())
+
+
+def test_what_was_not_measured_is_not_in_the_row(recorder: Recorder) -> None:
+    """A figure belongs to one row. Seen failing with `_pending` kept after the step."""
+    recorder.evaluation(0, 0.25, by_source={"arith": 0.25})
+    recorder.parity(1e-6)
+    assert set(MEASURED_KEYS) <= do_step(recorder, 1).keys()
+    assert not set(MEASURED_KEYS) & do_step(recorder, 2).keys()
+
+
+def test_a_run_that_ended_before_its_first_step_has_a_summary(recorder: Recorder, folder: RunFolder) -> None:
+    summary = recorder.summary("failed: StallError: no progress", ledger={})
+    assert [key for key in SUMMARY_KEYS if key not in summary] == []
+    assert (summary["steps"], summary["version"], summary["reward_first"]) == (0, 0, None)
+    assert read_json(folder, "summary.json")["status"] == "failed: StallError: no progress"
+
+
+def test_what_is_not_a_number_is_null_and_what_is_infinite_is_not(recorder: Recorder, folder: RunFolder) -> None:
+    """A parity that is infinite or NaN must not look like one that was not measured.
+
+    Seen failing with NaN written as it is, with infinity as null (the summary then named no parity at all), and with
+    a NaN parity as null.
+    """
+    recorder.parity(math.inf)
+    do_step(recorder, 1, loss=math.nan, behav_prox_max_abs_diff_age0=math.inf, grad_norm=-math.inf)
+    recorder.parity(math.nan)
+    do_step(recorder, 2)
+    recorder.summary("done", ledger={})
+    row, second = folder.read("metrics.jsonl")
+    assert second["parity_max_abs_logprob_diff"] == sys.float_info.max
+    assert row["loss"] is None
+    assert row["behav_prox_max_abs_diff_age0"] == row["parity_max_abs_logprob_diff"] == sys.float_info.max
+    assert row["grad_norm"] == -sys.float_info.max
+    assert read_json(folder, "summary.json")["parity_max_abs_logprob_diff"] == sys.float_info.max
+
+
+# --- figures ---
+
+#       rollout/0: 4 samples of 4 slots from 0 to 18, paused 10 .. 11 (receives 10.5 .. 10.75); then nothing runs
+#       rollout/1: 2 samples from 0 to 15, then lost
+#       trainer: waits 0 .. 2, 8 .. 13; trains between; publishes 6 .. 8
+SCRIPT = [
+    event(0.0, "rollout/0", "running", n=4),
+    event(0.0, "rollout/1", "running", n=2),
+    event(0.0, "trainer", "wait"),
+    event(2.0, "trainer", "train"),
+    event(6.0, "trainer", "trained"),
+    event(8.0, "trainer", "published"),
+    event(8.0, "trainer", "wait"),
+    event(10.0, "rollout/0", "pause"),
+    event(10.5, "rollout/0", "paused"),
+    event(10.75, "rollout/0", "update_received"),
+    event(10.875, "rollout/0", "update_loaded"),
+    event(11.0, "rollout/0", "resumed"),
+    event(13.0, "trainer", "train"),
+    event(15.0, "controller", "lost", worker="rollout/1"),
+    event(18.0, "rollout/0", "running", n=0),
+]
+
+
+def play(recorder: Recorder, clock: FakeClock, *, until: float, step: int, **changes: Any) -> dict[str, Any]:
+    """Tell what happened since the last step, then complete a step."""
+    now = BEGIN + until
+    recorder.feed([item for item in SCRIPT if clock.now <= item["time"] < now])
+    clock.now = now
+    return do_step(recorder, step, **changes)
+
+
+def test_rates_and_occupancy_of_one_step(recorder: Recorder, clock: FakeClock) -> None:
+    """From 4 to 12 s: 8 s with 4 and 2 of 2 * 4 slots running, 4 samples trained, 800 tokens generated.
+
+    Seen failing with occupancy over the slots of one worker, and with rates since the start.
+    """
+    play(recorder, clock, until=4.0, step=1, tokens=1000.0)
+    row = play(recorder, clock, until=12.0, step=2, tokens=1800.0)
+    assert row["time_s"] == pytest.approx(12.0)
+    assert row["gen_tokens_per_s"] == pytest.approx(800 / 8)
+    assert row["samples_per_s"] == pytest.approx(4 / 8)
+    assert row["rollout_occupancy"] == pytest.approx((4 + 2) / 8)
+    assert row["paused_s"] == pytest.approx(1.0)
+    assert row["train_s"] == 2.0
+
+
+def test_shares_lie_between_the_first_and_the_last_step(recorder: Recorder, clock: FakeClock) -> None:
+    """From 4 to 20 s: 16 s; what was before the first trained step (a start-up) does not count.
+
+    rollout/0: idle 2 s, paused 1 s (0.5 call, 0.25 transfer, 0.125 reload, 0.125 stamp), slot seconds 14 * 4;
+    rollout/1: lost for 5 s, slot seconds 11 * 2. The trainer waits 8 .. 13. Rates: 8 samples, 1600 tokens in 16 s.
+
+    Seen failing with shares since the start, and with the lost worker's samples running for ever.
+    """
+    play(recorder, clock, until=4.0, step=1, tokens=1000.0)
+    play(recorder, clock, until=12.0, step=2, tokens=1800.0)
+    play(recorder, clock, until=20.0, step=3, tokens=2600.0)
+    summary = recorder.summary("done", ledger={})
+    assert summary["rollout_idle_fraction"] == pytest.approx((2 / 16 + 0) / 2)
+    assert summary["rollout_occupancy"] == pytest.approx((14 * 4 + 11 * 2) / (16 * 8))
+    assert summary["trainer_idle_fraction"] == pytest.approx(5 / 16)
+    assert summary["paused_fraction"] == pytest.approx((1 / 16 + 0) / 2)
+    parts = {name: summary[f"paused_fraction_{name}"] for name in ("pausing", "transferring", "reloading", "stamping")}
+    assert parts == pytest.approx(
+        {"pausing": 0.5 / 32, "transferring": 0.25 / 32, "reloading": 0.125 / 32, "stamping": 0.125 / 32}
+    )
+    assert summary["samples_per_s"] == pytest.approx(8 / 16)
+    assert summary["gen_tokens_per_s"] == pytest.approx(1600 / 16)
+    assert summary["trained_tokens_per_s"] == pytest.approx(2 * 40 / 16)
+    assert summary["wall_s"] == pytest.approx(20.0)
+    assert summary["pause_s_median"] == pytest.approx(1.0)
+    assert summary["publish_s_median"] == 0.25
+
+
+def test_rewards_of_both_ends_are_means_of_ten_steps(recorder: Recorder) -> None:
+    """Seen failing with the first and the last row alone."""
+    for step in range(1, 31):
+        do_step(recorder, step, reward_mean=float(step))
+    summary = recorder.summary("done", ledger={})
+    assert summary["reward_first"] == pytest.approx(5.5)
+    assert summary["reward_last"] == pytest.approx(25.5)
+
+
+def test_histograms_of_ages_and_lengths(recorder: Recorder) -> None:
+    """Lengths in classes of 16 tokens, named by their lower end."""
+    lengths = [1, 15, 16, 40]
+    samples = [{"end": 1.0, "tokens": tokens, "spans": []} for tokens in lengths]
+    recorder.feed([event(1.0, "rollout/0", "group", group="g", start=0.0, samples=samples)])
+    do_step(recorder, 1, age_histogram={0: 30, 2: 10}, age_max=2)
+    do_step(recorder, 2, age_histogram={1: 5, 2: 1}, age_max=2)
+    summary = recorder.summary("done", ledger={"trained": 4})
+    assert summary["length_histogram"] == {"0": 2, "16": 1, "32": 1}
+    assert summary["age_histogram"] == {"0": 30, "1": 5, "2": 11}
+    assert summary["age_max_trained"] == 2
+    assert summary["max_staleness"] == 3
+    assert summary["ledger"] == {"trained": 4}
+
+
+def test_the_worst_parity_of_all_stands_in_the_summary(recorder: Recorder) -> None:
+    """One measured after the last row as well. Seen failing with the last one instead of the largest."""
+    for step, difference in enumerate([1e-6, 3e-5, 2e-6], start=1):
+        recorder.parity(difference)
+        do_step(recorder, step)
+    assert recorder.summary("done", ledger={})["parity_max_abs_logprob_diff"] == 3e-5
+    recorder.parity(4e-5)
+    assert recorder.summary("done", ledger={})["parity_max_abs_logprob_diff"] == 4e-5
+
+
+def test_samples_are_readable(recorder: Recorder, folder: RunFolder) -> None:
+    prompt = Prompt(prompt_id="train/0/1", text="7+25=?", token_ids=(1, 2), answer="32")
+    sample = dataclasses.replace(make_sample(versions=(3, 3, 4)), text="7+25=32#32", reward=np.float32(1.0))
+    failed = dataclasses.replace(make_sample(versions=(4,)), text="?", failure="timeout")
+    recorder.samples(5, [Group(group_id="train/0/1#0", prompt=prompt, samples=(sample, failed))])
+    (row,) = folder.read("samples.jsonl")
+    assert (row["step"], row["group"], row["prompt"], row["answer"]) == (5, "train/0/1#0", "7+25=?", "32")
+    assert row["samples"] == [
+        {"text": "7+25=32#32", "reward": 1.0, "failure": None, "stop_reason": "stop", "tokens": 3,
+         "spans": [[3, 0, 2], [4, 2, 3]]},
+        {"text": "?", "reward": None, "failure": "timeout", "stop_reason": "stop", "tokens": 1, "spans": [[4, 0, 1]]},
+    ]  # fmt: skip
+
+
+# --- a resumed run ---
+
+
+def test_a_resumed_run_continues_where_the_first_one_ended(
+    config: Config, folder: RunFolder, recorder: Recorder, clock: FakeClock
+) -> None:
+    """Rows, time, evaluations, histograms and rewards of both parts; shares and rates of the second alone.
+
+    Seen failing with the clock started anew, and with ages and lengths of the second part only.
+    """
+    samples = [{"end": 1.0, "tokens": 20, "spans": []}]
+    group = event(1.0, "rollout/0", "group", group="g", start=0.0, samples=samples)
+    recorder.feed([group, event(2.0, "controller", "eval", step=0, accuracy=0.25)])
+    for step in (1, 2):
+        clock.now += 10.0
+        do_step(recorder, step, tokens=100.0 * step, reward_mean=0.0)
+    recorder.summary("interrupted", ledger={"trained": 4})
+
+    clock.now += 5000.0
+    again = Recorder(config, folder)
+    assert again.evaluations == {0: 0.25}
+    assert [row["step"] for row in again.rows] == [1, 2]
+    again.feed([group])
+    for step in (3, 4):
+        clock.now += 10.0
+        row = do_step(again, step, tokens=50.0 * (step - 2), reward_mean=1.0)
+    assert row["time_s"] == pytest.approx(40.0)
+    again.evaluation(4, 0.5, by_source={"arith": 0.5})
+    summary = again.summary("done", ledger={"trained": 8})
+    assert [row["step"] for row in folder.read("metrics.jsonl")] == [1, 2, 3, 4]
+    assert summary["eval"] == {"0": 0.25, "4": 0.5}
+    assert (summary["steps"], summary["version"]) == (4, 4)
+    assert summary["wall_s"] == pytest.approx(40.0)
+    assert (summary["reward_first"], summary["reward_last"]) == (0.5, 0.5)
+    assert summary["age_histogram"] == {"0": 120, "1": 40}
+    assert summary["length_histogram"] == {"16": 2}
+    assert summary["gen_tokens_per_s"] == pytest.approx(50 / 10)
+    assert summary["samples_per_s"] == pytest.approx(4 / 10)
+
+
+def test_the_event_log_holds_every_event(recorder: Recorder, folder: RunFolder) -> None:
+    recorder.feed(SCRIPT[:7])
+    recorder.feed([])
+    recorder.feed(SCRIPT[7:])
+    assert folder.read("events.jsonl") == SCRIPT

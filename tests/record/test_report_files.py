@@ -1,0 +1,127 @@
+"""What the report reads: gaps, half-written files and runs that are still going; shares and settings as they are."""
+
+from pathlib import Path
+
+import pytest
+from report_builders import event, make_events, make_offline_run, make_run
+
+from areal_lite.errors import DataError
+from areal_lite.record.report.charts import COLOURS, Line, lines, smoothed
+from areal_lite.record.report.curves import age_histogram, constants, diagnostics
+from areal_lite.record.report.read import read_run
+from areal_lite.record.report.settings import between_runs, changed, different_settings
+from areal_lite.record.report.times import lane_shares, length_charts, verifier_charts, verifier_table
+
+
+def test_a_half_written_line_is_left_out_and_noted(tmp_path: Path) -> None:
+    """Rows behind a broken one still count. Seen failing with reading that stops there."""
+    run = make_run(tmp_path / "run", steps=3)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join([lines[0], '{"step": 2, "rew', lines[2], "7"]))
+    found = read_run(run)
+    assert [row["step"] for row in found.metrics] == [1, 3]
+    assert found.notes == ["metrics.jsonl: 2 line(s) cut off or broken, left out"]
+
+
+def test_a_run_that_is_still_going_has_no_summary(tmp_path: Path) -> None:
+    found = read_run(make_run(tmp_path / "run", summary=False))
+    assert (found.status, found.notes) == ("still going, or cut off", ["summary.json is missing"])
+
+
+def test_events_that_lack_what_their_kind_has_are_not_drawn(tmp_path: Path) -> None:
+    """Seen failing without the check."""
+    run = make_run(tmp_path / "run", steps=1)
+    (run / "events.jsonl").write_text('{"time": 1.0, "lane": "rollout/0", "kind": "group"}\n{"lane": "trainer"}\n')
+    assert read_run(run).events == []
+
+
+def test_what_is_no_run_is_an_error_that_says_what_was_expected(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"expected the folder of a run, got .*nowhere, no such folder"):
+        read_run(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"a folder with none of config\.json, metrics\.jsonl, events\.jsonl"):
+        read_run(tmp_path)
+
+
+def test_evaluations_are_those_of_either_kind_of_run(tmp_path: Path) -> None:
+    online, offline = read_run(make_run(tmp_path / "a")), read_run(make_offline_run(tmp_path / "b"))
+    assert {step: row["accuracy"] for step, row in online.evaluations.items()} == {0: 0.25, 12: 0.75}
+    assert offline.evaluations == {0: {"loss": 0.5, "accuracy": 0.9, "margin": 1.0, "by_source": {}}}
+    assert (online.seconds_at(0), online.seconds_at(3), online.seconds_at(99)) == (0.0, 13.0, None)
+
+
+def test_shares_are_of_the_time_between_the_first_and_the_last_publication() -> None:
+    """Each second: 0.1 waiting, 0.7 training, 0.2 publishing; engines paused for 0.1.
+
+    Seen failing with the whole log: before the first step the trainer's time would be counted.
+    """
+    shares = lane_shares([event(-50.0, "trainer", "wait"), *make_events(steps=5)])
+    assert list(shares) == ["rollout/0", "rollout/1", "trainer"]
+    assert shares["trainer"] == pytest.approx({"waiting": 0.1, "training": 0.7, "publishing": 0.2})
+    assert shares["rollout/0"] == pytest.approx({"generating": 0.9, "pausing": 0.1})
+
+
+def test_a_lost_worker_neither_works_nor_idles() -> None:
+    """Seen failing with the loss left in the controller's lane."""
+    log = [*make_events(steps=5), event(3.0, "controller", "lost", worker="rollout/1")]
+    log = [row for row in log if row["lane"] != "rollout/1" or row["time"] <= 3.0]
+    assert lane_shares(log)["rollout/1"]["lost"] == pytest.approx(0.5)
+
+
+def test_lengths_and_latencies_are_those_of_the_log(tmp_path: Path) -> None:
+    """All samples have 20 tokens. A verification takes 10 ms for worker 0 and 20 ms for worker 1."""
+    run = read_run(make_run(tmp_path / "run", steps=2))
+    histogram, _, *_ = length_charts([run])
+    assert histogram is not None
+    assert {x: y for x, y in zip(histogram.data[0]["x"], histogram.data[0]["y"], strict=True) if y} == {"20": 1.0}
+    latencies, failures = verifier_charts(run)
+    assert latencies is not None
+    slowest = [value for value in latencies.data[2]["y"] if value is not None]
+    assert (latencies.data[2]["name"], max(slowest)) == ("slowest", pytest.approx(20.0))
+    assert failures is None
+    assert verifier_table(run) == [
+        {"verifier": "math", "calls": 16, "timeouts": 1, "restarts": 0, "failures": 1.0, "p50 ms": 1.0, "p95 ms": 10.0}
+    ]
+
+
+def test_ages_are_summed_over_all_steps_in_order(tmp_path: Path) -> None:
+    assert age_histogram(read_run(make_run(tmp_path / "run"))) == {"0": 120.0, "1": 240.0, "2": 120.0}
+
+
+def test_a_figure_that_never_moved_is_a_line_of_text(tmp_path: Path) -> None:
+    """A constant drawn alone gets an axis from -1 to 1. Figures that do not exist are in neither."""
+    run = read_run(make_run(tmp_path / "run"))
+    titles = [chart.title for chart in diagnostics([run]) if chart is not None]
+    assert titles == ["loss", "gradient norm", "entropy"]
+    assert constants([run]) == {"learning rate": 1e-4}
+
+
+def test_a_long_curve_is_smoothed_and_keeps_its_points() -> None:
+    """The mean of the last ten of 0, 1, 2, ...: at 29, of 20 to 29."""
+    faint, bold = smoothed([Line(name="run", x=list(range(30)), y=list(range(30)))])
+    assert list(faint.y) == list(range(30))
+    assert (bold.y[0], bold.y[1], bold.y[29]) == (0.0, 0.5, 24.5)
+    assert faint.style["line"]["color"] == bold.style["line"]["color"]
+
+
+def test_curves_keep_their_colours_beside_smoothed_ones() -> None:
+    """A smoothed curve is two lines. Seen failing with a short curve left to take the colour of its place."""
+    long, short = Line(name="a", x=list(range(30)), y=list(range(30))), Line(name="b", x=[1], y=[2])
+    chart = lines("t", smoothed([long, short]), x="step")
+    assert chart is not None
+    assert [trace["line"]["color"] for trace in chart.data] == [COLOURS[0], COLOURS[0], COLOURS[1]]
+
+
+def test_only_settings_that_differ_from_the_defaults_come_first(tmp_path: Path) -> None:
+    """Also inside sources that the recipe names. Seen failing with the settings that were given: the file gives all."""
+    settings = {"data": {"mix": {"sums": {"arith": {"max_value": 7}}, "more": {"weight": 3.0}}}}
+    run = read_run(make_run(tmp_path / "run", settings=settings))
+    assert changed(run.config) == {"data.mix.sums.arith.max_value": 7, "data.mix.more.weight": 3.0}
+    assert changed({"run": {"no_such_key": 1}}) is None
+
+
+def test_runs_differ_in_what_either_has_set(tmp_path: Path) -> None:
+    """A source that only one run has differs in every field, but only what it sets is worth a line."""
+    one = read_run(make_run(tmp_path / "a"))
+    two = read_run(make_run(tmp_path / "b", settings={"data": {"mix": {"sums": {"weight": 3.0}}}}))
+    assert different_settings([one, two]) == {"data.mix.sums.weight": [None, 3.0], "queue.max_staleness": [2, 4]}
+    assert len(between_runs([one, two], of="config")) > 20

@@ -1,0 +1,111 @@
+"""The timeline of the report: lines, versions, pauses and caps, from scripted events with known answers."""
+
+from typing import Any
+
+import pytest
+from report_builders import event, make_events
+
+from areal_lite.record.report.timeline import KINDS, sample_segments, slots, timeline, versions_alive
+
+
+def drawn(lane: dict[str, Any]) -> list[tuple[int, float, float, str | int]]:
+    """Row, start, end in seconds, and version or kind, of each segment."""
+    names = [kind if kind >= 0 else KINDS[-1 - kind] for kind in lane["kind"]]
+    times = [[ticks * 1e-4 for ticks in lane[key]] for key in ("start", "end")]
+    return list(zip(lane["row"], *times, names, strict=True))
+
+
+def test_a_stretch_gets_the_lowest_free_line() -> None:
+    """Seen failing with `<` for `<=`: 4 starts as 0 ends, and found no free line."""
+    assert slots([(0, 4), (1, 2), (3, 5), (4, 6)]) == [0, 1, 1, 0]
+
+
+def test_lines_do_not_depend_on_the_order_of_the_log() -> None:
+    """Samples are logged as they end. Seen failing without sorting by start."""
+    assert slots([(4, 6), (3, 5), (1, 2), (0, 4)]) == [0, 1, 1, 0]
+
+
+def test_a_version_lives_from_a_resume_to_the_next_pause() -> None:
+    """Seen failing with the end taken from the stamp, which comes after the pause."""
+    log = [
+        event(1.0, "rollout/0", "pause"),
+        event(1.5, "rollout/0", "stamped", version=0),
+        event(2.0, "rollout/0", "resumed"),
+        event(5.0, "rollout/0", "drain"),
+        event(6.0, "rollout/0", "stamped", version=1),
+        event(6.5, "rollout/0", "resumed"),
+    ]
+    assert versions_alive(log) == {0: (2.0, 5.0), 1: (6.5, float("inf"))}
+
+
+ALIVE = {0: (0.0, 4.0), 1: (5.0, 8.0), 2: (9.0, float("inf"))}
+
+
+def pieces(spans: list[list[int]], *, start: float, end: float, alive: Any = ALIVE) -> list[tuple[int, float, float]]:
+    found = sample_segments(spans, start=start, end=end, alive=alive, label="g")
+    return [(segment.kind, segment.start, segment.end) for segment in found]
+
+
+def test_a_sample_is_split_where_the_weights_changed() -> None:
+    """Seen failing with time split by tokens: version 0 would have ended at 3."""
+    assert pieces([[0, 0, 5], [1, 5, 10]], start=1.0, end=6.0) == [(0, 1.0, 4.0), (1, 5.0, 6.0)]
+
+
+def test_turns_of_an_environment_do_not_split_a_sample() -> None:
+    """-1 is no version. Seen failing with it counted as one."""
+    assert pieces([[0, 0, 3], [-1, 3, 4], [0, 4, 7]], start=1.0, end=3.0) == [(0, 1.0, 3.0)]
+
+
+def test_a_sample_waits_for_the_version_that_answers_it() -> None:
+    """Asked for at 3.5 under version 0, all of it generated under version 1. Seen failing without the first piece."""
+    assert pieces([[1, 0, 5]], start=3.5, end=7.0) == [(-1 - KINDS.index("wait"), 3.5, 5.0), (1, 5.0, 7.0)]
+
+
+def test_without_handovers_in_the_log_time_goes_by_tokens() -> None:
+    """Two of eight tokens: a quarter of the time."""
+    assert pieces([[3, 0, 2], [4, 2, 8]], start=0.0, end=4.0, alive={}) == [(3, 0.0, 1.0), (4, 1.0, 4.0)]
+
+
+def test_lanes_hold_samples_pauses_verifications_and_the_trainers_phases() -> None:
+    """Seen failing with a publication that ends at the next wait: the last one was lost."""
+    found = timeline(make_events(steps=2, workers=1))
+    assert [lane["name"] for lane in found["lanes"]] == ["rollout/0", "verifier/0", "trainer"]
+    rollout, verifier, trainer = (drawn(lane) for lane in found["lanes"])
+    pauses = [(row, start, end) for row, start, end, kind in rollout if kind == "pause"]
+    assert pauses == [(-1, pytest.approx(0.9), pytest.approx(1.0)), (-1, pytest.approx(1.9), pytest.approx(2.0))]
+    first_line = [(start, end, kind) for row, start, end, kind in rollout if row == 0]
+    # Version 0 was never stamped here, so the first sample is split by tokens: 8 of 18 of its 1.2 seconds.
+    assert first_line[0] == (pytest.approx(0.5), pytest.approx(0.5 + 1.2 * 8 / 18, abs=1e-4), 0)
+    assert [end for _, _, end, _ in verifier] == pytest.approx([1.71, 2.71])
+    assert [kind for *_, kind in trainer] == ["wait", "train", "publish"] * 2
+    assert [mark["text"] for mark in found["marks"]] == ["eval 0", "eval 2"]
+
+
+def test_a_lane_with_many_lines_shows_some_of_them_and_says_so() -> None:
+    """Seen failing with the first lines instead of every second: the rest of the engine would look idle."""
+    samples = [{"end": 5.0 + index, "tokens": 1, "spans": [[0, 0, 1]]} for index in range(8)]
+    log = [event(13.0, "rollout/0", "group", group="g", start=1.0, samples=samples)]
+    (lane,) = timeline(log, max_rows=4)["lanes"]
+    assert (lane["rows"], lane["note"]) == (4, "1 of 2 of 8 lines")
+    assert [end - start for _, start, end, _ in drawn(lane)] == pytest.approx([4.0, 6.0, 8.0, 10.0])
+    (lane,) = timeline(log, max_segments=3)["lanes"]
+    assert (lane["rows"], lane["note"]) == (3, "1 of 3 of 8 lines")
+
+
+def test_many_workers_are_not_all_shown() -> None:
+    log = [event(1.0, f"verifier/{i}", "verify", group_id="g", start=0.5, end=1.0) for i in range(9)]
+    found = timeline(log)
+    assert (len(found["lanes"]), found["left_out"]) == (6, 3)
+
+
+def test_a_long_run_opens_on_a_few_steps_in_its_middle() -> None:
+    """Step k is trained at k - 0.2. Of 20, those from the eighth to the fourteenth."""
+    assert [ticks * 1e-4 for ticks in timeline(make_events(steps=20))["focus"]] == pytest.approx([7.8, 13.8])
+    short = timeline(make_events(steps=3))
+    assert short["focus"] == [0, short["end"]]
+
+
+def test_an_empty_log_has_no_timeline_and_one_cut_off_has_what_is_whole() -> None:
+    assert timeline([]) == {}
+    (lane,) = timeline([event(1.0, "trainer", "train"), event(2.0, "trainer", "trained")])["lanes"]
+    assert drawn(lane) == [(0, 0.0, 1.0, "train")]

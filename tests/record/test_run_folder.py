@@ -1,0 +1,223 @@
+"""The run folder: made once, continued from its newest whole checkpoint, never half-written."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_lite.config.recipe import Config, load_config, parse_config
+from areal_lite.errors import CheckpointError, ConfigError
+from areal_lite.record.run_folder import RunFolder
+
+
+def make_config(tmp_path: Path, **sections: dict[str, Any]) -> Config:
+    return parse_config({"run": {"dir": str(tmp_path / "run")}} | sections)
+
+
+def resumed(tmp_path: Path, *, run: dict[str, Any] | None = None, **sections: dict[str, Any]) -> RunFolder:
+    return RunFolder.resume(parse_config({"run": {"resume": str(tmp_path / "run")} | (run or {})} | sections))
+
+
+def save_nothing(path: Path) -> None:
+    path.mkdir()
+
+
+def checkpoint(
+    folder: RunFolder, step: int, *, save: Callable[[Path], None] = save_nothing, keep: int = 2, queue: bytes = b"q"
+) -> Path:
+    return folder.write_checkpoint(step, queue_state=queue, save_trainer=save, keep=keep)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(make_config(tmp_path), recipe_name="arith_cpu")
+
+
+def names(path: Path) -> list[str]:
+    return sorted(item.name for item in path.iterdir())
+
+
+# --- a new run ---
+
+
+def test_a_new_folder_holds_the_resolved_recipe(folder: RunFolder, tmp_path: Path) -> None:
+    assert folder.path == tmp_path / "run"
+    assert parse_config(json.loads((folder.path / "config.json").read_text())) == make_config(tmp_path)
+    assert names(folder.path) == ["checkpoints", "config.json", "logs"]
+
+
+def test_the_default_folder_is_named_after_recipe_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder.create(load_config("arith_cpu"), recipe_name="arith_cpu")
+    assert folder.path.parent == tmp_path / "runs"
+    assert folder.path.name.startswith("arith_cpu-20")
+
+
+def test_a_folder_with_a_run_is_not_written_over(folder: RunFolder, tmp_path: Path) -> None:
+    """Seen failing without the check: the new run's rows would stand behind the old one's."""
+    with pytest.raises(ConfigError, match=r"holds a run: choose another, or continue it with run\.resume=.*run$"):
+        RunFolder.create(make_config(tmp_path), recipe_name="arith_cpu")
+
+
+# --- rows ---
+
+
+def test_rows_come_back_as_they_were(folder: RunFolder) -> None:
+    rows = [{"step": 1, "text": "a\u2028b\nc"}, {"step": 2, "x": None}]
+    folder.append("metrics.jsonl", rows[:1])
+    folder.append("metrics.jsonl", [])
+    folder.append("metrics.jsonl", rows[1:])
+    assert folder.read("metrics.jsonl") == rows
+    assert folder.read("samples.jsonl") == []
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_last_line_cut_off_by_a_kill_is_left_out(folder: RunFolder, cut: int) -> None:
+    """Seen failing with `json.loads` on every line."""
+    folder.append("metrics.jsonl", [{"step": 1}, {"step": 2}])
+    path = folder.path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert folder.read("metrics.jsonl") == ([{"step": 1}, {"step": 2}] if cut == 1 else [{"step": 1}])
+
+
+def test_json_is_written_whole_or_not_at_all(folder: RunFolder) -> None:
+    """Seen failing with the file opened for writing first: a run killed then could not be resumed."""
+    before = (folder.path / "config.json").read_text()
+    with pytest.raises(TypeError):
+        folder.write_json("config.json", {"a": 1, "b": object()})
+    assert (folder.path / "config.json").read_text() == before
+
+
+# --- checkpoints ---
+
+
+def test_a_checkpoint_has_its_parts(folder: RunFolder) -> None:
+    path = checkpoint(folder, 7, queue=b"ledger")
+    assert path == folder.newest_checkpoint() == folder.checkpoints / "step-000007"
+    assert names(path) == ["meta.json", "queue.msgpack", "trainer"]
+    assert (path / "queue.msgpack").read_bytes() == b"ledger"
+    assert json.loads((path / "meta.json").read_text())["step"] == 7
+
+
+def test_the_newest_is_the_one_of_the_highest_step(folder: RunFolder) -> None:
+    """Seen failing with names that are not padded: step-9 after step-10."""
+    for step in (9, 10, 100):
+        checkpoint(folder, step, keep=9)
+    assert folder.newest_checkpoint().name == "step-000100"
+
+
+def test_only_the_newest_are_kept(folder: RunFolder) -> None:
+    """Seen failing with `[:keep]`."""
+    for step in (1, 2, 3, 4):
+        checkpoint(folder, step, keep=2)
+    assert names(folder.checkpoints) == ["step-000003", "step-000004"]
+
+
+def test_a_save_that_breaks_off_leaves_the_checkpoints_before_it(folder: RunFolder) -> None:
+    """Also one of the same step; and what it left is cleared away by the next.
+
+    Seen failing with the checkpoint written in place, and with the old one of the same step removed first.
+    """
+
+    def breaks(path: Path) -> None:
+        path.mkdir()
+        (path / "half").write_text("x")
+        raise KeyboardInterrupt
+
+    checkpoint(folder, 3, queue=b"whole", keep=1)
+    for step in (3, 4):
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint(folder, step, save=breaks, keep=1)
+        assert folder.newest_checkpoint().name == "step-000003"
+        assert (folder.newest_checkpoint() / "queue.msgpack").read_bytes() == b"whole"
+    checkpoint(folder, 5, keep=1)
+    assert names(folder.checkpoints) == ["step-000005"]
+
+
+def test_saving_a_step_again_replaces_its_checkpoint(folder: RunFolder) -> None:
+    checkpoint(folder, 3, queue=b"old")
+    checkpoint(folder, 3, queue=b"new")
+    assert (folder.newest_checkpoint() / "queue.msgpack").read_bytes() == b"new"
+    assert names(folder.checkpoints) == ["step-000003"]
+
+
+# --- a resumed run ---
+
+
+def test_rows_beyond_the_checkpoint_move_to_orphaned_files(folder: RunFolder, tmp_path: Path) -> None:
+    """Two resumes: what was orphaned first stays. Seen failing with rows deleted, and with `<` for `<=`."""
+    for step in (1, 2, 3):
+        folder.append("metrics.jsonl", [{"step": step}])
+        folder.append("samples.jsonl", [{"step": step, "n": 0}, {"step": step, "n": 1}])
+        folder.append("events.jsonl", [{"time": 1.0 * step}])
+        if step == 2:
+            checkpoint(folder, 2)
+    (folder.newest_checkpoint() / "meta.json").write_text(json.dumps({"step": 2, "time": 2.5}))
+    with (folder.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rew')
+
+    for _ in range(2):
+        again = resumed(tmp_path)
+        assert again.read("metrics.jsonl") == [{"step": 1}, {"step": 2}]
+        assert again.read("metrics.orphaned.jsonl") == [{"step": 3}]
+        assert [row["step"] for row in again.read("samples.jsonl")] == [1, 1, 2, 2]
+        assert again.read("samples.orphaned.jsonl") == [{"step": 3, "n": 0}, {"step": 3, "n": 1}]
+        assert again.read("events.jsonl") == [{"time": 1.0}, {"time": 2.0}]
+        assert again.read("events.orphaned.jsonl") == [{"time": 3.0}]
+    again.append("metrics.jsonl", [{"step": 3, "anew": True}])
+    resumed(tmp_path)
+    assert again.read("metrics.orphaned.jsonl") == [{"step": 3}, {"step": 3, "anew": True}]
+
+
+def test_events_of_before_the_save_began_stay(folder: RunFolder, tmp_path: Path) -> None:
+    """The moment is taken before the save: what happens beside it belongs to what comes after."""
+    checkpoint(folder, 1, save=lambda path: folder.append("events.jsonl", [{"time": 9e9}]))
+    folder.append("events.jsonl", [{"time": 1.0}])
+    assert resumed(tmp_path).read("events.jsonl") == [{"time": 1.0}]
+
+
+def test_a_resume_needs_a_run_and_a_checkpoint(folder: RunFolder, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"run\.checkpoint_every"):
+        resumed(tmp_path)
+    with pytest.raises(CheckpointError, match=r"run\.resume must name a run folder.*no config\.json"):
+        RunFolder.resume(parse_config({"run": {"resume": str(tmp_path)}}))
+
+
+def test_what_does_not_change_what_is_learned_may_change(folder: RunFolder, tmp_path: Path) -> None:
+    """The folder then holds the recipe that the run goes on with."""
+    checkpoint(folder, 1)
+    changes: dict[str, dict[str, Any]] = {
+        "rollout": {"workers": 2, "slots": 8, "threads": 2},
+        "verifier": {"processes": 3, "timeout_s": 1.0},
+        "trainer": {"ranks": 2, "micro_batch_tokens": 64},
+        "weights": {"parity_every": 0},
+    }
+    again = resumed(tmp_path, run={"steps": 999, "eval_every": 7}, **changes)
+    saved = json.loads((again.path / "config.json").read_text())
+    assert (saved["run"]["steps"], saved["rollout"]["workers"], saved["trainer"]["ranks"]) == (999, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("run", "sections", "difference"),
+    [
+        ({}, {"trainer": {"lr": 3e-4}}, "trainer.lr was 0.0001, is 0.0003"),
+        ({}, {"queue": {"max_staleness": 1}}, "queue.max_staleness was 4, is 1"),
+        ({}, {"model": {"path": "/models/other"}}, "model.path was 'builtin:arith', is '/models/other'"),
+        ({}, {"data": {"arith": {"seed": 5}}}, "data.arith.seed was 0, is 5"),
+        ({"seed": 1}, {}, "run.seed was 0, is 1"),
+        ({}, {"verifier": {"arguments": {"model": "x"}}}, "verifier.arguments.model was None, is 'x'"),
+    ],
+)
+def test_another_recipe_is_refused_with_the_difference(
+    folder: RunFolder, tmp_path: Path, run: dict[str, Any], sections: dict[str, Any], difference: str
+) -> None:
+    """Seen failing without the comparison, with all of `run` free, and with the saved keys only (`arguments`)."""
+    folder.append("metrics.jsonl", [{"step": 1}])
+    checkpoint(folder, 0)
+    with pytest.raises(CheckpointError) as caught:
+        resumed(tmp_path, run=run, **sections)
+    assert difference in str(caught.value)
+    assert "resume with the recipe and overrides of the first start" in str(caught.value)
+    assert folder.read("metrics.jsonl") == [{"step": 1}], "a refused resume changes nothing"

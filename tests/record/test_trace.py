@@ -1,0 +1,141 @@
+"""The event log as a Perfetto trace: what is drawn, where, and how long."""
+
+import itertools
+import json
+from typing import Any
+
+from areal_lite.events import Event
+from areal_lite.record.trace import to_trace
+
+
+def event(time: float, lane: str, kind: str, **ids: Any) -> Event:
+    return {"time": time, "lane": lane, "kind": kind, **ids}
+
+
+def rows_of(trace: dict[str, Any], phase: str) -> list[dict[str, Any]]:
+    return [row for row in trace["traceEvents"] if row["ph"] == phase]
+
+
+def slices(*events: Event) -> list[tuple[str, float, float]]:
+    """Name, begin and length in microseconds of each slice on a lane's own track."""
+    return [(row["name"], row["ts"], row["dur"]) for row in rows_of(to_trace(events), "X")]
+
+
+def test_a_trainer_lane_is_wait_train_publish() -> None:
+    """`trained` ends one slice and begins the next. Seen failing with an event that closes and opens nothing."""
+    kinds = ["wait", "train", "trained", "published", "wait", "train"]
+    assert slices(*(event(100.0 + i, "trainer", kind) for i, kind in enumerate(kinds))) == [
+        ("wait", 0.0, 1e6),
+        ("train", 1e6, 1e6),
+        ("publish", 2e6, 1e6),
+        ("wait", 4e6, 1e6),
+    ]
+
+
+def test_a_pause_lasts_from_the_call_to_the_resume_drained_or_not() -> None:
+    log = [
+        event(1.0, "rollout/0", "pause"),
+        event(1.5, "rollout/0", "paused"),
+        event(2.0, "rollout/0", "resumed"),
+        event(4.0, "rollout/0", "drain"),
+        event(7.0, "rollout/0", "resumed"),
+    ]
+    assert slices(*log) == [("pause", 0.0, 1e6), ("pause", 3e6, 3e6)]
+
+
+def test_lanes_do_not_close_each_others_slices() -> None:
+    """Seen failing with open slices kept by end event alone."""
+    log = [
+        event(0.0, "rollout/0", "pause"),
+        event(1.0, "rollout/1", "pause"),
+        event(2.0, "rollout/1", "resumed"),
+        event(5.0, "rollout/0", "resumed"),
+    ]
+    trace = to_trace(log)
+    names = {row["pid"]: row["args"]["name"] for row in rows_of(trace, "M")}
+    assert [(names[row["pid"]], row["dur"]) for row in rows_of(trace, "X")] == [("rollout/1", 1e6), ("rollout/0", 5e6)]
+
+
+def test_samples_that_overlap_each_have_a_line_with_their_versions() -> None:
+    """Seen failing with one identity for all samples of a group: the second `b` would nest in the first."""
+    samples = [
+        {"end": 4.0, "tokens": 9, "spans": [[0, 0, 5], [1, 5, 9]]},
+        {"end": 6.0, "tokens": 3, "spans": [[1, 0, 3]]},
+    ]
+    trace = to_trace([event(0.0, "rollout/0", "running", n=2), event(6.5, "rollout/0", "group", group="p/0/1#0",
+                      start=2.0, samples=samples)])  # fmt: skip
+    begins, ends = rows_of(trace, "b"), rows_of(trace, "e")
+    assert [(row["ts"], row["args"]) for row in begins] == [
+        (2e6, {"group": "p/0/1#0", "tokens": 9, "versions": [0, 1]}),
+        (2e6, {"group": "p/0/1#0", "tokens": 3, "versions": [1]}),
+    ]
+    assert [row["ts"] for row in ends] == [4e6, 6e6]
+    assert [row["id2"]["local"] for row in begins] == [row["id2"]["local"] for row in ends]
+    assert len({row["id2"]["local"] for row in begins}) == 2
+    (counter,) = rows_of(trace, "C")
+    assert counter["args"] == {"samples": 2}
+
+
+def test_verified_groups_may_overlap_as_well() -> None:
+    """A verifier scores several groups at once. Seen failing with `X` slices, which must nest on one track."""
+    log = [
+        event(3.0, "verifier/0", "verify", group_id="a#0", start=1.0, end=3.0),
+        event(4.0, "verifier/0", "verify", group_id="b#0", start=2.0, end=4.0),
+    ]
+    trace = to_trace(log)
+    assert [(row["id2"]["local"], row["ts"]) for row in rows_of(trace, "b")] == [("a#0", 0.0), ("b#0", 1e6)]
+    assert [(row["id2"]["local"], row["ts"]) for row in rows_of(trace, "e")] == [("a#0", 2e6), ("b#0", 3e6)]
+    assert rows_of(trace, "X") == []
+
+
+def test_time_begins_with_the_earliest_event_of_any_lane() -> None:
+    """The log is in order by lane only. Seen failing with the first row's time as the beginning: negative times."""
+    log = [
+        event(10.0, "rollout/0", "running", n=1),
+        event(12.0, "rollout/0", "group", group="g", start=9.0, samples=[{"end": 12.0, "tokens": 1, "spans": []}]),
+        event(8.0, "trainer", "wait"),
+        event(9.5, "trainer", "train"),
+    ]
+    times = [row["ts"] for row in to_trace(log)["traceEvents"] if "ts" in row]
+    assert min(times) == 0.0
+
+
+def test_every_event_of_a_killed_run_still_gives_valid_json() -> None:
+    """Slices left open are left out; unknown kinds draw nothing."""
+    trace = to_trace([event(0.0, "trainer", "wait"), event(1.0, "controller", "eval", step=3, accuracy=0.5)])
+    assert json.loads(json.dumps(trace, allow_nan=False))["displayTimeUnit"] == "ms"
+    assert [row["ph"] for row in trace["traceEvents"]] == ["M", "M"]
+    assert to_trace([])["traceEvents"] == []
+
+
+def test_every_row_says_process_and_thread() -> None:
+    """Viewers drop rows without. Seen failing with asynchronous slices without `tid`."""
+    log = [
+        event(1.0, "rollout/0", "pause"),
+        event(2.0, "rollout/0", "resumed"),
+        event(3.0, "verifier/0", "verify", group_id="a#0", start=1.0, end=3.0),
+    ]
+    drawn = [row for row in to_trace(log)["traceEvents"] if row["ph"] in "Xbe"]
+    assert len(drawn) == 3
+    assert all(row["pid"] > 0 and row["tid"] > 0 for row in drawn)
+
+
+def test_tokens_that_an_environment_gave_have_no_version() -> None:
+    """Seen failing with the versions of all spans: -1 stood between them, and each version once per turn."""
+    spans = [[0, 0, 3], [-1, 3, 5], [0, 5, 8], [-1, 8, 9], [1, 9, 12]]
+    sample = {"end": 4.0, "tokens": 12, "spans": spans}
+    (begin,) = rows_of(to_trace([event(5.0, "rollout/0", "group", group="g", start=2.0, samples=[sample])]), "b")
+    assert begin["args"] == {"group": "g", "tokens": 12, "versions": [0, 1], "given": 3}
+
+
+def test_slices_that_follow_one_another_do_not_overlap() -> None:
+    """Perfetto rounds begin and length by themselves, and drops a slice that then begins before the last one's end.
+
+    In whole microseconds nothing is rounded. Seen failing without.
+    """
+    kinds = ["wait", "train", "trained", "published"] * 9
+    log = [event(1.8e9 + 0.0123457 * place**1.5, "trainer", kind) for place, kind in enumerate(kinds)]
+    found = rows_of(to_trace(log), "X")
+    assert len(found) == 3 * 9
+    assert {type(row[key]) for row in found for key in ("ts", "dur")} == {int}
+    assert all(one["ts"] + one["dur"] <= other["ts"] for one, other in itertools.pairwise(found))

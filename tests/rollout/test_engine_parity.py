@@ -1,0 +1,380 @@
+"""I4 and the contract of the weight transports: right after a publication the engine is the trainer's model.
+
+One vLLM engine per transport and architecture, in this process. Over `gloo` also: what a broken transfer leaves behind.
+"""
+
+import asyncio
+import copy
+import re
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_builders import BackgroundLoop, LocalEngines, SyncClient, vllm_engine
+from torch import nn
+from train_builders import VOCABULARY, save_tiny_model
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from areal_lite.config.recipe import Config, parse_config
+from areal_lite.data.tokenizer import build_char_tokenizer
+from areal_lite.events import EventBuffer
+from areal_lite.rollout.engine import Sampling
+from areal_lite.rollout.vllm_engine import VllmEngine
+from areal_lite.types import Sample, StopReason
+from areal_lite.weights.handover import hand_over
+
+MAX_CONTEXT = 256
+TOLERANCE = {"cpu": 1e-4, "cuda": 1e-2}
+"""Nats. On GPUs the attention kernels multiply in TF32."""
+CLEAR = 10
+"""How many tolerances a changed parameter must move some log-probability, or its test would show nothing."""
+TEMPERATURE = 0.8
+END = 1
+"""The end token."""
+SEQUENCES = [
+    ([2, 3, 4], [5, 6, 7, 8, 9, 10, 11, 2, 5, 5, 3, 9]),
+    ([11], [2, 2, 3, 4, 3, 2, 10, 1]),
+    ([7, 9, 9, 2, 8, 6], [4, 10, 3, 11]),
+]
+"""(prompt, completion) pairs."""
+
+Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
+
+
+def save_llama_with_biases(folder: Path) -> str:
+    """Save a Llama that has every kind of bias, and an output layer of its own."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=MAX_CONTEXT,
+        tie_word_embeddings=False,
+        attention_bias=True,
+        mlp_bias=True,
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    build_char_tokenizer("0123456789").save_pretrained(folder)
+    return str(folder)
+
+
+def save_model(architecture: str, folder: Path) -> str:
+    if architecture == "llama":
+        return save_llama_with_biases(folder)
+    return save_tiny_model(folder, max_context=MAX_CONTEXT)
+
+
+def make_config(transport: str) -> Config:
+    return parse_config(
+        {
+            "run": {"device": "cpu" if transport == "gloo" else "cuda"},
+            "model": {"max_context": MAX_CONTEXT, "compute_dtype": "float32"},
+            "rollout": {"slots": 16, "kv_cache_mb": 64, "gpu_memory_fraction": 0.2},
+            "weights": {"transport": transport},
+        }
+    )
+
+
+def trainer_device(transport: str) -> torch.device:
+    """The engine takes the first GPU; NCCL wants another one for the trainer, CUDA IPC the same."""
+    if transport == "gloo":
+        return torch.device("cpu")
+    device = torch.device("cuda", 1 if transport == "nccl" else 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def expected_logprobs(model: nn.Module, sequences: Sequences, *, temperature: float = 1.0) -> list[np.ndarray]:
+    """Log-probabilities by a plain forward pass of transformers."""
+    device = next(model.parameters()).device
+    values = []
+    for prompt, output in sequences:
+        with torch.no_grad():
+            logits_TV = model(torch.tensor([[*prompt, *output]], device=device)).logits[0, len(prompt) - 1 : -1]
+        chosen = torch.tensor(output, device=device)[:, None]
+        values.append((logits_TV / temperature).log_softmax(-1).gather(1, chosen)[:, 0].cpu().numpy())
+    return values
+
+
+def largest_difference(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> float:
+    difference = np.concatenate([a - b for a, b in zip(left, right, strict=True)])
+    assert np.isfinite(difference).all()  # max(0, nan) would be 0
+    return float(np.abs(difference).max())
+
+
+class Pair:
+    """A trainer's model and an engine, connected by a transport."""
+
+    def __init__(self, engine: VllmEngine, background: BackgroundLoop, *, transport: str, model_folder: str) -> None:
+        self.engine, self.background, self._transport = engine, background, transport
+        self.model_folder = model_folder
+        device = trainer_device(transport)
+        self.model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).to(device).eval()
+        self.tolerance = TOLERANCE[device.type]
+        self.version = 0
+        self._noise = torch.Generator().manual_seed(0)
+
+    def connect(
+        self, client_class: type[SyncClient] = SyncClient, *, model: nn.Module | None = None, timeout_s: float = 15
+    ) -> Any:
+        """Connect a new publisher of a model, by default the pair's; returns it."""
+        from areal_lite.weights.publisher import WeightPublisher
+
+        client = client_class(self.engine, self.background.loop)
+        publisher = WeightPublisher(
+            model or self.model,
+            transport=self._transport,
+            dtype=torch.float32,
+            rank=0,
+            host="127.0.0.1",
+            timeout_s=timeout_s,
+        )
+        assert publisher.connect({"engine": client}, group_client=client, num_engine_ranks=1) == {"engine": None}
+        return publisher
+
+    def hand_over(self, publisher: Any) -> None:
+        self.version += 1
+        hand_over(
+            LocalEngines({"engine": self.engine}, self.background.loop),
+            publish=publisher.publish,
+            staged=self._transport == "gloo",
+            stamp_ledger=lambda: None,
+            version=self.version,
+            interrupt="recompute",
+            events=EventBuffer("handover"),
+        )
+
+    def fail_to_publish(self, publisher: Any) -> str:
+        """Publish to the engine, which stages, and return why it failed."""
+        failure = publisher.publish()["engine"]
+        assert failure is not None
+        return failure
+
+    def perturb(self, pattern: str = "") -> None:
+        """Change the parameters whose names hold a pattern."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if pattern in name:
+                    parameter.add_(0.2 * torch.randn(parameter.shape, generator=self._noise).to(parameter.device))
+
+    def score(self) -> list[np.ndarray]:
+        return [self.background.call(self.engine.score(prompt, output)) for prompt, output in SEQUENCES]
+
+    def expected(self) -> list[np.ndarray]:
+        return expected_logprobs(self.model, SEQUENCES)
+
+
+@pytest.fixture(scope="module")
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    transport, architecture = request.param.split("-")
+    model_folder = save_model(architecture, tmp_path_factory.mktemp(architecture) / "model")
+    with vllm_engine(make_config(transport), model_folder) as (engine, background):
+        yield Pair(engine, background, transport=transport, model_folder=model_folder)
+
+
+# The whole contract for every transport; nccl needs two GPUs.
+every_transport = pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param("gloo-qwen3", marks=pytest.mark.loop),
+        pytest.param("gloo-llama", marks=pytest.mark.loop),
+        pytest.param("nccl-qwen3", marks=pytest.mark.gpu),
+        pytest.param("nccl-llama", marks=pytest.mark.gpu),
+        pytest.param("ipc-qwen3", marks=pytest.mark.gpu),
+        pytest.param("ipc-llama", marks=pytest.mark.gpu),
+    ],
+    indirect=True,
+)
+# What only our own transport promises.
+gloo = pytest.mark.parametrize("pair", [pytest.param("gloo-qwen3", marks=pytest.mark.loop)], indirect=True)
+
+
+@every_transport
+def test_every_parameter_family_arrives(pair: Pair) -> None:
+    """I4: each family is changed, alone, and published; the engine follows.
+
+    Seen failing without `_repack_tied_head`: the tied model's embeddings, 2.6 nats off.
+    """
+    publisher = pair.connect()
+    pair.hand_over(publisher)
+    names = [name for name, _ in pair.model.named_parameters()]
+    families = sorted({re.sub(r"^.*layers\.\d+\.|^model\.", "", name) for name in names})
+    engine, moved = {}, {}
+    for family in families:
+        before = pair.expected()
+        pair.perturb(family)
+        pair.hand_over(publisher)
+        expected = pair.expected()
+        engine[family] = largest_difference(pair.score(), expected)
+        moved[family] = largest_difference(before, expected)
+    assert max(engine.values()) < pair.tolerance, engine
+    assert min(moved.values()) > CLEAR * pair.tolerance, moved
+
+
+@every_transport
+def test_a_sample_across_a_publication_says_which_weights_drew_which_token(pair: Pair) -> None:
+    """I3: each span's log-probabilities are those of the version it names, temperature included.
+
+    Over gloo the samples go on while the new weights are received and made ready. Seen failing with a pause that keeps
+    the caches.
+    """
+    publisher = pair.connect()
+    pair.hand_over(publisher)
+    models = {pair.version: copy.deepcopy(pair.model)}
+    started = pair.engine.tokens_generated
+    running = start_samples(pair, 16)
+    wait_for_tokens(pair.engine, started + 64)
+    pair.perturb()
+    pair.hand_over(publisher)
+    models[pair.version] = pair.model
+
+    samples = [sample.result(timeout=60) for sample in running]
+
+    versions = [[span.version for span in sample.spans] for sample in samples]
+    assert sorted(models) in versions, versions
+    for prompt_id, sample in enumerate(samples):
+        output = sample.token_ids.tolist()
+        for span in sample.spans:
+            model = models[span.version]
+            (expected,) = expected_logprobs(model, [(prompt_of(prompt_id), output)], temperature=TEMPERATURE)
+            part = slice(span.start, span.end)
+            assert largest_difference([sample.logprobs[part]], [expected[part]]) < pair.tolerance, span
+
+
+@gloo
+def test_samples_go_on_behind_the_end_and_their_logprobs_are_the_models(pair: Pair) -> None:
+    """`ignore_end`: every token, the end among them, was drawn from the model's own distribution.
+
+    Seen failing with `min_tokens` in place of `ignore_eos`: it forbids the end token, and moves all others.
+    """
+    model = AutoModelForCausalLM.from_pretrained(pair.model_folder, dtype=torch.float32).eval()
+    pair.hand_over(pair.connect(model=model))
+
+    async def generate() -> list[Sample]:
+        samplings = [Sampling(max_new_tokens=60, temperature=1.0, seed=seed, ignore_end=True) for seed in range(8)]
+        return await asyncio.gather(*(pair.engine.generate([5, 6], sampling) for sampling in samplings))
+
+    samples = pair.background.call(generate())
+    assert [sample.num_tokens for sample in samples] == [60] * 8
+    assert all(sample.stop_reason is StopReason.LENGTH for sample in samples)
+    assert any(END in sample.token_ids[:-1] for sample in samples)
+    for sample in samples:
+        expected = expected_logprobs(model, [([5, 6], sample.token_ids.tolist())])
+        assert largest_difference([sample.logprobs], expected) < pair.tolerance
+
+
+@gloo
+@pytest.mark.parametrize("damage", ["checksum", "half", "silence"])
+def test_a_broken_transfer_leaves_the_old_weights(pair: Pair, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine stages: nothing of what arrived is loaded, and over a new connection the next push works.
+
+    Seen failing when the engine does not compare the checksum.
+    """
+    pair.hand_over(pair.connect())
+    old = pair.expected()
+    pair.perturb()
+    publisher = pair.connect(Tampering if damage == "checksum" else SyncClient, timeout_s=1)
+    with monkeypatch.context() as patches:
+        if damage != "checksum":
+            patches.setattr("areal_lite.weights.gloo._broadcast", CUTS[damage])
+        failure = pair.fail_to_publish(publisher)
+    # Of half the bytes, and of an engine that waits in vain, gloo speaks in words of its own.
+    assert damage != "checksum" or "parameters were damaged on the way" in failure
+    assert largest_difference(pair.score(), old) < pair.tolerance
+
+    pair.hand_over(pair.connect())
+    assert largest_difference(pair.score(), pair.expected()) < pair.tolerance
+    assert largest_difference(old, pair.expected()) > CLEAR * pair.tolerance
+
+
+@gloo
+def test_a_stream_that_lacks_a_parameter_is_refused_by_name(pair: Pair) -> None:
+    """vLLM itself would load the rest. The old weights stay.
+
+    Seen failing when the engine does not compare the parameters announced with those it loaded before.
+    """
+    pair.hand_over(pair.connect())
+    old = pair.expected()
+    pair.perturb()
+    short = copy.deepcopy(pair.model)
+    del short.model.layers[1].self_attn.k_proj
+    failure = pair.fail_to_publish(pair.connect(model=short, timeout_s=1))
+    assert "model.layers.1.self_attn.k_proj.weight" in failure
+    assert largest_difference(pair.score(), old) < pair.tolerance
+
+
+@gloo
+def test_a_reset_engine_is_empty_and_of_use_to_the_next_run(pair: Pair) -> None:
+    """Requests of the last run end, none of its tokens is counted, and a new trainer finds the engine as good as new.
+
+    Seen failing with a reset that only pauses, and with one that leaves the count.
+    """
+    running = start_samples(pair, 200)
+    wait_for_tokens(pair.engine, pair.engine.tokens_generated + 50)
+    pair.background.call(pair.engine.reset())
+    assert pair.engine.tokens_generated == 0
+    errors = [str(error) for sample in running if (error := sample.exception(timeout=10)) is not None]
+    assert errors
+    assert all("got 'abort'" in error for error in errors), errors
+    pair.perturb()
+    pair.hand_over(pair.connect())
+    assert pair.engine.tokens_generated == 0
+    (sample,) = start_samples(pair, 1)
+    assert [span.version for span in sample.result(timeout=60).spans] == [pair.version]
+    assert largest_difference(pair.score(), pair.expected()) < pair.tolerance
+
+
+class Tampering(SyncClient):
+    """Announces another checksum than that of the bytes."""
+
+    def update_weights(self, update_info: Any) -> None:
+        super().update_weights(update_info | {"checksum": update_info["checksum"] ^ 1})
+
+
+def broadcast_half(group: Any, flat: torch.Tensor) -> None:
+    group.broadcast(flat[: len(flat) // 2].clone(), root=0).wait()
+    raise ConnectionError("the trainer was cut off")
+
+
+def broadcast_nothing(group: Any, flat: torch.Tensor) -> None:
+    raise ConnectionError("the trainer was cut off")
+
+
+CUTS = {"half": broadcast_half, "silence": broadcast_nothing}
+"""Trainers that end in the middle of a transfer, and before it."""
+
+
+def prompt_of(index: int) -> list[int]:
+    return [2 + index % 10, 3, 5]
+
+
+def start_samples(pair: Pair, count: int) -> list[Future[Sample]]:
+    """Begin samples; every second one may end early, the others last well beyond a hand-over."""
+
+    def sampling(index: int) -> Sampling:
+        return Sampling(max_new_tokens=200, temperature=TEMPERATURE, seed=index, ignore_end=index % 2 == 0)
+
+    return [
+        asyncio.run_coroutine_threadsafe(pair.engine.generate(prompt_of(index), sampling(index)), pair.background.loop)
+        for index in range(count)
+    ]
+
+
+def wait_for_tokens(engine: VllmEngine, number: int) -> None:
+    deadline = time.monotonic() + 30
+    while engine.tokens_generated < number:
+        assert time.monotonic() < deadline, f"only {engine.tokens_generated} tokens"
+        time.sleep(0.002)

@@ -1,0 +1,298 @@
+"""Defects found in other projects' trainers, one test each, on the real path from a taken shard to the trained weights.
+
+Each was seen failing on a copy with that defect built in, named in its docstring.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from train_builders import make_config, make_rows, make_shard, save_tiny_model
+
+from areal_lite.config.recipe import Config
+from areal_lite.train.batch import PolicyBatch
+from areal_lite.train.coefficients import Coefficients
+from areal_lite.train.micro_batch import split_micro_batches
+from areal_lite.train.passes import Scores
+from areal_lite.train.plan import StepPlan, make_plan
+from areal_lite.train.stats import StepStats
+from areal_lite.train.trainer import Trainer
+from areal_lite.types import Row, Sample, Shard, StopReason, VersionSpan
+
+NAN = float("nan")
+CPU = torch.device("cpu")
+VERSION = 5
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def recipe(**sections: Any) -> Config:
+    """Build a recipe with one update per step at temperature 1."""
+    sections["trainer"] = {"minibatches": 1} | sections.get("trainer", {})
+    sections["rollout"] = {"temperature": 1.0} | sections.get("rollout", {})
+    return make_config(**sections)
+
+
+def make_trainer(model_folder: str, config: Config) -> Trainer:
+    trainer = Trainer(config, model_folder=model_folder, rank=0, world_size=1)
+    trainer._version = VERSION
+    return trainer
+
+
+def step(model_folder: str, shard: Shard, config: Config) -> tuple[StepStats, torch.Tensor]:
+    """Train one step; return its statistics and all weights."""
+    trainer = make_trainer(model_folder, config)
+    stats = trainer.train_step(shard)
+    return stats, torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+
+
+def plan_of(shard: Shard, config: Config, *, values: float | None = None) -> tuple[PolicyBatch, StepPlan]:
+    """Lay out a shard and plan its step as the trainer does; a critic that says `values` everywhere, if any."""
+    batch = PolicyBatch.from_shard(shard, config=config, device=CPU)
+    scores = Scores(
+        proximal_logprobs_T=batch.behaviour_logprobs_T,
+        proximal_complete=True,
+        reference_logprobs_T=None,
+        values_T=None if values is None else torch.full_like(batch.behaviour_logprobs_T, values),
+    )
+    updates = [
+        split_micro_batches(batch.rows, chosen=chosen, max_tokens=64, device=CPU) for chosen in batch.minibatches
+    ]
+    return batch, make_plan(batch, updates, scores, config=config, coefficients=Coefficients.first(config.objective))
+
+
+def with_logprobs(rows: Sequence[Row], change: Callable[[int, Sample], np.ndarray]) -> list[Row]:
+    """Replace each row's behaviour logprobs."""
+    return [
+        dataclasses.replace(
+            row, sample=dataclasses.replace(row.sample, logprobs=change(index, row.sample).astype(np.float32))
+        )
+        for index, row in enumerate(rows)
+    ]
+
+
+def own_logprobs(model_folder: str, rows: Sequence[Row]) -> list[np.ndarray]:
+    """Return what the model itself says of each row's tokens."""
+    trainer = make_trainer(model_folder, recipe())
+    return trainer.score([(row.prompt_token_ids, row.sample.token_ids.tolist()) for row in rows])
+
+
+def is_stale(sample: Sample) -> np.ndarray:
+    """Tell which tokens are over the bound of 2, counted from the spans one by one."""
+    return np.array([VERSION - s.version > 2 for s in sample.spans for _ in range(s.start, s.end)])
+
+
+# End of sequence by padded width: the longest sample of a batch lost its reward.
+
+
+def test_the_longest_sample_keeps_its_reward() -> None:
+    """With a critic the reward stands on one token, each row's own last one. Rows of 3 to 12 tokens, rewards 1 to 12.
+
+    Seen failing with the reward where a row of the longest one's width would end, and with only rows shorter than the
+    longest one rewarded.
+    """
+    rows, config = (
+        make_rows(minibatches=1),
+        recipe(objective={"baseline": "critic", "scale": "none", "gamma": 0.5, "gae_lambda": 1.0}),
+    )
+    rewards = np.arange(1.0, 13.0).reshape(3, 4)
+    _, plan = plan_of(make_shard(rows, rewards=rewards), config, values=0.0)
+    lengths = [row.sample.num_tokens for row in rows]
+    assert lengths.count(max(lengths)) == 1
+    expected = [reward * 0.5 ** np.arange(n - 1, -1, -1) for reward, n in zip(rewards.ravel(), lengths, strict=True)]
+    np.testing.assert_allclose(plan.advantages.advantages_T, np.concatenate(expected), rtol=1e-6)
+
+
+def test_cut_off_is_what_the_engine_says_not_what_the_length_suggests() -> None:
+    """A sample that ends exactly at the limit with its end-of-sequence token trains; one cut off earlier does not.
+
+    Seen failing with `num_tokens >= max_new_tokens` in place of the stop reason.
+    """
+    rows = make_rows(minibatches=1)
+    lengths = [row.sample.num_tokens for row in rows]
+    longest, shortest = int(np.argmax(lengths)), int(np.argmin(lengths))
+    reasons = {longest: StopReason.STOP, shortest: StopReason.LENGTH}
+    rows = [
+        dataclasses.replace(
+            row, sample=dataclasses.replace(row.sample, stop_reason=reasons.get(index, StopReason.STOP))
+        )
+        for index, row in enumerate(rows)
+    ]
+    config = recipe(objective={"mask_truncated": True}, rollout={"max_new_tokens": max(lengths)})
+    batch, _ = plan_of(make_shard(rows), config)
+    trains = [bool(batch.loss_mask_T[batch.rows_T == index].all()) for index in range(len(rows))]
+    assert trains == [index != shortest for index in range(len(rows))]
+
+
+# Versions not shifted together with the logprobs: off by one token.
+
+
+def test_age_mask_and_logprob_belong_to_the_same_token() -> None:
+    """Each token's logprob spells its version; age and mask of that very place must agree with it.
+
+    Seen failing with ages rolled by one token either way, and with logprobs rolled against ages and mask.
+    """
+
+    def spans(length: int) -> tuple[VersionSpan, ...]:
+        return (
+            VersionSpan(version=1, start=0, end=1),
+            VersionSpan(version=3, start=1, end=2),
+            VersionSpan(version=5, start=2, end=length),
+        )
+
+    rows = [
+        dataclasses.replace(row, sample=dataclasses.replace(row.sample, spans=spans(row.sample.num_tokens)))
+        for row in make_rows(minibatches=1)
+    ]
+    rows = with_logprobs(rows, lambda _, s: -np.array([span.version for span in s.spans for _ in range(*_ends(span))]))
+    batch, _ = plan_of(make_shard(rows), recipe())
+    versions_T = -batch.behaviour_logprobs_T
+    assert set(versions_T.tolist()) == {1.0, 3.0, 5.0}
+    torch.testing.assert_close(batch.ages_T.float(), VERSION - versions_T)
+    assert torch.equal(batch.loss_mask_T, versions_T >= VERSION - 2)
+
+
+def _ends(span: VersionSpan) -> tuple[int, int]:
+    return span.start, span.end
+
+
+def test_the_trainer_scores_the_tokens_that_the_engine_scored(model_folder: str) -> None:
+    """Fresh tokens carry the model's own logprobs, stale ones are 3 nats off: no difference may reach the statistics.
+
+    Seen failing with ages rolled by one token either way, with behaviour logprobs rolled, and with logits one place
+    late.
+    """
+    rows = make_rows(minibatches=1, old_tokens=2)
+    own = own_logprobs(model_folder, rows)
+    rows = with_logprobs(rows, lambda index, s: own[index] - np.where(is_stale(s), 3.0, 0.0))
+    stats, _ = step(model_folder, make_shard(rows), recipe())
+    assert stats.tokens_masked_stale == 12
+    assert stats.behav_prox_max_abs_diff_age0 < 1e-5
+    assert stats.kl_behav_prox == pytest.approx(0.0, abs=1e-5)
+    assert stats.behav_weight_mean == pytest.approx(1.0, abs=1e-5)
+
+
+# NaN in a masked slot poisoned a mean.
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {},
+        {"preset": "grpo"},
+        {"preset": "gspo"},
+        {"preset": "cispo"},
+        {"preset": "rloo", "behaviour_weight": "sequence"},
+        {"preset": "ppo"},
+        {"preset": "raft"},
+        {"proximal": "behaviour", "entropy_coef": 0.01},
+        {"proximal": "behaviour", "kl": "reward", "kl_coef": 0.1},
+        {"behaviour_filter": "m2po"},
+        {"behaviour_filter": "geometric"},
+    ],
+    ids=lambda objective: "-".join(map(str, objective.values())) or "areal",
+)
+def test_nan_in_a_masked_slot_is_harmless(model_folder: str, objective: dict[str, Any]) -> None:
+    """Stale tokens and a failed sample with NaN for logprobs train the very weights that any other number would.
+
+    Seen failing with the mask multiplied instead of chosen in `inside`, and with m2po's mean over all slots.
+    """
+    rewards = np.array([[1, 0, NAN, 1], [0, 0, 0, 1], [1, 1, 0, 1]])
+    rows = make_rows(minibatches=1, old_tokens=2)
+    own = own_logprobs(model_folder, rows)
+
+    def filled(number: float) -> Shard:
+        def logprobs(index: int, sample: Sample) -> np.ndarray:
+            failed = np.isnan(rewards[rows[index].group_index, rows[index].sample_index])
+            return np.where(is_stale(sample) | failed, number, own[index])
+
+        return make_shard(with_logprobs(rows, logprobs), rewards=rewards)
+
+    expected, expected_weights = step(model_folder, filled(-1.0), recipe(objective=objective))
+    got, weights = step(model_folder, filled(NAN), recipe(objective=objective))
+    assert got.step_skipped == expected.step_skipped == 0
+    if objective.get("kl") == "reward" and objective.get("proximal") == "behaviour":
+        # Here a stale token's logprob is a cost of its sample: a number counts, a NaN is left out.
+        assert np.isfinite(got.loss)
+        assert bool(weights.isfinite().all())
+        return
+    assert torch.equal(weights, expected_weights)
+    assert got.loss == expected.loss
+    assert got.behav_weight_mean == expected.behav_weight_mean
+
+
+# Overlong penalty without a bound, written into the reward that is logged.
+
+
+def test_the_overlong_penalty_is_bounded_and_not_logged_as_reward(model_folder: str) -> None:
+    """Limit 8, buffer 4: 4 tokens cost nothing, 6 cost 1/2, 8 and all beyond cost 1; the log shows the verifier's word.
+
+    Seen failing with the penalty added to the batch's rewards in place, and without its lower bound.
+    """
+    rows = make_rows(minibatches=1)
+    shard = make_shard(rows)
+    before = shard.rewards.copy()
+    config = recipe(objective={"overlong_buffer": 0.5}, rollout={"max_new_tokens": 8})
+    stats, _ = step(model_folder, shard, config)
+    lengths = np.array([row.sample.num_tokens for row in rows])
+    penalties = np.array([0.0 if n <= 4 else -1.0 if n >= 8 else (4 - n) / 4 for n in lengths])
+    assert lengths.max() == 12, "a sample beyond the limit, where the penalty must not grow"
+    np.testing.assert_array_equal(shard.rewards, before)
+    assert stats.reward_mean == pytest.approx(before.mean())
+    assert stats.reward_shaped_mean == pytest.approx(before.mean() + penalties.mean())
+
+
+# Partial groups corrupting the normalisation.
+
+
+def test_a_partial_group_is_normalised_over_the_samples_it_has() -> None:
+    """A failed sample leaves mean, std and denominator; a group with one scored sample teaches nothing.
+
+    By hand: [1 0 NaN NaN] has mean 1/2 and std sqrt(1/2), so +-sqrt(1/2); [NaN 3 NaN NaN] gives 0; [0 0 0 4] has mean 1
+    and std 2, so -1/2 three times and 3/2. Seen failing with NaN read as reward 0, and with the std over G places.
+    """
+    rewards = np.array([[1, 0, NAN, NAN], [NAN, 3, NAN, NAN], [0, 0, 0, 4]])
+    rows = make_rows(minibatches=1)
+    batch, plan = plan_of(make_shard(rows, rewards=rewards), recipe())
+    high = 0.5**0.5
+    expected = [high, -high, 0, 0, 0, 0, 0, 0, -0.5, -0.5, -0.5, 1.5]
+    lengths = [row.sample.num_tokens for row in rows]
+    np.testing.assert_allclose(plan.advantages.advantages_T, np.repeat(expected, lengths), atol=1e-5)
+    scored = ~np.isnan(rewards.ravel())
+    assert torch.equal(batch.loss_mask_T, torch.tensor(np.repeat(scored, lengths)))
+    # Token mean: the failed samples' tokens are in no denominator.
+    num_scored = int(np.array(lengths)[scored].sum())
+    np.testing.assert_allclose(plan.token_weights_T[batch.loss_mask_T], 1 / num_scored, rtol=1e-6)
+    assert not plan.token_weights_T[~batch.loss_mask_T].any()
+
+
+# "Decoupled" that applied no behaviour weight unless one more switch was found.
+
+
+def test_the_default_recipe_applies_the_behaviour_weights(model_folder: str) -> None:
+    """One update, proximal = current: the loss is -mean(w A) by default, and -mean(A) only where a recipe says so.
+
+    Seen failing with the default `behaviour_weight: none`, and with a loss that ignores the weights.
+    """
+    rows, rng = make_rows(minibatches=1), np.random.default_rng(1)
+    own = own_logprobs(model_folder, rows)
+    rows = with_logprobs(rows, lambda index, _: own[index] + rng.normal(0.3, 0.3, len(own[index])))
+    rewards = np.array([[1, 0, 0, 0], [0, 1, 0, 1], [1, 1, 0, 1]])
+    weights_T = np.exp(np.concatenate([own[index] - row.sample.logprobs for index, row in enumerate(rows)]))
+    assert weights_T.max() < Config().objective.behaviour_weight_cap
+    advantages_NG = (rewards - rewards.mean(axis=1, keepdims=True)) / (rewards.std(axis=1, ddof=1, keepdims=True))
+    advantages_T = np.repeat(advantages_NG.ravel(), [row.sample.num_tokens for row in rows])
+    by_default, _ = step(model_folder, make_shard(rows, rewards=rewards), recipe())
+    unweighted, _ = step(
+        model_folder, make_shard(rows, rewards=rewards), recipe(objective={"behaviour_weight": "none"})
+    )
+    assert by_default.loss == pytest.approx(-(weights_T * advantages_T).mean(), rel=1e-4)
+    assert unweighted.loss == pytest.approx(-advantages_T.mean(), rel=1e-4)
+    assert abs(by_default.loss - unweighted.loss) > 0.02
+    assert by_default.behav_weight_mean == pytest.approx(weights_T.mean(), rel=1e-4)

@@ -1,0 +1,166 @@
+"""Cases and compositions for the tests of `areal_lite/algo`: rows of a batch in the flat order, in numpy."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from areal_lite.algo.advantages import gae, kept_samples, masked_sums, sample_advantages, std_from_sums
+from areal_lite.algo.aggregation import aggregate
+from areal_lite.algo.behaviour import behaviour_weights
+from areal_lite.algo.kl import kl_estimate
+from areal_lite.algo.losses import kl_penalty, policy_loss
+from areal_lite.algo.rewards import overlong_penalties, shape_rewards, token_rewards
+from areal_lite.config.presets import ObjectiveConfig
+
+MAX_NEW_TOKENS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """N groups of G samples, row i = sample i % G of group i // G; per-token arrays are flat over the rows."""
+
+    rewards: np.ndarray
+    """[N, G]."""
+    lengths: np.ndarray
+    """[B]."""
+    truncated: np.ndarray
+    """[B] booleans."""
+    mask: np.ndarray
+    """[T] booleans: young tokens of scored samples."""
+    current: np.ndarray
+    proximal: np.ndarray
+    behaviour: np.ndarray
+    reference: np.ndarray
+    values: np.ndarray
+
+    @property
+    def rows(self) -> np.ndarray:
+        """[T] the row of each token."""
+        return np.repeat(np.arange(len(self.lengths)), self.lengths)
+
+    def change(self, **changes: np.ndarray) -> "Case":
+        return replace(self, **changes)
+
+
+def make_case(seed: int = 0, *, groups: int = 3, samples: int = 4, failed: bool = True, stale: bool = True) -> Case:
+    """Draw rows of 1..8 tokens; the policies differ enough for every clip and cap to bite somewhere."""
+    rng = np.random.default_rng(seed)
+    num_rows = groups * samples
+    lengths = rng.integers(1, MAX_NEW_TOKENS + 1, num_rows)
+    lengths[0] = MAX_NEW_TOKENS
+    rewards = rng.normal(0, 1, (groups, samples)).round(2)
+    if failed:
+        rewards[0, 1] = np.nan
+    num_tokens = int(lengths.sum())
+    proximal = rng.uniform(-3, -0.5, num_tokens)
+    young = rng.random(num_tokens) < 0.85 if stale else np.ones(num_tokens, bool)
+    return Case(
+        rewards=rewards,
+        lengths=lengths,
+        truncated=lengths == MAX_NEW_TOKENS,
+        mask=young & ~np.isnan(np.repeat(rewards.reshape(-1), lengths)),
+        # Whole rows moved too, so that ratios of sequences leave their clips.
+        current=proximal + rng.normal(0, 0.4, num_tokens) + np.repeat(rng.normal(0, 0.3, num_rows), lengths),
+        proximal=proximal,
+        behaviour=proximal + rng.normal(0, 0.9, num_tokens),
+        reference=proximal + rng.normal(0, 0.5, num_tokens),
+        values=rng.normal(0, 1, num_tokens),
+    )
+
+
+def tensor(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def compose(case: Case, knobs: ObjectiveConfig, parts: list[np.ndarray] | None = None) -> tuple[float, np.ndarray]:
+    """Put the functions together as the knobs say, and return the loss and its gradient by the current logprobs.
+
+    Args:
+        case: The batch.
+        knobs: The objective.
+        parts: Micro-batches: arrays of row numbers; None = one with all rows.
+    """
+    mask_T = _loss_mask(case, knobs)
+    advantages_T = _advantages(case, knobs, mask_T)
+    everything: dict[str, Any] = {"rows_T": tensor(case.rows), "num_rows": len(case.lengths)}
+    weights_T, denominator = aggregate(mask_T, kind=knobs.aggregation, max_new_tokens=MAX_NEW_TOKENS, **everything)
+    current_T = tensor(case.current).requires_grad_()
+    loss = torch.zeros((), dtype=torch.float64)
+    for chosen in parts or [np.arange(len(case.lengths))]:
+        tokens = np.concatenate([np.flatnonzero(case.rows == row) for row in chosen])
+        # Rows are numbered anew in each micro-batch.
+        here = {"rows_T": tensor(np.repeat(np.arange(len(chosen)), case.lengths[chosen])), "num_rows": len(chosen)}
+        shared = {"loss_mask_T": mask_T[tokens], "token_weights_T": weights_T[tokens] / denominator}
+        behaviour_T, _ = behaviour_weights(
+            tensor(case.proximal[tokens]),
+            behaviour_logprobs_T=tensor(case.behaviour[tokens]),
+            loss_mask_T=mask_T[tokens],
+            level=knobs.behaviour_weight,
+            cap=knobs.behaviour_weight_cap,
+            above=knobs.behaviour_weight_above,
+            **here,
+        )
+        part, _ = policy_loss(
+            current_T[tokens],
+            proximal_logprobs_T=tensor(case.proximal[tokens]),
+            behaviour_weights_T=behaviour_T,
+            advantages_T=advantages_T[tokens],
+            surrogate=knobs.surrogate,
+            ratio_level=knobs.ratio_level,
+            clip_low=knobs.clip_low,
+            clip_high=knobs.clip_high,
+            **shared,
+            **here,
+        )
+        loss = loss + part
+        if knobs.kl == "loss":
+            loss = loss + knobs.kl_coef * kl_penalty(
+                current_T[tokens],
+                other_logprobs_T=tensor(case.reference[tokens]),
+                behaviour_weights_T=behaviour_T,
+                estimator=knobs.kl_estimator,
+                direction="to_other",
+                **shared,
+            )
+    loss.backward()
+    assert current_T.grad is not None
+    return float(loss.detach()), current_T.grad.numpy()
+
+
+def _loss_mask(case: Case, knobs: ObjectiveConfig) -> torch.Tensor:
+    kept = kept_samples(tensor(case.rewards), sample_filter=knobs.sample_filter).numpy().reshape(-1)
+    kept = kept & ~(case.truncated & knobs.mask_truncated)
+    return tensor(case.mask & np.repeat(kept, case.lengths))
+
+
+def _advantages(case: Case, knobs: ObjectiveConfig, mask_T: torch.Tensor) -> torch.Tensor:
+    shaped_NG = shape_rewards(
+        tensor(case.rewards), scale=knobs.reward_scale, bias=knobs.reward_bias, clip=knobs.reward_clip
+    )
+    lengths_B = tensor(case.lengths)
+    shaped_NG = shaped_NG + overlong_penalties(
+        lengths_B.reshape(shaped_NG.shape), max_new_tokens=MAX_NEW_TOKENS, buffer=knobs.overlong_buffer
+    )
+    costs_T = torch.zeros(len(mask_T), dtype=torch.float64)
+    if knobs.kl == "reward":
+        costs_T = knobs.kl_coef * kl_estimate(
+            tensor(case.proximal), reference_logprobs_T=tensor(case.reference), estimator=knobs.kl_estimator
+        )
+    if knobs.baseline != "critic":
+        costs_NG = torch.zeros(len(lengths_B), dtype=torch.float64).index_add(0, tensor(case.rows), costs_T)
+        advantages_NG = sample_advantages(
+            shaped_NG - costs_NG.reshape(shaped_NG.shape), baseline=knobs.baseline, scale=knobs.scale
+        )
+        return advantages_NG.reshape(-1)[tensor(case.rows)]
+    advantages_T, _ = gae(
+        token_rewards(shaped_NG.reshape(-1), lengths_B=lengths_B, costs_T=costs_T),
+        values_T=tensor(case.values),
+        lengths_B=lengths_B,
+        gamma=knobs.gamma,
+        gae_lambda=knobs.gae_lambda,
+    )
+    if knobs.scale == "batch_std":
+        advantages_T = advantages_T / (std_from_sums(masked_sums(advantages_T, mask_T)) + 1e-6)
+    return advantages_T

@@ -1,0 +1,110 @@
+"""Engines in the tests' own process: an event loop to drive them from, and the hand-over to them."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from unittest import mock
+
+from areal_lite.config.recipe import Config
+from areal_lite.rollout.engine import GenerationEngine, Interrupt
+from areal_lite.rollout.vllm_engine import VllmEngine
+
+__all__ = ["BackgroundLoop", "LocalEngines", "SyncClient", "vllm_engine"]
+
+T = TypeVar("T")
+
+_CALL_TIMEOUT_S = 60.0
+_START_TIMEOUT_S = 300.0
+
+
+class BackgroundLoop:
+    """An event loop in a thread of its own, for tests that are not coroutines."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="test-loop", daemon=True)
+        self._thread.start()
+
+    def call(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float = _CALL_TIMEOUT_S) -> T:
+        """Run a coroutine to its end."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
+
+    def close(self) -> None:
+        """Cancel what still runs, as `asyncio.run` would, and end the thread."""
+        self.call(_cancel_others())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+class SyncClient:
+    """What vLLM calls a weight-sync client, for one engine in this process."""
+
+    def __init__(self, engine: GenerationEngine, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine, self._loop = engine, loop
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._call("init_weight_transfer_engine", init_info)
+
+    def start_weight_update(self) -> None:
+        self._call("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        self._call("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._call("finish_weight_update")
+
+    def _call(self, method: str, argument: dict[str, Any] | None = None) -> None:
+        call = self._engine.weights_call(method, argument)
+        asyncio.run_coroutine_threadsafe(call, self._loop).result(_CALL_TIMEOUT_S)
+
+
+class LocalEngines:
+    """An `EngineGroup` of engines in this process; none of them may fail."""
+
+    def __init__(self, engines: Mapping[str, GenerationEngine], loop: asyncio.AbstractEventLoop) -> None:
+        self._engines, self._loop = engines, loop
+
+    def begin(self, method: str, *args: Any) -> None:
+        self.each(method, *args)
+
+    def each(self, method: str, *args: Any) -> None:
+        for engine in self._engines.values():
+            call = _install(engine, *args) if method == "install" else getattr(engine, method)(*args)
+            asyncio.run_coroutine_threadsafe(call, self._loop).result(_CALL_TIMEOUT_S)
+
+    def drop(self, name: str, reason: str) -> None:
+        raise AssertionError(f"{name} was lost in the hand-over: {reason}")
+
+
+async def _install(engine: GenerationEngine, interrupt: Interrupt, version: int) -> None:
+    """What `RolloutActor.install` does."""
+    await engine.pause(interrupt)
+    await engine.weights_call("finish_weight_update")
+    await engine.stamp(version)
+
+
+@contextmanager
+def vllm_engine(config: Config, model_folder: str) -> Iterator[tuple[VllmEngine, BackgroundLoop]]:
+    """Start an engine; the environment variables that it sets end with it."""
+    background = BackgroundLoop()
+    with mock.patch.dict(os.environ):
+        try:
+            engine = background.call(VllmEngine.start(config, model_folder=model_folder), timeout_s=_START_TIMEOUT_S)
+            try:
+                yield engine, background
+            finally:
+                background.call(engine.close())
+        finally:
+            background.close()

@@ -1,0 +1,30 @@
+"""The fenced blocks of a page in docs/."""
+
+import re
+from typing import NamedTuple
+
+from places import DOCS
+
+__all__ = ["DOCS", "Block", "blocks"]
+
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_FILE = re.compile(r"# (\S+\.\w+)$", re.MULTILINE)
+
+
+class Block(NamedTuple):
+    """One fenced block."""
+
+    language: str
+    text: str
+
+    @property
+    def file(self) -> str | None:
+        """The file that its first line names."""
+        match = _FILE.match(self.text)
+        return match and match[1]
+
+
+def blocks(page: str, *languages: str) -> list[Block]:
+    """Return the blocks of a page in these languages, in order; all of them where none is named."""
+    found = [Block(*match.groups()) for match in _BLOCK.finditer((DOCS / page).read_text())]
+    return [block for block in found if not languages or block.language in languages]

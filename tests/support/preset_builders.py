@@ -1,0 +1,51 @@
+"""Recipes and trainers for the tests of presets and knobs."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from train_builders import make_config
+from transformers import AutoModelForCausalLM
+
+from areal_lite.config.presets import expand_preset
+from areal_lite.config.recipe import Config
+from areal_lite.train.trainer import Trainer
+
+LIMIT = 12
+"""rollout.max_new_tokens: some of the rows are longer than four fifths of it."""
+
+
+def config_of(sections: dict[str, Any], reference_folder: str | None = None) -> Config:
+    """Build a recipe; the reference and the critic's learning rate are set where the objective has use for them."""
+    sections = {"rollout": {"max_new_tokens": LIMIT}, "objective": {}, **sections}
+    knobs = expand_preset({"objective": sections["objective"]})["objective"]
+    if knobs.get("kl", "none") != "none":
+        sections["objective"] = {"reference_path": reference_folder, **sections["objective"]}
+    if knobs.get("baseline") == "critic":
+        sections["critic"] = {"lr": 3e-3, **sections.get("critic", {})}
+    return make_config(**sections)
+
+
+def make_trainer(model_folder: str, config: Config) -> Trainer:
+    trainer = Trainer(config, model_folder=model_folder, rank=0, world_size=1)
+    trainer._version = 5
+    return trainer
+
+
+def save_model_near(model_folder: str, folder: Path) -> str:
+    """Save a model near another, so that the KL to it is neither nothing nor everything."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def assert_same(got: nn.Module, expected: nn.Module, *, atol: float = 2e-4) -> None:
+    for name, value in expected.named_parameters():
+        torch.testing.assert_close(
+            got.get_parameter(name), value, atol=atol, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
+        )

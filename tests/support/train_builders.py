@@ -1,0 +1,93 @@
+"""Tiny models, recipes and shards for the tests of the training code."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from areal_lite.config.recipe import Config, parse_config
+from areal_lite.data.tokenizer import build_char_tokenizer
+from areal_lite.types import Row, Sample, Shard, StopReason, VersionSpan
+
+VOCABULARY = 12
+
+
+def save_tiny_model(
+    folder: Path, *, tie_embeddings: bool = True, num_layers: int = 2, seed: int = 0, max_context: int = 64
+) -> str:
+    """Save a Qwen3 of width 32 with random weights, large enough to prefer some tokens, and its tokenizer."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=max_context,
+        tie_word_embeddings=tie_embeddings,
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    build_char_tokenizer("0123456789").save_pretrained(folder)
+    return str(folder)
+
+
+def make_config(*, groups: int = 3, samples: int = 4, **sections: dict[str, Any]) -> Config:
+    """Build a recipe for `groups` x `samples` rows; further sections are merged in."""
+    raw: dict[str, Any] = {
+        "run": {"steps": 10},
+        "queue": {"groups_per_step": groups, "samples_per_group": samples, "max_staleness": 2},
+        "trainer": {"minibatches": 2, "lr": 1e-2, "micro_batch_tokens": 64},
+        "rollout": {"temperature": 0.8, "max_new_tokens": 32},
+    }
+    for name, section in sections.items():
+        raw[name] = raw.get(name, {}) | section
+    return parse_config(raw)
+
+
+def make_sample(length: int, *, rng: np.random.Generator, version: int = 5, old_tokens: int = 0) -> Sample:
+    """Build a sample of random tokens; the first `old_tokens` are three versions older."""
+    spans = [VersionSpan(version=version, start=old_tokens, end=length)]
+    if old_tokens:
+        spans.insert(0, VersionSpan(version=version - 3, start=0, end=old_tokens))
+    return Sample(
+        token_ids=rng.integers(2, VOCABULARY, length).astype(np.int32),
+        logprobs=rng.uniform(-3.0, -1.0, length).astype(np.float32),
+        spans=tuple(spans),
+        stop_reason=StopReason.STOP if length % 2 else StopReason.LENGTH,
+    )
+
+
+def make_rows(
+    *, groups: int = 3, samples: int = 4, minibatches: int = 2, version: int = 5, seed: int = 0, old_tokens: int = 0
+) -> list[Row]:
+    """Build the rows of a whole batch, of different lengths, dealt to minibatches in turn."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for index in range(groups * samples):
+        length = int(rng.integers(3, 14))
+        rows.append(
+            Row(
+                group_index=index // samples,
+                sample_index=index % samples,
+                minibatch=index % minibatches,
+                prompt_token_ids=tuple(int(token) for token in rng.integers(2, VOCABULARY, 1 + index % 3)),
+                sample=make_sample(length, rng=rng, version=version, old_tokens=old_tokens if index % 2 else 0),
+            )
+        )
+    return rows
+
+
+def make_shard(rows: Sequence[Row], *, rewards: np.ndarray | None = None, version: int = 5, rank: int = 0) -> Shard:
+    """Put rows into a shard; rewards default to a fixed pattern of zeros and ones over 3 groups of 4."""
+    if rewards is None:
+        rewards = np.array([[1, 0, 0, 1], [0, 0, 0, 1], [1, 1, 0, 1]])
+    return Shard(batch_id="batch-0", rank=rank, version=version, rewards=rewards.astype(np.float32), rows=tuple(rows))

@@ -1,0 +1,188 @@
+"""`areal-lite train` as a user runs it: at a terminal of its own, in a process of its own; Linux only."""
+
+import ctypes
+import fcntl
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Self
+
+from areal_lite.record.run_folder import RunFolder
+
+__all__ = ["UserRun", "adopting_orphans", "alive"]
+
+_PR_SET_CHILD_SUBREAPER = 36
+_CONTROL_SEQUENCES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+_DEADLINE_S = 180.0
+_POLL_S = 0.05
+
+
+@contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Processes whose parent dies become children of this one instead of init's, so that none can hide."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+def _sit_down_at_the_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    # A shell's background job ignores SIGINT, and hands that on to whatever tests it runs.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+class UserRun:
+    """One `areal-lite` command; use as a context manager, which leaves no process behind whatever happens."""
+
+    def __init__(self, command: Sequence[str], *, run_folder: Path) -> None:
+        self.folder = RunFolder(run_folder)
+        self.leftovers: list[str] | None = None
+        """What outlived the command, known after `exit_code`."""
+        self._others = set(_children(os.getpid()))
+        self._pieces: list[bytes] = []
+        self._terminal, theirs = pty.openpty()
+        environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TERM": "xterm"}
+        self._process = subprocess.Popen(
+            command,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment,
+            cwd=run_folder.parent,
+            start_new_session=True,
+            preexec_fn=_sit_down_at_the_terminal,
+        )
+        os.close(theirs)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for pid in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        self._reader.join(timeout=5)
+        os.close(self._terminal)
+
+    @property
+    def output(self) -> str:
+        """What the terminal has shown, without control sequences."""
+        return _CONTROL_SEQUENCES.sub("", b"".join(self._pieces).decode(errors="replace"))
+
+    def press_ctrl_c(self) -> None:
+        """Have the terminal send SIGINT to its foreground process group, as it does for a user."""
+        os.write(self._terminal, b"\x03")
+
+    def wait_for_steps(self, count: int) -> None:
+        """Wait until that many steps stand in `metrics.jsonl`."""
+        self.wait_until(lambda: len(self.folder.read("metrics.jsonl")) >= count, f"{count} steps")
+
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        """Wait for something that must happen before the command ends."""
+        deadline = time.monotonic() + _DEADLINE_S
+        while not condition():
+            assert self._process.poll() is None, f"ended before {what}:\n{self.output}"
+            assert time.monotonic() < deadline, f"still no {what}:\n{self.output}"
+            time.sleep(_POLL_S)
+
+    def exit_code(self) -> int:
+        """Wait for the end of the command, and see what it leaves behind."""
+        try:
+            code = self._process.wait(timeout=_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"does not end:\n{self.output}") from None
+        if self.leftovers is None:
+            self.leftovers = self._left_behind()
+        return code
+
+    def actor(self, lane: str) -> int:
+        """Process id of an actor: the topmost process that writes into its log."""
+        log = str(self.folder.logs / f"{lane.replace('/', '-')}.log")
+        writers = [pid for pid in self.processes() if _output_of(pid) == log]
+        (actor,) = [pid for pid in writers if _parent(pid) not in writers]
+        return actor
+
+    def engine_core(self, lane: str) -> int:
+        """Process id of the engine-core process below a rollout actor."""
+        (core,) = [pid for pid in _descendants(self.actor(lane)) if b"EngineCore" in _command(pid)]
+        return core
+
+    def tree(self, pid: int) -> list[int]:
+        """A process and everything below it."""
+        return [pid, *_descendants(pid)]
+
+    def processes(self) -> list[int]:
+        """Everything that the command started and that is alive, orphans included."""
+        roots = set(_children(os.getpid())) - self._others
+        return [pid for root in roots for pid in self.tree(root) if alive(pid)]
+
+    def _left_behind(self) -> list[str]:
+        """Commands of what is still there some seconds after the command's end (Ray's processes end on their own)."""
+        deadline = time.monotonic() + 15
+        while (pids := self.processes()) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return [_command(pid).replace(b"\0", b" ").decode() for pid in pids]
+
+    def _read(self) -> None:
+        with suppress(OSError):  # Linux reports the end of a terminal as an error
+            while piece := os.read(self._terminal, 65536):
+                self._pieces.append(piece)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    state = _stat(pid)
+    return bool(state) and state[0] != "Z"
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, path.read_text().split())
+    return found
+
+
+def _descendants(pid: int) -> list[int]:
+    return [below for child in _children(pid) for below in (child, *_descendants(child))]
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent and further fields of `/proc/<pid>/stat`, behind the name in brackets; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _parent(pid: int) -> int:
+    return int((_stat(pid) or [0, 0])[1])
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _output_of(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/fd/1")
+    except OSError:
+        return ""

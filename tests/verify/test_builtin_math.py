@@ -1,0 +1,164 @@
+"""The verifier `math`: its table of tricky pairs, the real GSM8K files, and what is an error instead of a 0."""
+
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from places import DOCS
+
+from areal_lite.verify.builtin.final_answer import final_answer
+from areal_lite.verify.builtin.math import math
+
+PAIRS: list[dict[str, Any]] = json.loads((DOCS / "math-verifier.json").read_text())["pairs"]
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The script that makes the page."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    yield importlib.import_module("math_table")
+    for name in ("page", "math_table"):
+        sys.modules.pop(name, None)
+
+
+def test_every_pair_scores_as_the_page_says(table: ModuleType) -> None:
+    """Seen failing with `allow_set_relation_comp` left out, and with thin spaces left in numbers."""
+    wrong = [pair for pair in PAIRS if table.scored(pair) != pair]
+    assert wrong == []
+
+
+def test_the_page_is_what_its_json_and_template_make(table: ModuleType) -> None:
+    page = importlib.import_module("page")
+    assert (
+        page.fill("math-verifier", table.parts(page.load("math-verifier"))) == (DOCS / "math-verifier.md").read_text()
+    )
+
+
+def test_the_pairs_are_written_one_a_line(table: ModuleType) -> None:
+    """Seen failing with `json.dumps(content, indent=1)`: 964 lines."""
+    text = (DOCS / "math-verifier.json").read_text()
+    assert table.as_json(json.loads(text)) == text
+    assert len(text.splitlines()) == len(PAIRS) + 5
+
+
+def test_the_table_is_large_and_has_near_misses_in_every_large_family() -> None:
+    families = {pair["family"] for pair in PAIRS}
+    asked = {"fractions", "sets", "intervals", "units", "LaTeX spacing", "percentages", "thousands"}
+    assert len(PAIRS) >= 60
+    assert asked < families
+    for family in families:
+        verdicts = [pair["expected"] for pair in PAIRS if pair["family"] == family]
+        assert len(verdicts) < 6 or False in verdicts, f"{family} needs pairs that are not equal"
+
+
+def test_a_disagreement_shows_in_the_table(table: ModuleType) -> None:
+    """2 pairs, one taken for equal, one that raised: 0 agreed."""
+    pair = {"family": "f", "reference": "1", "completion": "2", "expected": False}
+    parts = table.parts({"library": "x", "pairs": [pair | {"scored": True}, pair | {"scored": "ValueError"}]})
+    assert parts["agreed"] == "0 of 2"
+    assert parts["families"].splitlines()[2] == "| f | 2 | 0 | 1 | 1 |"
+    assert parts["wrong"].splitlines()[3] == "| `1` | `2` | not equal | ValueError | **disagree** |"
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "mark"),
+    [
+        (r"\boxed{1} or \boxed{\frac{2}{3}}", r"\frac{2}{3}", "boxed"),
+        (r"\boxed{\{1\}} #### 7", r"\{1\}", "boxed"),
+        (r"\boxed{1} and \boxed{2", "1", "boxed"),
+        ("#### 7\nso the answer is 8", "7\nso the answer is 8", "####"),
+        ("The answer is 7. The answer is 8.5.\nBye", "8.5", "answer is"),
+        ("**Final Answer:** 12", "12", "answer is"),
+        ("Answer = 12", "12", "answer is"),
+        ("it is 12.", "it is 12", ""),
+    ],
+)
+def test_the_final_answer_is_found_by_its_mark(text: str, answer: str, mark: str) -> None:
+    """Seen failing with the first box taken, and with a box that never closes taken to the end."""
+    assert final_answer(text) == (answer, mark)
+
+
+def test_a_reference_with_nothing_to_compare_is_an_error() -> None:
+    """Not a 0: nothing the completion could have written would be right. Seen failing with the check left out."""
+    with pytest.raises(ValueError, match="must hold an expression"):
+        math("", r"\boxed{5}", "")
+    with pytest.raises(ValueError, match="nan or zoo"):
+        math("", r"\boxed{5}", r"\frac{1}{0}")
+
+
+def test_an_error_of_the_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `raise_on_error` the library turns it into "not equal". Seen failing so."""
+    import math_verify.grader
+
+    def broken(*arguments: object, **options: object) -> bool:
+        raise RuntimeError("lost")
+
+    monkeypatch.setattr(math_verify.grader, "sympy_expr_eq", broken)
+    with pytest.raises(RuntimeError, match="lost"):
+        math("", r"\boxed{x}", "x+1")
+
+
+def test_the_library_sets_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own time limits would need the main thread and hide behind them. Seen failing with `timeout_seconds=5`."""
+    import signal
+
+    monkeypatch.setattr(signal, "alarm", lambda seconds: pytest.fail("an alarm was set"))
+    assert math("", r"\boxed{x+1}", "1+x") == 1.0
+
+
+def test_plain_numbers_are_equal_only_exactly() -> None:
+    """0.3333333 and 0.3333334 agree to six places, which is enough for expressions. Seen failing without the path."""
+    assert math("", "#### 0.3333334", "0.3333333") == 0.0
+    assert [math("", text, "1234") for text in ("#### 1,234", "$1234.00", "#### -1234", "#### 1234%")] == [1, 1, 0, 1]
+
+
+@pytest.mark.parametrize("arguments", [{"decimals": -1}, {"decimals": "6"}, {"precision": 3}])
+def test_wrong_arguments_fail_when_the_verifier_is_prepared(arguments: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        vars(math)["_verifier_prepare"](**arguments)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", ["train", "test"])
+def test_gsm8k_scores_its_own_answers_and_no_others(name: str) -> None:
+    """Every gold solution against its own answer, and against the next row's.
+
+    The reference is read here by splitting at `####`. Seen failing with thousands separators left in numbers.
+    """
+    rows = [json.loads(line) for line in (gsm8k_folder() / f"{name}.jsonl").read_text().splitlines() if line.strip()]
+    answers = [Decimal(row["answer"].split("####")[1].strip().replace(",", "")) for row in rows]
+    start = time.monotonic()
+    failures = []
+    for index, row in enumerate(rows):
+        scores = [math(row["question"], rows[other]["answer"], row["answer"]) for other in (index, index - 1)]
+        if scores != [1.0, float(answers[index] == answers[index - 1])]:
+            failures.append((index, row["answer"], rows[index - 1]["answer"], scores))
+    assert failures == []
+    assert len(rows) in (7473, 1319)
+    print(f"{name}: {2 * len(rows)} scores in {time.monotonic() - start:.1f} s")
+
+
+@pytest.mark.data
+def test_gsm8k_without_marks_goes_through_the_library() -> None:
+    """A sample of 150: `The result: 1,234 dollars` and LaTeX, which take the way of all other mathematics."""
+    lines = (gsm8k_folder() / "test.jsonl").read_text().splitlines()[:150]
+    answers = [json.loads(line)["answer"].split("####")[1].strip() for line in lines]
+    for index, answer in enumerate(answers):
+        equal = float(Decimal(answer.replace(",", "")) == Decimal(answers[index - 1].replace(",", "")))
+        assert math("", f"In all that makes {answer} dollars", f"#### {answer}") == 1.0
+        assert math("", rf"So $\frac{{{answer}}}{{1}}$ it is.", f"#### {answers[index - 1]}") == equal
+
+
+def gsm8k_folder() -> Path:
+    folder = os.environ.get("AREAL_LITE_GSM8K_DIR")
+    if not folder:
+        pytest.fail('tests marked `data` need AREAL_LITE_GSM8K_DIR: set it, or leave them out with -m "not data"')
+    return Path(folder)

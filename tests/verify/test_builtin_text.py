@@ -1,0 +1,291 @@
+"""The built-in verifiers on text: exact, regex, multiple_choice, numeric, format; and that all can be named."""
+
+import doctest
+import importlib
+import inspect
+import re
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from areal_lite.config.plugins import find_function
+from areal_lite.verify.builtin.format import format_tags
+from areal_lite.verify.builtin.numeric import numeric, read_number
+from areal_lite.verify.builtin.text import exact, multiple_choice, regex
+
+MODULES = ["text", "numeric", "format", "math", "final_answer"]
+NAMES = [
+    "last_number",
+    "exact",
+    "regex",
+    "numeric",
+    "multiple_choice",
+    "format",
+    "math",
+    "code",
+    "judge",
+    "reward_model",
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_are_true(name: str) -> None:
+    module = importlib.import_module(f"areal_lite.verify.builtin.{name}")
+    result = doctest.testmod(module)
+    assert (result.failed, result.attempted > 0) == (0, True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_built_in_has_its_name_and_says_what_its_arguments_are(name: str) -> None:
+    """A setting is a keyword, its default is that of `prepared_by`, and the docstring names it."""
+    function = find_function(name, kind="verifier")
+    settings = {
+        key: value.default
+        for key, value in inspect.signature(function).parameters.items()
+        if value.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    for key in settings:
+        assert re.search(rf"^ +{key}: [A-Z`]", inspect.getdoc(function) or "", re.MULTILINE), key
+    prepare = getattr(function, "_verifier_prepare", None)
+    if prepare is None:
+        assert settings == {}
+        return
+    for key, value in inspect.signature(prepare).parameters.items():
+        assert settings[key] == value.default
+
+
+# --- exact ---
+
+
+@pytest.mark.parametrize(
+    ("completion", "options", "score"),
+    [
+        ("Paris", {}, 1.0),
+        (" Paris\n", {}, 1.0),
+        (" Paris", {"strip": False}, 0.0),
+        ("paris", {}, 0.0),
+        ("PARIS", {"ignore_case": True}, 1.0),
+        ("Paris.", {}, 0.0),
+        ("", {}, 0.0),
+    ],
+)
+def test_exact(completion: str, options: dict[str, bool], score: float) -> None:
+    assert exact("p", completion, "Paris", **options) == score
+
+
+def test_exact_ignores_case_beyond_ascii() -> None:
+    """`lower` would leave the sharp s. Seen failing with it."""
+    assert exact("p", "STRASSE", "Stra\u00dfe", ignore_case=True) == 1.0
+
+
+# --- regex ---
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "options", "score"),
+    [
+        ("in 1969.", "", {"pattern": r"\b19\d\d\b"}, 1.0),
+        ("in 19690", "", {"pattern": r"\b19\d\d\b"}, 0.0),
+        ("in 1969.", r"\d{4}", {}, 1.0),
+        ("in 1969.", r"\d{4}", {"mode": "full"}, 0.0),
+        ("1969", r"\d{4}", {"mode": "full"}, 1.0),
+        ("YES", "yes", {}, 0.0),
+        ("YES", "yes", {"ignore_case": True}, 1.0),
+        ("a\nb", "a.b", {}, 0.0),
+        ("a\nb", "(?s)a.b", {}, 1.0),
+    ],
+)
+def test_regex(completion: str, answer: str, options: dict[str, Any], score: float) -> None:
+    assert regex("p", completion, answer, **options) == score
+
+
+def test_an_answer_that_is_no_pattern_is_an_error_not_a_0() -> None:
+    with pytest.raises(re.error):
+        regex("p", "x", "(")
+
+
+# --- multiple_choice ---
+
+
+@pytest.mark.parametrize(
+    ("completion", "letter"),
+    [
+        ("B", "B"),
+        ("(B)", "B"),
+        ("**B**", "B"),
+        ("B.", "B"),
+        ("B) because it is warm", "B"),
+        ("B. Because it is warm", "B"),
+        ("The answer is B", "B"),
+        ("the answer is (b).", "B"),
+        ("The correct answer is: **B**.", "B"),
+        ("Answer: B", "B"),
+        ("Final answer: $B$", "B"),
+        ("I choose option C.", "C"),
+        (r"So \boxed{B}.", "B"),
+        (r"\boxed{\text{B}}", "B"),
+        (r"\boxed{(C)}", "C"),
+        (r"\boxed{\text{(C) 5 cm}}", "C"),
+        ("The answer is A. No, the answer is C.", "C"),
+        ("(A) is too small, (B) too large, so (C)", "C"),
+        ("The answer is C. (A) is too small.", "C"),
+        (r"The answer is A. \boxed{D}", "D"),
+        ("A warm day.", None),
+        ("the answer is a number", None),
+        ("the answer is Birmingham", None),
+        ("I do not know.", None),
+        ("Answer: E", None),
+        ("", None),
+    ],
+)
+def test_the_choice_that_is_stated_last_counts(completion: str, letter: str | None) -> None:
+    """Of four choices. Seen failing with mentions put on a par with statements, and with the first one taken."""
+    scores = {choice: multiple_choice("p", completion, choice, choices=4) for choice in "ABCD"}
+    assert scores == {choice: float(choice == letter) for choice in "ABCD"}
+
+
+def test_choices_may_be_texts() -> None:
+    """As of a column `choices`; the longest text that fits is meant."""
+    choices = ["warm", "very warm", "cold", "-5"]
+    assert multiple_choice("p", "(B)", "very warm", choices=choices) == 1.0
+    assert multiple_choice("p", "It was very warm.", "B", choices=choices) == 1.0
+    assert multiple_choice("p", "It was very warm.", "A", choices=choices) == 0.0
+    assert multiple_choice("p", "It is lukewarm", "A", choices=choices) == 0.0
+    assert multiple_choice("p", "Cold!", "C. cold", choices=choices) == 1.0
+
+
+@pytest.mark.parametrize("answer", ["F", "", "2", "hot", "A warm day"])
+def test_a_reference_that_is_no_choice_is_an_error_not_a_0(answer: str) -> None:
+    with pytest.raises(ValueError, match="must be one of ABCD"):
+        multiple_choice("p", "A", answer, choices=["warm", "very warm", "cold", "-5"])
+
+
+# --- numeric ---
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("42", 42), ("-42", -42), ("\u221242", -42), ("7-5", 5), ("7 - 5", 5), ("(2+5)-5", 5),
+        ("(-5)", -5), ("1,234,567.5 EUR", 1234567.5),
+        ("12,34", 34), ("$5.00", 5), ("-$5", -5), (r"\$5", 5), ("3/4", 0.75), ("1 3/4 cups", 1.75),
+        (r"\frac{3}{4}", 0.75), (r"-\dfrac{1}{2}", -0.5), ("1.5e3", 1500), ("-2E-2", Fraction(-1, 50)),
+        ("1.5 x 10^3", 1500), (r"1.5 \times 10^{-3}", Fraction(3, 2000)), ("5 m^2", 5), ("5 m2", 5), ("5 m/s", 5),
+        ("5km", 5), (".5", 0.5), ("5.", 5), ("1{,}000", 1000), ("3/0", None), ("1e999999999", None),
+        ("", None), ("none", None), ("x2", None),
+    ],
+)  # fmt: skip
+def test_numbers_are_read_exactly(text: str, value: Fraction | float | None) -> None:
+    """Seen failing with a number within a unit (m2) read, and with a minus between numbers taken as a sign."""
+    found = read_number(text)
+    assert (found and found.value) == value
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "options", "score"),
+    [
+        ("9.81 m/s^2", "9.8", {}, 0.0),
+        ("9.81 m/s^2", "9.8", {"relative": 0.01}, 1.0),
+        ("102", "100", {"relative": 0.02}, 1.0),
+        ("102.1", "100", {"relative": 0.02}, 0.0),
+        ("-102", "-100", {"relative": 0.02}, 1.0),
+        ("0.5", "0", {"relative": 0.9}, 0.0),
+        ("0.5", "0", {"absolute": 0.5}, 1.0),
+        ("0.8", "0.7", {"absolute": 0.1}, 1.0),
+        ("0.6", "0.3", {"absolute": 0.3}, 1.0),
+        ("75%", "0.75", {}, 1.0),
+        ("75%", "75", {}, 0.0),
+        ("75 percent", "75", {"percent": "unit"}, 1.0),
+        (r"75\%", "75%", {}, 1.0),
+        (r"\boxed{5} or 7", "5", {}, 1.0),
+        ("The answer is 5 km, as 2+3.", "#### 5", {}, 0.0),
+        ("I do not know", "5", {}, 0.0),
+        ("0.3333333", "1/3", {}, 1.0),
+        ("6.02e23", "6.02 x 10^23", {}, 1.0),
+        ("1,250 kg", "1250", {}, 1.0),
+    ],
+)
+def test_numeric(completion: str, answer: str, options: dict[str, Any], score: float) -> None:
+    """Tolerances include their ends, and 0.8 is 0.1 from 0.7, exactly. Seen failing with floats, and with `<`."""
+    assert numeric("p", completion, answer, **options) == score
+
+
+def test_a_reference_without_a_number_is_an_error_not_a_0() -> None:
+    with pytest.raises(ValueError, match="must hold a number"):
+        numeric("p", "5", "five")
+
+
+# --- format ---
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("<think>a</think><answer>b</answer>", 1.0),
+        ("\n<think>\na\n</think>\n\n<answer>b</answer>\n", 1.0),
+        ("<think></think><answer></answer>", 1.0),
+        ("<think>a<b</think><answer>1 < 2</answer>", 1.0),
+        ("<think>a</think>so<answer>b</answer>", 0.0),
+        ("Well: <think>a</think><answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer>!", 0.0),
+        ("<answer>b</answer><think>a</think>", 0.0),
+        ("<think>a</think><think>a</think><answer>b</answer>", 0.0),
+        ("<think>a<answer>b</answer></think>", 0.0),
+        ("<think>a<think></think><answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b", 0.0),
+        ("<think>a</think>", 0.0),
+        ("a", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_format(completion: str, score: float) -> None:
+    """Seen failing with the tags alone compared (text outside), and with the shape alone (repeated tags)."""
+    assert format_tags("p", completion, "") == score
+
+
+def test_a_template_may_open_the_first_tag() -> None:
+    """Seen failing with the prompt not looked at."""
+    assert format_tags("2+2=?<think>\n", "a</think><answer>b</answer>", "") == 1.0
+    assert format_tags("2+2=?<think>\n", "<think>a</think><answer>b</answer>", "") == 0.0
+    assert format_tags("2+2=?<think>\nno", "a</think><answer>b</answer>", "") == 0.0
+
+
+def test_tags_can_be_others() -> None:
+    assert format_tags("p", "<a>1</a> <b-2>2</b-2> <c>3</c>", "", tags=["a", "b-2", "c"]) == 1.0
+    assert format_tags("p", "<think>1</think><a>2</a>", "", tags=["a"]) == 0.0
+
+
+def test_a_long_completion_full_of_tags_takes_no_long_time() -> None:
+    """Backtracking over 20,000 closing tags would take minutes."""
+    assert format_tags("p", "<think>" + "</think>" * 20_000, "") == 0.0
+
+
+# --- arguments ---
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("exact", {"strip": "yes"}),
+        ("exact", {"case": True}),
+        ("regex", {"pattern": "("}),
+        ("regex", {"mode": "match"}),
+        ("multiple_choice", {"choices": 1}),
+        ("multiple_choice", {"choices": 27}),
+        ("multiple_choice", {"choices": "ABCD"}),
+        ("numeric", {"relative": -1}),
+        ("numeric", {"absolute": float("inf")}),
+        ("numeric", {"percent": "points"}),
+        ("numeric", {"tolerance": 1}),
+        ("format", {"tags": []}),
+        ("format", {"tags": "think"}),
+        ("format", {"tags": ["<think>"]}),
+        ("format", {"tags": ["a", "a"]}),
+    ],
+)
+def test_wrong_arguments_fail_when_the_verifier_is_prepared(name: str, arguments: dict[str, Any]) -> None:
+    """An unknown one too: it would pass for a column of the row, and do nothing."""
+    function = find_function(name, kind="verifier")
+    with pytest.raises((ValueError, TypeError, re.error)):
+        vars(function)["_verifier_prepare"](**arguments)

@@ -1,0 +1,347 @@
+"""The verifier `code`: what a program earns. What it may not do is in test_code_sandbox.py and test_code_plain.py."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from code_programs import CHEAT_TESTS, CHEATS
+
+from areal_lite.config.recipe import parse_config
+from areal_lite.errors import ConfigError, VerifierError, VerifierUnavailable
+from areal_lite.verify.builtin import code as code_module
+from areal_lite.verify.builtin import program as program_module
+from areal_lite.verify.builtin.code import code, find_program
+from areal_lite.verify.builtin.code_cases import split_asserts
+from areal_lite.verify.builtin.sandbox import choose_kind
+
+SUM = "a, b = map(int, input().split())\nprint(a + b)"
+SUM_TESTS = [{"input": "1 2\n", "output": "3"}, {"input": "5 5", "output": "10\n\n"}, {"input": "0 3", "output": "3  "}]
+
+
+def run(completion: str, **row: Any) -> Any:
+    return code("", completion, "", **{"sandbox": "plain", "wall_s": 5.0, "total_s": 10.0, "cpu_s": 5, **row})
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Settings of the process put back to none, and what sandbox works here forgotten."""
+    choose_kind.cache_clear()
+    yield
+    code_module._prepared.clear()
+    choose_kind.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("```python\nprint(1)\n```\nor better\n```py\nprint(2)\n```", "print(2)\n"),
+        ("```python\nprint(1)\n```\nIt writes:\n```text\n1\n```", "print(1)\n"),
+        ("```\nprint(1)\n```", "print(1)\n"),
+        ("```python\nprint(1)\nprint('cut", "print(1)\nprint('cut"),
+        ("print(1)", "print(1)"),
+    ],
+)
+def test_the_program_is_the_last_block(text: str, program: str) -> None:
+    assert find_program(text) == program
+
+
+def test_the_reward_is_the_share_of_cases_or_all_or_nothing() -> None:
+    """`print(3)` is right in two of three. White space at ends does not count; seen failing with it compared."""
+    assert run(SUM, tests=SUM_TESTS).reward == 1.0
+    assert run("print(3)", tests=json.dumps(SUM_TESTS)).reward == pytest.approx(2 / 3)
+    result = run("print(3)", tests=SUM_TESTS, reward="all")
+    assert (result.reward, result.metrics["wrong"]) == (0.0, pytest.approx(1 / 3))
+    assert result.feedback == "case 2 of 3: wrong: expected '10\\n\\n', got '3\\n'"
+
+
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [
+        ("1/0", "crash"),
+        ("import sys; sys.exit(3)", "crash"),
+        ("import os; os.abort()", "crash"),
+        ("while True: pass", "timeout"),
+        ("import time; time.sleep(60)", "timeout"),
+        ("bytearray(2 ** 31)", "memory"),
+        ("x = [bytearray(2 ** 20) for _ in range(10 ** 6)]", "memory"),
+        ("while True: print('x' * 1000)", "output"),
+    ],
+)
+def test_a_programs_own_end_is_a_result_that_scores_0(program: str, status: str) -> None:
+    """Not an exception, which would be a failed verifier."""
+    wall_s = 1.0 if status == "timeout" else 30.0
+    result = run(program, tests=[{"input": "", "output": ""}], wall_s=wall_s, cpu_s=20)
+    assert (result.reward, result.metrics[status]) == (0.0, 1.0)
+    assert result.feedback.startswith(f"case 1 of 1: {status}")
+
+
+def test_processor_time_is_limited_apart_from_wall_time() -> None:
+    result = run("while True: pass", tests=[{"input": "", "output": ""}], cpu_s=1, wall_s=30.0, total_s=30.0)
+    assert result.metrics["cpu"] == 1.0
+
+
+def test_cases_beyond_the_total_are_not_run() -> None:
+    """The first of 50 takes all of the half second, and what takes that long is to blame for the rest."""
+    tests = [{"input": "", "output": ""}] * 50
+    result = run("import time; time.sleep(60)", tests=tests, wall_s=0.6, total_s=0.5)
+    assert (result.reward, result.metrics["timeout"]) == (0.0, 1.0)
+
+
+def test_cases_that_there_was_no_time_for_are_an_error_where_no_limit_was_met() -> None:
+    """Four cases of 0.3 s do not fit into 0.5 s. The program may be right: seen failing with them counted as timed out,
+    0.5.
+    """
+    program = "import time\nwhile time.process_time() < 0.3: pass"
+    with pytest.raises(VerifierError, match="raise total_s"):
+        run(program, tests=[{"input": "", "output": ""}] * 4, cpu_s=2, total_s=0.5)
+
+
+def test_only_a_programs_own_processor_time_is_charged() -> None:
+    """As on a busy machine, the wall time of 5 cases is longer than the total. Seen failing with wall time charged."""
+    program = "import time; time.sleep(0.2); print(1)"
+    result = run(program, tests=[{"input": "", "output": "1"}] * 5, total_s=0.6)
+    assert (result.reward, result.feedback) == (1.0, "")
+
+
+def test_all_cases_run_in_one_sandbox_unless_one_breaks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 cases of which the third fills its output: the next starts a second one. Seen failing with one for each."""
+    started = noted_launches(monkeypatch)
+    program = "n = int(input())\nwhile n == 2: print(n)\nprint(n)"
+    result = run(program, tests=[{"input": str(n), "output": str(n)} for n in range(40)], total_s=30.0)
+    assert (result.metrics["passed"], result.metrics["output"]) == (39 / 40, 1 / 40)
+    assert len(started) == 2
+
+
+def test_a_case_finds_nothing_of_the_one_before() -> None:
+    """Neither names, files, input nor processes. Seen failing with files left, and with what still runs left."""
+    program = """
+import os, sys, time
+print(sorted(set(os.listdir(".")) - {"candidate.py", "runner.py", "stdin"}), "left" in globals(), __name__)
+print(open("/proc/{0}/task/{0}/children".format(os.getppid())).read().split() == [str(os.getpid())], sys.stdin.read())
+left = os.makedirs("a/b")
+open("file", "w").close()
+if os.fork() == 0:
+    os.setsid()
+    time.sleep(600)
+os._exit(sys.stdout.flush() or 0)
+"""
+    tests = [{"input": text, "output": f"[] False __main__\nTrue {text}"} for text in "ab"]
+    result = run(program, tests=tests)
+    assert (result.reward, result.feedback) == (1.0, "")
+
+
+def test_what_is_expected_may_be_longer_than_the_limit() -> None:
+    """Seen failing with `output_kb` the limit of all output."""
+    text = "x" * 100_000
+    assert run("print('x' * 100000)", tests=[{"input": "", "output": text}], output_kb=16).reward == 1.0
+    assert run("print('x' * 200000)", tests=[{"input": "", "output": text}], output_kb=16).metrics["output"] == 1.0
+
+
+def test_asserts_are_cases_of_their_own() -> None:
+    asserts = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", "assert add(1, 1) == 3"]
+    assert run("def add(a, b): return a + b", asserts=asserts).reward == pytest.approx(2 / 3)
+    assert run("def add(a, b): return a + b", test_code="\n".join(asserts)).reward == pytest.approx(2 / 3)
+    assert run("def add(a, b): return (", asserts=asserts).reward == 0.0
+    assert run("", asserts=asserts).feedback == "case 1 of 3: wrong: NameError: name 'add' is not defined"
+
+
+def test_values_objects_and_exceptions_come_over() -> None:
+    program = """
+import collections
+class Stack:
+    def __init__(self, *items): self.items = list(items)
+    def push(self, item): self.items.append(item)
+    def pop(self): return self.items.pop()
+    def __len__(self): return len(self.items)
+    def __iter__(self): return iter(self.items)
+def same(*values, **named): return values, named
+def count(text): return collections.Counter(text)
+def up_to(n):
+    yield from range(n)
+LIMIT = 7
+"""
+    test_code = """
+values = [None, True, -3, 2.5, 'a\\u00e4', b'x', 1j, [1, [2]], (1,), {1, 2}, frozenset({3}), {(1, 2): [3]}, 10 ** 30]
+for value in values:
+    assert same(value, key=value) == ((value,), {'key': value})
+    assert type(same(value)[0][0]) is type(value)
+assert count('aab') == {'a': 2, 'b': 1}
+assert list(up_to(3)) == [0, 1, 2]
+assert LIMIT == 7
+stack = Stack(1, 2)
+stack.push(3)
+assert len(stack) == 3 and list(stack) == [1, 2, 3] and stack.items[0] == 1
+assert [stack.pop() for _ in range(3)] == [3, 2, 1]
+try:
+    stack.pop()
+    assert False, 'nothing was raised'
+except IndexError as error:
+    assert 'empty list' in str(error)
+"""
+    result = run(program, test_code=test_code)
+    assert (result.reward, result.feedback) == (1.0, "")
+
+
+VALUES = [
+    "10 ** 5000",
+    "Decimal('1.50')",
+    "Fraction(-2, 3)",
+    "range(1, 9, 2)",
+    "datetime.date(2024, 2, 29)",
+    "datetime.datetime(2024, 2, 29, 12, 30, 1, 5, tzinfo=datetime.timezone.utc)",
+    "datetime.time(23, 59)",
+    "datetime.timedelta(days=-1, microseconds=3)",
+]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_value_types_of_the_standard_library_come_over(value: str) -> None:
+    """Seen failing, each: Python writes no number of more than 4300 digits, and the others equalled nothing."""
+    imports = "import datetime\nfrom decimal import Decimal\nfrom fractions import Fraction\n"
+    test_code = f"{imports}assert give({value}) == [{value}]\nassert type(give({value})[0]) is type({value})"
+    result = run("def give(value): return [value]", test_code=test_code)
+    assert (result.reward, result.feedback) == (1.0, "")
+    assert run(f"{imports}def give(value): return [None]", test_code=test_code).reward == 0.0
+
+
+def test_long_numbers_can_be_written() -> None:
+    """10^5000 + 1. Seen failing with Python's own limit of 4300 digits."""
+    tests = [{"input": "1" + "0" * 5000, "output": "1" + "0" * 4999 + "1"}]
+    assert run("print(int(input()) + 1)", tests=tests).reward == 1.0
+
+
+def test_a_function_may_have_the_name_of_a_module() -> None:
+    """What the tests call can be no module. Seen failing with modules put before the candidate's names always."""
+    program = "def bisect(values): return len(values) // 2"
+    assert run(program, asserts=["assert bisect([1, 2]) == 1", "assert math.sqrt(4) == bisect([0] * 4)"]).reward == 1.0
+
+
+def test_helpers_of_the_tests_own_go_before_the_candidates() -> None:
+    """A prompt's helper goes into `test_code`: the candidate's `poly` does not judge its roots."""
+    program = "def poly(xs, x): return 0\ndef root(xs): return 7"
+    row = {
+        "test_code": "def poly(xs, x): return xs[0] + xs[1] * x",
+        "asserts": ["assert poly([-2, 1], root([-2, 1])) == 0"],
+    }
+    assert run(program, **row).reward == 0.0
+    assert run(program.replace("7", "2"), **row).reward == 1.0
+
+
+def test_check_is_called_with_the_entry_point() -> None:
+    """A name that Python has too is the candidate's only there."""
+    tests = "def check(candidate):\n    assert candidate([1, 2]) == 4\n    assert sum([1]) == 2\n"
+    result = run("def sum(values): return len(values) + len(values)", test_code=tests, entry_point="sum")
+    assert (result.reward, result.feedback) == (1.0, "")
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_asserts_are_not_fooled(cheat: str) -> None:
+    """Each passes, or ends with 0, where tests and candidate share a process.
+
+    Seen failing with the candidate's names put before Python's (patches abs), with objects that equal everything, with
+    a program that is gone counted as passed (leaves hard, prints a verdict), with verdicts that never came
+    counted so (no answer), with every built-in exception raised as it is (ends loops), and with modules taken from the
+    candidate (replaces a module).
+    """
+    result = run(CHEATS[cheat], asserts=CHEAT_TESTS, wall_s=1.0)
+    assert (result.reward, result.metrics["passed"]) == (0.0, 0.0)
+
+
+def test_split_asserts_tells_cases_from_what_prepares_them() -> None:
+    """A loop with asserts inside is one case; definitions, imports and values are none."""
+    source = "import math\nx = f(1)\ndef g(): assert x\nfor n in x:\n    assert n\nassert x == 1\ng()\n'a text'"
+    cases = split_asserts(source, None, None)
+    assert [case.source.split()[0] for case in cases if case.counts] == ["for", "assert", "g()"]
+    assert [case.counts for case in cases] == [False, False, False, True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({}, "must have a column tests, test_code or asserts"),
+        ({"tests": []}, "with something in it"),
+        ({"tests": [{"stdin": "1"}]}, '"input"'),
+        ({"test_code": "x = 1"}, "at top level"),
+        ({"test_code": "assert ("}, "never closed"),
+    ],
+)
+def test_a_row_without_proper_tests_is_an_error_not_a_0(row: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, SyntaxError), match=message):
+        run(SUM, **row)
+
+
+def test_a_sandbox_that_does_not_stand_is_an_error_not_a_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program never started. Seen failing with the prelude's byte not waited for: it scored 0."""
+    monkeypatch.setattr("areal_lite.verify.builtin.sandbox._PRELUDE", "raise SystemExit('no room')")
+    with pytest.raises(VerifierUnavailable, match="no room"):
+        run(SUM, tests=SUM_TESTS)
+
+
+def test_a_program_cannot_pass_for_a_broken_sandbox() -> None:
+    program = "import sys; sys.stderr.write('bwrap: no permissions'); sys.exit(1)"
+    assert run(program, tests=SUM_TESTS).metrics["crash"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"reward": "most"}, {"sandbox": "docker"}, {"wall_s": 0}, {"memory_mb": 1.5}, {"processes": -1}, {"time_s": 3}],
+)
+def test_wrong_arguments_fail_when_the_verifier_is_prepared(arguments: dict[str, Any], fresh: None) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        vars(code)["_verifier_prepare"](**arguments)
+
+
+def test_a_row_cannot_loosen_the_sandbox(fresh: None) -> None:
+    """A column `sandbox` would be taken for the argument. Seen failing without the comparison."""
+    vars(code)["_verifier_prepare"](sandbox="plain", memory_mb=256)
+    assert code("", SUM, "", tests=SUM_TESTS, sandbox="plain", memory_mb=256).reward == 1.0
+    for column in ({"memory_mb": 10**6}, {"memory_mb": 256, "processes": 10**6}, {"memory_mb": 256, "reward": "all"}):
+        with pytest.raises(ValueError, match="must not have columns"):
+            code("", SUM, "", tests=SUM_TESTS, **{"sandbox": "plain", **column})
+
+
+def test_without_a_sandbox_only_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    """Seen failing with `auto` the default, and with the metric left out."""
+    monkeypatch.setattr("areal_lite.verify.builtin.sandbox.shutil.which", lambda name: None)
+    with pytest.raises(VerifierError, match=r"no program bwrap.*install bubblewrap.*write `sandbox: plain`"):
+        vars(code)["_verifier_prepare"]()
+    assert run(SUM, tests=SUM_TESTS, sandbox="auto").metrics["sandbox_plain"] == 1.0
+    assert "sandbox_plain" not in run(SUM, tests=SUM_TESTS, sandbox="plain").metrics
+
+
+@pytest.mark.parametrize(
+    ("verifier", "least"),
+    [
+        ({"function": "code"}, 27),
+        ({"function": {"code": 1.0, "format": 0.2}, "timeout_s": 26}, 27),
+        ({"eval_function": "code"}, 27),
+        ({"named": {"short": {"function": "code", "arguments": {"wall_s": 3.0, "total_s": 1.0}, "timeout_s": 8}}}, 9),
+    ],
+)
+def test_a_deadline_shorter_than_the_limits_is_refused(verifier: dict[str, Any], least: int) -> None:
+    """5 + 2 * 10 + 2 = 27; 1 + 2 * 3 + 2 = 9."""
+    with pytest.raises(ConfigError, match=f"timeout_s must be at least total_s.* = {least} for the verifier code"):
+        parse_config({"verifier": verifier})
+    enough = {"timeout_s": least} if "named" not in verifier else {}
+    named = {name: {**one, "timeout_s": least} for name, one in verifier.get("named", {}).items()}
+    parse_config({"verifier": {**verifier, **enough, "named": named}})
+
+
+def noted_launches(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    started: list[subprocess.Popen[bytes]] = []
+    launch = program_module.launch
+
+    def noting(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(launch(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(program_module, "launch", noting)
+    return started
+
+
+def test_a_closed_program_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = noted_launches(monkeypatch)
+    run("while True: pass", tests=[{"input": "", "output": ""}], wall_s=0.3)
+    assert [process.poll() is None for process in started] == [False]

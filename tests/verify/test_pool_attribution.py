@@ -1,0 +1,277 @@
+"""Which call pays when a process that several of them share is lost, and who is tried again."""
+
+import asyncio
+import os
+import signal
+from contextlib import asynccontextmanager
+
+import pytest
+from places import FIXTURES
+
+from areal_lite.config.sections import VerifierSettings
+from areal_lite.errors import VerifierError
+from areal_lite.types import Prompt
+from areal_lite.verify.pool import VerifierPool
+from areal_lite.verify.protocol import Reply
+from areal_lite.verify.quarantine import Quarantine
+
+CROWD = FIXTURES / "crowd_verifiers.py"
+PATIENCE_S = 60.0
+
+
+@asynccontextmanager
+async def running(function, **options):
+    defaults = {"timeout_s": 1.5, "max_failure_share": 1.0}
+    pool = VerifierPool(VerifierSettings(function=f"{CROWD}:{function}", **defaults | options))
+    async with asyncio.timeout(PATIENCE_S):
+        await pool.start()
+        try:
+            yield pool
+        finally:
+            await pool.close()
+
+
+def make_prompt(answer="", row=None):
+    return Prompt(prompt_id="train/0/0", text="p", token_ids=(1,), answer=str(answer), row=row or {})
+
+
+def score(function, completions, *, prompt=None, **options):
+    """Return `(reward or failure)` of each, and the gauges."""
+
+    async def run():
+        async with running(function, **options) as pool:
+            replies = await pool.score(prompt or make_prompt(), completions)
+            return [reply.failure or reply.reward for reply in replies], pool.gauges()
+
+    return asyncio.run(run())
+
+
+# --- several calls in one process ---
+
+
+def test_calls_of_an_async_function_share_a_process():
+    """Each waits until three are there. Seen failing (time-outs) with `limit = 1` in `_feed`."""
+    assert score("crowd", ["meet"] * 3, concurrency=3, timeout_s=20.0)[0] == [1.0] * 3
+
+
+def test_no_more_calls_are_in_flight_than_the_recipe_says():
+    """Three could meet, two cannot. Seen failing with the condition `len(jobs) < limit` left out of `_feed`."""
+    assert score("crowd", ["meet"] * 3, concurrency=2)[0][:2] == ["timeout"] * 2
+
+
+def test_a_late_call_is_given_up_without_its_neighbours(tmp_path):
+    """An event loop that still turns lets go of one job. The neighbour is there when the deadline comes.
+
+    Seen failing (the neighbour is called twice) with `_too_late` killing at once.
+    """
+    log = tmp_path / "log"
+
+    async def run():
+        async with running("crowd", concurrency=2) as pool:
+            late = asyncio.create_task(pool.score(make_prompt(log), ["hang"]))
+            await asyncio.sleep(1.3)
+            replies = [*await pool.score(make_prompt(log), ["slow"]), *await late]
+            return [reply.failure for reply in replies]
+
+    assert asyncio.run(run()) == [None, "timeout"]
+    assert log.read_text().split() == ["hang", "slow"]
+
+
+@pytest.mark.parametrize(("bad", "failure"), [("block", "timeout"), ("die", "crashed")])
+def test_who_shares_a_process_with_a_bad_call_does_not_pay_for_it(bad, failure):
+    """Nobody knows whose fault it was, so each runs alone. Seen failing with every begun call blamed (`alone=True`)."""
+    results, gauges = score("crowd", ["slow", bad, "slow"], concurrency=3)
+    assert (results, gauges["failures"]) == ([1.0, failure, 1.0], {failure: 1})
+
+
+# --- batches ---
+
+
+def test_a_batch_takes_what_waits_and_waits_for_nothing(tmp_path):
+    """Five calls, at most three at once: 3 + 2. Seen failing (five of one) with `take(1)`."""
+    log = tmp_path / "log"
+    prompt = make_prompt(log, row={"bonus": 1, "verifier": "x", "workflow": "y"})
+    assert score("many", ["a", "bb", "ccc", "dd", "e"], prompt=prompt)[0] == [2.0, 3.0, 4.0, 3.0, 2.0]
+    assert log.read_text().split() == ["a+bb+ccc", "dd+e"]
+
+
+@pytest.mark.parametrize(("bad", "failure"), [("raise", "exception:ValueError"), ("die", "crashed")])
+def test_one_bad_completion_fails_itself_and_not_its_batch(bad, failure, tmp_path):
+    """Each is tried alone. Seen failing with the batch's failure given to all of it."""
+    log = tmp_path / "log"
+    assert score("many", ["a", bad, "bb"], prompt=make_prompt(log))[0] == [1.0, failure, 2.0]
+    assert sorted(log.read_text().split()) == sorted([f"a+{bad}+bb", "a", bad, "bb"])
+
+
+def test_what_a_batched_function_returns_is_a_list_of_the_right_length():
+    # "short" with one completion returns one result, which is right; with two it is not, and each alone is.
+    assert score("many", ["short", "a"])[0] == [1.0, 1.0]
+    assert score("many", ["scalar", "a"])[0] == ["wrong_type:float", 1.0]
+
+
+def test_a_batch_has_the_time_of_all_its_calls(tmp_path):
+    """Four of 0.3 s with a deadline of 0.6 s. Seen failing (each called twice) with the deadline of one call."""
+    log = tmp_path / "log"
+    results, gauges = score("slow_batch", ["a", "b", "c", "d"], prompt=make_prompt(log), timeout_s=0.6)
+    assert (results, gauges["restarts"]) == ([1.0] * 4, 0)
+    assert log.read_text().split() == ["a+b+c+d"]
+
+
+# --- tries ---
+
+
+def test_a_service_that_comes_back_is_asked_again(tmp_path):
+    """Twice in vain. Seen failing (`unavailable`) with VerifierUnavailable an exception like any other."""
+    log = tmp_path / "log"
+    results, gauges = score("service", ["down:2"], prompt=make_prompt(log), retries=0)
+    assert results[0] > 1
+    assert gauges["failures"] == {}
+    assert len(log.read_text().split()) == 3
+
+
+def test_a_service_that_stays_away_is_asked_for_a_while(tmp_path):
+    """At 0, 0.2, 1.0 and 1.2 s: pauses grow, and the last ends when the time is over. Retries have no say in it.
+
+    Seen failing (two calls) with the count of retries in place of the time.
+    """
+    log = tmp_path / "log"
+    assert score("service", ["down:9"], prompt=make_prompt(log), retries=1, unavailable_s=1.2)[0] == ["unavailable"]
+    assert len(log.read_text().split()) == 4
+
+
+def test_a_service_that_says_when_to_come_back_is_not_asked_before(tmp_path):
+    """Twice in all, the second time when it said. Seen failing (thrice) with `retry_after_s` not looked at."""
+    log = tmp_path / "log"
+    prompt = make_prompt(log, row={"after_s": 1.0})
+    assert score("service", ["down:1"], prompt=prompt)[1]["failures"] == {}
+    assert score("service", ["down:9"], prompt=prompt, unavailable_s=0.9)[0] == ["unavailable"]
+    assert len(log.read_text().split()) == 2 + 2
+
+
+def test_a_call_that_is_never_answered_ends_though_others_are(tmp_path):
+    """Seen hanging with `_away_since` alone."""
+
+    async def run():
+        async with running("service", unavailable_s=1.0) as pool:
+            refused = asyncio.create_task(pool.score(make_prompt(tmp_path / "log"), ["down:99"]))
+            while not refused.done():
+                await pool.score(make_prompt(), ["ok"])
+            return refused.result()[0].failure
+
+    assert asyncio.run(run()) == "unavailable"
+
+
+def test_once_a_service_has_been_away_that_long_nobody_waits_anew(tmp_path):
+    """The second call is asked once. Seen failing with `call.away_since` alone."""
+    log = tmp_path / "log"
+
+    async def run():
+        async with running("service", unavailable_s=0.6) as pool:
+            await pool.score(make_prompt(log), ["down:99"])
+            num_before = len(log.read_text().split())
+            (reply,) = await pool.score(make_prompt(log), ["down:99"])
+            return reply.failure, len(log.read_text().split()) - num_before
+
+    assert asyncio.run(run()) == ("unavailable", 1)
+
+
+@pytest.mark.parametrize(
+    ("completion", "failure"), [("raise", "exception:KeyError"), ("die", "crashed"), ("hang", "timeout")]
+)
+def test_a_calls_own_failure_is_final(completion, failure, tmp_path):
+    """Asked once. Seen failing with every failure handed to `_try_again`."""
+    log = tmp_path / "log"
+    assert score("service", [completion], prompt=make_prompt(log), retries=5)[0] == [failure]
+    assert len(log.read_text().split()) == 1
+
+
+@pytest.mark.parametrize(("retries", "expected"), [(0, "lost"), (1, "served")])
+def test_a_call_that_its_process_never_began_is_no_fault_of_the_call(retries, expected):
+    """The process is stopped from outside. Seen failing (`timeout`) with `begun` always true."""
+
+    async def run():
+        async with running("service", retries=retries) as pool:
+            (reply,) = await pool.score(make_prompt(), ["ok"])
+            os.kill(int(reply.reward), signal.SIGSTOP)
+            (reply,) = await pool.score(make_prompt(), ["ok"])
+            return reply.failure or "served"
+
+    assert asyncio.run(run()) == expected
+
+
+def test_a_process_killed_while_idle_is_replaced_unnoticed():
+    async def run():
+        async with running("service") as pool:
+            (reply,) = await pool.score(make_prompt(), ["ok"])
+            os.kill(int(reply.reward), signal.SIGKILL)
+            (reply,) = await pool.score(make_prompt(), ["ok"])
+            return reply.failure, pool.gauges()["failures"]
+
+    assert asyncio.run(run()) == (None, {})
+
+
+def test_a_row_that_cannot_be_sent_fails_alone():
+    results, _ = score("service", ["ok"], prompt=make_prompt(row={"n": 2**70}))
+    assert results == ["bad_row"]
+
+
+# --- quarantine ---
+
+
+def add(quarantine, failures):
+    return [quarantine.add(Reply(None, failure, "Traceback\n  x\nKeyError: 'kg'")) for failure in failures][-1]
+
+
+def test_a_verifier_is_not_trusted_once_it_fails_too_often():
+    """12 of 20 = 0.6 > 0.5; the 20th call is the first that may tell. Seen failing with `_FEWEST = 10`."""
+    quarantine = Quarantine("math", max_share=0.5)
+    assert add(quarantine, ["timeout"] * 9 + [None] * 8 + ["exception:KeyError"] * 2) is None
+    error = add(quarantine, ["exception:KeyError"])
+    assert isinstance(error, VerifierError)
+    assert str(error).startswith(
+        "the verifier math failed in 12 of its last 20 calls (timeout 9, exception:KeyError 3), more than "
+        "max_failure_share=0.5 allows"
+    )
+    assert "the last said: KeyError: 'kg'" in str(error)
+    assert "areal-lite verify math" in str(error)
+
+
+def test_only_the_last_fifty_calls_count_and_the_share_itself_is_allowed():
+    """25 of 50 is 0.5, not above. Seen failing with `>=`, and with a window of 100."""
+    quarantine = Quarantine("math", max_share=0.5)
+    assert add(quarantine, [None] * 60 + ["nan"] * 25) is None
+    assert add(quarantine, ["nan"]) is not None
+
+
+def test_a_share_of_one_never_ends_a_run():
+    assert add(Quarantine("math", max_share=1.0), ["nan"] * 100) is None
+    assert add(Quarantine("math", max_share=1.0), ["unavailable"] * 100) is None
+
+
+def test_an_absent_service_and_a_lost_process_are_no_failures_of_the_verifier():
+    """30 of 50 calls. Seen failing with `_NOT_ITS_OWN` empty."""
+    quarantine = Quarantine("judge", max_share=0.5)
+    assert add(quarantine, (["unavailable"] * 15 + [None] * 10 + ["lost"] * 15 + [None] * 10) * 3) is None
+
+
+def test_a_service_that_answers_nobody_ends_the_run():
+    """19, an answer, 19 more: not yet. Seen failing with the answer not looked at, and without `_away`."""
+    quarantine = Quarantine("judge", max_share=0.5, unavailable_s=120.0)
+    assert add(quarantine, ["unavailable"] * 19 + [None] + ["unavailable"] * 19) is None
+    error = str(add(quarantine, ["unavailable"]))
+    assert "the service of the verifier judge must answer, it did not for the last 20 calls" in error
+    assert "unavailable_s=120 seconds" in error
+    assert "raise unavailable_s" in error
+
+
+def test_a_pool_in_quarantine_raises_from_then_on(tmp_path):
+    """Whoever waits learns it, and whoever comes later. Seen hanging without `_give_up` in `_finish`."""
+
+    async def run():
+        async with running("service", max_failure_share=0.5) as pool:
+            with pytest.raises(VerifierError, match=r"failed in 20 of its last 20 calls \(exception:KeyError 20\)"):
+                await pool.score(make_prompt(), ["raise"] * 30)
+            with pytest.raises(VerifierError, match="failed in 20 of"):
+                await pool.score(make_prompt(), ["ok"])
+
+    asyncio.run(run())

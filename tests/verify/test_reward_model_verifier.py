@@ -1,0 +1,188 @@
+"""Verifiers with arguments, those that take long to load, and the learned reward among them, in real processes."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from offline_builders import offline_config, offline_trainer
+from train_builders import save_tiny_model
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from areal_lite.config.paths import REWARD_MODEL
+from areal_lite.config.recipe import parse_config
+from areal_lite.config.sections import VerifierSettings
+from areal_lite.errors import ConfigError, VerifierError
+from areal_lite.types import Prompt, Score
+from areal_lite.verify.builtin import reward_model as reward_model_module
+from areal_lite.verify.builtin.reward_model import reward_model
+from areal_lite.verify.pool import VerifierPool
+
+SLOW = """
+import time
+from areal_lite.verify import prepared_by
+
+def prepare(*, model, **others):
+    if model == "missing":
+        raise FileNotFoundError("there is no such model")
+    time.sleep(0.0 if model == "quick" else 2.0)
+
+@prepared_by(prepare)
+def verify(prompt, completion, answer, *, model, weight=1.0, **row):
+    return weight * len(model)
+"""
+
+
+def score(
+    function: str,
+    arguments: dict[str, Any],
+    *batches: list[str],
+    row: dict[str, Any] | None = None,
+    start_timeout_s: float = 60.0,
+    timeout_s: float = 30.0,
+) -> list[Score]:
+    """Score completions of the prompt 12 in one process, one batch after another; "34" where none is given."""
+    prompt = Prompt(prompt_id="train/0/0", text="12", token_ids=(1,), answer="3", row=row or {})
+    settings = VerifierSettings(function=function, arguments=arguments, timeout_s=timeout_s, max_failure_share=1.0)
+
+    async def run() -> list[Score]:
+        pool = VerifierPool(settings, start_timeout_s=start_timeout_s)
+        async with asyncio.timeout(120):
+            try:
+                await pool.start()
+                replies = [reply for batch in batches or (["34"],) for reply in await pool.score(prompt, batch)]
+                return [Score(reward=reply.reward, failure=reply.failure) for reply in replies]
+            finally:
+                await pool.close()
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> str:
+    (tmp_path / "slow.py").write_text(SLOW)
+    return f"{tmp_path / 'slow.py'}:verify"
+
+
+def test_arguments_come_with_every_call_and_loading_is_not_charged_to_one(slow: str) -> None:
+    """Preparing takes two seconds, a call may take 1.5. Seen failing with `prepare` left to the first call."""
+    assert score(slow, {"model": "four", "weight": 0.5}, timeout_s=1.5) == [Score(reward=2.0, failure=None)]
+
+
+def test_a_model_that_cannot_be_loaded_fails_the_start(slow: str) -> None:
+    with pytest.raises(VerifierError, match=r"cannot be prepared with \{'model': 'missing'\}(.|\n)*no such model"):
+        score(slow, {"model": "missing"})
+
+
+def test_loading_has_the_deadline_of_the_start(slow: str) -> None:
+    with pytest.raises(VerifierError, match=r"must load within 0\.2 s"):
+        score(slow, {"model": "x"}, start_timeout_s=0.2)
+
+
+def test_a_column_with_the_name_of_an_argument_is_no_silent_choice(slow: str) -> None:
+    """Seen failing with the row put over the arguments: the column won."""
+    (reply,) = score(slow, {"model": "quick"}, row={"model": "other"})
+    assert reply.failure == "exception:TypeError"
+
+
+def test_such_a_column_is_refused_before_anything_starts() -> None:
+    from areal_lite.launch.run.train import check_arguments
+
+    config = parse_config({"verifier": {"arguments": {"model": "x", "level": 2}}})
+    prompt = Prompt(prompt_id="train/0/0", text="p", token_ids=(1,), answer="a", row={"level": 1})
+    with pytest.raises(ConfigError, match=r"verifier\.arguments must have names of their own, got level"):
+        check_arguments(config, [prompt])
+    with pytest.raises(ConfigError, match="got answer"):
+        check_arguments(parse_config({"verifier": {"arguments": {"answer": "x"}}}), [prompt])
+    check_arguments(parse_config({"verifier": {"arguments": {"model": "x"}}}), [prompt])
+
+
+# --- the learned reward ---
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """A reward model after a few steps, so that its scores are not all 0."""
+    trainer = offline_trainer(offline_config(tmp_path, "reward_model"))
+    trainer.prepare()
+    for _ in range(3):
+        trainer.step()
+    trainer.export(tmp_path / "rm")
+    return str(tmp_path / "rm")
+
+
+def test_the_learned_reward_is_the_score_of_prompt_completion_and_end(folder: str) -> None:
+    """In its own process, by name; and in a batch, one text that is too long fails alone.
+
+    Seen failing without the end of sequence, which training always had.
+    """
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    ids = [*AutoTokenizer.from_pretrained(folder)("1234")["input_ids"], 1]
+    with torch.no_grad():
+        expected = float(model(input_ids=torch.tensor([ids])).logits[0, 0])
+    assert abs(expected) > 1e-3
+    first, *batch = score(REWARD_MODEL, {"model": folder}, ["34"], ["3", "4" * 90, "5"])
+    assert first.reward == pytest.approx(expected, abs=1e-5)
+    assert [reply.failure for reply in batch] == [None, "exception:ValueError", None]
+
+
+def single(prompt: str, completion: str, *, model: str) -> float:
+    (score,) = reward_model([prompt], [completion], ["3"], [{}], model=model)
+    return score
+
+
+def test_a_text_that_fills_the_context_is_scored_without_an_end(folder: str) -> None:
+    """Seen failing with "reads at most 64 tokens, got 65"."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    ids = AutoTokenizer.from_pretrained(folder)("1" * 60 + "2345")["input_ids"]
+    with torch.no_grad():
+        expected = float(model(input_ids=torch.tensor([ids])).logits[0, 0])
+    assert single("1" * 60, "2345", model=folder) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("padding", ["its own", "end of sequence", "none"])
+@pytest.mark.parametrize("max_batch", [1, 3, 16])
+def test_a_batch_gives_the_scores_of_single_calls(folder: str, padding: str, max_batch: int) -> None:
+    """Of different lengths, in any order, with the padding token of models from elsewhere too.
+
+    Seen failing with padding on the left, with scores returned in the order of lengths, and with 0 filled in whatever
+    the model's padding is.
+    """
+    if padding != "its own":
+        config = AutoConfig.from_pretrained(folder)
+        config.pad_token_id = config.eos_token_id if padding == "end of sequence" else None
+        config.save_pretrained(folder)
+    prompts = ["1", "12", "123456", "1", "99", "7", "1" * 50]
+    completions = ["2", "3" * 20, "4", "", "0123456789", "7" * 40, "2"]
+    expected = [single(*pair, model=folder) for pair in zip(prompts, completions, strict=True)]
+    scores = reward_model(prompts, completions, [""] * 7, [{}] * 7, model=folder, max_batch=max_batch)
+    assert len({round(value, 4) for value in expected}) > 4
+    assert scores == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_batch_is_cut(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """7 texts at most 3 at a time: 3 + 3 + 1."""
+    forward, sizes = reward_model_module._forward, []
+
+    def noting(scorer: Any, texts: Any, device: str) -> list[float]:
+        sizes.append(len(texts))
+        return forward(scorer, texts, device)
+
+    monkeypatch.setattr(reward_model_module, "_forward", noting)
+    reward_model(["1"] * 7, ["2"] * 7, [""] * 7, [{}] * 7, model=folder, max_batch=3)
+    assert sizes == [3, 3, 1]
+
+
+@pytest.mark.parametrize("arguments", [{"max_batch": 0}, {"max_batch": True}, {"batch": 3}])
+def test_wrong_arguments_fail_when_the_verifier_is_prepared(folder: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        vars(reward_model)["_verifier_prepare"](model=folder, **arguments)
+
+
+def test_the_learned_reward_refuses_what_it_cannot_read(folder: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="reads at most 64 tokens, got 72"):
+        single("1" * 62, "2" * 10, model=folder)
+    policy = save_tiny_model(tmp_path / "policy")
+    with pytest.raises(ValueError, match="must be a reward model"):
+        single("1", "2", model=policy)

@@ -1,0 +1,250 @@
+"""The verifiers of a recipe: which of them scores a row, how several add up, and that each has its own pool."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from areal_lite.config.recipe import parse_config
+from areal_lite.config.sections import DataConfig, VerifierConfig
+from areal_lite.errors import ConfigError, VerifierError
+from areal_lite.types import Prompt
+from areal_lite.verify.names import chosen_by_sources, held_out_config, known_verifier_names, verifier_settings
+from areal_lite.verify.protocol import Reply
+from areal_lite.verify.verifier_set import VerifierSet
+from areal_lite.verify.weighting import weighted_sum
+
+PATIENCE_S = 60.0
+SOURCE = """
+import os, time
+from areal_lite.verify import VerifyResult
+
+def constant(prompt, completion, answer, *, value=1.0, **row):
+    assert "verifier" not in row and "workflow" not in row
+    return value
+
+def parts(prompt, completion, answer, *, tag="t", **row):
+    if completion == "bad":
+        raise KeyError("kg")
+    steps = [(len(completion), 1.0)]
+    return VerifyResult(0.5, parts={tag: 2.0}, step_rewards=steps, feedback="hm", metrics={"n": 3})
+
+def turns(prompt, completion, answer, *, messages=(), **row):
+    return len(messages)
+
+def stuck(prompt, completion, answer, **row):
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "v.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def make_prompt(**row):
+    return Prompt(prompt_id="train/0/0", text="p", token_ids=(1,), answer="7", row=row)
+
+
+def with_set(scenario, **options):
+    async def run():
+        verifiers = VerifierSet(VerifierConfig(**{"timeout_s": 20.0, **options}))
+        async with asyncio.timeout(PATIENCE_S):
+            try:
+                await verifiers.start()
+                return await scenario(verifiers)
+            finally:
+                await verifiers.close()
+
+    return asyncio.run(run())
+
+
+def test_each_row_is_scored_by_the_verifier_it_names(file):
+    """Seen failing with the row's column ignored, and with it passed on to the function."""
+
+    async def scenario(verifiers):
+        rows = [
+            {},
+            {"verifier": "half", "workflow": "w"},
+            {"verifier": "exact"},
+            {"verifier": "nobody"},
+            {"verifier": 3},
+        ]
+        replies = [(await verifiers.score(make_prompt(**row), ["7"]))[0] for row in rows]
+        return [reply.failure or reply.reward for reply in replies], set(verifiers.gauges()["verifiers"])
+
+    named = {"half": {"function": f"{file}:constant", "arguments": {"value": 0.5}}}
+    results, pools = with_set(scenario, function=f"{file}:constant", arguments={"value": 0.25}, named=named)
+    assert results == [0.25, 0.5, 1.0, "unknown_verifier:nobody", "unknown_verifier:3"]
+    assert pools == {"v.py:constant", "half", "exact"}
+
+
+def test_a_row_may_not_choose_code(file):
+    async def scenario(verifiers):
+        return (await verifiers.score(make_prompt(verifier=f"{file}:constant"), ["7"]))[0].failure
+
+    assert with_set(scenario, function="exact").startswith("unknown_verifier:")
+
+
+def test_several_verifiers_add_up_with_their_weights(file):
+    """0.5 * 1 (math) + 2 * 0.5 (parts); a failed member fails the sample."""
+
+    async def scenario(verifiers):
+        return await verifiers.score(make_prompt(), ["seven", "bad"])
+
+    named = {"math": {"function": f"{file}:constant"}, "tags": {"function": f"{file}:parts"}}
+    good, bad = with_set(scenario, function={"math": 0.5, "tags": 2.0}, named=named)
+    parts = {"math": 1.0, "tags": 0.5, "tags/t": 2.0}
+    assert good == Reply(1.5, None, "", parts, ((5, 2.0),), "tags: hm", {"tags/n": 3.0})
+    assert bad.failure == "tags:exception:KeyError"
+
+
+def test_a_weighted_sum_orders_the_steps_of_all():
+    """Seen failing with unweighted steps."""
+    said = {"a": Reply(1.0, step_rewards=((9, 1.0), (2, 1.0))), "b": Reply(-1.0, step_rewards=((5, 1.0),))}
+    total = weighted_sum(said, {"a": 2.0, "b": 0.5})
+    assert (total.reward, total.step_rewards) == (1.5, ((2, 2.0), (5, 0.5), (9, 2.0)))
+
+
+@pytest.mark.parametrize("reply", [Reply(3e38), Reply(1e38, step_rewards=((1, 1e38),))])
+def test_a_sum_that_float32_cannot_hold_is_no_reward(reply):
+    """2 * 3e38, and 2 * (1e38 + 1e38). Seen failing without `checked` in `weighted_sum`."""
+    assert weighted_sum({"a": reply}, {"a": 2.0}).failure == "inf"
+
+
+def test_a_verifier_alone_in_a_sum_still_has_its_weight(file):
+    async def scenario(verifiers):
+        return (await verifiers.score(make_prompt(), ["x"]))[0]
+
+    reply = with_set(scenario, function={f"{file}:constant": 0.5})
+    assert (reply.reward, reply.parts) == (0.5, {"v.py:constant": 1.0})
+
+
+def test_held_out_prompts_have_a_judge_of_their_own(file):
+    """Whatever their row says, and without arguments. Seen failing with the arguments of `function`."""
+
+    async def scenario(verifiers):
+        return [
+            (await verifiers.score(make_prompt(**row), ["x"], held_out=held_out))[0].reward
+            for row, held_out in [({}, False), ({}, True), ({"verifier": "exact"}, True)]
+        ]
+
+    options = {"function": f"{file}:constant", "arguments": {"value": 0.25}, "eval_function": f"{file}:constant"}
+    assert with_set(scenario, **options) == [0.25, 1.0, 1.0]
+
+
+def test_without_one_they_are_scored_as_in_training(file):
+    async def scenario(verifiers):
+        rows = [{}, {"verifier": "exact"}]
+        return [(await verifiers.score(make_prompt(**row), ["7"], held_out=True))[0].reward for row in rows]
+
+    assert with_set(scenario, function=f"{file}:constant", arguments={"value": 0.25}) == [0.25, 1.0]
+
+
+def test_messages_reach_the_function_where_there_are_any(file):
+    async def scenario(verifiers):
+        said = [{"role": "assistant", "content": "4"}, {"role": "user", "content": "higher"}]
+        replies = await verifiers.score(make_prompt(), ["a", "b"], messages=[said, ()])
+        return [reply.reward for reply in replies]
+
+    assert with_set(scenario, function=f"{file}:turns") == [2.0, 0.0]
+
+
+def test_a_stuck_verifier_holds_up_nobody_elses_calls(file):
+    """Seen failing with one pool for all."""
+
+    async def scenario(verifiers):
+        waiting = asyncio.create_task(verifiers.score(make_prompt(verifier="stuck"), ["x"] * 4))
+        while not verifiers.gauges()["verifiers"]["stuck"]["busy"]:
+            await asyncio.sleep(0.01)
+        replies = await asyncio.gather(*(verifiers.score(make_prompt(), ["7"] * 8) for _ in range(20)))
+        still_stuck = not waiting.done()
+        waiting.cancel()
+        return [reply.reward for batch in replies for reply in batch], still_stuck, verifiers.gauges()
+
+    named = {"stuck": {"function": f"{file}:stuck", "timeout_s": 600.0}}
+    rewards, still_stuck, gauges = with_set(scenario, function="exact", named=named)
+    assert (rewards, still_stuck) == ([1.0] * 160, True)
+    assert (gauges["calls"], gauges["busy"]) == (160, 1)
+    assert gauges["verifiers"]["exact"]["calls"] == 160
+    assert gauges["verifiers"]["stuck"]["waiting"] == 3
+
+
+def test_a_verifier_that_cannot_start_is_named_at_the_start():
+    with pytest.raises(VerifierError, match="cannot be imported"):
+        with_set(None, function="exact", named={"mine": {"function": "nowhere:verify"}})
+
+
+def test_a_verifier_that_a_source_chooses_starts_with_the_others():
+    """`judge` without its base_url fails at once, not at the first row. Seen failing with `also` not looked at."""
+    data = DataConfig(mix={"a": {"source": "arith"}, "b": {"source": "arith", "verifier": "judge"}})
+
+    async def start():
+        verifiers = VerifierSet(VerifierConfig(function="exact"), also=chosen_by_sources(data))
+        try:
+            await verifiers.start()
+        finally:
+            await verifiers.close()
+
+    with pytest.raises(VerifierError, match=r"(?s)cannot be prepared.*base_url"):
+        asyncio.run(start())
+
+
+# --- names and settings ---
+
+
+def test_known_names_are_the_recipes_and_those_of_installed_packages():
+    names = known_verifier_names(VerifierConfig(named={"mine": {"function": "a:b"}}))
+    assert {"mine", "math", "exact"} <= names
+
+
+def test_a_name_of_its_own_has_settings_of_its_own_and_others_share_the_sections():
+    config = VerifierConfig(
+        function="exact",
+        arguments={"strip": False},
+        timeout_s=9.0,
+        named={"mine": {"function": "a:b", "timeout_s": 2.0}},
+    )
+    assert verifier_settings(config, "mine").timeout_s == 2.0
+    assert (verifier_settings(config, "exact").timeout_s, verifier_settings(config, "exact").arguments) == (
+        9.0,
+        {"strip": False},
+    )
+    assert (verifier_settings(config, "math").timeout_s, verifier_settings(config, "math").arguments) == (9.0, {})
+
+
+def test_an_evaluation_alone_needs_only_its_own_verifier():
+    config = VerifierConfig(
+        function="reward_model", arguments={"model": "gone"}, eval_function="exact", named={"x": {"function": "a:b"}}
+    )
+    reduced = held_out_config(config)
+    assert (reduced.function, reduced.arguments, reduced.named) == ("exact", {}, {})
+    assert held_out_config(VerifierConfig(function="exact")) == VerifierConfig(function="exact")
+
+
+@pytest.mark.parametrize(
+    ("verifier", "message"),
+    [
+        ({"function": "last_numer"}, "verifier.function: .* did you mean last_number"),
+        ({"eval_function": "last_numer"}, "verifier.eval_function: .* did you mean last_number"),
+        ({"function": {"exact": 1, "formt": 0.2}}, "did you mean format"),
+        ({"named": {"mine": {"function": "mth"}}}, "verifier.named.mine.function: .* did you mean math"),
+        ({"named": {"a:b": {"function": "math"}}}, "a name must have no colon, got 'a:b'"),
+        ({"function": {"exact": 1, "math": 1}, "arguments": {"x": 1}}, "is for one function, got several"),
+        ({"function": {}}, "must name a verifier"),
+        (
+            {"function": "m", "arguments": {"x": 1}, "named": {"m": {"function": "math"}}},
+            "is not read with verifier.function=m",
+        ),
+    ],
+)
+def test_impossible_recipes_are_refused(verifier, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config({"verifier": verifier})
+
+
+def test_possible_ones_are_not():
+    named = {"mine": {"function": f"{Path('v.py')}:verify"}}
+    parse_config({"verifier": {"function": {"mine": 1, "format": 0.2, "a.b:c": 0.1}, "named": named}})

@@ -1,0 +1,265 @@
+"""The verifier worker against a fake queue that writes down what happened."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from areal_lite.config.sections import VerifierConfig
+from areal_lite.errors import QueueTimeout, VerifierError
+from areal_lite.events import EventBuffer
+from areal_lite.types import Group, Lease, Prompt, Sample, Score, StopReason, VersionSpan
+from areal_lite.verify.protocol import Reply
+from areal_lite.verify.verifier_set import VerifierSet
+from areal_lite.verify.worker import VerifierWorker
+
+PATIENCE_S = 30.0
+
+
+def make_lease(number, *, texts=("#2", "#3")):
+    prompt = Prompt(prompt_id=f"train/0/{number}", text="1+1=?", token_ids=(1,), answer="2")
+    samples = tuple(
+        Sample(
+            token_ids=np.zeros(1, np.int32),
+            logprobs=np.zeros(1, np.float32),
+            spans=(VersionSpan(version=0, start=0, end=1),),
+            stop_reason=StopReason.STOP,
+            text=text,
+        )
+        for text in texts
+    )
+    group = Group(group_id=f"{prompt.prompt_id}#0", prompt=prompt, samples=samples)
+    return Lease(lease_id=f"lease-{number}", group=group, version=0)
+
+
+class FakeQueue:
+    """Lends `leases`, declares `dead` ones dead (None: stops answering), and keeps a list of what was asked."""
+
+    def __init__(self, leases=(), *, dead=()):
+        self.leases, self.dead, self.log, self.completed = list(leases), dead, [], {}
+        self.held, self.most_held, self.changed = set(), 0, asyncio.Event()
+
+    async def lease_verify(self, *, worker, limit, wait_s):
+        self._record("lease", limit)
+        lent, self.leases = self.leases[:limit], self.leases[limit:]
+        self.held |= {lease.lease_id for lease in lent}
+        self.most_held = max(self.most_held, len(self.held))
+        await asyncio.sleep(0 if lent else wait_s)
+        return lent
+
+    async def complete_verify(self, *, lease_id, scores):
+        self.completed[lease_id] = scores
+        self.held.discard(lease_id)
+        self._record("complete", lease_id)
+        return True
+
+    async def heartbeat(self, *, worker, lease_ids, progress):
+        self._record("heartbeat", tuple(lease_ids), progress)
+        if self.dead is None:
+            raise QueueTimeout("no answer")
+        return [lease_id for lease_id in self.dead if lease_id in lease_ids]
+
+    async def until(self, condition):
+        while not condition(self):
+            self.changed.clear()
+            await self.changed.wait()
+
+    def _record(self, *entry):
+        self.log.append(entry)
+        self.changed.set()
+
+
+class FakePool:
+    """Scores 1 where the completion is `#2`, one group after the other, once `gate` is open."""
+
+    def __init__(self, error=None):
+        self.gate, self.turn = asyncio.Event(), asyncio.Lock()
+        self.error, self.calls, self.cancelled = error, 0, []
+
+    async def score(self, prompt, completions, *, messages):
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(prompt.prompt_id)
+            raise
+        if self.error:
+            raise self.error
+        async with self.turn:
+            await asyncio.sleep(0.001)
+        self.calls += len(completions)
+        return [Reply(float(text == "#2")) if text else Reply(None, "nan") for text in completions]
+
+    def gauges(self):
+        return {"calls": self.calls}
+
+
+def make_worker(client, pool, *, lease_limit=2, heartbeat_s=0.01):
+    events = EventBuffer("verify/0")
+    worker = VerifierWorker(
+        client,
+        pool,
+        name="verify/0",
+        events=events,
+        lease_limit=lease_limit,
+        decode=lambda ids: "".join(map(chr, ids)),
+        heartbeat_s=heartbeat_s,
+    )
+    return worker, events
+
+
+def run(scenario):
+    async def bounded():
+        async with asyncio.timeout(PATIENCE_S):
+            return await scenario()
+
+    return asyncio.run(bounded())
+
+
+def test_groups_are_leased_scored_and_completed_with_real_processes():
+    async def scenario():
+        pool = VerifierSet(VerifierConfig(function="last_number", timeout_s=20.0))
+        client = FakeQueue([make_lease(number) for number in range(5)])
+        worker, events = make_worker(client, pool)
+        await pool.start()
+        try:
+            running = asyncio.create_task(worker.run())
+            await client.until(lambda queue: len(queue.completed) == 5)
+            gauges = worker.gauges()
+            await worker.stop()
+            await running
+        finally:
+            await pool.close()
+        return client.completed, events.drain(), gauges
+
+    completed, events, gauges = run(scenario)
+    assert completed == {f"lease-{n}": [Score(reward=1.0), Score(reward=0.0)] for n in range(5)}
+    assert [event["kind"] for event in events] == ["verify"] * len(events)
+    assert gauges["calls"] == 10
+
+
+def test_events_tell_group_times_and_failures():
+    async def scenario():
+        client, pool = FakeQueue([make_lease(7, texts=("#2", "", ""))]), FakePool()
+        worker, events = make_worker(client, pool)
+        pool.gate.set()
+        running = asyncio.create_task(worker.run())
+        await client.until(lambda queue: queue.completed)
+        await asyncio.sleep(0)
+        await worker.stop()
+        await running
+        return events.drain()
+
+    (event,) = run(scenario)
+    assert (event["lane"], event["kind"], event["group_id"], event["failures"]) == (
+        "verify/0",
+        "verify",
+        "train/0/7#0",
+        2,
+    )
+    assert event["start"] <= event["end"] <= event["time"]
+
+
+def test_it_never_holds_more_than_its_limit_and_pulls_again_when_there_is_room():
+    """Seen failing with `limit=self._lease_limit` in every request."""
+
+    async def scenario():
+        client, pool = FakeQueue([make_lease(number) for number in range(7)]), FakePool()
+        worker, _ = make_worker(client, pool, lease_limit=3)
+        running = asyncio.create_task(worker.run())
+        await client.until(lambda queue: ("heartbeat", ("lease-0", "lease-1", "lease-2"), 0) in queue.log)
+        lent = 7 - len(client.leases)
+        pool.gate.set()
+        await client.until(lambda queue: len(queue.completed) == 7)
+        await worker.stop()
+        await running
+        return lent, client.most_held
+
+    assert run(scenario) == (3, 3)
+
+
+def test_heartbeats_name_the_held_leases_and_report_progress():
+    async def scenario():
+        client, pool = FakeQueue([make_lease(0)]), FakePool()
+        worker, _ = make_worker(client, pool)
+        running = asyncio.create_task(worker.run())
+        await client.until(lambda queue: ("heartbeat", ("lease-0",), 0) in queue.log)
+        pool.gate.set()
+        await client.until(lambda queue: ("heartbeat", (), 2) in queue.log)
+        await worker.stop()
+        await running
+
+    run(scenario)
+
+
+def test_a_dead_lease_is_abandoned():
+    """Seen failing with the answer of `heartbeat` ignored."""
+
+    async def scenario():
+        client, pool = FakeQueue([make_lease(0), make_lease(1)], dead=["lease-0"]), FakePool()
+        worker, _ = make_worker(client, pool)
+        running = asyncio.create_task(worker.run())
+        await client.until(lambda queue: ("heartbeat", ("lease-1",), 0) in queue.log)
+        pool.gate.set()
+        await client.until(lambda queue: queue.completed)
+        await worker.stop()
+        await running
+        return list(client.completed), pool.cancelled
+
+    assert run(scenario) == (["lease-1"], ["train/0/0"])
+
+
+@pytest.mark.parametrize("stage", ["before run", "idle", "scoring", "twice"])
+def test_stop_ends_run_at_every_stage(stage):
+    """Seen failing with `self._held` tasks left out of the cancellation (`scoring` hung)."""
+
+    async def scenario():
+        client, pool = FakeQueue([make_lease(0)] if stage == "scoring" else []), FakePool()
+        worker, _ = make_worker(client, pool)
+        if stage == "before run":
+            await worker.stop()
+        running = asyncio.create_task(worker.run())
+        if stage == "scoring":
+            await client.until(lambda queue: ("heartbeat", ("lease-0",), 0) in queue.log)
+        elif stage != "before run":
+            await client.until(lambda queue: queue.log)
+        await worker.stop()
+        if stage == "twice":
+            await worker.stop()
+        await running
+        return client.completed
+
+    assert run(scenario) == {}
+
+
+def test_a_broken_pool_ends_the_worker():
+    """The plain error, not an exception group. Seen failing without the unwrapping in `run`."""
+
+    async def scenario():
+        client, pool = FakeQueue([make_lease(0), make_lease(1)]), FakePool(VerifierError("3 times in a row"))
+        worker, _ = make_worker(client, pool)
+        pool.gate.set()
+        with pytest.raises(VerifierError, match="3 times in a row"):
+            await worker.run()
+        await worker.stop()
+
+    run(scenario)
+
+
+def test_a_heartbeat_that_is_not_answered_is_survived():
+    """One late answer must not end the run. Seen failing without the `except QueueTimeout` in `_beat`."""
+
+    async def scenario():
+        client, pool = FakeQueue([make_lease(0)]), FakePool()
+        client.dead = None
+        pool.gate.set()
+        worker, _ = make_worker(client, pool)
+        running = asyncio.create_task(worker.run())
+        await asyncio.wait(
+            [running, asyncio.create_task(client.until(lambda queue: len(queue.completed) == 1))],
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        assert not running.done()
+        await worker.stop()
+        await running
+
+    run(scenario)
