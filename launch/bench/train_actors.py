@@ -2,8 +2,8 @@
 
 A batch has prompts of the recipe's data. How long the completions are is drawn as the recipe's workflow
 `areal_lite.launch.bench.longtail:drawn_length` draws it, or is the length of worked sums. Their tokens are drawn
-at random: what they are costs no time. Their behaviour log-probabilities are the initial model's with some noise, so that the
-weights of decoupled PPO are near 1 but not 1.
+at random: what they are costs no time. Their behaviour log-probabilities are the initial model's with some noise, so
+that the weights of decoupled PPO are near 1 but not 1.
 """
 
 import gc
