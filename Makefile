@@ -7,7 +7,7 @@ PYTHON := .venv/bin/python
 .PHONY: help setup demo test examples format check size clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## make .venv ready; instant when it is (EXTRA=gpu for the CUDA build)
 	@./setup.sh $(EXTRA)
