@@ -2,8 +2,10 @@
 
 import argparse
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
+import typer
 from rich.console import Console
 
 from areal_lite.launch.bench.handover_command import add_handover
@@ -14,28 +16,42 @@ from areal_lite.launch.bench.queue_command import add_queue
 from areal_lite.launch.bench.rollout_command import add_rollout
 from areal_lite.launch.bench.train_command import add_train
 
-__all__ = ["add_bench"]
+__all__ = ["bench"]
 
 
-def add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the command's parser, with one of its own for each benchmark."""
-    bench = commands.add_parser(
-        "bench",
-        help="measure: modes against each other, or many short runs of a plan",
-        description="Measure on this machine. Called again, a benchmark goes on where it stopped. Ctrl-C finishes the "
-        "step, saves, and says how to go on.",
-    )
-    kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
-    add_modes(kinds)
-    add_queue(kinds)
-    add_handover(kinds)
-    add_peers(kinds)
-    add_train(kinds)
-    add_rollout(kinds)
+bench = typer.Typer(
+    help="Measure: modes against each other, or many short runs of a plan.\n\n"
+    "Called again, a benchmark goes on where it stopped. Ctrl-C finishes the step, saves, and says how to go on."
+)
+
+
+def _parsers() -> "argparse._SubParsersAction[argparse.ArgumentParser]":
+    kinds = argparse.ArgumentParser(prog="areal-lite bench").add_subparsers(required=True, metavar="BENCHMARK")
+    for add in (add_modes, add_queue, add_handover, add_peers, add_train, add_rollout):
+        add(kinds)
     plan = kinds.add_parser("plan", help="the runs of a YAML file, one after another, with the same engines")
     plan.add_argument("plan", metavar="PLAN", help="path of a plan")
     for parser in (plan, *(_add_shipped(kinds, name) for name in shipped_plans())):
         _add_plan_options(parser)
+    return kinds
+
+
+def _run(name: str, context: typer.Context) -> int:
+    """Hand the words to the benchmark's own parser."""
+    parser = _parsers().choices[name]
+    words, others = parser.parse_known_args(context.args)
+    if others and (not hasattr(words, "overrides") or any(word.startswith("-") or "=" not in word for word in others)):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if others:
+        words.overrides = [*words.overrides, *others]
+    return int(words.command(words))
+
+
+def _command_of(name: str) -> Callable[[typer.Context], int]:
+    def command(context: typer.Context) -> int:
+        return _run(name, context)
+
+    return command
 
 
 def _add_shipped(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str) -> argparse.ArgumentParser:
@@ -95,3 +111,11 @@ def _command(words: argparse.Namespace) -> str:
     only = [word for name in words.only for word in ("--only", name)]
     kind = [words.plan] if words.plan in shipped_plans() else ["plan", words.plan]
     return shlex.join(["areal-lite", "bench", *kind, *words.overrides, *out, *only])
+
+
+for _kind in _parsers()._choices_actions:
+    bench.command(
+        _kind.dest,
+        help=_kind.help,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    )(_command_of(_kind.dest))

@@ -27,7 +27,7 @@ from areal_lite.cli.machine import (
     run_probe,
 )
 
-__all__ = ["Check", "Level", "machine_checks", "package_check", "probe_check", "report", "run_doctor", "verdict"]
+__all__ = ["Check", "Level", "doctor", "machine_checks", "package_check", "probe_check", "report", "verdict"]
 
 
 class Level(StrEnum):
@@ -52,12 +52,10 @@ class Check:
     """What to do; empty when there is nothing to do."""
 
 
-def run_doctor() -> int:
-    """Examine this machine and print the report.
+def doctor() -> int:
+    """Say what this machine can run, and what to do about what is missing.
 
-    Returns:
-        Exit code: 0 if nothing stands in the way of the recipes of the installed build (the CPU demo, for the CPU
-        build), else 1.
+    Ends with 1 if anything stands in the way of the recipes of the installed build (the CPU demo, for the CPU build).
     """
     console = Console()
     machine = measure()

@@ -1,44 +1,35 @@
-"""The command `areal-lite report`. Called by `cli.py`; heavy imports happen inside."""
+"""The command `areal-lite report`."""
 
-import argparse
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
-__all__ = ["add_report"]
+__all__ = ["report"]
 
 
-def add_report(commands: Any) -> None:
-    """Add the command; `commands` is what `add_subparsers` returned."""
-    parser = commands.add_parser(
-        "report",
-        help="make a page with pictures of a run, or compare runs",
-        description="Write one self-contained page: of a run, also one that is still going; of several runs, compared; "
-        "or of the results of areal-lite bench.",
-    )
-    parser.add_argument(
-        "folders",
-        nargs="+",
-        metavar="RUN_DIR",
-        type=Path,
-        help="run folder, or the folder of a bench; several: compared",
-    )
-    parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="default: report.html in the folder; of several, ./comparison.html"
-    )
-    parser.set_defaults(command=_report)
+def report(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN_DIR...", help="run folder, or the folder of a bench; several: compared")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="default: report.html in the folder; of several, comparison.html"),
+    ] = None,
+) -> int:
+    """Make a page with pictures of a run, or compare runs.
 
-
-def _report(words: argparse.Namespace) -> int:
+    Writes one self-contained page: of a run, also one that is still going; of several runs, compared; or of the results
+    of areal-lite bench.
+    """
     from areal_lite.record.report import write_bench, write_comparison, write_report
 
-    first = words.folders[0]
-    if len(words.folders) > 1:
-        path = write_comparison(words.folders, out=words.out or Path("comparison.html"))
-    elif (first / "results.json").is_file():
-        path = write_bench(first, out=words.out)
+    if len(folders) > 1:
+        path = write_comparison(folders, out=out or Path("comparison.html"))
+    elif (folders[0] / "results.json").is_file():
+        path = write_bench(folders[0], out=out)
     else:
-        path = write_report(first, out=words.out)
+        path = write_report(folders[0], out=out)
     Console().print(f"report: {path}", highlight=False, markup=False, soft_wrap=True)
     return 0

@@ -1,10 +1,10 @@
-"""The command `areal-lite verify`. Called by `cli.py`; heavy imports happen inside."""
+"""The command `areal-lite verify`."""
 
-import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 
 from areal_lite.config.plugins import known_names, split_name, with_a_colon
@@ -12,7 +12,7 @@ from areal_lite.config.recipe import Config, load_config, parse_config, shipped_
 from areal_lite.config.sections import VerifierConfig
 from areal_lite.errors import ConfigError, PluginError
 
-__all__ = ["add_verify"]
+__all__ = ["verify"]
 
 _COLUMNS = {
     "prompt": ("question", "prompt", "problem", "instruction"),
@@ -22,70 +22,92 @@ _ANY_FAILURES = 1.0
 """A try is there to show failures: it never stops because of them."""
 
 
-def add_verify(commands: Any) -> None:
-    """Add the command; `commands` is what `add_subparsers` returned."""
-    parser = commands.add_parser(
-        "verify",
-        help="try a verifier outside training",
-        description="Score the completions of a file with a verifier, in processes and with deadlines as in a run. "
-        "Shows scores, parts, latencies, failures with their first trace, and the lowest scores. Without --completions "
-        "it scores the data's own answers, which a good verifier likes. Ends with 1 when anything failed; "
-        "Ctrl-C shows what there is so far.",
-        epilog="Example: areal-lite verify math --data gsm8k/test.jsonl",
-    )
-    parser.add_argument(
-        "verifier",
-        metavar="VERIFIER",
-        help=f"module:function, path.py:function, one of {', '.join(known_names('verifier'))}; or a recipe (a YAML "
-        "file, or a shipped name), whose verifier section is tried with its sums and the choice by a column verifier",
-    )
-    _add_files(parser)
-    parser.add_argument(
-        "--arguments", type=_json_object, metavar="JSON", help="the verifier's arguments, e.g. '{\"tolerance\": 0.01}'"
-    )
-    parser.add_argument("--processes", type=_positive(int), help="processes of the verifier (of each, in a recipe)")
-    parser.add_argument("--timeout", type=_positive(float), metavar="S", help="seconds a call may take (default 30)")
-    parser.set_defaults(command=_verify)
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"must be a JSON object, got {text!r} ({error})") from error
+    if not isinstance(value, dict):
+        raise typer.BadParameter(f"must be a JSON object such as '{{\"tolerance\": 0.01}}', got {text!r}")
+    return value
 
 
-def _add_files(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", required=True, type=Path, metavar="FILE", help="rows, one JSON object a line")
-    parser.add_argument(
-        "--completions",
-        type=Path,
-        metavar="FILE",
-        help="one JSON object a line with completion, a text or a list of texts; joined to the data by index (from 0), "
-        "else by prompt, else line by line",
-    )
-    for kind, names in _COLUMNS.items():
-        text = f"column with the {kind} (default: the recipe's, else the first there is of {', '.join(names)})"
-        parser.add_argument(f"--{kind}-column", metavar="NAME", help=text)
-    parser.add_argument("--limit", type=_positive(int), metavar="N", help="rows of the data tried at most")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures and every score to this file")
+def _seconds(value: float | None) -> float | None:
+    if value is not None and not 0 < value < float("inf"):
+        raise typer.BadParameter(f"must be above 0, got {value:g}")
+    return value
 
 
-def _verify(words: argparse.Namespace) -> int:
+def _column(kind: str) -> Any:
+    text = f"column with the {kind} (default: the recipe's, else the first there is of {', '.join(_COLUMNS[kind])})"
+    return typer.Option(metavar="NAME", help=text)
+
+
+def verify(
+    verifier: Annotated[
+        str,
+        typer.Argument(
+            metavar="VERIFIER",
+            help=f"module:function, path.py:function, one of {', '.join(known_names('verifier'))}; or a recipe (a YAML "
+            "file, or a shipped name), whose verifier section is tried with its sums and the choice by a column "
+            "verifier",
+        ),
+    ],
+    data: Annotated[Path, typer.Option(metavar="FILE", help="rows, one JSON object a line")],
+    completions: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="one JSON object a line with completion, a text or a list of texts; joined to the data by index "
+            "(from 0), else by prompt, else line by line",
+        ),
+    ] = None,
+    prompt_column: Annotated[str | None, _column("prompt")] = None,
+    answer_column: Annotated[str | None, _column("answer")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="rows of the data tried at most")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="write all figures and every score to this file")
+    ] = None,
+    arguments: Annotated[
+        Any,
+        typer.Option(
+            parser=_json_object, metavar="JSON", help="the verifier's arguments, e.g. '{\"tolerance\": 0.01}'"
+        ),
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="processes of the verifier (of each, in a recipe)")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(callback=_seconds, metavar="S", help="seconds a call may take (default 30)")
+    ] = None,
+) -> int:
+    """Try a verifier outside training.
+
+    Scores the completions of a file with a verifier, in processes and with deadlines as in a run. Shows scores, parts,
+    latencies, failures with their first trace, and the lowest scores. Without --completions it scores the data's own
+    answers, which a good verifier likes. Ends with 1 when anything failed; Ctrl-C shows what there is so far.
+
+    Example: areal-lite verify math --data gsm8k/test.jsonl
+    """
     from areal_lite.cli.trial import Trial, load_cases, load_prompts
     from areal_lite.cli.trial_report import show, summarise
 
-    is_recipe, config = _config(words)
-    prompts = load_prompts(
-        words.data,
-        columns={
-            kind: [given] if given else [getattr(config.data, f"{kind}_column")] if is_recipe else names
-            for kind, names in _COLUMNS.items()
-            for given in [getattr(words, f"{kind}_column")]
-        },
-        config=config,
-        rows_choose=is_recipe,
+    options = {"processes": processes, "timeout_s": timeout}
+    is_recipe, config = _config(
+        verifier, arguments, {key: value for key, value in options.items() if value is not None}
     )
-    cases = [case for case in load_cases(prompts, words.completions) if words.limit is None or case.index < words.limit]
+    columns = {
+        kind: [given] if given else [getattr(config.data, f"{kind}_column")] if is_recipe else _COLUMNS[kind]
+        for kind, given in (("prompt", prompt_column), ("answer", answer_column))
+    }
+    prompts = load_prompts(data, columns=columns, config=config, rows_choose=is_recipe)
+    cases = [case for case in load_cases(prompts, completions) if limit is None or case.index < limit]
     trial, console = Trial(_never_stopping(config.verifier), config.run.start_timeout_s), Console()
     code = _run(trial, cases, console)
     summary = summarise(trial.outcomes, cases=len(cases), wall_s=trial.wall_s, gauges=trial.gauges)
     show(summary, console)
-    if words.json is not None:
-        _write(words.json, summary, trial.outcomes)
+    if json_path is not None:
+        _write(json_path, summary, trial.outcomes)
     return code or int(summary["scored"] < summary["tried"])
 
 
@@ -107,18 +129,15 @@ def _run(trial: Any, cases: Any, console: Console) -> int:
     return 0
 
 
-def _config(words: argparse.Namespace) -> tuple[bool, Config]:
+def _config(name: str, arguments: dict[str, Any] | None, changes: dict[str, Any]) -> tuple[bool, Config]:
     """Return whether VERIFIER is a recipe, and the recipe: itself, or one with nothing but that verifier.
 
     Raises:
         PluginError: It is neither a recipe nor a verifier's name.
         ConfigError: The recipe or an option is wrong.
     """
-    name = words.verifier
-    options = {"processes": words.processes, "timeout_s": words.timeout}
-    changes = {key: value for key, value in options.items() if value is not None}
     if name.endswith((".yaml", ".yml")) or (name in shipped_recipes() and name not in known_names("verifier")):
-        if words.arguments is not None:
+        if arguments is not None:
             raise ConfigError(f"--arguments are those of one verifier, got the recipe {name}: set them there")
         config = load_config(name)
         return True, config.model_copy(update={"verifier": _changed(config.verifier, changes)})
@@ -128,7 +147,7 @@ def _config(words: argparse.Namespace) -> tuple[bool, Config]:
         near = suggestion(name, [*known_names("verifier"), *shipped_recipes(), *with_a_colon(name)])
         raise PluginError(f"{str(error).partition('; got')[0]}, or is a recipe; got {name!r}{near}") from None
     # Longer than in training: whoever tries a verifier would rather wait than see it cut off.
-    verifier = VerifierConfig(function=name, arguments=words.arguments or {}, **{"timeout_s": 30.0} | changes)
+    verifier = VerifierConfig(function=name, arguments=arguments or {}, **{"timeout_s": 30.0} | changes)
     return False, parse_config({"verifier": verifier.model_dump()})
 
 
@@ -147,24 +166,3 @@ def _write(path: Path, summary: dict[str, Any], outcomes: Any) -> None:
         for outcome in sorted(outcomes, key=lambda outcome: outcome.case.index)
     ]
     path.write_text(json.dumps({**summary, "results": results}, indent=1) + "\n")
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r} ({error})") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object such as '{{\"tolerance\": 0.01}}', got {text!r}")
-    return value
-
-
-def _positive(kind: type[int] | type[float]) -> Any:
-    def parse(text: str) -> int | float:
-        value = kind(text)
-        if not 0 < value < float("inf"):
-            raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-        return value
-
-    parse.__name__ = kind.__name__  # argparse names it where the text is no number
-    return parse

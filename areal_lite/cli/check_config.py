@@ -1,0 +1,70 @@
+"""The command `areal-lite check-config`: a recipe checked, and printed in full."""
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal, get_args, get_origin
+
+import yaml
+
+from areal_lite.cli.options import Overrides, Recipe
+from areal_lite.config.offline import OfflineConfig, load_any_config
+from areal_lite.config.recipe import Config
+from areal_lite.config.sections import COMMANDS
+from areal_lite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
+
+__all__ = ["check_config"]
+
+
+def check_config(recipe: Recipe, overrides: Overrides) -> int:
+    """Check a recipe and print it in full.
+
+    Every setting is shown with its value and meaning. Nothing is started.
+    """
+    from areal_lite.config.plugin_check import plugin_problems
+
+    config = load_any_config(recipe, overrides)
+    if isinstance(config, Config) and (problems := list(plugin_problems(config))):
+        raise ConfigError("\n".join(problems))
+    print(*_explained(config), sep="\n")
+    size = (
+        f"{config.batch.batch_size} rows" if isinstance(config, OfflineConfig) else f"{config.samples_per_step} samples"
+    )
+    command = COMMANDS[config.command]
+    print(f"# {recipe} is fine for areal-lite {command}: {size} per step, device {config.run.device}")
+    return 0
+
+
+def _explained(section: "BaseModel", indent: str = "") -> Iterable[str]:
+    """Render a section as YAML with each field's meaning behind it."""
+    from pydantic import BaseModel
+
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        meaning = f"  # {field.description}"
+        if isinstance(value, BaseModel):
+            yield f"{indent}{name}:"
+            yield from _explained(value, indent + "  ")
+        elif isinstance(value, dict) and any(isinstance(item, BaseModel) for item in value.values()):
+            yield f"{indent}{name}:".ljust(44) + meaning
+            # Sources, verifiers or workflows: only what they set, as there may be many.
+            entries = {key: item.model_dump(exclude_unset=True) for key, item in value.items()}
+            yield from (f"{indent}  {line}" for line in yaml.safe_dump(entries, sort_keys=False).splitlines())
+        else:
+            yield f"{indent}{name}: {_scalar(value)}".ljust(44) + meaning + _choices(field)
+
+
+def _choices(field: "FieldInfo") -> str:
+    """Return the words that a choice allows, in brackets."""
+    words = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    return f" [{' | '.join(words)}]" if len(words) > 1 else ""
+
+
+def _scalar(value: object) -> str:
+    """Write a value as YAML on one line."""
+    style = '"' if isinstance(value, str) and "\n" in value else None
+    text = yaml.safe_dump(value, default_style=style, default_flow_style=True, width=math.inf)
+    return text.removesuffix("\n").removesuffix("\n...")
