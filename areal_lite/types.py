@@ -87,6 +87,35 @@ class StepReward:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """A verifier's word on one sample: a reward, or the reason there is none (never both)."""
+
+    reward: float | None = None
+    """For the outcome."""
+    step_rewards: tuple[StepReward, ...] = ()
+    """For steps on the way, beside `reward`."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """What the reward was made of, by name."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further figures, by name."""
+    feedback: str = ""
+    """Words for a person."""
+    failure: str | None = None
+    """Why there is no reward: the verifier gave none, or the sample could not be generated."""
+
+    def __post_init__(self) -> None:
+        if (self.reward is None) == (self.failure is None):
+            raise ValueError(f"a score must be a reward or a failure, got {self.reward!r} and {self.failure!r}")
+
+    @property
+    def total(self) -> float | None:
+        """What the sample earned in all, outcome and steps: the number that groups are compared by."""
+        if self.reward is None or not self.step_rewards:
+            return self.reward
+        return self.reward + sum(step.value for step in self.step_rewards)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One completion of a prompt, before or after it was scored; of several turns, where an environment answered."""
 
@@ -101,18 +130,8 @@ class Sample:
     """Decoded completion, special tokens left out."""
     messages: tuple[Mapping[str, str], ...] = ()
     """The turns behind the prompt as `{"role": ..., "content": ...}`; empty for a plain completion."""
-    reward: float | None = None
-    """The verifier's reward for the outcome; None before verification and when the verifier failed."""
-    step_rewards: tuple[StepReward, ...] = ()
-    """The verifier's rewards for steps on the way, beside `reward`."""
-    parts: Mapping[str, float] = field(default_factory=dict)
-    """What the reward was made of, by name."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Further figures of the verifier's, by name."""
-    feedback: str = ""
-    """The verifier's words for a person."""
-    failure: str | None = None
-    """Why there is no reward: the verifier gave none, or the sample could not be generated. None otherwise."""
+    score: Score | None = None
+    """The verifier's word on it, or why it could not be generated; None before verification."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids)
@@ -126,9 +145,9 @@ class Sample:
             edge = span.end if span.start == edge else -1  # behind a gap nothing fits
         if edge != num_tokens:
             raise ValueError(f"version spans must cover all {num_tokens} tokens without gaps, got {self.spans}")
-        if self.spans[-1].version == GIVEN and self.failure is None:
+        if self.spans[-1].version == GIVEN and (self.score is None or self.score.failure is None):
             raise ValueError(f"a sample must end with a token that the model produced, got a given one: {self.spans}")
-        if self.step_rewards and any(not 0 <= step.token < num_tokens for step in self.step_rewards):
+        if any(not 0 <= step.token < num_tokens for step in self.step_rewards):
             raise ValueError(f"step rewards must be at tokens 0..{num_tokens - 1}, got {self.step_rewards}")
 
     @classmethod
@@ -143,10 +162,10 @@ class Sample:
             logprobs=np.zeros(1, np.float32),
             spans=(VersionSpan(version=GIVEN, start=0, end=1),),
             stop_reason=StopReason.STOP,
-            failure=failure,
+            score=Score(failure=failure),
         )
 
-    def scored(self, score: "Score") -> "Sample":
+    def scored(self, score: Score) -> "Sample":
         """Return the sample with a verifier's word on it in place of any it had."""
         # Not `dataclasses.replace`, which takes twice as long.
         return Sample(
@@ -156,12 +175,7 @@ class Sample:
             stop_reason=self.stop_reason,
             text=self.text,
             messages=self.messages,
-            reward=score.reward,
-            step_rewards=score.step_rewards,
-            parts=score.parts,
-            metrics=score.metrics,
-            feedback=score.feedback,
-            failure=score.failure,
+            score=score,
         )
 
     @property
@@ -180,27 +194,14 @@ class Sample:
         return min((span.version for span in self.spans if span.version != GIVEN), default=None)
 
     @property
+    def step_rewards(self) -> tuple[StepReward, ...]:
+        """What the steps on the way earned."""
+        return () if self.score is None else self.score.step_rewards
+
+    @property
     def total_reward(self) -> float | None:
-        """What the sample earned in all, outcome and steps: the number that groups are compared by."""
-        if self.reward is None or not self.step_rewards:
-            return self.reward
-        return self.reward + sum(step.value for step in self.step_rewards)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
-    """A verifier's word on one sample: a reward, or the reason there is none (never both)."""
-
-    reward: float | None = None
-    step_rewards: tuple[StepReward, ...] = ()
-    parts: Mapping[str, float] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    feedback: str = ""
-    failure: str | None = None
-
-    def __post_init__(self) -> None:
-        if (self.reward is None) == (self.failure is None):
-            raise ValueError(f"a score must be a reward or a failure, got {self.reward!r} and {self.failure!r}")
+        """What the sample earned in all; None before verification and where that failed."""
+        return None if self.score is None else self.score.total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

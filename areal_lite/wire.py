@@ -27,7 +27,7 @@ from areal_lite.types import Group, Lease, Prompt, Row, Sample, Score, Shard, St
 
 __all__ = ["ARRAY_DTYPES", "SCHEMA_VERSION", "Raw", "as_type", "decode", "encode", "schema_version"]
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Goes up with every change of a dataclass in `types.py` or of the layout above."""
 
 ARRAY_DTYPES = ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8")

@@ -248,8 +248,8 @@ def _readable(step: int, group: Group) -> dict[str, Any]:
     samples = [
         {
             "text": sample.text,
-            "reward": sample.reward,
-            "failure": sample.failure,
+            "reward": None if sample.score is None else sample.score.reward,
+            "failure": None if sample.score is None else sample.score.failure,
             **_further(sample),
             "stop_reason": sample.stop_reason.value,
             "tokens": sample.num_tokens,
@@ -263,14 +263,10 @@ def _readable(step: int, group: Group) -> dict[str, Any]:
 
 def _further(sample: Sample) -> dict[str, Any]:
     """Return what only some samples have: turns, and a verifier's further words."""
-    steps = [[step.token, step.value] for step in sample.step_rewards]
-    fields = {
-        "messages": list(sample.messages),
-        "step_rewards": steps,
-        "parts": dict(sample.parts),
-        "metrics": dict(sample.metrics),
-        "feedback": sample.feedback,
-    }
+    fields: dict[str, Any] = {"messages": list(sample.messages)}
+    if (score := sample.score) is not None:
+        fields["step_rewards"] = [[step.token, step.value] for step in score.step_rewards]
+        fields |= {"parts": dict(score.parts), "metrics": dict(score.metrics), "feedback": score.feedback}
     return {name: value for name, value in fields.items() if value}
 
 

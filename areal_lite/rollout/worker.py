@@ -164,7 +164,8 @@ class RolloutWorker:
 
     def _hand_in(self, lease_id: str, samples: Sequence[Sample]) -> Awaitable[bool]:
         if all(sample.is_lost for sample in samples):
-            return self._client.fail(lease_id=lease_id, reason=samples[0].failure or "lost")
+            score = samples[0].score
+            return self._client.fail(lease_id=lease_id, reason=(score and score.failure) or "lost")
         return self._client.complete_rollout(lease_id=lease_id, samples=samples)
 
     async def _sample(self, group_id: str, prompt: Prompt, index: int) -> tuple[Sample, float]:

@@ -20,12 +20,13 @@ def verdict(samples: Sequence[Sample], *, reject: str) -> tuple[GroupState, str]
     the group fails for the most common reason.
 
     Args:
-        samples: [G] samples, each with a reward or a failure.
+        samples: [G] samples, each with a score.
         reject: `none`, or `zero_variance`: a group whose rewards are all equal teaches nothing and is rejected.
     """
-    rewards = [sample.total_reward for sample in samples if sample.reward is not None]
+    scores = [sample.score for sample in samples if sample.score is not None]
+    rewards = [score.total for score in scores if score.failure is None]
     if len(rewards) < min(2, len(samples)):
-        failures = Counter(sample.failure for sample in samples if sample.failure is not None)
+        failures = Counter(score.failure for score in scores if score.failure is not None)
         return GroupState.FAILED, failures.most_common(1)[0][0]
     if reject == "zero_variance" and len(set(rewards)) == 1:
         return GroupState.REJECTED, "zero_variance"
@@ -37,7 +38,7 @@ def has_trainable_token(group: GroupRecord, *, version: int, max_staleness: int)
     return any(
         staleness.num_trainable(sample.spans, version=version, max_staleness=max_staleness) > 0
         for sample in group.samples
-        if sample.failure is None
+        if sample.total_reward is not None
     )
 
 

@@ -21,10 +21,10 @@ from areal_lite.errors import LedgerError
 from areal_lite.sample_queue import decisions, staleness
 from areal_lite.sample_queue.groups import STATE_BEFORE, GroupRecord, GroupState, GroupTable
 from areal_lite.sample_queue.leases import HeldLease, LeaseTable
-from areal_lite.sample_queue.records import Batch, BatchGroup, LeaseRecord, LedgerSettings
+from areal_lite.sample_queue.records import Batch, LedgerSettings
 from areal_lite.types import Sample, Score
 
-__all__ = ["Batch", "BatchGroup", "HeldLease", "LeaseRecord", "Ledger", "LedgerSettings"]
+__all__ = ["Batch", "HeldLease", "Ledger", "LedgerSettings"]
 
 
 class Ledger:
@@ -89,14 +89,14 @@ class Ledger:
 
     # Leases
 
-    def lease_rollout(self, worker: str, *, limit: int) -> list[LeaseRecord]:
+    def lease_rollout(self, worker: str, *, limit: int) -> list[HeldLease]:
         """Lend up to `limit` waiting groups for generation, those that came back from a lost worker first."""
         waiting = self._groups.first_admitted(GroupState.WAITING, limit=limit)
         for group in waiting:
             group.admitted_version = self._version
         return [self._lend(group, GroupState.LEASED_ROLLOUT, worker=worker) for group in waiting]
 
-    def lease_verify(self, worker: str, *, limit: int) -> list[LeaseRecord]:
+    def lease_verify(self, worker: str, *, limit: int) -> list[HeldLease]:
         """Lend up to `limit` generated groups for verification, in the order of admission."""
         generated = self._groups.first_admitted(GroupState.GENERATED, limit=limit)
         return [self._lend(group, GroupState.LEASED_VERIFY, worker=worker) for group in generated]
@@ -196,14 +196,7 @@ class Ledger:
             return None
         for group in chosen:
             self._groups.move(group, GroupState.TAKEN)
-        self._batch = Batch(
-            batch_id=batch_id,
-            version=self._version,
-            groups=tuple(
-                BatchGroup(group_id=group.group_id, prompt_id=group.prompt_id, samples=group.samples)
-                for group in chosen
-            ),
-        )
+        self._batch = Batch(batch_id=batch_id, version=self._version, groups=tuple(chosen))
         return self._batch
 
     def return_batch(self, batch_id: str) -> None:
@@ -287,15 +280,9 @@ class Ledger:
 
     # Inside
 
-    def _lend(self, group: GroupRecord, state: GroupState, *, worker: str) -> LeaseRecord:
+    def _lend(self, group: GroupRecord, state: GroupState, *, worker: str) -> HeldLease:
         self._groups.move(group, state)
-        return LeaseRecord(
-            lease_id=self._leases.give(worker, group).lease_id,
-            group_id=group.group_id,
-            prompt_id=group.prompt_id,
-            samples=group.samples,
-            version=self._version,
-        )
+        return self._leases.give(worker, group)
 
     def _leased(self, lease_id: str, state: GroupState) -> GroupRecord | None:
         lease = self._leases.find(lease_id)

@@ -1,14 +1,11 @@
-"""What goes into the ledger and what comes out of it: its settings, leases and batches.
-
-The ledger makes the leases and batches; the queue server completes them with prompts and sends them on.
-"""
+"""What goes into the ledger and what comes out of it: its settings, and batches of groups."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from areal_lite.types import Sample
+from areal_lite.sample_queue.groups import GroupRecord
 
-__all__ = ["Batch", "BatchGroup", "LeaseRecord", "LedgerSettings"]
+__all__ = ["Batch", "LedgerSettings"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,34 +37,11 @@ class LedgerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseRecord:
-    """What a worker is lent."""
-
-    lease_id: str
-    group_id: str
-    prompt_id: str
-    samples: tuple[Sample, ...]
-    """Empty for rollout, [G] for verification."""
-    version: int
-    """Ledger version when the lease was given."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchGroup:
-    """One group of a taken batch."""
-
-    group_id: str
-    prompt_id: str
-    samples: tuple[Sample, ...]
-    """[G] samples, each with a reward or a failure."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """What one trainer step trains."""
 
     batch_id: str
     version: int
     """Trainer version when it was taken; token ages count from it."""
-    groups: tuple[BatchGroup, ...]
-    """`groups_per_step` groups, oldest admitted first."""
+    groups: tuple[GroupRecord, ...]
+    """`groups_per_step` groups, oldest admitted first, each sample with its score."""

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from areal_lite.errors import LedgerError
-from areal_lite.sample_queue.ledger import LeaseRecord, Ledger, LedgerSettings
+from areal_lite.errors import CheckpointError, LedgerError, WireError
+from areal_lite.sample_queue.ledger import HeldLease, Ledger, LedgerSettings
 from areal_lite.sample_queue.requests import BatchInfo, QueueRequests, QueueStatus, WorkerStatus
-from areal_lite.sample_queue.taken import TakenBatch
+from areal_lite.sample_queue.shards import ShardedBatch
 from areal_lite.types import Group, Lease, Prompt, Sample, Score, Shard
 from areal_lite.wire import decode, encode
 
@@ -94,7 +94,7 @@ class QueueService(QueueRequests):
         self._workers: dict[str, _Worker] = {}
         self._reported_progress = 0
         self._too_slow: Counter[str] = Counter()
-        self._taken: TakenBatch | None = None
+        self._batch: ShardedBatch | None = None
 
     def expire(self) -> None:
         """Take back the leases whose heartbeats stopped; to be called often."""
@@ -107,11 +107,11 @@ class QueueService(QueueRequests):
         if not self._admission_open:
             return []
         self._admit(until_waiting=limit)
-        return [self._lease(record) for record in self._ledger.lease_rollout(worker, limit=limit)]
+        return [self._whole(held) for held in self._ledger.lease_rollout(worker, limit=limit)]
 
     def lease_verify(self, *, worker: str, limit: int, wait_s: float) -> list[Lease]:
         self._find_worker(worker).role = "verify"
-        return [self._lease(record) for record in self._ledger.lease_verify(worker, limit=limit)]
+        return [self._whole(held) for held in self._ledger.lease_verify(worker, limit=limit)]
 
     def heartbeat(self, *, worker: str, lease_ids: Sequence[str], progress: int) -> list[str]:
         seen = self._find_worker(worker)
@@ -149,9 +149,15 @@ class QueueService(QueueRequests):
         for _ in range(min(until_waiting - self._ledger.num_waiting, self._ledger.capacity())):
             self._ledger.admit(self._cursor.next().prompt_id)
 
-    def _lease(self, record: LeaseRecord) -> Lease:
-        group = Group(group_id=record.group_id, prompt=self._cursor.get(record.prompt_id), samples=record.samples)
-        return Lease(lease_id=record.lease_id, group=group, version=record.version)
+    def _whole(self, held: HeldLease) -> Lease:
+        """Return a loan with its prompt, as it travels."""
+        group = held.group
+        prompt = self._cursor.get(group.prompt_id)
+        return Lease(
+            lease_id=held.lease_id,
+            group=Group(group_id=group.group_id, prompt=prompt, samples=group.samples),
+            version=self._ledger.version,
+        )
 
     # Trainer
 
@@ -159,21 +165,21 @@ class QueueService(QueueRequests):
         batch = self._ledger.take(batch_id)
         if batch is None:
             return None
-        if self._taken is None:
-            self._taken = TakenBatch(
+        if self._batch is None:
+            self._batch = ShardedBatch(
                 batch,
                 [self._cursor.get(group.prompt_id) for group in batch.groups],
                 num_minibatches=self._num_minibatches,
                 num_ranks=self._num_ranks,
                 run_seed=self._run_seed,
             )
-        return self._taken.info()
+        return self._batch.info()
 
     def fetch(self, *, batch_id: str, rank: int) -> Shard:
-        return self._find_taken(batch_id).shard(rank)
+        return self._find_batch(batch_id).shard(rank)
 
     def batch_groups(self, *, batch_id: str, limit: int) -> list[Group]:
-        return self._find_taken(batch_id).groups(limit)
+        return self._find_batch(batch_id).groups(limit)
 
     def return_batch(self, *, batch_id: str) -> None:
         self._ledger.return_batch(batch_id)
@@ -187,14 +193,14 @@ class QueueService(QueueRequests):
 
     def _let_go(self, batch_id: str) -> None:
         # A request that is repeated late must not touch the batch taken since.
-        if self._taken is not None and self._taken.batch.batch_id == batch_id:
-            self._taken = None
+        if self._batch is not None and self._batch.batch.batch_id == batch_id:
+            self._batch = None
 
-    def _find_taken(self, batch_id: str) -> TakenBatch:
-        if self._taken is None or self._taken.batch.batch_id != batch_id:
-            present = "none" if self._taken is None else repr(self._taken.batch.batch_id)
+    def _find_batch(self, batch_id: str) -> ShardedBatch:
+        if self._batch is None or self._batch.batch.batch_id != batch_id:
+            present = "none" if self._batch is None else repr(self._batch.batch.batch_id)
             raise LedgerError(f"only the batch that is taken can be read, got {batch_id!r} while {present} is: take it")
-        return self._taken
+        return self._batch
 
     # Run
 
@@ -207,7 +213,7 @@ class QueueService(QueueRequests):
     def abandon(self) -> dict[str, int]:
         self._admission_open = False
         self._ledger.abandon_outstanding()
-        self._taken = None
+        self._batch = None
         return self._ledger.counts()
 
     def status(self) -> QueueStatus:
@@ -251,9 +257,7 @@ def _pass_rate(scores: Sequence[Score]) -> float | None:
     Rewards need not be 0 or 1, and no threshold fits all: partial credit counts as a partial pass, and one sample far
     outside the scale cannot hide the others.
     """
-    totals = [
-        score.reward + sum(step.value for step in score.step_rewards) for score in scores if score.reward is not None
-    ]
+    totals = [score.total for score in scores if score.total is not None]
     return sum(min(max(total, 0.0), 1.0) for total in totals) / len(totals) if totals else None
 
 
@@ -269,9 +273,14 @@ def restore(
         clock: For leases.
 
     Raises:
-        WireError: The bytes are not of this schema version.
-        CheckpointError: The cursor is over other data.
+        CheckpointError: Another version of areal-lite wrote the bytes, or the cursor is over other data.
     """
-    state = decode(saved)
+    try:
+        state = decode(saved)
+    except WireError as error:
+        raise CheckpointError(
+            f"the queue's state in the checkpoint must be of this areal-lite, it cannot be read ({error}): resume with "
+            "the version that began the run, or start a new run from the checkpoint's model"
+        ) from error
     cursor.load(state["cursor"])
     return Ledger.restore(settings, state["ledger"], clock=clock)

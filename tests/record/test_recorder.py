@@ -17,7 +17,7 @@ from areal_lite.events import Event
 from areal_lite.record.recorder import Recorder
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.train.stats import StepStats
-from areal_lite.types import Group, Prompt
+from areal_lite.types import Group, Prompt, Score
 
 METRICS_KEYS = [
     "step", "version", "time_s", "lr", "reward_mean", "loss", "grad_norm", "step_skipped", "entropy", "kl_behav_prox",
@@ -255,8 +255,10 @@ def test_the_worst_parity_of_all_stands_in_the_summary(recorder: Recorder) -> No
 
 def test_samples_are_readable(recorder: Recorder, folder: RunFolder) -> None:
     prompt = Prompt(prompt_id="train/0/1", text="7+25=?", token_ids=(1, 2), answer="32")
-    sample = dataclasses.replace(make_sample(versions=(3, 3, 4)), text="7+25=32#32", reward=np.float32(1.0))
-    failed = dataclasses.replace(make_sample(versions=(4,)), text="?", failure="timeout")
+    sample = dataclasses.replace(
+        make_sample(versions=(3, 3, 4)), text="7+25=32#32", score=Score(reward=np.float32(1.0))
+    )
+    failed = dataclasses.replace(make_sample(versions=(4,)), text="?", score=Score(failure="timeout"))
     recorder.samples(5, [Group(group_id="train/0/1#0", prompt=prompt, samples=(sample, failed))])
     (row,) = folder.read("samples.jsonl")
     assert (row["step"], row["group"], row["prompt"], row["answer"]) == (5, "train/0/1#0", "7+25=?", "32")

@@ -13,7 +13,7 @@ from areal_lite.events import EventBuffer
 from areal_lite.rollout.engine import Sampling, ScriptedEngine
 from areal_lite.rollout.worker import RolloutWorker, sample_seed
 from areal_lite.sample_queue.client import AsyncQueueClient
-from areal_lite.types import Group, Lease, Prompt, Sample, StopReason
+from areal_lite.types import Group, Lease, Prompt, Sample, Score, StopReason
 
 T = TypeVar("T")
 
@@ -383,14 +383,14 @@ def test_a_refused_request_costs_its_sample_and_nothing_else(num_refused: int) -
 
     failed, completed, cancelled = run(scenario)
     assert cancelled == []
-    assert [sample.failure for sample in completed["lease-1"]] == [None, None]
+    assert [sample.score for sample in completed["lease-1"]] == [None, None]
     if num_refused == 2:
         assert failed == [("lease-0", "generation:ValueError")]
         return
     assert failed == []
     lost, other = sorted(completed["lease-0"], key=lambda sample: not sample.is_lost)
-    assert (lost.failure, lost.is_lost) == ("generation:ValueError", True)
-    assert (other.failure, other.is_lost) == (None, False)
+    assert (lost.score, lost.is_lost) == (Score(failure="generation:ValueError"), True)
+    assert (other.score, other.is_lost) == (None, False)
 
 
 @pytest.mark.parametrize("op", ["lease_rollout", "heartbeat", "complete_rollout", "fail"])

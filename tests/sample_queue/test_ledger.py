@@ -72,14 +72,14 @@ def test_a_group_travels_from_waiting_to_trained() -> None:
     ledger = Ledger(make_settings(groups_per_step=1))
     group_id = ledger.admit("p")
     (rollout,) = ledger.lease_rollout("r", limit=5)
-    assert (rollout.group_id, rollout.prompt_id, rollout.samples, rollout.version) == (group_id, "p", (), 0)
+    assert (rollout.group.group_id, rollout.group.prompt_id, rollout.group.samples) == (group_id, "p", ())
     assert ledger.complete_rollout(rollout.lease_id, make_samples([0, 0], [0]))
     (verify,) = ledger.lease_verify("v", limit=5)
-    assert [sample.num_tokens for sample in verify.samples] == [2, 1]
+    assert [sample.num_tokens for sample in verify.group.samples] == [2, 1]
     assert ledger.complete_verify(verify.lease_id, make_scores(0.5, 1.0))
     batch = ledger.take("batch")
     assert batch is not None
-    assert [sample.reward for sample in batch.groups[0].samples] == [0.5, 1.0]
+    assert [sample.total_reward for sample in batch.groups[0].samples] == [0.5, 1.0]
     ledger.complete_step("batch")
     assert (ledger.version, ledger.counts()["trained"], ledger.counts()["outstanding"]) == (1, 1, 0)
 
@@ -141,7 +141,7 @@ def test_returned_groups_are_lent_first() -> None:
         ledger.admit(name)
     ledger.lease_rollout("r0", limit=2)
     ledger.forget("r0")
-    assert [lease.prompt_id for lease in ledger.lease_rollout("r1", limit=3)] == ["a", "b", "c"]
+    assert [lease.group.prompt_id for lease in ledger.lease_rollout("r1", limit=3)] == ["a", "b", "c"]
 
 
 def test_a_lost_verifier_loses_no_samples() -> None:
@@ -149,10 +149,10 @@ def test_a_lost_verifier_loses_no_samples() -> None:
     ledger.admit("a")
     (rollout,) = ledger.lease_rollout("r", limit=1)
     ledger.complete_rollout(rollout.lease_id, make_samples([0], [0]))
-    (first,) = ledger.lease_verify("v0", limit=1)
+    generated = ledger.lease_verify("v0", limit=1)[0].group.samples
     ledger.forget("v0")
     (second,) = ledger.lease_verify("v1", limit=1)
-    assert second.samples == first.samples
+    assert (len(generated), second.group.samples) == (2, generated)
     assert ledger.counts()["leased_verify"] == 1
 
 
@@ -394,7 +394,7 @@ def test_drop_discards_at_publication_and_tries_again() -> None:
     counts = ledger.counts()
     assert (counts["stale"], counts["waiting"], counts["outstanding"]) == (1, 1, 1)
     (again,) = ledger.lease_rollout("r", limit=1)
-    assert again.group_id == "slow#1"
+    assert again.group.group_id == "slow#1"
 
     do_step(ledger)
     for name in "ab":
@@ -420,7 +420,7 @@ def test_drop_leaves_groups_that_wait_for_a_worker() -> None:
         assert ledger.take(step) is not None
         ledger.complete_step(step)
     assert ledger.counts()["stale"] == 2  # ready ones of version 0, at version 2
-    assert [lease.group_id for lease in ledger.lease_rollout("r", limit=1)] == ["patient#0"]
+    assert [lease.group.group_id for lease in ledger.lease_rollout("r", limit=1)] == ["patient#0"]
 
 
 def test_generated_anew_is_young_again() -> None:
@@ -477,12 +477,12 @@ def test_restored_ledger_has_given_everything_back() -> None:
     assert (restored.version, counts["waiting"], counts["generated"], counts["ready"]) == (1, 1, 1, 2)
     assert (counts["admitted"], counts["trained"], counts["outstanding"]) == (5, 1, 4)
     assert_conserved(restored)
-    assert restored.lease_rollout("r", limit=1)[0].prompt_id == "generating"
-    assert restored.lease_verify("v", limit=1)[0].prompt_id == "verifying"
+    assert restored.lease_rollout("r", limit=1)[0].group.prompt_id == "generating"
+    assert restored.lease_verify("v", limit=1)[0].group.prompt_id == "verifying"
     batch = restored.take("1")
     assert batch is not None
     assert batch.groups[0].prompt_id == "taken"
-    np.testing.assert_array_equal([s.reward for s in batch.groups[0].samples], [0.0, 1.0])
+    np.testing.assert_array_equal([s.total_reward for s in batch.groups[0].samples], [0.0, 1.0])
 
 
 def test_lease_ids_are_not_used_again_after_a_resume() -> None:
@@ -492,7 +492,7 @@ def test_lease_ids_are_not_used_again_after_a_resume() -> None:
     (lost,) = ledger.lease_rollout("r", limit=1)
     restored = Ledger.restore(make_settings(), ledger.state())
     (again,) = restored.lease_rollout("r", limit=1)
-    assert again.group_id == lost.group_id
+    assert again.group.group_id == lost.group.group_id
     assert not restored.complete_rollout(lost.lease_id, make_samples([0], [0]))
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from ledger_builders import FakeClock, make_samples, make_scores, make_settings
 
-from areal_lite.sample_queue.ledger import Batch, BatchGroup, Ledger
+from areal_lite.sample_queue.groups import GroupRecord
+from areal_lite.sample_queue.ledger import Batch, Ledger
 from areal_lite.sample_queue.staleness import trainable_mask
 
 TIMEOUT_S = 10.0
@@ -183,19 +184,19 @@ class LedgerMachine(RuleBasedStateMachine):
     def lease_rollout(self, worker: str, limit: int) -> None:
         expected = self.in_state("waiting")[:limit]
         records = self.ledger.lease_rollout(worker, limit=limit)
-        assert [record.group_id for record in records] == expected
+        assert [record.group.group_id for record in records] == expected
         for record in records:
-            group = self.model.groups[record.group_id]
+            group = self.model.groups[record.group.group_id]
             group.state, group.began = "leased_rollout", self.model.version
-            self.remember_lease(record.lease_id, worker, record.group_id, "rollout")
+            self.remember_lease(record.lease_id, worker, record.group.group_id, "rollout")
 
     def lease_verify(self, limit: int) -> None:
         expected = self.in_state("generated")[:limit]
         records = self.ledger.lease_verify("verifier/0", limit=limit)
-        assert [record.group_id for record in records] == expected
+        assert [record.group.group_id for record in records] == expected
         for record in records:
-            self.model.groups[record.group_id].state = "leased_verify"
-            self.remember_lease(record.lease_id, "verifier/0", record.group_id, "verify")
+            self.model.groups[record.group.group_id].state = "leased_verify"
+            self.remember_lease(record.lease_id, "verifier/0", record.group.group_id, "verify")
 
     def remember_lease(self, lease_id: str, worker: str, group_id: str, kind: str) -> None:
         assert lease_id not in self.leases
@@ -348,7 +349,7 @@ class LedgerMachine(RuleBasedStateMachine):
             if self.settings.on_stale != "mask":
                 assert self.model.version - group.oldest() <= self.settings.max_staleness
 
-    def check_mask(self, group: ModelGroup, taken: BatchGroup) -> None:
+    def check_mask(self, group: ModelGroup, taken: GroupRecord) -> None:
         """The trainer's mask, made from spans, keeps exactly the tokens that are young enough."""
         eta, version = self.settings.max_staleness, self.model.version
         for tokens, sample in zip(group.tokens, taken.samples, strict=True):

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 from ledger_builders import FakeClock, make_settings
@@ -24,10 +25,11 @@ from queue_builders import (
     verify,
 )
 
-from areal_lite.errors import LedgerError
+from areal_lite.errors import CheckpointError, LedgerError
 from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
 from areal_lite.sample_queue.requests import REQUESTS, QueueRequests
 from areal_lite.sample_queue.service import restore
+from areal_lite.wire import SCHEMA_VERSION
 
 
 @pytest.fixture
@@ -87,7 +89,7 @@ async def whole_path(queue: Any) -> None:
     for (group_index, sample_index), row in rows.items():
         assert row.prompt_token_ids == tuple(range(group_index + 1))
         assert row.sample.num_tokens == sample_index + 1
-        assert (row.sample.reward, row.sample.failure) == (SCORES[sample_index].reward, SCORES[sample_index].failure)
+        assert row.sample.score == SCORES[sample_index]
 
     (group,) = await queue.batch_groups(batch_id="step-0", limit=1)
     assert (group.group_id, group.prompt.text, len(group.samples)) == ("fake/0/0#0", "0+1=?", 3)
@@ -458,3 +460,9 @@ def test_a_restored_queue_continues_where_it_was_saved() -> None:
         rows = client.fetch(batch_id="step-1", rank=0).rows + client.fetch(batch_id="step-1", rank=1).rows
         assert {len(row.prompt_token_ids) for row in rows} == {3, 4}
         assert client.complete_step(batch_id="step-1") == 2
+
+
+def test_a_state_of_another_schema_version_says_how_to_go_on() -> None:
+    saved = msgpack.packb([SCHEMA_VERSION - 1, {"ledger": {}, "cursor": {}}])
+    with pytest.raises(CheckpointError, match=rf"{SCHEMA_VERSION}, got {SCHEMA_VERSION - 1}.*start a new run from"):
+        restore(saved, settings=make_settings(), cursor=FakeCursor())

@@ -25,7 +25,8 @@ from typing import Any
 
 from ledger_builders import FakeClock, make_sample
 
-from areal_lite.sample_queue.ledger import Batch, BatchGroup, LeaseRecord, Ledger, LedgerSettings
+from areal_lite.sample_queue.groups import GroupRecord
+from areal_lite.sample_queue.ledger import Batch, HeldLease, Ledger, LedgerSettings
 from areal_lite.sample_queue.staleness import trainable_mask
 from areal_lite.types import Score
 
@@ -178,7 +179,7 @@ class Simulation:
                 seconds *= 20
             self.begin(worker, lease, seconds, self.finish_generation)
 
-    def begin(self, worker: Worker, lease: LeaseRecord, seconds: float, end: Callable[..., bool]) -> None:
+    def begin(self, worker: Worker, lease: HeldLease, seconds: float, end: Callable[..., bool]) -> None:
         """Hold a lease until its end; a result comes even if the lease ended before."""
         worker.held.add(lease.lease_id)
         began = self.clock.now
@@ -191,7 +192,7 @@ class Simulation:
 
     # Results
 
-    def finish_generation(self, lease: LeaseRecord, began: float) -> bool:
+    def finish_generation(self, lease: HeldLease, began: float) -> bool:
         """Every sample decodes at its own even pace; each token is of the version published last before it."""
         duration = self.clock.now - began
         versions = [
@@ -200,15 +201,15 @@ class Simulation:
         ]
         accepted = self.ledger.complete_rollout(lease.lease_id, [make_sample(versions=each) for each in versions])
         if accepted:
-            self.truth[lease.group_id] = versions
+            self.truth[lease.group.group_id] = versions
         return accepted
 
     def version_at(self, time_s: float) -> int:
         return self.update_versions[bisect_right(self.update_times, time_s) - 1]
 
-    def finish_verification(self, lease: LeaseRecord, began: float) -> bool:
+    def finish_verification(self, lease: HeldLease, began: float) -> bool:
         equal = self.random.random() < self.scenario.equal_reward_fraction
-        scores = [Score(reward=float(not equal and place % 2)) for place in range(len(lease.samples))]
+        scores = [Score(reward=float(not equal and place % 2)) for place in range(len(lease.group.samples))]
         return self.ledger.complete_verify(lease.lease_id, scores)
 
     # Training
@@ -235,7 +236,7 @@ class Simulation:
         self.trained |= ids
         self.publish(batch.batch_id)
 
-    def learn_from(self, group: BatchGroup, version: int) -> None:
+    def learn_from(self, group: GroupRecord, version: int) -> None:
         """I1: what the trainer's mask lets through, against the simulation's own record."""
         for sample, versions in zip(group.samples, self.truth[group.group_id], strict=True):
             mask = trainable_mask(

@@ -8,24 +8,25 @@ import pytest
 from ledger_builders import make_sample, make_settings
 
 from areal_lite.sample_queue import staleness
-from areal_lite.sample_queue.ledger import Batch, BatchGroup, Ledger
-from areal_lite.sample_queue.taken import TakenBatch
+from areal_lite.sample_queue.groups import GroupRecord
+from areal_lite.sample_queue.ledger import Batch, Ledger
+from areal_lite.sample_queue.shards import ShardedBatch
 from areal_lite.types import GIVEN, Prompt, Sample, Score, StepReward, VersionSpan
 
 
 def scored(**changes: Any) -> Sample:
-    return dataclasses.replace(make_sample(), **changes)
+    return make_sample().scored(Score(**changes))
 
 
-def taken(**groups: tuple[Sample, ...]) -> TakenBatch:
+def taken(**groups: tuple[Sample, ...]) -> ShardedBatch:
     """A batch with one group per keyword, which is the name of its source."""
     found = tuple(
-        BatchGroup(group_id=f"{source}/0/0#0", prompt_id=f"{source}/0/0", samples=samples)
+        GroupRecord(prompt_id=f"{source}/0/0", attempt=0, sequence=0, admitted_version=0, samples=samples)
         for source, samples in groups.items()
     )
     prompts = [Prompt(prompt_id=group.prompt_id, text="", token_ids=(1,), answer="") for group in found]
     batch = Batch(batch_id="b", version=0, groups=found)
-    return TakenBatch(batch, prompts, num_minibatches=1, num_ranks=1, run_seed=0)
+    return ShardedBatch(batch, prompts, num_minibatches=1, num_ranks=1, run_seed=0)
 
 
 def test_means_are_over_those_who_have_the_figure() -> None:
@@ -77,8 +78,7 @@ def test_scores_reach_the_samples_whole() -> None:
     batch = ledger.take("b")
     assert batch is not None
     sample, failed, _ = batch.groups[0].samples
-    assert (sample.reward, sample.parts, sample.metrics, sample.feedback) == (1.0, {"a": 1.0}, {"b": 2.0}, "well done")
-    assert (failed.reward, failed.failure) == (None, "timeout")
+    assert (sample.score, failed.score) == (score, Score(failure="timeout"))
 
 
 def test_a_lost_sample_leaves_its_group_and_nothing_else() -> None:
@@ -91,9 +91,10 @@ def test_a_lost_sample_leaves_its_group_and_nothing_else() -> None:
     ledger.complete_verify(lease.lease_id, [Score(reward=1.0), Score(reward=0.5), Score(reward=0.0)])
     batch = ledger.take("b")
     assert batch is not None
-    assert [sample.failure for sample in batch.groups[0].samples] == [None, "workflow:TimeoutError", None]
+    expected = [Score(reward=1.0), Score(failure="workflow:TimeoutError"), Score(reward=0.0)]
+    assert [sample.score for sample in batch.groups[0].samples] == expected
     prompts = [Prompt(prompt_id="p/0/0", text="", token_ids=(1,), answer="")]
-    batch_of = TakenBatch(batch, prompts, num_minibatches=1, num_ranks=1, run_seed=0)
+    batch_of = ShardedBatch(batch, prompts, num_minibatches=1, num_ranks=1, run_seed=0)
     np.testing.assert_array_equal(batch_of.shard(0).rewards, np.array([[1.0, np.nan, 0.0]], np.float32))
     assert batch_of.info()["rewards"]["reward_by_source"] == {"p": 0.5}
 
@@ -125,4 +126,4 @@ def test_a_sample_ends_with_a_token_of_the_model() -> None:
 
 def test_step_rewards_are_at_tokens_of_the_sample() -> None:
     with pytest.raises(ValueError, match=r"tokens 0\.\.2"):
-        scored(step_rewards=(StepReward(token=3, value=1.0),))
+        scored(reward=1.0, step_rewards=(StepReward(token=3, value=1.0),))

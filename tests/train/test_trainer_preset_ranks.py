@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_lite.config.presets import expand_preset
 from areal_lite.train.trainer import Trainer
-from areal_lite.types import Row, StepReward
+from areal_lite.types import Row, Score, StepReward
 
 REWARDS = np.array([[1, 0, float("nan"), 1], [0, 0, 0, 1], [1, 1, 0, 1]], np.float32)
 STEPS = 2
@@ -57,13 +57,11 @@ def moved(rows: list[Row], version: int) -> list[Row]:
 
 
 def with_steps(rows: list[Row]) -> list[Row]:
-    def steps(length: int) -> tuple[StepReward, ...]:
-        return tuple(StepReward(token=token, value=0.1 * (token % 3)) for token in range(1, length, 4))
+    def score(length: int) -> Score:
+        steps = tuple(StepReward(token=token, value=0.1 * (token % 3)) for token in range(1, length, 4))
+        return Score(reward=0.0, step_rewards=steps)
 
-    return [
-        dataclasses.replace(row, sample=dataclasses.replace(row.sample, step_rewards=steps(row.sample.num_tokens)))
-        for row in rows
-    ]
+    return [dataclasses.replace(row, sample=row.sample.scored(score(row.sample.num_tokens))) for row in rows]
 
 
 def train(rank: int, world_size: int, model_folder: str, shared: str, out: str) -> None:

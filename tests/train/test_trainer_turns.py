@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from areal_lite.train.advantages import batch_advantages
 from areal_lite.train.batch import PolicyBatch
 from areal_lite.train.passes import Scores
-from areal_lite.types import GIVEN, Row, Sample, Shard, StepReward, VersionSpan
+from areal_lite.types import GIVEN, Row, Sample, Score, Shard, StepReward, VersionSpan
 
 NAN = float("nan")
 OUTCOMES = np.array([[1, 0, NAN, 1], [0, 0, 0, 1], [1, 1, 1, NAN]], np.float32)
@@ -38,7 +38,7 @@ def with_turns(row: Row, *, scored: bool) -> Row:
         sample,
         logprobs=logprobs,
         spans=tuple(VersionSpan(version=version, start=start, end=end) for version, start, end in spans),
-        step_rewards=steps if scored else (),
+        score=Score(reward=0.0, step_rewards=steps) if scored else None,
     )
     return dataclasses.replace(row, sample=changed)
 
@@ -142,9 +142,8 @@ def test_a_step_reward_is_credited_to_what_led_to_it(model_folder: str) -> None:
     row = make_rows(groups=1, samples=1, minibatches=1)[0]
     tokens, logprobs = np.array([3, 4, 5, 6], np.int32), np.full(4, -1.0, np.float32)
     spans = (VersionSpan(version=5, start=0, end=4),)
-    sample = dataclasses.replace(
-        row.sample, token_ids=tokens, logprobs=logprobs, spans=spans, step_rewards=(StepReward(token=1, value=1.0),)
-    )
+    score = Score(reward=2.0, step_rewards=(StepReward(token=1, value=1.0),))
+    sample = dataclasses.replace(row.sample, token_ids=tokens, logprobs=logprobs, spans=spans, score=score)
     row = dataclasses.replace(row, sample=sample)
     shard = dataclasses.replace(make_shard([row], rewards=np.array([[3.0]])), has_step_rewards=True)
     sections = {"objective": {"baseline": "none", "scale": "none"}, "trainer": {"minibatches": 1}}
@@ -169,7 +168,8 @@ def test_what_comes_late_is_compared_with_what_comes_late() -> None:
     rows = []
     for row in make_rows(groups=1, samples=2, minibatches=1):
         spans = (VersionSpan(version=5, start=0, end=4),)
-        sample = dataclasses.replace(row.sample, token_ids=tokens, logprobs=logprobs, spans=spans, step_rewards=steps)
+        score = Score(reward=1.0, step_rewards=steps)
+        sample = dataclasses.replace(row.sample, token_ids=tokens, logprobs=logprobs, spans=spans, score=score)
         rows.append(dataclasses.replace(row, sample=sample))
     shard = dataclasses.replace(make_shard(rows, rewards=np.array([[2.6, 2.5]])), has_step_rewards=True)
     sections = {"objective": {"preset": "areal"}, "trainer": {"minibatches": 1}}

@@ -1,11 +1,11 @@
 """The batch in the trainer's hands: joined with its prompts and dealt to the ranks, once.
 
-The queue service makes one when a batch is taken and lets go of it when the step is complete or the batch
-is returned. It decides nothing about groups; which rows go together stands in `split.py`.
+It decides nothing about groups; which rows go together stands in `split.py`.
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -15,10 +15,10 @@ from areal_lite.sample_queue.requests import BatchInfo, BatchRewards
 from areal_lite.sample_queue.split import assign_rows
 from areal_lite.types import Group, Prompt, Row, Shard
 
-__all__ = ["TakenBatch"]
+__all__ = ["ShardedBatch"]
 
 
-class TakenBatch:
+class ShardedBatch:
     """A taken batch whose rows, sample by sample through the groups in order, have their minibatches and ranks."""
 
     def __init__(
@@ -66,15 +66,16 @@ class TakenBatch:
         )
 
     def _rewards(self) -> BatchRewards:
-        by_source, parts, metrics = _Means(), _Means(), _Means()
-        for group in self.batch.groups:
-            for sample in group.samples:
-                if sample.total_reward is not None:
-                    by_source.add({group.prompt_id.partition("/")[0]: sample.total_reward})
-                    parts.add(sample.parts)
-                    metrics.add(sample.metrics)
+        scored = [
+            (group.prompt_id.partition("/")[0], sample.score)
+            for group in self.batch.groups
+            for sample in group.samples
+            if sample.score is not None and sample.score.failure is None
+        ]
         return BatchRewards(
-            reward_by_source=by_source.read(), reward_parts=parts.read(), verifier_metrics=metrics.read()
+            reward_by_source=_means({source: score.total} for source, score in scored if score.total is not None),
+            reward_parts=_means(score.parts for _, score in scored),
+            verifier_metrics=_means(score.metrics for _, score in scored),
         )
 
     def shard(self, rank: int) -> Shard:
@@ -105,15 +106,9 @@ class TakenBatch:
         return groups[: max(limit, 0)]
 
 
-class _Means:
-    """Means of figures that not everybody has, by name."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, list[float]] = {}
-
-    def add(self, figures: Mapping[str, float]) -> None:
-        for name, value in figures.items():
-            self._values.setdefault(name, []).append(value)
-
-    def read(self) -> dict[str, float]:
-        return {name: sum(values) / len(values) for name, values in sorted(self._values.items())}
+def _means(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return means by name of figures that not everybody has."""
+    values: dict[str, list[float]] = {}
+    for name, value in chain.from_iterable(each.items() for each in figures):
+        values.setdefault(name, []).append(value)
+    return {name: sum(of_name) / len(of_name) for name, of_name in sorted(values.items())}
