@@ -9,7 +9,7 @@ Shape letters: `G` samples of a prompt, `N` groups of a batch, `T` output tokens
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -132,6 +132,10 @@ class Sample:
     """The turns behind the prompt as `{"role": ..., "content": ...}`; empty for a plain completion."""
     score: Score | None = None
     """The verifier's word on it, or why it could not be generated; None before verification."""
+    role: ClassVar[str] = "assistant"
+    """Who speaks, where it is a turn of an episode."""
+    is_given: ClassVar[bool] = False
+    """Whether it is an environment's turn."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids)

@@ -1,17 +1,14 @@
-"""Texts to token ids, in one call; a text that the tokenizer cannot encode is named by its row and character.
+"""Texts and chats to token ids; what the model's tokenizer or chat template cannot do is named by row and character."""
 
-Called by `source.py`, `turns.py` and the supervised warm start.
-"""
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from areal_lite.errors import DataError
+from areal_lite.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["encode_texts", "unknown_character"]
+__all__ = ["encode_text", "encode_texts", "render_chat"]
 
 
 def encode_texts(
@@ -37,7 +34,7 @@ def encode_texts(
     try:
         ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
     except Exception as error:  # the tokenizers library raises nothing narrower
-        culprits = ((origin, unknown_character(text, tokenizer)) for text, origin in zip(texts, origins, strict=True))
+        culprits = ((origin, _unknown_character(text, tokenizer)) for text, origin in zip(texts, origins, strict=True))
         origin, character = next(((row, found) for row, found in culprits if found), ("", None))
         what = f"the character {character!r} (U+{ord(character):04X}) at {origin}" if character else "the prompts"
         raise DataError(
@@ -46,7 +43,57 @@ def encode_texts(
     return ids
 
 
-def unknown_character(text: str, tokenizer: "PreTrainedTokenizerBase") -> str | None:
+def encode_text(text: str, tokenizer: "PreTrainedTokenizerBase", *, add_special_tokens: bool = False) -> list[int]:
+    """Return the token ids of one text.
+
+    Raises:
+        ValueError: The tokenizer has no token for a character, or fails otherwise.
+    """
+    try:
+        ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+    except Exception as error:  # as above
+        character = _unknown_character(text, tokenizer)
+        what = f"the character {character!r} of {text!r:.60}" if character else f"{text!r:.60}"
+        raise ValueError(
+            f"the model's tokenizer cannot encode {what} ({error}): use characters that it knows"
+        ) from error
+    return ids
+
+
+def render_chat(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    add_generation_prompt: bool = True,
+    where: str = "data",
+) -> str:
+    """Return a chat as the model's chat template writes it.
+
+    Args:
+        messages: With `role` and `content`.
+        tokenizer: The model's.
+        add_generation_prompt: Whether to end where the assistant's next message begins.
+        where: The recipe's section, for messages.
+
+    Raises:
+        ConfigError: The model has no chat template.
+        ValueError: It refuses the messages.
+    """
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            f"{where}.chat=true, or a list of chat messages, needs a model with a chat template, this one has none: "
+            f"give plain texts and set {where}.chat=false"
+        )
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except Exception as error:  # templates raise their own kinds
+        raise ValueError(f"the chat template refuses a chat of {len(messages)} messages ({error})") from error
+    return str(text)
+
+
+def _unknown_character(text: str, tokenizer: "PreTrainedTokenizerBase") -> str | None:
     """Return the first character that the tokenizer refuses; None where it takes each of them alone."""
     if _is_encodable(text, tokenizer):
         return None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import SourceConfig
-from areal_lite.data.encode import encode_texts
+from areal_lite.data.encode import encode_texts, render_chat
 from areal_lite.data.filters import in_ranges, report_left_out
 from areal_lite.data.names import with_names
 from areal_lite.data.prompts import Task
@@ -97,12 +97,12 @@ def _render(task: Task, source: SourceConfig, tokenizer: "PreTrainedTokenizerBas
     text = source.template.replace("{prompt}", task.prompt)
     if not source.chat:
         return text
-    if tokenizer.chat_template is None:
-        raise ConfigError(
-            f"{where}.chat=true needs a model with a chat template, this one has none: set {where}.chat=false"
-        )
-    messages = [dict(message) for message in task.messages] or [{"role": "user", "content": text}]
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    try:
+        return render_chat(task.messages or [{"role": "user", "content": text}], tokenizer, where=where)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise DataError(f"{error} at {task.origin}: correct the prompt, or choose another model") from error
 
 
 def _short(pairs: list[tuple[Task, list[int]]], max_tokens: int | None, *, where: str) -> list[tuple[Task, list[int]]]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from areal_lite.data.encode import unknown_character
+from areal_lite.data.encode import encode_text, render_chat
 from areal_lite.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ class TurnTokenizer:
             return self._split_chat(_messages(prompt, role="user"), _messages(completion, role="assistant"))
         if not prompt:
             raise ValueError("the prompt must hold at least one character, got none")
-        ids = self._encode(completion, add_special_tokens=False)
-        return self._encode(prompt, add_special_tokens=True), self._ended(ids)
+        ids = encode_text(completion, self._tokenizer)
+        return encode_text(prompt, self._tokenizer, add_special_tokens=True), self._ended(ids)
 
     def split_messages(self, messages: Any) -> tuple[list[int], list[int]]:
         """Return the same for a whole chat, whose last message is the completion."""
@@ -94,40 +94,15 @@ class TurnTokenizer:
             raise ValueError(f"the prompt must end with a message to the assistant, got {_roles(prompt)}")
         if _roles(completion) != ["assistant"]:
             raise ValueError(f"the completion must be one message of the assistant, got {_roles(completion)}")
-        before = self._render(prompt, add_generation_prompt=True)
-        whole = self._render([*prompt, *completion], add_generation_prompt=False)
+        before = render_chat(prompt, self._tokenizer)
+        whole = render_chat([*prompt, *completion], self._tokenizer, add_generation_prompt=False)
         if not whole.startswith(before):
             raise ValueError(
                 "the chat template must write a prompt alike with and without its answer, got "
                 f"{before[-40:]!r} against {whole[max(len(before) - 40, 0) : len(before)]!r}: give plain texts"
             )
-        ids = self._encode(whole[len(before) :], add_special_tokens=False)
-        return self._encode(before, add_special_tokens=False), self._ended(ids)
-
-    def _render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
-        if self._tokenizer.chat_template is None:
-            raise ConfigError(
-                "chat messages (or data.chat=true) need a model with a chat template, this one has none: give plain "
-                "texts and set data.chat=false"
-            )
-        try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except Exception as error:  # templates raise their own kinds
-            raise ValueError(f"the chat template refuses the messages ({error})") from error
-        return str(text)
-
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        try:
-            ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-        except Exception as error:  # the tokenizers library raises nothing narrower
-            character = unknown_character(text, self._tokenizer)
-            what = f"the character {character!r} of {text!r:.60}" if character else f"{text!r:.60}"
-            raise ValueError(
-                f"the model's tokenizer cannot encode {what} ({error}): is model.path the right model for this data?"
-            ) from error
-        return ids
+        ids = encode_text(whole[len(before) :], self._tokenizer)
+        return encode_text(before, self._tokenizer), self._ended(ids)
 
     def _ended(self, ids: list[int]) -> list[int]:
         """Cut behind the last end-of-sequence token, or append one."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
 
-from areal_lite.errors import ConfigError
+from areal_lite.data.encode import encode_text, render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,14 +41,7 @@ class Dialogue:
         Raises:
             ValueError: The tokenizer has no tokens for it.
         """
-        try:
-            ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        except Exception as error:  # the tokenizers library raises nothing narrower
-            raise ValueError(
-                f"the model's tokenizer cannot encode the environment's {text!r:.80} ({error}): reply with characters "
-                "that it knows"
-            ) from error
-        return ids
+        return encode_text(text, self._tokenizer)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens left out."""
@@ -89,21 +82,10 @@ class Dialogue:
             {"role": ASSISTANT, "content": mark},
             {"role": "user", "content": reply},
         ]
-        _, found, behind = self._render(turns).partition(mark)
+        _, found, behind = render_chat(turns, self._tokenizer).partition(mark)
         if not found:
             raise ValueError("the chat template must write the assistant's messages into the conversation, it does not")
         return behind
-
-    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        if self._tokenizer.chat_template is None:
-            raise ConfigError(
-                "data.chat=true needs a model with a chat template, this one has none: set data.chat=false"
-            )
-        try:
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates raise their own kinds
-            raise ValueError(f"the chat template refuses a conversation of several turns ({error})") from error
-        return str(text)
 
 
 def _chat_role(role: str) -> str:

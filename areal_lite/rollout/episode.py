@@ -1,6 +1,6 @@
-"""One sample as an episode: what a workflow sees of the engine, and how its segments become a sample.
+"""One sample as an episode: what a workflow sees of the engine, and how its turns become a sample.
 
-A workflow (`workflows.py`, or a user's own) calls `EpisodeEngine.generate` once a turn and returns its segments;
+A workflow (`workflows.py`, or a user's own) calls `EpisodeEngine.generate` once a turn and returns its turns;
 `runner.py` joins them. Token in, token out: a turn is generated behind exactly the tokens that the sample holds before
 it, so that its log-probabilities are those of the sample.
 """
@@ -9,51 +9,49 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
-from areal_lite.rollout.dialogue import ASSISTANT, ENVIRONMENT, Dialogue
+from areal_lite.rollout.dialogue import ENVIRONMENT, Dialogue
 from areal_lite.rollout.engine import GenerationEngine, Sampling
 from areal_lite.types import GIVEN, Float32, Int32, Sample, StopReason, VersionSpan
 
-__all__ = ["EpisodeEngine", "Segment", "join", "messages_of"]
+__all__ = ["EpisodeEngine", "Given", "Turn", "join", "messages_of"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Segment:
-    """One turn of an episode: what the model produced in one call, or what it was given.
-
-    Example, an environment's turn: `Segment(token_ids=np.array([7], dtype=np.int32), text="<")`
-    """
+class Given:
+    """A turn that no model produced, an environment's or a workflow's own: context, which never trains."""
 
     token_ids: Int32
     """[T] tokens of the turn; a chat template's own around it included."""
     text: str
     """Its words, special tokens left out."""
-    logprobs: Float32 | None = None
-    """[T] log-probability of each token under the behaviour policy in nats; None where given."""
-    spans: tuple[VersionSpan, ...] = ()
-    """Which version produced which of its tokens; empty where given."""
-    stop_reason: StopReason | None = None
-    """Why the model stopped; None where given."""
+    role: ClassVar[str] = ENVIRONMENT
+    is_given: ClassVar[bool] = True
+    stop_reason: ClassVar[None] = None
 
     @property
-    def is_given(self) -> bool:
-        """Whether no model produced it: such tokens are context, and never train."""
-        return not self.spans
+    def logprobs(self) -> Float32:
+        """[T] zeros."""
+        return np.zeros(len(self.token_ids), dtype=np.float32)
 
     @property
-    def role(self) -> str:
-        """Who speaks: `assistant`, or `environment`."""
-        return ENVIRONMENT if self.is_given else ASSISTANT
+    def spans(self) -> tuple[VersionSpan, ...]:
+        """One span over all tokens, if there are any."""
+        return (VersionSpan(version=GIVEN, start=0, end=len(self.token_ids)),) if len(self.token_ids) else ()
 
 
-def messages_of(segments: Sequence[Segment]) -> list[dict[str, str]]:
+Turn = Sample | Given
+"""One turn of an episode: what the model produced in one call, or what it was given."""
+
+
+def messages_of(turns: Sequence[Turn]) -> list[dict[str, str]]:
     """Return turns as messages, for an environment or a verifier."""
-    return [{"role": segment.role, "content": segment.text} for segment in segments]
+    return [{"role": turn.role, "content": turn.text} for turn in turns]
 
 
 class EpisodeEngine:
@@ -89,7 +87,7 @@ class EpisodeEngine:
         """What the engine itself raised, if anything: a workflow may not hide its death."""
         self._engine, self._sampling, self._seed_of, self._is_chat = engine, sampling, seed_of, is_chat
         self._turn_timeout_s, self._clock = turn_timeout_s, clock
-        self._made: list[tuple[Segment, tuple[int, ...]]] = []
+        self._made: list[tuple[Sample, tuple[int, ...]]] = []
         self._calls = 0
         self._waits = 0
         self._start_clock()
@@ -101,7 +99,7 @@ class EpisodeEngine:
 
     async def generate(
         self, token_ids: Sequence[int], *, max_new_tokens: int | None = None, ignore_end: bool = False
-    ) -> Segment:
+    ) -> Sample:
         """Have the model produce its next turn. A weight update in between is the engine's business.
 
         Args:
@@ -126,31 +124,26 @@ class EpisodeEngine:
                 "rollout.max_new_tokens"
             )
         limit = room if max_new_tokens is None else min(room, max_new_tokens)
-        sample = await self._request(context, limit, ignore_end=ignore_end)
-        segment = Segment(
-            token_ids=_frozen(sample.token_ids),
-            logprobs=_frozen(sample.logprobs),
-            spans=sample.spans,
-            text=sample.text,
-            stop_reason=sample.stop_reason,
-        )
-        self._made.append((segment, context))
-        self.room = room - sample.num_tokens
-        return segment
+        turn = await self._request(context, limit, ignore_end=ignore_end)
+        for array in (turn.token_ids, turn.logprobs):
+            array.setflags(write=False)
+        self._made.append((turn, context))
+        self.room = room - turn.num_tokens
+        return turn
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, none added."""
         return self._words().encode(text)
 
-    def given(self, text_or_ids: str | Sequence[int]) -> Segment:
+    def given(self, text_or_ids: str | Sequence[int]) -> Given:
         """Return a turn that is not the model's, of exactly this text or these token ids."""
         if isinstance(text_or_ids, str):
             text, token_ids = text_or_ids, self.encode(text_or_ids)
         else:
             text, token_ids = self._words().decode(text_or_ids), list(text_or_ids)
-        return Segment(token_ids=_frozen(np.array(token_ids, dtype=np.int32)), text=text)
+        return Given(token_ids=_frozen(token_ids), text=text)
 
-    def reply(self, messages_before: Sequence[Mapping[str, str]], reply_text: str) -> Segment:
+    def reply(self, messages_before: Sequence[Mapping[str, str]], reply_text: str) -> Given:
         """Return the environment's answer to the model's last turn: in the chat template if the prompt is in one.
 
         Args:
@@ -161,12 +154,12 @@ class EpisodeEngine:
             ValueError: The last message is not the model's, or the reply cannot be encoded.
         """
         last = messages_before[-1]["content"] if messages_before else None
-        answer = next((segment for segment, _ in reversed(self._made) if segment.text == last), None)
+        answer = next((turn for turn, _ in reversed(self._made) if turn.text == last), None)
         if answer is None:
             raise ValueError(f"a reply answers what the model said last, got {last!r:.60}, which it did not say")
         end = int(answer.token_ids[-1]) if answer.stop_reason is StopReason.STOP else None
         token_ids = self._words().reply_ids(messages_before, reply_text, end=end)
-        return Segment(token_ids=_frozen(np.array(token_ids, dtype=np.int32)), text=reply_text)
+        return Given(token_ids=_frozen(token_ids), text=reply_text)
 
     async def in_time(self, work: Awaitable[T]) -> T:
         """Await something of the environment's, `rollout.turn_timeout_s` at most.
@@ -185,38 +178,40 @@ class EpisodeEngine:
                     f"the environment may take rollout.turn_timeout_s={self._turn_timeout_s:g} s, it took longer"
                 ) from error
 
-    def join(self, segments: object, *, with_messages: bool) -> Sample:
+    def join(self, turns: object, *, with_messages: bool) -> Sample:
         """Check what a workflow returned, and join it into one sample (see `join`).
 
         Raises:
-            TypeError: It returned something else than segments.
-            ValueError: A segment is not as `generate` returned it, or was generated behind other tokens.
+            TypeError: It returned something else than turns.
+            ValueError: A turn is not as `generate` returned it, or was generated behind other tokens.
         """
-        if not isinstance(segments, list | tuple) or not all(isinstance(item, Segment) for item in segments):
-            raise TypeError(f"a workflow must return a list of segments, got {segments!r:.80}")
+        if not isinstance(turns, list | tuple) or not all(isinstance(turn, Turn) for turn in turns):
+            raise TypeError(f"a workflow must return a list of turns, got {turns!r:.80}")
         context = self.prompt_ids
-        for number, segment in enumerate(segments):
-            if not segment.is_given:
-                self._check_origin(segment, context, number=number)
-            context += tuple(segment.token_ids.tolist())
+        for number, turn in enumerate(turns):
+            if isinstance(turn, Sample):
+                self._check_origin(turn, context, number=number)
+            context += tuple(turn.token_ids.tolist())
+        if len(turns) == 1 and not with_messages and isinstance(turns[0], Sample):
+            return turns[0]
         return join(
-            segments,
+            turns,
             decode=lambda token_ids: self._words().decode(token_ids),
             max_new_tokens=self._sampling.max_new_tokens,
             with_messages=with_messages,
         )
 
-    def _check_origin(self, segment: Segment, context: tuple[int, ...], *, number: int) -> None:
-        made = next((context for own, context in self._made if own is segment), None)
+    def _check_origin(self, turn: Sample, context: tuple[int, ...], *, number: int) -> None:
+        made = next((context for own, context in self._made if own is turn), None)
         if made is None:
             raise ValueError(
-                f"a segment of the model's must be one that engine.generate returned, as it was; segment {number}, "
-                f"{segment.text!r:.60}, is none: use engine.given for tokens of your own"
+                f"a turn of the model's must be one that engine.generate returned, as it was; turn {number}, "
+                f"{turn.text!r:.60}, is none: use engine.given for tokens of your own"
             )
         if made != context:
             raise ValueError(
-                f"segment {number}, {segment.text!r:.60}, was generated behind {len(made)} tokens, but the episode has "
-                f"{len(context)}, or other ones, before it: its log-probabilities would be wrong; return every segment "
+                f"turn {number}, {turn.text!r:.60}, was generated behind {len(made)} tokens, but the episode has "
+                f"{len(context)}, or other ones, before it: its log-probabilities would be wrong; return every turn "
                 "that was in its context, in order"
             )
 
@@ -251,7 +246,7 @@ class EpisodeEngine:
 
 
 def join(
-    segments: Sequence[Segment],
+    turns: Sequence[Turn],
     *,
     decode: Callable[[list[int]], str],
     max_new_tokens: int,
@@ -263,7 +258,7 @@ def join(
     (`LENGTH`) where its last turn was, and where such a given turn left the model no room to answer.
 
     Args:
-        segments: In order, at least one of the model's.
+        turns: In order, at least one of the model's.
         decode: From token ids to text, special tokens left out.
         max_new_tokens: Tokens that the sample may have.
         with_messages: Whether the sample names its turns.
@@ -271,51 +266,43 @@ def join(
     Raises:
         ValueError: There is no turn of the model's, or the sample is too long.
     """
-    kept = list(segments)
-    while kept and kept[-1].is_given:
-        kept.pop()
-    if not kept:
-        raise ValueError(f"an episode must have a segment of the model's, got {len(segments)} segments, none of them")
-    token_ids = np.concatenate([segment.token_ids for segment in kept])
+    own = [number for number, turn in enumerate(turns, start=1) if isinstance(turn, Sample)]
+    if not own:
+        raise ValueError(f"an episode must have a turn of the model's, got {len(turns)} turns, none of them")
+    kept, last = turns[: own[-1]], turns[own[-1] - 1]
+    assert isinstance(last, Sample)
+    token_ids = np.concatenate([turn.token_ids for turn in kept])
     if len(token_ids) > max_new_tokens:
         raise ValueError(
             f"an episode may have rollout.max_new_tokens={max_new_tokens} tokens, got {len(token_ids)} in {len(kept)} "
-            "segments: end it where engine.room is too small"
+            "turns: end it where engine.room is too small"
         )
-    stop_reason = kept[-1].stop_reason
-    assert stop_reason is not None  # the last is the model's
-    if len(segments) > len(kept) and sum(len(segment.token_ids) for segment in segments) >= max_new_tokens:
-        stop_reason = StopReason.LENGTH
+    is_cut_off = len(turns) > len(kept) and sum(len(turn.token_ids) for turn in turns) >= max_new_tokens
     return Sample(
         token_ids=token_ids,
-        logprobs=np.concatenate([_logprobs(segment) for segment in kept]),
+        logprobs=np.concatenate([turn.logprobs for turn in kept]),
         spans=_joined_spans(kept),
-        stop_reason=stop_reason,
-        text=kept[0].text if len(kept) == 1 else decode(token_ids.tolist()),
+        stop_reason=StopReason.LENGTH if is_cut_off else last.stop_reason,
+        text=last.text if len(kept) == 1 else decode(token_ids.tolist()),
         messages=tuple(messages_of(kept)) if with_messages else (),
     )
 
 
-def _logprobs(segment: Segment) -> Float32:
-    return np.zeros(len(segment.token_ids), dtype=np.float32) if segment.logprobs is None else segment.logprobs
-
-
-def _joined_spans(segments: Sequence[Segment]) -> tuple[VersionSpan, ...]:
-    """Shift every segment's spans behind those before it; neighbours of one version become one span."""
+def _joined_spans(turns: Sequence[Turn]) -> tuple[VersionSpan, ...]:
+    """Shift every turn's spans behind those before it; neighbours of one version become one span."""
     joined: list[VersionSpan] = []
     start = 0
-    for segment in segments:
-        size = len(segment.token_ids)
-        given = [VersionSpan(version=GIVEN, start=0, end=size)] if segment.is_given and size else []
-        for span in segment.spans or given:
+    for turn in turns:
+        for span in turn.spans:
             first = start + span.start
             if joined and joined[-1].version == span.version:
                 first = joined.pop().start
             joined.append(VersionSpan(version=span.version, start=first, end=start + span.end))
-        start += size
+        start += len(turn.token_ids)
     return tuple(joined)
 
 
-def _frozen(array: Any) -> Any:
+def _frozen(token_ids: Sequence[int]) -> Int32:
+    array = np.array(token_ids, dtype=np.int32)
     array.setflags(write=False)
     return array

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_lite.data.games import gridworld_step, guess_number_step
-from areal_lite.rollout.episode import EpisodeEngine, Segment
+from areal_lite.rollout.episode import EpisodeEngine, Turn
 from areal_lite.rollout.workflows import multi_turn
 
 __all__ = ["gridworld", "guess_number"]
@@ -12,12 +12,12 @@ __all__ = ["gridworld", "guess_number"]
 Messages = Sequence[Mapping[str, str]]
 
 
-async def guess_number(engine: EpisodeEngine, row: Mapping[str, Any]) -> list[Segment]:
+async def guess_number(engine: EpisodeEngine, row: Mapping[str, Any]) -> list[Turn]:
     """Play a game of guessing a number (see `guess_number_step`), `row["max_turns"]` guesses at most."""
     return await multi_turn(engine, row, step=_guess, max_turns=row["max_turns"])
 
 
-async def gridworld(engine: EpisodeEngine, row: Mapping[str, Any]) -> list[Segment]:
+async def gridworld(engine: EpisodeEngine, row: Mapping[str, Any]) -> list[Turn]:
     """Walk through a maze (see `gridworld_step`), `row["max_turns"]` moves at most."""
     return await multi_turn(engine, row, step=_move, max_turns=row["max_turns"])
 

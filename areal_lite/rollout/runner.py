@@ -71,10 +71,10 @@ class Workflows:
                     turn_timeout_s=self.turn_timeout_s,
                     clock=clock,
                 )
-                segments = await function(episode, _row(prompt), **arguments)
+                turns = await function(episode, _row(prompt), **arguments)
             if isinstance(episode.failure, EngineError):
                 raise episode.failure
-            return episode.join(segments, with_messages=function is not single_turn)
+            return episode.join(turns, with_messages=function is not single_turn)
         except (Exception, SystemExit) as error:  # sys.exit() of a user's workflow must not end the worker
             raise self._attributed(error, episode, timed_out=clock.expired()) from error
 

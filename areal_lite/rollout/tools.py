@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from areal_lite.rollout.episode import EpisodeEngine, Segment
+from areal_lite.rollout.episode import EpisodeEngine, Turn
 from areal_lite.rollout.workflows import call, checked_by, converse, named
 
 __all__ = ["tools"]
@@ -44,7 +44,7 @@ async def tools(
     functions: Sequence[str],
     max_turns: int = 8,
     max_characters: int = 2000,
-) -> list[Segment]:
+) -> list[Turn]:
     """Let the model call functions until it answers without a call.
 
     A function that raises, is unknown, or takes longer than `rollout.turn_timeout_s` is a reply that the model reads.

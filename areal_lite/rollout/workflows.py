@@ -1,6 +1,6 @@
 """Built-in workflows: how a prompt becomes a sample, in one turn of the model's or several.
 
-A workflow is `async def episode(engine, row, **arguments) -> list[Segment]`, with `engine` an `EpisodeEngine` and `row`
+A workflow is `async def episode(engine, row, **arguments) -> list[Turn]`, with `engine` an `EpisodeEngine` and `row`
 the prompt's data row with `prompt` and `answer`. `runner.py` loads and runs it.
 """
 
@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from areal_lite.config.plugins import find_function
-from areal_lite.rollout.episode import EpisodeEngine, Segment, messages_of
+from areal_lite.rollout.episode import EpisodeEngine, Turn, messages_of
 from areal_lite.types import StopReason
 
 __all__ = ["Step", "call", "checked_by", "converse", "multi_turn", "named", "single_turn"]
@@ -37,7 +37,7 @@ def checked_by(check: Callable[..., object]) -> Callable[[F], F]:
     return mark
 
 
-async def single_turn(engine: EpisodeEngine, row: Mapping[str, Any]) -> list[Segment]:
+async def single_turn(engine: EpisodeEngine, row: Mapping[str, Any]) -> list[Turn]:
     """Generate one completion: the sample is what the engine returns, bit for bit."""
     return [await engine.generate(engine.prompt_ids)]
 
@@ -51,7 +51,7 @@ def _find_step(*, step: str | Step, max_turns: int = 8) -> Step:
 @checked_by(_find_step)
 async def multi_turn(
     engine: EpisodeEngine, row: Mapping[str, Any], *, step: str | Step, max_turns: int = 8
-) -> list[Segment]:
+) -> list[Turn]:
     """Let the model and an environment speak in turns.
 
     The episode ends when the environment is done (its last words are not kept), after `max_turns` turns of the model's
@@ -82,23 +82,23 @@ async def converse(
     *,
     answer: Callable[[list[dict[str, str]]], Awaitable[tuple[str, bool]]],
     max_turns: int,
-) -> list[Segment]:
+) -> list[Turn]:
     """Alternate between the model and `answer(messages) -> (reply, done)`, which keeps its own deadlines."""
-    segments: list[Segment] = []
+    turns: list[Turn] = []
     context = list(engine.prompt_ids)
-    for turn in range(1, max_turns + 1):
-        segments.append(await engine.generate(context))
-        if segments[-1].stop_reason is StopReason.LENGTH or engine.room == 0 or turn == max_turns:
+    for number in range(1, max_turns + 1):
+        turns.append(own := await engine.generate(context))
+        if own.stop_reason is StopReason.LENGTH or engine.room == 0 or number == max_turns:
             break
-        reply, done = await answer(messages_of(segments))
+        reply, done = await answer(messages_of(turns))
         if done:
             break
-        given = engine.reply(messages_of(segments), reply)
-        context += [*segments[-1].token_ids.tolist(), *given.token_ids.tolist()]
-        segments.append(given)
+        given = engine.reply(messages_of(turns), reply)
+        context += [*own.token_ids.tolist(), *given.token_ids.tolist()]
+        turns.append(given)
         if len(given.token_ids) >= engine.room:
             break  # a reply at the end says that the room ended the episode
-    return segments
+    return turns
 
 
 def _reply(result: Any) -> tuple[str, bool]:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from areal_lite.rollout.episode import EpisodeEngine, Segment
+from areal_lite.rollout.episode import EpisodeEngine, Turn
 from areal_lite.rollout.workflows import checked_by
 
 __all__ = ["draw_length", "drawn_length"]
@@ -34,7 +34,7 @@ def _check(*, median: float, sigma: float) -> None:
 
 
 @checked_by(_check)
-async def drawn_length(engine: EpisodeEngine, row: Mapping[str, Any], *, median: float, sigma: float) -> list[Segment]:
+async def drawn_length(engine: EpisodeEngine, row: Mapping[str, Any], *, median: float, sigma: float) -> list[Turn]:
     """Generate one completion of a drawn length; in an evaluation, a plain one.
 
     Args:

@@ -155,7 +155,7 @@ def test_a_workflow_that_cuts_answers_short_itself_gets_the_end_token_as_given()
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ raise_exception('only one turn') }}", r"the chat template refuses a conversation of several turns \(only"),
+        ("{{ raise_exception('only one turn') }}", r"the chat template refuses a chat of 3 messages \(only"),
         ("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}", r"it does not"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -211,10 +212,8 @@ def test_no_sample_is_longer_than_its_limit() -> None:
 
 
 async def makes_up(engine: Any, row: Mapping[str, Any]) -> list[Any]:
-    segment = await engine.generate(engine.prompt_ids)
-    return [
-        type(segment)(token_ids=segment.token_ids[:1], logprobs=segment.logprobs[:1], spans=segment.spans[:1], text="a")
-    ]
+    turn = await engine.generate(engine.prompt_ids)
+    return [dataclasses.replace(turn, text="a")]
 
 
 async def leaves_out(engine: Any, row: Mapping[str, Any]) -> list[Any]:
@@ -258,9 +257,9 @@ async def exits(engine: Any, row: Mapping[str, Any]) -> list[Any]:
 
 
 async def changes_logprobs(engine: Any, row: Mapping[str, Any]) -> list[Any]:
-    segment = await engine.generate(engine.prompt_ids)
-    segment.logprobs[0] = 0.0
-    return [segment]
+    turn = await engine.generate(engine.prompt_ids)
+    turn.logprobs[0] = 0.0
+    return [turn]
 
 
 @pytest.mark.parametrize(
@@ -268,12 +267,12 @@ async def changes_logprobs(engine: Any, row: Mapping[str, Any]) -> list[Any]:
     [
         (
             makes_up,
-            r"workflow:ValueError: a segment of the model's must be one that engine.generate returned.*segment 0",
+            r"workflow:ValueError: a turn of the model's must be one that engine.generate returned.*turn 0",
         ),
-        (leaves_out, r"workflow:ValueError: segment 0, 'b', was generated behind 6 tokens, but the episode has 4"),
-        (swaps, r"workflow:ValueError: segment 2, 'b', was generated behind 7 tokens, .* or other ones"),
-        (returns_text, r"workflow:TypeError: a workflow must return a list of segments, got 'a'"),
-        (returns_given, r"workflow:ValueError: an episode must have a segment of the model's, got 1 segments"),
+        (leaves_out, r"workflow:ValueError: turn 0, 'b', was generated behind 6 tokens, but the episode has 4"),
+        (swaps, r"workflow:ValueError: turn 2, 'b', was generated behind 7 tokens, .* or other ones"),
+        (returns_text, r"workflow:TypeError: a workflow must return a list of turns, got 'a'"),
+        (returns_given, r"workflow:ValueError: an episode must have a turn of the model's, got 1 turns"),
         (forgets_the_prompt, r"workflow:ValueError: engine.generate takes the whole context"),
         (overflows, r"workflow:ValueError: a turn needs room for a token, got room for 0 of 100"),
         (replies_to_nobody, r"workflow:ValueError: a reply answers what the model said last, got 'made up'"),
@@ -308,10 +307,10 @@ def test_a_refused_request_is_the_engines_and_a_dead_engine_cannot_be_hidden() -
     """Seen failing with every error attributed to the workflow, and with a hidden death."""
 
     async def hides(engine: Any, row: Mapping[str, Any]) -> list[Any]:
-        segments = [await engine.generate(engine.prompt_ids)]
+        turns = [await engine.generate(engine.prompt_ids)]
         with contextlib.suppress(EngineError):
-            segments.append(await engine.generate([*engine.prompt_ids, *segments[0].token_ids]))
-        return segments
+            turns.append(await engine.generate([*engine.prompt_ids, *turns[0].token_ids]))
+        return turns
 
     class Failing(ScriptedEngine):
         def __init__(self, *errors: Exception | None) -> None:
