@@ -13,7 +13,7 @@ from areal_lite.actors.process import log_to_file
 from areal_lite.config.recipe import Config
 from areal_lite.sample_queue.client import QueueClient
 from areal_lite.train.distributed import join_process_group, leave_process_group, open_store
-from areal_lite.train.trainer import StepStats, Trainer
+from areal_lite.train.trainer import Trainer
 
 __all__ = ["TrainerActor"]
 
@@ -75,7 +75,7 @@ class TrainerActor:
         clients = {name: client({name: handle}) for name, handle in engines.items()}
         return self._publisher.connect(clients, group_client=client(engines), num_engine_ranks=ranks * len(engines))
 
-    def train_step(self, batch_id: str) -> StepStats:
+    def train_step(self, batch_id: str) -> dict[str, Any]:
         """Fetch this rank's shard of a taken batch and train it."""
         return self._trainer.train_step(self._queue.fetch(batch_id=batch_id, rank=self._rank))
 

@@ -1,108 +1,229 @@
-"""Shares of time and histograms, as pure functions of the event log.
+"""Every figure of a run, declared once: its key in `metrics.jsonl`, how ranks and updates make one number of it, its
+unit, and where it is shown.
 
-A `LaneClock` is fed the events of one lane in order and adds up how long the lane spent in each state. The
-controller reads its totals after every step (a step's share is a difference of two readings); the summary
-reads them at the first and the last trained step; a report can feed `events.jsonl` again and gets the same,
-because a reading changes nothing: events that arrive late still count from their own time.
+To add one: a declaration here, and the line that computes it (`tally.add(name=value)` in the trainer). Rows, curves in
+TensorBoard and in the report, the terminal's panel and `docs/metrics.md` follow; the last is written by
+`python -m areal_lite.record.metrics > docs/metrics.md`.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from enum import StrEnum
+from typing import Any
 
-from areal_lite.events import Event
-
-__all__ = ["PAUSE_PARTS", "LaneClock", "fraction", "mean", "median", "rollout_clock", "trainer_clock"]
-
-_ROLLOUT_STATES = {
-    "pause": "pausing",
-    "drain": "draining",
-    "paused": "transferring",
-    "update_received": "reloading",
-    "update_loaded": "stamping",
-    "resumed": "generating",
-    "lost": "lost",
-}
-"""A rollout lane's state after an event: a pause runs from the pause call to the resume, draining apart; a worker
-that was lost neither idles nor is busy."""
-
-PAUSE_PARTS = ("pausing", "transferring", "reloading", "stamping")
-"""States of a rollout lane that make up a pause."""
-
-_TRAINER_STATES = {
-    "wait": "waiting",
-    "train": "training",
-    "trained": "publishing",
-    "published": "other",
-}
+__all__ = ["METRICS", "OFFLINE_METRICS", "SHARES", "Metric", "Reduction", "metrics_page"]
 
 
-class LaneClock:
-    """Adds up the seconds one lane spends in each state, and its running samples over time.
+class Reduction(StrEnum):
+    """How the values of updates and ranks become one."""
 
-    Example: `running n=2` at 0 s, `pause` at 3 s, `resumed` at 4 s; read at 5 s gives
-    `{"generating": 4.0, "pausing": 1.0, "slot_seconds": 10.0}`.
+    SUM = "sum"
+    MAX = "largest"
+    ALIKE = "alike on all ranks"
+    """Added up over the updates, not over the ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One figure of a step.
+
+    Example: `Metric("entropy", "of the policy", reduction=Reduction.SUM, over="tokens_trained")` is a mean over tokens.
     """
 
-    def __init__(self, states: Mapping[str, str], initial: str) -> None:
-        self._states, self._state = states, initial
-        self._running = 0
-        self._time: float | None = None
-        self._totals: dict[str, float] = {}
+    name: str
+    """Its key in a row."""
+    about: str
+    """What it is, and when there is none."""
+    _: KW_ONLY
+    unit: str = ""
+    """Of the value, as its axis says it."""
+    reduction: Reduction | None = None
+    """Of what the trainer adds up; None = measured by the controller or the queue."""
+    over: str = ""
+    """What the total is divided by: another metric, or a count of `train/stats.py`."""
+    empty: float | None = 0.0
+    """The value of a step in which nothing was added, or with nothing to divide by."""
+    board: str = ""
+    """Its group in TensorBoard; none where empty. Of a mapping every entry is shown."""
+    curve: str = ""
+    """Title of its curve in the report; none where empty."""
+    section: str = "Loss diagnostics"
+    """The part of the report with the curve."""
+    panel: tuple[str, str] | None = None
+    """Row of the terminal's panel, and what it says there."""
 
-    def feed(self, event: Event) -> None:
-        """Take the next event of the lane, in order of time; kinds it does not know change nothing."""
-        time, kind = event["time"], event["kind"]
-        if kind != "running" and kind not in self._states:
-            return
-        self._totals = self.read(time)
-        self._time = time if self._time is None else max(time, self._time)
-        self._state = self._states.get(kind, self._state)
-        if kind == "running":
-            self._running = event["n"]
-        elif kind == "lost":
-            self._running = 0
+    @property
+    def tag(self) -> str:
+        """Its name in TensorBoard, where the group `eval` says what the key says."""
+        return f"{self.board}/{self.name.removeprefix('eval_') if self.board == 'eval' else self.name}"
 
-    def read(self, time: float) -> dict[str, float]:
-        """Return seconds per state up to a time, plus `slot_seconds`, the integral of running samples."""
-        totals = defaultdict(float, self._totals)
-        if self._time is not None and time > self._time:
-            idle = self._state == "generating" and self._running == 0
-            totals["idle" if idle else self._state] += time - self._time
-            totals["slot_seconds"] += (time - self._time) * self._running
-        return dict(totals)
+    def of(self, totals: Mapping[str, float | None]) -> float | None:
+        """Return the step's value from the totals over updates and ranks."""
+        total, count = totals.get(self.name, self.empty), totals.get(self.over)
+        if not self.over or total is None:
+            return total
+        return total / count if count else self.empty
 
-
-def rollout_clock() -> LaneClock:
-    """Clock of a rollout lane: generating, idle, draining, and the four parts of a pause."""
-    return LaneClock(_ROLLOUT_STATES, "generating")
-
-
-def trainer_clock() -> LaneClock:
-    """Clock of the trainer lane: waiting, training, publishing, other."""
-    return LaneClock(_TRAINER_STATES, "other")
-
-
-def fraction(before: Mapping[str, float], after: Mapping[str, float], *states: str) -> float:
-    """Share of the time between two readings of a clock that was spent in some states."""
-
-    def total(reading: Mapping[str, float]) -> float:
-        return sum(value for state, value in reading.items() if state != "slot_seconds")
-
-    elapsed = total(after) - total(before)
-    spent = sum(after.get(state, 0.0) - before.get(state, 0.0) for state in states)
-    return spent / elapsed if elapsed > 0 else 0.0
+    def words(self, row: Mapping[str, Any], **bounds: float) -> str:
+        """Return what the terminal says of the row's value, a dash where there is none."""
+        assert self.panel is not None
+        before, _, rest = self.panel[1].partition("{:")
+        spec, _, after = rest.partition("}")
+        value = row.get(self.name)
+        return before + ("-" if value is None else format(value, spec)) + after.format(**bounds)
 
 
-def mean(values: Iterable[float | None]) -> float | None:
-    """Mean of the figures that exist; None of nothing."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+_SUM, _MAX, _ALIKE = Reduction
+_MEAN_OF_TOKENS: Any = {"reduction": _SUM, "over": "tokens_trained", "board": "train"}
+_SPEED, _LENGTHS = "Speed and idle time", "Lengths"
+
+# fmt: off
+METRICS = (
+    Metric("step", "completed trainer steps"),
+    Metric("version", "version of the weights after the step"),
+    Metric("time_s", "since the run began, start-up included; time between a run and its resume is left out", unit="s"),
+    Metric("reward_mean", "all scored samples of the batch, as the verifier gave it, rewards for steps included",
+           reduction=_ALIKE, board="reward"),
+    Metric("reward_shaped_mean", "the same after scale, bias, clip and overlong penalty",
+           reduction=_ALIKE, board="reward"),
+    Metric("loss", "applied policy updates, KL terms and entropy bonus included, the language-model term not",
+           unit="loss", reduction=_SUM, over="policy_updates", board="train", curve="loss"),
+    Metric("grad_norm", "applied policy updates, before clipping",
+           unit="before clipping", reduction=_ALIKE, over="policy_updates", board="train",
+           curve="gradient norm", panel=("policy", "gradient norm {:.3f}")),
+    Metric("step_skipped", "updates of policy or critic not applied: gradient norm not finite, or no token to train",
+           reduction=_ALIKE, empty=0, board="train"),
+    Metric("entropy", "of the current policy at trained tokens, temperature applied",
+           unit="nats per token", **_MEAN_OF_TOKENS, curve="entropy", panel=("policy", "entropy {:.3f}")),
+    Metric("kl_behav_prox", "behaviour minus proximal logprob: the estimator k1 of KL(behaviour || proximal)",
+           unit="nats per token", **_MEAN_OF_TOKENS, curve="KL behaviour to proximal"),
+    Metric("behav_weight_mean", "as it counts in the loss: 0 for tokens that cap or filter take out",
+           unit="proximal / behaviour", **_MEAN_OF_TOKENS, curve="behaviour weight, mean"),
+    Metric("behav_weight_masked_fraction", "trained tokens above the cap of the behaviour weight",
+           unit="share", **_MEAN_OF_TOKENS, curve="tokens over the weight's cap"),
+    Metric("clip_fraction", "trained tokens whose ratio the clip holds back",
+           unit="share", **_MEAN_OF_TOKENS, curve="clipped tokens"),
+    Metric("advantage_std", "standard deviation over the loss mask, before `scale: batch_std` divides by it",
+           reduction=_ALIKE, board="train", curve="advantages, standard deviation"),
+    Metric("kl_ref", "KL(current || reference), the estimator k3 with the behaviour weight; null without a reference",
+           unit="nats per token", **_MEAN_OF_TOKENS, empty=None, curve="KL to the reference"),
+    Metric("kl_coef", "weight of the KL to the reference in this step; null without one",
+           reduction=_ALIKE, empty=None, board="train", curve="coefficient of that KL"),
+    Metric("proximal_kl", "KL(proximal || current) after the step's updates, the estimator k3; null unless "
+           "`objective.proximal_kl_target` asks for it",
+           unit="nats per token", reduction=_ALIKE, empty=None, board="train", curve="KL to the proximal policy"),
+    Metric("proximal_kl_coef", "its weight in this step; null without the penalty",
+           reduction=_ALIKE, empty=None, board="train"),
+    Metric("value_loss", "applied updates of the critic, before `critic.coef`; null without any",
+           reduction=_SUM, over="critic_updates", empty=None, board="critic", curve="value loss"),
+    Metric("value_explained_variance", "1 - var(target - value) / var(target) before the updates; null without a "
+           "critic, or when all targets are equal",
+           unit="share", reduction=_ALIKE, empty=None, board="critic", curve="explained variance of the critic"),
+    Metric("ptx_loss", "cross-entropy on the documents; null without a language-model term",
+           unit="nats per token", reduction=_SUM, over="ptx_updates", empty=None, board="train",
+           curve="pretraining loss"),
+    Metric("lr", "learning rate of the step", reduction=_ALIKE, board="train", curve="learning rate"),
+    Metric("tokens_trained", "loss-mask tokens of the applied updates",
+           unit="per step", reduction=_SUM, empty=0, board="train", curve="tokens trained"),
+    Metric("tokens_filtered", "loss-mask tokens that the behaviour filter takes out; null without a filter",
+           unit="per step", reduction=_SUM, empty=None, board="train"),
+    Metric("tokens_masked_stale", "tokens of scored samples that the staleness bound masked",
+           unit="per step", reduction=_SUM, board="queue", curve="tokens masked as stale",
+           panel=("tokens", "{:,d} masked as stale")),
+    Metric("age_mean", "trained tokens, in trainer steps",
+           unit="versions", reduction=_SUM, over="tokens_trained", board="queue", panel=("tokens", "age {:.2f}")),
+    Metric("age_max", "largest age of a trained token; 0 when none was trained",
+           unit="versions", reduction=_MAX, empty=0, board="queue",
+           panel=("tokens", "oldest {:d} of {max_staleness} allowed")),
+    Metric("age_histogram", "trained tokens by age"),
+    Metric("behav_prox_max_abs_diff_age0", "|behaviour - trainer| logprob over loss-mask tokens of age 0, the "
+           "trainer's with the weights of the batch's version; the largest float when any is not finite",
+           unit="nats", reduction=_MAX, board="weights"),
+    Metric("parity_max_abs_logprob_diff", "largest logprob difference between engines and trainer right after the "
+           "publication, where it was measured",
+           unit="nats", board="weights", curve="engine against trainer, largest difference"),
+    Metric("prepare_s", "on rank 0: packing and advantages", unit="s", reduction=_ALIKE),
+    Metric("proximal_s", "on rank 0: passes before the updates, of policy, reference and critic",
+           unit="s", reduction=_ALIKE),
+    Metric("update_s", "on rank 0: optimiser updates, and what is measured after them", unit="s", reduction=_ALIKE),
+    Metric("trainer_wait_s", "the trainer waited for the batch", unit="s", board="queue"),
+    Metric("train_s", "from taking the batch to the new weights", unit="s", reduction=_ALIKE, board="time"),
+    Metric("publish_s", "handing the weights over", unit="s", board="time"),
+    Metric("paused_s", "sum over the rollout workers", unit="s", board="time"),
+    Metric("samples_per_s", "trained, over the time since the last row",
+           unit="samples/s", board="rollout", curve="samples trained per second", section=_SPEED,
+           panel=("speed", "{:,.0f} samples/s trained")),
+    Metric("gen_tokens_per_s", "generated, over the time since the last row",
+           unit="tokens/s", board="rollout", curve="tokens generated per second", section=_SPEED,
+           panel=("speed", "{:,.0f} tokens/s generated")),
+    Metric("rollout_occupancy", "running sequences over slots, since the last row",
+           unit="share", board="rollout", curve="occupancy of the rollout slots", section=_SPEED),
+    Metric("length_mean", "completions, an environment's replies included, every row counted",
+           unit="tokens", reduction=_SUM, over="rows", board="rollout", curve="mean length", section=_LENGTHS,
+           panel=("policy", "length {:.1f}")),
+    Metric("truncated_fraction", "completions that ended at the token limit",
+           unit="share of samples", reduction=_SUM, over="rows", board="rollout", curve="truncated at the token limit",
+           section=_LENGTHS, panel=("policy", "{:.0%} truncated")),
+    Metric("reward_by_source", "mean reward by data source", board="reward"),
+    Metric("reward_parts", "means of what the verifiers say the reward is made of", board="reward"),
+    Metric("verifier_metrics", "means of the verifiers' further figures", board="reward"),
+    Metric("verifiers", "calls, time-outs, restarts, failures and latencies so far, by verifier"),
+    Metric("verifier_failures", "failed verifications so far, by reason"),
+    Metric("messages_refused", "messages that the queue refused so far, by reason"),
+    Metric("eval_accuracy", "mean reward of held-out prompts, in the first row after it was measured",
+           unit="share", board="reward"),
+    Metric("eval_step", "the step that was evaluated"),
+    Metric("eval_by_source", "its accuracy by data source", board="reward"),
+    Metric("ledger", "groups by state as the row is written"),
+)
+"""Keys of a row of `metrics.jsonl`."""
+
+OFFLINE_METRICS = (
+    *METRICS[:2],
+    Metric("time_s", METRICS[2].about, unit="s", board="train"),
+    Metric("loss", "mean over the batch before the update", unit="loss", board="train", curve="loss"),
+    Metric("grad_norm", "before clipping", unit="before clipping", board="train", curve="gradient norm"),
+    Metric("accuracy", "SFT: tokens that the model would choose; pairs: those in the right order",
+           unit="share", board="train"),
+    Metric("margin", "by which the chosen completion is ahead of the rejected",
+           unit="chosen - rejected", board="train", curve="margin"),
+    Metric("lr", "learning rate of the step", board="train", curve="learning rate"),
+    Metric("tokens", "completion tokens trained on", unit="per step", board="train", curve="tokens trained"),
+    Metric("step_skipped", "1 where the gradient norm was not finite, and nothing was learned", board="train"),
+    Metric("train_s", "training the batch", unit="s", board="train"),
+    Metric("eval_loss", "held-out rows, where it was measured", board="eval"),
+    Metric("eval_accuracy", "held-out rows, where it was measured", unit="share", board="eval"),
+    Metric("eval_margin", "held-out pairs, where it was measured", board="eval"),
+)
+"""The same of `sft`, `reward-model` and `dpo`."""
+
+SHARES = (
+    Metric("rollout_idle_fraction", "not paused, and nothing running", panel=("idle", "generators {:.0%}")),
+    Metric("paused_fraction", "from the pause call to the resume", panel=("idle", "paused {:.0%}")),
+    Metric("trainer_idle_fraction", "the trainer waits for a batch", panel=("idle", "trainer {:.0%}")),
+)
+"""Shares of the time between the first and the last trained step, in `summary.json`; means over the workers."""
+# fmt: on
 
 
-def median(values: list[float]) -> float:
-    """Median; 0 of nothing."""
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    if not ordered:
-        return 0.0
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+def metrics_page() -> str:
+    """Return `docs/metrics.md`."""
+    tables = {
+        "`areal-lite train`": METRICS,
+        "`areal-lite sft`, `reward-model`, `dpo`": OFFLINE_METRICS,
+        "Shares of time in `summary.json`": SHARES,
+    }
+    head = "The keys of `metrics.jsonl`, one row per trainer step; made from `areal_lite/record/metrics.py`."
+    return f"# Metrics\n\n{head}\n" + "".join(f"\n## {title}\n\n{_table(metrics)}" for title, metrics in tables.items())
+
+
+def _table(metrics: Iterable[Metric]) -> str:
+    rows = [["key", "what it is", "unit", "over updates and ranks", "TensorBoard"], ["---"] * 5]
+    for metric in metrics:
+        joined = f"{metric.reduction or ''}" + (f" / {metric.over}" if metric.over else "")
+        rows.append([f"`{metric.name}`", metric.about, metric.unit, joined, metric.board and f"`{metric.tag}`"])
+    return "".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |\n" for row in rows)
+
+
+if __name__ == "__main__":
+    print(metrics_page(), end="")

@@ -10,7 +10,7 @@ from typing import Any
 
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.events import Event
-from areal_lite.record.metrics import mean
+from areal_lite.record.lane_clock import mean
 from areal_lite.record.recorder import finite, package_versions
 from areal_lite.record.run_folder import RunFolder
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from areal_lite.config.recipe import Config
 from areal_lite.events import Event
-from areal_lite.record.metrics import PAUSE_PARTS, LaneClock, fraction, mean, median, rollout_clock, trainer_clock
+from areal_lite.record.lane_clock import PAUSE_PARTS, LaneClock, fraction, mean, median, rollout_clock, trainer_clock
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.types import Group, Sample
 
@@ -112,7 +112,7 @@ class Recorder:
         """Write the row of one completed trainer step.
 
         Args:
-            stats: Fields of `StepStats`.
+            stats: From the trainer.
             step: Number of completed steps, from 1; also the new version.
             tokens_generated: By all engines since their start.
             ledger: Groups by state as the row is written, which may be when the next batch is taken.

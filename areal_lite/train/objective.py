@@ -69,14 +69,13 @@ class PolicyUpdateLoss:
         if objective.entropy_coef > 0:
             bonus = entropy_bonus(entropies_T, loss_mask_T=tokens.loss_mask_T, token_weights_T=tokens.token_weights_T)
             loss = loss - objective.entropy_coef * bonus
-        self._sums.append(
-            sums | tokens.sums(current_logprobs_T.detach(), entropies_T.detach()) | {"loss": loss.detach()}
-        )
+        means = tokens.sums(current_logprobs_T.detach(), entropies_T.detach())
+        self._sums.append({"clip_fraction": sums["clipped"], **means, "loss": loss.detach()})
         self._age0_diffs.append(self._age0_diff(tokens_T, tokens, current_logprobs_T.detach()))
         return loss
 
     def sums(self) -> dict[str, float]:
-        """Return the sums over all micro-batches so far, by name."""
+        """Return the sums over all micro-batches so far, by the names of their metrics."""
         values = torch.stack([torch.stack([sums[name].double() for name in sums]) for sums in self._sums]).sum(dim=0)
         return dict(zip(self._sums[0], values.tolist(), strict=True))
 
@@ -184,17 +183,14 @@ class _Tokens:
         def total(values_T: Tensor) -> Tensor:
             return torch.where(self.loss_mask_T, values_T, 0.0).sum()
 
-        return {
+        sums = {
             "entropy": total(entropies_T),
             "kl_behav_prox": total(self.behaviour_logprobs_T - self.proximal_logprobs_T),
-            "behav_weight": total(self.behaviour_weights_T),
-            "behav_weight_masked": self.above_cap_T.sum(),
-            "kl_ref": total(self._distances_T(current_logprobs_T)),
+            "behav_weight_mean": total(self.behaviour_weights_T),
+            "behav_weight_masked_fraction": self.above_cap_T.sum(),
         }
-
-    def _distances_T(self, current_logprobs_T: Tensor) -> Tensor:
-        """Return k3 to the reference with the behaviour weight: never negative, unlike k1 off-policy."""
         if self.reference_logprobs_T is None:
-            return torch.zeros_like(current_logprobs_T)
+            return sums
+        # k3 is never negative, unlike k1 off-policy.
         distances_T = kl_estimate(current_logprobs_T, reference_logprobs_T=self.reference_logprobs_T, estimator="k3")
-        return self.behaviour_weights_T * distances_T
+        return sums | {"kl_ref": total(self.behaviour_weights_T * distances_T)}

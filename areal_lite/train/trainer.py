@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,12 +29,12 @@ from areal_lite.train.ptx import PtxDocuments
 from areal_lite.train.reference import load_reference
 from areal_lite.train.schedule import learning_rate
 from areal_lite.train.scoring import proximal_kl, score_batch
-from areal_lite.train.stats import StepFacts, StepStats
+from areal_lite.train.stats import StepTally
 from areal_lite.train.step import Learner
 from areal_lite.train.updates import StepUpdates
 from areal_lite.types import Shard
 
-__all__ = ["StepStats", "Trainer"]
+__all__ = ["Trainer"]
 
 
 class Trainer:
@@ -87,7 +88,7 @@ class Trainer:
         """Grows with every forward pass, for whoever watches for stalls."""
         return self._progress
 
-    def train_step(self, shard: Shard) -> StepStats:
+    def train_step(self, shard: Shard) -> dict[str, Any]:
         """Train one batch: `trainer.minibatches` optimiser updates, after which the version is one higher.
 
         Args:
@@ -112,11 +113,13 @@ class Trainer:
                 plan = make_plan(batch, updates, scores, config=self._config, coefficients=self._coefficients)
             with _timed(seconds, "update_s"):
                 tally = self._updates().run(batch, updates, scores=scores, plan=plan)
-                moved = self._moved(batch, updates, scores) if tally.grad_norms else None
-        facts = self._facts(batch, scores, plan, proximal_kl=moved)
-        stats = tally.reduce(shard, facts, seconds=seconds, device=self._device)
+                moved = self._moved(batch, updates, scores) if tally["policy_updates"] else None
+        tally.add_shard(shard)
+        tally.add(proximal_kl=moved, **seconds)
+        self._add_facts(tally, batch, scores, plan)
+        stats = tally.reduce(self._device)
         self._coefficients = plan.coefficients.adapted(
-            self._config.objective, kl=stats.kl_ref, proximal_kl=stats.proximal_kl
+            self._config.objective, kl=stats["kl_ref"], proximal_kl=stats["proximal_kl"]
         )
         self._version += 1
         return stats
@@ -201,19 +204,18 @@ class Trainer:
             return None
         return proximal_kl(batch, updates, scores=scores, model=self._model, config=self._config)
 
-    def _facts(self, batch: PolicyBatch, scores: Scores, plan: StepPlan, *, proximal_kl: float | None) -> StepFacts:
-        """Collect what is known beside the tally; collective."""
+    def _add_facts(self, tally: StepTally, batch: PolicyBatch, scores: Scores, plan: StepPlan) -> None:
+        """Add what is known beside the updates; collective."""
         objective, targets_T = self._config.objective, plan.advantages.targets_T
         variance = None
         if scores.values_T is not None and targets_T is not None:
             variance = explained_variance(scores.values_T, targets_T=targets_T, loss_mask_T=batch.loss_mask_T)
         num_filtered = int((batch.loss_mask_T & ~plan.kept_T).sum())
-        return StepFacts(
+        tally.add(
             lr=learning_rate(self._version, total_steps=self._config.run.steps, settings=self._config.trainer),
-            num_stale_tokens=batch.num_stale_tokens,
-            num_filtered_tokens=None if objective.behaviour_filter == "none" else num_filtered,
+            tokens_masked_stale=batch.num_stale_tokens,
+            tokens_filtered=None if objective.behaviour_filter == "none" else num_filtered,
             kl_coef=None if objective.kl == "none" else plan.coefficients.kl,
-            proximal_kl=proximal_kl,
             proximal_kl_coef=plan.coefficients.proximal_kl if objective.proximal_kl_coef > 0 else None,
             advantage_std=plan.advantages.std,
             value_explained_variance=variance,

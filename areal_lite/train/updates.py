@@ -55,7 +55,7 @@ class StepUpdates:
         trains_policy = self._critic is None or self._version >= self._config.critic.warmup_steps
         for number, update in enumerate(updates):
             if plan.is_empty[number]:
-                self._tally.num_skipped += 1
+                self._tally.add(step_skipped=1)
                 continue
             if trains_policy:
                 loss_of = PolicyUpdateLoss(
@@ -80,15 +80,15 @@ class StepUpdates:
             ptx = self._ptx.update_loss(self._learner.model, version=self._version, minibatch=number)
             shares += [partial(ptx, part) for part in ptx.parts]
         outcome = self._learner.update(shares, lr=self._lr)
-        self._tally.max_age0_diff = max(self._tally.max_age0_diff, loss_of.max_age0_diff())
+        self._tally.add(behav_prox_max_abs_diff_age0=loss_of.max_age0_diff())
         if not outcome.applied:
-            self._tally.num_skipped += 1
+            self._tally.add(step_skipped=1)
             return
         tokens_T = torch.cat([part.tokens_T for part in update])
-        ages = batch.ages_T[tokens_T][batch.loss_mask_T[tokens_T]].tolist()
-        self._tally.add_update(loss_of.sums(), ages=ages, grad_norm=outcome.grad_norm)
+        self._tally.add_tokens(batch.ages_T[tokens_T][batch.loss_mask_T[tokens_T]].tolist())
+        self._tally.add(policy_updates=1, grad_norm=outcome.grad_norm, **loss_of.sums())
         if ptx is not None:
-            self._tally.add_ptx(ptx.sum())
+            self._tally.add(ptx_updates=1, ptx_loss=ptx.sum())
 
     def _update_critic(
         self, critic: Critic, update: Sequence[MicroBatch], *, batch: PolicyBatch, scores: Scores, plan: StepPlan
@@ -103,4 +103,7 @@ class StepUpdates:
             token_weights_T=plan.token_weights_T,
             version=self._version,
         )
-        self._tally.add_critic_update(share)
+        if share is None:
+            self._tally.add(step_skipped=1)
+        else:
+            self._tally.add(critic_updates=1, value_loss=share)

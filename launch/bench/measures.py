@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_lite.events import Event
-from areal_lite.record.metrics import PAUSE_PARTS, LaneClock, fraction, rollout_clock, trainer_clock
+from areal_lite.record.lane_clock import PAUSE_PARTS, LaneClock, fraction, rollout_clock, trainer_clock
 
 __all__ = ["Spread", "measure", "measured_steps", "percentile", "ratios", "reward_at", "spread"]
 

@@ -147,7 +147,7 @@ def _step(number: int, rows_per_pass: int | None) -> Step:
         tokens, grad_norm = running.loop.train_step(shard, rows_per_pass=rows_per_pass)
     else:
         stats = running.loop.train_step(shard)
-        tokens, grad_norm = stats.tokens_trained, stats.grad_norm
+        tokens, grad_norm = stats["tokens_trained"], stats["grad_norm"]
     seconds = time.perf_counter() - start
     running.version += 1
     return Step(seconds=seconds, tokens=tokens, positions=running.positions, grad_norm=grad_norm)

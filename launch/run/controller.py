@@ -7,7 +7,6 @@ so that there is a whole state to save.
 """
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import time
@@ -216,7 +215,7 @@ class Controller:
 
     def _train(self, batch_id: str) -> dict[str, Any]:
         stats = self._ask_trainers("train_step", batch_id, waiting_for=f"step {self._version + 1} to be trained")
-        return dataclasses.asdict(stats[0])
+        return dict(stats[0])
 
     def _ask_trainers(self, method: str, *args: Any, waiting_for: str) -> list[Any]:
         """Have all ranks do something together, with the watchdog on."""

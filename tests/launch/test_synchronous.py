@@ -190,7 +190,7 @@ def drive(
         for version in range(1, config.run.steps + 1):
             batch_id = f"step-{version}"
             assert queue.take(batch_id=batch_id, wait_s=SOON_S), f"no batch: {queue.status()}"
-            losses.append(trainer.train_step(queue.fetch(batch_id=batch_id, rank=0)).loss)
+            losses.append(trainer.train_step(queue.fetch(batch_id=batch_id, rank=0))["loss"])
 
             def stamp_ledger(batch_id: str = batch_id) -> None:
                 queue.complete_step(batch_id=batch_id)

@@ -14,9 +14,9 @@ from ledger_builders import FakeClock, make_sample
 
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.events import Event
+from areal_lite.record.metrics import METRICS
 from areal_lite.record.recorder import Recorder
 from areal_lite.record.run_folder import RunFolder
-from areal_lite.train.stats import StepStats
 from areal_lite.types import Group, Prompt, Score
 
 METRICS_KEYS = [
@@ -43,10 +43,8 @@ CONFIG: dict[str, Any] = {
 
 
 def make_stats(**changes: Any) -> dict[str, Any]:
-    defaults: dict[str, Any] = {
-        field.name: {0: 30, 1: 10} if field.name == "age_histogram" else 0.5 for field in dataclasses.fields(StepStats)
-    }
-    return dataclasses.asdict(StepStats(**defaults | {"tokens_trained": 40, "age_max": 1, "step_skipped": 0} | changes))
+    defaults: dict[str, Any] = {metric.name: 0.5 for metric in METRICS if metric.reduction}
+    return defaults | {"age_histogram": {0: 30, 1: 10}, "tokens_trained": 40, "age_max": 1, "step_skipped": 0} | changes
 
 
 @pytest.fixture

@@ -51,8 +51,8 @@ def test_documents_are_learned_beside_the_reward(model_folder: str, tmp_path: Pa
         optimizer.step()
         losses.append(float(total.detach()) / 7)
     stats = trainer.train_step(make_shard(rows, rewards=np.ones((3, 4))))
-    assert stats.ptx_loss == pytest.approx(np.mean(losses), rel=1e-4)
-    assert stats.loss == 0.0
+    assert stats["ptx_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+    assert stats["loss"] == 0.0
     assert_same(trainer.model, plain)
 
 

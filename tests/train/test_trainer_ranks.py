@@ -64,7 +64,7 @@ def train(rank: int, world_size: int, model_folder: str, out: str) -> None:
             folder = Path(out) / f"{name}-{uneven}"
             trainer.export(folder)
             scores = [score.tolist() for score in trainer.score(SEQUENCES)]
-            record = {"stats": dataclasses.asdict(stats), "scores": scores, "version": trainer.version}
+            record = {"stats": stats, "scores": scores, "version": trainer.version}
             (folder.parent / f"{name}-{uneven}-{rank}.json").write_text(json.dumps(record))
             # After `score` too, whose forward pass no backward pass follows; seen failing without `reshard`.
             if world_size == 2:

@@ -97,9 +97,9 @@ def test_a_step_equals_a_second_implementation(
     for version in (5, 6) if config.objective.baseline == "critic" else (5,):
         plain.step(rows, totals(rows))
         stats = trainer.train_step(turns_shard(rows, version=version))
-        assert stats.loss == pytest.approx(np.mean(plain.losses[-2:]), rel=1e-3, abs=1e-5)
-        if stats.value_loss is not None:
-            assert stats.value_loss == pytest.approx(np.mean(plain.value_losses[-2:]), rel=1e-3)
+        assert stats["loss"] == pytest.approx(np.mean(plain.losses[-2:]), rel=1e-3, abs=1e-5)
+        if stats["value_loss"] is not None:
+            assert stats["value_loss"] == pytest.approx(np.mean(plain.value_losses[-2:]), rel=1e-3)
     assert_same(trainer.model, plain.model, atol=5e-4)  # Adam divides small gradients by their size
     if trainer._critic is not None:
         assert_same(trainer._critic.model, plain.critic)
@@ -113,8 +113,8 @@ def test_given_tokens_never_train(model_folder: str, rows: list[Row]) -> None:
     assert int((~batch.own_T).sum()) == given > 0
     assert not batch.loss_mask_T[~batch.own_T].any()
     stats = make_trainer(model_folder, config).train_step(turns_shard(rows))
-    assert stats.tokens_trained + stats.tokens_masked_stale == sum(row.sample.num_tokens for row in rows) - given
-    assert min(stats.age_histogram) >= 0
+    assert stats["tokens_trained"] + stats["tokens_masked_stale"] == sum(row.sample.num_tokens for row in rows) - given
+    assert min(stats["age_histogram"]) >= 0
 
 
 def test_garbage_in_a_reply_is_harmless(model_folder: str, rows: list[Row]) -> None:

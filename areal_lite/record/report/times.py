@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from areal_lite.events import Event
-from areal_lite.record.metrics import LaneClock, rollout_clock, trainer_clock
+from areal_lite.record.lane_clock import LaneClock, rollout_clock, trainer_clock
 from areal_lite.record.report.charts import COLOURS, Chart, Line, bars, lines
 from areal_lite.record.report.curves import metric_line
 from areal_lite.record.report.read import Row, RunFiles, number, numbers, table

@@ -122,8 +122,8 @@ def test_both_sides_compute_the_same_gradients(tmp_path: Path, words: list[str],
     ours, theirs = Trainer(config, model_folder=folder, rank=0, world_size=1), PaddedLoop(config, folder)
     stats = ours.train_step(shard)
     tokens, grad_norm = theirs.train_step(shard, rows_per_pass=rows_per_pass)
-    assert stats.tokens_trained == tokens
-    assert stats.grad_norm == pytest.approx(grad_norm, rel=1e-4)
+    assert stats["tokens_trained"] == tokens
+    assert stats["grad_norm"] == pytest.approx(grad_norm, rel=1e-4)
     mine, other = (_moments(side.model.parameters(), side_optimizer) for side, side_optimizer in _both(ours, theirs))
     assert float((mine - other).norm() / other.norm()) < 1e-4
 

@@ -1,0 +1,194 @@
+"""Shares of time from scripted event logs whose answers are worked out by hand; the event buffer."""
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_lite.events import Event, EventBuffer
+from areal_lite.record.lane_clock import LaneClock, fraction, median, rollout_clock, trainer_clock
+
+
+def events(*rows: tuple[float, str] | tuple[float, str, int]) -> list[Event]:
+    """`(time, kind)`, or `(time, "running", n)`."""
+    return [
+        {"time": row[0], "lane": "rollout/0", "kind": row[1], **({"n": row[2]} if len(row) == 3 else {})}
+        for row in rows
+    ]
+
+
+def fed(clock: LaneClock, log: list[Event]) -> LaneClock:
+    for event in log:
+        clock.feed(event)
+    return clock
+
+
+#  0 ..  2 nothing runs: idle
+#  2 ..  6 four samples run, 6 .. 10 two: generating, slot seconds 4*4 + 2*4
+# 10 .. 11 pausing, 11 .. 13 transferring, 13 .. 13.5 reloading, 13.5 .. 14 stamping; the two samples stay: 2*4
+# 14 .. 16 generating, slot seconds 2*2
+# 16 .. 20 nothing runs: idle
+PAUSED = events(
+    (0.0, "resumed"),
+    (2.0, "running", 4),
+    (6.0, "running", 2),
+    (10.0, "pause"),
+    (11.0, "paused"),
+    (11.5, "update_open"),
+    (13.0, "update_received"),
+    (13.5, "update_loaded"),
+    (13.8, "stamped"),
+    (14.0, "resumed"),
+    (15.0, "group"),
+    (16.0, "running", 0),
+)
+TOTALS = {
+    "idle": 6.0,
+    "generating": 10.0,
+    "pausing": 1.0,
+    "transferring": 2.0,
+    "reloading": 0.5,
+    "stamping": 0.5,
+    "slot_seconds": 16.0 + 8.0 + 8.0 + 4.0,
+}
+
+
+def test_idle_generating_and_the_parts_of_a_pause() -> None:
+    """Seen failing with idle counted while paused, and with `update_received` taken for the end of the pause."""
+    assert fed(rollout_clock(), PAUSED).read(20.0) == pytest.approx(TOTALS)
+
+
+def test_an_engine_with_nothing_running_is_paused_not_idle_during_a_pause() -> None:
+    """Seen failing with idle decided by the running samples alone."""
+    log = events((0.0, "resumed"), (1.0, "pause"), (3.0, "paused"), (4.0, "resumed"))
+    assert fed(rollout_clock(), log).read(6.0) == pytest.approx(
+        {"idle": 3.0, "pausing": 2.0, "transferring": 1.0, "slot_seconds": 0.0}
+    )
+
+
+def test_draining_is_counted_apart_from_the_pause() -> None:
+    """Samples run to their end from 2 to 7. Seen failing with `drain` as `pausing`."""
+    log = events(
+        (0.0, "running", 3), (2.0, "drain"), (5.0, "running", 1), (7.0, "running", 0), (7.0, "paused"), (8.0, "resumed")
+    )
+    assert fed(rollout_clock(), log).read(9.0) == pytest.approx(
+        {"generating": 2.0, "draining": 5.0, "transferring": 1.0, "idle": 1.0, "slot_seconds": 3 * 5.0 + 2.0}
+    )
+
+
+def test_a_lost_worker_is_neither_idle_nor_busy() -> None:
+    """Seen failing without the `lost` state: its last samples counted as running to the end of the run."""
+    log = events((0.0, "running", 8), (3.0, "lost"))
+    assert fed(rollout_clock(), log).read(103.0) == pytest.approx(
+        {"generating": 3.0, "lost": 100.0, "slot_seconds": 24.0}
+    )
+
+
+def test_the_trainer_waits_trains_publishes() -> None:
+    log = events((0.0, "wait"), (4.0, "train"), (7.0, "trained"), (8.0, "published"), (8.5, "wait"), (9.0, "train"))
+    assert fed(trainer_clock(), log).read(10.0) == pytest.approx(
+        {"waiting": 4.5, "training": 4.0, "publishing": 1.0, "other": 0.5, "slot_seconds": 0.0}
+    )
+
+
+def test_a_clock_starts_with_its_first_event() -> None:
+    """A worker that joins late was not idle before. Seen failing with `_time` set to 0 at first."""
+    assert rollout_clock().read(5.0) == {}
+    assert fed(rollout_clock(), events((100.0, "resumed"))).read(101.0)["idle"] == 1.0
+
+
+def test_the_example_of_the_docstring_is_true() -> None:
+    log = events((0.0, "running", 2), (3.0, "pause"), (4.0, "resumed"))
+    assert fed(rollout_clock(), log).read(5.0) == {"generating": 4.0, "pausing": 1.0, "slot_seconds": 10.0}
+
+
+@given(st.lists(st.floats(0.0, 20.0), max_size=6))
+def test_readings_in_between_change_nothing(moments: list[float]) -> None:
+    """Events reach the controller late, after readings of later times.
+
+    Seen failing with a reading that moves the clock: what had happened before it was counted from it.
+    """
+    clock = rollout_clock()
+    for event in PAUSED:
+        clock.feed(event)
+        for moment in moments:
+            clock.read(moment)
+    assert clock.read(20.0) == pytest.approx(TOTALS)
+
+
+@given(st.integers(0, len(PAUSED)))
+def test_a_feed_split_in_two_gives_the_same(split: int) -> None:
+    clock = fed(fed(rollout_clock(), PAUSED[:split]), PAUSED[split:])
+    assert clock.read(20.0) == fed(rollout_clock(), PAUSED).read(20.0)
+
+
+@given(st.floats(0.0, 20.0))
+def test_two_readings_part_the_time_between_them(moment: float) -> None:
+    """The parts of any interval add up to it, and idle plus the rest are shares of it."""
+    clock = rollout_clock()
+    clock.feed(PAUSED[0])
+    before = clock.read(moment)
+    after = fed(clock, PAUSED[1:]).read(20.0 + moment)
+    states = {*before, *after} - {"slot_seconds"}
+    assert fraction(before, after, *states) == pytest.approx(1.0)
+
+
+def test_fractions_between_two_readings() -> None:
+    """From 12 to 20: transferring 1, reloading 0.5, stamping 0.5, generating 2, idle 4 of 8 seconds.
+
+    Seen failing with the totals of the later reading instead of the difference.
+    """
+    clock = fed(rollout_clock(), PAUSED[:6])
+    before = clock.read(12.0)
+    after = fed(clock, PAUSED[6:]).read(20.0)
+    assert fraction(before, after, "idle") == pytest.approx(4 / 8)
+    assert fraction(before, after, "pausing") == pytest.approx(0.0)
+    assert fraction(before, after, "transferring", "reloading", "stamping") == pytest.approx(2 / 8)
+    assert (after["slot_seconds"] - before["slot_seconds"]) / 8 == pytest.approx((2 * 4) / 8)
+
+
+def test_no_time_has_no_shares() -> None:
+    """Seen failing with a division by zero."""
+    assert fraction({}, {}, "idle") == 0.0
+    assert fraction({"idle": 1.0}, {"idle": 1.0}, "idle") == 0.0
+
+
+@pytest.mark.parametrize(("values", "middle"), [([], 0.0), ([3.0], 3.0), ([5.0, 1.0, 9.0], 5.0), ([4.0, 1.0], 2.5)])
+def test_median(values: list[float], middle: float) -> None:
+    assert median(values) == middle
+
+
+# --- the event buffer ---
+
+
+def test_a_buffer_stamps_and_forgets_what_was_drained() -> None:
+    """Seen failing with `drain` returning the buffer without emptying it."""
+    buffer = EventBuffer("rollout/0", clock=iter([1.0, 2.0, 3.0]).__next__)
+    buffer.emit("pause")
+    buffer.emit("stamped", version=4)
+    assert buffer.drain() == [
+        {"time": 1.0, "lane": "rollout/0", "kind": "pause"},
+        {"time": 2.0, "lane": "rollout/0", "kind": "stamped", "version": 4},
+    ]
+    buffer.emit("resumed")
+    assert [event["time"] for event in buffer.drain()] == [3.0]
+    assert buffer.drain() == []
+
+
+def test_no_event_is_lost_or_doubled_between_threads() -> None:
+    buffer, drained, number = EventBuffer("x"), [], 2000
+    done = threading.Event()
+
+    def emit() -> None:
+        for index in range(number):
+            buffer.emit("n", index=index)
+        done.set()
+
+    thread = threading.Thread(target=emit)
+    thread.start()
+    while not done.is_set():
+        drained += buffer.drain()
+    thread.join()
+    drained += buffer.drain()
+    assert [event["index"] for event in drained] == list(range(number))
