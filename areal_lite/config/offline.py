@@ -36,74 +36,81 @@ _UNREAD = {
 class OfflineRunConfig(RunConfig):
     """The run as a whole; nothing is generated, so there are no samples to log."""
 
-    eval_every: int = Field(0, ge=0, description="steps between evaluations; 0 = only start and end")
-    log_samples: Literal[0] = Field(0, description="nothing is sampled in an offline run")
+    eval_every: int = Field(0, ge=0)
+    """steps between evaluations; 0 = only start and end"""
+    log_samples: Literal[0] = 0
+    """nothing is sampled in an offline run"""
 
 
 class OfflineTrainerConfig(TrainerConfig):
     """Learning; a step is one optimiser update."""
 
-    minibatches: Literal[1] = Field(1, description="one optimiser update per step")
+    minibatches: Literal[1] = 1
+    """one optimiser update per step"""
 
 
 class OfflineDataConfig(Section):
     """Where rows come from, and how they become tokens."""
 
-    source: Literal["arith", "jsonl", "dataset"] = Field(
-        "arith", description="arith = built in; jsonl = a file of rows; dataset = a folder of the datasets library"
-    )
-    path: str | None = Field(None, description="training rows: a JSONL file, or a datasets folder")
-    eval_path: str | None = Field(None, description="held-out rows; null = a dataset's own split, or eval_fraction")
-    eval_fraction: float = Field(
-        0.05, ge=0, lt=1, description="share of path held out where nothing else is; 0 = no evaluation"
-    )
-    eval_size: int = Field(256, ge=1, description="held-out rows used at most")
-    prompt_column: str = Field("prompt", description="column with the prompt, a text or chat messages")
-    completion_column: str = Field("completion", description="column with the completion (sft)")
-    messages_column: str = Field("messages", description="column with a whole chat, read where no prompt is (sft)")
-    chosen_column: str = Field("chosen", description="column with the better completion (reward_model, dpo)")
-    rejected_column: str = Field("rejected", description="column with the worse one (reward_model, dpo)")
-    chat: bool = Field(
-        False, description="put plain texts through the model's chat template too, as user and assistant"
-    )
-    max_bad_fraction: float = Field(0.01, ge=0, le=1, description="share of unreadable rows above which loading fails")
-    too_long: Literal["error", "drop", "cut"] = Field(
-        "error", description="rows beyond model.max_context: refuse them, leave them out, or cut their completions"
-    )
-    carelessness: float = Field(
-        0.0, ge=0, le=1, description="share of carries and borrows that the built-in solutions forget (source: arith)"
-    )
+    source: Literal["arith", "jsonl", "dataset"] = "arith"
+    """arith = built in; jsonl = a file of rows; dataset = a folder of the datasets library"""
+    path: str | None = None
+    """training rows: a JSONL file, or a datasets folder"""
+    eval_path: str | None = None
+    """held-out rows; null = a dataset's own split, or eval_fraction"""
+    eval_fraction: float = Field(0.05, ge=0, lt=1)
+    """share of path held out where nothing else is; 0 = no evaluation"""
+    eval_size: int = Field(256, ge=1)
+    """held-out rows used at most"""
+    prompt_column: str = "prompt"
+    """column with the prompt, a text or chat messages"""
+    completion_column: str = "completion"
+    """column with the completion (sft)"""
+    messages_column: str = "messages"
+    """column with a whole chat, read where no prompt is (sft)"""
+    chosen_column: str = "chosen"
+    """column with the better completion (reward_model, dpo)"""
+    rejected_column: str = "rejected"
+    """column with the worse one (reward_model, dpo)"""
+    chat: bool = False
+    """put plain texts through the model's chat template too, as user and assistant"""
+    max_bad_fraction: float = Field(0.01, ge=0, le=1)
+    """share of unreadable rows above which loading fails"""
+    too_long: Literal["error", "drop", "cut"] = "error"
+    """rows beyond model.max_context: refuse them, leave them out, or cut their completions"""
+    carelessness: float = Field(0.0, ge=0, le=1)
+    """share of carries and borrows that the built-in solutions forget (source: arith)"""
     arith: ArithConfig = ArithConfig()
 
 
 class SftConfig(Section):
     """Supervised learning on completions (command: sft)."""
 
-    batch_size: int = Field(32, ge=1, description="rows of one step, over all ranks")
-    epochs: float | None = Field(None, gt=0, description="passes over the rows, in place of run.steps")
+    batch_size: int = Field(32, ge=1)
+    """rows of one step, over all ranks"""
+    epochs: float | None = Field(None, gt=0)
+    """passes over the rows, in place of run.steps"""
 
 
 class PreferenceConfig(Section):
     """Learning from pairs (command: reward_model or dpo)."""
 
-    batch_size: int = Field(32, ge=1, description="pairs of one step, over all ranks")
-    epochs: float | None = Field(None, gt=0, description="passes over the pairs, in place of run.steps")
-    loss: Literal["sigmoid", "ipo", "simpo"] = Field("sigmoid", description="of dpo: DPO, IPO, or reference-free SimPO")
-    beta: float = Field(
-        0.1,
-        gt=0,
-        description="of dpo: tie to the reference; with simpo scale of the mean logprob, 2.0 by default",
-    )
-    label_smoothing: float = Field(
-        0.0, ge=0, le=0.5, description="of dpo: share of pairs taken to be the wrong way round"
-    )
-    length_normalised: bool = Field(False, description="of dpo: log-ratios per token instead of per completion")
-    simpo_margin: float = Field(
-        0.5, ge=0, description="of dpo: margin that simpo asks for, in units of beta times nats per token"
-    )
-    reference_path: str | None = Field(
-        None, description="of dpo: reference model or run folder; null = the model it starts from"
-    )
+    batch_size: int = Field(32, ge=1)
+    """pairs of one step, over all ranks"""
+    epochs: float | None = Field(None, gt=0)
+    """passes over the pairs, in place of run.steps"""
+    loss: Literal["sigmoid", "ipo", "simpo"] = "sigmoid"
+    """of dpo: DPO, IPO, or reference-free SimPO"""
+    beta: float = Field(0.1, gt=0)
+    """of dpo: tie to the reference; with simpo scale of the mean logprob, 2.0 by default"""
+    label_smoothing: float = Field(0.0, ge=0, le=0.5)
+    """of dpo: share of pairs taken to be the wrong way round"""
+    length_normalised: bool = False
+    """of dpo: log-ratios per token instead of per completion"""
+    simpo_margin: float = Field(0.5, ge=0)
+    """of dpo: margin that simpo asks for, in units of beta times nats per token"""
+    reference_path: str | None = None
+    """of dpo: reference model or run folder; null = the model it starts from"""
 
     @model_validator(mode="before")
     @classmethod
@@ -115,7 +122,8 @@ class PreferenceConfig(Section):
 class OfflineConfig(Section):
     """A whole recipe of an offline command."""
 
-    command: OfflineCommand = Field(description="what the recipe is for")
+    command: OfflineCommand
+    """what the recipe is for"""
     run: OfflineRunConfig = OfflineRunConfig()
     model: ModelConfig = ModelConfig()
     data: OfflineDataConfig = OfflineDataConfig()

@@ -17,81 +17,88 @@ __all__ = ["PRESETS", "ObjectiveConfig", "expand_preset"]
 class ObjectiveConfig(Section):
     """One general objective; its defaults are decoupled PPO (arXiv 2505.24298 eq. 5)."""
 
-    preset: Literal["areal", "grpo", "dr_grpo", "dapo", "rloo", "reinforce", "ppo", "gspo", "cispo", "raft"] = Field(
-        "areal", description="sets every knob that the recipe leaves out; see docs/objective.md"
-    )
+    preset: Literal["areal", "grpo", "dr_grpo", "dapo", "rloo", "reinforce", "ppo", "gspo", "cispo", "raft"] = "areal"
+    """sets every knob that the recipe leaves out; see docs/objective.md"""
 
     # What a sample is worth.
-    reward_scale: float = Field(1.0, description="shaped reward = clip(reward_scale * reward + reward_bias)")
-    reward_bias: float = Field(0.0, description="added to the scaled reward")
-    reward_clip: float | None = Field(None, gt=0, description="shaped rewards lie in -reward_clip .. reward_clip")
-    overlong_buffer: float = Field(
-        0.0, ge=0, lt=1, description="share of rollout.max_new_tokens in which length costs up to 1 (soft punishment)"
-    )
-    baseline: Literal["none", "batch_mean", "group_mean", "leave_one_out", "critic"] = Field(
-        "group_mean", description="what a return is compared with; critic = GAE on a learned value"
-    )
-    scale: Literal["none", "group_std", "batch_std"] = Field("group_std", description="what advantages are divided by")
-    gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
-    gae_lambda: float = Field(0.95, ge=0, le=1, description="lambda of GAE (baseline: critic)")
+    reward_scale: float = 1.0
+    """shaped reward = clip(reward_scale * reward + reward_bias)"""
+    reward_bias: float = 0.0
+    """added to the scaled reward"""
+    reward_clip: float | None = Field(None, gt=0)
+    """shaped rewards lie in -reward_clip .. reward_clip"""
+    overlong_buffer: float = Field(0.0, ge=0, lt=1)
+    """share of rollout.max_new_tokens in which length costs up to 1 (soft punishment)"""
+    baseline: Literal["none", "batch_mean", "group_mean", "leave_one_out", "critic"] = "group_mean"
+    """what a return is compared with; critic = GAE on a learned value"""
+    scale: Literal["none", "group_std", "batch_std"] = "group_std"
+    """what advantages are divided by"""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """discount per token"""
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    """lambda of GAE (baseline: critic)"""
 
     # Which tokens train.
-    sample_filter: Literal["all", "best_of_group", "varied_groups"] = Field(
-        "all", description="best_of_group: the best sample alone; varied_groups: not where all rewards are equal"
-    )
-    mask_truncated: bool = Field(False, description="samples cut off at the token limit do not train")
+    sample_filter: Literal["all", "best_of_group", "varied_groups"] = "all"
+    """best_of_group: the best sample alone; varied_groups: not where all rewards are equal"""
+    mask_truncated: bool = False
+    """samples cut off at the token limit do not train"""
 
     # The policy term.
-    surrogate: Literal["ratio", "weighted_likelihood", "likelihood"] = Field(
-        "ratio", description="ratio = clipped PPO; weighted_likelihood = CISPO; likelihood = no advantage (RAFT)"
-    )
-    ratio_level: Literal["token", "sequence"] = Field("token", description="ratio of each token, or of the sequence")
-    clip_low: float | None = Field(0.2, ge=0, lt=1, description="lower clip distance of the ratio; null = none")
-    clip_high: float | None = Field(0.2, ge=0, description="upper clip distance of the ratio; null = none")
-    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = Field(
-        "token_mean", description="how tokens add up; constant divides each sequence by rollout.max_new_tokens"
-    )
-    entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
-    proximal_kl_coef: float = Field(0.0, ge=0, description="weight of KL(proximal || current): PPO's penalty form")
-    proximal_kl_target: float | None = Field(
-        None,
-        gt=0,
-        description="nats per token; doubles or halves proximal_kl_coef beyond a factor of 1.5; null = fixed",
-    )
+    surrogate: Literal["ratio", "weighted_likelihood", "likelihood"] = "ratio"
+    """ratio = clipped PPO; weighted_likelihood = CISPO; likelihood = no advantage (RAFT)"""
+    ratio_level: Literal["token", "sequence"] = "token"
+    """ratio of each token, or of the sequence"""
+    clip_low: float | None = Field(0.2, ge=0, lt=1)
+    """lower clip distance of the ratio; null = none"""
+    clip_high: float | None = Field(0.2, ge=0)
+    """upper clip distance of the ratio; null = none"""
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
+    """how tokens add up; constant divides each sequence by rollout.max_new_tokens"""
+    entropy_coef: float = Field(0.0, ge=0)
+    """weight of the entropy bonus"""
+    proximal_kl_coef: float = Field(0.0, ge=0)
+    """weight of KL(proximal || current): PPO's penalty form"""
+    proximal_kl_target: float | None = Field(None, gt=0)
+    """nats per token; doubles or halves proximal_kl_coef beyond a factor of 1.5; null = fixed"""
 
     # Distance to a reference model.
-    kl: Literal["none", "reward", "loss"] = Field("none", description="where KL(policy || reference) is charged")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k1", description="k1 = d, k2 = d^2/2, k3 = exp(-d)-1+d")
-    kl_coef: float = Field(0.0, ge=0, description="weight of the reference KL")
-    kl_target: float | None = Field(
-        None, gt=0, description="nats per token; doubles or halves kl_coef beyond a factor of 1.5; null = fixed"
-    )
-    reference_path: str | None = Field(None, description="reference model folder; null = the initial policy")
+    kl: Literal["none", "reward", "loss"] = "none"
+    """where KL(policy || reference) is charged"""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """k1 = d, k2 = d^2/2, k3 = exp(-d)-1+d"""
+    kl_coef: float = Field(0.0, ge=0)
+    """weight of the reference KL"""
+    kl_target: float | None = Field(None, gt=0)
+    """nats per token; doubles or halves kl_coef beyond a factor of 1.5; null = fixed"""
+    reference_path: str | None = None
+    """reference model folder; null = the initial policy"""
 
     # Off-policy correction.
-    proximal: Literal["recompute", "reuse", "behaviour"] = Field(
-        "recompute",
-        description="proximal policy: one pass when the batch is taken, the current one (needs minibatches "
-        "1), or the behaviour policy (naive PPO)",
-    )
-    behaviour_weight: Literal["token", "sequence", "none"] = Field(
-        "token", description="w = pi_prox/pi_behav of each token, or of the whole sequence"
-    )
-    behaviour_weight_cap: float = Field(5.0, gt=0, description="largest w")
-    behaviour_weight_above: Literal["mask", "truncate"] = Field(
-        "mask", description="what happens above the cap: no gradient, or the cap itself"
-    )
-    behaviour_filter: Literal["none", "m2po", "geometric"] = Field(
-        "none", description="m2po: drop tokens until the second moment fits; geometric: drop far-off sequences"
-    )
-    m2po_threshold: float = Field(0.04, gt=0, description="largest mean of (log w)^2 (behaviour_filter: m2po)")
-    geometric_low: float = Field(0.5, gt=0, description="smallest geometric mean of w (behaviour_filter: geometric)")
-    geometric_high: float = Field(2.0, gt=0, description="largest geometric mean of w (behaviour_filter: geometric)")
+    proximal: Literal["recompute", "reuse", "behaviour"] = "recompute"
+    """proximal policy: one pass when the batch is taken, the current one (needs minibatches 1), or the behaviour policy (naive PPO)"""
+    behaviour_weight: Literal["token", "sequence", "none"] = "token"
+    """w = pi_prox/pi_behav of each token, or of the whole sequence"""
+    behaviour_weight_cap: float = Field(5.0, gt=0)
+    """largest w"""
+    behaviour_weight_above: Literal["mask", "truncate"] = "mask"
+    """what happens above the cap: no gradient, or the cap itself"""
+    behaviour_filter: Literal["none", "m2po", "geometric"] = "none"
+    """m2po: drop tokens until the second moment fits; geometric: drop far-off sequences"""
+    m2po_threshold: float = Field(0.04, gt=0)
+    """largest mean of (log w)^2 (behaviour_filter: m2po)"""
+    geometric_low: float = Field(0.5, gt=0)
+    """smallest geometric mean of w (behaviour_filter: geometric)"""
+    geometric_high: float = Field(2.0, gt=0)
+    """largest geometric mean of w (behaviour_filter: geometric)"""
 
     # Language-model term.
-    ptx_coef: float = Field(0.0, ge=0, description="weight of the language-model loss on ptx_path (PPO-ptx)")
-    ptx_path: str | None = Field(None, description="text file, one document a line (ptx_coef > 0)")
-    ptx_batch: int = Field(8, ge=1, description="documents of one optimiser update (ptx_coef > 0)")
+    ptx_coef: float = Field(0.0, ge=0)
+    """weight of the language-model loss on ptx_path (PPO-ptx)"""
+    ptx_path: str | None = None
+    """text file, one document a line (ptx_coef > 0)"""
+    ptx_batch: int = Field(8, ge=1)
+    """documents of one optimiser update (ptx_coef > 0)"""
 
 
 _NO_CLIP: dict[str, Any] = {"clip_low": None, "clip_high": None}

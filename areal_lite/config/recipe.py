@@ -52,7 +52,8 @@ Recipe = TypeVar("Recipe", bound=Section)
 class Config(Section):
     """A whole recipe of `areal-lite train`."""
 
-    command: Literal["train"] = Field("train", description="what the recipe is for")
+    command: Literal["train"] = "train"
+    """what the recipe is for"""
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
