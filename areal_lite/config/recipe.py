@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, ValidationError, model_validator
 
 from areal_lite.config.combinations import combination_problems
 from areal_lite.config.presets import ObjectiveConfig, expand_preset

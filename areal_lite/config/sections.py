@@ -345,7 +345,7 @@ class VerifierSettings(Section):
 class VerifierConfig(VerifierSettings):
     """Scoring."""
 
-    function: str | dict[str, float] = "last_number"
+    function: str | dict[str, float] = "last_number"  # type: ignore[assignment]  # one of them, or a weighted sum
     """a known name, module:function, path.py:function, or several with weights: {math: 1, format: 0.2}"""
     named: dict[str, VerifierSettings] = {}
     """further verifiers by name, for sums, and for rows and sources that choose their own"""
