@@ -54,10 +54,10 @@ def pair_table(pairs: list[dict[str, Any]]) -> str:
 
 def scored(pair: dict[str, Any]) -> dict[str, Any]:
     """Score a pair; an error of the verifier's is put down by its name."""
-    from areal_lite.verify.builtin.math import math
+    from areal_lite.verify.builtin.math import MathArguments, math
 
     try:
-        verdict: bool | str = bool(math("", pair["completion"], pair["reference"]))
+        verdict: bool | str = bool(math("", pair["completion"], pair["reference"], MathArguments()))
     except Exception as error:
         verdict = type(error).__name__
     return {**pair, "scored": verdict}

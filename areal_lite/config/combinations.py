@@ -8,7 +8,7 @@ from areal_lite.config.data import data_problems
 from areal_lite.config.plugins import known_names, split_name
 from areal_lite.config.sections import CriticConfig, VerifierConfig
 from areal_lite.errors import PluginError
-from areal_lite.verify.builtin.code import least_timeout_s
+from areal_lite.verify.builtin.code import CodeArguments
 from areal_lite.verify.names import chosen_by_sources, known_verifier_names, verifier_settings, weights_of
 
 if TYPE_CHECKING:
@@ -146,8 +146,11 @@ def _timeout_problems(config: "Config") -> Iterable[str]:
     for name in sorted(names):
         settings = verifier_settings(verifier, name)
         # Arguments of a wrong type are found when the verifier is prepared.
-        with contextlib.suppress(TypeError):
-            if settings.function == "code" and settings.timeout_s < (least := least_timeout_s(**settings.arguments)):
+        with contextlib.suppress(ValueError):
+            if settings.function != "code":
+                continue
+            least = CodeArguments(**settings.arguments).least_timeout_s
+            if settings.timeout_s < least:
                 where = f"verifier.named.{name}" if name in verifier.named else "verifier"
                 yield (
                     f"{where}.timeout_s must be at least total_s + 2 * wall_s + 2 = {least:g} for the verifier code, "

@@ -2,7 +2,7 @@
 
     verifier: {function: trl, arguments: {function: "rewards.py:reward_func"}}
 
-TRL and verl themselves are not needed; the package reasoning-gym is. Runs in the verifier's process.
+TRL and verl themselves are not needed; the package reasoning-gym is.
 """
 
 import functools
@@ -12,11 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+from pydantic import ConfigDict, Field
+
+from areal_lite.config.fields import FunctionName
 from areal_lite.config.plugins import find_function
 from areal_lite.errors import PluginError
-from areal_lite.verify.result import VerifyResult, batched, prepared_by
+from areal_lite.verify.arguments import Arguments
+from areal_lite.verify.result import VerifyResult, batched, prepared_by, with_arguments
 
-__all__ = ["reasoning_gym", "trl", "verl"]
+__all__ = ["GymArguments", "TrlArguments", "VerlArguments", "reasoning_gym", "trl", "verl"]
 
 _BATCH_SIZE = 32
 _NOT_COLUMNS = ("prompts", "completions", "messages")
@@ -24,27 +28,54 @@ _TUPLE_FAMILIES = ("arc_agi", "rearc")
 """Families whose scorer compares the answer with a tuple of tuples; a row that has travelled holds lists."""
 
 
+class TrlArguments(Arguments):
+    """Of `trl`; further ones are the function's own keywords."""
+
+    model_config = ConfigDict(extra="allow")
+
+    function: FunctionName
+    """the reward function as file.py:function or module:function; plain or async"""
+    answer_column: str = "answer"
+    """keyword under which the function looks for the answers, e.g. solution"""
+    chat: bool = False
+    """hand prompts and completions over as messages, as samples of several turns always are"""
+
+
+class VerlArguments(Arguments):
+    """Of `verl`."""
+
+    function: FunctionName
+    """the reward function as file.py:function or module:function; plain or async"""
+    arguments: dict[str, Any] = Field({})
+    """further keyword arguments for it (verl's reward_kwargs)"""
+
+
+class GymArguments(Arguments):
+    """Of `reasoning_gym`."""
+
+    extract: str | None = None
+    """regular expression for the answer: its first group (else all of it), where it matches last"""
+
+
 @functools.cache
 def _found(name: str) -> Callable[..., Any]:
     return find_function(name, kind="reward function")
 
 
-def _load(*, function: str, **_: Any) -> None:
-    _found(function)
+def _load(arguments: TrlArguments | VerlArguments) -> None:
+    _found(arguments.function)
 
 
 @prepared_by(_load)
 @batched(_BATCH_SIZE)
+@with_arguments(TrlArguments)
 async def trl(
     prompts: Sequence[str],
     completions: Sequence[str],
     answers: Sequence[str],
     rows: Sequence[Mapping[str, Any]],
-    *,
-    function: str,
-    answer_column: str = "answer",
-    chat: bool = False,
-    **arguments: Any,
+    arguments: TrlArguments,
+    /,
 ) -> list[Any]:
     """Score with a reward function for TRL: `f(prompts=..., completions=..., <column>=...) -> list[float | None]`.
 
@@ -57,11 +88,7 @@ async def trl(
         completions: One batch, of any prompts.
         answers: Of each prompt.
         rows: Its other columns; a column that a row lacks is None for it.
-        function: The reward function as `file.py:function` or `module:function`; plain or async.
-        answer_column: Keyword under which the function looks for the answers, e.g. `solution`.
-        chat: Hand prompts and completions over as lists of messages, as TRL does with conversational data. Samples of
-            several turns always are.
-        arguments: Further keyword arguments for the function.
+        arguments: The recipe's.
 
     Returns:
         One reward per completion, with what the function logged through `log_metric` as metrics.
@@ -72,37 +99,36 @@ async def trl(
     names = {name: None for row in rows for name in row if name not in _NOT_COLUMNS}
     columns: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
     chats = [row.get("messages") for row in rows]
-    if chat or any(chats):
-        prompts, completions = _as_chats(prompts, completions, chats)  # type: ignore[assignment]
-    rewards = _found(function)(
-        prompts=list(prompts),
-        completions=list(completions),
+    texts: tuple[list[Any], list[Any]] = list(prompts), list(completions)
+    if arguments.chat or any(chats):
+        texts = (
+            [[{"role": "user", "content": prompt}] for prompt in prompts],
+            [
+                messages or [{"role": "assistant", "content": completion}]
+                for messages, completion in zip(chats, completions, strict=True)
+            ],
+        )
+    rewards = _found(arguments.function)(
+        prompts=texts[0],
+        completions=texts[1],
         log_extra=lambda *_: None,
         log_metric=metrics.__setitem__,
-        **columns | {answer_column: list(answers)} | arguments,
+        **columns | {arguments.answer_column: list(answers)} | (arguments.model_extra or {}),
     )
     if inspect.isawaitable(rewards):
         rewards = await rewards
     return [reward if reward is None else VerifyResult(reward, metrics=metrics) for reward in rewards]
 
 
-def _as_chats(
-    prompts: Sequence[str], completions: Sequence[str], chats: Sequence[Any]
-) -> tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]:
-    return [[{"role": "user", "content": prompt}] for prompt in prompts], [
-        messages or [{"role": "assistant", "content": completion}]
-        for messages, completion in zip(chats, completions, strict=True)
-    ]
-
-
 @prepared_by(_load)
+@with_arguments(VerlArguments)
 async def verl(
     prompt: str,
     completion: str,
     answer: str,
+    arguments: VerlArguments,
+    /,
     *,
-    function: str,
-    arguments: Mapping[str, Any] | None = None,
     data_source: str = "",
     reward_model: Mapping[str, Any] | None = None,
     extra_info: Mapping[str, Any] | None = None,
@@ -114,8 +140,7 @@ async def verl(
         prompt: Not handed on; verl's functions do not see it.
         completion: `solution_str`.
         answer: `ground_truth`, where the row has no `reward_model` of verl's form, `{"ground_truth": ...}`.
-        function: The reward function as `file.py:function` or `module:function`; plain or async.
-        arguments: Further keyword arguments for it (verl's `reward_kwargs`).
+        arguments: The recipe's.
         data_source: The row's column of this name.
         reward_model: The row's column of this name.
         extra_info: The row's column of this name; where it has none, all its other columns.
@@ -125,12 +150,12 @@ async def verl(
 
     Source: https://verl.readthedocs.io/en/latest/preparation/reward_function.html
     """
-    result = _found(function)(
+    result = _found(arguments.function)(
         data_source=data_source,
         solution_str=completion,
         ground_truth=(reward_model or {}).get("ground_truth", answer),
         extra_info=row if extra_info is None else extra_info,
-        **arguments or {},
+        **arguments.arguments,
     )
     if inspect.isawaitable(result):
         result = await result
@@ -140,14 +165,16 @@ async def verl(
     return VerifyResult(result["score"], metrics=metrics)
 
 
+@with_arguments(GymArguments)
 def reasoning_gym(
     prompt: str,
     completion: str,
     answer: str,
+    arguments: GymArguments,
+    /,
     *,
     reasoning_gym_dataset: str,
     reasoning_gym_entry: Mapping[str, Any],
-    extract: str | None = None,
     **row: Any,
 ) -> VerifyResult:
     """Score with the own scorer of a task family of reasoning-gym; many give parts of a point.
@@ -156,14 +183,14 @@ def reasoning_gym(
         prompt: Not looked at.
         completion: Holds the answer: between the last `<answer>` tags, else behind the last `####`, else all of it.
         answer: Not looked at; several answers may be right.
+        arguments: The recipe's.
         reasoning_gym_dataset: Name of the family, a column that `data.source: reasoning_gym` makes.
         reasoning_gym_entry: The task as generated, likewise.
-        extract: Regular expression in place of the above: its first group (else all of it), where it matches last.
 
     Raises:
         PluginError: The package is not installed, or has no such family.
     """
-    given = _answer_in(completion, extract)
+    given = _answer_in(completion, arguments.extract)
     if given is None:
         return VerifyResult(0.0, feedback="no answer found")
     score, entry = _scorer(reasoning_gym_dataset), _as_generated(reasoning_gym_dataset, reasoning_gym_entry)

@@ -72,16 +72,16 @@ def checked(reply: Reply) -> Reply:
 
 
 def prepare_verifier(function: VerifyFunction, arguments: Mapping[str, Any]) -> None:
-    """Run what `prepared_by` names, if anything.
+    """Check the arguments of a function with a model for them, and run what `prepared_by` names, if anything.
 
     Raises:
         VerifierError: It failed.
     """
-    prepare = getattr(function, "_verifier_prepare", None)
-    if prepare is None:
-        return
+    model, prepare = getattr(function, "arguments_model", None), getattr(function, "_verifier_prepare", None)
     try:
-        prepare(**arguments)
+        checked = model.model_validate(arguments) if model else None
+        if prepare is not None:
+            prepare(checked) if model else prepare(**arguments)
     except BaseException as error:  # user code runs here, sys.exit() included
         raise VerifierError(f"the verifier cannot be prepared with {dict(arguments)}: {_describe(error)}") from error
 
@@ -126,11 +126,13 @@ async def answer_async(function: VerifyFunction, calls: Sequence[Call], *, argum
 
 
 def _invoke(function: VerifyFunction, calls: Sequence[Call], arguments: Mapping[str, Any]) -> Any:
-    if batch_size(function) is None:
-        ((prompt, completion, reference, row),) = calls
-        return function(prompt, completion, reference, **row, **arguments)
-    prompts, completions, references, rows = (list(column) for column in zip(*calls, strict=True))
-    return function(prompts, completions, references, rows, **arguments)
+    model = getattr(function, "arguments_model", None)
+    checked = [model.model_validate(arguments)] if model else []
+    named = {} if model else arguments
+    if batch_size(function) is not None:
+        return function(*map(list, zip(*calls, strict=True)), *checked, **named)
+    ((*texts, row),) = calls
+    return function(*texts, *checked, **row, **named)
 
 
 def _replies(function: VerifyFunction, value: Any, calls: Sequence[Call]) -> list[Reply]:

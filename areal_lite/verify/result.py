@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-__all__ = ["VerifyResult", "batched", "prepared_by"]
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+__all__ = ["VerifyResult", "batched", "prepared_by", "with_arguments"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,13 +33,16 @@ class VerifyResult:
 
 
 def prepared_by(prepare: Callable[..., object]) -> Callable[[F], F]:
-    """Decorate a verify function: `prepare(**arguments)` runs before its first call, with the recipe's arguments."""
+    """Decorate a verify function: `prepare` runs before its first call, with the recipe's arguments as it gets them."""
+    return _marked(_verifier_prepare=prepare)
 
-    def mark(function: F) -> F:
-        vars(function)["_verifier_prepare"] = prepare
-        return function
 
-    return mark
+def with_arguments(model: "type[BaseModel]") -> Callable[[F], F]:
+    """Decorate a verify function whose arguments are a pydantic model, which checks them when the recipe is read.
+
+    It is called as `verify(prompt, completion, answer, arguments, **row)`, so that no column can stand in for one.
+    """
+    return _marked(arguments_model=model)
 
 
 def batched(size: int) -> Callable[[F], F]:
@@ -45,9 +51,12 @@ def batched(size: int) -> Callable[[F], F]:
     It is called as `verify(prompts, completions, answers, rows, **arguments)`, each a list of equal length, `rows` of
     dicts, and returns a list with one number or `VerifyResult` for each.
     """
+    return _marked(_verifier_batch=size)
 
+
+def _marked(**marks: Any) -> Callable[[F], F]:
     def mark(function: F) -> F:
-        vars(function)["_verifier_batch"] = size
+        vars(function).update(marks)
         return function
 
     return mark

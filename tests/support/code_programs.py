@@ -3,7 +3,18 @@
 Words like `@secret@` are filled in by a test. A program that prints `contained` had no success.
 """
 
-__all__ = ["ATTACKS", "CHEATS", "CHEAT_TESTS"]
+from typing import Any
+
+from areal_lite.verify.builtin.code import CodeArguments, code
+
+__all__ = ["ATTACKS", "CHEATS", "CHEAT_TESTS", "run_code"]
+
+
+def run_code(program: str, **options: Any) -> Any:
+    """Score a program; options are arguments of the verifier, the others columns of the row."""
+    arguments = {name: options.pop(name) for name in CodeArguments.model_fields if name in options}
+    return code("", program, "", CodeArguments(**arguments), **options)
+
 
 _HELP = """
 import os, sys, time, signal, socket

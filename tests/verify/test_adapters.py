@@ -12,7 +12,7 @@ from places import FIXTURES
 from areal_lite.config.paths import with_absolute_eval_paths
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import PluginError
-from areal_lite.verify.adapters import reasoning_gym, trl, verl
+from areal_lite.verify.adapters import GymArguments, TrlArguments, VerlArguments, reasoning_gym, trl, verl
 from areal_lite.verify.result import VerifyResult
 
 FUNCTIONS = FIXTURES / "reward_functions.py"
@@ -30,14 +30,15 @@ def call_trl(
     answers = [f"a{index}" for index in range(len(completions))]
     call = trl(
         ["p"] * len(completions), completions, answers, rows or [{}] * len(completions),
-        function=f"{FUNCTIONS}:{name}", **arguments,
+        TrlArguments(function=f"{FUNCTIONS}:{name}", **arguments),
     )  # fmt: skip
     results: list[Any] = asyncio.run(call)  # type: ignore[arg-type]
     return [result.reward if isinstance(result, VerifyResult) else result for result in results]
 
 
-def call_verl(name: str, completion: str, answer: str, **others: Any) -> VerifyResult:
-    result: VerifyResult = asyncio.run(verl("p", completion, answer, function=f"{FUNCTIONS}:{name}", **others))
+def call_verl(name: str, completion: str, answer: str, *, keywords: Any = None, **row: Any) -> VerifyResult:
+    arguments = VerlArguments(function=f"{FUNCTIONS}:{name}", arguments=keywords or {})
+    result: VerifyResult = asyncio.run(verl("p", completion, answer, arguments, **row))
     return result
 
 
@@ -69,7 +70,7 @@ def test_a_trl_function_gets_chats_where_asked_or_where_there_were_turns() -> No
 
 
 def test_a_trl_function_may_be_async_and_log_metrics() -> None:
-    call = trl(["p"], ["c"], ["a"], [{}], function=f"{FUNCTIONS}:waits")
+    call = trl(["p"], ["c"], ["a"], [{}], TrlArguments(function=f"{FUNCTIONS}:waits"))
     assert asyncio.run(call) == [VerifyResult(0.5, metrics={"mean_length": 2.5})]  # type: ignore[arg-type]
 
 
@@ -83,7 +84,7 @@ def test_a_verl_function_gets_its_four_arguments() -> None:
 
 
 def test_a_verl_mapping_gives_its_score_and_its_other_numbers() -> None:
-    result = call_verl("compute_score_with_more", "7", "7", arguments={"scale": 2.0})
+    result = call_verl("compute_score_with_more", "7", "7", keywords={"scale": 2.0})
     assert (result.reward, dict(result.metrics)) == (2.0, {"acc": 1.0, "length": 2.0})
 
 
@@ -133,17 +134,17 @@ def test_gold_answers_of_a_family_score_1_and_others_less(family: str) -> None:
         row = gym_row(family, index)
         gold = row["reasoning_gym_entry"]["answer"]
         for completion in (gold, f" {gold}\n", f"I think so.\n#### {gold}", f"So: <answer>{gold}</answer>."):
-            assert reasoning_gym("p", completion, gold, **row).reward == 1.0
-        assert reasoning_gym("p", "<answer>certainly not this</answer>", gold, **row).reward < 1.0
+            assert reasoning_gym("p", completion, gold, GymArguments(), **row).reward == 1.0
+        assert reasoning_gym("p", "<answer>certainly not this</answer>", gold, GymArguments(), **row).reward < 1.0
 
 
 @pytest.mark.gym
 def test_the_answer_is_taken_from_where_the_recipe_says() -> None:
     row = gym_row("chain_sum", 0)
     gold = row["reasoning_gym_entry"]["answer"]
-    assert reasoning_gym("p", f"1+1=2#{gold}", gold, **row, extract=r"#(-?\d+)").reward == 1.0
-    assert reasoning_gym("p", f"{gold} 7{gold}", gold, **row, extract=r"^\S+").reward == 1.0
-    nothing = reasoning_gym("p", gold, gold, **row, extract=r"#(-?\d+)")
+    assert reasoning_gym("p", f"1+1=2#{gold}", gold, GymArguments(extract=r"#(-?\d+)"), **row).reward == 1.0
+    assert reasoning_gym("p", f"{gold} 7{gold}", gold, GymArguments(extract=r"^\S+"), **row).reward == 1.0
+    nothing = reasoning_gym("p", gold, gold, GymArguments(extract=r"#(-?\d+)"), **row)
     assert (nothing.reward, nothing.feedback) == (0.0, "no answer found")
 
 
@@ -151,13 +152,13 @@ def test_the_answer_is_taken_from_where_the_recipe_says() -> None:
 def test_an_answer_that_breaks_its_scorer_scores_0_and_a_broken_row_fails() -> None:
     """prime_factorization parses answers without care. Seen failing with every exception of a scorer passed on."""
     row = gym_row("prime_factorization", 0)
-    assert reasoning_gym("p", "2 times 3", "", **row).reward == 0.0
+    assert reasoning_gym("p", "2 times 3", "", GymArguments(), **row).reward == 0.0
     row["reasoning_gym_entry"]["answer"] = "two times three"
     with pytest.raises(ValueError, match="two times three"):
-        reasoning_gym("p", "2 times 3", "", **row)
+        reasoning_gym("p", "2 times 3", "", GymArguments(), **row)
 
 
 @pytest.mark.gym
 def test_an_unknown_family_is_an_error_and_no_reward() -> None:
     with pytest.raises(PluginError, match="chain_summ"):
-        reasoning_gym("p", "1", "1", reasoning_gym_dataset="chain_summ", reasoning_gym_entry={})
+        reasoning_gym("p", "1", "1", GymArguments(), reasoning_gym_dataset="chain_summ", reasoning_gym_entry={})

@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 from places import DOCS
 
+from areal_lite.errors import VerifierError
 from areal_lite.verify.builtin.final_answer import final_answer
-from areal_lite.verify.builtin.math import math
+from areal_lite.verify.builtin.math import MathArguments, math
+from areal_lite.verify.protocol import prepare_verifier
 
+SIX = MathArguments(decimals=6)
 PAIRS: list[dict[str, Any]] = json.loads((DOCS / "math-verifier.json").read_text())["pairs"]
 
 
@@ -89,9 +92,9 @@ def test_the_final_answer_is_found_by_its_mark(text: str, answer: str, mark: str
 def test_a_reference_with_nothing_to_compare_is_an_error() -> None:
     """Not a 0: nothing the completion could have written would be right. Seen failing with the check left out."""
     with pytest.raises(ValueError, match="must hold an expression"):
-        math("", r"\boxed{5}", "")
+        math("", r"\boxed{5}", "", SIX)
     with pytest.raises(ValueError, match="nan or zoo"):
-        math("", r"\boxed{5}", r"\frac{1}{0}")
+        math("", r"\boxed{5}", r"\frac{1}{0}", SIX)
 
 
 def test_an_error_of_the_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +106,7 @@ def test_an_error_of_the_library_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(math_verify.grader, "sympy_expr_eq", broken)
     with pytest.raises(RuntimeError, match="lost"):
-        math("", r"\boxed{x}", "x+1")
+        math("", r"\boxed{x}", "x+1", SIX)
 
 
 def test_the_library_sets_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,19 +114,24 @@ def test_the_library_sets_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
     import signal
 
     monkeypatch.setattr(signal, "alarm", lambda seconds: pytest.fail("an alarm was set"))
-    assert math("", r"\boxed{x+1}", "1+x") == 1.0
+    assert math("", r"\boxed{x+1}", "1+x", SIX) == 1.0
 
 
 def test_plain_numbers_are_equal_only_exactly() -> None:
     """0.3333333 and 0.3333334 agree to six places, which is enough for expressions. Seen failing without the path."""
-    assert math("", "#### 0.3333334", "0.3333333") == 0.0
-    assert [math("", text, "1234") for text in ("#### 1,234", "$1234.00", "#### -1234", "#### 1234%")] == [1, 1, 0, 1]
+    assert math("", "#### 0.3333334", "0.3333333", SIX) == 0.0
+    assert [math("", text, "1234", SIX) for text in ("#### 1,234", "$1234.00", "#### -1234", "#### 1234%")] == [
+        1,
+        1,
+        0,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("arguments", [{"decimals": -1}, {"decimals": "6"}, {"precision": 3}])
 def test_wrong_arguments_fail_when_the_verifier_is_prepared(arguments: dict[str, Any]) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        vars(math)["_verifier_prepare"](**arguments)
+    with pytest.raises(VerifierError, match="ValidationError"):
+        prepare_verifier(math, arguments)
 
 
 @pytest.mark.data
@@ -138,7 +146,7 @@ def test_gsm8k_scores_its_own_answers_and_no_others(name: str) -> None:
     start = time.monotonic()
     failures = []
     for index, row in enumerate(rows):
-        scores = [math(row["question"], rows[other]["answer"], row["answer"]) for other in (index, index - 1)]
+        scores = [math(row["question"], rows[other]["answer"], row["answer"], SIX) for other in (index, index - 1)]
         if scores != [1.0, float(answers[index] == answers[index - 1])]:
             failures.append((index, row["answer"], rows[index - 1]["answer"], scores))
     assert failures == []
@@ -153,8 +161,8 @@ def test_gsm8k_without_marks_goes_through_the_library() -> None:
     answers = [json.loads(line)["answer"].split("####")[1].strip() for line in lines]
     for index, answer in enumerate(answers):
         equal = float(Decimal(answer.replace(",", "")) == Decimal(answers[index - 1].replace(",", "")))
-        assert math("", f"In all that makes {answer} dollars", f"#### {answer}") == 1.0
-        assert math("", rf"So $\frac{{{answer}}}{{1}}$ it is.", f"#### {answers[index - 1]}") == equal
+        assert math("", f"In all that makes {answer} dollars", f"#### {answer}", SIX) == 1.0
+        assert math("", rf"So $\frac{{{answer}}}{{1}}$ it is.", f"#### {answers[index - 1]}", SIX) == equal
 
 
 def gsm8k_folder() -> Path:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from code_programs import ATTACKS
+from code_programs import ATTACKS, run_code
 
-from areal_lite.verify.builtin.code import code
 from areal_lite.verify.tree import descendants
 
 PROCESSES = 6
@@ -18,7 +17,7 @@ LIMITS = {"wall_s": 1.0, "total_s": 3.0, "cpu_s": 5, "memory_mb": 256, "disk_mb"
 
 def attack(name: str, *, token: str = "", expected: str = "contained") -> Any:
     program = ATTACKS[name].replace("@token@", token).replace("@processes@", str(PROCESSES))
-    return code("", program, "", sandbox="plain", tests=[{"input": "", "output": expected}], **LIMITS)
+    return run_code(program, sandbox="plain", tests=[{"input": "", "output": expected}], **LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -61,11 +60,11 @@ def test_its_own_environment_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of its parent can still be read where the system shows it."""
     monkeypatch.setenv("A_SECRET", "hidden")
     program = "import os; print('hidden' in repr(dict(os.environ)))"
-    assert code("", program, "", sandbox="plain", tests=[{"input": "", "output": "False"}], **LIMITS).reward == 1.0
+    assert run_code(program, sandbox="plain", tests=[{"input": "", "output": "False"}], **LIMITS).reward == 1.0
 
 
 def test_a_file_is_no_larger_than_allowed_and_its_folder_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     program = "open('large', 'wb').write(b'x' * 2 ** 25)"
-    assert code("", program, "", sandbox="plain", tests=[{"input": "", "output": ""}], **LIMITS).metrics["crash"] == 1.0
+    assert run_code(program, sandbox="plain", tests=[{"input": "", "output": ""}], **LIMITS).metrics["crash"] == 1.0
     assert list(tmp_path.iterdir()) == []

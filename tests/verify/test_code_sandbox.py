@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from code_programs import ATTACKS
+from code_programs import ATTACKS, run_code
 
-from areal_lite.verify.builtin.code import code
 from areal_lite.verify.tree import descendants
 
 pytestmark = pytest.mark.sandbox
@@ -44,7 +43,7 @@ class Outside:
         values = {"port": self.server.getsockname()[1], "parent": os.getpid(), "processes": PROCESSES}
         for word, value in {**values, "token": self.token, "secret": self.secret, "folder": self.folder}.items():
             program = program.replace(f"@{word}@", str(value))
-        return code("", program, "", **{"sandbox": "bubblewrap", "tests": CONTAINED, **LIMITS, **options})
+        return run_code(program, **{"sandbox": "bubblewrap", "tests": CONTAINED, **LIMITS, **options})
 
     def is_untouched(self) -> bool:
         return self.secret.read_text() == self.token and [item.name for item in self.folder.iterdir()] == ["secret.txt"]
@@ -176,7 +175,7 @@ def test_the_folder_is_gone_afterwards(outside: Outside) -> None:
     """A case finds nothing of the case before it."""
     program = "import os; print(os.listdir('/tmp')); open('/tmp/left', 'w').write('x')"
     tests = [{"input": "", "output": "[]"}] * 2
-    assert code("", program, "", sandbox="bubblewrap", tests=tests, **LIMITS).reward == 1.0
+    assert run_code(program, sandbox="bubblewrap", tests=tests, **LIMITS).reward == 1.0
 
 
 def test_the_standard_library_works_inside(outside: Outside) -> None:
@@ -192,7 +191,7 @@ except ImportError:
     print("no torch")
 print("contained" if exit else "")
 """
-    result = code("", program, "", sandbox="bubblewrap", tests=[{"input": "", "output": "hello\nno torch\ncontained"}])
+    result = run_code(program, sandbox="bubblewrap", tests=[{"input": "", "output": "hello\nno torch\ncontained"}])
     assert (result.reward, result.feedback) == (1.0, "")
 
 
@@ -204,5 +203,5 @@ def names(): return sorted(os.listdir("/program"))
 def others(): return [p for p in os.listdir("/proc") if p.isdigit() and int(p) not in (1, os.getpid())]
 """
     asserts = ["assert names() == ['candidate.py', 'remote.py', 'stdin']", "assert others() == []"]
-    result = code("", program, "", sandbox="bubblewrap", asserts=asserts)
+    result = run_code(program, sandbox="bubblewrap", asserts=asserts)
     assert (result.reward, result.feedback) == (1.0, "")

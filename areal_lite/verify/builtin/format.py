@@ -1,47 +1,46 @@
-"""The verifier `format`: whether a completion has its tags in their places. Runs in the verifier's process."""
+"""The verifier `format`: whether a completion has its tags in their places."""
 
 import functools
 import re
-from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from areal_lite.verify.result import prepared_by
+from pydantic import AfterValidator, Field
 
-__all__ = ["format_tags"]
+from areal_lite.verify.arguments import Arguments
+from areal_lite.verify.result import with_arguments
 
-_TAGS = ("think", "answer")
+__all__ = ["FormatArguments", "format_tags"]
 
 
-def _check_tags(*, tags: Sequence[str] = _TAGS) -> None:
-    if isinstance(tags, str) or not tags or not all(isinstance(tag, str) for tag in tags):
-        raise ValueError(f"tags must be a list of names, e.g. [think, answer], got {tags!r}")
-    if wrong := [tag for tag in tags if not re.fullmatch(r"[\w-]+", tag)]:
-        raise ValueError(f"a tag must be a word without brackets, got {wrong[0]!r}")
+def _all_different(tags: list[str]) -> list[str]:
     if len(set(tags)) != len(tags):
-        raise ValueError(f"tags must be different ones, got {list(tags)}")
+        raise ValueError(f"tags must be different ones, got {tags}")
+    return tags
 
 
-@prepared_by(_check_tags)
-def format_tags(prompt: str, completion: str, answer: str, *, tags: Sequence[str] = _TAGS, **row: Any) -> float:
+class FormatArguments(Arguments):
+    """Of `format`."""
+
+    tags: Annotated[
+        list[Annotated[str, Field(pattern="^[\\w-]+$")]], Field(min_length=1), AfterValidator(_all_different)
+    ] = Field(["think", "answer"])
+    """names in order, without brackets; other tags are text like any other"""
+
+
+@with_arguments(FormatArguments)
+def format_tags(prompt: str, completion: str, answer: str, arguments: FormatArguments, /, **row: Any) -> float:
     """Score 1 where the completion is made of its tags: each once, in order, nothing but white space outside, else 0.
 
     A template may end with the first tag, to have the model go on from there: a prompt that ends with `<think>`
     counts as the start of its completion.
 
     Example:
-        >>> format_tags("7+5=?", "<think>12</think> <answer>12</answer>", "12")
+        >>> format_tags("7+5=?", "<think>12</think> <answer>12</answer>", "12", FormatArguments())
         1.0
-        >>> format_tags("7+5=?", "<answer>12</answer><think>12</think>", "12")
+        >>> format_tags("7+5=?", "<answer>12</answer><think>12</think>", "12", FormatArguments())
         0.0
-
-    Args:
-        prompt: Looked at for a first tag.
-        completion: What the model wrote.
-        answer: Not looked at.
-        tags: Names in order; other tags are text like any other.
-        **row: Not looked at.
     """
-    names = tuple(tags)
+    names = tuple(arguments.tags)
     opening = f"<{names[0]}>"
     text = opening + completion if prompt.rstrip().endswith(opening) else completion
     wanted = [mark for name in names for mark in (f"<{name}>", f"</{name}>")]

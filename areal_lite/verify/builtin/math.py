@@ -1,4 +1,4 @@
-r"""The verifier `math`: equal in mathematics, not in letters. Runs in the verifier's process.
+r"""The verifier `math`: equal in mathematics, not in letters.
 
 What counts as equal is up to the library math-verify; docs/math-verifier.md shows where it agrees with people.
 """
@@ -9,10 +9,13 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from areal_lite.verify.builtin.final_answer import FinalAnswer, final_answer
-from areal_lite.verify.result import prepared_by
+from pydantic import Field
 
-__all__ = ["math"]
+from areal_lite.verify.arguments import Arguments
+from areal_lite.verify.builtin.final_answer import FinalAnswer, final_answer
+from areal_lite.verify.result import prepared_by, with_arguments
+
+__all__ = ["MathArguments", "math"]
 
 _PLAIN_NUMBER = re.compile(r"\\?\$?\s*(-?)\s*\\?\$?\s*(\d{1,3}(?:(?:,|\{,\})\d{3})+|\d+)?(\.\d+)?\.?")
 _DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[")
@@ -22,14 +25,20 @@ _COMMANDS = re.compile(r"\\(?:text|mathrm|mathbf|operatorname|begin|end)\s*\{[^{
 _WORD = re.compile(r"(?!(?:sin|cos|tan|cot|sec|csc|log|exp|sqrt|arc|abs|max|min|det|inf|infty|oo)\b)[A-Za-z]{3,}")
 
 
-def _check(*, decimals: int = 6) -> None:
-    if isinstance(decimals, bool) or not isinstance(decimals, int) or not 0 <= decimals <= 15:
-        raise ValueError(f"decimals must be a whole number from 0 to 15, got {decimals!r}")
+class MathArguments(Arguments):
+    """Of `math`."""
+
+    decimals: int = Field(6, ge=0, le=15)
+    """places to which decimals must agree"""
+
+
+def _prepare(_: MathArguments) -> None:
     _parse("\\boxed{\\frac{1}{2}}")  # the first parse builds tables for a second
 
 
-@prepared_by(_check)
-def math(prompt: str, completion: str, answer: str, *, decimals: int = 6, **row: Any) -> float:
+@prepared_by(_prepare)
+@with_arguments(MathArguments)
+def math(prompt: str, completion: str, answer: str, arguments: MathArguments, /, **row: Any) -> float:
     r"""Score 1 where the completion's final answer equals the reference's, else 0.
 
     The final answer is what the last `\boxed{}` holds, else what stands behind `####`, else behind "the answer is",
@@ -38,15 +47,10 @@ def math(prompt: str, completion: str, answer: str, *, decimals: int = 6, **row:
     a failure `timeout`.
 
     Example:
-        >>> math("7+5=?", "7+5=12, so \\boxed{12}", "#### 12"), math("", "The answer is $0.5$.", "\\frac{1}{2}")
-        (1.0, 1.0)
-
-    Args:
-        prompt: Not looked at.
-        completion: What the model wrote.
-        answer: The reference: an answer, or a whole worked solution.
-        decimals: Places to which decimals must agree.
-        **row: Not looked at.
+        >>> math("7+5=?", "7+5=12, so \\boxed{12}", "#### 12", MathArguments())
+        1.0
+        >>> math("", "The answer is $0.5$.", "\\frac{1}{2}", MathArguments())
+        1.0
 
     Raises:
         ValueError: The reference holds nothing to compare with; that is no fault of the completion's.
@@ -60,7 +64,7 @@ def math(prompt: str, completion: str, answer: str, *, decimals: int = 6, **row:
     if not target:
         raise ValueError(f"the reference must hold an expression, got {answer!r:.200}")
     found = _parse(_expression(given))
-    return float(bool(found) and _equal(target, found, decimals))
+    return float(bool(found) and _equal(target, found, arguments.decimals))
 
 
 def _plain_number(text: str) -> Decimal | None:

@@ -2,14 +2,16 @@
 
 import re
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
+from pydantic import Field
+
+from areal_lite.verify.arguments import Arguments
 from areal_lite.verify.builtin.final_answer import final_answer
-from areal_lite.verify.result import prepared_by
+from areal_lite.verify.result import with_arguments
 
-__all__ = ["numeric", "read_number"]
+__all__ = ["NumericArguments", "numeric", "read_number"]
 
-_Percent = Literal["share", "unit"]
 _MAX_EXPONENT = 400  # a float's range; 1e999999999 would take all memory as an exact number
 
 _FIGURES = r"(?:\d+(?:(?:,|\{,\}|\\,)\d{3}(?!\d))+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
@@ -59,25 +61,19 @@ def _plain(figures: str) -> Fraction:
     return Fraction(re.sub(r"[,{}\\]", "", figures))
 
 
-def _check(*, relative: float = 1e-6, absolute: float = 0.0, percent: _Percent = "share") -> None:
-    for name, value in (("relative", relative), ("absolute", absolute)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            raise ValueError(f"{name} must be a number from 0 up, got {value!r}")
-    if percent not in get_args(_Percent):
-        raise ValueError(f"percent must be share or unit, got {percent!r}")
+class NumericArguments(Arguments):
+    """Of `numeric`."""
+
+    relative: float = Field(1e-06, ge=0)
+    """distance allowed, as a share of the reference's size"""
+    absolute: float = Field(0.0, ge=0)
+    """distance allowed, in the reference's unit; the larger of the two counts"""
+    percent: Literal["share", "unit"] = "share"
+    """share = 75% is 0.75; unit = 75% is 75"""
 
 
-@prepared_by(_check)
-def numeric(
-    prompt: str,
-    completion: str,
-    answer: str,
-    *,
-    relative: float = 1e-6,
-    absolute: float = 0.0,
-    percent: _Percent = "share",
-    **row: Any,
-) -> float:
+@with_arguments(NumericArguments)
+def numeric(prompt: str, completion: str, answer: str, arguments: NumericArguments, /, **row: Any) -> float:
     r"""Score 1 where the completion's number is the reference's within a tolerance, else 0.
 
     Read is the last number of what `\boxed{}`, `####` or "the answer is" marks, else of the whole text. Thousands
@@ -85,19 +81,10 @@ def numeric(
     understood. Units are left out, not converted: 5 km is 5 m.
 
     Example:
-        >>> numeric("", "It weighs 1,250 kg.", "1250"), numeric("", "75%", "0.75"), numeric("", "9.81", "9.8")
-        (1.0, 1.0, 0.0)
-        >>> numeric("", "9.81", "9.8", relative=0.01)
+        >>> numeric("", "It weighs 1,250 kg.", "1250", NumericArguments())
         1.0
-
-    Args:
-        prompt: Not looked at.
-        completion: What the model wrote.
-        answer: The reference, read in the same way.
-        relative: Distance allowed, as a share of the reference's size.
-        absolute: Distance allowed, in the reference's unit; the larger of the two counts.
-        percent: `share` = 75% is 0.75; `unit` = 75% is 75.
-        **row: Not looked at.
+        >>> numeric("", "9.81", "9.8", NumericArguments()), numeric("", "9.81", "9.8", NumericArguments(relative=0.01))
+        (0.0, 1.0)
 
     Raises:
         ValueError: The reference holds no number; that is no fault of the completion's.
@@ -107,9 +94,8 @@ def numeric(
         raise ValueError(f"the reference answer must hold a number, got {answer!r:.200}")
     if given is None:
         return 0.0
-    target, value = (
-        item.value / 100 if item.is_percent and percent == "share" else item.value for item in (expected, given)
-    )
+    of_hundred = 100 if arguments.percent == "share" else 1
+    target, value = (item.value / of_hundred if item.is_percent else item.value for item in (expected, given))
     # As it is written: the float 0.3 is a little less than three tenths.
-    allowed = max(Fraction(str(relative)) * abs(target), Fraction(str(absolute)))
+    allowed = max(Fraction(str(arguments.relative)) * abs(target), Fraction(str(arguments.absolute)))
     return float(abs(value - target) <= allowed)

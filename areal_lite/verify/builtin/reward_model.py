@@ -1,33 +1,42 @@
 """A learned reward: the score that a model of `areal-lite reward-model` gives a completion.
 
 Named in a recipe as `reward_model`, with `verifier.arguments: {model: FOLDER}`, a model's folder or the folder of the
-run that made it. Runs in the verifier's process, which loads the model once.
+run that made it. Heavy imports happen inside: a recipe's arguments are checked with this file.
 """
 
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from pydantic import Field
 
+from areal_lite.config.fields import ModelFolder
 from areal_lite.record.model_folder import find_model_folder
-from areal_lite.verify.result import batched, prepared_by
+from areal_lite.verify.arguments import Arguments
+from areal_lite.verify.result import batched, prepared_by, with_arguments
 
-__all__ = ["reward_model"]
+__all__ = ["RewardModelArguments", "reward_model"]
 
 _CALL_SIZE = 64
 
 
-def _prepare(*, model: str, device: str = "cpu", max_batch: int = 16) -> None:
-    if isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1:
-        raise ValueError(f"max_batch must be a whole number from 1 up, got {max_batch!r}")
-    _load(model, device)
+class RewardModelArguments(Arguments):
+    """Of `reward_model`."""
+
+    model: ModelFolder
+    """the reward model's folder, or the folder of its run"""
+    device: str = "cpu"
+    """where it computes; each process of the verifier holds a copy"""
+    max_batch: int = Field(16, ge=1)
+    """texts in one forward pass at most; texts of similar length share one"""
 
 
 @functools.cache
 def _load(model: str, device: str) -> tuple[Any, Any]:
     """Return the tokenizer and the model."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
     folder = find_model_folder(model, option="verifier.arguments.model")
     # From another model's folder, transformers would make up a head of random numbers.
     if not any("SequenceClassification" in name for name in AutoConfig.from_pretrained(folder).architectures or []):
@@ -36,17 +45,16 @@ def _load(model: str, device: str) -> tuple[Any, Any]:
     return AutoTokenizer.from_pretrained(folder), scorer.to(device).eval()
 
 
-@prepared_by(_prepare)
+@prepared_by(lambda arguments: _load(arguments.model, arguments.device))
 @batched(_CALL_SIZE)
+@with_arguments(RewardModelArguments)
 def reward_model(
     prompts: Sequence[str],
     completions: Sequence[str],
     answers: Sequence[str],
     rows: Sequence[Mapping[str, Any]],
-    *,
-    model: str,
-    device: str = "cpu",
-    max_batch: int = 16,
+    arguments: RewardModelArguments,
+    /,
 ) -> list[float]:
     """Score completions as the reward model was trained to: prompt, completion, end of sequence.
 
@@ -63,9 +71,7 @@ def reward_model(
         completions: What the policy wrote.
         answers: Not looked at.
         rows: Not looked at.
-        model: The reward model's folder, or the folder of its run.
-        device: Where it computes; each process of the verifier holds a copy.
-        max_batch: Texts in one forward pass at most; texts of similar length share one.
+        arguments: The recipe's.
 
     Returns:
         A score each; only differences between completions of one prompt mean something.
@@ -73,16 +79,14 @@ def reward_model(
     Raises:
         ValueError: A text is longer than the model can read.
     """
-    tokenizer, scorer = _load(model, device)
-    texts = [
-        _token_ids(prompt, completion, tokenizer, limit=getattr(scorer.config, "max_position_embeddings", None))
-        for prompt, completion in zip(prompts, completions, strict=True)
-    ]
+    tokenizer, scorer = _load(arguments.model, arguments.device)
+    limit = getattr(scorer.config, "max_position_embeddings", None)
+    texts = [_token_ids(*pair, tokenizer, limit=limit) for pair in zip(prompts, completions, strict=True)]
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
     scores = [0.0] * len(texts)
-    for start in range(0, len(order), max_batch):
-        part = order[start : start + max_batch]
-        for index, score in zip(part, _forward(scorer, [texts[index] for index in part], device), strict=True):
+    for start in range(0, len(order), arguments.max_batch):
+        part = order[start : start + arguments.max_batch]
+        for index, score in zip(part, _forward(scorer, [texts[index] for index in part]), strict=True):
             scores[index] = score
     return scores
 
@@ -102,18 +106,20 @@ def _starts_with_special(prompt: str, tokenizer: Any) -> bool:
     return tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
 
 
-def _forward(scorer: Any, texts: Sequence[Sequence[int]], device: str) -> list[float]:
+def _forward(scorer: Any, texts: Sequence[Sequence[int]]) -> list[float]:
     """Score texts in one pass, padded on the right.
 
     transformers reads the score at the last token that is not the model's padding: what is filled in has to be that
     very token, and a model without one gets its texts one by one, as it takes no batch.
     """
+    import torch
+
     padding = scorer.config.get_text_config().pad_token_id
     if padding is None and len(texts) > 1:
-        return [_forward(scorer, [text], device)[0] for text in texts]
+        return [_forward(scorer, [text])[0] for text in texts]
     width = max(map(len, texts))
-    ids_BT = torch.tensor([[*text, *[padding] * (width - len(text))] for text in texts], device=device)
-    mask_BT = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts], device=device)
+    ids_BT = torch.tensor([[*text, *[padding] * (width - len(text))] for text in texts], device=scorer.device)
+    mask_BT = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts], device=scorer.device)
     with torch.inference_mode():
         scores_B = scorer(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False).logits[:, 0]
     return [float(score) for score in scores_B]

@@ -15,11 +15,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pydantic import Field
+
 from areal_lite.errors import VerifierError
+from areal_lite.verify.arguments import Arguments
 from areal_lite.verify.tree import descendants
 
 __all__ = ["FOLDER", "Kind", "Limits", "choose_kind", "launch", "sweeping"]
@@ -54,22 +56,22 @@ os.execv(sys.executable, [sys.executable, "-I", *sys.argv[6:]])
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class Limits(Arguments):
     """What one program may take."""
 
-    wall_s: float
-    """Seconds from the start of the program."""
-    cpu_s: int
-    """Seconds of one process on a core."""
-    memory_mb: int
-    """Address space of one process, and resident memory of all, in MiB."""
-    output_kb: int
-    """Standard output and error together, in KiB."""
-    disk_mb: int
-    """One file, and in bubblewrap the whole temporary folder, in MiB."""
-    processes: int
-    """Processes and threads at once."""
+    wall_s: float = Field(10.0, gt=0)
+    """seconds that one case, or all asserts together, may take; for programs that sleep: far above cpu_s it decides
+    nothing on a busy machine"""
+    cpu_s: int = Field(2, gt=0)
+    """processor seconds of one process"""
+    memory_mb: int = Field(512, gt=0)
+    """address space of a process, and resident memory of all, in MiB"""
+    output_kb: int = Field(256, gt=0)
+    """standard output and error together, in KiB, beyond what is expected"""
+    disk_mb: int = Field(16, gt=0)
+    """a file, and in bubblewrap the whole temporary folder, in MiB"""
+    processes: int = Field(8, gt=0)
+    """processes and threads at once"""
 
 
 @functools.cache

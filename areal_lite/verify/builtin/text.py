@@ -1,17 +1,29 @@
 """Verify functions on text: the last number of an answer, an exact answer, a pattern, a choice of several.
 
-Named in a recipe as `last_number`, `exact`, `regex` and `multiple_choice`. They run in the verifier's process.
+Named in a recipe as `last_number`, `exact`, `regex` and `multiple_choice`.
 """
 
 import functools
 import re
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from areal_lite.verify.result import prepared_by
+from pydantic import AfterValidator
 
-__all__ = ["exact", "final_number", "last_number", "multiple_choice", "regex"]
+from areal_lite.verify.arguments import Arguments
+from areal_lite.verify.result import with_arguments
+
+__all__ = [
+    "ChoiceArguments",
+    "ExactArguments",
+    "RegexArguments",
+    "exact",
+    "final_number",
+    "last_number",
+    "multiple_choice",
+    "regex",
+]
 
 # A minus between two numbers is an operator. Thousands may be separated: 1,234.5
 _NUMBER = re.compile(r"(?:(?<![0-9])-)?(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)")
@@ -47,124 +59,57 @@ def final_number(text: str) -> Decimal | None:
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
-def _check_exact(*, strip: bool = True, ignore_case: bool = False) -> None:
-    _must_be_boolean(strip=strip, ignore_case=ignore_case)
+class ExactArguments(Arguments):
+    """Of `exact`."""
+
+    strip: bool = True
+    """leave out white space at both ends, of both"""
+    ignore_case: bool = False
+    """upper and lower case are the same"""
 
 
-def _must_be_boolean(**values: object) -> None:
-    for name, value in values.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} must be true or false, got {value!r}")
-
-
-@prepared_by(_check_exact)
-def exact(
-    prompt: str, completion: str, answer: str, *, strip: bool = True, ignore_case: bool = False, **row: Any
-) -> float:
+@with_arguments(ExactArguments)
+def exact(prompt: str, completion: str, answer: str, arguments: ExactArguments, /, **row: Any) -> float:
     """Score 1 where the completion is the reference, else 0.
 
     Example:
-        >>> exact("Capital of France?", " Paris ", "Paris"), exact("Capital of France?", "paris", "Paris")
+        >>> exact("", " Paris ", "Paris", ExactArguments()), exact("", "paris", "Paris", ExactArguments())
         (1.0, 0.0)
-
-    Args:
-        prompt: Not looked at.
-        completion: What the model wrote, all of it.
-        answer: The reference.
-        strip: Leave out white space at both ends, of both.
-        ignore_case: Upper and lower case are the same.
-        **row: Not looked at.
     """
-    pair = [text.strip() if strip else text for text in (completion, answer)]
-    first, second = (text.casefold() if ignore_case else text for text in pair)
+    pair = [text.strip() if arguments.strip else text for text in (completion, answer)]
+    first, second = (text.casefold() if arguments.ignore_case else text for text in pair)
     return float(first == second)
 
 
-_Mode = Literal["search", "full"]
+class RegexArguments(Arguments):
+    """Of `regex`."""
+
+    pattern: re.Pattern[str] | None = None
+    """for every row, in Python's syntax, flags as in (?s); null = the row's answer"""
+    mode: Literal["search", "full"] = "search"
+    """search = anywhere, full = the whole completion"""
+    ignore_case: bool = False
+    """upper and lower case are the same"""
 
 
-@functools.lru_cache(maxsize=256)
-def _compiled(pattern: str, ignore_case: bool) -> re.Pattern[str]:
-    return re.compile(pattern, re.IGNORECASE if ignore_case else 0)
-
-
-def _check_regex(*, pattern: str | None = None, mode: _Mode = "search", ignore_case: bool = False) -> None:
-    if mode not in get_args(_Mode):
-        raise ValueError(f"mode must be search or full, got {mode!r}")
-    _must_be_boolean(ignore_case=ignore_case)
-    if pattern is not None:
-        _compiled(pattern, ignore_case)
-
-
-@prepared_by(_check_regex)
-def regex(
-    prompt: str,
-    completion: str,
-    answer: str,
-    *,
-    pattern: str | None = None,
-    mode: _Mode = "search",
-    ignore_case: bool = False,
-    **row: Any,
-) -> float:
+@with_arguments(RegexArguments)
+def regex(prompt: str, completion: str, answer: str, arguments: RegexArguments, /, **row: Any) -> float:
     r"""Score 1 where a pattern matches the completion, else 0.
 
     A pattern may take exponential time on some completion. What ends it is the verifier's deadline, as a failure
     `timeout`; matching holds the interpreter, so nothing in this process could.
 
     Example:
-        >>> regex("", "It was 1969.", "", pattern=r"\b19\d\d\b"), regex("", "in 1969", r"19\d\d", mode="full")
+        >>> century = RegexArguments(pattern=r"\b19\d\d\b")
+        >>> regex("", "It was 1969.", "", century), regex("", "in 1969", r"19\d\d", RegexArguments(mode="full"))
         (1.0, 0.0)
-
-    Args:
-        prompt: Not looked at.
-        completion: What the model wrote.
-        answer: The pattern, where `pattern` gives none.
-        pattern: A pattern for every row, in the syntax of Python's `re`; flags inside, as in `(?s)`.
-        mode: `search` = anywhere, `full` = the whole completion, white space included.
-        ignore_case: Upper and lower case are the same.
-        **row: Not looked at.
 
     Raises:
         re.error: The row's answer is no pattern.
     """
-    compiled = _compiled(answer if pattern is None else pattern, ignore_case)
-    return float(bool(compiled.search(completion) if mode == "search" else compiled.fullmatch(completion)))
-
-
-def _check_choice(*, choices: int | Sequence[str] = 5) -> None:
-    _letters(choices)
-
-
-@prepared_by(_check_choice)
-def multiple_choice(
-    prompt: str, completion: str, answer: str, *, choices: int | Sequence[str] = 5, **row: Any
-) -> float:
-    r"""Score 1 where the completion's choice is the reference's, else 0.
-
-    A statement (`\boxed{B}`, "the answer is B", "Answer: (B)") goes before a mention ("(B)", "B." or "B)" at the
-    start of a line, a line with nothing but "B"); among several of a kind the last one wins. With the choices' texts
-    given, a completion without either chooses the text it ends with.
-
-    Example:
-        >>> multiple_choice("", "(A) is too small. The answer is (C), not (D).", "C")
-        1.0
-
-    Args:
-        prompt: Not looked at.
-        completion: What the model wrote.
-        answer: A letter, also as "(B)" or "B. text", or the text of a choice.
-        choices: How many there are, or their texts in order; a column `choices` of the row serves as well.
-        **row: Not looked at.
-
-    Raises:
-        ValueError: The reference is none of the choices; that is no fault of the completion's.
-    """
-    letters, texts = _letters(choices), () if isinstance(choices, int) else tuple(map(str, choices))
-    expected = _named_choice(answer, letters, texts) or _stated_choice(answer, letters)
-    if expected is None:
-        raise ValueError(f"the reference must be one of {letters} or the text of a choice, got {answer!r:.200}")
-    return float((_stated_choice(completion, letters) or _last_text(completion, letters, texts)) == expected)
+    pattern = answer if arguments.pattern is None else arguments.pattern.pattern
+    compiled = re.compile(pattern, re.IGNORECASE if arguments.ignore_case else 0)
+    return float(bool((compiled.search if arguments.mode == "search" else compiled.fullmatch)(completion)))
 
 
 def _letters(choices: int | Sequence[str]) -> str:
@@ -173,6 +118,58 @@ def _letters(choices: int | Sequence[str]) -> str:
     if isinstance(choices, bool | str) or not 2 <= count <= len(_LETTERS):
         raise ValueError(f"choices must be a number from 2 to {len(_LETTERS)}, or as many texts, got {choices!r:.200}")
     return _LETTERS[:count]
+
+
+def _nameable(choices: int | list[str]) -> int | list[str]:
+    _letters(choices)
+    return choices
+
+
+class ChoiceArguments(Arguments):
+    """Of `multiple_choice`."""
+
+    choices: Annotated[int | list[str], AfterValidator(_nameable)] = 5
+    """how many there are, or their texts in order; a column choices of the row goes before it"""
+
+
+@with_arguments(ChoiceArguments)
+def multiple_choice(
+    prompt: str,
+    completion: str,
+    answer: str,
+    arguments: ChoiceArguments,
+    /,
+    *,
+    choices: int | Sequence[str] | None = None,
+    **row: Any,
+) -> float:
+    r"""Score 1 where the completion's choice is the reference's, else 0.
+
+    A statement (`\boxed{B}`, "the answer is B", "Answer: (B)") goes before a mention ("(B)", "B." or "B)" at the
+    start of a line, a line with nothing but "B"); among several of a kind the last one wins. With the choices' texts
+    given, a completion without either chooses the text it ends with.
+
+    Example:
+        >>> multiple_choice("", "(A) is too small. The answer is (C), not (D).", "C", ChoiceArguments())
+        1.0
+
+    Args:
+        prompt: Not looked at.
+        completion: What the model wrote.
+        answer: A letter, also as "(B)" or "B. text", or the text of a choice.
+        arguments: The recipe's.
+        choices: A column of the row, in place of `arguments.choices`.
+        **row: Not looked at.
+
+    Raises:
+        ValueError: The reference is none of the choices; that is no fault of the completion's.
+    """
+    choices = arguments.choices if choices is None else choices
+    letters, texts = _letters(choices), () if isinstance(choices, int) else tuple(map(str, choices))
+    expected = _named_choice(answer, letters, texts) or _stated_choice(answer, letters)
+    if expected is None:
+        raise ValueError(f"the reference must be one of {letters} or the text of a choice, got {answer!r:.200}")
+    return float((_stated_choice(completion, letters) or _last_text(completion, letters, texts)) == expected)
 
 
 def _named_choice(answer: str, letters: str, texts: Sequence[str]) -> str | None:
