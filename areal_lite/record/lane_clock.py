@@ -1,17 +1,18 @@
-"""Shares of time and histograms, as pure functions of the event log.
+"""Shares of time from the event log: how long each lane spent in which state.
 
-A `LaneClock` is fed the events of one lane in order and adds up how long the lane spent in each state. The
-controller reads its totals after every step (a step's share is a difference of two readings); the summary
-reads them at the first and the last trained step; a report can feed `events.jsonl` again and gets the same,
-because a reading changes nothing: events that arrive late still count from their own time.
+A `LaneClock` is fed the events of one lane in order. A reading changes nothing, so that events that arrive late still
+count from their own time; a share is of the difference of two readings.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from areal_lite.events import Event
 
-__all__ = ["PAUSE_PARTS", "LaneClock", "fraction", "mean", "median", "rollout_clock", "trainer_clock"]
+__all__ = ["PAUSE_PARTS", "LaneClock", "fraction", "rollout_clock", "trainer_clock"]
+
+PAUSE_PARTS = ("pausing", "transferring", "reloading", "stamping")
+"""States of a rollout lane that make up a pause, from the pause call to the resume."""
 
 _ROLLOUT_STATES = {
     "pause": "pausing",
@@ -22,18 +23,9 @@ _ROLLOUT_STATES = {
     "resumed": "generating",
     "lost": "lost",
 }
-"""A rollout lane's state after an event: a pause runs from the pause call to the resume, draining apart; a worker
-that was lost neither idles nor is busy."""
+"""The state after an event; a worker that was lost neither idles nor is busy."""
 
-PAUSE_PARTS = ("pausing", "transferring", "reloading", "stamping")
-"""States of a rollout lane that make up a pause."""
-
-_TRAINER_STATES = {
-    "wait": "waiting",
-    "train": "training",
-    "trained": "publishing",
-    "published": "other",
-}
+_TRAINER_STATES = {"wait": "waiting", "train": "training", "trained": "publishing", "published": "other"}
 
 
 class LaneClock:
@@ -57,10 +49,8 @@ class LaneClock:
         self._totals = self.read(time)
         self._time = time if self._time is None else max(time, self._time)
         self._state = self._states.get(kind, self._state)
-        if kind == "running":
-            self._running = event["n"]
-        elif kind == "lost":
-            self._running = 0
+        if kind in ("running", "lost"):
+            self._running = event.get("n", 0)
 
     def read(self, time: float) -> dict[str, float]:
         """Return seconds per state up to a time, plus `slot_seconds`, the integral of running samples."""
@@ -84,25 +74,6 @@ def trainer_clock() -> LaneClock:
 
 def fraction(before: Mapping[str, float], after: Mapping[str, float], *states: str) -> float:
     """Share of the time between two readings of a clock that was spent in some states."""
-
-    def total(reading: Mapping[str, float]) -> float:
-        return sum(value for state, value in reading.items() if state != "slot_seconds")
-
-    elapsed = total(after) - total(before)
-    spent = sum(after.get(state, 0.0) - before.get(state, 0.0) for state in states)
-    return spent / elapsed if elapsed > 0 else 0.0
-
-
-def mean(values: Iterable[float | None]) -> float | None:
-    """Mean of the figures that exist; None of nothing."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-def median(values: list[float]) -> float:
-    """Median; 0 of nothing."""
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    if not ordered:
-        return 0.0
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    spent = {state: total - before.get(state, 0.0) for state, total in after.items() if state != "slot_seconds"}
+    elapsed = sum(spent.values())
+    return sum(spent.get(state, 0.0) for state in states) / elapsed if elapsed > 0 else 0.0

@@ -8,7 +8,7 @@ from typing import Any
 from areal_lite.events import EventBuffer
 from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.view import View
-from areal_lite.record.recorder import Recorder
+from areal_lite.record.online_recorder import OnlineRecorder
 
 __all__ = ["Collector"]
 
@@ -18,7 +18,9 @@ _EVERY_S = 0.5
 class Collector:
     """Brings the events and gauges of all lanes to the recorder, and says once what a user must know."""
 
-    def __init__(self, cluster: Cluster, *, recorder: Recorder, view: View, logs: str, own: list[EventBuffer]) -> None:
+    def __init__(
+        self, cluster: Cluster, *, recorder: OnlineRecorder, view: View, logs: str, own: list[EventBuffer]
+    ) -> None:
         """Take note of whom to ask.
 
         Args:

@@ -27,7 +27,7 @@ from areal_lite.launch.run.parity import largest_logprob_difference
 from areal_lite.launch.run.remote import describe, result
 from areal_lite.launch.run.signals import Interrupts
 from areal_lite.launch.run.view import View
-from areal_lite.record.recorder import Recorder
+from areal_lite.record.online_recorder import OnlineRecorder
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.sample_queue.requests import BatchInfo
 from areal_lite.types import Group, Prompt
@@ -79,7 +79,7 @@ class Controller:
         self._model_folder, self._prompts, self._eval_prompts = model_folder, prompts, eval_prompts
         self._trainer_lane, self._handover_lane = EventBuffer("trainer"), EventBuffer("handover")
         self._controller_lane = EventBuffer("controller")
-        self._recorder = Recorder(config, folder)
+        self._recorder = OnlineRecorder(config, folder)
         self._watchdog = Watchdog(config.run.stall_timeout_s)
         self._evaluation: Evaluation | None = None
         self._interrupts = Interrupts()

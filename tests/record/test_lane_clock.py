@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_lite.events import Event, EventBuffer
-from areal_lite.record.lane_clock import LaneClock, fraction, median, rollout_clock, trainer_clock
+from areal_lite.record.lane_clock import LaneClock, fraction, rollout_clock, trainer_clock
 
 
 def events(*rows: tuple[float, str] | tuple[float, str, int]) -> list[Event]:
@@ -152,11 +152,6 @@ def test_no_time_has_no_shares() -> None:
     """Seen failing with a division by zero."""
     assert fraction({}, {}, "idle") == 0.0
     assert fraction({"idle": 1.0}, {"idle": 1.0}, "idle") == 0.0
-
-
-@pytest.mark.parametrize(("values", "middle"), [([], 0.0), ([3.0], 3.0), ([5.0, 1.0, 9.0], 5.0), ([4.0, 1.0], 2.5)])
-def test_median(values: list[float], middle: float) -> None:
-    assert median(values) == middle
 
 
 # --- the event buffer ---

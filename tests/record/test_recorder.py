@@ -15,7 +15,7 @@ from ledger_builders import FakeClock, make_sample
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.events import Event
 from areal_lite.record.metrics import METRICS
-from areal_lite.record.recorder import Recorder
+from areal_lite.record.online_recorder import OnlineRecorder
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.types import Group, Prompt, Score
 
@@ -56,7 +56,8 @@ def config(tmp_path: Path) -> Config:
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     clock = FakeClock()
     clock.now = BEGIN
-    monkeypatch.setattr("areal_lite.record.recorder.time", SimpleNamespace(time=clock))
+    for module in ("recorder", "online_recorder"):
+        monkeypatch.setattr(f"areal_lite.record.{module}.time", SimpleNamespace(time=clock))
     return clock
 
 
@@ -66,11 +67,11 @@ def folder(config: Config) -> RunFolder:
 
 
 @pytest.fixture
-def recorder(config: Config, folder: RunFolder, clock: FakeClock) -> Recorder:
-    return Recorder(config, folder)
+def recorder(config: Config, folder: RunFolder, clock: FakeClock) -> OnlineRecorder:
+    return OnlineRecorder(config, folder)
 
 
-def do_step(recorder: Recorder, step: int, *, tokens: float = 0.0, **changes: Any) -> dict[str, Any]:
+def do_step(recorder: OnlineRecorder, step: int, *, tokens: float = 0.0, **changes: Any) -> dict[str, Any]:
     timings = {"trainer_wait_s": 1.0, "train_s": 2.0, "publish_s": 0.25}
     return recorder.step(
         make_stats(**changes), step=step, tokens_generated=tokens, ledger={"trained": 2 * step}, **timings
@@ -93,7 +94,7 @@ def read_json(folder: RunFolder, name: str) -> Any:
 # --- the contract ---
 
 
-def test_every_promised_key_is_in_the_row_and_in_the_summary(recorder: Recorder, folder: RunFolder) -> None:
+def test_every_promised_key_is_in_the_row_and_in_the_summary(recorder: OnlineRecorder, folder: RunFolder) -> None:
     """Seen failing with `paused_s` and with `trained_tokens_per_s` renamed."""
     recorder.evaluation(0, 0.25, by_source={"arith": 0.25})
     recorder.parity(1e-6)
@@ -108,7 +109,7 @@ def test_every_promised_key_is_in_the_row_and_in_the_summary(recorder: Recorder,
     assert list((folder.path / "tensorboard").iterdir())
 
 
-def test_what_was_not_measured_is_not_in_the_row(recorder: Recorder) -> None:
+def test_what_was_not_measured_is_not_in_the_row(recorder: OnlineRecorder) -> None:
     """A figure belongs to one row. Seen failing with `_pending` kept after the step."""
     recorder.evaluation(0, 0.25, by_source={"arith": 0.25})
     recorder.parity(1e-6)
@@ -116,14 +117,14 @@ def test_what_was_not_measured_is_not_in_the_row(recorder: Recorder) -> None:
     assert not set(MEASURED_KEYS) & do_step(recorder, 2).keys()
 
 
-def test_a_run_that_ended_before_its_first_step_has_a_summary(recorder: Recorder, folder: RunFolder) -> None:
+def test_a_run_that_ended_before_its_first_step_has_a_summary(recorder: OnlineRecorder, folder: RunFolder) -> None:
     summary = recorder.summary("failed: StallError: no progress", ledger={})
     assert [key for key in SUMMARY_KEYS if key not in summary] == []
     assert (summary["steps"], summary["version"], summary["reward_first"]) == (0, 0, None)
     assert read_json(folder, "summary.json")["status"] == "failed: StallError: no progress"
 
 
-def test_what_is_not_a_number_is_null_and_what_is_infinite_is_not(recorder: Recorder, folder: RunFolder) -> None:
+def test_what_is_not_a_number_is_null_and_what_is_infinite_is_not(recorder: OnlineRecorder, folder: RunFolder) -> None:
     """A parity that is infinite or NaN must not look like one that was not measured.
 
     Seen failing with NaN written as it is, with infinity as null (the summary then named no parity at all), and with
@@ -166,7 +167,7 @@ SCRIPT = [
 ]
 
 
-def play(recorder: Recorder, clock: FakeClock, *, until: float, step: int, **changes: Any) -> dict[str, Any]:
+def play(recorder: OnlineRecorder, clock: FakeClock, *, until: float, step: int, **changes: Any) -> dict[str, Any]:
     """Tell what happened since the last step, then complete a step."""
     now = BEGIN + until
     recorder.feed([item for item in SCRIPT if clock.now <= item["time"] < now])
@@ -174,7 +175,7 @@ def play(recorder: Recorder, clock: FakeClock, *, until: float, step: int, **cha
     return do_step(recorder, step, **changes)
 
 
-def test_rates_and_occupancy_of_one_step(recorder: Recorder, clock: FakeClock) -> None:
+def test_rates_and_occupancy_of_one_step(recorder: OnlineRecorder, clock: FakeClock) -> None:
     """From 4 to 12 s: 8 s with 4 and 2 of 2 * 4 slots running, 4 samples trained, 800 tokens generated.
 
     Seen failing with occupancy over the slots of one worker, and with rates since the start.
@@ -189,7 +190,7 @@ def test_rates_and_occupancy_of_one_step(recorder: Recorder, clock: FakeClock) -
     assert row["train_s"] == 2.0
 
 
-def test_shares_lie_between_the_first_and_the_last_step(recorder: Recorder, clock: FakeClock) -> None:
+def test_shares_lie_between_the_first_and_the_last_step(recorder: OnlineRecorder, clock: FakeClock) -> None:
     """From 4 to 20 s: 16 s; what was before the first trained step (a start-up) does not count.
 
     rollout/0: idle 2 s, paused 1 s (0.5 call, 0.25 transfer, 0.125 reload, 0.125 stamp), slot seconds 14 * 4;
@@ -217,7 +218,7 @@ def test_shares_lie_between_the_first_and_the_last_step(recorder: Recorder, cloc
     assert summary["publish_s_median"] == 0.25
 
 
-def test_rewards_of_both_ends_are_means_of_ten_steps(recorder: Recorder) -> None:
+def test_rewards_of_both_ends_are_means_of_ten_steps(recorder: OnlineRecorder) -> None:
     """Seen failing with the first and the last row alone."""
     for step in range(1, 31):
         do_step(recorder, step, reward_mean=float(step))
@@ -226,7 +227,7 @@ def test_rewards_of_both_ends_are_means_of_ten_steps(recorder: Recorder) -> None
     assert summary["reward_last"] == pytest.approx(25.5)
 
 
-def test_histograms_of_ages_and_lengths(recorder: Recorder) -> None:
+def test_histograms_of_ages_and_lengths(recorder: OnlineRecorder) -> None:
     """Lengths in classes of 16 tokens, named by their lower end."""
     lengths = [1, 15, 16, 40]
     samples = [{"end": 1.0, "tokens": tokens, "spans": []} for tokens in lengths]
@@ -241,7 +242,7 @@ def test_histograms_of_ages_and_lengths(recorder: Recorder) -> None:
     assert summary["ledger"] == {"trained": 4}
 
 
-def test_the_worst_parity_of_all_stands_in_the_summary(recorder: Recorder) -> None:
+def test_the_worst_parity_of_all_stands_in_the_summary(recorder: OnlineRecorder) -> None:
     """One measured after the last row as well. Seen failing with the last one instead of the largest."""
     for step, difference in enumerate([1e-6, 3e-5, 2e-6], start=1):
         recorder.parity(difference)
@@ -251,7 +252,7 @@ def test_the_worst_parity_of_all_stands_in_the_summary(recorder: Recorder) -> No
     assert recorder.summary("done", ledger={})["parity_max_abs_logprob_diff"] == 4e-5
 
 
-def test_samples_are_readable(recorder: Recorder, folder: RunFolder) -> None:
+def test_samples_are_readable(recorder: OnlineRecorder, folder: RunFolder) -> None:
     prompt = Prompt(prompt_id="train/0/1", text="7+25=?", token_ids=(1, 2), answer="32")
     sample = dataclasses.replace(
         make_sample(versions=(3, 3, 4)), text="7+25=32#32", score=Score(reward=np.float32(1.0))
@@ -271,7 +272,7 @@ def test_samples_are_readable(recorder: Recorder, folder: RunFolder) -> None:
 
 
 def test_a_resumed_run_continues_where_the_first_one_ended(
-    config: Config, folder: RunFolder, recorder: Recorder, clock: FakeClock
+    config: Config, folder: RunFolder, recorder: OnlineRecorder, clock: FakeClock
 ) -> None:
     """Rows, time, evaluations, histograms and rewards of both parts; shares and rates of the second alone.
 
@@ -286,7 +287,7 @@ def test_a_resumed_run_continues_where_the_first_one_ended(
     recorder.summary("interrupted", ledger={"trained": 4})
 
     clock.now += 5000.0
-    again = Recorder(config, folder)
+    again = OnlineRecorder(config, folder)
     assert again.evaluations == {0: 0.25}
     assert [row["step"] for row in again.rows] == [1, 2]
     again.feed([group])
@@ -307,7 +308,7 @@ def test_a_resumed_run_continues_where_the_first_one_ended(
     assert summary["samples_per_s"] == pytest.approx(4 / 10)
 
 
-def test_the_event_log_holds_every_event(recorder: Recorder, folder: RunFolder) -> None:
+def test_the_event_log_holds_every_event(recorder: OnlineRecorder, folder: RunFolder) -> None:
     recorder.feed(SCRIPT[:7])
     recorder.feed([])
     recorder.feed(SCRIPT[7:])

@@ -53,7 +53,7 @@ def test_lanes_do_not_close_each_others_slices() -> None:
     ]
     trace = to_trace(log)
     names = {row["pid"]: row["args"]["name"] for row in rows_of(trace, "M")}
-    assert [(names[row["pid"]], row["dur"]) for row in rows_of(trace, "X")] == [("rollout/1", 1e6), ("rollout/0", 5e6)]
+    assert [(names[row["pid"]], row["dur"]) for row in rows_of(trace, "X")] == [("rollout/0", 5e6), ("rollout/1", 1e6)]
 
 
 def test_samples_that_overlap_each_have_a_line_with_their_versions() -> None:
