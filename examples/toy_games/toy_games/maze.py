@@ -1,6 +1,6 @@
 """Mazes on a square grid: their text, one move, and exact shortest ways.
 
-Called by `games.py` and by the verifier `gridworld`. A maze reads row by row, rows parted by `/`: `S` is the start, `G`
+A maze reads row by row, rows parted by `/`: `S` is the start, `G`
 the goal, `#` a wall and `.` free, as in `S.#/.../.#G`.
 """
 
