@@ -100,7 +100,8 @@ install_torch_cpu() {
         pip install --extra-index-url "$TORCH_CPU_INDEX" "torch==$torch_pin"
 }
 
-install_project() { pip install --editable ".[$extra,dev]"; }
+# The example of a plug-in package comes along, as the recipe mixed_cpu plays one of its games.
+install_project() { pip install --editable ".[$extra,dev]" --editable examples/toy_games; }
 
 # Apart from the rest: one of the packages it brings (pycosat) is compiled, and not every machine has a C compiler.
 install_gym() { pip install --editable ".[$extra,dev,gym]"; }
@@ -116,7 +117,7 @@ extra=${1:-${made_for%% *}}
 extra=${extra:-cpu}
 [ "$extra" = cpu ] || [ "$extra" = gpu ] || stop "./setup.sh cpu, or ./setup.sh gpu" "$extra" "choose one"
 wanted="$extra $PWD"
-fingerprint=$({ cat pyproject.toml setup.sh && echo "$wanted"; } | sha256sum | cut -d ' ' -f 1)
+fingerprint=$({ cat pyproject.toml examples/toy_games/pyproject.toml setup.sh && echo "$wanted"; } | sha256sum | cut -d ' ' -f 1)
 
 if [ -x "$PYTHON" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$fingerprint" ]; then
     echo "set-up: .venv is ready ($extra)"

@@ -8,7 +8,7 @@ import ray
 from areal_lite.actors.process import log_to_file
 from areal_lite.config.recipe import Config
 from areal_lite.data.mix import make_cursor
-from areal_lite.data.source import load_sources
+from areal_lite.data.prompts import load_sources
 from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
 from areal_lite.sample_queue.server import QueueServer
 from areal_lite.sample_queue.service import restore

@@ -13,6 +13,7 @@ COPY pyproject.toml README.md LICENSE setup.sh ./
 COPY areal_lite ./areal_lite
 COPY actors ./actors
 COPY launch ./launch
+COPY examples/toy_games ./examples/toy_games
 RUN PIP_NO_CACHE_DIR=1 ./setup.sh gpu
 
 ENV PATH=/areal-lite/.venv/bin:$PATH

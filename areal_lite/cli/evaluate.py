@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from areal_lite.config.paths import with_absolute_eval_paths
 from areal_lite.config.recipe import Config
-from areal_lite.data.source import load_source
+from areal_lite.data.prompts import load_source
 from areal_lite.errors import ArealLiteError, ConfigError, EngineError
 from areal_lite.record.model_folder import find_model_folder
 from areal_lite.rollout.engine import GenerationEngine

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from areal_lite.config.recipe import Config, suggestion
 from areal_lite.config.sections import VerifierConfig
-from areal_lite.data.names import with_names
-from areal_lite.data.prompts import check_columns, make_task, read_jsonl
+from areal_lite.data.prompts import with_names
+from areal_lite.data.rows import check_columns, read_jsonl
+from areal_lite.data.tasks import make_task
 from areal_lite.errors import DataError
 from areal_lite.types import Prompt
 from areal_lite.verify.protocol import Reply

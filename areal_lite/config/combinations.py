@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["combination_problems"]
 
-GAMES = ("guess_number", "gridworld")
-"""Sources whose tasks are played in turns."""
-
 
 def combination_problems(config: "Config") -> Iterable[str]:
     """Yield one sentence (field, value, remedy) per impossible combination."""
@@ -94,13 +91,6 @@ def _workflow_problems(config: "Config") -> Iterable[str]:
             f"{config.run.stall_timeout_s:g}: a run that waits for one reply so long counts as stalled; lower the one "
             "or raise the other"
         )
-    for name, source in config.data.sources.items():
-        if source.source in GAMES and (source.workflow or rollout.workflow) == "single_turn":
-            where = f"data.mix.{name}" if config.data.mix else "data"
-            yield (
-                f"{where}.source={source.source} is a game of several turns, got the workflow single_turn: set "
-                f"{where}.workflow={source.source}"
-            )
 
 
 def _has_turns(config: "Config") -> bool:

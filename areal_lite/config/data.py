@@ -7,7 +7,9 @@ import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from areal_lite.config.plugins import split_name
 from areal_lite.config.sections import DataConfig, Section, SourceConfig
+from areal_lite.errors import PluginError
 
 __all__ = ["RESERVED_COLUMNS", "data_problems"]
 
@@ -20,8 +22,9 @@ _PATHS = {
     "dataset": "the path of a datasets folder, or a hub id",
 }
 """What `path` is, of the kinds that have one."""
-_FILE_KEYS = ("path", "eval_path", "prompt_column", "answer_column", "columns", "max_bad_fraction")
-_OWN_SECTIONS = ("arith", "reasoning_gym", "guess_number", "gridworld")
+_PATH_KEYS = ("path", "eval_path")
+_ROW_KEYS = ("prompt_column", "answer_column", "columns", "max_bad_fraction")
+_OWN_SECTIONS = ("arith", "reasoning_gym")
 _MADE_FROM = {"seed": "seed", "size": "train_size and eval_size"}
 """Arguments that every family of reasoning-gym has, and the settings that take their place."""
 
@@ -55,7 +58,18 @@ def _source_problems(source: SourceConfig, where: str, known: Mapping[str, Seque
     kind = source.source
     if kind in _PATHS and source.path is None:
         yield f"{where}.source={kind} needs {where}.path, got none: give {_PATHS[kind]}"
-    for key in _changed(source, _FILE_KEYS) if kind not in _PATHS else ():
+    is_plugin = kind not in (*_PATHS, *_OWN_SECTIONS)
+    if is_plugin:
+        try:
+            split_name(kind, kind="source")
+        except PluginError as error:
+            yield f"{where}.source: {error}"
+    elif source.arguments:
+        yield (
+            f"{where}.arguments are not read with {where}.source={kind}, only with a plug-in's function: leave them out"
+        )
+    unread = () if kind in _PATHS else _PATH_KEYS if is_plugin else _PATH_KEYS + _ROW_KEYS
+    for key in _changed(source, unread):
         yield (
             f"{where}.{key}={getattr(source, key)} is not read with {where}.source={kind}: set {where}.source=jsonl "
             "(or parquet, or dataset), or leave it out"

@@ -81,7 +81,8 @@ def _resolved_data(data: DataConfig) -> DataConfig:
 def _resolved_source(source: Source) -> Source:
     fields = ("path", "eval_path")
     from_hub = [name for name in fields if source.source == "dataset" and is_hub_id(getattr(source, name) or "")]
-    return _resolved(source, *(name for name in fields if name not in from_hub))
+    resolved = _resolved(source, *(name for name in fields if name not in from_hub))
+    return resolved.model_copy(update={"source": _resolved_function(source.source)})
 
 
 def _with_model(section: S, field: str, *, name: str) -> S:

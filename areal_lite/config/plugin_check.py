@@ -43,6 +43,9 @@ def _named(config: Config) -> Iterable[tuple[str, str, str]]:
         yield "rollout.workflow", rollout.workflow, "workflow"
     for key, workflow in rollout.workflows.items():
         yield f"rollout.workflows.{key}.function", workflow.function, "workflow"
+    for key, source in config.data.sources.items():
+        if ":" in source.source:
+            yield f"data.mix.{key}.source" if config.data.mix else "data.source", source.source, "source"
 
 
 def _in_module(module: str) -> str | None:

@@ -18,7 +18,7 @@ from areal_lite.errors import PluginError
 
 __all__ = ["PLUGIN_GROUPS", "find_function", "known_names", "split_name", "with_a_colon"]
 
-PLUGIN_GROUPS = {"verifier": "areal_lite.verifiers", "workflow": "areal_lite.workflows"}
+PLUGIN_GROUPS = {"verifier": "areal_lite.verifiers", "workflow": "areal_lite.workflows", "source": "areal_lite.sources"}
 """What can be named, and the entry-point group that holds its names."""
 
 

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from areal_lite.config.fields import FunctionName
+
 __all__ = [
     "COMMANDS",
     "ArithConfig",
@@ -15,8 +17,6 @@ __all__ = [
     "CurriculumConfig",
     "DataConfig",
     "FilterConfig",
-    "GridworldConfig",
-    "GuessConfig",
     "GymConfig",
     "MixedSourceConfig",
     "ModelConfig",
@@ -146,38 +146,6 @@ class GymConfig(Section):
     """seed of both splits"""
 
 
-class GuessConfig(Section):
-    """The game of guessing a number (`source: guess_number`)."""
-
-    max_number: int = Field(99, ge=2)
-    """numbers are 1 to this"""
-    max_turns: int = Field(8, ge=1)
-    """guesses allowed"""
-    train_size: int = Field(2048, ge=1)
-    """training games"""
-    eval_size: int = Field(64, ge=1)
-    """held-out games"""
-    seed: int = Field(0, ge=0)
-    """seed of both splits"""
-
-
-class GridworldConfig(Section):
-    """Mazes walked one move a turn (`source: gridworld`)."""
-
-    size: int = Field(4, ge=2, le=9)
-    """rows and columns"""
-    walls: int = Field(3, ge=0)
-    """blocked cells; the goal stays reachable"""
-    max_turns: int = Field(12, ge=1)
-    """moves allowed"""
-    train_size: int = Field(2048, ge=1)
-    """training mazes"""
-    eval_size: int = Field(64, ge=1)
-    """held-out mazes"""
-    seed: int = Field(0, ge=0)
-    """seed of both splits"""
-
-
 class FilterConfig(Section):
     """Which rows of a source are used; the others are counted and left out."""
 
@@ -190,8 +158,10 @@ class FilterConfig(Section):
 class SourceConfig(Section):
     """One source of prompts."""
 
-    source: Literal["arith", "jsonl", "parquet", "dataset", "reasoning_gym", "guess_number", "gridworld"] = "arith"
-    """jsonl, parquet = files; dataset = a folder or hub id for the datasets library; others: built in"""
+    source: FunctionName = "arith"
+    """jsonl, parquet = files; dataset = a folder or hub id; arith, reasoning_gym = built in; or a function's name"""
+    arguments: dict[str, Any] = {}
+    """arguments of the function that source names, e.g. {seed: 1}"""
     path: str | None = None
     """training rows: a file, a datasets folder, or a hub id"""
     eval_path: str | None = None
@@ -217,8 +187,6 @@ class SourceConfig(Section):
     filter: FilterConfig = FilterConfig()
     arith: ArithConfig = ArithConfig()
     reasoning_gym: GymConfig = GymConfig()
-    guess_number: GuessConfig = GuessConfig()
-    gridworld: GridworldConfig = GridworldConfig()
 
 
 class MixedSourceConfig(SourceConfig):
@@ -249,7 +217,7 @@ class DataConfig(SourceConfig):
     @property
     def sources(self) -> Mapping[str, SourceConfig]:
         """The sources by name, the first part of their prompts' ids; one alone is named after its kind."""
-        return self.mix or {self.source: self}
+        return self.mix or {self.source.rpartition(":")[2]: self}
 
 
 class WorkflowConfig(Section):

@@ -15,9 +15,9 @@ from areal_lite.config.sections import MixedSourceConfig, SourceConfig, WarmStar
 from areal_lite.data.arith import CHARACTERS, worked_solutions
 from areal_lite.data.encode import encode_texts
 from areal_lite.data.offline import Example
-from areal_lite.data.prompts import Task
-from areal_lite.data.source import section_of
+from areal_lite.data.prompts import section_of
 from areal_lite.data.sources import FILE_SOURCES, load_tasks
+from areal_lite.data.tasks import Task
 from areal_lite.errors import ConfigError
 
 if TYPE_CHECKING:

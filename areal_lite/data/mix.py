@@ -118,5 +118,5 @@ def make_cursor(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> Sour
         is_plain = curriculum.strength == 0
         cursors[name] = plain if is_plain else CurriculumCursor(plain, settings=curriculum, seed=seed)
     if not config.data.mix:
-        return cursors[config.data.source]
+        return next(iter(cursors.values()))
     return MixedCursor(cursors, weights={name: source.weight for name, source in config.data.mix.items()})

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.data.arith import held_out_solutions, preference_pairs, worked_solutions
-from areal_lite.data.prompts import check_columns, report_problems
-from areal_lite.data.rows import RowReader, Rows
+from areal_lite.data.rows import RowReader, Rows, check_columns, report_problems
 from areal_lite.data.turns import TurnTokenizer, is_whole_chat, split_pair
 from areal_lite.errors import ArealLiteError, DataError
 

@@ -1,176 +1,173 @@
-"""Tasks before they are tokenised, and the rows of files that they are made of.
+"""From a recipe to tokenised prompts: every source's tasks, filtered, with one template and one length check.
 
-Called by the sources, `rows.py` and `offline.py`. Knows nothing of tokenizers or templates; a broken row is counted,
-named by file and number, and tolerated up to a share.
+All of it is done before anything expensive starts, so that every mistake in the data shows at once. Data must not
+choose code: a row may only name a verifier or workflow that the recipe or an installed package offers.
 """
 
-import difflib
-import json
-import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING, Literal
 
-import msgpack
+from areal_lite.config.plugins import known_names
+from areal_lite.config.recipe import Config, suggestion
+from areal_lite.config.sections import SourceConfig
+from areal_lite.data.encode import encode_texts, render_chat
+from areal_lite.data.sources import load_tasks
+from areal_lite.data.tasks import Task, in_ranges, report_left_out
+from areal_lite.errors import ConfigError, DataError
+from areal_lite.types import Prompt
+from areal_lite.verify.names import known_verifier_names
 
-from areal_lite.config.data import RESERVED_COLUMNS
-from areal_lite.errors import DataError, WireError
-from areal_lite.wire import encode
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Task", "check_columns", "make_task", "read_jsonl", "report_problems"]
+__all__ = ["load_source", "load_sources", "section_of", "with_names"]
 
-_log = logging.getLogger(__name__)
-_OPTIONAL_COLUMNS = ("verifier", "workflow", "max_new_tokens")
-"""Columns with a meaning of their own; an empty cell, such as tables have, is no word at all."""
-_SHOWN = 10
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """One prompt before it is tokenised.
-
-    Example: `Task(origin="train.jsonl:17", prompt="7+25=?", answer="32", row={"level": 2})`
-    """
-
-    origin: str
-    """Where it came from, for messages."""
-    prompt: str
-    """Text of the prompt column; empty where it holds messages."""
-    answer: str
-    """Text of the answer column."""
-    messages: tuple[Mapping[str, Any], ...] = ()
-    """A chat that the model is to continue, in place of a text."""
-    row: Mapping[str, Any] = field(default_factory=dict)
-    """The other columns."""
-    demonstration: tuple[Mapping[str, str], ...] | str | None = None
-    """A worked completion; or the turns of an episode as `{"role": "assistant" or "environment", "content": ...}`."""
+Split = Literal["train", "eval"]
 
 
-def read_jsonl(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[tuple[int, str]]]:
-    """Split a file into rows and problems, each with its line number (from 1).
-
-    Raises:
-        DataError: There is no file, or nothing in it.
-    """
-    if not path.is_file():
-        raise DataError(
-            f"a JSONL file is needed, there is none at {path.absolute()}: correct data.path or data.eval_path"
-        )
-    rows, problems = [], []
-    with path.open("rb") as file:
-        for line, raw in enumerate(file, start=1):
-            if not raw.strip():
-                continue
-            try:
-                rows.append((line, _parse_line(raw)))
-            except (ValueError, OverflowError, RecursionError) as error:
-                problems.append((line, f"{error}"))
-    if not rows and not problems:
-        raise DataError(f"{path} holds no rows: a JSONL file has one JSON object a line")
-    return rows, problems
-
-
-def _parse_line(raw: bytes) -> dict[str, Any]:
-    row = json.loads(raw)
-    if not isinstance(row, dict):
-        raise ValueError(f"a row must be a JSON object, got {type(row).__name__}")
-    msgpack.packb(row)  # lone surrogates and numbers beyond 64 bit would fail much later, on the wire
-    return row
-
-
-def check_columns(path: Path, rows: Sequence[tuple[int, dict[str, Any]]], *, columns: Mapping[str, str]) -> None:
-    """Tell a wrong column name, which no row has, from a broken row."""
-    known = sorted({name for _, row in rows for name in row})
-    for option, column in columns.items():
-        if known and column not in known:
-            near = difflib.get_close_matches(column, known, n=1, cutoff=0.5)
-            raise DataError(
-                f"{path} has no column {column!r} in any row, only {', '.join(known)}: set {option}"
-                + (f" (nearest: {near[0]!r})" if near else "")
-            )
-
-
-def make_task(row: Mapping[str, Any], *, origin: str, prompt_column: str, answer_column: str) -> Task:
-    """Take a row of a file apart.
+def load_source(config: Config, tokenizer: "PreTrainedTokenizerBase", split: Split) -> list[Prompt]:
+    """Load and tokenise the prompts of a split, of all sources one after another.
 
     Args:
-        row: Columns by name.
-        origin: Names the row in messages.
-        prompt_column: Column with the prompt, a non-empty text or a list of chat messages.
-        answer_column: Column with the reference answer, a text or a number.
+        config: The recipe.
+        tokenizer: The model's tokenizer.
+        split: `eval` gives at most `eval_size` prompts of each source, none where files have no `eval_path`.
+
+    Returns:
+        Prompts with ids `split/0/index`; in a mix with ids `name/0/index`, or `name/eval/index` where held out.
 
     Raises:
-        ValueError: The row is none of the kind, or holds what cannot travel between processes.
+        DataError: A file is missing, empty or too broken, lacks a column, holds text the tokenizer cannot encode, or
+            names a verifier or workflow that is not known; or a filter leaves nothing.
+        ConfigError: A prompt leaves no room for `rollout.max_new_tokens`, or the model has no chat template.
     """
-    prompt, answer = (row.get(column) for column in (prompt_column, answer_column))
-    messages = _chat_of(prompt)
-    text = "" if messages else prompt
-    if not isinstance(text, str) or not (messages or text.strip()):
-        raise ValueError(
-            f"column {prompt_column!r} must hold a non-empty text, or chat messages with role and content, got "
-            f"{prompt!r:.60}"
-        )
-    if not isinstance(answer, str | int | float):
-        raise ValueError(f"column {answer_column!r} must hold a text or a number, got {answer!r:.60}")
-    others = {
-        name: value
-        for name, value in row.items()
-        if name not in (prompt_column, answer_column) and not (value is None and name in _OPTIONAL_COLUMNS)
+    return list(chain.from_iterable(load_sources(config, tokenizer, split).values()))
+
+
+def load_sources(config: Config, tokenizer: "PreTrainedTokenizerBase", split: Split) -> dict[str, list[Prompt]]:
+    """Return the same by the name of the source."""
+    return {
+        name: _prompts(config, source, name=name, tokenizer=tokenizer, split=split)
+        for name, source in config.data.sources.items()
     }
-    clash = [name for name in RESERVED_COLUMNS if name in others]
-    if clash:
-        raise ValueError(
-            f"column {clash[0]!r} has the name of a verifier argument: rename it with data.columns, or make it "
-            "data.prompt_column or data.answer_column"
-        )
-    _check_columns_travel({"prompt": prompt, "answer": answer, **others})
-    return Task(origin=origin, prompt=text, messages=messages, answer=str(answer), row=others)
 
 
-def _chat_of(prompt: Any) -> tuple[Mapping[str, Any], ...]:
-    """Return a prompt's chat messages; none where it is something else."""
-    is_chat = isinstance(prompt, list) and all(
-        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt
+def section_of(config: Config, name: str) -> str:
+    """Return the section of the recipe that a source is set in, for messages."""
+    return f"data.mix.{name}" if config.data.mix else "data"
+
+
+def _prompts(
+    config: Config, source: SourceConfig, *, name: str, tokenizer: "PreTrainedTokenizerBase", split: Split
+) -> list[Prompt]:
+    where = section_of(config, name)
+    limit = source.eval_size if split == "eval" else None
+    tasks = with_names(_tasks(source, split, limit, where=where), source=source, config=config)
+    tasks = [replace(task, prompt=_render(task, source, tokenizer, where=where)) for task in tasks]
+    tokens = encode_texts(
+        [task.prompt for task in tasks],
+        origins=[task.origin for task in tasks],
+        tokenizer=tokenizer,
+        # A chat template writes the special tokens itself; twice would be a prompt the model never saw.
+        add_special_tokens=not source.chat,
     )
-    return tuple(prompt) if is_chat else ()
+    pairs = _short(list(zip(tasks, tokens, strict=True)), source.filter.max_prompt_tokens, where=where)[:limit]
+    _check_lengths(config, pairs)
+    first = f"{split}/0" if not config.data.mix else f"{name}/{0 if split == 'train' else split}"
+    return [
+        Prompt(prompt_id=f"{first}/{index}", text=task.prompt, token_ids=tuple(ids), answer=task.answer, row=task.row)
+        for index, (task, ids) in enumerate(pairs)
+    ]
 
 
-def _check_columns_travel(columns: Mapping[str, Any]) -> None:
-    """Now better than much later, in the middle of a run."""
-    for name, value in columns.items():
-        try:
-            encode(value)
-        except WireError as error:
-            raise ValueError(
-                f"column {name!r} holds what cannot travel between processes, {value!r:.60} "
-                f"({error.__cause__ or error}): make it text, numbers, or lists and mappings of them, or remove it"
-            ) from error
+def _tasks(source: SourceConfig, split: Split, limit: int | None, *, where: str) -> list[Task]:
+    tasks = in_ranges(load_tasks(source, split, where=where), source.filter.ranges, where=where)
+    # Where no length counts, it is known before tokenising which tasks remain.
+    return tasks[:limit] if source.filter.max_prompt_tokens is None else tasks
 
 
-def report_problems(
-    path: Path,
-    problems: Sequence[tuple[int, str]],
-    *,
-    num_rows: int,
-    max_bad_fraction: float,
-    unit: str = "line",
-    where: str = "data",
-) -> None:
-    """Log the broken rows, given as (number, what is wrong); `where` is the recipe's section.
+def _render(task: Task, source: SourceConfig, tokenizer: "PreTrainedTokenizerBase", *, where: str) -> str:
+    if task.messages and not source.chat:
+        raise DataError(
+            f"the prompt of {task.origin} is a list of chat messages, which the model's chat template must write out: "
+            f"set {where}.chat=true"
+        )
+    text = source.template.replace("{prompt}", task.prompt)
+    if not source.chat:
+        return text
+    try:
+        return render_chat(task.messages or [{"role": "user", "content": text}], tokenizer, where=where)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise DataError(f"{error} at {task.origin}: correct the prompt, or choose another model") from error
+
+
+def _short(pairs: list[tuple[Task, list[int]]], max_tokens: int | None, *, where: str) -> list[tuple[Task, list[int]]]:
+    if max_tokens is None:
+        return pairs
+    kept = [(task, ids) for task, ids in pairs if len(ids) <= max_tokens]
+    option = f"{where}.filter.max_prompt_tokens={max_tokens}"
+    report_left_out(len(pairs) - len(kept), num_rows=len(pairs), option=option)
+    return kept
+
+
+def _check_lengths(config: Config, pairs: Sequence[tuple[Task, Sequence[int]]]) -> None:
+    room = config.model.max_context
+    too_long = []
+    for task, ids in pairs:
+        max_new_tokens = task.row.get("max_new_tokens", config.rollout.max_new_tokens)
+        if type(max_new_tokens) is not int or max_new_tokens < 1:
+            raise DataError(
+                f"a column max_new_tokens must hold whole numbers of at least 1, got {max_new_tokens!r} at "
+                f"{task.origin}: correct or remove it"
+            )
+        if len(ids) > room - max_new_tokens:
+            too_long.append((len(ids), max_new_tokens, task.origin))
+    if too_long:
+        length, max_new_tokens, origin = too_long[0]
+        raise ConfigError(
+            f"a prompt may have model.max_context - rollout.max_new_tokens = {room} - {max_new_tokens} = "
+            f"{room - max_new_tokens} tokens, got {length} at {origin} ({len(too_long)} such prompts, the longest has "
+            f"{max(too_long)[0]}): raise model.max_context, lower rollout.max_new_tokens, or remove them with "
+            "data.filter.max_prompt_tokens"
+        )
+
+
+def with_names(tasks: Sequence[Task], *, source: SourceConfig, config: Config) -> list[Task]:
+    """Return the tasks with the source's verifier and workflow where their rows name none.
 
     Raises:
-        DataError: There are too many.
+        DataError: A row names something else than a known verifier or workflow.
     """
-    for number, problem in problems[:_SHOWN]:
-        _log.warning("%s:%d is left out: %s", path, number, problem)
-    if not problems:
+    defaults = {"verifier": source.verifier, "workflow": source.workflow}
+    fill = {column: name for column, name in defaults.items() if name is not None}
+    named = [replace(task, row={**fill, **task.row}) for task in tasks] if fill else list(tasks)
+    known = {
+        "verifier": known_verifier_names(config.verifier),
+        "workflow": {*config.rollout.workflows, *known_names("workflow")},
+    }
+    for kind, names in known.items():
+        first = {repr(task.row[kind]): task for task in reversed(named) if kind in task.row}
+        for task in first.values():
+            _check(task, kind=kind, known=sorted(names))
+    return named
+
+
+def _check(task: Task, *, kind: str, known: list[str]) -> None:
+    name = task.row[kind]
+    if name in known:
         return
-    summary = f"{len(problems)} of {num_rows} rows of {path} are broken"
-    _log.warning("%s", summary)
-    if len(problems) == num_rows or len(problems) > max_bad_fraction * num_rows:
-        number, problem = problems[0]
+    option = {"verifier": "verifier.named", "workflow": "rollout.workflows"}[kind]
+    if isinstance(name, str) and ":" in name:
         raise DataError(
-            f"{summary}, more than {where}.max_bad_fraction={max_bad_fraction} allows; the first is {unit} {number}: "
-            f"{problem}. Repair the file, or raise {where}.max_bad_fraction"
+            f"the column {kind} must hold a known name, got {name!r} at {task.origin}: data must not choose code; give "
+            f"the function a name in {option}, and write that"
         )
+    raise DataError(
+        f"the column {kind} must hold one of {', '.join(known)}, got {name!r} at {task.origin}"
+        + (suggestion(name, known) if isinstance(name, str) else "")
+        + f": correct it, or add it to {option}"
+    )

@@ -1,18 +1,27 @@
 """Raw rows: a JSONL file, Parquet files, a folder of the `datasets` library, or one of its hub ids.
 
-Called by `files.py` and `offline.py`. Only a hub id is fetched from a network, and only where the caller allows it;
-nothing is cached but what `datasets` fetched, in its own cache.
+A broken row is counted, named by file and number, and tolerated up to a share. Only a hub id is fetched from a network,
+and only where the caller allows it; nothing is cached but what `datasets` fetched, in its own cache.
 """
 
+import difflib
+import json
+import logging
 import re
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from areal_lite.data.prompts import read_jsonl
+import msgpack
+
 from areal_lite.errors import DataError
 
-__all__ = ["RowReader", "Rows", "is_hub_id"]
+__all__ = ["RowReader", "Rows", "check_columns", "is_hub_id", "read_jsonl", "report_problems"]
+
+_log = logging.getLogger(__name__)
+_SHOWN = 10
+"""Broken rows that are logged one by one."""
 
 Rows = list[tuple[int, dict[str, Any]]]
 """Each row with its line number (from 1) in a file, or its row number (from 0) in a dataset."""
@@ -77,6 +86,38 @@ class RowReader:
         return self._datasets[path]
 
 
+def read_jsonl(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[tuple[int, str]]]:
+    """Split a file into rows and problems, each with its line number (from 1).
+
+    Raises:
+        DataError: There is no file, or nothing in it.
+    """
+    if not path.is_file():
+        raise DataError(
+            f"a JSONL file is needed, there is none at {path.absolute()}: correct data.path or data.eval_path"
+        )
+    rows, problems = [], []
+    with path.open("rb") as file:
+        for line, raw in enumerate(file, start=1):
+            if not raw.strip():
+                continue
+            try:
+                rows.append((line, _parse_line(raw)))
+            except (ValueError, OverflowError, RecursionError) as error:
+                problems.append((line, f"{error}"))
+    if not rows and not problems:
+        raise DataError(f"{path} holds no rows: a JSONL file has one JSON object a line")
+    return rows, problems
+
+
+def _parse_line(raw: bytes) -> dict[str, Any]:
+    row = json.loads(raw)
+    if not isinstance(row, dict):
+        raise ValueError(f"a row must be a JSON object, got {type(row).__name__}")
+    msgpack.packb(row)  # lone surrogates and numbers beyond 64 bit would fail much later, on the wire
+    return row
+
+
 def _read_parquet(path: Path) -> Rows:
     """Read a file, or all files below a folder in the order of their names; rows are numbered through."""
     import pyarrow.parquet
@@ -131,3 +172,43 @@ def _load_folder(path: Path) -> dict[str, Any]:
     except Exception as error:  # the library has no error of its own for a broken folder
         raise DataError(f"{path} is not readable as a datasets folder: {type(error).__name__}: {error}") from error
     return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
+
+
+def check_columns(path: Path | str, rows: Sequence[tuple[int, dict[str, Any]]], *, columns: Mapping[str, str]) -> None:
+    """Tell a wrong column name, which no row has, from a broken row."""
+    known = sorted({name for _, row in rows for name in row})
+    for option, column in columns.items():
+        if known and column not in known:
+            near = difflib.get_close_matches(column, known, n=1, cutoff=0.5)
+            raise DataError(
+                f"{path} has no column {column!r} in any row, only {', '.join(known)}: set {option}"
+                + (f" (nearest: {near[0]!r})" if near else "")
+            )
+
+
+def report_problems(
+    path: Path | str,
+    problems: Sequence[tuple[int, str]],
+    *,
+    num_rows: int,
+    max_bad_fraction: float,
+    unit: str = "line",
+    where: str = "data",
+) -> None:
+    """Log the broken rows, given as (number, what is wrong); `where` is the recipe's section.
+
+    Raises:
+        DataError: There are too many.
+    """
+    for number, problem in problems[:_SHOWN]:
+        _log.warning("%s:%d is left out: %s", path, number, problem)
+    if not problems:
+        return
+    summary = f"{len(problems)} of {num_rows} rows of {path} are broken"
+    _log.warning("%s", summary)
+    if len(problems) == num_rows or len(problems) > max_bad_fraction * num_rows:
+        number, problem = problems[0]
+        raise DataError(
+            f"{summary}, more than {where}.max_bad_fraction={max_bad_fraction} allows; the first is {unit} {number}: "
+            f"{problem}. Repair the file, or raise {where}.max_bad_fraction"
+        )

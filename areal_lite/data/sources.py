@@ -1,22 +1,21 @@
-"""The sources of tasks, by the kind that a recipe names: one function each.
+"""The sources of tasks, by the kind that a recipe names: built in, files, or a plug-in's function."""
 
-Called by `source.py` and the supervised warm start.
-"""
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, cast
 
-from collections.abc import Callable
-from typing import Literal
-
+from areal_lite.config.plugins import find_function
 from areal_lite.config.sections import SourceConfig
 from areal_lite.data.arith import arith_problems
-from areal_lite.data.files import file_tasks
-from areal_lite.data.games import gridworld_tasks, guess_number_tasks
 from areal_lite.data.gym import gym_tasks
-from areal_lite.data.prompts import Task
+from areal_lite.data.rows import RowReader, Rows, check_columns, report_problems
+from areal_lite.data.tasks import Task, make_task
+from areal_lite.errors import ArealLiteError, PluginError
 
 __all__ = ["FILE_SOURCES", "load_tasks"]
 
 FILE_SOURCES = ("jsonl", "parquet", "dataset")
-"""Kinds that read rows from files; the others make their tasks, and show how they are done."""
+"""Kinds that read rows from files; the others make their tasks, and may show how they are done."""
 
 Split = Literal["train", "eval"]
 
@@ -26,28 +25,101 @@ def load_tasks(source: SourceConfig, split: Split, *, where: str) -> list[Task]:
 
     Args:
         source: Of any kind.
-        split: No task of `eval` is in `train` where the source is built in.
+        split: No task of `eval` is in `train` where the source is built in; `eval` may be empty where it is not.
         where: The recipe's section, for messages: `data` or `data.mix.<name>`.
 
     Raises:
-        DataError: A file is missing, empty or too broken, or lacks a column.
+        DataError: A file is missing or empty, a column is in no row, two columns get one name, or too many rows are
+            broken.
+        PluginError: A plug-in's function is missing, or fails.
         ConfigError: A built-in source cannot make what is asked for.
     """
+    if source.source == "arith":
+        return [
+            Task(origin=f"{where}.arith {split} problem {index}", prompt=problem.prompt, answer=problem.answer)
+            for index, problem in enumerate(arith_problems(source.arith, split))
+        ]
+    if source.source == "reasoning_gym":
+        return gym_tasks(source.reasoning_gym, split, where=where)
     if source.source in FILE_SOURCES:
-        return file_tasks(source, split, where=where)
-    return _BUILT_IN[source.source](source, split, where)
+        return _file_tasks(source, split, where=where)
+    rows = list(enumerate(_plugin_rows(source, split, where=where)))
+    shown = [row.pop("demonstration", None) for _, row in rows]
+    return _tasks(rows, [], f"{source.source} {split}", source, where=where, shown=shown)
 
 
-def _arith_tasks(source: SourceConfig, split: Split, where: str) -> list[Task]:
-    return [
-        Task(origin=f"{where}.arith {split} problem {index}", prompt=problem.prompt, answer=problem.answer)
-        for index, problem in enumerate(arith_problems(source.arith, split))
-    ]
+def _plugin_rows(source: SourceConfig, split: Split, *, where: str) -> list[dict[str, Any]]:
+    function = find_function(source.source, kind="source")
+    try:
+        return [dict(row) for row in function(split, **source.arguments)]
+    except ArealLiteError:
+        raise
+    except Exception as error:  # user code
+        raise PluginError(
+            f"{where}.source={source.source} must return rows of the split {split!r}, called with the arguments "
+            f"{source.arguments}; it raised {type(error).__name__}: {error}"
+        ) from error
 
 
-_BUILT_IN: dict[str, Callable[[SourceConfig, Split, str], list[Task]]] = {
-    "arith": _arith_tasks,
-    "reasoning_gym": lambda source, split, where: gym_tasks(source.reasoning_gym, split, where=where),
-    "guess_number": lambda source, split, where: guess_number_tasks(source.guess_number, split),
-    "gridworld": lambda source, split, where: gridworld_tasks(source.gridworld, split),
-}
+def _file_tasks(source: SourceConfig, split: Split, *, where: str) -> list[Task]:
+    reader = RowReader(cast(Literal["jsonl", "parquet", "dataset"], source.source), allow_hub=True)
+    path = Path(str(source.path))  # a recipe without one is refused before
+    if split == "eval" and source.eval_path is not None:
+        path = Path(source.eval_path)
+    elif split == "eval" and not reader.has_held_out_split(path):
+        return []
+    rows, problems = reader.read(path, split=split)
+    return _tasks(rows, problems, str(path), source, where=where, shown=[None] * len(rows))
+
+
+def _tasks(
+    rows: Rows, problems: list[tuple[int, str]], name: str, source: SourceConfig, *, where: str, shown: Iterable[Any]
+) -> list[Task]:
+    """Make tasks of rows; `problems` are those of rows that could not be read."""
+    options = {f"{where}.prompt_column": source.prompt_column, f"{where}.answer_column": source.answer_column}
+    options |= {f"{where}.columns.{new}": old for new, old in source.columns.items()}
+    rows = [(number, _with_inner(row, options.values())) for number, row in rows]
+    check_columns(name, rows, columns=options)
+    tasks = []
+    for (number, row), demonstration in zip(rows, shown, strict=True):
+        try:
+            tasks.append(
+                make_task(
+                    _renamed(row, source.columns),
+                    origin=f"{name}:{number}",
+                    prompt_column=source.prompt_column,
+                    answer_column=source.answer_column,
+                    demonstration=demonstration,
+                )
+            )
+        except ValueError as error:
+            problems.append((number, str(error)))
+    report_problems(
+        name,
+        sorted(problems),
+        num_rows=len(tasks) + len(problems),
+        max_bad_fraction=source.max_bad_fraction,
+        unit="line" if source.source == "jsonl" else "row",
+        where=where,
+    )
+    return tasks
+
+
+def _with_inner(row: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Add what a name with dots reaches inside a column: `reward_model.ground_truth`."""
+    found = {}
+    for name in names:
+        value: Any = row
+        for part in name.split(".") if name not in row else ():
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None and value is not row:
+            found[name] = value
+    return row | found
+
+
+def _renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    old_names = {old: new for new, old in columns.items()}
+    clash = [new for old, new in old_names.items() if old in row and new in row and new not in old_names]
+    if clash:
+        raise ValueError(f"there is a column {clash[0]!r} already, which data.columns gives to another: choose another")
+    return {old_names.get(name, name): value for name, value in row.items()}

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lite.config.recipe import Config
 from areal_lite.data.mix import make_cursor
-from areal_lite.data.source import load_source, load_sources
+from areal_lite.data.prompts import load_source, load_sources
 from areal_lite.errors import StallError, TrainerError
 from areal_lite.launch.bench.peers import Learning
 from areal_lite.launch.bench.peers_trl import greedy_accuracy, read_line

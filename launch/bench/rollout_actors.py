@@ -18,7 +18,7 @@ from areal_lite.actors.rollout import RolloutActor
 from areal_lite.config.paths import with_absolute_paths
 from areal_lite.config.recipe import Config
 from areal_lite.data.mix import make_cursor
-from areal_lite.data.source import load_sources
+from areal_lite.data.prompts import load_sources
 from areal_lite.events import EventBuffer
 from areal_lite.launch.bench.rollout import Case, Measurement, RolloutBench
 from areal_lite.launch.bench.rollout_requests import plain_requests

@@ -24,7 +24,7 @@ from torch import nn
 
 from areal_lite.config.recipe import Config
 from areal_lite.data.arith import arith_problems
-from areal_lite.data.source import load_source
+from areal_lite.data.prompts import load_source
 from areal_lite.launch.bench.longtail import draw_length
 from areal_lite.launch.bench.padded_loop import PaddedLoop
 from areal_lite.launch.bench.train import LONGTAIL, Side, Step

@@ -18,7 +18,7 @@ from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.paths import with_absolute_paths
 from areal_lite.config.plugin_check import plugin_problems
 from areal_lite.config.recipe import Config, resource_problems
-from areal_lite.data.source import load_source, load_sources
+from areal_lite.data.prompts import load_source, load_sources
 from areal_lite.errors import ConfigError
 from areal_lite.launch.run.actor_keeper import ActorKeeper
 from areal_lite.launch.run.controller import Controller

@@ -16,7 +16,9 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({**GYM, "eval_path": "y.jsonl"}, ["data.eval_path=y.jsonl is not read with data.source=reasoning_gym"]),
     ({**GYM, "columns": {"a": "b"}}, ["data.columns={'a': 'b'} is not read"]),
     ({"reasoning_gym": {"dataset": "chain_sum"}}, ["data.reasoning_gym is not read", "set data.source=reasoning_gym"]),
-    ({**FILE, "gridworld": {"size": 3}}, ["data.gridworld is not read", "data.source=gridworld"]),
+    ({**FILE, "arguments": {"size": 3}}, ["data.arguments are not read with data.source=jsonl"]),
+    ({"source": "guess_numbr"}, ["data.source: ", "is one of gridworld, guess_number", "did you mean guess_number?"]),
+    ({"source": "guess_number", "path": "x"}, ["data.path=x is not read with data.source=guess_number"]),
     ({"source": "reasoning_gym"}, ["data.source=reasoning_gym needs data.reasoning_gym.dataset, got none"]),
     (
         {"source": "reasoning_gym", "reasoning_gym": {"dataset": "x", "arguments": {"seed": 3}}},

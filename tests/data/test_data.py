@@ -12,8 +12,8 @@ from areal_lite.config.recipe import Config, parse_config
 from areal_lite.config.sections import SourceConfig
 from areal_lite.data.arith import CHARACTERS, arith_problems
 from areal_lite.data.cursor import PromptCursor
-from areal_lite.data.files import file_tasks
-from areal_lite.data.source import load_source
+from areal_lite.data.prompts import load_source
+from areal_lite.data.sources import load_tasks
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import CheckpointError, ConfigError, DataError
 from areal_lite.types import Prompt
@@ -24,7 +24,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-=?.,
 
 def load(path, *, max_bad_fraction=1.0, **settings):
     source = SourceConfig(source="jsonl", path=str(path), max_bad_fraction=max_bad_fraction, **settings)
-    return file_tasks(source, "train", where="data")
+    return load_tasks(source, "train", where="data")
 
 
 def jsonl_config(path=None, **sections):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_lite.config.sections import SourceConfig
-from areal_lite.data.files import file_tasks
+from areal_lite.data.sources import load_tasks
 from areal_lite.verify.builtin.text import last_number
 
 pytestmark = pytest.mark.data
@@ -30,7 +30,7 @@ def test_every_row_loads_and_scores_against_its_own_answer_only(gsm8k_file):
     Seen failing with thousands separators not removed from numbers.
     """
     source = SourceConfig(source="jsonl", path=str(gsm8k_file), max_bad_fraction=0.0)
-    tasks = file_tasks(source, "train", where="data")
+    tasks = load_tasks(source, "train", where="data")
     assert len(tasks) == sum(bool(line.strip()) for line in gsm8k_file.read_bytes().split(b"\n"))
     answers = [Decimal(task.answer.split("####")[1].strip().replace(",", "")) for task in tasks]
     for index, task in enumerate(tasks):

@@ -7,7 +7,7 @@ from source_builders import load_one, recipe
 
 from areal_lite.config.sections import GymConfig
 from areal_lite.data.gym import gym_tasks
-from areal_lite.data.source import load_source
+from areal_lite.data.prompts import load_source
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError, DataError
 from areal_lite.types import Prompt

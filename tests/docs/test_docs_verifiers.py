@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from episode_builders import TOKENIZER, Speaker, load, make_prompt, play
@@ -25,7 +25,7 @@ from pages import DOCS, blocks
 from areal_lite.config.plugins import find_function, split_name
 from areal_lite.config.recipe import load_config
 from areal_lite.config.sections import VerifierSettings
-from areal_lite.data.source import load_sources
+from areal_lite.data.prompts import load_sources
 from areal_lite.errors import VerifierUnavailable
 from areal_lite.rollout.engine import Sampling
 from areal_lite.verify.protocol import answer
@@ -36,6 +36,7 @@ ROWS = [
     {"question": "7+25=?", "answer": "32", "level": 1},
     {"question": "What is 9*9*9?", "answer": "#### 729", "level": 5},
 ]
+SPLITS: tuple[Literal["train"], Literal["eval"]] = ("train", "eval")
 SHOWN_ONLY = {"vllm"}
 """Commands that serve for ever; `JudgingHandler` stands for this one, and the judge's own tests start it."""
 
@@ -173,6 +174,12 @@ def check_second_thoughts() -> None:
     ]  # fmt: skip
 
 
+def check_squares() -> None:
+    train, held_out = (load_sources(load_config("squares.yaml"), TOKENIZER, split)["rows"] for split in SPLITS)
+    assert (len(train), train[0].text, train[0].answer, train[0].prompt_id) == (49, "1*1=?", "1", "train/0/0")
+    assert [prompt.answer for prompt in held_out] == [str(n * n) for n in range(50, 70)]
+
+
 CALLS: dict[str, Callable[[], None]] = {
     "my_verifier.py": check_five_lines,
     "close.py": check_arguments,
@@ -184,6 +191,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "hints.py": check_hints,
     "shop.py": check_tools,
     "second_thoughts.py": check_second_thoughts,
+    "squares.py": check_squares,
 }
 
 

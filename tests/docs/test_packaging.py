@@ -175,7 +175,7 @@ def test_what_an_image_copies_exists_and_is_what_the_set_up_reads(dockerfile):
     assert [name for name in copied(dockerfile) if not (ROOT / name).exists()] == []
     tops = {str(link.readlink()).removeprefix("../") for link in (ROOT / "areal_lite").iterdir() if link.is_symlink()}
     files = {"setup.sh", "pyproject.toml", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]}
-    assert copied(dockerfile) == files | tops | {"areal_lite"}
+    assert copied(dockerfile) == files | tops | {"areal_lite", "examples/toy_games"}
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert copied(dockerfile) & set(ignored) == set()
 

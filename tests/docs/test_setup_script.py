@@ -33,7 +33,8 @@ class Checkout:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for name in ("setup.sh", "pyproject.toml"):
+        for name in ("setup.sh", "pyproject.toml", "examples/toy_games/pyproject.toml"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
         self.commands = folder / "commands"
         self.commands.mkdir()
@@ -71,7 +72,7 @@ def test_cpu_installs_torch_from_the_configured_index_first_and_removes_the_cuda
     assert done.returncode == 0, done.stderr
     assert checkout.calls() == [
         f"install {TORCH}",
-        "install --editable .[cpu,dev]",
+        "install --editable .[cpu,dev] --editable examples/toy_games",
         "install --editable .[cpu,dev,gym]",
         "uninstall --yes torchvision torchaudio torchcodec",
     ]
@@ -89,7 +90,10 @@ def test_torch_falls_back_to_the_cpu_index(checkout):
 
 def test_gpu_installs_the_cuda_build_alone(checkout):
     assert checkout.setup("gpu").returncode == 0
-    assert checkout.calls() == ["install --editable .[gpu,dev]", "install --editable .[gpu,dev,gym]"]
+    assert checkout.calls() == [
+        "install --editable .[gpu,dev] --editable examples/toy_games",
+        "install --editable .[gpu,dev,gym]",
+    ]
 
 
 def test_a_second_call_does_nothing(checkout):

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.data.cursor import PromptCursor
-from areal_lite.data.source import load_source
+from areal_lite.data.prompts import load_source
 from areal_lite.events import EventBuffer
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.rollout.engine import GenerationEngine, Sampling

@@ -9,19 +9,18 @@ import pytest
 import torch
 from engine_builders import BackgroundLoop, vllm_engine
 from episode_builders import given_mask, ids
+from toy_games import guess_number
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_lite.config.recipe import Config, parse_config
-from areal_lite.config.sections import GuessConfig
 from areal_lite.data.demonstrations import PRINTABLE
-from areal_lite.data.games import guess_number_tasks
+from areal_lite.data.prompts import load_source
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.runner import complete_greedily, load_workflows
 from areal_lite.rollout.vllm_engine import VllmEngine
 from areal_lite.rollout.worker import sample_seed
 from areal_lite.types import Prompt, Sample
-from areal_lite.verify.builtin.games import guess_number
 
 pytestmark = pytest.mark.loop
 
@@ -65,7 +64,7 @@ def config() -> Config:
     return parse_config(
         {
             "model": {"max_context": MAX_CONTEXT, "compute_dtype": "float32"},
-            "data": {"source": "guess_number", "guess_number": {"max_number": 9}},
+            "data": {"source": "guess_number", "arguments": {"max_number": 9}},
             "rollout": {"slots": 16, "kv_cache_mb": 64, "workflow": "guess_number", "max_new_tokens": 96},
         }
     )
@@ -78,17 +77,9 @@ def started(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def make_prompts(engine: VllmEngine) -> list[Prompt]:
-    tasks = guess_number_tasks(GuessConfig(max_number=9, max_turns=6, train_size=12, eval_size=4), "train")
-    return [
-        Prompt(
-            prompt_id=f"guess_number/0/{number}",
-            text=task.prompt,
-            token_ids=tuple(engine.tokenizer(task.prompt)["input_ids"]),
-            answer=task.answer,
-            row=task.row,
-        )
-        for number, task in enumerate(tasks)
-    ]
+    arguments = {"max_number": 9, "max_turns": 6, "train_size": 12, "eval_size": 4}
+    config = parse_config({"data": {"source": "guess_number", "arguments": arguments}})
+    return load_source(config, engine.tokenizer, "train")
 
 
 def play_all(config: Config, engine: VllmEngine, prompts: list[Prompt], background: BackgroundLoop) -> list[Sample]:
@@ -130,7 +121,7 @@ def test_behaviour_log_probabilities_are_those_of_the_joined_sequence(
         assert (sample.logprobs[~own] == 0).all()
         differences.append(np.abs(scored - sample.logprobs)[own].max())
         assert {span.version for span in sample.spans} <= {-1, 0}
-        result = guess_number(
+        result = guess_number.score(
             prompt.text, sample.text, prompt.answer, messages=list(sample.messages), **dict(prompt.row)
         )
         assert 0.0 <= result.reward <= 1.0

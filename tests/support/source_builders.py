@@ -6,7 +6,7 @@ from typing import Any
 
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.data.demonstrations import PRINTABLE
-from areal_lite.data.source import load_sources
+from areal_lite.data.prompts import load_sources
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.types import Prompt
 

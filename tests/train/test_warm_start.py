@@ -19,7 +19,7 @@ from areal_lite.rollout.dialogue import Dialogue
 from areal_lite.train import warm_start
 from areal_lite.train.warm_start import ensure_warm_start
 
-GUESS = {"source": "guess_number", "workflow": "guess_number", "guess_number": {"train_size": 50, "eval_size": 4}}
+GUESS = {"source": "guess_number", "workflow": "guess_number", "arguments": {"train_size": 50, "eval_size": 4}}
 SMALL = {"warm_start": {"steps": 1, "batch_size": 4, "hidden_size": 32, "num_layers": 1}}
 
 
@@ -135,7 +135,7 @@ def test_a_model_learns_to_play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     Seen failing with each turn learned behind the prompt alone.
     """
     monkeypatch.setattr(warm_start, "_NUM_EXAMPLES", 64)
-    game = {**GUESS, "guess_number": {"train_size": 20, "eval_size": 2, "max_number": 9}}
+    game = {**GUESS, "arguments": {"train_size": 20, "eval_size": 2, "max_number": 9}}
     settings = {"steps": 150, "batch_size": 16, "hidden_size": 32, "num_layers": 1, "lr": 1e-2}
     config = recipe(data=game, model={"warm_start": settings})
     before = torch.get_num_threads()

@@ -1,5 +1,6 @@
-"""The built-in games: tasks, rules, verifiers that believe nothing, and optimal returns against dynamic programming."""
+"""The games: rows, rules, verifiers that believe nothing, and optimal returns against dynamic programming."""
 
+import asyncio
 import random
 from itertools import product
 from typing import Any
@@ -8,24 +9,23 @@ import gridworld as stochastic
 import numpy as np
 import pytest
 from episode_builders import Speaker, load, make_prompt, play
+from toy_games import gridworld, guess_number
+from toy_games.gridworld import optimal_return, read_move
+from toy_games.guess_number import read_guess
+from toy_games.maze import MOVES, Maze, draw_maze, read_maze
 
-from areal_lite.config.sections import GridworldConfig, GuessConfig
-from areal_lite.data.games import (
-    gridworld_step,
-    gridworld_tasks,
-    guess_number_step,
-    guess_number_tasks,
-    read_guess,
-    read_move,
-)
-from areal_lite.data.maze import MOVES, Maze, draw_maze, read_maze
-from areal_lite.errors import ConfigError
+from areal_lite.config.recipe import parse_config
+from areal_lite.data.demonstrations import PRINTABLE
+from areal_lite.data.prompts import load_source
+from areal_lite.data.tokenizer import build_char_tokenizer
+from areal_lite.errors import PluginError
 from areal_lite.rollout.engine import Sampling
-from areal_lite.verify.builtin.games import gridworld, guess_number, optimal_return
+from areal_lite.verify.names import known_verifier_names
 from areal_lite.verify.result import VerifyResult
 
-GUESSES = GuessConfig(max_number=20, train_size=300, eval_size=40)
-MAZES = GridworldConfig(size=4, walls=4, max_turns=8, train_size=300, eval_size=40)
+GUESSES = {"max_number": 20, "train_size": 300, "eval_size": 40}
+MAZES = {"size": 4, "walls": 4, "max_turns": 8, "train_size": 300, "eval_size": 40}
+GAMES = [("guess_number", guess_number.rows, GUESSES), ("gridworld", gridworld.rows, MAZES)]
 
 
 def says(*answers: str, environment: str = "") -> list[dict[str, str]]:
@@ -35,66 +35,87 @@ def says(*answers: str, environment: str = "") -> list[dict[str, str]]:
     return [message for turn in turns for message in turn][:-1]
 
 
-# --- tasks ---
+# --- rows ---
 
 
-@pytest.mark.parametrize(("make", "settings"), [(guess_number_tasks, GUESSES), (gridworld_tasks, MAZES)])
-def test_splits_are_reproducible_and_have_no_prompt_in_common(make: Any, settings: Any) -> None:
-    """Seen failing with held-out prompts not excluded from training."""
-    train, held_out = make(settings, "train"), make(settings, "eval")
+@pytest.mark.parametrize(("name", "make", "arguments"), GAMES)
+def test_splits_are_reproducible_and_have_no_question_in_common(name: str, make: Any, arguments: Any) -> None:
+    """Seen failing with held-out questions not excluded from training."""
+    train, held_out = make("train", **arguments), make("eval", **arguments)
     assert (len(train), len(held_out)) == (300, 40)
-    assert make(settings, "train") == train
-    assert len({task.prompt for task in held_out}) == 40
-    assert not {task.prompt for task in train} & {task.prompt for task in held_out}
-    assert make(settings.model_copy(update={"seed": 1}), "train") != train
-    assert len({task.origin for task in (*train, *held_out)}) == 340
+    assert make("train", **arguments) == train
+    assert len({row["question"] for row in held_out}) == 40
+    assert not {row["question"] for row in train} & {row["question"] for row in held_out}
+    assert make("train", **arguments, seed=1) != train
 
 
-def test_tasks_are_within_their_settings() -> None:
-    for task in guess_number_tasks(GUESSES, "train"):
-        assert task.prompt == f"{task.row['low']}-{task.row['high']}?"
-        assert 1 <= task.row["low"] <= int(task.answer) <= task.row["high"] <= 20
-        assert task.row["low"] < task.row["high"]
-    for task in gridworld_tasks(MAZES, "train"):
-        assert task.prompt == f"{task.row['maze']}?"
-        assert task.row["maze"].count("#") == 4
-        assert 1 <= len(task.answer) <= 8
+def test_rows_are_within_their_arguments() -> None:
+    for row in guess_number.rows("train", **GUESSES):
+        assert row["question"] == f"{row['low']}-{row['high']}?"
+        assert 1 <= row["low"] <= int(row["answer"]) <= row["high"] <= 20
+        assert row["low"] < row["high"]
+    for row in gridworld.rows("train", **MAZES):
+        assert row["question"] == f"{row['maze']}?"
+        assert row["maze"].count("#") == 4
+        assert 1 <= len(row["answer"]) <= 8
 
 
 @pytest.mark.parametrize(
-    ("make", "settings"),
+    ("make", "arguments"),
     [
-        (guess_number_tasks, GuessConfig(max_number=5, train_size=50, eval_size=11)),
-        (guess_number_tasks, GuessConfig(max_number=5, train_size=50, eval_size=10)),
-        (gridworld_tasks, GridworldConfig(size=2, walls=2, train_size=50, eval_size=64)),
+        (guess_number.rows, {"max_number": 5, "train_size": 50, "eval_size": 11}),
+        (guess_number.rows, {"max_number": 5, "train_size": 50, "eval_size": 10}),
+        (gridworld.rows, {"size": 2, "walls": 2, "train_size": 50, "eval_size": 64}),
     ],
 )
 @pytest.mark.parametrize("split", ["train", "eval"])
-def test_settings_that_allow_too_few_games_are_told_so(make: Any, settings: Any, split: Any) -> None:
+def test_arguments_that_allow_too_few_games_are_told_so(make: Any, arguments: Any, split: Any) -> None:
     """1 to 5 has 10 ranges: not 11 to hold out, and nothing is left to train on beside 10."""
-    if settings.eval_size == 10 and split == "eval":
-        assert len(make(settings, split)) == 10
+    if arguments["eval_size"] == 10 and split == "eval":
+        assert len(make(split, **arguments)) == 10
         return
-    with pytest.raises(ConfigError, match=r"different held-out games and others to train on are needed, got too few"):
-        make(settings, split)
+    with pytest.raises(ValueError, match=r"different held-out games and others to train on are needed, got too few"):
+        make(split, **arguments)
+
+
+# --- as a plug-in ---
+
+
+@pytest.mark.parametrize(("name", "make", "arguments"), GAMES)
+def test_a_recipe_needs_no_more_than_the_games_name(name: str, make: Any, arguments: Any) -> None:
+    """Source, workflow and verifier are found by name; the rows choose the workflow, as one turn is no game."""
+    config = parse_config({"data": {"source": name, "arguments": arguments}})
+    prompts = load_source(config, build_char_tokenizer(PRINTABLE), "train")
+    assert [(prompt.text, prompt.answer) for prompt in prompts] == [
+        (row["question"], row["answer"]) for row in make("train", **arguments)
+    ]
+    assert {prompt.row["workflow"] for prompt in prompts} == {name}
+    assert "demonstration" not in prompts[0].row
+    assert name in load(name).loaded
+    assert name in known_verifier_names(config.verifier)
+
+
+def test_arguments_that_a_game_does_not_take_are_told_so() -> None:
+    config = parse_config({"data": {"source": "guess_number", "arguments": {"max_turn": 3}}})
+    with pytest.raises(PluginError, match=r"data.source=guess_number must return rows .*unexpected keyword .*max_turn"):
+        load_source(config, build_char_tokenizer(PRINTABLE), "train")
 
 
 # --- demonstrations ---
 
 
-@pytest.mark.parametrize(
-    ("name", "make", "settings"), [("guess_number", guess_number_tasks, GUESSES), ("gridworld", gridworld_tasks, MAZES)]
-)
-def test_demonstrations_are_what_the_game_answers_and_end_well(name: str, make: Any, settings: Any) -> None:
+@pytest.mark.parametrize(("name", "make", "arguments"), GAMES)
+def test_demonstrations_are_what_the_game_answers_and_end_well(name: str, make: Any, arguments: Any) -> None:
     """Played by the workflow, the demonstrated turns get the demonstrated replies, and the episode ends with them.
 
     Seen failing with `<` and `>` exchanged in the bisection, and with the last reply in the demonstration.
     """
     workflows = load(name)
-    for task in make(settings, "train")[:50]:
-        shown = list(task.demonstration)
+    for row in make("train", **arguments)[:50]:
+        shown = list(row["demonstration"])
         own = [turn["content"] for turn in shown if turn["role"] == "assistant"]
-        prompt = make_prompt(task.prompt, answer=task.answer, **task.row)
+        columns = {key: row[key] for key in row.keys() - {"question", "answer", "demonstration", "workflow"}}
+        prompt = make_prompt(row["question"], answer=row["answer"], **columns)
         sample = play(
             Speaker([*own, "never"]), workflows, prompt, sampling=Sampling(max_new_tokens=200, temperature=1.0)
         )
@@ -103,10 +124,10 @@ def test_demonstrations_are_what_the_game_answers_and_end_well(name: str, make: 
 
 
 def test_bisection_needs_no_more_guesses_than_halvings() -> None:
-    """n numbers need at most floor(log2(n)) + 1 guesses: `n.bit_length()`."""
-    for task in guess_number_tasks(GuessConfig(max_number=99, train_size=500, eval_size=1), "train"):
-        guesses = sum(turn["role"] == "assistant" for turn in task.demonstration)
-        assert guesses <= (task.row["high"] - task.row["low"] + 1).bit_length()
+    """N numbers need at most floor(log2(n)) + 1 guesses: `n.bit_length()`."""
+    for row in guess_number.rows("train", max_number=99, train_size=500, eval_size=1):
+        guesses = sum(turn["role"] == "assistant" for turn in row["demonstration"])
+        assert guesses <= (row["high"] - row["low"] + 1).bit_length()
 
 
 # --- rules ---
@@ -114,10 +135,10 @@ def test_bisection_needs_no_more_guesses_than_halvings() -> None:
 
 def test_guesses_are_answered() -> None:
     row = {"answer": "40"}
-    assert guess_number_step(says("50"), row) == ("<", False)
-    assert guess_number_step(says("50", "30"), row) == (">", False)
-    assert guess_number_step(says("30", "I say 40."), row) == ("=", True)
-    assert guess_number_step(says("no idea"), row) == ("?", False)
+    assert asyncio.run(guess_number.step(says("50"), row)) == ("<", False)
+    assert asyncio.run(guess_number.step(says("50", "30"), row)) == (">", False)
+    assert asyncio.run(guess_number.step(says("30", "I say 40."), row)) == ("=", True)
+    assert asyncio.run(guess_number.step(says("no idea"), row)) == ("?", False)
 
 
 def test_what_counts_as_a_guess_and_as_a_move() -> None:
@@ -129,13 +150,13 @@ def test_what_counts_as_a_guess_and_as_a_move() -> None:
 def test_moves_are_answered_with_the_cell_they_go_to() -> None:
     """`S.#` over `..G`: right, right into the wall, down, right to the goal."""
     row = {"maze": "S.#/..G"}
-    assert gridworld_step(says("R"), row) == (".", False)
-    assert gridworld_step(says("R", "R"), row) == ("#", False)
-    assert gridworld_step(says("R", "R", "R", "D"), row) == (".", False)
-    assert gridworld_step(says("R", "R", "D", "R"), row) == ("G", True)
-    assert gridworld_step(says("U"), row) == ("#", False)
-    assert gridworld_step(says("hm"), row) == ("?", False)
-    assert gridworld_step(says("R", "L"), row) == ("S", False)
+    assert asyncio.run(gridworld.step(says("R"), row)) == (".", False)
+    assert asyncio.run(gridworld.step(says("R", "R"), row)) == ("#", False)
+    assert asyncio.run(gridworld.step(says("R", "R", "R", "D"), row)) == (".", False)
+    assert asyncio.run(gridworld.step(says("R", "R", "D", "R"), row)) == ("G", True)
+    assert asyncio.run(gridworld.step(says("U"), row)) == ("#", False)
+    assert asyncio.run(gridworld.step(says("hm"), row)) == ("?", False)
+    assert asyncio.run(gridworld.step(says("R", "L"), row)) == ("S", False)
 
 
 @pytest.mark.parametrize("text", ["", "S.", "G", "SG/...", "SGG", "SS.G", "S.x/..G", "S.\n..G"])
@@ -194,7 +215,7 @@ def test_a_goal_out_of_reach_leaves_the_cost_of_all_turns() -> None:
 
 
 def score_guess(messages: Any, **options: Any) -> VerifyResult:
-    return guess_number("1-99?", "", "40", low=1, high=99, max_turns=4, messages=messages, **options)
+    return guess_number.score("1-99?", "", "40", low=1, high=99, max_turns=4, messages=messages, **options)
 
 
 def test_a_right_guess_is_worth_less_the_later_it_comes() -> None:
@@ -214,14 +235,14 @@ def test_nothing_that_a_transcript_claims_counts() -> None:
     """
     claims = ["you won", "=", "environment: =", "\n<result>=</result>"]
     assert score_guess(says(*claims, environment="=")).reward == 0.0
-    walk = gridworld("", "GGGG", "R", maze="S.G", max_turns=4, messages=says("G", "I won", environment="G"))
+    walk = gridworld.score("", "GGGG", "R", maze="S.G", max_turns=4, messages=says("G", "I won", environment="G"))
     assert walk.parts["goal"] == 0.0
 
 
 def walk(maze: str, *moves: str, max_turns: int = 12, glue: str = ".") -> tuple[VerifyResult, str]:
     messages = says(*moves, environment=glue)
     completion = "".join(message["content"] for message in messages)
-    return gridworld(f"{maze}?", completion, "", maze=maze, max_turns=max_turns, messages=messages), completion
+    return gridworld.score(f"{maze}?", completion, "", maze=maze, max_turns=max_turns, messages=messages), completion
 
 
 def earned(result: VerifyResult) -> float:
@@ -241,7 +262,7 @@ def test_a_walk_earns_its_return(moves: str, expected: float) -> None:
 
 def test_a_walk_cut_off_by_the_turns_allowed_has_not_arrived() -> None:
     """The fourth move would; only three turns count."""
-    result = gridworld("", "URRR", "", maze="S..G", max_turns=3, messages=says("U", "R", "R", "R"))
+    result = gridworld.score("", "URRR", "", maze="S..G", max_turns=3, messages=says("U", "R", "R", "R"))
     assert result.parts["goal"] == 0.0
     assert earned(result) == pytest.approx(-0.06)
 
@@ -259,7 +280,9 @@ def test_every_turns_cost_comes_where_the_turn_ends() -> None:
 def test_a_chat_templates_words_lie_between_the_turns() -> None:
     """`R` ends at 1, the second turn behind the template's `user` and `assistant`, at 21."""
     completion = "R\nuser\n.\nassistant\nR\nuser\n.\nassistant\nR"
-    result = gridworld("", completion, "", maze="S..G", max_turns=9, messages=says("R", "R", "R", environment="."))
+    result = gridworld.score(
+        "", completion, "", maze="S..G", max_turns=9, messages=says("R", "R", "R", environment=".")
+    )
     ends = [end for end, _ in result.step_rewards]
     assert [completion[:end].count("R") for end in ends] == [1, 2, 3]
     assert all(completion[end - 1] == "R" for end in ends)
@@ -267,31 +290,31 @@ def test_a_chat_templates_words_lie_between_the_turns() -> None:
 
 def test_empty_turns_cost_as_much_as_others() -> None:
     """Where no character is there to end at, in the outcome's reward. Seen failing with that cost forgotten."""
-    nothing = gridworld("", "", "", maze="S.G", max_turns=9, messages=says(""))
+    nothing = gridworld.score("", "", "", maze="S.G", max_turns=9, messages=says(""))
     assert (nothing.step_rewards, earned(nothing)) == ([], pytest.approx(-0.02))
-    late = gridworld("", "?R", "", maze="SG", max_turns=9, messages=says("", "R", environment="?"))
+    late = gridworld.score("", "?R", "", maze="SG", max_turns=9, messages=says("", "R", environment="?"))
     assert [end for end, _ in late.step_rewards] == [1, 2]
     assert earned(late) == pytest.approx(0.96)
 
 
 def test_a_plain_completion_is_one_turn() -> None:
     """As `areal-lite verify` has it where a file holds texts."""
-    assert guess_number("1-9?", "7", "7", max_turns=3).reward == 1.0
-    assert gridworld("SG?", "R", "R", maze="SG", max_turns=3).reward == 1.0
+    assert guess_number.score("1-9?", "7", "7", max_turns=3).reward == 1.0
+    assert gridworld.score("SG?", "R", "R", maze="SG", max_turns=3).reward == 1.0
 
 
 def test_a_cost_that_eats_the_goal_is_told() -> None:
     with pytest.raises(ValueError, match="move_cost must leave a way"):
-        gridworld("", "R", "", maze="S.G", max_turns=3, move_cost=0.5)
+        gridworld.score("", "R", "", maze="S.G", max_turns=3, move_cost=0.5)
 
 
 def test_shortest_ways_play_to_the_optimum() -> None:
     """Every demonstration earns the optimal return; `MOVES` are what the verifier reads."""
     assert set(MOVES) == set("UDLR")
-    for task in gridworld_tasks(MAZES, "train"):
-        messages = list(task.demonstration)
+    for row in gridworld.rows("train", **MAZES):
+        messages = row.pop("demonstration")
         completion = "".join(message["content"] for message in messages)
-        result = gridworld(task.prompt, completion, task.answer, messages=messages, **task.row)
+        result = gridworld.score(row.pop("question"), completion, row.pop("answer"), messages=messages, **row)
         assert result.metrics["of_optimum"] == pytest.approx(1.0)
-        optimum = optimal_return(read_maze(task.row["maze"]), move_cost=0.02, max_turns=8)
+        optimum = optimal_return(read_maze(row["maze"]), move_cost=0.02, max_turns=8)
         assert earned(result) == pytest.approx(optimum)

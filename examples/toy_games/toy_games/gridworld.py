@@ -4,12 +4,11 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toy_games.maze import MOVES, Maze, draw_maze, read_maze
-from toy_games.rounds import Message, Row, Split, answers_of, split_rows
-
 from areal_lite.rollout.episode import EpisodeEngine, Turn
 from areal_lite.rollout.workflows import multi_turn
 from areal_lite.verify.result import VerifyResult
+from toy_games.maze import MOVES, Maze, draw_maze, read_maze
+from toy_games.rounds import Message, Row, Split, answers_of, split_rows
 
 __all__ = ["optimal_return", "read_move", "rows", "score", "step", "walk"]
 

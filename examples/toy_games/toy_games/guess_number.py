@@ -8,11 +8,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toy_games.rounds import Message, Row, Split, answers_of, split_rows
-
 from areal_lite.rollout.episode import EpisodeEngine, Turn
 from areal_lite.rollout.workflows import multi_turn
 from areal_lite.verify.result import VerifyResult
+from toy_games.rounds import Message, Row, Split, answers_of, split_rows
 
 __all__ = ["play", "read_guess", "rows", "score", "step"]
 

@@ -44,8 +44,8 @@ def split_rows(
     training = list(islice((row for row in draws("train", train_size) if row["question"] not in held_out), train_size))
     if len(held_out) < eval_size or (split == "train" and len(training) < train_size):
         raise ValueError(
-            f"{eval_size} different held-out games and others to train on are needed, got too few: allow more different "
-            "games, or lower eval_size"
+            f"{eval_size} different held-out games and others to train on are needed, got too few: allow more "
+            "different games, or lower eval_size"
         )
     return list(held_out.values()) if split == "eval" else training
 

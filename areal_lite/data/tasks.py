@@ -1,0 +1,153 @@
+"""Tasks before they are tokenised: made of rows, and chosen by their columns."""
+
+import difflib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_lite.config.data import RESERVED_COLUMNS
+from areal_lite.errors import DataError, WireError
+from areal_lite.wire import encode
+
+__all__ = ["Task", "in_ranges", "make_task", "report_left_out"]
+
+_log = logging.getLogger(__name__)
+_OPTIONAL_COLUMNS = ("verifier", "workflow", "max_new_tokens")
+"""Columns with a meaning of their own; an empty cell, such as tables have, is no word at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One prompt before it is tokenised.
+
+    Example: `Task(origin="train.jsonl:17", prompt="7+25=?", answer="32", row={"level": 2})`
+    """
+
+    origin: str
+    """Where it came from, for messages."""
+    prompt: str
+    """Text of the prompt column; empty where it holds messages."""
+    answer: str
+    """Text of the answer column."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """A chat that the model is to continue, in place of a text."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The other columns."""
+    demonstration: Sequence[Mapping[str, str]] | str | None = None
+    """A worked completion; or the turns of an episode as `{"role": "assistant" or "environment", "content": ...}`."""
+
+
+def make_task(
+    row: Mapping[str, Any],
+    *,
+    origin: str,
+    prompt_column: str,
+    answer_column: str,
+    demonstration: Any = None,
+) -> Task:
+    """Take a row of a file apart.
+
+    Args:
+        row: Columns by name.
+        origin: Names the row in messages.
+        prompt_column: Column with the prompt, a non-empty text or a list of chat messages.
+        answer_column: Column with the reference answer, a text or a number.
+        demonstration: As of `Task`.
+
+    Raises:
+        ValueError: The row is none of the kind, or holds what cannot travel between processes.
+    """
+    prompt, answer = (row.get(column) for column in (prompt_column, answer_column))
+    messages = _chat_of(prompt)
+    text = "" if messages else prompt
+    if not isinstance(text, str) or not (messages or text.strip()):
+        raise ValueError(
+            f"column {prompt_column!r} must hold a non-empty text, or chat messages with role and content, got "
+            f"{prompt!r:.60}"
+        )
+    if not isinstance(answer, str | int | float):
+        raise ValueError(f"column {answer_column!r} must hold a text or a number, got {answer!r:.60}")
+    others = {
+        name: value
+        for name, value in row.items()
+        if name not in (prompt_column, answer_column) and not (value is None and name in _OPTIONAL_COLUMNS)
+    }
+    clash = [name for name in RESERVED_COLUMNS if name in others]
+    if clash:
+        raise ValueError(
+            f"column {clash[0]!r} has the name of a verifier argument: rename it with data.columns, or make it "
+            "data.prompt_column or data.answer_column"
+        )
+    _check_columns_travel({"prompt": prompt, "answer": answer, **others})
+    return Task(
+        origin=origin, prompt=text, messages=messages, answer=str(answer), row=others, demonstration=demonstration
+    )
+
+
+def _chat_of(prompt: Any) -> tuple[Mapping[str, Any], ...]:
+    """Return a prompt's chat messages; none where it is something else."""
+    is_chat = isinstance(prompt, list) and all(
+        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt
+    )
+    return tuple(prompt) if is_chat else ()
+
+
+def _check_columns_travel(columns: Mapping[str, Any]) -> None:
+    """Now better than much later, in the middle of a run."""
+    for name, value in columns.items():
+        try:
+            encode(value)
+        except WireError as error:
+            raise ValueError(
+                f"column {name!r} holds what cannot travel between processes, {value!r:.60} "
+                f"({error.__cause__ or error}): make it text, numbers, or lists and mappings of them, or remove it"
+            ) from error
+
+
+def in_ranges(tasks: Sequence[Task], ranges: Mapping[str, tuple[float, float]], *, where: str) -> list[Task]:
+    """Return the tasks whose columns lie in all ranges; a cell that is empty or no number lies in none.
+
+    Args:
+        tasks: Of one split.
+        ranges: Lowest and highest value by column.
+        where: The recipe's section, for messages.
+
+    Raises:
+        DataError: No task has such a column, or none lies in the ranges.
+    """
+    if not tasks:  # nothing is held out: no column can be missing
+        return []
+    known = sorted({name for task in tasks for name in task.row})
+    for column in ranges:
+        if column not in known:
+            near = difflib.get_close_matches(column, known, n=1, cutoff=0.0)
+            raise DataError(
+                f"{where}.filter.ranges names the column {column!r}, which no row has"
+                + (f": did you mean {near[0]!r}?" if near else ": there are no further columns")
+            )
+    kept = list(tasks)
+    for column, (low, high) in ranges.items():
+        num_before = len(kept)
+        kept = [task for task in kept if _lies_between(task.row.get(column), low, high)]
+        report_left_out(
+            num_before - len(kept), num_rows=num_before, option=f"{where}.filter.ranges.{column}=[{low:g}, {high:g}]"
+        )
+    return kept
+
+
+def report_left_out(num_left_out: int, *, num_rows: int, option: str) -> None:
+    """Log how many rows a filter left out.
+
+    Raises:
+        DataError: All of them.
+    """
+    if not num_left_out:
+        return
+    if num_left_out == num_rows:
+        raise DataError(f"{option} leaves out all {num_rows} rows: widen it")
+    _log.info("%s leaves out %d of %d rows", option, num_left_out, num_rows)
+
+
+def _lies_between(value: Any, low: float, high: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
