@@ -65,11 +65,13 @@ class Metric:
         return total / count if count else self.empty
 
     def words(self, row: Mapping[str, Any], **bounds: float) -> str:
-        """Return what the terminal says of the row's value, a dash where there is none."""
+        """Return what the terminal says: a dash where there is no value, the parts where there are several."""
         assert self.panel is not None
         before, _, rest = self.panel[1].partition("{:")
         spec, _, after = rest.partition("}")
         value = row.get(self.name)
+        if isinstance(value, Mapping):
+            return ", ".join(f"{name} {format(part, spec)}" for name, part in value.items()) if len(value) > 1 else ""
         return before + ("-" if value is None else format(value, spec)) + after.format(**bounds)
 
 
@@ -83,7 +85,7 @@ METRICS = (
     Metric("version", "version of the weights after the step"),
     Metric("time_s", "since the run began, start-up included; time between a run and its resume is left out", unit="s"),
     Metric("reward_mean", "all scored samples of the batch, as the verifier gave it, rewards for steps included",
-           reduction=_ALIKE, board="reward"),
+           reduction=_ALIKE, board="reward", panel=("reward", "{:.3f}")),
     Metric("reward_shaped_mean", "the same after scale, bias, clip and overlong penalty",
            reduction=_ALIKE, board="reward"),
     Metric("loss", "applied policy updates, KL terms and entropy bonus included, the language-model term not",
@@ -164,7 +166,7 @@ METRICS = (
     Metric("truncated_fraction", "completions that ended at the token limit",
            unit="share of samples", reduction=_SUM, over="rows", board="rollout", curve="truncated at the token limit",
            section=_LENGTHS, panel=("policy", "{:.0%} truncated")),
-    Metric("reward_by_source", "mean reward by data source", board="reward"),
+    Metric("reward_by_source", "mean reward by data source", board="reward", panel=("reward", "{:.3f}")),
     Metric("reward_parts", "means of what the verifiers say the reward is made of", board="reward"),
     Metric("verifier_metrics", "means of the verifiers' further figures", board="reward"),
     Metric("verifiers", "calls, time-outs, restarts, failures and latencies so far, by verifier"),
@@ -181,14 +183,17 @@ METRICS = (
 OFFLINE_METRICS = (
     *METRICS[:2],
     Metric("time_s", METRICS[2].about, unit="s", board="train"),
-    Metric("loss", "mean over the batch before the update", unit="loss", board="train", curve="loss"),
-    Metric("grad_norm", "before clipping", unit="before clipping", board="train", curve="gradient norm"),
+    Metric("loss", "mean over the batch before the update", unit="loss", board="train", curve="loss",
+           panel=("loss", "{:.3f}")),
+    Metric("grad_norm", "before clipping", unit="before clipping", board="train", curve="gradient norm",
+           panel=("policy", "gradient norm {:.3f}")),
     Metric("accuracy", "SFT: tokens that the model would choose; pairs: those in the right order",
            unit="share", board="train"),
     Metric("margin", "by which the chosen completion is ahead of the rejected",
            unit="chosen - rejected", board="train", curve="margin"),
     Metric("lr", "learning rate of the step", board="train", curve="learning rate"),
-    Metric("tokens", "completion tokens trained on", unit="per step", board="train", curve="tokens trained"),
+    Metric("tokens", "completion tokens trained on", unit="per step", board="train", curve="tokens trained",
+           panel=("policy", "{:,.0f} tokens")),
     Metric("step_skipped", "1 where the gradient norm was not finite, and nothing was learned", board="train"),
     Metric("train_s", "training the batch", unit="s", board="train"),
     Metric("eval_loss", "held-out rows, where it was measured", board="eval"),

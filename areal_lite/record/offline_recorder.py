@@ -17,10 +17,6 @@ class OfflineRecorder(Recorder):
     def __init__(self, config: OfflineConfig, folder: RunFolder) -> None:
         super().__init__(folder, OFFLINE_METRICS)
         self._command = config.command
-        self.evaluations: dict[int, dict[str, float]] = {
-            event["step"]: event["figures"] for event in folder.read("events.jsonl") if event["kind"] == "eval"
-        }
-        """Figures over the held-out rows, by completed steps."""
 
     def step(self, figures: Mapping[str, float], *, step: int, train_s: float) -> dict[str, Any]:
         """Write the row of one completed step, with the evaluation of that step if there was one, and return it."""

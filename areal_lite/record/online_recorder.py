@@ -34,12 +34,6 @@ class OnlineRecorder(Recorder):
         self._clocks: dict[str, LaneClock] = {"trainer": trainer_clock()}
         self._last = self._first = _Moment(time=time.time(), tokens=0.0, steps=0, lanes={})
         self._pending: dict[str, Any] = {}
-        evaluations = [event for event in folder.read("events.jsonl") if event["kind"] == "eval"]
-        self.evaluations: dict[int, float] = {event["step"]: event["accuracy"] for event in evaluations}
-        self.evaluations_by_source: dict[int, Mapping[str, float]] = {
-            event["step"]: event.get("by_source", {})
-            for event in evaluations  # runs of 0.2.0 have none
-        }
 
     def feed(self, events: Sequence[Event]) -> None:
         """Take events, each lane's in order of time."""
@@ -54,7 +48,7 @@ class OnlineRecorder(Recorder):
 
     def evaluation(self, step: int, accuracy: float, *, by_source: Mapping[str, float]) -> None:
         """Note a held-out accuracy, over all and by data source; it stands in the next row and in the summary."""
-        self.evaluations[step], self.evaluations_by_source[step] = accuracy, by_source
+        self.evaluations[step] = {"accuracy": accuracy, "by_source": dict(by_source)}
         self._pending |= {"eval_accuracy": accuracy, "eval_step": step, "eval_by_source": dict(by_source)}
 
     def parity(self, difference: float) -> None:
@@ -121,6 +115,7 @@ class OnlineRecorder(Recorder):
         """Write `summary.json` and `trace.json`, and return the summary."""
         rows, run = self.rows, _Stretch(self._first, self._last)
         trained = rows[len(rows) - run.steps :]
+        evaluations = sorted(self.evaluations.items())
         parity = [row.get("parity_max_abs_logprob_diff") for row in [*rows, self._pending]]
         events = self._folder.read("events.jsonl")
         lanes = [found for lane, found in lane_events(events).items() if lane.startswith("rollout/")]
@@ -129,8 +124,8 @@ class OnlineRecorder(Recorder):
             **self._rates(run),
             "trained_tokens_per_s": sum(row["tokens_trained"] for row in trained) / run.seconds,
             **mean_of_ends(rows, "reward_mean", "reward"),
-            "eval": {str(step): accuracy for step, accuracy in sorted(self.evaluations.items())},
-            "eval_by_source": {str(step): dict(by) for step, by in sorted(self.evaluations_by_source.items())},
+            "eval": {str(step): found["accuracy"] for step, found in evaluations},
+            "eval_by_source": {str(step): found["by_source"] for step, found in evaluations},
             "length_histogram": _in_order(Counter(length // 16 * 16 for length in sample_lengths(events))),
             "age_histogram": _in_order(sum((Counter(row["age_histogram"]) for row in rows), Counter())),
             "age_max_trained": max((row["age_max"] for row in rows), default=0),

@@ -33,6 +33,13 @@ class Recorder:
         """Rows of `metrics.jsonl`; a resumed run goes on behind those it finds."""
         last = self.rows[-1] if self.rows else {"step": 0, "time_s": 0.0}
         self._started = time.time() - last["time_s"]
+        evaluations = (event for event in folder.read("events.jsonl") if event["kind"] == "eval")
+        self.evaluations: dict[int, dict[str, Any]] = {
+            event["step"]: event.get("figures")
+            or {"accuracy": event["accuracy"], "by_source": event.get("by_source", {})}  # runs of 0.2.0 have none
+            for event in evaluations
+        }
+        """Figures over the held-out rows, by completed steps."""
         self._board = SummaryWriter(str(folder.path / "tensorboard"), purge_step=last["step"] + 1)
 
     def feed(self, events: Sequence[Event]) -> None:

@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: a live panel on a terminal, plain lines elsewhere."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -11,7 +11,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
+from areal_lite.record.metrics import METRICS, OFFLINE_METRICS, SHARES, Metric
 
 __all__ = ["View", "sparkline"]
 
@@ -21,18 +23,24 @@ _REFRESH_PER_S = 2.0
 
 
 class View:
-    """Shows start-up, steps and the end of a run; everything it knows it is told."""
+    """Shows start-up, steps and the end of a run of either kind; everything it knows it is told.
 
-    def __init__(self, config: Config, *, console: Console | None = None, plain_every_s: float = 5.0) -> None:
-        self._config = config
-        self._console = console or Console()
+    The rows of the panel are those that metrics are declared to be shown in, and a few that take more than a format.
+    """
+
+    def __init__(
+        self, config: Config | OfflineConfig, *, console: Console | None = None, plain_every_s: float = 5.0
+    ) -> None:
+        self._config, self._console = config, console or Console()
+        self._metrics: Sequence[Metric] = OFFLINE_METRICS
+        self._bounds = {}
+        if isinstance(config, Config):
+            self._metrics, self._bounds = (*METRICS, *SHARES), {"max_staleness": config.queue.max_staleness}
         self._live: Live | None = None
-        self._plain_every_s = plain_every_s
-        self._plain_at: float | None = None
+        self._plain_every_s, self._plain_at = plain_every_s, -plain_every_s
         self._started, self._first_step = time.monotonic(), 0
         self._rows: list[Mapping[str, Any]] = []
-        self._evaluations: Mapping[int, float] = {}
-        self._shares: Mapping[str, float] = {}
+        self._evaluations: Mapping[int, Mapping[str, Any]] = {}
 
     def say(self, text: str, *, style: str = "") -> None:
         """Print a line, above the live panel if there is one; brackets in the text are only brackets."""
@@ -47,13 +55,27 @@ class View:
             )
             self._live.start()
 
-    def step(self, row: Mapping[str, Any], *, evaluations: Mapping[int, float], shares: Mapping[str, float]) -> None:
-        """Show one more completed step."""
-        self._rows.append(row)
-        self._evaluations, self._shares = evaluations, shares
-        if self._live is None and (self._is_line_due() or row["step"] == self._config.run.steps):
+    def step(
+        self,
+        row: Mapping[str, Any],
+        *,
+        evaluations: Mapping[int, Mapping[str, Any]],
+        shares: Mapping[str, float] | None = None,
+    ) -> None:
+        """Show one more completed step.
+
+        Args:
+            row: Of `metrics.jsonl`.
+            evaluations: Figures over the held-out rows, by completed steps.
+            shares: Of the time so far, by the names of `SHARES`.
+        """
+        self._rows.append({**row, **(shares or {})})
+        self._evaluations = evaluations
+        is_due = time.monotonic() - self._plain_at >= self._plain_every_s
+        if self._live is None and (is_due or row["step"] == self._config.run.steps):
             self._plain_at = time.monotonic()
-            self.say(self._line(row))
+            facts = "  ".join(f"{label} {text}" for label, text in self._facts().items() if text != "-")
+            self.say(f"step {row['step']}/{self._config.run.steps}  {facts}  {self._time_left()} left")
 
     def end(self) -> None:
         """Stop the live panel; what it showed last stays."""
@@ -61,25 +83,34 @@ class View:
             self._live.stop()
             self._live = None
 
-    def _is_line_due(self) -> bool:
-        return self._plain_at is None or time.monotonic() - self._plain_at >= self._plain_every_s
-
-    def _line(self, row: Mapping[str, Any]) -> str:
-        return (
-            f"step {row['step']}/{self._config.run.steps}  reward {_show(row['reward_mean'])}{_by_source(row)}  "
-            f"accuracy {self._accuracy()}  age {_show(row['age_mean'])} (max {_show(row['age_max'], 'd')})  "
-            f"{_show(row['gen_tokens_per_s'], ',.0f')} tokens/s  "
-            f"idle: generators {self._share('rollout_idle_fraction')}, trainer {self._share('trainer_idle_fraction')}  "
-            f"{_flow(row['ledger'])}  left {self._time_left()}"
-        )
+    def _facts(self) -> dict[str, str]:
+        """What stands in each row of the panel: first the figure that is trained for, then what is held out."""
+        row = self._rows[-1] if self._rows else {}
+        declared: dict[str, list[str]] = {}
+        for metric in self._metrics:
+            if metric.panel is not None:
+                declared.setdefault(metric.panel[0], []).append(metric.words(row, **self._bounds))
+        first, *others = ((label, "; ".join(filter(None, words))) for label, words in declared.items())
+        facts = dict([first, ("held out", self._held_out()), *others])
+        if isinstance(self._config, Config):
+            facts |= {"scoring": _scoring(row), "groups": _flow(row.get("ledger", {}))}
+        return facts
 
     def _render(self) -> RenderableType:
         """Draw the panel; its height never changes, so that it does not jump."""
         table = Table.grid(padding=(0, 2), expand=True)
         table.add_column(style="dim", no_wrap=True)
         table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
-        for label, text in self._facts(self._rows[-1]) if self._rows else self._waiting():
-            table.add_row(label, text)
+        (label, text), *others = self._facts().items()
+        if self._rows:
+            goal = next(metric.name for metric in self._metrics if metric.panel)
+            values = [float(row[goal]) for row in self._rows if row[goal] is not None]
+            now, _, parts = text.partition("; ")
+            table.add_row(label, Text.assemble((now, "bold"), (f"  {sparkline(values)}  ", "green"), (parts, "dim")))
+        else:
+            table.add_row(label, "waiting for the first batch ...")
+        for label, text in others:
+            table.add_row(label, Text(text if self._rows or label == "held out" else ""))
         return Panel(Group(self._head(), "", table), title="areal-lite", title_align="left", border_style="cyan")
 
     def _head(self) -> Table:
@@ -88,71 +119,21 @@ class View:
         head.add_column(no_wrap=True)
         head.add_column(ratio=1)
         head.add_column(no_wrap=True)
-        elapsed = _clock(time.monotonic() - self._started)
         head.add_row(
             Text(f"step {step} of {total}", style="bold"),
             ProgressBar(total=total, completed=step),
-            f"{elapsed} gone, {self._time_left()} left",
+            f"{_clock(time.monotonic() - self._started)} elapsed, {self._time_left()} left",
         )
         return head
 
-    def _waiting(self) -> Iterable[tuple[str, str]]:
-        yield "reward", "waiting for the first batch ..."
-        yield "accuracy", self._accuracy()
-        for label in ("tokens", "speed", "idle", "policy", "scoring", "groups"):
-            yield label, ""
-
-    def _facts(self, row: Mapping[str, Any]) -> Iterable[tuple[str, RenderableType]]:
-        rewards = [float(r["reward_mean"]) for r in self._rows if r["reward_mean"] is not None]
-        yield (
-            "reward",
-            Text.assemble(
-                (f"{_show(row['reward_mean'])}  ", "bold"),
-                (sparkline(rewards), "green"),
-                (f"  {_by_source(row)}", "dim"),
-            ),
-        )
-        yield "accuracy", Text(self._accuracy(), style="bold")
-        yield (
-            "tokens",
-            (
-                f"age {_show(row['age_mean'], '.2f')}, oldest {_show(row['age_max'], 'd')} of "
-                f"{self._config.queue.max_staleness} allowed; {_show(row['tokens_masked_stale'], ',d')} masked as stale"
-            ),
-        )
-        yield (
-            "speed",
-            (
-                f"{_show(row['gen_tokens_per_s'], ',.0f')} tokens/s generated; "
-                f"{_show(row['samples_per_s'], ',.0f')} samples/s trained"
-            ),
-        )
-        yield (
-            "idle",
-            (
-                f"generators {self._share('rollout_idle_fraction')}, paused {self._share('paused_fraction')}; "
-                f"trainer {self._share('trainer_idle_fraction')}"
-            ),
-        )
-        yield (
-            "policy",
-            (
-                f"entropy {_show(row['entropy'])}; length {_show(row['length_mean'], '.1f')}, "
-                f"{_show(row['truncated_fraction'], '.0%')} cut off; gradient norm {_show(row['grad_norm'])}"
-            ),
-        )
-        yield "scoring", Text(_scoring(row))
-        yield "groups", Text(_flow(row["ledger"]))
-
-    def _accuracy(self) -> str:
+    def _held_out(self) -> str:
         if not self._evaluations:
             return "-"
         steps = sorted(self._evaluations)
-        first, last = self._evaluations[steps[0]], self._evaluations[steps[-1]]
-        return f"{first:.3f}" if len(steps) == 1 else f"{first:.3f} → {last:.3f} (step {steps[-1]})"
-
-    def _share(self, name: str) -> str:
-        return f"{self._shares.get(name, 0.0):.0%}"
+        ends = [self._evaluations[step] for step in dict.fromkeys((steps[0], steps[-1]))]
+        names = [name for name, value in ends[0].items() if isinstance(value, float)]
+        figures = ", ".join(f"{name} {' → '.join(f'{end[name]:.3f}' for end in ends)}" for name in names)
+        return figures + (f" (step {steps[-1]})" if len(steps) > 1 else "")
 
     def _time_left(self) -> str:
         done = len(self._rows)
@@ -184,26 +165,16 @@ def _scoring(row: Mapping[str, Any]) -> str:
     return "; ".join(verifiers) or "-"
 
 
-def _by_source(row: Mapping[str, Any]) -> str:
-    """Rewards by data source, in brackets, where prompts have several."""
-    by_source = row.get("reward_by_source", {})
-    return f" [{', '.join(f'{name} {value:.3f}' for name, value in by_source.items())}]" if len(by_source) > 1 else ""
-
-
 def _flow(ledger: Mapping[str, int]) -> str:
-    """Where the groups are: trained, on their way, and ended otherwise, by reason."""
+    """Where the groups are: trained, in flight, and ended otherwise, by reason."""
     ready = ledger.get("ready", 0)
     counts = {
         "trained": ledger.get("trained", 0),
         "ready": ready,
-        "under way": ledger.get("outstanding", 0) - ready,
+        "in flight": ledger.get("outstanding", 0) - ready,
         **{state: count for state, count in ledger.items() if "(" in state or state in ("stale", "abandoned")},
     }
     return ", ".join(f"{state} {count:,}" for state, count in counts.items() if count) or "-"
-
-
-def _show(value: float | None, spec: str = ".3f") -> str:
-    return "-" if value is None else format(value, spec)
 
 
 def _clock(seconds: float) -> str:

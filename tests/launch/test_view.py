@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from areal_lite.config.offline import load_offline_config
 from areal_lite.config.recipe import load_config
 from areal_lite.launch.run.view import View, sparkline
 
@@ -13,6 +14,7 @@ CONFIG = load_config("arith_cpu", ["run.steps=380"])
 ROW: dict[str, Any] = {
     "step": 120,
     "reward_mean": 0.412,
+    "reward_by_source": {"sums": 0.412},
     "age_mean": 1.234,
     "age_max": 4,
     "tokens_masked_stale": 1234,
@@ -29,7 +31,7 @@ ROW: dict[str, Any] = {
     },
 }  # fmt: skip
 SHARES = {"rollout_idle_fraction": 0.021, "trainer_idle_fraction": 0.034, "paused_fraction": 0.081}
-EVALUATIONS = {0: 0.21, 50: 0.3, 100: 0.41}
+EVALUATIONS = {step: {"accuracy": value, "by_source": {}} for step, value in ((0, 0.21), (50, 0.3), (100, 0.41))}
 
 
 class Screen:
@@ -80,16 +82,16 @@ def test_at_80_columns_every_figure_is_readable() -> None:
     for words in (
         "step 120 of 380",
         "0.412",
-        "0.210 → 0.410 (step 100)",
-        "age 1.23, oldest 4 of 4 allowed",
+        "accuracy 0.210 → 0.410 (step 100)",
+        "age 1.23; oldest 4 of 4 allowed",
         "1,234 masked as stale",
         "8,123 tokens/s generated",
         "180 samples/s trained",
-        "generators 2%, paused 8%; trainer 3%",
+        "generators 2%; paused 8%; trainer 3%",
         "entropy 0.457",
-        "length 24.3, 1% cut off",
+        "length 24.3; 1% truncated",
         "gradient norm 0.310",
-        "trained 1,920, ready 9, under way 13, stale 3, failed(timeout) 2",
+        "trained 1,920, ready 9, in flight 13, stale 3, failed(timeout) 2",
     ):
         assert words in text, words
     assert "…" not in text
@@ -115,8 +117,12 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     screen.step(step=120)
     screen.view.end()
     first, second = screen.file.getvalue().splitlines()
-    assert first.startswith("step 119/380  reward 0.412  accuracy 0.210 → 0.410 (step 100)  age 1.234 (max 4)  8,123 ")
-    assert "idle: generators 2%, trainer 3%  trained 1,920, ready 9" in second
+    assert first.startswith("step 119/380  reward 0.412  held out accuracy 0.210 → 0.410 (step 100)  policy ")
+    assert (
+        "tokens 1,234 masked as stale; age 1.23; oldest 4 of 4 allowed  speed 180 samples/s trained; 8,123 " in second
+    )
+    assert "idle generators 2%; paused 8%; trainer 3%" in second
+    assert "groups trained 1,920, ready 9" in second
     assert "\x1b" not in first + second
 
 
@@ -138,7 +144,7 @@ def test_values_that_are_not_there_are_dashes(terminal: bool) -> None:
     lines = screen.panel()
     screen.view.end()
     assert any("reward    -" in line for line in lines)
-    assert any("accuracy  -" in line for line in lines)
+    assert any("held out  -" in line for line in lines)
     assert any("groups    -" in line for line in lines)
 
 
@@ -148,7 +154,7 @@ def test_verifiers_and_sources_have_a_line() -> None:
     math = {"latency_p50_s": 0.0123, "latency_p95_s": 0.4, "waiting": 7, "failures": {"timeout": 2, "nan": 1}}
     code = {"latency_p50_s": 0.5, "latency_p95_s": 1.0, "waiting": 0, "failures": {}}
     screen.step(reward_by_source={"sums": 0.5, "game": 0.25}, verifiers={"code": code, "math": math})
-    assert any("[sums 0.500, game 0.250]" in line for line in screen.panel() if "reward" in line)
+    assert any("sums 0.500, game 0.250" in line for line in screen.panel() if "reward" in line)
     (line,) = [line for line in screen.panel() if "scoring" in line]
     assert "code 500 ms (95 %: 1000 ms); math 12 ms (95 %: 400 ms), 7 waiting, 3 failed" in line
     screen.step(reward_by_source={"sums": 0.5}, verifiers={})
@@ -165,8 +171,8 @@ def test_brackets_are_shown_as_they_are(text: str) -> None:
 
 def test_one_evaluation_is_one_number() -> None:
     screen = Screen()
-    screen.view.step(ROW, evaluations={0: 0.25}, shares={})
-    assert any("accuracy  0.250  " in line for line in screen.panel())
+    screen.view.step(ROW, evaluations={0: {"accuracy": 0.25}}, shares={})
+    assert any("held out  accuracy 0.250  " in line for line in screen.panel())
 
 
 def test_a_resumed_run_counts_from_its_first_step() -> None:
@@ -178,7 +184,7 @@ def test_a_resumed_run_counts_from_its_first_step() -> None:
         screen.step(step=step)
     (head,) = [line for line in screen.panel() if "step 340 of 380" in line]
     screen.view.end()
-    assert "1:40 gone, 1:40 left" in head
+    assert "1:40 elapsed, 1:40 left" in head
 
 
 @pytest.mark.parametrize(
@@ -197,3 +203,26 @@ def test_a_resumed_run_counts_from_its_first_step() -> None:
 def test_a_sparkline_spans_its_bounds(values: list[float], width: int, drawn: str) -> None:
     """Means of 1, 5 and 8 for the fifth: (5 - 1) / (8 - 1) of 7 steps is 4. Seen failing with floor for round."""
     assert sparkline(values, width) == drawn
+
+
+def test_an_offline_run_has_the_same_panel() -> None:
+    """Of its own metrics: the loss with its curve, held-out figures, and no groups."""
+    config = load_offline_config("rlhf_sft", ["run.steps=4"], command="sft")
+    console = Console(file=io.StringIO(), width=100)
+    view = View(config, console=console)
+    rows = {"loss": 0.5, "grad_norm": 1.0, "tokens": 90.0}
+    for step in (1, 2):
+        view.step(
+            {"step": step, **rows}, evaluations={0: {"loss": 0.75, "margin": 0.1}, 2: {"loss": 0.5, "margin": 1.0}}
+        )
+    with console.capture() as capture:
+        console.print(view._render())
+    shown = capture.get()
+    for words in (
+        "step 2 of 4",
+        "0.500  0.50 ▁▁ 0.50",
+        "held out  loss 0.750 → 0.500, margin 0.100 → 1.000 (step 2)",
+        "90 tokens",
+    ):
+        assert words in shown, words
+    assert "groups" not in shown
