@@ -68,7 +68,7 @@ def plain_loop(config: Config, trainer: Trainer, *, generate: Generate, publish:
                 for index in range(config.queue.samples_per_group)
             ]
         )
-        losses.append(trainer.train_step(plain_shard(config, prompts, samples, version=version)).loss)
+        losses.append(trainer.train_step(plain_shard(config, prompts, samples, version=version))["loss"])
         publish(version + 1)
     return losses
 

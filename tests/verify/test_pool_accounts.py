@@ -37,19 +37,19 @@ class LedgerQueue:
         self.ledger = ledger
 
     async def lease_verify(self, *, worker: str, limit: int, wait_s: float) -> list[Lease]:
-        records = self.ledger.lease_verify(worker, limit=limit)
-        await asyncio.sleep(0 if records else 0.01)
+        held = self.ledger.lease_verify(worker, limit=limit)
+        await asyncio.sleep(0 if held else 0.01)
         return [
             Lease(
-                lease_id=record.lease_id,
+                lease_id=lease.lease_id,
                 group=Group(
-                    group_id=record.group_id,
-                    prompt=Prompt(prompt_id=record.prompt_id, text="p", token_ids=(1,), answer="a"),
-                    samples=record.samples,
+                    group_id=lease.group.group_id,
+                    prompt=Prompt(prompt_id=lease.group.prompt_id, text="p", token_ids=(1,), answer="a"),
+                    samples=lease.group.samples,
                 ),
-                version=record.version,
+                version=self.ledger.version,
             )
-            for record in records
+            for lease in held
         ]
 
     async def complete_verify(self, *, lease_id: str, scores: Sequence[Score]) -> bool:
@@ -86,7 +86,7 @@ def test_groups_that_meet_misbehaving_verifiers_end_in_counted_states() -> None:
             try:
                 await verifiers.start()
                 running = asyncio.create_task(worker.run())
-                while worker.gauges()["groups"] < len(HARMS) + 1:
+                while worker.gauges()["groups"] < len(HARMS) + 1 and not running.done():
                     await asyncio.sleep(0.01)
                 await worker.stop()
                 await running
