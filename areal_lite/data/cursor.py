@@ -1,7 +1,9 @@
-"""The seeded, resumable walk over the training prompts that feeds the sample queue.
+"""The seeded, resumable walk over a source's training prompts: a shuffle for each epoch, and a preference within it.
 
-Called by the queue server, from its one thread. Every epoch is a new shuffle; a prompt's id is
-`source/epoch/index`, so that it can be found again after a resume. Holds prompts, never groups.
+A prompt's id is `source/epoch/index`, so that it can be found again after a resume. With `data.curriculum`, prompts are
+preferred that are neither too easy nor too hard for the policy as it is: a prompt's pass rate p is observed whenever a
+group of it is scored, and its variance p (1 - p) is largest at 1/2: that is where samples differ, and a group can teach
+something. What nobody has seen counts as 1/2.
 """
 
 import dataclasses
@@ -11,48 +13,71 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from areal_lite.config.sections import CurriculumConfig
 from areal_lite.errors import CheckpointError, DataError
 from areal_lite.types import Prompt
 
 __all__ = ["PromptCursor"]
 
+_PATIENCE = 4
+"""Times `candidates`: how often a prompt is passed over before it counts as unseen. The policy has changed by then, and
+prompts that are always solved, or never, cost at most a share of 1 / `_PATIENCE` of what a plain shuffle gives them."""
+
 
 class PromptCursor:
-    """Endless iteration over prompts: each epoch gives every prompt once, in an order of its own."""
+    """Endless iteration over prompts: each epoch gives every prompt once, in an order of its own.
 
-    def __init__(self, prompts: Sequence[Prompt], *, source: str, seed: int) -> None:
-        """Start before the first prompt of epoch 0.
+    A curriculum picks, for a share `strength` of the prompts, the best of the next few of the shuffle. The others of
+    these are passed over until the next epoch: it gives a prompt at most once, but not every prompt. None starves:
+    having been passed over `_PATIENCE * candidates` times it counts as unseen, and among equals the one passed over
+    most goes first.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], *, source: str, seed: int, curriculum: CurriculumConfig | None = None
+    ) -> None:
+        """Start before the first prompt of epoch 0, without observations.
 
         Args:
             prompts: At least one.
             source: First part of every prompt id, without a slash.
-            seed: Seed of the shuffles.
+            seed: Of the shuffles, and of the draws that say which prompts are picked.
+            curriculum: None, or a strength of 0, is the plain shuffle.
 
         Raises:
             DataError: There are no prompts.
         """
         if not prompts:
             raise DataError(f"the cursor over {source!r} needs at least one prompt, got none: check the data source")
-        self._prompts = prompts
-        self._seed = seed
+        self._prompts, self._seed = prompts, seed
+        self._curriculum = curriculum or CurriculumConfig(strength=0.0)
         self._identity = {
             "source": source,
             "seed": seed,
             "num_prompts": len(prompts),
             "checksum": zlib.crc32("\0".join(map(_content, prompts)).encode(errors="surrogatepass")),
         }
-        self._epoch = 0
-        self._position = 0
+        self._epoch = self._position = self._num_given = 0
         self._order = self._shuffled()
+        self._rates: dict[int, float] = {}
+        """Observed pass rate, by the prompt's index."""
+        self._passed_over: dict[int, int] = {}
+        """Times since a prompt was given out last, where any, by its index."""
 
     def next(self) -> Prompt:
-        """Return the next prompt; after the last one a new epoch begins."""
-        if self._position == len(self._order):
-            self._epoch, self._position = self._epoch + 1, 0
-            self._order = self._shuffled()
-        index = self._order[self._position]
-        self._position += 1
-        return self._prompt(self._epoch, index)
+        """Return the next prompt: picked, or simply the next of the shuffle; after the last one a new epoch begins."""
+        if self._curriculum.strength == 0:
+            return self._prompt(*self._step())
+        # A text seed for each draw needs no generator's state to be saved.
+        draw = random.Random(f"{self._seed}/curriculum/{self._num_given}").random()
+        self._num_given += 1
+        num_candidates = self._curriculum.candidates if draw < self._curriculum.strength else 1
+        candidates = [self._step() for _ in range(num_candidates)]
+        chosen = min(candidates, key=lambda candidate: self._rank(candidate[1]))
+        for _, index in candidates:
+            self._passed_over[index] = self._passed_over.get(index, 0) + 1
+        self._passed_over.pop(chosen[1])
+        return self._prompt(*chosen)
 
     def get(self, prompt_id: str) -> Prompt:
         """Return the prompt of an id given out before, in this run or the one it continues.
@@ -71,14 +96,23 @@ class PromptCursor:
         return self._prompt(int(epoch), int(index))
 
     def observe(self, prompt_id: str, pass_rate: float) -> None:
-        """Take the result of one group: the plain shuffle does not depend on any."""
+        """Take the result of one group, 0..1, of a prompt given out before; the plain shuffle depends on none."""
+        if self._curriculum.strength > 0:
+            index, memory = int(prompt_id.rpartition("/")[2]), self._curriculum.memory
+            before = self._rates.get(index, pass_rate)
+            self._rates[index] = memory * before + (1 - memory) * pass_rate
 
     def state(self) -> dict[str, Any]:
-        """Return what `load` needs, as plain numbers and texts."""
-        return {**self._identity, "epoch": self._epoch, "position": self._position}
+        """Return what `load` needs, as plain numbers, texts and lists."""
+        place = {**self._identity, "epoch": self._epoch, "position": self._position}
+        if self._curriculum.strength == 0:
+            return place
+        observed = {"rates": self._rates.items(), "passed_over": self._passed_over.items()}
+        lists = {name: [list(pair) for pair in pairs] for name, pairs in observed.items()}
+        return {**place, "curriculum": {"num_given": self._num_given, **lists}}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken.
+        """Continue where `state` was taken; without observations where it is a plain shuffle's.
 
         Raises:
             CheckpointError: The state belongs to other prompts, or to another seed.
@@ -92,6 +126,23 @@ class PromptCursor:
             )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._order = self._shuffled()
+        saved = state.get("curriculum", {})
+        self._num_given = saved.get("num_given", 0)
+        self._rates, self._passed_over = dict(saved.get("rates", [])), dict(saved.get("passed_over", []))
+
+    def _step(self) -> tuple[int, int]:
+        """Return epoch and index of the next prompt of the shuffle."""
+        if self._position == len(self._order):
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._shuffled()
+        self._position += 1
+        return self._epoch, self._order[self._position - 1]
+
+    def _rank(self, index: int) -> tuple[float, int]:
+        """Return what the best candidate has least of; of equals the first in the shuffle is chosen."""
+        passed_over = self._passed_over.get(index, 0)
+        is_unseen = index not in self._rates or passed_over >= _PATIENCE * self._curriculum.candidates
+        return (0.0 if is_unseen else abs(self._rates[index] - 0.5), -passed_over)
 
     def _shuffled(self) -> list[int]:
         order = list(range(len(self._prompts)))

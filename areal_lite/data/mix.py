@@ -1,20 +1,17 @@
 """Several sources of prompts as one, each with its own epochs and shuffles, in exact shares.
 
-Called by the queue's actor, which makes its cursor here. Holds cursors, no prompts.
+The queue's actor makes its cursor here.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_lite.config.recipe import Config
-from areal_lite.data.curriculum import CurriculumCursor
 from areal_lite.data.cursor import PromptCursor
 from areal_lite.errors import CheckpointError, DataError
 from areal_lite.types import Prompt
 
 __all__ = ["MixedCursor", "make_cursor"]
-
-SourceCursor = PromptCursor | CurriculumCursor
 
 
 class MixedCursor:
@@ -25,7 +22,7 @@ class MixedCursor:
     missing for long. It takes no state but the counts.
     """
 
-    def __init__(self, cursors: Mapping[str, SourceCursor], *, weights: Mapping[str, float]) -> None:
+    def __init__(self, cursors: Mapping[str, PromptCursor], *, weights: Mapping[str, float]) -> None:
         """Start before the first prompt of every source.
 
         Args:
@@ -91,7 +88,7 @@ class MixedCursor:
                 raise CheckpointError(f"data.mix.{name}: {error}") from error
         self._num_given = {name: int(state["num_given"][name]) for name in self._cursors}
 
-    def _find(self, prompt_id: str) -> SourceCursor:
+    def _find(self, prompt_id: str) -> PromptCursor:
         name = prompt_id.partition("/")[0]
         if name not in self._cursors:
             raise DataError(
@@ -101,7 +98,7 @@ class MixedCursor:
         return self._cursors[name]
 
 
-def make_cursor(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> SourceCursor | MixedCursor:
+def make_cursor(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> PromptCursor | MixedCursor:
     """Build the walk over the training prompts that a recipe asks for.
 
     Args:
@@ -112,11 +109,10 @@ def make_cursor(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> Sour
         DataError: A source has no prompts.
     """
     seed, curriculum = config.run.seed, config.data.curriculum
-    cursors: dict[str, SourceCursor] = {}
-    for name, of_source in prompts.items():
-        plain = PromptCursor(of_source, source=name, seed=seed)
-        is_plain = curriculum.strength == 0
-        cursors[name] = plain if is_plain else CurriculumCursor(plain, settings=curriculum, seed=seed)
+    cursors = {
+        name: PromptCursor(of_source, source=name, seed=seed, curriculum=curriculum)
+        for name, of_source in prompts.items()
+    }
     if not config.data.mix:
         return next(iter(cursors.values()))
     return MixedCursor(cursors, weights={name: source.weight for name, source in config.data.mix.items()})

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.data.arith import held_out_solutions, preference_pairs, worked_solutions
-from areal_lite.data.rows import RowReader, Rows, check_columns, report_problems
+from areal_lite.data.rows import RowReader, Rows, check_columns, make_each
 from areal_lite.data.turns import TurnTokenizer, is_whole_chat, split_pair
-from areal_lite.errors import ArealLiteError, DataError
+from areal_lite.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,18 +76,12 @@ def _examples(
     else:
         rows, problems = reader.read(path, split=split)
         check_columns(path, rows, columns=_columns(config, rows))
-    turns, examples = TurnTokenizer(tokenizer, chat=data.chat), []
-    for number, row in rows:
-        try:
-            examples.append((number, _example(row, turns, config=config)))
-        except ArealLiteError:
-            raise
-        except ValueError as error:
-            problems.append((number, str(error)))
-    report_problems(
-        path,
-        sorted(problems),
-        num_rows=len(examples) + len(problems),
+    turns = TurnTokenizer(tokenizer, chat=data.chat)
+    examples = make_each(
+        rows,
+        lambda _, row: _example(row, turns, config=config),
+        problems=problems,
+        name=path,
         max_bad_fraction=data.max_bad_fraction,
         unit="line" if data.source == "jsonl" else "row",
     )

@@ -9,19 +9,21 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgpack
 
-from areal_lite.errors import DataError
+from areal_lite.errors import ArealLiteError, DataError
 
-__all__ = ["RowReader", "Rows", "check_columns", "is_hub_id", "read_jsonl", "report_problems"]
+__all__ = ["RowReader", "Rows", "check_columns", "is_hub_id", "make_each", "read_jsonl"]
 
 _log = logging.getLogger(__name__)
 _SHOWN = 10
 """Broken rows that are logged one by one."""
+
+T = TypeVar("T")
 
 Rows = list[tuple[int, dict[str, Any]]]
 """Each row with its line number (from 1) in a file, or its row number (from 0) in a dataset."""
@@ -186,29 +188,52 @@ def check_columns(path: Path | str, rows: Sequence[tuple[int, dict[str, Any]]], 
             )
 
 
-def report_problems(
-    path: Path | str,
-    problems: Sequence[tuple[int, str]],
+def make_each(
+    rows: Rows,
+    make: Callable[[int, dict[str, Any]], T],
     *,
-    num_rows: int,
+    problems: Iterable[tuple[int, str]] = (),
+    name: Path | str,
     max_bad_fraction: float,
     unit: str = "line",
     where: str = "data",
-) -> None:
-    """Log the broken rows, given as (number, what is wrong); `where` is the recipe's section.
+) -> list[tuple[int, T]]:
+    """Make something of each row, and log the broken ones.
+
+    Args:
+        rows: With their numbers.
+        make: From a row's number and columns; raises `ValueError` where the row is broken.
+        problems: Rows that could not be read, as (number, what is wrong).
+        name: Of the file, or whatever the rows came from.
+        max_bad_fraction: Share of broken rows that is tolerated.
+        unit: What the numbers count.
+        where: The recipe's section, for messages.
+
+    Returns:
+        What was made, with the rows' numbers.
 
     Raises:
-        DataError: There are too many.
+        DataError: There are too many broken rows.
     """
-    for number, problem in problems[:_SHOWN]:
-        _log.warning("%s:%d is left out: %s", path, number, problem)
-    if not problems:
-        return
-    summary = f"{len(problems)} of {num_rows} rows of {path} are broken"
-    _log.warning("%s", summary)
-    if len(problems) == num_rows or len(problems) > max_bad_fraction * num_rows:
-        number, problem = problems[0]
-        raise DataError(
-            f"{summary}, more than {where}.max_bad_fraction={max_bad_fraction} allows; the first is {unit} {number}: "
-            f"{problem}. Repair the file, or raise {where}.max_bad_fraction"
-        )
+    made, broken = [], list(problems)
+    for number, row in rows:
+        try:
+            made.append((number, make(number, row)))
+        except ArealLiteError:
+            raise
+        except ValueError as error:
+            broken.append((number, str(error)))
+    broken.sort()
+    for number, problem in broken[:_SHOWN]:
+        _log.warning("%s:%d is left out: %s", name, number, problem)
+    if broken:
+        num_rows = len(made) + len(broken)
+        summary = f"{len(broken)} of {num_rows} rows of {name} are broken"
+        _log.warning("%s", summary)
+        if not made or len(broken) > max_bad_fraction * num_rows:
+            number, problem = broken[0]
+            raise DataError(
+                f"{summary}, more than {where}.max_bad_fraction={max_bad_fraction} allows; the first is {unit} "
+                f"{number}: {problem}. Repair the file, or raise {where}.max_bad_fraction"
+            )
+    return made

@@ -8,7 +8,7 @@ from areal_lite.config.plugins import find_function
 from areal_lite.config.sections import SourceConfig
 from areal_lite.data.arith import arith_problems
 from areal_lite.data.gym import gym_tasks
-from areal_lite.data.rows import RowReader, Rows, check_columns, report_problems
+from areal_lite.data.rows import RowReader, Rows, check_columns, make_each
 from areal_lite.data.tasks import Task, make_task
 from areal_lite.errors import ArealLiteError, PluginError
 
@@ -44,8 +44,7 @@ def load_tasks(source: SourceConfig, split: Split, *, where: str) -> list[Task]:
     if source.source in FILE_SOURCES:
         return _file_tasks(source, split, where=where)
     rows = list(enumerate(_plugin_rows(source, split, where=where)))
-    shown = [row.pop("demonstration", None) for _, row in rows]
-    return _tasks(rows, [], f"{source.source} {split}", source, where=where, shown=shown)
+    return _tasks(rows, [], f"{source.source} {split}", source, where=where)
 
 
 def _plugin_rows(source: SourceConfig, split: Split, *, where: str) -> list[dict[str, Any]]:
@@ -69,40 +68,36 @@ def _file_tasks(source: SourceConfig, split: Split, *, where: str) -> list[Task]
     elif split == "eval" and not reader.has_held_out_split(path):
         return []
     rows, problems = reader.read(path, split=split)
-    return _tasks(rows, problems, str(path), source, where=where, shown=[None] * len(rows))
+    return _tasks(rows, problems, str(path), source, where=where)
 
 
-def _tasks(
-    rows: Rows, problems: list[tuple[int, str]], name: str, source: SourceConfig, *, where: str, shown: Iterable[Any]
-) -> list[Task]:
+def _tasks(rows: Rows, problems: list[tuple[int, str]], name: str, source: SourceConfig, *, where: str) -> list[Task]:
     """Make tasks of rows; `problems` are those of rows that could not be read."""
     options = {f"{where}.prompt_column": source.prompt_column, f"{where}.answer_column": source.answer_column}
     options |= {f"{where}.columns.{new}": old for new, old in source.columns.items()}
     rows = [(number, _with_inner(row, options.values())) for number, row in rows]
     check_columns(name, rows, columns=options)
-    tasks = []
-    for (number, row), demonstration in zip(rows, shown, strict=True):
-        try:
-            tasks.append(
-                make_task(
-                    _renamed(row, source.columns),
-                    origin=f"{name}:{number}",
-                    prompt_column=source.prompt_column,
-                    answer_column=source.answer_column,
-                    demonstration=demonstration,
-                )
-            )
-        except ValueError as error:
-            problems.append((number, str(error)))
-    report_problems(
-        name,
-        sorted(problems),
-        num_rows=len(tasks) + len(problems),
+
+    def make(number: int, row: dict[str, Any]) -> Task:
+        shown = None if source.source in FILE_SOURCES else row.pop("demonstration", None)
+        return make_task(
+            _renamed(row, source.columns),
+            origin=f"{name}:{number}",
+            prompt_column=source.prompt_column,
+            answer_column=source.answer_column,
+            demonstration=shown,
+        )
+
+    made = make_each(
+        rows,
+        make,
+        problems=problems,
+        name=name,
         max_bad_fraction=source.max_bad_fraction,
         unit="line" if source.source == "jsonl" else "row",
         where=where,
     )
-    return tasks
+    return [task for _, task in made]
 
 
 def _with_inner(row: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:

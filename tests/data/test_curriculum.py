@@ -11,7 +11,6 @@ from source_builders import load, recipe
 from test_data_mix import make_mix, make_prompts
 
 from areal_lite.config.sections import CurriculumConfig
-from areal_lite.data.curriculum import CurriculumCursor
 from areal_lite.data.cursor import PromptCursor
 from areal_lite.data.mix import MixedCursor, make_cursor
 from areal_lite.types import Score, StepReward
@@ -26,10 +25,9 @@ def make_curriculum(
     strength: float = 1.0,
     candidates: int = 4,
     memory: float = 0.5,
-) -> CurriculumCursor:
+) -> PromptCursor:
     settings = CurriculumConfig(strength=strength, candidates=candidates, memory=memory)
-    plain = PromptCursor(make_prompts(count, name=name), source=name, seed=seed)
-    return CurriculumCursor(plain, settings=settings, seed=seed)
+    return PromptCursor(make_prompts(count, name=name), source=name, seed=seed, curriculum=settings)
 
 
 def index_of(prompt_id: str) -> int:
