@@ -13,8 +13,8 @@ from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import MixedSourceConfig, SourceConfig, WarmStartConfig
 from areal_lite.data.arith import CHARACTERS, worked_solutions
+from areal_lite.data.completions import Example
 from areal_lite.data.encode import encode_texts
-from areal_lite.data.offline import Example
 from areal_lite.data.prompts import section_of
 from areal_lite.data.sources import FILE_SOURCES, load_tasks
 from areal_lite.data.tasks import Task

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from areal_lite.config.offline import OfflineConfig
-from areal_lite.data.offline import load_offline
+from areal_lite.data.completions import load_offline
 from areal_lite.train.checkpoint import export_model, load_checkpoint, save_checkpoint
 from areal_lite.train.model import load_model, load_reward_model, shard_model
 from areal_lite.train.offline_loop import OfflineLoop, OfflineRows

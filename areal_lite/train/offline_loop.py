@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from areal_lite.config.sections import TrainerConfig
-from areal_lite.data.offline import Example
+from areal_lite.data.completions import Example
 from areal_lite.train.distributed import sum_over_ranks
 from areal_lite.train.micro_batch import TokenRows, equalise, micro_batch, pack_rows
 from areal_lite.train.model import reshard

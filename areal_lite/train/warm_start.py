@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import TrainerConfig, WarmStartConfig
+from areal_lite.data.completions import Example
 from areal_lite.data.demonstrations import Demonstration, alphabet, demonstrations, turn_examples
-from areal_lite.data.offline import Example
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.train.offline_loop import OfflineLoop, OfflineRows
 from areal_lite.train.offline_objectives import Supervised

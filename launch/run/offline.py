@@ -9,7 +9,7 @@ from rich.console import Console
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.paths import with_absolute_paths
 from areal_lite.config.sections import COMMANDS
-from areal_lite.data.offline import OfflineData, load_offline
+from areal_lite.data.completions import OfflineData, load_offline
 from areal_lite.errors import ConfigError
 from areal_lite.launch.run.offline_controller import OfflineController
 from areal_lite.launch.run.offline_view import OfflineView

@@ -11,7 +11,7 @@ from torch import nn
 from train_builders import save_tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from areal_lite.data.offline import Example
+from areal_lite.data.completions import Example
 from areal_lite.train import offline
 from areal_lite.train.offline import OfflineTrainer
 

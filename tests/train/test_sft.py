@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.config.sections import TrainerConfig
-from areal_lite.data.offline import Example
+from areal_lite.data.completions import Example
 from areal_lite.train import warm_start
 from areal_lite.train.model import load_model
 from areal_lite.train.offline_loop import OfflineLoop, OfflineRows

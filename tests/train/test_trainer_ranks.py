@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from train_builders import make_config, make_rows, make_shard, save_tiny_model
 
 from areal_lite.config.sections import TrainerConfig
-from areal_lite.data.offline import Example
+from areal_lite.data.completions import Example
 from areal_lite.sample_queue.split import assign_rows
 from areal_lite.train.model import load_model, shard_model
 from areal_lite.train.offline_loop import OfflineLoop, OfflineRows
