@@ -10,7 +10,6 @@ from areal_lite.cli.options import Overrides, Recipe
 from areal_lite.config.offline import OfflineConfig, load_any_config
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import COMMANDS
-from areal_lite.errors import ConfigError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -24,11 +23,11 @@ def check_config(recipe: Recipe, overrides: Overrides) -> int:
 
     Every setting is shown with its value and meaning. Nothing is started.
     """
-    from areal_lite.config.plugin_check import plugin_problems
+    from areal_lite.config.plugin_check import check_plugins
 
     config = load_any_config(recipe, overrides)
-    if isinstance(config, Config) and (problems := list(plugin_problems(config))):
-        raise ConfigError("\n".join(problems))
+    if isinstance(config, Config):
+        check_plugins(config)
     print(*_explained(config), sep="\n")
     size = (
         f"{config.batch.batch_size} rows" if isinstance(config, OfflineConfig) else f"{config.samples_per_step} samples"

@@ -6,7 +6,8 @@ import typer
 from rich.console import Console
 
 from areal_lite.cli.options import Overrides
-from areal_lite.config.recipe import load_config, shipped_recipes
+from areal_lite.config.reading import shipped_recipes
+from areal_lite.config.recipe import load_config
 from areal_lite.errors import VerifierError
 
 __all__ = ["eval_model"]

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import TypeVar
 
-from areal_lite.config.paths import with_absolute_eval_paths
+from areal_lite.config.plugin_check import check_plugins
 from areal_lite.config.recipe import Config
 from areal_lite.data.prompts import load_source
 from areal_lite.errors import ArealLiteError, ConfigError, EngineError
 from areal_lite.record.model_folder import find_model_folder
+from areal_lite.record.paths import EVALUATED, with_absolute_paths
 from areal_lite.rollout.engine import GenerationEngine
 from areal_lite.rollout.runner import Workflows, complete_greedily, load_workflows
 from areal_lite.types import Prompt, Sample
@@ -61,7 +62,8 @@ def evaluate(config: Config, *, model: str) -> Accuracy:
     # Where there is an `eval_function`, the reward learned from is not asked; its model need not even be there.
     verifier = config.verifier
     config = config.model_copy(update={"verifier": held_out_config(verifier)})
-    config = with_absolute_eval_paths(config)
+    check_plugins(config, verifiers_only=True)
+    config = with_absolute_paths(config, EVALUATED)
     folder = str(find_model_folder(model, option="MODEL_OR_RUN"))
     # Rows may name any verifier of the recipe, whether it is asked here or not.
     named = config.model_copy(update={"verifier": verifier})

@@ -18,7 +18,7 @@ from areal_lite.cli.offline import dpo, reward_model, sft
 from areal_lite.cli.report import report
 from areal_lite.cli.train import train
 from areal_lite.cli.verify import verify
-from areal_lite.config.recipe import shipped_recipes
+from areal_lite.config.reading import shipped_recipes
 from areal_lite.errors import ArealLiteError
 
 __all__ = ["COMMANDS", "app", "main"]

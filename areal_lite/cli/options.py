@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from areal_lite.config.recipe import shipped_recipes
+from areal_lite.config.reading import shipped_recipes
 
 __all__ = ["Overrides", "Recipe"]
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal_lite.config.recipe import Config, suggestion
-from areal_lite.config.sections import VerifierConfig
+from areal_lite.config.recipe import Config
+from areal_lite.config.suggestion import suggestion
+from areal_lite.config.verifier import VerifierConfig
 from areal_lite.data.prompts import with_names
 from areal_lite.data.rows import check_columns, read_jsonl
 from areal_lite.data.tasks import make_task

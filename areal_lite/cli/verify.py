@@ -7,9 +7,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from areal_lite.config.plugin_check import check_plugins
 from areal_lite.config.plugins import known_names, split_name, with_a_colon
-from areal_lite.config.recipe import Config, load_config, parse_config, shipped_recipes, suggestion
-from areal_lite.config.sections import VerifierConfig
+from areal_lite.config.reading import shipped_recipes
+from areal_lite.config.recipe import Config, load_config, parse_config
+from areal_lite.config.suggestion import suggestion
+from areal_lite.config.verifier import VerifierConfig
 from areal_lite.errors import ConfigError, PluginError
 
 __all__ = ["verify"]
@@ -96,6 +99,7 @@ def verify(
     is_recipe, config = _config(
         verifier, arguments, {key: value for key, value in options.items() if value is not None}
     )
+    check_plugins(config, verifiers_only=True)
     columns = {
         kind: [given] if given else [getattr(config.data, f"{kind}_column")] if is_recipe else _COLUMNS[kind]
         for kind, given in (("prompt", prompt_column), ("answer", answer_column))

@@ -1,17 +1,27 @@
-"""Settings of the section `data` that make no sense together: one sentence each, with field, value and remedy.
+"""The section `data`: where prompts come from. Nothing is loaded here."""
 
-Called by `combinations.py`, whenever a recipe is read; it loads nothing.
-"""
-
-import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
 
-from areal_lite.config.plugins import split_name
-from areal_lite.config.sections import DataConfig, Section, SourceConfig
-from areal_lite.errors import PluginError
+from pydantic import Field
 
-__all__ = ["RESERVED_COLUMNS", "data_problems"]
+from areal_lite.config.fields import FunctionName, Refers
+from areal_lite.config.plugins import name_problems
+from areal_lite.config.section import HERE, Section
+
+__all__ = [
+    "RESERVED_COLUMNS",
+    "ArithConfig",
+    "CurriculumConfig",
+    "DataConfig",
+    "FilterConfig",
+    "GymConfig",
+    "MixedSourceConfig",
+    "SourceConfig",
+    "is_hub_id",
+]
 
 RESERVED_COLUMNS = ("prompt", "completion", "answer", "messages")
 """What a verify function is called with beside a row's columns."""
@@ -22,118 +32,190 @@ _PATHS = {
     "dataset": "the path of a datasets folder, or a hub id",
 }
 """What `path` is, of the kinds that have one."""
+_MADE = ("arith", "reasoning_gym")
+"""Kinds that make their tasks, with a section of their own for how. Any other kind is the name of a function."""
 _PATH_KEYS = ("path", "eval_path")
 _ROW_KEYS = ("prompt_column", "answer_column", "columns", "max_bad_fraction")
-_OWN_SECTIONS = ("arith", "reasoning_gym")
-_MADE_FROM = {"seed": "seed", "size": "train_size and eval_size"}
-"""Arguments that every family of reasoning-gym has, and the settings that take their place."""
 
 
-def data_problems(data: DataConfig, *, verifiers: Collection[str], workflows: Collection[str]) -> Iterable[str]:
-    """Yield one sentence (field, value, remedy) per impossible combination.
+def is_hub_id(path: str) -> bool:
+    """Whether the path of a dataset is `owner/name` or `owner/name:configuration` on the hub: no folder is there."""
+    return not Path(path).exists() and re.fullmatch(r"(?!\.)[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", path) is not None
 
-    Args:
-        data: The section.
-        verifiers: Names that need no module, the recipe's own and those of packages.
-        workflows: The same of workflows.
-    """
-    known = {"verifier": sorted(verifiers), "workflow": sorted(workflows)}
-    if not data.mix:
-        yield from _source_problems(data, "data", known)
-    for key in _changed(data, SourceConfig.model_fields) if data.mix else ():
-        yield f"data.{key} is not read with data.mix: set it in each source of data.mix, or leave it out"
-    for name, source in data.mix.items():
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-            yield f"a name in data.mix must be of letters, digits and _ . -, got {name!r}: it begins its prompts' ids"
-        yield from _source_problems(source, f"data.mix.{name}", known)
-    if data.curriculum.strength == 0:
-        for key in _changed(data.curriculum, ("candidates", "memory")):
+
+class ArithConfig(Section):
+    """The built-in task: chained sums answered step by step."""
+
+    min_terms: int = Field(2, ge=2)
+    """fewest numbers in a chain"""
+    max_terms: int = Field(4, ge=2)
+    """most numbers in a chain"""
+    max_value: int = Field(99, ge=1)
+    """largest number in a chain"""
+    minus_share: float = Field(0.5, ge=0, le=1)
+    """share of minus signs, where the total allows one"""
+    train_size: int = Field(8192, ge=1)
+    """training problems"""
+    eval_size: int = Field(256, ge=1)
+    """held-out problems, never among the training ones"""
+    seed: int = Field(0, ge=0)
+    """seed of both splits"""
+
+    def _problems(self) -> Iterable[str]:
+        if self.min_terms > self.max_terms:
             yield (
-                f"data.curriculum.{key}={getattr(data.curriculum, key)} is not read without data.curriculum.strength: "
-                "set that too, or leave it out"
+                f"{HERE}.min_terms must be at most {HERE}.max_terms, got {self.min_terms} and {self.max_terms}: lower "
+                "the one or raise the other"
             )
 
 
-def _source_problems(source: SourceConfig, where: str, known: Mapping[str, Sequence[str]]) -> Iterable[str]:
-    kind = source.source
-    if kind in _PATHS and source.path is None:
-        yield f"{where}.source={kind} needs {where}.path, got none: give {_PATHS[kind]}"
-    is_plugin = kind not in (*_PATHS, *_OWN_SECTIONS)
-    if is_plugin:
-        try:
-            split_name(kind, kind="source")
-        except PluginError as error:
-            yield f"{where}.source: {error}"
-    elif source.arguments:
-        yield (
-            f"{where}.arguments are not read with {where}.source={kind}, only with a plug-in's function: leave them out"
-        )
-    unread = () if kind in _PATHS else _PATH_KEYS if is_plugin else _PATH_KEYS + _ROW_KEYS
-    for key in _changed(source, unread):
-        yield (
-            f"{where}.{key}={getattr(source, key)} is not read with {where}.source={kind}: set {where}.source=jsonl "
-            "(or parquet, or dataset), or leave it out"
-        )
-    # The recipe of the demo has settings of its sums: who names another source on the command line need not undo them.
-    for key in _changed(source, [name for name in _OWN_SECTIONS if name not in (kind, "arith")]):
-        yield f"{where}.{key} is not read with {where}.source={kind}: leave it out, or set {where}.source={key}"
-    if kind == "arith" and source.arith.min_terms > source.arith.max_terms:
-        yield (
-            f"{where}.arith.min_terms must be at most {where}.arith.max_terms, got {source.arith.min_terms} and "
-            f"{source.arith.max_terms}: lower the one or raise the other"
-        )
-    if kind == "reasoning_gym":
-        yield from _gym_problems(source, where)
-    if "{prompt}" not in source.template:
-        yield f"{where}.template must contain {{prompt}}, got {source.template!r}: put {{prompt}} where the prompt goes"
-    for column, (low, high) in source.filter.ranges.items():
-        if low > high:
-            yield f"{where}.filter.ranges.{column} must be [lowest, highest], got [{low:g}, {high:g}]: turn it round"
-    yield from _column_problems(source, where)
-    yield from _name_problems(source, where, known)
+class GymConfig(Section):
+    """Task families that the package reasoning-gym generates (`source: reasoning_gym`)."""
+
+    dataset: str | None = None
+    """name of a family, e.g. chain_sum"""
+    arguments: dict[str, Any] = {}
+    """settings of the family, e.g. {max_terms: 3}"""
+    train_size: int = Field(2048, ge=1)
+    """training problems"""
+    eval_size: int = Field(128, ge=1)
+    """held-out problems, none of them among the training ones"""
+    seed: int = Field(0, ge=0)
+    """seed of both splits"""
+
+    def _problems(self) -> Iterable[str]:
+        for key, instead in (("seed", "seed"), ("size", "train_size and eval_size")):
+            if key in self.arguments:
+                yield f"{HERE}.arguments must leave out {key}, got {self.arguments[key]}: set {HERE}.{instead}"
 
 
-def _gym_problems(source: SourceConfig, where: str) -> Iterable[str]:
-    if source.reasoning_gym.dataset is None:
-        yield (
-            f"{where}.source=reasoning_gym needs {where}.reasoning_gym.dataset, got none: name a family, e.g. chain_sum"
-        )
-    for key, instead in _MADE_FROM.items():
-        if key in source.reasoning_gym.arguments:
-            yield (
-                f"{where}.reasoning_gym.arguments must leave out {key}, got {source.reasoning_gym.arguments[key]}: set "
-                f"{where}.reasoning_gym.{instead}"
-            )
+class FilterConfig(Section):
+    """Which rows of a source are used; the others are counted and left out."""
+
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """longest prompt in tokens; null = as fits"""
+    ranges: dict[str, tuple[float, float]] = {}
+    """columns that must lie in a range, ends included, e.g. {difficulty: [1, 3]}"""
+
+    def _problems(self) -> Iterable[str]:
+        for column, (low, high) in self.ranges.items():
+            if low > high:
+                yield f"{HERE}.ranges.{column} must be [lowest, highest], got [{low:g}, {high:g}]: turn it round"
 
 
-def _column_problems(source: SourceConfig, where: str) -> Iterable[str]:
-    first = {old: new for new, old in reversed(source.columns.items())}
-    for new, old in source.columns.items():
-        if new in RESERVED_COLUMNS:
-            yield f"{where}.columns.{new} has the name of a verifier argument: choose another name for {old!r}"
-        if old in (source.prompt_column, source.answer_column):
-            yield f"{where}.columns.{new}={old} is the prompt or the answer, which keep their names: leave it out"
-        if first[old] != new:
-            yield f"{where}.columns.{new}={old} is a second name of one column, beside {first[old]!r}: leave one out"
+class SourceConfig(Section):
+    """One source of prompts."""
+
+    source: FunctionName = "arith"
+    """jsonl, parquet = files; dataset = a folder or hub id; arith, reasoning_gym = built in; or a function's name"""
+    arguments: Annotated[dict[str, Any], Refers.FUNCTION] = {}
+    """arguments of the function that source names, e.g. {seed: 1}"""
+    path: Annotated[str | None, Refers.FILE_OR_HUB] = None
+    """training rows: a file, a datasets folder, or a hub id"""
+    eval_path: Annotated[str | None, Refers.FILE_OR_HUB] = None
+    """held-out rows; null = a datasets folder's own split, or none"""
+    eval_size: int = Field(256, ge=1)
+    """held-out rows used at most"""
+    prompt_column: str = "question"
+    """column with the prompt"""
+    answer_column: str = "answer"
+    """column with the reference answer"""
+    columns: dict[str, str] = {}
+    """new names of further columns, {new: old}, e.g. {difficulty: level}"""
+    template: str = "{prompt}"
+    """text around the prompt; {prompt} is replaced"""
+    chat: bool = False
+    """apply the model's chat template to the prompt as a user message"""
+    max_bad_fraction: float = Field(0.01, ge=0, le=1)
+    """share of unreadable rows above which loading fails"""
+    verifier: str | None = None
+    """verifier of rows without a column verifier; null = verifier.function"""
+    workflow: str | None = None
+    """workflow of rows without a column workflow; null = rollout.workflow"""
+    filter: FilterConfig = FilterConfig()
+    arith: ArithConfig = ArithConfig()
+    reasoning_gym: GymConfig = GymConfig()
+
+    def _problems(self) -> Iterable[str]:
+        kind = self.source
+        is_read = f"with {HERE}.source={kind}"
+        if kind in _PATHS and self.path is None:
+            yield f"{HERE}.source={kind} needs {HERE}.path, got none: give {_PATHS[kind]}"
+        if kind not in _PATHS:
+            to_do = f"set {HERE}.source=jsonl (or parquet, or dataset), or leave it out"
+            yield from self.unread(_PATH_KEYS + _ROW_KEYS if kind in _MADE else _PATH_KEYS, is_read, to_do=to_do)
+        if kind in (*_PATHS, *_MADE):
+            yield from self.unread(("arguments",), is_read, to_do="leave them out, they are of a plug-in's function")
+        else:
+            yield from name_problems(f"{HERE}.source", kind, kind="source")
+        # Who names another source than the default one, on the command line, need not undo the recipe's settings of it.
+        default = SourceConfig.model_fields["source"].default
+        for other in (name for name in _MADE if name not in (kind, default)):
+            yield from self.unread([other], is_read, to_do=f"leave it out, or set {HERE}.source={other}")
+        if kind == "reasoning_gym" and self.reasoning_gym.dataset is None:
+            yield f"{HERE}.source={kind} needs {HERE}.reasoning_gym.dataset, got none: name a family, e.g. chain_sum"
+        if "{prompt}" not in self.template:
+            to_do = "put {prompt} where the prompt goes"
+            yield f"{HERE}.template must contain {{prompt}}, got {self.template!r}: {to_do}"
+        yield from self._column_problems()
+
+    def _column_problems(self) -> Iterable[str]:
+        first = {old: new for new, old in reversed(self.columns.items())}
+        for new, old in self.columns.items():
+            if new in RESERVED_COLUMNS:
+                yield f"{HERE}.columns.{new} has the name of a verifier argument: choose another name for {old!r}"
+            if old in (self.prompt_column, self.answer_column):
+                yield f"{HERE}.columns.{new}={old} is the prompt or the answer, which keep their names: leave it out"
+            if first[old] != new:
+                yield f"{HERE}.columns.{new}={old} is a second name of one column, beside {first[old]!r}: leave one out"
 
 
-def _name_problems(source: SourceConfig, where: str, known: Mapping[str, Sequence[str]]) -> Iterable[str]:
-    """The column of a row takes the same names: data must not choose code."""
-    for kind, option in (("verifier", "verifier.named"), ("workflow", "rollout.workflows")):
-        name = getattr(source, kind)
-        if name is None or name in known[kind]:
-            continue
-        if ":" in name:
-            yield f"{where}.{kind} must be a known name, got {name!r}: give the function a name in {option}"
-            continue
-        near = difflib.get_close_matches(name, known[kind], n=1, cutoff=0.4)
-        yield (
-            f"{where}.{kind} must be one of {', '.join(known[kind])}, got {name!r}"
-            + (f": did you mean {near[0]}?" if near else f": add it to {option}")
-        )
+class MixedSourceConfig(SourceConfig):
+    """One of several sources."""
+
+    weight: float = Field(1.0, gt=0)
+    """share of the prompts, relative to the other sources"""
 
 
-def _changed(section: Section, keys: Iterable[str]) -> list[str]:
-    """Return the keys whose value is not the default one; a saved recipe names all of them."""
-    defaults = {key: type(section).model_fields[key].get_default() for key in keys}
-    return [key for key, default in defaults.items() if getattr(section, key) != default]
+class CurriculumConfig(Section):
+    """A preference for prompts that are neither too easy nor too hard."""
+
+    strength: float = Field(0.0, ge=0, le=1)
+    """share of prompts picked by observed pass rate; 0 = none, the plain shuffle"""
+    candidates: int = Field(8, ge=2)
+    """prompts compared for each pick"""
+    memory: float = Field(0.5, ge=0, lt=1)
+    """weight of the past in a prompt's observed pass rate"""
+
+    def _problems(self) -> Iterable[str]:
+        if self.strength == 0:
+            yield from self.unread(("candidates", "memory"), f"without {HERE}.strength")
+
+
+class DataConfig(SourceConfig):
+    """Where prompts come from: one source, or several in `mix`."""
+
+    mix: dict[str, MixedSourceConfig] = {}
+    """several sources by name, each with the keys of this section and a weight"""
+    curriculum: CurriculumConfig = CurriculumConfig()
+
+    @property
+    def sources(self) -> Mapping[str, SourceConfig]:
+        """The sources by name, the first part of their prompts' ids; one alone is named after its kind."""
+        return self.mix or {self.source.rpartition(":")[2]: self}
+
+    def place_of(self, name: str) -> str:
+        """Return the section of the recipe that a source is set in, for messages."""
+        return f"data.mix.{name}" if self.mix else "data"
+
+    def _problems(self) -> Iterable[str]:
+        if not self.mix:
+            yield from super()._problems()
+            return
+        to_do = "set it in each source of data.mix, or leave it out"
+        yield from self.unread(SourceConfig.model_fields, "with data.mix", to_do=to_do)
+        for name in self.mix:
+            if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+                yield (
+                    f"a name in data.mix must be of letters, digits and _ . -, got {name!r}: it begins its prompts' ids"
+                )

@@ -13,11 +13,16 @@ __all__ = ["FunctionName", "ModelFolder", "Refers"]
 class Refers(Enum):
     """What a setting refers to; relative paths start in the folder where the command was typed."""
 
-    FILE = "a file or folder"
-    FILE_OR_HUB = "a file or folder; of source: dataset also a hub id"
-    MODEL = "a model's folder, or that of the run that made it"
-    FUNCTION = "functions, wherever texts in it have the form path.py:function"
-    ARGUMENTS = "whatever the function beside it says of its arguments"
+    FILE = "file"
+    """Or a folder."""
+    FILE_OR_HUB = "file or hub id"
+    """The latter of `source: dataset` alone."""
+    MODEL = "folder"
+    """Of a model, or of the run that made it."""
+    FUNCTION = "function"
+    """Wherever a text in it, its lists and its mappings has the form path.py:function."""
+    ARGUMENTS = "arguments"
+    """Whatever the `function` beside it says of them."""
 
 
 ModelFolder = Annotated[str, Refers.MODEL]

@@ -1,16 +1,19 @@
-"""Recipes of the offline commands: `areal-lite sft`, `reward-model` and `dpo`.
+"""Recipes of `areal-lite sft`, `reward-model` and `dpo`: `run`, `model` and `trainer` are those of `areal-lite train`.
 
-They share the sections `run`, `model` and `trainer` with `areal-lite train`, and are read by the same functions.
 A recipe says what it is for (`command: sft`), so that none is run by the wrong command.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from areal_lite.config.recipe import Config, parse_section, read_recipe
-from areal_lite.config.sections import ArithConfig, ModelConfig, RunConfig, Section, TrainerConfig
+from areal_lite.config.data import ArithConfig
+from areal_lite.config.fields import Refers
+from areal_lite.config.reading import parse_section, read_recipe
+from areal_lite.config.recipe import Config
+from areal_lite.config.section import Section
+from areal_lite.config.sections import ModelConfig, RunConfig, TrainerConfig
 from areal_lite.errors import ConfigError
 
 __all__ = [
@@ -54,9 +57,9 @@ class OfflineDataConfig(Section):
 
     source: Literal["arith", "jsonl", "dataset"] = "arith"
     """arith = built in; jsonl = a file of rows; dataset = a folder of the datasets library"""
-    path: str | None = None
+    path: Annotated[str | None, Refers.FILE] = None
     """training rows: a JSONL file, or a datasets folder"""
-    eval_path: str | None = None
+    eval_path: Annotated[str | None, Refers.FILE] = None
     """held-out rows; null = a dataset's own split, or eval_fraction"""
     eval_fraction: float = Field(0.05, ge=0, lt=1)
     """share of path held out where nothing else is; 0 = no evaluation"""
@@ -82,23 +85,28 @@ class OfflineDataConfig(Section):
     """share of carries and borrows that the built-in solutions forget (source: arith)"""
     arith: ArithConfig = ArithConfig()
 
+    def _problems(self) -> Iterable[str]:
+        if self.source == "arith":
+            to_do = "set data.source to jsonl or dataset"
+            yield from self.unread(("path", "eval_path"), "with data.source=arith", to_do=to_do)
+            return
+        if self.path is None:
+            yield f"data.source={self.source} needs data.path, got none: give the path of a file or folder"
+        yield from self.unread(("carelessness",), f"with data.source={self.source}", to_do="leave it out")
+
 
 class SftConfig(Section):
     """Supervised learning on completions (command: sft)."""
 
     batch_size: int = Field(32, ge=1)
-    """rows of one step, over all ranks"""
+    """rows (of preferences: pairs) of one step, over all ranks"""
     epochs: float | None = Field(None, gt=0)
     """passes over the rows, in place of run.steps"""
 
 
-class PreferenceConfig(Section):
+class PreferenceConfig(SftConfig):
     """Learning from pairs (command: reward_model or dpo)."""
 
-    batch_size: int = Field(32, ge=1)
-    """pairs of one step, over all ranks"""
-    epochs: float | None = Field(None, gt=0)
-    """passes over the pairs, in place of run.steps"""
     loss: Literal["sigmoid", "ipo", "simpo"] = "sigmoid"
     """of dpo: DPO, IPO, or reference-free SimPO"""
     beta: float = Field(0.1, gt=0)
@@ -109,7 +117,7 @@ class PreferenceConfig(Section):
     """of dpo: log-ratios per token instead of per completion"""
     simpo_margin: float = Field(0.5, ge=0)
     """of dpo: margin that simpo asks for, in units of beta times nats per token"""
-    reference_path: str | None = None
+    reference_path: Annotated[str | None, Refers.MODEL] = None
     """of dpo: reference model or run folder; null = the model it starts from"""
 
     @model_validator(mode="before")
@@ -132,7 +140,7 @@ class OfflineConfig(Section):
     trainer: OfflineTrainerConfig = OfflineTrainerConfig()
 
     @property
-    def batch(self) -> SftConfig | PreferenceConfig:
+    def batch(self) -> SftConfig:
         """The section that holds `batch_size` and `epochs`."""
         return self.sft if self.command == "sft" else self.preference
 
@@ -144,16 +152,30 @@ class OfflineConfig(Section):
     @property
     def compute_dtype(self) -> str:
         """The dtype behind `auto`."""
-        if self.model.compute_dtype != "auto":
-            return self.model.compute_dtype
-        return "float32" if self.run.device == "cpu" else "bfloat16"
+        return self.model.dtype_on(self.run.device)
 
-    @model_validator(mode="after")
-    def _check_combinations(self) -> Self:
-        problems = list(_combination_problems(self))
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
+    def _problems(self) -> Iterable[str]:
+        read, other = ("sft", "preference") if self.command == "sft" else ("preference", "sft")
+        if self.command != "sft" and self.data.source == "arith" and self.data.carelessness == 0:
+            yield (
+                "data.carelessness makes the rejected solutions of data.source=arith, got 0: set it, for example to 0.6"
+            )
+        if self.batch.batch_size < self.trainer.ranks:
+            yield (
+                f"every trainer rank needs a row in each step, got {read}.batch_size={self.batch.batch_size} and "
+                f"trainer.ranks={self.trainer.ranks}: raise the one or lower the other"
+            )
+        if self.changed([other]):
+            yield f"the section {other} is not read with command={self.command}: remove it, or correct the command"
+        preference = self.preference
+        dpo_only = preference.changed(PreferenceConfig.model_fields.keys() - SftConfig.model_fields.keys())
+        if self.command == "reward_model":
+            for key in sorted(dpo_only)[:1]:
+                yield f"preference.{key} is of command=dpo, got command=reward_model: remove it"
+        if self.command == "dpo":
+            because = f"with preference.loss={preference.loss}"
+            to_do = "leave it out, or choose another loss"
+            yield from preference.unread(_UNREAD[preference.loss], because, where="preference", to_do=to_do)
 
 
 def load_offline_config(recipe: str, overrides: Iterable[str] = (), *, command: OfflineCommand) -> OfflineConfig:
@@ -193,48 +215,3 @@ def _parse(raw: Mapping[str, Any]) -> OfflineConfig:
             f"{section}.epochs={config.batch.epochs:g}: leave one out, or set {section}.epochs=null"
         )
     return config
-
-
-def _combination_problems(config: OfflineConfig) -> Iterable[str]:
-    """Yield one sentence (field, value, remedy) per impossible combination."""
-    data, batch = config.data, config.batch
-    section = "sft" if config.command == "sft" else "preference"
-    if data.source != "arith" and data.path is None:
-        yield f"data.source={data.source} needs data.path, got none: give the path of a file or folder"
-    for key in ("path", "eval_path"):
-        if data.source == "arith" and (path := getattr(data, key)) is not None:
-            yield f"data.{key}={path} is not read with data.source=arith: set data.source to jsonl or dataset"
-    if data.source != "arith" and data.carelessness:
-        yield f"data.carelessness={data.carelessness} is not read with data.source={data.source}: leave it out"
-    if data.source == "arith" and config.command != "sft" and data.carelessness == 0:
-        yield "data.carelessness makes the rejected solutions of data.source=arith, got 0: set it, for example to 0.6"
-    if data.arith.min_terms > data.arith.max_terms:
-        yield (
-            f"data.arith.min_terms must be at most data.arith.max_terms, got {data.arith.min_terms} and "
-            f"{data.arith.max_terms}: lower the one or raise the other"
-        )
-    if batch.batch_size < config.trainer.ranks:
-        yield (
-            f"every trainer rank needs a row in each step, got {section}.batch_size={batch.batch_size} and "
-            f"trainer.ranks={config.trainer.ranks}: raise the one or lower the other"
-        )
-    yield from _unread_problems(config)
-
-
-def _unread_problems(config: OfflineConfig) -> Iterable[str]:
-    """Yield one sentence per setting that the command would pass over."""
-    other = config.preference if config.command == "sft" else config.sft
-    if other != type(other)():
-        name = "preference" if config.command == "sft" else "sft"
-        yield f"the section {name} is not read with command={config.command}: remove it, or correct the command"
-    given, defaults = config.preference, PreferenceConfig()
-    dpo_only = [name for name in PreferenceConfig.model_fields if name not in ("batch_size", "epochs")]
-    changed = [name for name in dpo_only if getattr(given, name) != getattr(defaults, name)]
-    if config.command == "reward_model" and changed:
-        yield f"preference.{changed[0]} is of command=dpo, got command=reward_model: remove it"
-    for name in _UNREAD[given.loss] if config.command == "dpo" else ():
-        if name in changed:
-            yield (
-                f"preference.{name}={getattr(given, name)} is not read with preference.loss={given.loss}: leave it "
-                "out, or choose another loss"
-            )

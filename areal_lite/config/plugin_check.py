@@ -1,80 +1,131 @@
-"""Whether the functions that a recipe names are there, found without running any of them.
+"""Whether the functions that a recipe names are there, and take the arguments it gives them.
 
-Called by `check-config` and before anything starts: a typing error should not cost half a minute of engines. What only
-running shows (an import that fails) is left to the workers.
+A typing error should not cost half a minute of engines. Files and modules of a user's are looked at, but never run:
+what only running shows (an import that fails) is left to the workers.
 """
 
 import ast
-import difflib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from areal_lite.config.plugins import split_name
+from pydantic import ValidationError
+
+from areal_lite.config.plugins import arguments_model, split_name
 from areal_lite.config.recipe import Config
-from areal_lite.errors import PluginError
+from areal_lite.config.suggestion import suggestion
+from areal_lite.errors import ConfigError, PluginError
 
-__all__ = ["plugin_problems"]
+__all__ = ["check_plugins", "plugin_problems"]
+
+
+def check_plugins(config: Config, *, verifiers_only: bool = False) -> None:
+    """Refuse a recipe whose functions cannot be there, or do not take their arguments.
+
+    Raises:
+        ConfigError: With one line per problem.
+    """
+    if problems := list(_verifier_problems(config) if verifiers_only else plugin_problems(config)):
+        raise ConfigError("\n".join(problems))
 
 
 def plugin_problems(config: Config) -> Iterable[str]:
-    """Yield one sentence (key, what is missing, remedy) per function that cannot be there."""
-    for key, name, kind in _named(config):
-        try:
-            location, attribute = split_name(name, kind=kind)
-        except PluginError as error:
-            yield f"{key}: {error}"
-            continue
-        problem = _in_file(Path(location), attribute) if location.endswith(".py") else _in_module(location)
-        if problem:
-            yield f"{key}={name}: {problem}"
-
-
-def _named(config: Config) -> Iterable[tuple[str, str, str]]:
-    """Yield (key, name, kind) of every function that the recipe names itself."""
-    verifier, rollout = config.verifier, config.rollout
-    functions = [verifier.function] if isinstance(verifier.function, str) else [*verifier.function]
-    for name in (*functions, *filter(None, [verifier.eval_function])):
-        if name not in verifier.named:
-            yield "verifier.function" if name in functions else "verifier.eval_function", name, "verifier"
-    for key, settings in verifier.named.items():
-        yield f"verifier.named.{key}.function", settings.function, "verifier"
+    """Yield one sentence (key, what is wrong, remedy) per function."""
+    rollout = config.rollout
+    workflows = {f"rollout.workflows.{key}.function": one.function for key, one in rollout.workflows.items()}
     if rollout.workflow not in rollout.workflows:
-        yield "rollout.workflow", rollout.workflow, "workflow"
-    for key, workflow in rollout.workflows.items():
-        yield f"rollout.workflows.{key}.function", workflow.function, "workflow"
+        workflows["rollout.workflow"] = rollout.workflow
+    for key, name in workflows.items():
+        yield from _missing(key, name, kind="workflow")
     for key, source in config.data.sources.items():
         if ":" in source.source:
-            yield f"data.mix.{key}.source" if config.data.mix else "data.source", source.source, "source"
+            yield from _missing(f"{config.data.place_of(key)}.source", source.source, kind="source")
+    yield from _verifier_problems(config)
 
 
-def _in_module(module: str) -> str | None:
-    # Only the outermost package is looked for: finding an inner one would import it.
-    package = module.partition(".")[0]
-    return None if importlib.util.find_spec(package) else f"there is no package {package!r}; install it, or correct it"
+def _verifier_problems(config: Config) -> Iterable[str]:
+    """Yield the same of the verifiers alone."""
+    for key, section, name, arguments, timeout_s in _verifiers(config):
+        problems = list(_missing(key, name, kind="verifier"))
+        yield from problems or _argument_problems(section, name, arguments, timeout_s)
 
 
-def _in_file(path: Path, attribute: str) -> str | None:
-    if not path.is_file():
-        return f"there is no file {path.absolute()}; correct the path"
+def _verifiers(config: Config) -> Iterable[tuple[str, str, str, Mapping[str, Any], float]]:
+    """Yield setting, section, function, arguments and deadline of every verifier that may be asked."""
+    verifier = config.verifier
+    chosen = {name: "verifier.function" for name in verifier.functions}
+    if verifier.eval_function is not None:
+        chosen.setdefault(verifier.eval_function, "verifier.eval_function")
+    for key, source in config.data.sources.items():
+        if source.verifier is not None:
+            chosen.setdefault(source.verifier, f"{config.data.place_of(key)}.verifier")
+    for name, key in chosen.items():
+        if name not in verifier.named:
+            arguments = verifier.arguments if name == verifier.function else {}
+            yield key, "verifier", name, arguments, verifier.timeout_s
+    for key, one in verifier.named.items():
+        section = f"verifier.named.{key}"
+        yield f"{section}.function", section, one.function, one.arguments, one.timeout_s
+
+
+def _missing(key: str, name: str, *, kind: str) -> Iterable[str]:
+    try:
+        location, attribute = split_name(name, kind=kind)
+    except PluginError as error:
+        yield f"{key}: {error}"
+        return
+    if attribute and not location.endswith(".py"):
+        # Only the outermost package is looked for: finding an inner one would import it.
+        package = location.partition(".")[0]
+        if not importlib.util.find_spec(package):
+            yield f"{key}={name}: there is no package {package!r}; install it, or correct it"
+    elif not Path(location).is_file():
+        yield f"{key}={name}: there is no file {Path(location).absolute()}; correct the path"
+    elif attribute:
+        yield from (f"{key}={name}: {problem}" for problem in _problems_in(Path(location), attribute))
+
+
+def _problems_in(path: Path, attribute: str) -> Iterable[str]:
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError) as error:
-        return f"the file is not Python: {error}"
+        yield f"the file is not Python: {error}"
+        return
     names = {name for node in tree.body for name in _defined(node)}
-    if attribute in names or "*" in names:
-        return None
-    near = difflib.get_close_matches(attribute, names, n=1, cutoff=0.5)
-    return f"the file has no {attribute!r}" + (f"; did you mean {near[0]}?" if near else "")
+    if not names & {attribute, "*"}:
+        yield f"the file has no {attribute!r}{suggestion(attribute, names)}"
 
 
 def _defined(node: ast.stmt) -> Iterable[str]:
     """Yield the names that a statement at the top of a file defines; blocks are searched as well."""
-    match node:
-        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-            yield node.name
-        case ast.Import() | ast.ImportFrom():
-            yield from (alias.asname or alias.name for alias in node.names)
-        case _:
-            names = (child for child in ast.walk(node) if isinstance(child, ast.Name | ast.FunctionDef | ast.alias))
-            yield from (child.id if isinstance(child, ast.Name) else child.name for child in names)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+        return
+    for child in ast.walk(node):
+        match child:
+            case ast.alias(name=name, asname=other):
+                yield other or name
+            case ast.Name(id=name) | ast.FunctionDef(name=name):
+                yield name
+
+
+def _argument_problems(section: str, name: str, arguments: Mapping[str, Any], timeout_s: float) -> Iterable[str]:
+    """Ask the function's own model, where it has one."""
+    model = arguments_model(name, kind="verifier")
+    if model is None:
+        return
+    try:
+        checked = model.model_validate(arguments)
+    except ValidationError as error:
+        for item in error.errors():
+            place = ".".join(map(str, (section, "arguments", *item["loc"])))
+            hint = suggestion(str(item["loc"][-1]), model.model_fields) if item["type"] == "extra_forbidden" else ""
+            yield f"{place}: {item['msg'][0].lower()}{item['msg'][1:]}, got {item['input']!r}{hint}"
+        return
+    if timeout_s < (least := getattr(checked, "least_timeout_s", 0.0)):
+        yield (
+            f"{section}.timeout_s must be at least {least:g} for the verifier {name} with its arguments, got "
+            f"{timeout_s:g}, which would end slow calls before their own limits do: raise it (verify: --timeout), or "
+            "lower the limits in its arguments"
+        )

@@ -1,25 +1,41 @@
 """Functions that a recipe names: verifiers, workflows, environments. Called where they run, not where recipes are read.
 
-A name is `module:function`, `path.py:function`, or the name of an entry point, so that any installed package can bring
-its own; ours are found in the same way.
+A name is `module:function`, `path.py:function`, or that of an entry point, so that any installed package can bring its
+own; ours are found in the same way. A function without a module, such as a notebook's, is handed on as a file
+(`reference_to`). A function may carry the pydantic model of its arguments as an attribute `arguments_model`.
 """
 
-import difflib
+import hashlib
 import importlib
 import importlib.util
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import PluginError
 
-__all__ = ["PLUGIN_GROUPS", "find_function", "known_names", "split_name", "with_a_colon"]
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+__all__ = [
+    "PLUGIN_GROUPS",
+    "arguments_model",
+    "find_function",
+    "known_names",
+    "name_problems",
+    "reference_to",
+    "split_name",
+    "with_a_colon",
+]
 
 PLUGIN_GROUPS = {"verifier": "areal_lite.verifiers", "workflow": "areal_lite.workflows", "source": "areal_lite.sources"}
 """What can be named, and the entry-point group that holds its names."""
+_PICKLE = ".pkl"
 
 
 def known_names(kind: str) -> list[str]:
@@ -31,7 +47,7 @@ def split_name(name: str, *, kind: str) -> tuple[str, str]:
     """Return module or path, and function, of a name, without importing anything.
 
     Args:
-        name: `module:function`, `path.py:function`, or a known name.
+        name: `module:function`, `path.py:function`, a known name, or a path from `reference_to`, which has no function.
         kind: What it names; a kind in `PLUGIN_GROUPS` has known names.
 
     Raises:
@@ -40,16 +56,24 @@ def split_name(name: str, *, kind: str) -> tuple[str, str]:
     location, colon, attribute = name.rpartition(":")
     if colon and location and attribute.isidentifier():
         return location, attribute
+    if name.endswith(_PICKLE):
+        return name, ""
     for entry in entry_points(group=PLUGIN_GROUPS[kind], name=name) if kind in PLUGIN_GROUPS and not colon else ():
         return entry.module, entry.attr
     known = known_names(kind)
-    near = difflib.get_close_matches(name, [*known, *with_a_colon(name)], n=1, cutoff=0.4)
     raise PluginError(
         f"a {kind} is named module:function or path.py:function"
         + (f", or is one of {', '.join(known)}" if known else "")
-        + f"; got {name!r}"
-        + (f": did you mean {near[0]}?" if near else "")
+        + f"; got {name!r}{suggestion(name, [*known, *with_a_colon(name)])}"
     )
+
+
+def name_problems(key: str, name: str, *, kind: str) -> Iterable[str]:
+    """Yield a sentence where the value of a setting cannot be the name of a function."""
+    try:
+        split_name(name, kind=kind)
+    except PluginError as error:
+        yield f"{key}: {error}"
 
 
 def with_a_colon(name: str) -> list[str]:
@@ -71,16 +95,65 @@ def find_function(name: str, *, kind: str) -> Callable[..., Any]:
     """
     location, attribute = split_name(name, kind=kind)
     try:
+        if not attribute:
+            return _unpickled(Path(location))
         module = _load_file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
     except BaseException as error:  # user code runs here, sys.exit() included
         raise PluginError(f"the {kind} {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        near = difflib.get_close_matches(attribute, names, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise PluginError(f"{location} must have a function {attribute!r}, it has none{hint}")
+        raise PluginError(f"{location} must have a function {attribute!r}, it has none{suggestion(attribute, names)}")
     return function  # type: ignore[no-any-return]
+
+
+def arguments_model(name: str, *, kind: str) -> "type[BaseModel] | None":
+    """Return what a function says of its arguments, if it is known by a name: code of a user's runs in workers alone.
+
+    Raises:
+        PluginError: As `find_function`.
+    """
+    return getattr(find_function(name, kind=kind), "arguments_model", None) if name in known_names(kind) else None
+
+
+def reference_to(function: Callable[..., Any], folder: Path) -> str:
+    """Return a name under which workers find a function, for a recipe.
+
+    Args:
+        function: At the top of a module: `module:function`, or `path.py:function` of a module outside packages. Any
+            other one, of a notebook, a script or another function, is written to a file with all it refers to.
+        folder: Where to.
+
+    Raises:
+        PluginError: It refers to what cannot be written to a file.
+    """
+    name = getattr(function, "__qualname__", type(function).__name__)
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    if module and module.__name__ != "__main__" and getattr(module, name, None) is function:
+        is_alone = "." not in module.__name__ and str(module.__file__).endswith(".py")
+        is_file = is_alone and Path(str(module.__file__)).name != "__init__.py"
+        return f"{Path(str(module.__file__)).resolve() if is_file else module.__name__}:{name}"
+    import cloudpickle
+
+    try:
+        content = cloudpickle.dumps(function)
+    except Exception as error:  # whatever the objects that it refers to raise
+        raise PluginError(
+            f"the function {name} must be at the top of a module, or refer only to what can be pickled, got "
+            f"{type(error).__name__}: {error}: make locks, files and clients inside it, or move it to a .py file"
+        ) from error
+    stem = re.sub(r"\W+", "_", name.rpartition(".")[2]).strip("_")
+    path = folder.resolve() / f"{stem}-{hashlib.sha256(content).hexdigest()[:8]}{_PICKLE}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return str(path)
+
+
+def _unpickled(path: Path) -> Callable[..., Any]:
+    import cloudpickle
+
+    function: Callable[..., Any] = cloudpickle.loads(path.read_bytes())
+    return function
 
 
 def _load_file(path: Path) -> ModuleType:

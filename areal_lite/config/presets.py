@@ -4,12 +4,13 @@
 preset is nothing but a row of this table. docs/objective.md explains every knob.
 """
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from areal_lite.config.sections import Section
+from areal_lite.config.fields import Refers
+from areal_lite.config.section import Section
 
 __all__ = ["PRESETS", "ObjectiveConfig", "expand_preset"]
 
@@ -71,7 +72,7 @@ class ObjectiveConfig(Section):
     """weight of the reference KL"""
     kl_target: float | None = Field(None, gt=0)
     """nats per token; doubles or halves kl_coef beyond a factor of 1.5; null = fixed"""
-    reference_path: str | None = None
+    reference_path: Annotated[str | None, Refers.MODEL] = None
     """reference model folder; null = the initial policy"""
 
     # Off-policy correction.
@@ -95,10 +96,74 @@ class ObjectiveConfig(Section):
     # Language-model term.
     ptx_coef: float = Field(0.0, ge=0)
     """weight of the language-model loss on ptx_path (PPO-ptx)"""
-    ptx_path: str | None = None
+    ptx_path: Annotated[str | None, Refers.FILE] = None
     """text file, one document a line (ptx_coef > 0)"""
     ptx_batch: int = Field(8, ge=1)
     """documents of one optimiser update (ptx_coef > 0)"""
+
+    def _problems(self) -> Iterable[str]:
+        if self.baseline == "critic" and self.scale == "group_std":
+            yield (
+                "objective.scale=group_std compares whole samples of a prompt, got objective.baseline=critic, which "
+                "judges tokens: set objective.scale to batch_std or none"
+            )
+        if self.surrogate == "likelihood":
+            yield from self._likelihood_problems()
+        if self.surrogate != "ratio" and self.ratio_level == "sequence":
+            yield (
+                f"objective.ratio_level=sequence needs objective.surrogate=ratio, got {self.surrogate}: set "
+                "ratio_level=token"
+            )
+        if self.behaviour_filter != "none" and self.proximal == "behaviour":
+            yield (
+                f"objective.behaviour_filter={self.behaviour_filter} compares proximal with behaviour policy, got "
+                "objective.proximal=behaviour, where they are the same: set proximal=recompute, or "
+                "behaviour_filter=none"
+            )
+        if self.geometric_low >= self.geometric_high:
+            yield (
+                f"objective.geometric_low must lie below geometric_high, got {self.geometric_low} and "
+                f"{self.geometric_high}"
+            )
+        yield from self._penalty_problems()
+
+    def _likelihood_problems(self) -> Iterable[str]:
+        for key, is_used in (
+            ("kl=reward", self.kl == "reward"),
+            ("baseline=critic", self.baseline == "critic"),
+            ("overlong_buffer", self.overlong_buffer > 0),
+        ):
+            if is_used:
+                yield (
+                    f"objective.{key} acts through the advantage, which objective.surrogate=likelihood does not use: "
+                    "leave it out, or set surrogate to ratio"
+                )
+        if not (self.clip_low is None and self.clip_high is None):
+            yield (
+                f"objective.surrogate=likelihood has no ratio to clip, got clip_low={self.clip_low}, "
+                f"clip_high={self.clip_high}: set both to null"
+            )
+
+    def _penalty_problems(self) -> Iterable[str]:
+        """Of the distance to other policies, and of the language-model term."""
+        if self.kl == "none":
+            yield from self.unread(("kl_coef", "kl_target", "reference_path"), "without objective.kl")
+        elif self.kl_coef == 0:
+            yield f"objective.kl={self.kl} needs objective.kl_coef above 0, got 0: set it, or objective.kl to none"
+        if self.kl == "loss" and self.kl_estimator == "k1":
+            yield (
+                "objective.kl=loss needs objective.kl_estimator k2 or k3, got k1, whose gradient is zero on average: "
+                "set kl_estimator, or charge the KL in the reward"
+            )
+        if self.proximal_kl_target is not None and self.proximal_kl_coef == 0:
+            yield (
+                "objective.proximal_kl_target needs a first objective.proximal_kl_coef above 0, got 0: doubling it "
+                "changes nothing; set it to 1"
+            )
+        if self.ptx_coef == 0:
+            yield from self.unread(("ptx_path",), "without objective.ptx_coef")
+        elif self.ptx_path is None:
+            yield "objective.ptx_coef needs objective.ptx_path, got none: give the path of a text file"
 
 
 _NO_CLIP: dict[str, Any] = {"clip_low": None, "clip_high": None}

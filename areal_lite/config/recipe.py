@@ -1,52 +1,31 @@
-"""The recipe: typed, checked, and complete before anything starts.
+"""The recipe of `areal-lite train`: typed, checked, and complete before anything starts."""
 
-A recipe is a YAML file with the sections below. `load_config` reads one, applies `section.field=value`
-overrides and returns a frozen `Config`; every mistake is one `ConfigError` that names field, value and
-remedy. `resource_problems` holds the checks that need to know the machine. Recipes of other commands
-(`offline_config.py`) are read by the same functions: `read_recipe` and `parse_section`.
-"""
-
-import difflib
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, get_args, get_origin
+from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import model_validator
 
-from areal_lite.config.combinations import combination_problems
+from areal_lite.config.data import DataConfig
+from areal_lite.config.plugins import known_names
 from areal_lite.config.presets import ObjectiveConfig, expand_preset
+from areal_lite.config.reading import parse_section, read_recipe
+from areal_lite.config.section import Section
 from areal_lite.config.sections import (
-    COMMANDS,
     CriticConfig,
-    DataConfig,
     ModelConfig,
     QueueConfig,
     RolloutConfig,
     RunConfig,
-    Section,
     TrainerConfig,
-    VerifierConfig,
     WeightsConfig,
 )
-from areal_lite.errors import ConfigError
+from areal_lite.config.suggestion import suggestion
+from areal_lite.config.verifier import VerifierConfig
 
-__all__ = [
-    "Config",
-    "load_config",
-    "parse_config",
-    "parse_override",
-    "parse_section",
-    "read_recipe",
-    "read_yaml",
-    "recipe_folder",
-    "resource_problems",
-    "set_value",
-    "shipped_recipes",
-    "suggestion",
-]
+__all__ = ["Config", "load_config", "parse_config", "resource_problems"]
 
-Recipe = TypeVar("Recipe", bound=Section)
+_COMPARED = ("group_mean", "leave_one_out", "group_std", "best_of_group", "varied_groups")
+"""Choices that compare the samples of a group."""
 
 
 class Config(Section):
@@ -78,25 +57,121 @@ class Config(Section):
     @property
     def compute_dtype(self) -> str:
         """The dtype behind `auto`."""
-        if self.model.compute_dtype != "auto":
-            return self.model.compute_dtype
-        return "float32" if self.run.device == "cpu" else "bfloat16"
+        return self.model.dtype_on(self.run.device)
 
-    @model_validator(mode="after")
-    def _check_combinations(self) -> Self:
-        problems = list(combination_problems(self))
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
+    @property
+    def names_for_rows(self) -> Mapping[str, list[str]]:
+        """What a row's columns `verifier` and `workflow` may say: the recipe's own names, and those of packages."""
+        return {
+            "verifier": sorted({*self.verifier.named, *known_names("verifier")}),
+            "workflow": sorted({*self.rollout.workflows, *known_names("workflow")}),
+        }
+
+    def _problems(self) -> Iterable[str]:
+        yield from self._batch_problems()
+        yield from self._turn_problems()
+        yield from self._row_name_problems()
+        yield from self._device_problems()
+        if self.rollout.max_new_tokens >= self.model.max_context:
+            yield (
+                "rollout.max_new_tokens must leave room for a prompt in model.max_context, got "
+                f"{self.rollout.max_new_tokens} and {self.model.max_context}: raise model.max_context"
+            )
+        if self.objective.baseline != "critic" and self.critic != CriticConfig():
+            yield "the section critic is not read without objective.baseline=critic: set that too, or leave it out"
+
+    def _batch_problems(self) -> Iterable[str]:
+        """Of how a step's samples are compared and divided."""
+        queue, trainer, objective = self.queue, self.trainer, self.objective
+        if self.samples_per_step % trainer.minibatches:
+            yield (
+                f"queue.groups_per_step * queue.samples_per_group must be divisible by trainer.minibatches, got "
+                f"{queue.groups_per_step} * {queue.samples_per_group} = {self.samples_per_step} and "
+                f"{trainer.minibatches}: set trainer.minibatches to a divisor"
+            )
+        if self.samples_per_step // trainer.minibatches < trainer.ranks:
+            yield (
+                f"every trainer rank needs a sample in each minibatch, got {self.samples_per_step} samples, "
+                f"{trainer.minibatches} minibatches and {trainer.ranks} ranks: raise queue.groups_per_step or lower "
+                "trainer.ranks"
+            )
+        choices = {key: getattr(objective, key) for key in ("baseline", "scale", "sample_filter")}
+        compared = [f"objective.{key}={value}" for key, value in choices.items() if value in _COMPARED]
+        if queue.samples_per_group < 2 and compared:
+            yield (
+                f"queue.samples_per_group must be 2 or more with {compared[0]}, got {queue.samples_per_group}: rewards "
+                "are compared within a group, and a sample alone has nothing to learn from"
+            )
+        if queue.samples_per_group < 2 and queue.reject == "zero_variance":
+            yield "queue.reject=zero_variance needs queue.samples_per_group of 2 or more, got 1: set queue.reject=none"
+        if objective.proximal == "reuse" and trainer.minibatches != 1:
+            yield (
+                f"objective.proximal=reuse is exact only with one optimiser update, got trainer.minibatches="
+                f"{trainer.minibatches}: set it to 1, or objective.proximal to recompute"
+            )
+
+    def _turn_problems(self) -> Iterable[str]:
+        """Of episodes of several turns."""
+        rollout = self.rollout
+        chosen = {rollout.workflow, *(source.workflow or "single_turn" for source in self.data.sources.values())}
+        if chosen != {"single_turn"} and rollout.turn_timeout_s >= self.run.stall_timeout_s:
+            yield (
+                f"rollout.turn_timeout_s must be less than run.stall_timeout_s, got {rollout.turn_timeout_s:g} and "
+                f"{self.run.stall_timeout_s:g}: a run that waits for one reply so long counts as stalled; lower the "
+                "one or raise the other"
+            )
+
+    def _row_name_problems(self) -> Iterable[str]:
+        """Of the names that sources fill into their rows: data must not choose code."""
+        options = {"verifier": "verifier.named", "workflow": "rollout.workflows"}
+        for key, source in self.data.sources.items():
+            for kind, known in self.names_for_rows.items():
+                name, where = getattr(source, kind), f"{self.data.place_of(key)}.{kind}"
+                if name is not None and ":" in name and name not in known:
+                    yield f"{where} must be a known name, got {name!r}: give the function a name in {options[kind]}"
+                elif name is not None and name not in known:
+                    to_do = suggestion(name, known) or f": add it to {options[kind]}"
+                    yield f"{where} must be one of {', '.join(known)}, got {name!r}{to_do}"
+
+    def _device_problems(self) -> Iterable[str]:
+        device, transport = self.run.device, self.weights.transport
+        if device == "cpu" and self.rollout.tensor_parallel > 1:
+            yield (
+                f"rollout.tensor_parallel={self.rollout.tensor_parallel} needs run.device=cuda, got cpu: set it to 1, "
+                "and use rollout.workers for more engines"
+            )
+        if device == "cpu" and transport != "gloo":
+            yield f"weights.transport={transport} needs run.device=cuda, got cpu: set weights.transport=gloo"
+        if device == "cuda" and transport == "gloo":
+            yield (
+                "weights.transport=gloo is the CPU transport, got run.device=cuda: set weights.transport=nccl (or ipc)"
+            )
+
+
+def load_config(recipe: str, overrides: Iterable[str] = ()) -> Config:
+    """Read a recipe and apply overrides.
+
+    Args:
+        recipe: Path of a YAML file, or the name of a shipped recipe.
+        overrides: `section.field=value`; the value is read as YAML.
+
+    Raises:
+        ConfigError: The file is missing or unreadable, a key is unknown, a value or combination impossible.
+    """
+    return parse_config(read_recipe(recipe, overrides, command="train"))
+
+
+def parse_config(raw: Mapping[str, Any]) -> Config:
+    """Turn a nested mapping into a checked `Config`.
+
+    Raises:
+        ConfigError: With one line per problem.
+    """
+    return parse_section(raw, Config)
 
 
 def resource_problems(config: Config, *, num_cores: int, num_gpus: int) -> tuple[list[str], list[str]]:
     """Compare a recipe with what the machine or cluster has.
-
-    Args:
-        config: The recipe.
-        num_cores: CPU cores.
-        num_gpus: GPUs.
 
     Returns:
         Errors (nothing may start) and warnings (it will be slow), one sentence each.
@@ -118,174 +193,3 @@ def resource_problems(config: Config, *, num_cores: int, num_gpus: int) -> tuple
             f"set trainer.ranks={num_cores} or fewer"
         )
     return errors, warnings
-
-
-def recipe_folder() -> Path:
-    """Folder of the shipped recipes."""
-    return Path(__file__).parents[1] / "launch" / "recipes"
-
-
-def shipped_recipes() -> list[str]:
-    """Names of the shipped recipes."""
-    return sorted(path.stem for path in recipe_folder().glob("*.yaml"))
-
-
-def load_config(recipe: str, overrides: Iterable[str] = ()) -> Config:
-    """Read a recipe and apply overrides.
-
-    Args:
-        recipe: Path of a YAML file, or the name of a shipped recipe.
-        overrides: `section.field=value` words; the value is read as YAML.
-
-    Raises:
-        ConfigError: The file is missing or unreadable, a key is unknown, a value or combination impossible.
-    """
-    return parse_config(read_recipe(recipe, overrides, command="train"))
-
-
-def read_recipe(recipe: str, overrides: Iterable[str] = (), *, command: str | None) -> dict[str, Any]:
-    """Read a recipe's sections and apply overrides, unchecked.
-
-    Args:
-        recipe: Path of a YAML file, or the name of a shipped recipe.
-        overrides: `section.field=value` words; the value is read as YAML.
-        command: What the recipe must be for, a key of `COMMANDS`; None = anything.
-
-    Raises:
-        ConfigError: The file is missing or unreadable, holds no sections, or is for another command or an unknown one.
-    """
-    path = Path(recipe)
-    if not path.is_file():
-        path = recipe_folder() / f"{recipe}.yaml"
-    if not path.is_file():
-        raise ConfigError(
-            f"a recipe is a YAML file or one of {', '.join(shipped_recipes())}; there is no {recipe!r}"
-            + suggestion(recipe, shipped_recipes())
-        )
-    raw = read_yaml(path, holding="sections (run, model, data, ...)")
-    for word in overrides:
-        set_value(raw, *parse_override(word))
-    meant = str(raw.setdefault("command", "train")).replace("-", "_")
-    if meant not in COMMANDS:
-        raise ConfigError(f"command must be one of {', '.join(COMMANDS)}, got {raw['command']!r} in {recipe}")
-    if command is not None and meant != command:
-        raise ConfigError(f"{recipe} is a recipe of areal-lite {COMMANDS[meant]}: run it with that")
-    return raw | {"command": meant}
-
-
-def read_yaml(path: Path, *, holding: str) -> dict[str, Any]:
-    """Read a YAML file that is a mapping; `holding` says of what.
-
-    Raises:
-        ConfigError: It is unreadable, or holds something else.
-    """
-    try:
-        raw = yaml.safe_load(path.read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} is not readable as YAML: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} must hold {holding}, got a {type(raw).__name__}")
-    return raw
-
-
-def parse_config(raw: Mapping[str, Any]) -> Config:
-    """Turn a nested mapping into a checked `Config`.
-
-    Raises:
-        ConfigError: With one line per problem.
-    """
-    return parse_section(raw, Config)
-
-
-def parse_section(raw: Mapping[str, Any], kind: type[Recipe]) -> Recipe:
-    """Turn a nested mapping into a checked recipe of any kind.
-
-    Raises:
-        ConfigError: With one line per problem.
-    """
-    unknown = list(_unknown_keys(raw, kind, known=_all_keys(kind)))
-    if unknown:
-        raise ConfigError("\n".join(unknown))
-    try:
-        return kind.model_validate(raw)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_explain(item) for item in error.errors())) from None
-
-
-def _explain(item: Any) -> str:
-    field = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "value_error":
-        return str(item["ctx"]["error"])
-    return f"{field}: {item['msg'][0].lower()}{item['msg'][1:]}, got {item['input']!r}"
-
-
-def parse_override(word: str) -> tuple[str, Any]:
-    """Split `section.field=value`; the value is read as YAML.
-
-    Raises:
-        ConfigError: It is no such word.
-    """
-    key, equals, text = word.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"an override is section.field=value, got {word!r}")
-    try:
-        return key, yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the value of {key} must be YAML, got {text!r}: write it as '{key}=\"...\"'") from error
-
-
-def set_value(raw: dict[str, Any], key: str, value: Any) -> None:
-    """Set `section.field` of an unchecked recipe.
-
-    Raises:
-        ConfigError: The key reaches into a value.
-    """
-    *parents, last = key.split(".")
-    node = raw
-    for parent in parents:
-        if node.get(parent) is None:
-            node[parent] = {}
-        child = node[parent]
-        if not isinstance(child, dict):
-            raise ConfigError(f"'{key}={value}' reaches into {parent!r}, which is a value, not a section")
-        node = child
-    node[last] = value
-
-
-def _unknown_keys(
-    raw: Mapping[str, Any], section: type[BaseModel], *, known: list[str], prefix: str = ""
-) -> Iterable[str]:
-    for key, value in raw.items():
-        field = section.model_fields.get(str(key))
-        if field is None:
-            yield f"unknown key {prefix}{key}" + suggestion(f"{prefix}{key}", known)
-            continue
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel) and isinstance(value, Mapping):
-            yield from _unknown_keys(value, kind, known=known, prefix=f"{prefix}{key}.")
-        elif (entry := _entry_kind(kind)) is not None and isinstance(value, Mapping):
-            for name, item in value.items():
-                where = f"{prefix}{key}.{name}."
-                if isinstance(item, Mapping):
-                    yield from _unknown_keys(item, entry, known=_all_keys(entry, where), prefix=where)
-
-
-def _entry_kind(kind: Any) -> type[BaseModel] | None:
-    """Return the section behind `dict[str, section]`: settings that the recipe's user has given names."""
-    values = get_args(kind)[1:] if get_origin(kind) is dict else ()
-    return next((item for item in values if isinstance(item, type) and issubclass(item, BaseModel)), None)
-
-
-def _all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
-    keys = []
-    for name, field in section.model_fields.items():
-        keys.append(f"{prefix}{name}")
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            keys += _all_keys(field.annotation, f"{prefix}{name}.")
-    return keys
-
-
-def suggestion(word: str, known: list[str]) -> str:
-    """Return a question about the nearest known word, or nothing."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
-    return f"; did you mean {near[0]}?" if near else ""

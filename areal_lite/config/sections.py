@@ -1,33 +1,22 @@
-"""The sections of a recipe, field by field: meaning, unit, range and default.
+"""The sections of a recipe but `data`, `verifier` and `objective`: every setting, its checks and its default."""
 
-`config.py` puts them together, checks combinations and reads files; `presets.py` holds the objective's section.
-"""
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from pydantic import Field
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-from areal_lite.config.fields import FunctionName
+from areal_lite.config.fields import FunctionName, ModelFolder, Refers
+from areal_lite.config.plugins import name_problems
+from areal_lite.config.section import Section
 
 __all__ = [
     "COMMANDS",
-    "ArithConfig",
     "CriticConfig",
-    "CurriculumConfig",
-    "DataConfig",
-    "FilterConfig",
-    "GymConfig",
-    "MixedSourceConfig",
     "ModelConfig",
     "QueueConfig",
     "RolloutConfig",
     "RunConfig",
-    "Section",
-    "SourceConfig",
     "TrainerConfig",
-    "VerifierConfig",
-    "VerifierSettings",
     "WarmStartConfig",
     "WeightsConfig",
     "WorkflowConfig",
@@ -35,19 +24,6 @@ __all__ = [
 
 COMMANDS = {"train": "train", "sft": "sft", "reward_model": "reward-model", "dpo": "dpo"}
 """What a recipe's `command` says, and what one types; a recipe may say the latter too."""
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys forbidden, numbers finite; an empty section has its defaults."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_empty(cls, value: Any) -> Any:
-        return {} if value is None else value
 
 
 class RunConfig(Section):
@@ -103,7 +79,7 @@ class WarmStartConfig(Section):
 class ModelConfig(Section):
     """The policy."""
 
-    path: str = "builtin:arith"
+    path: ModelFolder = "builtin:arith"
     """Hugging Face model folder, a finished run's folder, or builtin:arith (tiny)"""
     max_context: int = Field(512, ge=8)
     """prompt plus completion tokens the engine and trainer accept"""
@@ -111,121 +87,18 @@ class ModelConfig(Section):
     """dtype of the trainer's matrix work and of the engine; auto = float32 on cpu, bfloat16 on cuda"""
     warm_start: WarmStartConfig = WarmStartConfig()
 
-
-class ArithConfig(Section):
-    """The built-in task: chained sums answered step by step."""
-
-    min_terms: int = Field(2, ge=2)
-    """fewest numbers in a chain"""
-    max_terms: int = Field(4, ge=2)
-    """most numbers in a chain"""
-    max_value: int = Field(99, ge=1)
-    """largest number in a chain"""
-    minus_share: float = Field(0.5, ge=0, le=1)
-    """share of minus signs, where the total allows one"""
-    train_size: int = Field(8192, ge=1)
-    """training problems"""
-    eval_size: int = Field(256, ge=1)
-    """held-out problems, never among the training ones"""
-    seed: int = Field(0, ge=0)
-    """seed of both splits"""
-
-
-class GymConfig(Section):
-    """Task families that the package reasoning-gym generates (`source: reasoning_gym`)."""
-
-    dataset: str | None = None
-    """name of a family, e.g. chain_sum"""
-    arguments: dict[str, Any] = {}
-    """settings of the family, e.g. {max_terms: 3}"""
-    train_size: int = Field(2048, ge=1)
-    """training problems"""
-    eval_size: int = Field(128, ge=1)
-    """held-out problems, none of them among the training ones"""
-    seed: int = Field(0, ge=0)
-    """seed of both splits"""
-
-
-class FilterConfig(Section):
-    """Which rows of a source are used; the others are counted and left out."""
-
-    max_prompt_tokens: int | None = Field(None, ge=1)
-    """longest prompt in tokens; null = as fits"""
-    ranges: dict[str, tuple[float, float]] = {}
-    """columns that must lie in a range, ends included, e.g. {difficulty: [1, 3]}"""
-
-
-class SourceConfig(Section):
-    """One source of prompts."""
-
-    source: FunctionName = "arith"
-    """jsonl, parquet = files; dataset = a folder or hub id; arith, reasoning_gym = built in; or a function's name"""
-    arguments: dict[str, Any] = {}
-    """arguments of the function that source names, e.g. {seed: 1}"""
-    path: str | None = None
-    """training rows: a file, a datasets folder, or a hub id"""
-    eval_path: str | None = None
-    """held-out rows; null = a datasets folder's own split, or none"""
-    eval_size: int = Field(256, ge=1)
-    """held-out rows used at most"""
-    prompt_column: str = "question"
-    """column with the prompt"""
-    answer_column: str = "answer"
-    """column with the reference answer"""
-    columns: dict[str, str] = {}
-    """new names of further columns, {new: old}, e.g. {difficulty: level}"""
-    template: str = "{prompt}"
-    """text around the prompt; {prompt} is replaced"""
-    chat: bool = False
-    """apply the model's chat template to the prompt as a user message"""
-    max_bad_fraction: float = Field(0.01, ge=0, le=1)
-    """share of unreadable rows above which loading fails"""
-    verifier: str | None = None
-    """verifier of rows without a column verifier; null = verifier.function"""
-    workflow: str | None = None
-    """workflow of rows without a column workflow; null = rollout.workflow"""
-    filter: FilterConfig = FilterConfig()
-    arith: ArithConfig = ArithConfig()
-    reasoning_gym: GymConfig = GymConfig()
-
-
-class MixedSourceConfig(SourceConfig):
-    """One of several sources."""
-
-    weight: float = Field(1.0, gt=0)
-    """share of the prompts, relative to the other sources"""
-
-
-class CurriculumConfig(Section):
-    """A preference for prompts that are neither too easy nor too hard."""
-
-    strength: float = Field(0.0, ge=0, le=1)
-    """share of prompts picked by observed pass rate; 0 = none, the plain shuffle"""
-    candidates: int = Field(8, ge=2)
-    """prompts compared for each pick"""
-    memory: float = Field(0.5, ge=0, lt=1)
-    """weight of the past in a prompt's observed pass rate"""
-
-
-class DataConfig(SourceConfig):
-    """Where prompts come from: one source, or several in `mix`."""
-
-    mix: dict[str, MixedSourceConfig] = {}
-    """several sources by name, each with the keys of this section and a weight"""
-    curriculum: CurriculumConfig = CurriculumConfig()
-
-    @property
-    def sources(self) -> Mapping[str, SourceConfig]:
-        """The sources by name, the first part of their prompts' ids; one alone is named after its kind."""
-        return self.mix or {self.source.rpartition(":")[2]: self}
+    def dtype_on(self, device: str) -> str:
+        """Return the dtype behind `auto`."""
+        automatic = "float32" if device == "cpu" else "bfloat16"
+        return automatic if self.compute_dtype == "auto" else self.compute_dtype
 
 
 class WorkflowConfig(Section):
     """A workflow with a name of its own."""
 
-    function: str
+    function: FunctionName
     """a known name, module:function or path.py:function, see docs/workflows.md"""
-    arguments: dict[str, Any] = {}
+    arguments: Annotated[dict[str, Any], Refers.FUNCTION] = {}
     """keyword arguments of every episode"""
 
 
@@ -244,9 +117,9 @@ class RolloutConfig(Section):
     """must be 0 in training: tokens outside would have probability 0"""
     max_new_tokens: int = Field(128, ge=1)
     """completion tokens at most, an environment's replies in between included"""
-    workflow: str = "single_turn"
+    workflow: FunctionName = "single_turn"
     """how a prompt becomes a sample: a name, module:function or path.py:function"""
-    workflow_arguments: dict[str, Any] = {}
+    workflow_arguments: Annotated[dict[str, Any], Refers.FUNCTION] = {}
     """keyword arguments of every episode of workflow"""
     workflows: dict[str, WorkflowConfig] = {}
     """further workflows by name, for rows and sources that choose their own"""
@@ -262,6 +135,26 @@ class RolloutConfig(Section):
     """key-value cache of one engine in MiB (cpu)"""
     gpu_memory_fraction: float = Field(0.85, gt=0, le=1)
     """GPU memory an engine may take (cuda)"""
+
+    def _problems(self) -> Iterable[str]:
+        if self.top_p != 1.0 or self.top_k != 0:
+            yield (
+                f"training samples with temperature only, got top_p={self.top_p}, top_k={self.top_k}: a token outside "
+                "the set would have probability 0 for the trainer; set top_p=1 and top_k=0"
+            )
+        if self.workflow not in self.workflows:
+            yield from name_problems("rollout.workflow", self.workflow, kind="workflow")
+        for key, one in self.workflows.items():
+            yield from name_problems(f"rollout.workflows.{key}.function", one.function, kind="workflow")
+            if ":" in key:
+                yield (
+                    f"a name in rollout.workflows must have no colon, which no data row may use, got {key!r}: rename it"
+                )
+        if self.workflow_arguments and self.workflow in ("single_turn", *self.workflows):
+            yield (
+                f"rollout.workflow_arguments are not read with rollout.workflow={self.workflow}: leave them out, or "
+                "set arguments in rollout.workflows"
+            )
 
 
 class QueueConfig(Section):
@@ -286,47 +179,15 @@ class QueueConfig(Section):
     max_message_mb: int = Field(64, ge=1)
     """largest message accepted, in MiB"""
 
-
-class VerifierSettings(Section):
-    """One verifier and the processes it runs in."""
-
-    function: str
-    """a known name, module:function or path.py:function, see docs/verifiers.md"""
-    arguments: dict[str, Any] = {}
-    """keyword arguments of every call, e.g. {model: runs/rm}"""
-    timeout_s: float = Field(5.0, gt=0)
-    """hard deadline of one call; of a batch, for each completion in it"""
-    processes: int = Field(1, ge=1)
-    """killable processes in each verifier worker"""
-    concurrency: int = Field(1, ge=1)
-    """calls in flight in one process; more than 1 is for async functions"""
-    memory_mb: int = Field(1024, ge=16)
-    """memory in MiB a process and all it starts may take beyond what it took when ready"""
-    retries: int = Field(2, ge=0)
-    """further tries of a call that was lost with its process"""
-    unavailable_s: float = Field(90.0, ge=0)
-    """seconds for which a service that does not answer is asked again, with growing pauses"""
-    max_failure_share: float = Field(0.5, ge=0, le=1)
-    """share of failures in the last 50 calls above which the run stops; 1 = never"""
-
-
-class VerifierConfig(VerifierSettings):
-    """Scoring."""
-
-    function: str | dict[str, float] = "last_number"  # type: ignore[assignment]  # one of them, or a weighted sum
-    """a known name, module:function, path.py:function, or several with weights: {math: 1, format: 0.2}"""
-    named: dict[str, VerifierSettings] = {}
-    """further verifiers by name, for sums, and for rows and sources that choose their own"""
-    eval_function: str | None = None
-    """verifier of held-out prompts, called without arguments; null = as in training"""
-    workers: int = Field(1, ge=1)
-    """verifier workers"""
+    def _problems(self) -> Iterable[str]:
+        if self.max_staleness < 0:
+            yield f"queue.max_staleness must be 0 (synchronous) or more, got {self.max_staleness}"
 
 
 class CriticConfig(Section):
     """The value model of `objective.baseline: critic`, trained beside the policy."""
 
-    path: str | None = None
+    path: Annotated[str | None, Refers.MODEL] = None
     """model folder its body starts from; null = the initial policy"""
     lr: float = Field(1e-4, gt=0)
     """learning rate of its AdamW; the rest is as in trainer"""

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from areal_lite.config.sections import ArithConfig
+from areal_lite.config.data import ArithConfig
 from areal_lite.errors import ConfigError
 
 __all__ = [

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_lite.config.sections import CurriculumConfig
+from areal_lite.config.data import CurriculumConfig
 from areal_lite.errors import CheckpointError, DataError
 from areal_lite.types import Prompt
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from areal_lite.config.data import MixedSourceConfig, SourceConfig
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
-from areal_lite.config.sections import MixedSourceConfig, SourceConfig, WarmStartConfig
+from areal_lite.config.sections import WarmStartConfig
 from areal_lite.data.arith import CHARACTERS, worked_solutions
 from areal_lite.data.completions import Example
 from areal_lite.data.encode import encode_texts
-from areal_lite.data.prompts import section_of
 from areal_lite.data.sources import FILE_SOURCES, load_tasks
 from areal_lite.data.tasks import Task
 from areal_lite.errors import ConfigError
@@ -57,7 +57,7 @@ def demonstrations(config: Config | OfflineConfig, *, count: int) -> list[Demons
     teaching = {name: source for name, source in _sources(config).items() if source.source not in FILE_SOURCES}
     total_weight = sum(map(_weight, teaching.values()))
     for name, source in teaching.items():
-        where = section_of(config, name) if isinstance(config, Config) else "data"
+        where = config.data.place_of(name) if isinstance(config, Config) else "data"
         share = max(1, round(count * _weight(source) / total_weight))
         shown += _of_source(source, share, settings=warm_start, where=where)
     if not shown and warm_start.steps > 0:

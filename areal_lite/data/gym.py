@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from areal_lite.config.sections import GymConfig
+from areal_lite.config.data import GymConfig
 from areal_lite.data.tasks import Task
 from areal_lite.errors import ConfigError, DataError, WireError
 from areal_lite.wire import decode, encode

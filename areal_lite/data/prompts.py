@@ -9,20 +9,19 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
-from areal_lite.config.plugins import known_names
-from areal_lite.config.recipe import Config, suggestion
-from areal_lite.config.sections import SourceConfig
+from areal_lite.config.data import SourceConfig
+from areal_lite.config.recipe import Config
+from areal_lite.config.suggestion import suggestion
 from areal_lite.data.encode import encode_texts, render_chat
 from areal_lite.data.sources import load_tasks
 from areal_lite.data.tasks import Task, in_ranges, report_left_out
 from areal_lite.errors import ConfigError, DataError
 from areal_lite.types import Prompt
-from areal_lite.verify.names import known_verifier_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["load_source", "load_sources", "section_of", "with_names"]
+__all__ = ["load_source", "load_sources", "with_names"]
 
 Split = Literal["train", "eval"]
 
@@ -54,15 +53,10 @@ def load_sources(config: Config, tokenizer: "PreTrainedTokenizerBase", split: Sp
     }
 
 
-def section_of(config: Config, name: str) -> str:
-    """Return the section of the recipe that a source is set in, for messages."""
-    return f"data.mix.{name}" if config.data.mix else "data"
-
-
 def _prompts(
     config: Config, source: SourceConfig, *, name: str, tokenizer: "PreTrainedTokenizerBase", split: Split
 ) -> list[Prompt]:
-    where = section_of(config, name)
+    where = config.data.place_of(name)
     limit = source.eval_size if split == "eval" else None
     tasks = with_names(_tasks(source, split, limit, where=where), source=source, config=config)
     tasks = [replace(task, prompt=_render(task, source, tokenizer, where=where)) for task in tasks]
@@ -145,14 +139,10 @@ def with_names(tasks: Sequence[Task], *, source: SourceConfig, config: Config) -
     defaults = {"verifier": source.verifier, "workflow": source.workflow}
     fill = {column: name for column, name in defaults.items() if name is not None}
     named = [replace(task, row={**fill, **task.row}) for task in tasks] if fill else list(tasks)
-    known = {
-        "verifier": known_verifier_names(config.verifier),
-        "workflow": {*config.rollout.workflows, *known_names("workflow")},
-    }
-    for kind, names in known.items():
+    for kind, names in config.names_for_rows.items():
         first = {repr(task.row[kind]): task for task in reversed(named) if kind in task.row}
         for task in first.values():
-            _check(task, kind=kind, known=sorted(names))
+            _check(task, kind=kind, known=names)
     return named
 
 

@@ -7,7 +7,6 @@ and only where the caller allows it; nothing is cached but what `datasets` fetch
 import difflib
 import json
 import logging
-import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,9 +14,10 @@ from typing import Any, Literal, TypeVar
 
 import msgpack
 
+from areal_lite.config.data import is_hub_id
 from areal_lite.errors import ArealLiteError, DataError
 
-__all__ = ["RowReader", "Rows", "check_columns", "is_hub_id", "make_each", "read_jsonl"]
+__all__ = ["RowReader", "Rows", "check_columns", "make_each", "read_jsonl"]
 
 _log = logging.getLogger(__name__)
 _SHOWN = 10
@@ -29,14 +29,6 @@ Rows = list[tuple[int, dict[str, Any]]]
 """Each row with its line number (from 1) in a file, or its row number (from 0) in a dataset."""
 
 _HELD_OUT_SPLITS = ("validation", "eval", "test")
-
-
-_HUB_ID = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
-
-
-def is_hub_id(path: str) -> bool:
-    """Whether the path of a dataset is `owner/name` or `owner/name:configuration` on the hub: no folder is there."""
-    return not Path(path).exists() and _HUB_ID.fullmatch(path) is not None
 
 
 class RowReader:

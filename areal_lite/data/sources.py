@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from areal_lite.config.data import SourceConfig
 from areal_lite.config.plugins import find_function
-from areal_lite.config.sections import SourceConfig
 from areal_lite.data.arith import arith_problems
 from areal_lite.data.gym import gym_tasks
 from areal_lite.data.rows import RowReader, Rows, check_columns, make_each

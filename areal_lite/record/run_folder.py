@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from areal_lite.config.offline import OfflineConfig
-from areal_lite.config.recipe import Config, parse_section
+from areal_lite.config.reading import parse_section
+from areal_lite.config.recipe import Config
 from areal_lite.config.sections import RunConfig
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.events import Event

@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+from areal_lite.config.data import DataConfig
 from areal_lite.config.plugins import known_names
-from areal_lite.config.sections import DataConfig, VerifierConfig, VerifierSettings
+from areal_lite.config.verifier import VerifierConfig, VerifierSettings
 
 __all__ = [
     "chosen_by_sources",

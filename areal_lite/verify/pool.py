@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_lite.config.plugins import split_name
-from areal_lite.config.sections import VerifierSettings
+from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import PluginError, VerifierError
 from areal_lite.types import Prompt
 from areal_lite.verify.frames import pack

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal_lite.config.sections import VerifierSettings
+from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import VerifierError
 from areal_lite.verify.frames import LENGTH, MAX_REPLY_BYTES, pack, unpack
 from areal_lite.verify.guardian import Ending

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from areal_lite.config.sections import VerifierConfig, VerifierSettings
+from areal_lite.config.verifier import VerifierConfig, VerifierSettings
 from areal_lite.types import Prompt
 from areal_lite.verify.names import known_verifier_names, short_names, verifier_settings, weights_of
 from areal_lite.verify.pool import Messages, VerifierPool, quantile

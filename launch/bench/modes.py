@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from areal_lite.config.recipe import Config, parse_override
+from areal_lite.config.reading import parse_override
+from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
 from areal_lite.launch.bench.plan import Plan, PlannedRun, planned_runs
 

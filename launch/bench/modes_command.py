@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from areal_lite.config.recipe import suggestion
+from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError
 from areal_lite.launch.bench.modes import MODES, ModeRun, Threads, measured_runs, search_runs, thread_settings
 

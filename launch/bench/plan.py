@@ -15,8 +15,10 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from areal_lite.config.recipe import Config, parse_config, parse_override, read_recipe, read_yaml, set_value, suggestion
-from areal_lite.config.sections import Section
+from areal_lite.config.reading import parse_override, read_recipe, read_yaml, set_value
+from areal_lite.config.recipe import Config, parse_config
+from areal_lite.config.section import Section
+from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError
 
 __all__ = ["Plan", "PlannedRun", "choose_runs", "load_plan", "planned_runs", "shipped_plans"]

@@ -15,7 +15,6 @@ from typing import Any, Self
 import ray
 
 from areal_lite.actors.rollout import RolloutActor
-from areal_lite.config.paths import with_absolute_paths
 from areal_lite.config.recipe import Config
 from areal_lite.data.mix import make_cursor
 from areal_lite.data.prompts import load_sources
@@ -25,6 +24,7 @@ from areal_lite.launch.bench.rollout_requests import plain_requests
 from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.placement import actor_options
 from areal_lite.launch.run.remote import result
+from areal_lite.record.paths import with_absolute_paths
 from areal_lite.rollout.engine import Interrupt
 from areal_lite.rollout.vllm_engine import sampling_params
 from areal_lite.weights.handover import hand_over

@@ -13,10 +13,10 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal_lite.config.paths import with_absolute_paths
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.errors import ArealLiteError, CheckpointError, ConfigError
 from areal_lite.launch.bench.plan import PlannedRun
+from areal_lite.record.paths import with_absolute_paths
 from areal_lite.record.run_folder import RunFolder
 
 if TYPE_CHECKING:

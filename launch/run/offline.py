@@ -7,13 +7,13 @@ import ray
 from rich.console import Console
 
 from areal_lite.config.offline import OfflineConfig
-from areal_lite.config.paths import with_absolute_paths
 from areal_lite.config.sections import COMMANDS
 from areal_lite.data.completions import OfflineData, load_offline
 from areal_lite.errors import ConfigError
 from areal_lite.launch.run.offline_controller import OfflineController
 from areal_lite.launch.run.offline_view import OfflineView
 from areal_lite.launch.run.train import prepare_model, ray_session, report_of
+from areal_lite.record.paths import with_absolute_paths
 from areal_lite.record.run_folder import RunFolder
 
 __all__ = ["run_offline"]

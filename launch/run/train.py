@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from areal_lite.config.offline import OfflineConfig
-from areal_lite.config.paths import with_absolute_paths
-from areal_lite.config.plugin_check import plugin_problems
+from areal_lite.config.plugin_check import check_plugins
 from areal_lite.config.recipe import Config, resource_problems
 from areal_lite.data.prompts import load_source, load_sources
 from areal_lite.errors import ConfigError
@@ -24,6 +23,7 @@ from areal_lite.launch.run.actor_keeper import ActorKeeper
 from areal_lite.launch.run.controller import Controller
 from areal_lite.launch.run.view import View
 from areal_lite.record.model_folder import find_model_folder
+from areal_lite.record.paths import with_absolute_paths
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.train.ptx import load_documents
 from areal_lite.train.warm_start import ensure_warm_start
@@ -47,8 +47,7 @@ def train(config: Config, *, recipe_name: str, console: Console, keeper: ActorKe
         ArealLiteError: With what to do about it.
         Interrupted: After Ctrl-C, saved.
     """
-    if problems := list(plugin_problems(config)):
-        raise ConfigError("\n".join(problems))
+    check_plugins(config)
     config = with_absolute_paths(config)
     view = View(config, console=console)
     model_folder = prepare_model(config, console=console)

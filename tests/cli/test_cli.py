@@ -12,7 +12,8 @@ import pytest
 from areal_lite import __version__
 from areal_lite.cli import main as cli
 from areal_lite.cli.train import SUMMARY_KEYS
-from areal_lite.config.recipe import Config, shipped_recipes
+from areal_lite.config.reading import shipped_recipes
+from areal_lite.config.recipe import Config
 from areal_lite.errors import StallError
 
 COMMANDS = ["train", "sft", "reward-model", "dpo", "eval", "check-config", "verify", "bench", "report", "doctor"]

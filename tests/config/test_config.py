@@ -11,15 +11,8 @@ from pydantic import BaseModel, ValidationError
 
 from areal_lite.cli.main import main
 from areal_lite.config.offline import OfflineConfig, load_any_config
-from areal_lite.config.recipe import (
-    Config,
-    load_config,
-    parse_config,
-    parse_section,
-    recipe_folder,
-    resource_problems,
-    shipped_recipes,
-)
+from areal_lite.config.reading import parse_section, recipe_folder, shipped_recipes
+from areal_lite.config.recipe import Config, load_config, parse_config, resource_problems
 from areal_lite.errors import ConfigError
 
 GPU = {"run": {"device": "cuda"}, "weights": {"transport": "nccl"}}

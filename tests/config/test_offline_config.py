@@ -8,7 +8,8 @@ import pytest
 
 from areal_lite.cli.main import main
 from areal_lite.config.offline import OfflineConfig, load_any_config, load_offline_config
-from areal_lite.config.recipe import Config, load_config, parse_section
+from areal_lite.config.reading import parse_section
+from areal_lite.config.recipe import Config, load_config
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.record.run_folder import RunFolder
 

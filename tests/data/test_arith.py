@@ -6,7 +6,7 @@ from decimal import Decimal
 
 import pytest
 
-from areal_lite.config.sections import ArithConfig
+from areal_lite.config.data import ArithConfig
 from areal_lite.data.arith import CHARACTERS, arith_problems, worked_solutions
 from areal_lite.errors import ConfigError
 from areal_lite.verify.builtin.text import final_number, last_number

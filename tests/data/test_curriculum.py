@@ -10,7 +10,7 @@ from queue_builders import FakeCursor, connected, generate, serving, verify
 from source_builders import load, recipe
 from test_data_mix import make_mix, make_prompts
 
-from areal_lite.config.sections import CurriculumConfig
+from areal_lite.config.data import CurriculumConfig
 from areal_lite.data.cursor import PromptCursor
 from areal_lite.data.mix import MixedCursor, make_cursor
 from areal_lite.types import Score, StepReward

@@ -8,8 +8,8 @@ from places import FIXTURES
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from areal_lite.config.data import SourceConfig
 from areal_lite.config.recipe import Config, parse_config
-from areal_lite.config.sections import SourceConfig
 from areal_lite.data.arith import CHARACTERS, arith_problems
 from areal_lite.data.cursor import PromptCursor
 from areal_lite.data.prompts import load_source

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.config.sections import SourceConfig
+from areal_lite.config.data import SourceConfig
 from areal_lite.data.sources import load_tasks
 from areal_lite.verify.builtin.text import last_number
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from areal_lite.config.data import ArithConfig
 from areal_lite.config.offline import OfflineConfig
-from areal_lite.config.recipe import parse_section
-from areal_lite.config.sections import ArithConfig
+from areal_lite.config.reading import parse_section
 from areal_lite.data.arith import CHARACTERS, arith_problems, preference_pairs
 from areal_lite.data.completions import OfflineData, load_offline
 from areal_lite.data.tokenizer import build_char_tokenizer

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from source_builders import load_one, recipe
 
-from areal_lite.config.sections import GymConfig
+from areal_lite.config.data import GymConfig
 from areal_lite.data.gym import gym_tasks
 from areal_lite.data.prompts import load_source
 from areal_lite.data.tokenizer import build_char_tokenizer

@@ -24,7 +24,7 @@ from pages import DOCS, blocks
 
 from areal_lite.config.plugins import find_function, split_name
 from areal_lite.config.recipe import load_config
-from areal_lite.config.sections import VerifierSettings
+from areal_lite.config.verifier import VerifierSettings
 from areal_lite.data.prompts import load_sources
 from areal_lite.errors import VerifierUnavailable
 from areal_lite.rollout.engine import Sampling

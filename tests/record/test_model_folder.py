@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from areal_lite.config.offline import OfflineConfig
-from areal_lite.config.paths import REWARD_MODEL, with_absolute_eval_paths, with_absolute_paths
-from areal_lite.config.recipe import Config, parse_config, parse_section
+from areal_lite.config.reading import parse_section
+from areal_lite.config.recipe import Config, parse_config
 from areal_lite.errors import ConfigError
 from areal_lite.record.model_folder import find_model_folder
+from areal_lite.record.paths import EVALUATED, with_absolute_paths
 
 
 def make_run(folder: Path, *, steps: list[int], with_model: list[int]) -> Path:
@@ -69,7 +70,7 @@ def test_every_model_of_a_recipe_may_be_a_run(tmp_path: Path, monkeypatch: pytes
         model={"path": "run"},
         critic={"path": "run"},
         objective={"preset": "ppo", "reference_path": "run"},
-        verifier={"function": REWARD_MODEL, "arguments": {"model": "run", "device": "cpu"}},
+        verifier={"function": "reward_model", "arguments": {"model": "run", "device": "cpu"}},
     )
     model, resolved = str(tmp_path / "run" / "checkpoints" / "step-000010" / "model"), with_absolute_paths(config)
     assert resolved.model.path == resolved.critic.path == resolved.objective.reference_path == model
@@ -100,7 +101,7 @@ def test_an_evaluation_needs_no_model_that_only_training_reads() -> None:
     config = recipe(model={"path": "gone"}, objective={"preset": "ppo", "reference_path": "gone"})
     with pytest.raises(ConfigError, match=r"model\.path must be"):
         with_absolute_paths(config)
-    assert with_absolute_eval_paths(config).objective == config.objective
+    assert with_absolute_paths(config, EVALUATED).objective == config.objective
 
 
 def test_a_users_own_verifier_gets_absolute_paths_and_plain_names(
@@ -116,6 +117,6 @@ def test_a_users_own_verifier_gets_absolute_paths_and_plain_names(
 
 def test_a_learned_reward_needs_its_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"needs verifier\.arguments: \{model: folder\}"):
-        with_absolute_paths(recipe(verifier={"function": REWARD_MODEL}))
+        with_absolute_paths(recipe(verifier={"function": "reward_model"}))
     with pytest.raises(ConfigError, match=r"verifier\.arguments\.model must be a Hugging Face model folder"):
-        with_absolute_paths(recipe(verifier={"function": REWARD_MODEL, "arguments": {"model": str(tmp_path)}}))
+        with_absolute_paths(recipe(verifier={"function": "reward_model", "arguments": {"model": str(tmp_path)}}))

@@ -7,7 +7,7 @@ from typing import Any
 from train_builders import save_tiny_model
 
 from areal_lite.config.offline import OfflineConfig
-from areal_lite.config.recipe import parse_section
+from areal_lite.config.reading import parse_section
 from areal_lite.train.offline import OfflineTrainer
 
 __all__ = ["offline_config", "offline_trainer"]

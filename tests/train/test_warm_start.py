@@ -8,9 +8,9 @@ import torch
 from source_builders import ROWS, recipe, source_of, write_parquet
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from areal_lite.config.data import ArithConfig
 from areal_lite.config.offline import load_offline_config
 from areal_lite.config.recipe import load_config
-from areal_lite.config.sections import ArithConfig
 from areal_lite.data.arith import CHARACTERS, worked_solutions
 from areal_lite.data.demonstrations import PRINTABLE, Demonstration, alphabet, demonstrations, turn_examples
 from areal_lite.data.tokenizer import build_char_tokenizer

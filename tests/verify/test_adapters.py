@@ -9,9 +9,9 @@ import msgpack
 import pytest
 from places import FIXTURES
 
-from areal_lite.config.paths import with_absolute_eval_paths
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import PluginError
+from areal_lite.record.paths import EVALUATED, with_absolute_paths
 from areal_lite.verify.adapters import GymArguments, TrlArguments, VerlArguments, reasoning_gym, trl, verl
 from areal_lite.verify.result import VerifyResult
 
@@ -108,7 +108,7 @@ def test_functions_of_sums_and_arguments_are_taken_from_the_present_folder(
         "judged": {"function": "judge", "arguments": {"model": "served"}},
     }
     recipe = {"verifier": {"function": {"right": 1.0, "brief.py:verify": 0.5, "exact": 2.0}, "named": named}}
-    verifier = with_absolute_eval_paths(parse_config(recipe)).verifier
+    verifier = with_absolute_paths(parse_config(recipe), EVALUATED).verifier
     assert verifier.function == {"right": 1.0, f"{tmp_path}/brief.py:verify": 0.5, "exact": 2.0}
     assert verifier.named["right"].arguments == {"function": f"{tmp_path}/rewards.py:right", "scale": 2}
     assert verifier.named["mine"].function == f"{tmp_path}/mine.py:verify"

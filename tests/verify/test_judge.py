@@ -17,7 +17,7 @@ import openai
 import pytest
 from train_builders import save_tiny_model
 
-from areal_lite.config.sections import VerifierSettings
+from areal_lite.config.verifier import VerifierSettings
 from areal_lite.data.tokenizer import PAD
 from areal_lite.errors import VerifierError, VerifierUnavailable
 from areal_lite.types import Prompt

@@ -10,7 +10,7 @@ from ledger_builders import make_sample, make_settings
 from places import FIXTURES
 
 from areal_lite.actors.verifier import VerifierActor
-from areal_lite.config.sections import VerifierConfig
+from areal_lite.config.verifier import VerifierConfig
 from areal_lite.events import EventBuffer
 from areal_lite.sample_queue.ledger import Ledger
 from areal_lite.types import Group, Lease, Prompt, Score

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 from places import FIXTURES
 
-from areal_lite.config.sections import VerifierSettings
+from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import VerifierError
 from areal_lite.types import Prompt
 from areal_lite.verify.pool import VerifierPool

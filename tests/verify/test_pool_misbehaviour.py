@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from places import FIXTURES
 
-from areal_lite.config.sections import VerifierSettings
+from areal_lite.config.verifier import VerifierSettings
 from areal_lite.types import Prompt
 from areal_lite.verify.pool import VerifierPool
 from areal_lite.verify.tree import proportional_bytes, resident_bytes

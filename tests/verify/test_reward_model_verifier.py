@@ -10,9 +10,8 @@ from offline_builders import offline_config, offline_trainer
 from train_builders import save_tiny_model
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from areal_lite.config.paths import REWARD_MODEL
 from areal_lite.config.recipe import parse_config
-from areal_lite.config.sections import VerifierSettings
+from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import ConfigError, VerifierError
 from areal_lite.types import Prompt, Score
 from areal_lite.verify.builtin import reward_model as reward_model_module
@@ -123,7 +122,7 @@ def test_the_learned_reward_is_the_score_of_prompt_completion_and_end(folder: st
     with torch.no_grad():
         expected = float(model(input_ids=torch.tensor([ids])).logits[0, 0])
     assert abs(expected) > 1e-3
-    first, *batch = score(REWARD_MODEL, {"model": folder}, ["34"], ["3", "4" * 90, "5"])
+    first, *batch = score("reward_model", {"model": folder}, ["34"], ["3", "4" * 90, "5"])
     assert first.reward == pytest.approx(expected, abs=1e-5)
     assert [reply.failure for reply in batch] == [None, "exception:ValueError", None]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from places import FIXTURES
 
-from areal_lite.config.sections import VerifierSettings
+from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import VerifierError
 from areal_lite.types import Prompt, Score
 from areal_lite.verify.pool import VerifierPool

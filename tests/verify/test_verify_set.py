@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from areal_lite.config.data import DataConfig
 from areal_lite.config.recipe import parse_config
-from areal_lite.config.sections import DataConfig, VerifierConfig
+from areal_lite.config.verifier import VerifierConfig
 from areal_lite.errors import ConfigError, VerifierError
 from areal_lite.types import Prompt
 from areal_lite.verify.names import chosen_by_sources, held_out_config, known_verifier_names, verifier_settings

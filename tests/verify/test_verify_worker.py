@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from areal_lite.config.sections import VerifierConfig
+from areal_lite.config.verifier import VerifierConfig
 from areal_lite.errors import QueueTimeout, VerifierError
 from areal_lite.events import EventBuffer
 from areal_lite.types import Group, Lease, Prompt, Sample, Score, StopReason, VersionSpan

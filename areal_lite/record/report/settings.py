@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from areal_lite.config.offline import OfflineConfig
-from areal_lite.config.recipe import Config, parse_section
+from areal_lite.config.reading import parse_section
+from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
 from areal_lite.record.report.read import RunFiles
 

@@ -9,13 +9,13 @@ import pytest
 import yaml
 
 from areal_lite.cli.main import main
-from areal_lite.config.paths import with_absolute_paths
 from areal_lite.config.presets import PRESETS
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.bench.plan import Plan, PlannedRun, choose_runs, load_plan, planned_runs, shipped_plans
 from areal_lite.launch.bench.results import collect_results, results_table
 from areal_lite.launch.bench.runner import RunState, Stopped, run_all, run_state
+from areal_lite.record.paths import with_absolute_paths
 
 STEPS = 4
 

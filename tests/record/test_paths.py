@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from areal_lite.config.paths import with_absolute_eval_paths
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.errors import ConfigError
+from areal_lite.record.paths import EVALUATED, with_absolute_paths
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def resolved(raw: dict[str, Any]) -> Config:
-    return with_absolute_eval_paths(parse_config(raw))
+    return with_absolute_paths(parse_config(raw), EVALUATED)
 
 
 def test_verifiers_are_found_wherever_a_recipe_names_them(here: Path) -> None:

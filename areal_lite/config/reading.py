@@ -1,0 +1,143 @@
+"""Recipes read: a YAML file, `section.field=value` overrides, and one `ConfigError` with a line per mistake."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from areal_lite.config.section import HERE, Section
+from areal_lite.config.sections import COMMANDS
+from areal_lite.config.suggestion import suggestion
+from areal_lite.errors import ConfigError
+
+__all__ = [
+    "parse_override",
+    "parse_section",
+    "read_recipe",
+    "read_yaml",
+    "recipe_folder",
+    "set_value",
+    "shipped_recipes",
+]
+
+Recipe = TypeVar("Recipe", bound=Section)
+
+
+def recipe_folder() -> Path:
+    """Folder of the shipped recipes."""
+    return Path(__file__).parents[1] / "launch" / "recipes"
+
+
+def shipped_recipes() -> list[str]:
+    """Names of the shipped recipes."""
+    return sorted(path.stem for path in recipe_folder().glob("*.yaml"))
+
+
+def read_recipe(recipe: str, overrides: Iterable[str] = (), *, command: str | None) -> dict[str, Any]:
+    """Read a recipe's sections and apply overrides, unchecked.
+
+    Args:
+        recipe: Path of a YAML file, or the name of a shipped recipe.
+        overrides: `section.field=value`; the value is read as YAML.
+        command: What the recipe must be for, a key of `COMMANDS`; None = anything.
+
+    Raises:
+        ConfigError: The file is missing or unreadable, holds no sections, or is for another command or an unknown one.
+    """
+    path = next((path for path in (Path(recipe), recipe_folder() / f"{recipe}.yaml") if path.is_file()), None)
+    if path is None:
+        raise ConfigError(
+            f"a recipe is a YAML file or one of {', '.join(shipped_recipes())}; there is no {recipe!r}"
+            + suggestion(recipe, shipped_recipes())
+        )
+    raw = read_yaml(path, holding="sections (run, model, data, ...)")
+    for override in overrides:
+        set_value(raw, *parse_override(override))
+    meant = str(raw.setdefault("command", "train")).replace("-", "_")
+    if meant not in COMMANDS:
+        raise ConfigError(f"command must be one of {', '.join(COMMANDS)}, got {raw['command']!r} in {recipe}")
+    if command is not None and meant != command:
+        raise ConfigError(f"{recipe} is a recipe of areal-lite {COMMANDS[meant]}: run it with that")
+    return raw | {"command": meant}
+
+
+def read_yaml(path: Path, *, holding: str) -> dict[str, Any]:
+    """Read a YAML file that is a mapping; `holding` says of what.
+
+    Raises:
+        ConfigError: It is unreadable, or holds something else.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} is not readable as YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must hold {holding}, got a {type(raw).__name__}")
+    return raw
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """Split `section.field=value`; the value is read as YAML.
+
+    Raises:
+        ConfigError: It has another form.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"an override is section.field=value, got {text!r}")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the value of {key} must be YAML, got {value!r}: write it as '{key}=\"...\"'") from error
+
+
+def set_value(raw: dict[str, Any], key: str, value: Any) -> None:
+    """Set `section.field` of an unchecked recipe.
+
+    Raises:
+        ConfigError: The key reaches into a value.
+    """
+    *parents, last = key.split(".")
+    for parent in parents:
+        if raw.get(parent) is None:
+            raw[parent] = {}
+        if not isinstance(raw[parent], dict):
+            raise ConfigError(f"'{key}={value}' reaches into {parent!r}, which is a value, not a section")
+        raw = raw[parent]
+    raw[last] = value
+
+
+def parse_section(raw: Mapping[str, Any], kind: type[Recipe]) -> Recipe:
+    """Turn a nested mapping into a checked recipe of any kind.
+
+    Raises:
+        ConfigError: With one line per problem.
+    """
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(item, kind) for item in error.errors())) from None
+
+
+def _explain(item: Any, kind: type[Section]) -> str:
+    place = ".".join(map(str, item["loc"]))
+    if item["type"] == "extra_forbidden":
+        return f"unknown key {place}" + suggestion(place, _known_keys(kind, item["loc"]))
+    if item["type"] == "value_error":
+        return str(item["ctx"]["error"]).replace(HERE, place)
+    return f"{place}: {item['msg'][0].lower()}{item['msg'][1:]}, got {item['input']!r}"
+
+
+def _known_keys(kind: Any, place: tuple[str | int, ...], prefix: str = "") -> Iterable[str]:
+    """Yield every setting's dotted name; of sections that the user has named, those of the one at `place`."""
+    for name, field in kind.model_fields.items():
+        yield f"{prefix}{name}"
+        inside = place[1:] if place[:1] == (name,) else ()
+        for section in (field.annotation, *get_args(field.annotation)):
+            if isinstance(section, type) and issubclass(section, BaseModel):
+                if section is field.annotation:
+                    yield from _known_keys(section, inside, f"{prefix}{name}.")
+                elif inside:
+                    yield from _known_keys(section, inside[1:], f"{prefix}{name}.{inside[0]}.")

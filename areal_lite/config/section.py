@@ -1,0 +1,48 @@
+"""The base of a recipe's sections: typed settings, and the checks that stand beside them."""
+
+from collections.abc import Iterable
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+__all__ = ["HERE", "Section"]
+
+HERE = "<here>"
+"""Stands in a section's messages for its own place in the recipe, such as `data.mix.easy`."""
+
+
+class Section(BaseModel):
+    """Frozen, unknown keys forbidden, numbers finite; an empty section has its defaults.
+
+    What a setting means (unit, range) is said under it: `check-config` shows it.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_empty(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if problems := list(self._problems()):
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _problems(self) -> Iterable[str]:
+        """Yield a sentence (setting, value, what to do) for each combination of settings that makes no sense."""
+        return ()
+
+    def changed(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Return those settings that have other values than the default; a saved recipe names all of them."""
+        defaults = {key: type(self).model_fields[key].get_default() for key in keys}
+        return {key: value for key in defaults if (value := getattr(self, key)) != defaults[key]}
+
+    def unread(self, keys: Iterable[str], because: str, *, where: str = HERE, to_do: str = "") -> Iterable[str]:
+        """Yield a sentence for each of these settings that was made, though nothing reads it."""
+        for key, value in self.changed(keys).items():
+            setting = f"{where}.{key}" if isinstance(value, Section) else f"{where}.{key}={value}"
+            yield f"{setting} is not read {because}: {to_do or 'set that too, or leave it out'}"

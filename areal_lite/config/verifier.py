@@ -1,0 +1,76 @@
+"""The section `verifier`: how completions are scored."""
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from areal_lite.config.fields import FunctionName, Refers
+from areal_lite.config.plugins import name_problems
+from areal_lite.config.section import Section
+
+__all__ = ["VerifierConfig", "VerifierSettings"]
+
+
+class VerifierSettings(Section):
+    """One verifier and the processes it runs in."""
+
+    function: FunctionName
+    """a known name, module:function or path.py:function, see docs/verifiers.md"""
+    arguments: Annotated[dict[str, Any], Refers.ARGUMENTS] = {}
+    """keyword arguments of every call, e.g. {model: runs/rm}"""
+    timeout_s: float = Field(5.0, gt=0)
+    """hard deadline of one call; of a batch, for each completion in it"""
+    processes: int = Field(1, ge=1)
+    """killable processes in each verifier worker"""
+    concurrency: int = Field(1, ge=1)
+    """calls in flight in one process; more than 1 is for async functions"""
+    memory_mb: int = Field(1024, ge=16)
+    """memory in MiB a process and all it starts may take beyond what it took when ready"""
+    retries: int = Field(2, ge=0)
+    """further tries of a call that was lost with its process"""
+    unavailable_s: float = Field(90.0, ge=0)
+    """seconds for which a service that does not answer is asked again, with growing pauses"""
+    max_failure_share: float = Field(0.5, ge=0, le=1)
+    """share of failures in the last 50 calls above which the run stops; 1 = never"""
+
+
+class VerifierConfig(VerifierSettings):
+    """Scoring."""
+
+    function: Annotated[str | dict[str, float], Refers.FUNCTION] = "last_number"  # type: ignore[assignment]
+    """a known name, module:function, path.py:function, or several with weights: {math: 1, format: 0.2}"""
+    named: dict[str, VerifierSettings] = {}
+    """further verifiers by name, for sums, and for rows and sources that choose their own"""
+    eval_function: Annotated[str | None, Refers.FUNCTION] = None
+    """verifier of held-out prompts, called without arguments; null = as in training"""
+    workers: int = Field(1, ge=1)
+    """verifier workers"""
+
+    @property
+    def functions(self) -> list[str]:
+        """The verifiers of a row that chooses none."""
+        return [self.function] if isinstance(self.function, str) else list(self.function)
+
+    def _problems(self) -> Iterable[str]:
+        if not self.functions:
+            yield "verifier.function must name a verifier, got {}: name one, or several with their weights"
+        wanted = [("verifier.function", name) for name in self.functions if name not in self.named]
+        if self.eval_function is not None and self.eval_function not in self.named:
+            wanted.append(("verifier.eval_function", self.eval_function))
+        for name, settings in self.named.items():
+            wanted.append((f"verifier.named.{name}.function", settings.function))
+            if ":" in name:
+                yield f"verifier.named: a name must have no colon, got {name!r}: rows may choose a name, but never code"
+        for key, name in wanted:
+            yield from name_problems(key, name, kind="verifier")
+        if self.arguments and not isinstance(self.function, str):
+            yield (
+                "verifier.arguments is for one function, got several in verifier.function "
+                f"({', '.join(self.function)}): give each its own in verifier.named"
+            )
+        if self.arguments and self.function in self.named:
+            yield (
+                f"verifier.arguments is not read with verifier.function={self.function}, which is one of "
+                "verifier.named and has its own: put them there"
+            )
