@@ -59,3 +59,28 @@ def test_a_file_that_is_not_python(tmp_path: Path) -> None:
     (problem,) = problems(verifier={"eval_function": f"{tmp_path}/mine.py:verify"})
     assert problem.startswith("verifier.eval_function=")
     assert "not Python" in problem
+
+
+@pytest.mark.parametrize(
+    ("verifier", "problem"),
+    [
+        (
+            {"function": "numeric", "arguments": {"relativ": 0.1}},
+            "verifier.arguments.relativ: extra inputs are not permitted, got 0.1; did you mean relative?",
+        ),
+        (
+            {"named": {"own": {"function": "math", "arguments": {"decimals": "many"}}}},
+            "verifier.named.own.arguments.decimals: input should be a valid integer, got 'many'",
+        ),
+        ({"function": "reward_model"}, "verifier.arguments.model: field required, got {}"),
+    ],
+)
+def test_arguments_are_checked_by_the_functions_own_model(verifier: dict[str, object], problem: str) -> None:
+    """Nothing had to start. Seen failing with the arguments of `named` left out."""
+    assert problems(verifier=verifier) == [problem]
+
+
+def test_a_verifier_that_rows_of_a_source_choose_is_looked_at_too() -> None:
+    """Seen failing with the names of sources left out: `code` takes 27 s at most."""
+    (problem,) = problems(data={"verifier": "code"})
+    assert problem.startswith("verifier.timeout_s must be at least 27 for the verifier code")

@@ -1,0 +1,79 @@
+"""Functions handed on to workers by name: of a module, of a file, or written to a file of their own."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_lite.config.plugin_check import plugin_problems
+from areal_lite.config.plugins import find_function, reference_to
+from areal_lite.config.recipe import parse_config
+from areal_lite.errors import PluginError
+from areal_lite.verify.builtin.text import exact
+
+LOCK = threading.Lock()
+
+
+def brief(prompt: str, completion: str, answer: str, **row: Any) -> float:
+    return 1.0 / len(completion)
+
+
+def test_a_function_of_a_package_goes_by_its_module_and_one_of_a_file_by_its_path(tmp_path: Path) -> None:
+    assert reference_to(exact, tmp_path) == "areal_lite.verify.builtin.text:exact"
+    name = reference_to(brief, tmp_path)
+    assert name == f"{Path(__file__).resolve()}:brief"
+    assert find_function(name, kind="verifier")("", "ab", "") == 0.5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_any_other_function_is_written_down_with_what_it_refers_to(tmp_path: Path) -> None:
+    """Two of one name are two files. Seen failing with the name alone for the file: the first one's was lost."""
+
+    def made(length: int) -> Any:
+        def score(prompt: str, completion: str, answer: str, **row: Any) -> float:
+            return float(len(completion) == length)
+
+        vars(score)["_verifier_batch"] = length
+        return score
+
+    names = [reference_to(made(length), tmp_path / "functions") for length in (2, 3)]
+    found = [find_function(name, kind="verifier") for name in names]
+    assert [function("", "abc", "") for function in found] == [0.0, 1.0]
+    assert [vars(function)["_verifier_batch"] for function in found] == [2, 3]
+    assert find_function(reference_to(lambda *_: 0.25, tmp_path), kind="loss")() == 0.25
+    config = parse_config({"verifier": {"function": {names[0]: 1.0, names[1]: 0.5}}})
+    assert list(plugin_problems(config)) == []
+    Path(names[0]).unlink()
+    (problem,) = plugin_problems(config)
+    assert f"there is no file {names[0]}" in problem
+    with pytest.raises(PluginError, match="cannot be imported: FileNotFoundError"):
+        find_function(names[0], kind="verifier")
+
+
+def test_a_scripts_function_comes_without_the_script(tmp_path: Path) -> None:
+    """Importing the script would start its training again. Seen failing with `__main__` named by its path."""
+    (tmp_path / "script.py").write_text(
+        "from pathlib import Path\n"
+        "from areal_lite.config.plugins import reference_to\n"
+        "HALF = 0.5\n"
+        "def score(*_, **__): return HALF\n"
+        "print(reference_to(score, Path('functions')))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert find_function(done.stdout.strip(), kind="verifier")("", "", "") == 0.5
+
+
+def test_what_cannot_be_written_down_is_named_with_a_remedy(tmp_path: Path) -> None:
+    lock = threading.Lock()
+
+    def guarded(*_: Any, **__: Any) -> float:
+        with lock:
+            return 1.0
+
+    with pytest.raises(PluginError, match=r"the function .*guarded must .*cannot pickle '_thread.lock'.*: make locks"):
+        reference_to(guarded, tmp_path)
