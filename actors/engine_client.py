@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-import ray
-
+from areal_lite.actors.calls import Calls, call_all
 from areal_lite.errors import HandoverError
 
 __all__ = ["EngineClient"]
@@ -21,35 +20,34 @@ class EngineClient:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Have every engine join; in one common group each gets ranks of its own."""
-        infos = [dict(init_info) for _ in self._handles]
-        for index, info in enumerate(infos):
+        references = {}
+        for index, (name, handle) in enumerate(self._handles.items()):
+            info = dict(init_info)
             if "rank_offset" in info:
                 info["rank_offset"] += index * self._ranks_per_engine
-        self._call("init_weight_transfer_engine", [(info,) for info in infos])
+            references[name] = handle.init_weight_transfer_engine.remote(info)
+        self._finish(Calls(references), "init_weight_transfer_engine")
 
     def start_weight_update(self) -> None:
         """Open the update."""
-        self._call("start_weight_update", [()] * len(self._handles))
+        self._call("start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
         """Receive every parameter."""
-        self._call("update_weights", [(update_info,)] * len(self._handles))
+        self._call("update_weights", update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Load them; the version is stamped by the hand-over, after all engines have loaded."""
-        self._call("finish_weight_update", [()] * len(self._handles))
+        self._call("finish_weight_update")
 
-    def _call(self, method: str, arguments: list[tuple[Any, ...]]) -> None:
-        references = {
-            name: getattr(handle, method).remote(*argument)
-            for (name, handle), argument in zip(self._handles.items(), arguments, strict=True)
-        }
-        for name, reference in references.items():
-            try:
-                ray.get(reference, timeout=self._timeout_s)
-            except ray.exceptions.GetTimeoutError:
-                raise HandoverError(
-                    f"{name} must finish {method} within weights.timeout_s={self._timeout_s:g} s, it did not"
-                ) from None
-            except Exception as error:
+    def _call(self, method: str, *args: Any) -> None:
+        self._finish(call_all(self._handles, method, *args), method)
+
+    def _finish(self, calls: Calls, method: str) -> None:
+        for name, error in calls.answers(self._timeout_s):
+            if error is not None:
                 raise HandoverError(f"{name} failed in {method}: {type(error).__name__}: {error}") from error
+        if late := ", ".join(calls.pending):
+            raise HandoverError(
+                f"{late} must finish {method} within weights.timeout_s={self._timeout_s:g} s, it did not"
+            )

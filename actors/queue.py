@@ -29,17 +29,6 @@ class QueueActor:
         state: bytes | None,
         prompts: Mapping[str, list[Prompt]] | None,
     ) -> None:
-        self.begin(config, model_folder=model_folder, log_folder=log_folder, state=state, prompts=prompts)
-
-    def begin(
-        self,
-        config: Config,
-        *,
-        model_folder: str,
-        log_folder: str,
-        state: bytes | None,
-        prompts: Mapping[str, list[Prompt]] | None,
-    ) -> None:
         """Make the ledger and serve; load the data where nobody hands it over."""
         log_to_file(log_folder, "queue")
         if prompts is None:
@@ -78,6 +67,6 @@ class QueueActor:
         """Address that workers connect to: from anywhere, where the recipe binds to every interface."""
         return self._endpoint.replace("//0.0.0.0:", f"//{ray.util.get_node_ip_address()}:")
 
-    def release(self) -> None:
+    def stop(self) -> None:
         """Stop serving."""
         self._server.close()

@@ -1,8 +1,6 @@
 """The process of one rollout worker: a vLLM engine and the loop that keeps it full."""
 
 import asyncio
-import logging
-import os
 from typing import Any
 
 from areal_lite.actors.process import log_to_file
@@ -17,56 +15,28 @@ from areal_lite.types import Prompt, Sample
 
 __all__ = ["RolloutActor"]
 
-logger = logging.getLogger(__name__)
-
 
 class RolloutActor:
     """Delegates to `RolloutWorker` and `VllmEngine`; every call of the hand-over leaves an event."""
 
     def __init__(self, config: Config, *, name: str, model_folder: str, endpoint: str, log_folder: str) -> None:
-        self._engine_is_loaded = self._opens_update = False
-        self._resuming: asyncio.Task[None] | None = None
-        self._served = asyncio.Event()
-        self._served.set()
-        self._begin(config, name=name, model_folder=model_folder, endpoint=endpoint, log_folder=log_folder)
-
-    async def begin(self, config: Config, *, name: str, model_folder: str, endpoint: str, log_folder: str) -> None:
-        """Serve a run, whose engine settings are those of the run before."""
-        self._begin(config, name=name, model_folder=model_folder, endpoint=endpoint, log_folder=log_folder)
-
-    def _begin(self, config: Config, *, name: str, model_folder: str, endpoint: str, log_folder: str) -> None:
         log_to_file(log_folder, name)
+        self._opens_update = False
+        self._resuming: asyncio.Task[None] | None = None
         self._config, self._name = config, name
         self._model_folder, self._endpoint = model_folder, endpoint
         self._events = EventBuffer(name)
 
-    async def start(self) -> int:
-        """Load the model, or go on with the one that is loaded: the first hand-over brings weights and version.
-
-        Returns:
-            The process id.
+    async def start(self) -> None:
+        """Load the model; the first hand-over brings weights and version.
 
         Raises:
             EngineError: The engine cannot start.
             PluginError: A workflow of the recipe cannot be loaded.
         """
         workflows = load_workflows(self._config)  # first, as a wrong name should not cost the start of an engine
-        if not self._engine_is_loaded:
-            self._engine = await VllmEngine.start(self._config, model_folder=self._model_folder)
-            self._engine_is_loaded = True
-        else:
-            self._engine.raise_if_dead()
-            logger.info("the engine is that of an earlier run; its own process writes into the log of its first run")
+        self._engine = await VllmEngine.start(self._config, model_folder=self._model_folder)
         self._make_worker(workflows)
-        return os.getpid()
-
-    async def release(self) -> None:
-        """End `run` and every request. The engine stays, paused and empty."""
-        await self._worker.stop()
-        await self._served.wait()
-        await self._until_resumed()
-        await self._engine.reset()
-        self._client.close()
 
     async def stop(self) -> None:
         """End `run` and the engine."""
@@ -91,12 +61,8 @@ class RolloutActor:
         )
 
     async def run(self) -> None:
-        """Serve until `release`; raises what ended the worker."""
-        self._served.clear()
-        try:
-            await self._worker.run()
-        finally:
-            self._served.set()
+        """Serve until `stop`; raises what ended the worker."""
+        await self._worker.run()
 
     async def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Join the trainer's transfer group."""

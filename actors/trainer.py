@@ -1,6 +1,5 @@
 """The process of one trainer rank."""
 
-import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,7 @@ class TrainerActor:
     """Delegates to `Trainer` and `WeightPublisher`; `progress` may be called beside any other method."""
 
     def __init__(self, config: Config, *, rank: int, log_folder: str) -> None:
-        self.begin(config, rank=rank, log_folder=log_folder)
-
-    def begin(self, config: Config, *, rank: int, log_folder: str) -> None:
-        """Serve a run; nothing starts yet."""
         log_to_file(log_folder, f"trainer/{rank}")
-        # A process that served another run must draw what a new one draws.
         torch.manual_seed(config.run.seed)
         self._config, self._rank = config, rank
         if config.run.device == "cpu":
@@ -102,11 +96,7 @@ class TrainerActor:
         """Write a Hugging Face folder; all ranks together."""
         self._trainer.export(Path(folder))
 
-    def release(self) -> None:
-        """Leave the process group, and let go of the model."""
+    def stop(self) -> None:
+        """Leave the process group."""
         self._queue.close()
         leave_process_group()
-        del self._trainer, self._publisher
-        gc.collect()
-        if self._config.run.device == "cuda":
-            torch.cuda.empty_cache()

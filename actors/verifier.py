@@ -25,13 +25,6 @@ class VerifierActor:
     """Delegates to `VerifierSet` and `VerifierWorker`."""
 
     def __init__(self, config: Config, *, name: str, endpoint: str, log_folder: str, model_folder: str) -> None:
-        self._begin(config, name=name, endpoint=endpoint, log_folder=log_folder, model_folder=model_folder)
-
-    async def begin(self, config: Config, *, name: str, endpoint: str, log_folder: str, model_folder: str) -> None:
-        """Serve a run; nothing starts yet."""
-        self._begin(config, name=name, endpoint=endpoint, log_folder=log_folder, model_folder=model_folder)
-
-    def _begin(self, config: Config, *, name: str, endpoint: str, log_folder: str, model_folder: str) -> None:
         log_to_file(log_folder, name)
         self._config, self._name, self._endpoint = config, name, endpoint
         self._decode = decoder_of(model_folder)
@@ -56,10 +49,10 @@ class VerifierActor:
         )
 
     async def run(self) -> None:
-        """Serve until `release`; raises what ended the worker."""
+        """Serve until `stop`; raises what ended the worker."""
         await self._worker.run()
 
-    async def release(self) -> None:
+    async def stop(self) -> None:
         """End `run` and every process of the pool."""
         await self._worker.stop()
         await self._verifiers.close()

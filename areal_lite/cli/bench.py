@@ -76,7 +76,6 @@ def _bench(words: argparse.Namespace) -> int:
     # Heavy, and not needed to find a mistake in the plan.
     from areal_lite.launch.bench.results import collect_results, results_table
     from areal_lite.launch.bench.runner import Stopped, run_all, training
-    from areal_lite.launch.run.actor_keeper import ActorKeeper
     from areal_lite.launch.run.train import ray_session
 
     name, console = Path(words.plan).stem, Console()
@@ -89,8 +88,8 @@ def _bench(words: argparse.Namespace) -> int:
         collect_results(name, plan, runs, out=out)
 
     try:
-        with ray_session(), ActorKeeper() as keeper:
-            failures = run_all(chosen, out=out, train=training(console, keeper), say=say, after_each=collect)
+        with ray_session():
+            failures = run_all(chosen, out=out, train=training(console), say=say, after_each=collect)
     except (Stopped, KeyboardInterrupt):
         collect()
         say("stopped. To go on:")

@@ -42,12 +42,12 @@ def dpo(recipe: Recipe, overrides: Overrides) -> int:
 
 def _run(command: OfflineCommand, recipe: str, overrides: list[str]) -> int:
     config = load_offline_config(recipe, overrides, command=command)
-    from areal_lite.launch.run.offline import run_offline
+    from areal_lite.launch.run.train import train
 
     return run_and_sum_up(
         [COMMANDS[command], recipe],
         overrides,
-        run=lambda console: run_offline(config, recipe_name=Path(recipe).stem, console=console),
+        run=lambda console: train(config, recipe_name=Path(recipe).stem, console=console),
         rows=_rows,
     )
 

@@ -13,17 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 import transformers
 
+from areal_lite.actors.calls import result
 from areal_lite.actors.rollout import RolloutActor
 from areal_lite.config.recipe import Config
 from areal_lite.events import Event, EventBuffer
 from areal_lite.launch.bench.handover import HandoverBench, Size, bench_config, parts, row
 from areal_lite.launch.run.cluster import Cluster
-from areal_lite.launch.run.placement import actor_options
-from areal_lite.launch.run.remote import result
 from areal_lite.rollout.engine import Sampling
 from areal_lite.train.warm_start import ensure_warm_start
 from areal_lite.weights.handover import hand_over
@@ -76,12 +74,10 @@ def _busy_cluster(
     """Yield the processes of a run, the engine generating."""
     logs = logs.resolve()
     logs.mkdir(parents=True, exist_ok=True)
-    # Handed to the cluster as an actor of an earlier run: it takes those before it starts its own.
-    kind = ray.remote(_BusyActor).options(**actor_options(config, "rollout"))
-    actor = kind.remote(config, name=_LANE, model_folder=str(model_folder), endpoint="", log_folder=str(logs))
-    cluster = Cluster(config, model_folder=model_folder, log_folder=logs, queue_state=None, kept={_LANE: actor})
+    cluster = Cluster(config, model_folder=model_folder, log_folder=logs, queue_state=None, rollout_actor=_BusyActor)
     try:
         cluster.start(checkpoint=None, on_progress=lambda _: None)
+        actor = cluster.engines.handles[_LANE]
         result(actor.keep_busy.remote(bench.requests, bench.new_tokens))
         yield cluster, actor
         result(actor.end.remote())

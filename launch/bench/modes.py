@@ -129,7 +129,7 @@ def measured_runs(recipe: str, chosen: Mapping[str, Threads], *, repeats: int, e
 
 
 def _in_order(runs: Iterable[ModeRun]) -> list[ModeRun]:
-    """Put runs with the same processes side by side (`launch/actor_keeper.py` starts others anew)."""
+    """Put runs with the same processes side by side."""
 
     def processes(run: ModeRun) -> tuple[int, bool, int]:
         # Without a prefix cache, which keep_kv needs, it is another engine.

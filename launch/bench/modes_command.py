@@ -86,16 +86,15 @@ def _run(
     say: Callable[[str], None],
     collect: Callable[[], object],
 ) -> dict[str, str]:
-    """Search, choose, measure; with the same processes wherever they fit. Returns why runs failed, by name."""
+    """Search, choose, measure. Returns why runs failed, by name."""
     from areal_lite.launch.bench.modes_results import chosen_threads
     from areal_lite.launch.bench.runner import run_all, training
-    from areal_lite.launch.run.actor_keeper import ActorKeeper
     from areal_lite.launch.run.train import ray_session
 
-    with ray_session(), ActorKeeper() as keeper:
+    with ray_session():
 
         def run(runs: Sequence[ModeRun]) -> dict[str, str]:
-            train, planned = training(console, keeper), [run.planned for run in runs]
+            train, planned = training(console), [run.planned for run in runs]
             return run_all(planned, out=out, train=train, say=say, after_each=collect)
 
         failures = run(search)

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import ray
 
+from areal_lite.actors.calls import result
 from areal_lite.actors.rollout import RolloutActor
 from areal_lite.config.recipe import Config
 from areal_lite.data.mix import make_cursor
@@ -22,10 +23,9 @@ from areal_lite.events import EventBuffer
 from areal_lite.launch.bench.rollout import Case, Measurement, RolloutBench
 from areal_lite.launch.bench.rollout_requests import plain_requests
 from areal_lite.launch.run.cluster import Cluster
-from areal_lite.launch.run.placement import actor_options
-from areal_lite.launch.run.remote import result
 from areal_lite.record.paths import with_absolute_paths
 from areal_lite.rollout.engine import Interrupt
+from areal_lite.rollout.runner import load_workflows
 from areal_lite.rollout.vllm_engine import sampling_params
 from areal_lite.weights.handover import hand_over
 
@@ -61,20 +61,16 @@ class MeasuredRollout:
         """
         config, model_folder, logs = self._config, self._model_folder, self._logs
         logs.mkdir(parents=True, exist_ok=True)
-        # Handed to the cluster as an actor of an earlier run: it takes those before it starts its own.
-        actor = ray.remote(_RolloutActor).options(**actor_options(config, "rollout"))
-        self._actor = actor.remote(
-            config, name=_LANE, model_folder=str(model_folder), endpoint="", log_folder=str(logs)
-        )
         self._cluster = Cluster(
-            config, model_folder=model_folder, log_folder=logs, queue_state=None, kept={_LANE: self._actor}
+            config, model_folder=model_folder, log_folder=logs, queue_state=None, rollout_actor=_RolloutActor
         )
         try:
             self._cluster.start(checkpoint=None, on_progress=lambda _: None)
+            self._actor = self._cluster.engines.handles[_LANE]
             self._verifying = [verifier.run.remote() for verifier in self._cluster.verifiers.values()]
             self._cluster.queue.open_admission()
             self._hand_over("recompute")
-            self._ask("release")
+            self._ask("end_worker")
         except BaseException:
             self._cluster.stop()
             raise
@@ -131,11 +127,11 @@ class MeasuredRollout:
 
     @contextmanager
     def _worker(self) -> Iterator[None]:
-        self._ask("start")
+        self._ask("begin_worker")
         self._serving = self._actor.run.remote()
         self._ask("resume")
         yield
-        self._ask("release")
+        self._ask("end_worker")
         result(self._serving)
         self._cluster.queue.forget(worker=_LANE)
         self._drop_ready()
@@ -171,11 +167,36 @@ class MeasuredRollout:
 
 
 class _RolloutActor(RolloutActor):
-    """A rollout actor that can also drive its engine the plain way."""
+    """A rollout actor that can also drive its engine the plain way, and have several workers one after another."""
+
+    def __init__(self, config: Config, **arguments: Any) -> None:
+        super().__init__(config, **arguments)
+        self._served = asyncio.Event()
+        self._served.set()
 
     async def count(self) -> tuple[int, float]:
         """Tokens so far, and seconds of this process's clock."""
         return self._engine.tokens_generated, time.monotonic()
+
+    async def begin_worker(self) -> None:
+        """Have a worker again, after `end_worker`."""
+        self._make_worker(load_workflows(self._config))
+
+    async def end_worker(self) -> None:
+        """End `run` and every request; the engine stays, paused and empty."""
+        await self._worker.stop()
+        await self._served.wait()
+        await self._until_resumed()
+        await self._engine.reset()
+        self._client.close()
+
+    async def run(self) -> None:
+        """Serve until `end_worker`."""
+        self._served.clear()
+        try:
+            await super().run()
+        finally:
+            self._served.set()
 
     async def run_alone(self) -> None:
         """Keep as many requests in flight as the worker has slots, until `end_alone`; what comes out is let go."""

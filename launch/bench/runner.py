@@ -22,7 +22,6 @@ from areal_lite.record.run_folder import RunFolder
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from areal_lite.launch.run.actor_keeper import ActorKeeper
 
 __all__ = ["RunState", "Stopped", "run_all", "run_state", "summary", "training"]
 
@@ -121,14 +120,14 @@ def summary(folder: Path) -> dict[str, Any]:
     return content
 
 
-def training(console: "Console", keeper: "ActorKeeper") -> Callable[[Config], object]:
-    """Return what trains one recipe, with the keeper's actors; it raises `Stopped` after a Ctrl-C."""
+def training(console: "Console") -> Callable[[Config], object]:
+    """Return what trains one recipe, which raises `Stopped` after a Ctrl-C."""
     from areal_lite.launch.run.controller import Interrupted
     from areal_lite.launch.run.train import train
 
     def train_one(config: Config) -> object:
         try:
-            return train(config, recipe_name="bench", console=console, keeper=keeper)
+            return train(config, recipe_name="bench", console=console)
         except Interrupted as stop:
             raise Stopped from stop
 

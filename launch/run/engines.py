@@ -5,8 +5,8 @@ from typing import Any
 
 import ray
 
-from areal_lite.errors import HandoverError
-from areal_lite.launch.run.remote import describe, result
+from areal_lite.actors.calls import Calls, call_all, describe
+from areal_lite.errors import HandoverError, StallError
 from areal_lite.watchdog import Watchdog
 
 __all__ = ["RayEngines"]
@@ -25,12 +25,11 @@ class RayEngines:
         self.handles = handles
         self._timeout_s, self._on_drop = timeout_s, on_drop
         self._last_lost = ""
-        self._method, self._references = "", dict[str, Any]()
+        self._method, self._calls = "", Calls({})
 
     def begin(self, method: str, *args: Any) -> None:
         """Call all actors at once; the next `each` waits for them first."""
-        self._method = method
-        self._references = {name: getattr(handle, method).remote(*args) for name, handle in self.handles.items()}
+        self._method, self._calls = method, call_all(self.handles, method, *args)
 
     def each(self, method: str, *args: Any) -> None:
         """Call all actors at once and wait; those that fail, or are late while no engine makes progress, are dropped.
@@ -43,14 +42,14 @@ class RayEngines:
         self.finish()
 
     def finish(self) -> None:
-        """Wait for what was begun last, as `each` does."""
-        watchdog = Watchdog(self._timeout_s)
-        method, references, self._references = self._method, self._references, {}
-        for name, reference in references.items():
-            try:
-                self._wait(name, reference, watchdog, waiting_for=method)
-            except Exception as error:
-                self.drop(name, f"{method}: {describe(error)}")
+        """Wait for what was begun last, as `each` does: draining may take long, so tokens count as progress."""
+        watchdog, calls = Watchdog(self._timeout_s), self._calls
+        while calls.pending:
+            for name, error in calls.answers(_SLICE_S):
+                if error is not None:
+                    self.drop(name, f"{self._method}: {describe(error)}")
+            if calls.pending:
+                self._drop_if_stalled(calls, watchdog)
         self.raise_if_none()
 
     def drop(self, name: str, reason: str) -> None:
@@ -69,22 +68,17 @@ class RayEngines:
         if not self.handles:
             raise HandoverError(f"no rollout worker is left; the last one, {self._last_lost}")
 
-    def _wait(self, name: str, reference: Any, watchdog: Watchdog, *, waiting_for: str) -> None:
-        """Wait for one actor; draining may take as long as the longest answer, so tokens count as progress."""
-        while True:
-            try:
-                result(reference, timeout_s=_SLICE_S)
-                return
-            except ray.exceptions.GetTimeoutError:
-                watchdog.check(self._tokens(), waiting_for=waiting_for, culprit=lambda: name)
+    def _drop_if_stalled(self, calls: Calls, watchdog: Watchdog) -> None:
+        late = list(calls.pending)
+        try:
+            watchdog.check(self._tokens(), waiting_for=self._method, culprit=lambda: ", ".join(late))
+        except StallError as error:
+            calls.pending.clear()
+            for name in late:
+                self.drop(name, f"{self._method}: {describe(error)}")
 
     def _tokens(self) -> tuple[int | None, ...]:
-        return tuple(_tokens(handle) for handle in self.handles.values())
-
-
-def _tokens(handle: Any) -> int | None:
-    """Tokens an engine has generated; None when it does not say."""
-    try:
-        return int(result(handle.progress.remote(), timeout_s=_SLICE_S))
-    except Exception:
-        return None
+        """Tokens that each engine has generated; None for one that does not say."""
+        calls = call_all(self.handles, "progress")
+        list(calls.answers(_SLICE_S))
+        return tuple(calls.values.get(name) for name in self.handles)

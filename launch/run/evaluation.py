@@ -3,12 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-import ray
-
-from areal_lite.errors import EngineError
+from areal_lite.actors.calls import Calls
 from areal_lite.launch.run.cluster import Cluster
-from areal_lite.launch.run.remote import result
-from areal_lite.types import GIVEN, Prompt, Sample
+from areal_lite.types import GIVEN, Prompt, Sample, Score
 
 __all__ = ["Evaluation", "in_words"]
 
@@ -17,20 +14,18 @@ class Evaluation:
     """Split over the live engines when it begins; `poll` carries it on until there is a result."""
 
     def __init__(self, cluster: Cluster, prompts: list[Prompt], *, step: int) -> None:
+        """Begin; there is a live engine."""
         self.step = step
-        self._cluster, self._prompts = cluster, prompts
-        engines = list(cluster.engines.handles.values())
-        if not engines:
-            raise EngineError("an evaluation needs a live rollout worker, got none")
-        self._parts = [prompts[i :: len(engines)] for i in range(len(engines))]
-        self._pending = [engine.evaluate.remote(part) for engine, part in zip(engines, self._parts, strict=True)]
-        self._workers = list(cluster.engines.handles)
-        self._samples: list[Sample] | None = None
-        self._num_failed = 0
+        self._cluster = cluster
+        engines = cluster.engines.handles
+        self._parts = {name: prompts[index :: len(engines)] for index, name in enumerate(engines)}
+        self._generating = Calls({name: handle.evaluate.remote(self._parts[name]) for name, handle in engines.items()})
+        self._scoring: Calls | None = None
+        self._done: list[tuple[Prompt, Sample]] = []
 
     def late(self) -> list[str]:
         """Names of the workers that it waits for."""
-        return self._workers
+        return list((self._scoring or self._generating).pending)
 
     def poll(self, wait_s: float) -> dict[str, Any] | None:
         """Look for results, at most `wait_s` seconds.
@@ -38,24 +33,35 @@ class Evaluation:
         Returns:
             None while it goes on; then `step`, `accuracy` (mean reward of the scored), the same `by_source`,
             `problems`, `failures` and `versions` that produced the completions.
+
+        Raises:
+            ArealLiteError, RayError: A worker failed in it, or died.
         """
-        ready, _ = ray.wait(self._pending, num_returns=len(self._pending), timeout=wait_s)
-        if len(ready) < len(self._pending):
+        calls = self._scoring or self._generating
+        for _, error in calls.answers(wait_s):
+            if error is not None:
+                raise error
+        if calls.pending:
             return None
-        if self._samples is None:
-            samples = [sample for part in map(result, self._pending) for sample in part]
-            prompts = [prompt for part in self._parts for prompt in part]
-            done = [(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True) if sample is not None]
-            self._prompts, self._samples = [prompt for prompt, _ in done], [sample for _, sample in done]
-            self._num_failed = len(samples) - len(done)  # their episodes; the workers' logs say why
-            name, verifier = next(iter(self._cluster.verifiers.items()))
-            self._workers = [name]
-            texts, messages = [sample.text for sample in self._samples], [sample.messages for sample in self._samples]
-            self._pending = [verifier.score.remote(self._prompts, texts, messages)]
+        if self._scoring is None:
+            self._scoring = self._score(calls.values)
             return None
-        scores = result(self._pending[0])
+        (scores,) = calls.values.values()
+        return self._result(scores)
+
+    def _score(self, samples_of: Mapping[str, list[Sample | None]]) -> Calls:
+        """Have one verifier worker score the completions; a failed episode has none (the workers' logs say why)."""
+        pairs = [pair for name, part in self._parts.items() for pair in zip(part, samples_of[name], strict=True)]
+        self._done = [(prompt, sample) for prompt, sample in pairs if sample is not None]
+        self._num_failed = len(pairs) - len(self._done)
+        name, verifier = next(iter(self._cluster.verifiers.items()))
+        prompts, samples = [prompt for prompt, _ in self._done], [sample for _, sample in self._done]
+        texts, messages = [sample.text for sample in samples], [sample.messages for sample in samples]
+        return Calls({name: verifier.score.remote(prompts, texts, messages)})
+
+    def _result(self, scores: list[Score]) -> dict[str, Any]:
         by_source: dict[str, list[float]] = {}
-        for prompt, score in zip(self._prompts, scores, strict=True):
+        for (prompt, _), score in zip(self._done, scores, strict=True):
             if score.reward is not None:
                 by_source.setdefault(prompt.prompt_id.partition("/")[0], []).append(score.reward)
         rewards = [reward for part in by_source.values() for reward in part]
@@ -65,7 +71,7 @@ class Evaluation:
             "by_source": {source: sum(part) / len(part) for source, part in sorted(by_source.items())},
             "problems": len(rewards),
             "failures": self._num_failed + len(scores) - len(rewards),
-            "versions": sorted({s.version for sample in self._samples for s in sample.spans if s.version != GIVEN}),
+            "versions": sorted({s.version for _, sample in self._done for s in sample.spans if s.version != GIVEN}),
         }
 
 

@@ -1,64 +1,103 @@
-"""`areal-lite sft | reward-model | dpo`: from a recipe to a finished run, checked before anything heavy starts."""
+"""The controller of an offline run (SFT, reward model, DPO): the ranks train on rows that are there from the start."""
 
+import time
 from pathlib import Path
 from typing import Any
 
-import ray
-from rich.console import Console
-
+from areal_lite.actors.calls import call_all
+from areal_lite.actors.offline import OfflineActor
 from areal_lite.config.offline import OfflineConfig
-from areal_lite.config.sections import COMMANDS
-from areal_lite.data.completions import OfflineData, load_offline
-from areal_lite.errors import ConfigError
-from areal_lite.launch.run.offline_controller import OfflineController
-from areal_lite.launch.run.offline_view import OfflineView
-from areal_lite.launch.run.train import prepare_model, ray_session, report_of
-from areal_lite.record.paths import with_absolute_paths
+from areal_lite.launch.run.controller import Controller
+from areal_lite.launch.run.ranks import Ranks
+from areal_lite.launch.run.starting import wait_until_started
+from areal_lite.launch.run.view import View
+from areal_lite.record.offline_recorder import OfflineRecorder
 from areal_lite.record.run_folder import RunFolder
 
-__all__ = ["run_offline"]
+__all__ = ["OfflineController"]
+
+_STOP_TIMEOUT_S = 20.0
 
 
-def run_offline(config: OfflineConfig, *, recipe_name: str, console: Console) -> dict[str, Any]:
-    """Run a recipe and return its summary, with the path of its `report` where there is one.
+class OfflineController(Controller):
+    """Needs nobody but the ranks."""
 
-    Raises:
-        ArealLiteError: With what to do about it.
-        Interrupted: After Ctrl-C, saved.
-    """
-    config = with_absolute_paths(config)
-    model_folder = prepare_model(config, console=console)
-    data = _load_data(config, model_folder)
-    config = _with_steps(config, data)
-    view = OfflineView(COMMANDS[config.command], console=console)
-    with ray_session():
-        _check_resources(config)
-        folder = RunFolder.resume(config) if config.run.resume else RunFolder.create(config, recipe_name=recipe_name)
-        console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
-        view.say(f"{len(data.train)} training rows, {len(data.held_out)} held out")
-        summary = OfflineController(config, folder=folder, model_folder=model_folder, view=view).run()
-    return summary | ({"report": report_of(folder, console=console)} if config.run.report else {})
+    _config: OfflineConfig
 
+    def __init__(self, config: OfflineConfig, *, folder: RunFolder, model_folder: Path, view: View) -> None:
+        """Prepare a run; nothing starts before `run`.
 
-def _load_data(config: OfflineConfig, model_folder: Path) -> OfflineData:
-    """Load the data once, so that mistakes in it are found before any actor starts."""
-    from transformers import AutoTokenizer
+        Args:
+            config: The recipe, its paths absolute and its steps known.
+            folder: Gets every file.
+            model_folder: Hugging Face folder with the initial weights and the tokenizer.
+            view: Shows how it goes.
+        """
+        super().__init__(config, folder=folder, recorder=OfflineRecorder(config, folder), view=view)
+        self._model_folder = model_folder
 
-    return load_offline(config, AutoTokenizer.from_pretrained(model_folder))
+    def _spawn(self, checkpoint: Path | None) -> None:
+        self._ranks = Ranks(OfflineActor, self._config, log_folder=self._folder.logs)
 
+    def _start(self, checkpoint: Path | None) -> None:
+        self._view.say("starting the trainer ranks ...")
+        reference = self._config.preference.reference_path
+        starting = self._ranks.start(model_folder=str(self._model_folder), reference_folder=reference)
+        timeout_s, logs = self._config.run.start_timeout_s, str(self._folder.logs)
+        wait_until_started(starting, timeout_s=timeout_s, logs=logs, on_progress=self._view.say)
 
-def _with_steps(config: OfflineConfig, data: OfflineData) -> OfflineConfig:
-    """Turn `epochs` into steps; what is left of an epoch behind its last full batch is passed over."""
-    if config.batch.epochs is None:
-        return config
-    steps = max(1, round(config.batch.epochs * (len(data.train) // config.batch.batch_size)))
-    return config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
+    def _prepare(self, checkpoint: Path | None) -> None:
+        if self._config.has_reference:
+            self._view.say("running the reference model over all pairs ...")
+        self._ask("prepare", waiting_for="the reference model")
+        if checkpoint is not None:
+            # One long read without a sign of life: it gets the deadline of a start.
+            timeout_s = self._config.run.start_timeout_s
+            self._version = self._ranks.ask("load", str(checkpoint / "trainer"), timeout_s=timeout_s)[0]
+        self._at_boundary = True
+        if not self._recorder.evaluations:
+            self._evaluate()
 
+    def _step(self) -> bool:
+        run, begun = self._config.run, time.monotonic()
+        self._trainer_lane.emit("train", step=self._version + 1)
+        self._at_boundary = False
+        (figures, *_) = self._ask("step", waiting_for=f"step {self._version + 1} to be trained")
+        self._version += 1
+        self._at_boundary = True
+        self._trainer_lane.emit("trained", version=self._version)
+        record = {"figures": figures, "train_s": time.monotonic() - begun}
+        try:
+            if self._version == run.steps or self._is_due(run.eval_every):
+                self._evaluate()
+        finally:  # the step is trained, and will be saved, even where its evaluation failed
+            self._unwritten = record
+        if self._is_due(run.checkpoint_every):
+            self._save()
+        return True
 
-def _check_resources(config: OfflineConfig) -> None:
-    num_gpus = int(ray.cluster_resources().get("GPU", 0))
-    if config.run.device == "cuda" and config.trainer.ranks > num_gpus:
-        raise ConfigError(
-            f"the recipe needs {config.trainer.ranks} GPUs (trainer.ranks), got {num_gpus}: lower it, or join more "
-            "nodes to the Ray cluster"
-        )
+    def _evaluate(self) -> None:
+        (figures, *_) = self._ask("evaluate", waiting_for="an evaluation")
+        if figures:
+            self._recorder.evaluations[self._version] = figures
+            self._controller_lane.emit("eval", step=self._version, figures=figures)
+            found = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
+            self._view.say(f"step {self._version}, held out: {found}")
+
+    def _look_after(self) -> None:
+        self._recorder.feed([*self._trainer_lane.drain(), *self._controller_lane.drain()])
+
+    def _write(self, record: dict[str, Any]) -> None:
+        row = self._recorder.step(record["figures"], step=self._version, train_s=record["train_s"])
+        self._view.step(row, evaluations=self._recorder.evaluations)
+
+    def _sum_up(self, status: str, *, failed: bool) -> dict[str, Any]:
+        self._look_after()
+        summary: dict[str, Any] = self._recorder.summary(status)
+        return summary
+
+    def _stop(self) -> None:
+        list(call_all(self._ranks.handles, "stop").answers(_STOP_TIMEOUT_S))
+
+    def _kill(self) -> None:
+        self._ranks.kill()

@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-import ray
 
-from areal_lite.errors import EngineError
+from areal_lite.actors.calls import call_all, describe
 from areal_lite.launch.run.engines import RayEngines
-from areal_lite.launch.run.remote import result
 from areal_lite.types import Group
 
 __all__ = ["largest_logprob_difference"]
@@ -43,17 +41,14 @@ def largest_logprob_difference(
     """
     samples = [(group.prompt.token_ids, sample.token_ids) for group in groups for sample in group.samples]
     sequences = [(list(prompt), output.tolist()) for prompt, output in samples[:num_sequences]]
-    references = {name: handle.score.remote(sequences) for name, handle in engines.handles.items()}
+    calls = call_all(engines.handles, "score", sequences)
     expected = ask_trainer(sequences)
-    differences = []
-    for name, reference in references.items():
-        try:
-            scored = result(reference, timeout_s=timeout_s)
-        except (EngineError, ray.exceptions.RayError) as error:
-            logger.warning("%s gave no logprobs for the parity check: %s", name, error)
-            continue
-        differences.append(_largest_difference(scored, expected))
-    return max(differences, default=None)
+    for name, error in calls.answers(timeout_s):
+        if error is not None:
+            logger.warning("%s gave no logprobs for the parity check: %s", name, describe(error))
+    for name in calls.pending:
+        logger.warning("%s gave no logprobs for the parity check within %g s", name, timeout_s)
+    return max((_largest_difference(scored, expected) for scored in calls.values.values()), default=None)
 
 
 def _largest_difference(left: list[Any], right: list[Any]) -> float:

@@ -1,13 +1,16 @@
 """The trainer ranks as one: every question goes to all of them, and whoever dies or is late is named."""
 
-import time
-from collections.abc import Callable, Mapping
+import contextlib
+from pathlib import Path
 from typing import Any
 
 import ray
 
+from areal_lite.actors.calls import Calls, Question, call_all, describe, result
+from areal_lite.config.offline import OfflineConfig
+from areal_lite.config.recipe import Config
 from areal_lite.errors import StallError, TrainerError
-from areal_lite.launch.run.remote import Question, describe, result
+from areal_lite.launch.run.starting import log_path, spawn
 
 __all__ = ["Ranks"]
 
@@ -18,17 +21,27 @@ _ANSWER_TIMEOUT_S = 5.0
 class Ranks:
     """Trainer actors by lane name; each has `progress`, which it answers beside its work."""
 
-    def __init__(self, handles: Mapping[str, Any], *, log_of: Callable[[str], str]) -> None:
-        """Take the actors.
+    def __init__(self, kind: type, config: Config | OfflineConfig, *, log_folder: Path) -> None:
+        """Start the processes.
 
         Args:
-            handles: By name, such as `trainer/0`.
-            log_of: Path of a lane's log, for messages.
+            kind: The actor's class.
+            config: The recipe.
+            log_folder: Gets a log per rank.
         """
-        self.handles = dict(handles)
-        self._log_of = log_of
+        self._config, self._logs = config, str(log_folder)
+        self.handles = {
+            f"trainer/{rank}": spawn(kind, f"trainer/{rank}", config, rank=rank, log_folder=self._logs)
+            for rank in range(config.trainer.ranks)
+        }
         self._question = Question("progress")
         self._readings: dict[str, int] = {}
+
+    def start(self, **arguments: Any) -> Calls:
+        """Have all ranks meet and load what they need; returns the calls, which are under way."""
+        store = self.handles["trainer/0"].open_store.remote()
+        address = result(store, timeout_s=self._config.run.start_timeout_s)
+        return call_all(self.handles, "start", address=address, **arguments)
 
     def ask(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """Have all ranks do something together and return their answers.
@@ -37,32 +50,21 @@ class Ranks:
             StallError: A rank is late.
             TrainerError: A rank died or failed.
         """
-        references = self.begin(method, *args)
-        if late := self.late(references, wait_s=timeout_s):
+        calls = call_all(self.handles, method, *args)
+        if late := self.wait(calls, timeout_s):
             raise StallError(f"the trainer ranks must {method} within {timeout_s:g} s; late: {', '.join(late)}")
-        return [result(reference) for reference in references.values()]
+        return [calls.values[name] for name in self.handles]
 
-    def begin(self, method: str, *args: Any) -> dict[str, Any]:
-        """Ask all ranks without waiting; returns what to wait for, by name."""
-        return {name: getattr(handle, method).remote(*args) for name, handle in self.handles.items()}
-
-    def late(self, references: Mapping[str, Any], *, wait_s: float) -> list[str]:
+    def wait(self, calls: Calls, timeout_s: float) -> list[str]:
         """Wait for an answer of every rank; returns the names of those that owe it still.
 
         Raises:
             TrainerError: A rank died or failed; the others then fail too, or wait for it in vain.
         """
-        deadline, pending = time.monotonic() + wait_s, dict(references)
-        while pending:
-            ready, _ = ray.wait(list(pending.values()), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            for name in [name for name, reference in pending.items() if reference in ready]:
-                try:
-                    result(pending.pop(name))
-                except ray.exceptions.RayError as error:
-                    raise self._error(name, error) from error
-        return list(pending)
+        for name, error in calls.answers(timeout_s):
+            if error is not None:
+                raise self._blame(name, error) from error
+        return list(calls.pending)
 
     def progress(self) -> tuple[int, ...]:
         """One growing number per rank, as far as they answer.
@@ -70,22 +72,23 @@ class Ranks:
         Raises:
             TrainerError: A rank is dead.
         """
-        for name, reference in self._question.ask(self.handles, wait_s=0).items():
-            try:
-                self._readings[name] = result(reference)
-            except ray.exceptions.RayError as error:
-                raise self._error(name, error) from error
+        readings, failed = self._question.ask(self.handles, wait_s=0)
+        for name, error in failed.items():
+            raise self._blame(name, error) from error
+        self._readings |= readings
         return tuple(self._readings.values())
 
-    def _error(self, name: str, error: Exception) -> TrainerError:
+    def kill(self) -> None:
+        """End every rank at once."""
+        for handle in self.handles.values():
+            with contextlib.suppress(Exception):
+                ray.kill(handle)
+
+    def _blame(self, name: str, error: Exception) -> Exception:
         """Name the rank that died, which need not be the one whose failure was seen first."""
-        answers = {name: handle.progress.remote() for name, handle in self.handles.items()}
-        ray.wait(list(answers.values()), num_returns=len(answers), timeout=_ANSWER_TIMEOUT_S)
-        for rank, answer in answers.items():
-            try:
-                result(answer, timeout_s=0)
-            except ray.exceptions.RayActorError:
-                return TrainerError(f"{rank} died: its process ended; log: {self._log_of(rank)}")
-            except ray.exceptions.RayError:
-                continue
-        return TrainerError(f"{name} failed: {describe(error)}; log: {self._log_of(name)}")
+        if not isinstance(error, ray.exceptions.RayError):
+            return error
+        answers = call_all(self.handles, "progress").answers(_ANSWER_TIMEOUT_S)
+        for rank in [rank for rank, problem in answers if isinstance(problem, ray.exceptions.RayActorError)]:
+            return TrainerError(f"{rank} died: its process ended; log: {log_path(self._logs, rank)}")
+        return TrainerError(f"{name} failed: {describe(error)}; log: {log_path(self._logs, name)}")

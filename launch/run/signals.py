@@ -10,12 +10,17 @@ class Interrupts:
     """True once the user has asked to stop; a context manager, which catches the signals."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self._count = self._told = 0
         self._at_once = True
         self._before: dict[signal.Signals, Any] = {}
 
     def __bool__(self) -> bool:
         return self._count > 0
+
+    def are_news(self) -> bool:
+        """Whether the user has asked to stop, and nobody has been told yet: true once."""
+        before, self._told = self._told, min(self._count, 1)
+        return self._told > before
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -1,24 +1,32 @@
-"""Waiting for actors to start: by name, with a deadline, and with what they said when they failed."""
+"""Starting actors and waiting for them: by name, with a deadline, and with what they said when they failed."""
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import ray
 
+from areal_lite.actors.calls import Calls
+from areal_lite.config.offline import OfflineConfig
+from areal_lite.config.recipe import Config
 from areal_lite.errors import ArealLiteError, EngineError, StallError, TrainerError
-from areal_lite.launch.run.remote import result
+from areal_lite.launch.run.placement import actor_options
 
-__all__ = ["log_path", "wait_until_started"]
+__all__ = ["log_path", "spawn", "wait_until_started"]
+
+
+def spawn(kind: type, lane: str, config: Config | OfflineConfig, **arguments: Any) -> Any:
+    """Start the actor of a lane such as `rollout/0`; returns its handle, while it is still being made."""
+    remote = ray.remote(kind).options(**actor_options(config, lane.partition("/")[0]))
+    return remote.remote(config, **arguments)
 
 
 def wait_until_started(
-    references: Mapping[str, Any], *, timeout_s: float, logs: str, on_progress: Callable[[str], None]
+    starting: Calls, *, timeout_s: float, logs: str, on_progress: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Wait for the answers of starting actors.
+    """Wait for the answers of starting actors, and return them by lane name.
 
     Args:
-        references: By lane name.
+        starting: The calls.
         timeout_s: `run.start_timeout_s`.
         logs: Folder of the actors' logs, for messages.
         on_progress: Told of every actor that is ready.
@@ -27,19 +35,17 @@ def wait_until_started(
         StallError: Actors are late; names them.
         ArealLiteError: As the actor said, with its name and log.
     """
-    deadline = time.monotonic() + timeout_s
-    pending, results = dict(references), {}
-    while pending:
-        if time.monotonic() > deadline:
-            raise StallError(
-                f"actors must start within run.start_timeout_s={timeout_s:g} s; still missing: {', '.join(pending)}; "
-                f"see {logs}"
-            )
-        ready, _ = ray.wait(list(pending.values()), timeout=0.5)
-        for name in [name for name, reference in pending.items() if reference in ready]:
-            results[name] = _started(name, pending.pop(name), logs=logs)
-            on_progress(f"{name} is ready" + (f", waiting for {', '.join(sorted(pending))}" if pending else ""))
-    return results
+    for name, error in starting.answers(timeout_s):
+        if error is not None:
+            raise _not_started(name, error, log=log_path(logs, name)) from error
+        missing = ", ".join(sorted(starting.pending))
+        on_progress(f"{name} is ready" + (f", waiting for {missing}" if missing else ""))
+    if starting.pending:
+        raise StallError(
+            f"actors must start within run.start_timeout_s={timeout_s:g} s; still missing: "
+            f"{', '.join(starting.pending)}; see {logs}"
+        )
+    return starting.values
 
 
 def log_path(logs: str, name: str) -> str:
@@ -47,12 +53,10 @@ def log_path(logs: str, name: str) -> str:
     return f"{logs}/{name.replace('/', '-')}.log"
 
 
-def _started(name: str, reference: Any, *, logs: str) -> Any:
-    log = log_path(logs, name)
-    try:
-        return result(reference)
-    except ArealLiteError as error:
-        raise type(error)(f"{name} did not start: {error} (log: {log})") from None
-    except ray.exceptions.RayActorError as error:
+def _not_started(name: str, error: Exception, *, log: str) -> Exception:
+    if isinstance(error, ArealLiteError):
+        return type(error)(f"{name} did not start: {error} (log: {log})")
+    if isinstance(error, ray.exceptions.RayActorError):
         kind = TrainerError if name.startswith("trainer/") else EngineError
-        raise kind(f"{name} did not start: its process ended (log: {log})") from error
+        return kind(f"{name} did not start: its process ended (log: {log})")
+    return error

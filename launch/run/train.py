@@ -1,10 +1,13 @@
-"""`areal-lite train`: from a recipe to a finished run, checked before anything heavy starts."""
+"""`areal-lite train | sft | reward-model | dpo`: from a recipe to a finished run.
+
+Everything that can be checked is, before anything heavy starts.
+"""
 
 import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.plugin_check import check_plugins
 from areal_lite.config.recipe import Config, resource_problems
+from areal_lite.data.completions import load_offline
 from areal_lite.data.prompts import load_source, load_sources
 from areal_lite.errors import ConfigError
-from areal_lite.launch.run.actor_keeper import ActorKeeper
 from areal_lite.launch.run.controller import Controller
+from areal_lite.launch.run.offline import OfflineController
+from areal_lite.launch.run.online import OnlineController
 from areal_lite.launch.run.view import View
 from areal_lite.record.model_folder import find_model_folder
 from areal_lite.record.paths import with_absolute_paths
@@ -29,48 +34,69 @@ from areal_lite.train.ptx import load_documents
 from areal_lite.train.warm_start import ensure_warm_start
 from areal_lite.types import Prompt
 
-__all__ = ["check_arguments", "prepare_model", "ray_session", "report_of", "train"]
+__all__ = ["check_arguments", "prepare_model", "ray_session", "train"]
 
 _CACHE = Path(".cache") / "areal-lite"
 
 
-def train(config: Config, *, recipe_name: str, console: Console, keeper: ActorKeeper | None = None) -> dict[str, Any]:
+def train(config: Config | OfflineConfig, *, recipe_name: str, console: Console) -> dict[str, Any]:
     """Run a recipe and return its summary, with the path of its `report` where there is one.
 
     Args:
         config: The recipe.
         recipe_name: Names the run folder where the recipe does not.
         console: Shows how it goes.
-        keeper: Lends actors of an earlier run in the same `ray_session`, and takes them back.
 
     Raises:
         ArealLiteError: With what to do about it.
         Interrupted: After Ctrl-C, saved.
     """
-    check_plugins(config)
-    config = with_absolute_paths(config)
-    view = View(config, console=console)
-    model_folder = prepare_model(config, console=console)
-    prompts, eval_prompts = _load_data(config, model_folder)
+    made = _online(config, console) if isinstance(config, Config) else _offline(config, console)
+    config, make_controller = made
     with ray_session():
         _check_resources(config, console)
         folder = RunFolder.resume(config) if config.run.resume else RunFolder.create(config, recipe_name=recipe_name)
         console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
-        summary = Controller(
-            config,
-            folder=folder,
-            model_folder=model_folder,
-            prompts=prompts,
-            eval_prompts=eval_prompts,
-            view=view,
-            keeper=keeper,
-        ).run()
-    if config.run.report and keeper is None:  # one of many short runs is reported when somebody asks for it
-        summary |= {"report": report_of(folder, console=console)}
+        summary = make_controller(folder).run()
+    if config.run.report:
+        summary |= {"report": _report_of(folder, console=console)}
     return summary
 
 
-def report_of(folder: RunFolder, *, console: Console) -> str | None:
+def _online(config: Config, console: Console) -> tuple[Config, Callable[[RunFolder], Controller]]:
+    """Load everything, so that bad data is found before any actor starts."""
+    from transformers import AutoTokenizer
+
+    check_plugins(config)
+    config = with_absolute_paths(config)
+    model_folder = prepare_model(config, console=console)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    if config.objective.ptx_coef > 0 and config.objective.ptx_path is not None:
+        load_documents(config.objective.ptx_path, tokenizer=tokenizer, max_tokens=config.model.max_context)
+    prompts = load_sources(config, tokenizer, "train")
+    check_arguments(config, chain.from_iterable(prompts.values()))
+    held_out, view = load_source(config, tokenizer, "eval"), View(config, console=console)
+    return config, lambda folder: OnlineController(
+        config, folder=folder, model_folder=model_folder, prompts=prompts, eval_prompts=held_out, view=view
+    )
+
+
+def _offline(config: OfflineConfig, console: Console) -> tuple[OfflineConfig, Callable[[RunFolder], Controller]]:
+    """Load the data, and turn `epochs` into steps; the rows behind an epoch's last full batch are passed over."""
+    from transformers import AutoTokenizer
+
+    config = with_absolute_paths(config)
+    model_folder = prepare_model(config, console=console)
+    data = load_offline(config, AutoTokenizer.from_pretrained(model_folder))
+    if config.batch.epochs is not None:
+        steps = max(1, round(config.batch.epochs * (len(data.train) // config.batch.batch_size)))
+        config = config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
+    view = View(config, console=console)
+    view.say(f"{len(data.train)} training rows, {len(data.held_out)} held out")
+    return config, lambda folder: OfflineController(config, folder=folder, model_folder=model_folder, view=view)
+
+
+def _report_of(folder: RunFolder, *, console: Console) -> str | None:
     """Write the run's report and return its path; a report that fails takes nothing from the run."""
     from areal_lite.record.report import write_report
 
@@ -135,22 +161,6 @@ def _check_context(config: Config | OfflineConfig, model_folder: Path) -> None:
         )
 
 
-def _load_data(config: Config, model_folder: Path) -> tuple[dict[str, list[Prompt]], list[Prompt]]:
-    """Load everything, so that bad data is found before any actor starts.
-
-    Returns:
-        The training prompts by source, and the held-out ones.
-    """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    if config.objective.ptx_coef > 0 and config.objective.ptx_path is not None:
-        load_documents(config.objective.ptx_path, tokenizer=tokenizer, max_tokens=config.model.max_context)
-    prompts = load_sources(config, tokenizer, "train")
-    check_arguments(config, chain.from_iterable(prompts.values()))
-    return prompts, load_source(config, tokenizer, "eval")
-
-
 def check_arguments(config: Config, prompts: Iterable[Prompt]) -> None:
     """A verifier gets the recipe's arguments and the row's columns: none may have the name of another.
 
@@ -167,11 +177,17 @@ def check_arguments(config: Config, prompts: Iterable[Prompt]) -> None:
             )
 
 
-def _check_resources(config: Config, console: Console) -> None:
+def _check_resources(config: Config | OfflineConfig, console: Console) -> None:
     resources = ray.cluster_resources()
-    errors, warnings = resource_problems(
-        config, num_cores=int(resources.get("CPU", os.cpu_count() or 1)), num_gpus=int(resources.get("GPU", 0))
-    )
+    num_cores, num_gpus = int(resources.get("CPU", os.cpu_count() or 1)), int(resources.get("GPU", 0))
+    if isinstance(config, OfflineConfig):
+        if config.run.device == "cuda" and config.trainer.ranks > num_gpus:
+            raise ConfigError(
+                f"the recipe needs {config.trainer.ranks} GPUs (trainer.ranks), got {num_gpus}: lower it, or join more "
+                "nodes to the Ray cluster"
+            )
+        return
+    errors, warnings = resource_problems(config, num_cores=num_cores, num_gpus=num_gpus)
     for warning in warnings:
         console.print(f"[yellow]warning:[/] {warning}", highlight=False)
     if errors:

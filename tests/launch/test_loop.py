@@ -6,7 +6,6 @@ I3, right stamps on every token, is shown more sharply in `test_engine_parity.py
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from loop_builders import loop_config, run_loop, write_prompts
 from places import SUPPORT
 
 from areal_lite.errors import StallError, VerifierError
-from areal_lite.launch.run.actor_keeper import ActorKeeper
 from areal_lite.record.run_folder import RunFolder
 
 pytestmark = [pytest.mark.loop, pytest.mark.usefixtures("ray_cluster")]
@@ -35,14 +33,7 @@ def conserved(ledger: dict[str, int]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def keeper(ray_cluster: None) -> Iterator[ActorKeeper]:
-    """The runs of this file lend one another their processes, where their settings allow it."""
-    with ActorKeeper() as keeper:
-        yield keeper
-
-
-@pytest.fixture(scope="module")
-def first_run(keeper: ActorKeeper, loop_folder: Path) -> tuple[dict[str, Any], RunFolder]:
+def first_run(loop_folder: Path) -> tuple[dict[str, Any], RunFolder]:
     """2 rollout workers x 2 trainer ranks, 20 steps; 5 % of the prompts get 20 times the tokens."""
     write_prompts(loop_folder / "tail.jsonl", 190)
     long_rows = write_prompts(loop_folder / "long.jsonl", 10, max_new_tokens=100).read_text()
@@ -60,7 +51,7 @@ def first_run(keeper: ActorKeeper, loop_folder: Path) -> tuple[dict[str, Any], R
         queue={"max_staleness": 1},
         trainer={"ranks": 2, "minibatches": 2, "lr": 1e-3},
     )
-    return run_loop(config, keeper=keeper)
+    return run_loop(config)
 
 
 def test_two_workers_and_two_ranks_train_to_the_end(first_run: tuple[dict[str, Any], RunFolder]) -> None:
@@ -142,7 +133,7 @@ def test_the_exported_model_loads_in_transformers(first_run: tuple[dict[str, Any
 
 
 def test_a_resumed_run_goes_on_where_the_first_ended(
-    first_run: tuple[dict[str, Any], RunFolder], keeper: ActorKeeper, loop_folder: Path
+    first_run: tuple[dict[str, Any], RunFolder], loop_folder: Path
 ) -> None:
     """Resume on other numbers of workers and ranks: no step missing or doubled, no group trained twice (I1, I2).
 
@@ -161,7 +152,7 @@ def test_a_resumed_run_goes_on_where_the_first_ended(
         queue={"max_staleness": 1},
         trainer={"ranks": 1, "minibatches": 2, "lr": 1e-3},
     )
-    summary, folder = run_loop(config, keeper=keeper)
+    summary, folder = run_loop(config)
     rows = folder.read("metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 25))
     assert all(row["parity_max_abs_logprob_diff"] < PARITY for row in rows)
@@ -172,7 +163,7 @@ def test_a_resumed_run_goes_on_where_the_first_ended(
 
 
 @pytest.mark.parametrize("interrupt", ["drain", "keep_kv"])
-def test_the_other_ways_to_interrupt(interrupt: str, keeper: ActorKeeper, loop_folder: Path) -> None:
+def test_the_other_ways_to_interrupt(interrupt: str, loop_folder: Path) -> None:
     """`keep_kv` and `drain` (the runs above are `recompute`); a failing verifier is counted and never a reward (I7)."""
     function = f"{SUPPORT / 'loop_verifiers.py'}:fails_on_even"
     failing = {"function": function, "max_failure_share": 1.0}
@@ -182,7 +173,7 @@ def test_the_other_ways_to_interrupt(interrupt: str, keeper: ActorKeeper, loop_f
         rollout={"interrupt": interrupt, "slots": 16, "max_new_tokens": 16, "kv_cache_mb": 64},
         verifier=failing,
     )
-    summary, folder = run_loop(config, keeper=keeper)
+    summary, folder = run_loop(config)
     assert summary["status"] == "done"
     assert all(row["parity_max_abs_logprob_diff"] < PARITY for row in folder.read("metrics.jsonl"))
     assert summary["ledger"]["failed"] > 0
@@ -202,12 +193,11 @@ def test_the_other_ways_to_interrupt(interrupt: str, keeper: ActorKeeper, loop_f
     ],
 )
 def test_a_verifier_that_always_fails_ends_the_run(
-    keeper: ActorKeeper, loop_folder: Path, max_failure_share: float, error: type[Exception], words: str
+    loop_folder: Path, max_failure_share: float, error: type[Exception], words: str
 ) -> None:
     """Groups that end without ever making a batch are no progress (I6, I7); seen running on without the check.
 
-    A verifier that fails in more than its share of the last calls ends the run sooner. Processes of a run that failed
-    are not lent again: the second run here starts its own.
+    A verifier that fails in more than its share of the last calls ends the run sooner.
     """
     path = loop_folder / f"typo-{max_failure_share}"
     function = f"{SUPPORT / 'loop_verifiers.py'}:always_fails"
@@ -218,7 +208,7 @@ def test_a_verifier_that_always_fails_ends_the_run(
         verifier={"function": function, "max_failure_share": max_failure_share},
     )
     with pytest.raises(error, match=words):
-        run_loop(config, keeper=keeper)
+        run_loop(config)
     summary = json.loads((path / "summary.json").read_text())
     assert summary["status"].startswith(f"failed: {error.__name__}")
     assert conserved(summary["ledger"])

@@ -9,8 +9,8 @@ from offline_builders import offline_config
 from rich.console import Console
 
 from areal_lite.errors import StallError
-from areal_lite.launch.run.offline_controller import OfflineController
-from areal_lite.launch.run.offline_view import OfflineView
+from areal_lite.launch.run.offline import OfflineController
+from areal_lite.launch.run.view import View
 from areal_lite.record.run_folder import RunFolder
 
 FIGURES = {"loss": 0.5, "accuracy": 0.9, "tokens": 12.0, "lr": 1e-3, "grad_norm": 1.0, "step_skipped": 0.0}
@@ -31,7 +31,7 @@ class FakeRanks:
 def controller(tmp_path: Path) -> OfflineController:
     run = {"dir": str(tmp_path / "run"), "eval_every": 1, "start_timeout_s": 321.0}
     config = offline_config(tmp_path, run=run)
-    view = OfflineView("sft", console=Console(file=io.StringIO()))
+    view = View(config, console=Console(file=io.StringIO()))
     folder = RunFolder.create(config, recipe_name="x")
     made = OfflineController(config, folder=folder, model_folder=tmp_path / "model", view=view)
     made._ranks = FakeRanks()
@@ -51,6 +51,7 @@ def test_a_trained_step_has_its_row_even_where_its_evaluation_fails(
     controller._ask = ask
     with pytest.raises(StallError, match="late: trainer/1"):
         controller._step()
+    controller._tick()  # as the rescue does first
     rows = RunFolder(tmp_path / "run").read("metrics.jsonl")
     assert [(row["step"], row["loss"]) for row in rows] == [(1, 0.5)]
 

@@ -28,10 +28,10 @@ SFT = [
 
 
 def run_offline(recipe: str, command: OfflineCommand, *words: str) -> dict[str, Any]:
-    from areal_lite.launch.run.offline import run_offline as run
+    from areal_lite.launch.run.train import train
 
     config = load_offline_config(recipe, words, command=command)
-    return run(config, recipe_name=recipe, console=Console(file=io.StringIO()))
+    return train(config, recipe_name=recipe, console=Console(file=io.StringIO()))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Whole runs for the integration tests: real Ray, vLLM, ZeroMQ and FSDP2, on a very small model.
 
-A start costs half a minute of two cores, so that tests which do not look at it lend their runs one another's processes
-(`keeper`), and look at one run several times.
+A start costs half a minute of two cores, so that tests look at one run several times.
 """
 
 import io
@@ -14,7 +13,6 @@ from rich.console import Console
 from train_builders import save_tiny_model
 
 from areal_lite.config.recipe import Config, parse_config
-from areal_lite.launch.run.actor_keeper import ActorKeeper
 from areal_lite.launch.run.train import train
 from areal_lite.record.run_folder import RunFolder
 
@@ -63,9 +61,9 @@ def synchronous_config(folder: Path, **run: Any) -> Config:
     return loop_config(folder, run={**fixed, **run}, queue={"max_staleness": 0})
 
 
-def run_loop(config: Config, *, keeper: ActorKeeper | None = None) -> tuple[dict[str, Any], RunFolder]:
-    """Run a recipe to its end, with the keeper's processes, and return the summary and the run folder."""
-    summary = train(config, recipe_name="test", console=Console(file=io.StringIO()), keeper=keeper)
+def run_loop(config: Config) -> tuple[dict[str, Any], RunFolder]:
+    """Run a recipe to its end and return the summary and the run folder."""
+    summary = train(config, recipe_name="test", console=Console(file=io.StringIO()))
     path = config.run.resume or config.run.dir
     assert path is not None
     return summary, RunFolder(Path(path))

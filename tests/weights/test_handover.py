@@ -13,6 +13,7 @@ import pytest
 import ray
 from ledger_builders import FakeClock
 
+from areal_lite.actors import calls as calls_module
 from areal_lite.actors import rollout as rollout_module
 from areal_lite.actors.rollout import RolloutActor
 from areal_lite.config.recipe import parse_config
@@ -43,19 +44,33 @@ class FakeActor:
         def remote(*arguments: Any) -> Callable[[float], Any]:
             if method != "progress":
                 self._log.append(f"{self._name}.{method}({', '.join(map(str, arguments))})")
-            return lambda timeout_s: self._result(method, timeout_s)
+            return SimpleNamespace(actor=self, method=method)
 
         return SimpleNamespace(remote=remote)
 
-    def _result(self, method: str, timeout_s: float) -> Any:
-        if method == "progress":
-            return int(self._clock.now) if self._draining else 7
+    def is_busy(self, method: str) -> bool:
+        return method in ("pause", "install") and method != self._fails and self._clock.now < self._pauses_after_s
+
+    def result(self, method: str) -> Any:
         if method == self._fails:
             raise EngineError(f"{self._name} died")
-        if method in ("pause", "install") and self._clock.now < self._pauses_after_s:
-            self._clock.now += timeout_s
-            raise ray.exceptions.GetTimeoutError
-        return None
+        return (int(self._clock.now) if self._draining else 7) if method == "progress" else None
+
+
+class FakeRay(SimpleNamespace):
+    """Knows who has answered; waiting for one who has not takes the time that was given."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__(exceptions=ray.exceptions, clock=clock)
+
+    def wait(self, references: list[Any], *, timeout: float) -> tuple[list[Any], list[Any]]:
+        ready = [reference for reference in references if not reference.actor.is_busy(reference.method)]
+        if not ready:
+            self.clock.now += timeout
+        return ready, []
+
+    def get(self, reference: Any, *, timeout: float | None) -> Any:
+        return reference.actor.result(reference.method)
 
 
 class Handover:
@@ -89,7 +104,7 @@ class Handover:
             for name in names
         }
         killed = {id(handle): name for name, handle in handles.items()}
-        monkeypatch.setattr(engines_module, "result", lambda reference, timeout_s: reference(timeout_s))
+        monkeypatch.setattr(calls_module, "ray", FakeRay(clock))
         monkeypatch.setattr(engines_module, "Watchdog", functools.partial(Watchdog, clock=clock))
         monkeypatch.setattr(engines_module.ray, "kill", lambda handle: self.log.append(f"kill {killed[id(handle)]}"))
         self.engines = RayEngines(handles, timeout_s=TIMEOUT_S, on_drop=self.lost.__setitem__)

@@ -1,0 +1,299 @@
+"""The controller of a reinforcement-learning run: workers generate and verify while the ranks train.
+
+Per step: wait for a batch, have the trainer ranks train it, hand the weights over, compare, and only then evaluate or
+save.
+"""
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from areal_lite.actors.calls import describe
+from areal_lite.config.recipe import Config
+from areal_lite.errors import ArealLiteError, StallError
+from areal_lite.events import EventBuffer
+from areal_lite.launch.run.cluster import Cluster
+from areal_lite.launch.run.collector import Collector
+from areal_lite.launch.run.controller import POLL_S, Controller
+from areal_lite.launch.run.evaluation import Evaluation, in_words
+from areal_lite.launch.run.parity import largest_logprob_difference
+from areal_lite.launch.run.view import View
+from areal_lite.record.online_recorder import OnlineRecorder
+from areal_lite.record.run_folder import RunFolder
+from areal_lite.sample_queue.requests import BatchInfo
+from areal_lite.types import Group, Prompt
+from areal_lite.weights.handover import hand_over
+
+__all__ = ["OnlineController"]
+
+_FRUITLESS_BATCHES = 50
+"""Batches' worth of groups that may end failed, rejected or stale before a single batch is complete."""
+
+
+class OnlineController(Controller):
+    """Owns the cluster, beside what every controller owns."""
+
+    _config: Config
+    _cluster: Cluster
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        folder: RunFolder,
+        model_folder: Path,
+        prompts: Mapping[str, list[Prompt]],
+        eval_prompts: list[Prompt],
+        view: View,
+    ) -> None:
+        """Prepare a run; nothing starts before `run`.
+
+        Args:
+            config: The recipe.
+            folder: Gets every file.
+            model_folder: Hugging Face folder with the initial weights and the tokenizer.
+            prompts: To train on, by source.
+            eval_prompts: Held-out prompts; none = no evaluation.
+            view: Shows how it goes.
+        """
+        super().__init__(config, folder=folder, recorder=OnlineRecorder(config, folder), view=view)
+        self._model_folder, self._prompts, self._eval_prompts = model_folder, prompts, eval_prompts
+        self._handover_lane = EventBuffer("handover")
+        self._evaluation: Evaluation | None = None
+        self._at_boundary = True
+
+    def _spawn(self, checkpoint: Path | None) -> None:
+        self._cluster = Cluster(
+            self._config,
+            model_folder=self._model_folder,
+            log_folder=self._folder.logs,
+            queue_state=(checkpoint / "queue.msgpack").read_bytes() if checkpoint else None,
+            prompts=self._prompts,
+        )
+        self._ranks = self._cluster.ranks
+        self._collector = Collector(
+            self._cluster,
+            recorder=self._recorder,
+            view=self._view,
+            logs=str(self._folder.logs),
+            own=[self._trainer_lane, self._handover_lane, self._controller_lane],
+        )
+
+    def _start(self, checkpoint: Path | None) -> None:
+        self._view.say("starting the sample queue, engines, verifiers and trainer ranks (about half a minute) ...")
+        self._version = self._cluster.start(checkpoint=checkpoint, on_progress=self._view.say)
+        self._hand_over(stamp_ledger=lambda: None)
+        if not self._recorder.evaluations:
+            self._evaluate_now()
+
+    def _prepare(self, checkpoint: Path | None) -> None:
+        self._cluster.queue.open_admission()
+        self._cluster.serve()
+
+    def _step(self) -> bool:
+        batch_id = f"step-{self._version + 1}"
+        begun = time.monotonic()
+        self._trainer_lane.emit("wait")
+        info = self._wait_for_batch(batch_id)
+        if info is None:
+            return False
+        taken = time.monotonic()
+        self._trainer_lane.emit("train", batch=batch_id)
+        groups = self._cluster.queue.batch_groups(batch_id=batch_id, limit=max(self._config.run.log_samples, 1))
+        self._at_boundary = False
+        (stats, *_) = self._ask("train_step", batch_id, waiting_for=f"step {self._version + 1} to be trained")
+        self._version += 1
+        trained = time.monotonic()
+        self._trainer_lane.emit("trained", version=self._version)
+        record = {
+            "stats": stats | info["rewards"],
+            "groups": groups,
+            "timings": {"trainer_wait_s": taken - begun, "train_s": trained - taken},
+        }
+        try:
+            self._publish(batch_id)
+            record["timings"]["publish_s"] = time.monotonic() - trained
+            self._compare(groups)
+        finally:  # the step is trained, and will be saved, even where what follows failed
+            record["timings"].setdefault("publish_s", time.monotonic() - trained)
+            self._unwritten = record
+        if self._is_due(self._config.run.eval_every) and self._evaluation is None:
+            self._begin_evaluation()
+        if self._is_due(self._config.run.checkpoint_every):
+            self._save()
+        return True
+
+    def _wait_for_batch(self, batch_id: str) -> BatchInfo | None:
+        queue = self._cluster.queue
+        self._watchdog.restart()
+        self._cluster.check_workers()
+        ended_before: int | None = None
+        wait_s = 0.0
+        while (info := queue.take(batch_id=batch_id, wait_s=wait_s)) is None:
+            wait_s = POLL_S
+            if self._interrupts:
+                return None
+            self._cluster.check_workers()
+            status = queue.status()
+            ended = sum(status["counts"][state] for state in ("failed", "rejected", "stale"))
+            ended_before = ended if ended_before is None else ended_before
+            self._raise_if_fruitless(ended - ended_before, status["counts"])
+            self._tick()
+            self._watchdog.check(
+                status["progress"],
+                waiting_for=f"the batch of step {self._version + 1} ({status['missing']} groups missing)",
+                culprit=functools.partial(_late_workers, status),
+            )
+        return info
+
+    def _raise_if_fruitless(self, ended: int, counts: dict[str, int]) -> None:
+        """Groups that end without ever making a batch look like progress to the watchdog; they are not."""
+        if ended > _FRUITLESS_BATCHES * self._config.queue.groups_per_step:
+            reasons = ", ".join(f"{state} {count}" for state, count in counts.items() if "(" in state)
+            raise StallError(
+                f"a batch needs {self._config.queue.groups_per_step} groups, got none out of {ended} that ended since "
+                f"the last one: {reasons or counts}; the first errors are in {self._folder.logs}, verifier-*.log, or "
+                "rollout-*.log where a workflow failed; try a verifier on its own with areal-lite verify"
+            )
+
+    def _publish(self, batch_id: str) -> None:
+        """Hand the weights of a trained step over; it is complete even where that fails, so that it can be saved."""
+
+        def complete() -> None:
+            self._cluster.queue.complete_step(batch_id=batch_id)
+            self._at_boundary = True
+
+        try:
+            self._hand_over(stamp_ledger=complete)
+        except ArealLiteError:
+            if not self._at_boundary:
+                complete()
+            raise
+        self._trainer_lane.emit("published", version=self._version)
+
+    def _hand_over(self, *, stamp_ledger: Callable[[], None]) -> None:
+        hand_over(
+            self._cluster.engines,
+            publish=self._cluster.publish,
+            staged=self._config.weights.staged,
+            stamp_ledger=stamp_ledger,
+            version=self._version,
+            interrupt=self._config.rollout.interrupt,
+            events=self._handover_lane,
+        )
+
+    def _compare(self, groups: list[Group]) -> None:
+        """Take up what stands in the row of this step: the parity of engines and trainer, and a finished evaluation."""
+        every = self._config.weights.parity_every
+        if every and self._version % every == 0:
+            self._check_parity(groups)
+        self._poll_evaluation()
+
+    def _check_parity(self, groups: list[Group]) -> None:
+        def trainer_logprobs(sequences: list[Any]) -> list[Any]:
+            return list(self._ask("score", sequences, waiting_for="the trainer's logprobs")[0])
+
+        worst = largest_logprob_difference(
+            groups,
+            engines=self._cluster.engines,
+            ask_trainer=trainer_logprobs,
+            num_sequences=self._config.weights.parity_sequences,
+            timeout_s=self._config.run.stall_timeout_s,
+        )
+        if worst is not None:
+            self._recorder.parity(worst)
+            self._controller_lane.emit("parity", step=self._version, max_abs_logprob_diff=worst)
+
+    def _look_after(self) -> None:
+        self._collector.collect()
+        self._poll_evaluation()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._collector.collect(force=True)
+        status = self._cluster.queue.status()
+        row = self._recorder.step(
+            record["stats"] | self._collector.verifiers() | {"messages_refused": status["refused"]},
+            step=self._version,
+            tokens_generated=self._collector.tokens(),
+            ledger=status["counts"],
+            **record["timings"],
+        )
+        self._recorder.samples(self._version, record["groups"][: self._config.run.log_samples])
+        self._view.step(row, evaluations=self._recorder.evaluations, shares=self._recorder.shares())
+
+    def _begin_evaluation(self) -> None:
+        if self._eval_prompts and self._cluster.engines.handles:
+            self._evaluation = Evaluation(self._cluster, self._eval_prompts, step=self._version)
+
+    def _evaluate_now(self) -> None:
+        """Evaluate under one version, with nothing beside; Ctrl-C ends it."""
+        self._begin_evaluation()
+        if self._evaluation is not None:
+            self._view.say(f"evaluating {len(self._eval_prompts)} held-out problems at version {self._version} ...")
+        self._watchdog.restart()
+        while self._evaluation is not None and not self._interrupts:
+            culprit = functools.partial(", ".join, self._evaluation.late())
+            self._tick()
+            self._poll_evaluation(wait_s=POLL_S)
+            self._watchdog.check(self._collector.work(), waiting_for="an evaluation", culprit=culprit)
+        self._evaluation = None
+
+    def _poll_evaluation(self, wait_s: float = 0.0) -> None:
+        if self._evaluation is None:
+            return
+        try:
+            result = self._evaluation.poll(wait_s)
+        except (ArealLiteError, ray.exceptions.RayError) as error:
+            self._view.say(f"the evaluation of step {self._evaluation.step} was lost: {describe(error)}")
+            self._evaluation = None
+            return
+        if result is not None:
+            self._evaluation = None
+            if result["problems"]:
+                self._recorder.evaluation(result["step"], result["accuracy"], by_source=result["by_source"])
+                self._controller_lane.emit("eval", **result)
+            self._view.say(in_words(result), style="" if result["problems"] else "red")
+
+    def _wind_up(self, status: str) -> str:
+        self._cluster.queue.close_admission()
+        self._evaluation = None
+        if status == "done":
+            self._evaluate_now()
+        # Where Ctrl-C cut the evaluation short, the run is complete when a resume has made up for it.
+        return "interrupted" if self._interrupts else status
+
+    def _queue_state(self) -> bytes:
+        return self._cluster.queue.save()
+
+    def _sum_up(self, status: str, *, failed: bool) -> dict[str, Any]:
+        queue, counts = self._cluster.queue, dict[str, int]()
+        attempt = contextlib.suppress(Exception) if failed else contextlib.nullcontext()
+        with attempt:
+            self._collector.collect(force=True)
+        with attempt:
+            counts = queue.status()["counts"] if failed else queue.abandon()
+        summary: dict[str, Any] = self._recorder.summary(status, ledger=counts)
+        return summary
+
+    def _stop(self) -> None:
+        self._cluster.stop()
+
+    def _kill(self) -> None:
+        self._cluster.kill()
+
+
+def _late_workers(status: Any) -> str:
+    """Say who holds work and has not been heard of, or holds it longest."""
+    workers = sorted(status["workers"].items(), key=lambda item: -item[1]["oldest_lease_age_s"])
+    if not workers:
+        return "no worker has asked for work yet"
+    return "; ".join(
+        f"{name} ({worker['role'] or 'no work yet'}) holds {worker['leases']} leases, the oldest since "
+        f"{worker['oldest_lease_age_s']:.0f} s, last heard of {worker['heartbeat_age_s']:.0f} s ago"
+        for name, worker in workers[:3]
+    )
