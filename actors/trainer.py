@@ -1,4 +1,4 @@
-"""The process of one trainer rank."""
+"""The process of one trainer rank, of an online or an offline run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,18 +9,22 @@ import torch
 
 from areal_lite.actors.engine_client import EngineClient
 from areal_lite.actors.process import log_to_file
+from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.sample_queue.client import QueueClient
 from areal_lite.train.distributed import join_process_group, leave_process_group, open_store
+from areal_lite.train.offline import OfflineTrainer
 from areal_lite.train.trainer import Trainer
 
-__all__ = ["TrainerActor"]
+__all__ = ["OfflineTrainerActor", "OnlineTrainerActor", "TrainerActor"]
 
 
 class TrainerActor:
-    """Delegates to `Trainer` and `WeightPublisher`; `progress` may be called beside any other method."""
+    """Delegates to a trainer, in which all ranks do everything together; `progress` may be called beside it."""
 
-    def __init__(self, config: Config, *, rank: int, log_folder: str) -> None:
+    _trainer: Trainer | OfflineTrainer | None = None
+
+    def __init__(self, config: Any, *, rank: int, log_folder: str) -> None:
         log_to_file(log_folder, f"trainer/{rank}")
         torch.manual_seed(config.run.seed)
         self._config, self._rank = config, rank
@@ -32,22 +36,55 @@ class TrainerActor:
         self._store = open_store(ray.util.get_node_ip_address())
         return f"{self._store.host}:{self._store.port}"
 
-    def start(self, *, address: str, model_folder: str, endpoint: str, checkpoint: str | None) -> int:
-        """Join the other ranks, build the model, load the checkpoint; returns the version."""
+    def _join(self, address: str) -> dict[str, int]:
+        """Meet the other ranks; returns this one's place."""
+        place = {"rank": self._rank, "world_size": self._config.trainer.ranks}
+        run = self._config.run
+        join_process_group(address, device=run.device, timeout_s=run.stall_timeout_s, **place)
+        return place
+
+    @property
+    def _started(self) -> Any:
+        assert self._trainer is not None, "start comes first"
+        return self._trainer
+
+    def progress(self) -> int:
+        """Return a number that grows while this rank works."""
+        return 0 if self._trainer is None else self._trainer.progress
+
+    def ping(self) -> None:
+        """Answer once this rank is free."""
+
+    def load(self, checkpoint: str) -> int:
+        """Load a checkpoint; returns the version."""
+        self._started.load(Path(checkpoint))
+        return int(self._started.version)
+
+    def save(self, folder: str) -> None:
+        """Write a checkpoint."""
+        self._started.save(Path(folder))
+
+    def export(self, folder: str) -> None:
+        """Write a Hugging Face folder."""
+        self._started.export(Path(folder))
+
+    def stop(self) -> None:
+        """Leave the process group."""
+        leave_process_group()
+
+
+class OnlineTrainerActor(TrainerActor):
+    """Takes its batches from the sample queue, and publishes weights to the engines."""
+
+    _config: Config
+
+    def start(self, *, address: str, model_folder: str, endpoint: str) -> None:
+        """Join the other ranks and build the model."""
         # Imported here: the controller's process imports this module too, and has no use for vLLM.
         from areal_lite.weights.publisher import WeightPublisher
 
         config = self._config
-        join_process_group(
-            address,
-            rank=self._rank,
-            world_size=config.trainer.ranks,
-            device=config.run.device,
-            timeout_s=config.run.stall_timeout_s,
-        )
-        self._trainer = Trainer(config, model_folder=model_folder, rank=self._rank, world_size=config.trainer.ranks)
-        if checkpoint is not None:
-            self._trainer.load(Path(checkpoint))
+        self._trainer = Trainer(config, model_folder=model_folder, **self._join(address))
         self._queue = QueueClient(endpoint, timeout_s=config.run.stall_timeout_s)
         self._publisher = WeightPublisher(
             self._trainer.model,
@@ -57,7 +94,6 @@ class TrainerActor:
             host=ray.util.get_node_ip_address(),
             timeout_s=config.weights.timeout_s,
         )
-        return self._trainer.version
 
     def connect(self, engines: dict[str, Any]) -> dict[str, str | None]:
         """Make exactly these rollout actors the receivers of publications."""
@@ -69,34 +105,44 @@ class TrainerActor:
         clients = {name: client({name: handle}) for name, handle in engines.items()}
         return self._publisher.connect(clients, group_client=client(engines), num_engine_ranks=ranks * len(engines))
 
-    def train_step(self, batch_id: str) -> dict[str, Any]:
+    def step(self, batch_id: str) -> dict[str, Any]:
         """Fetch this rank's shard of a taken batch and train it."""
-        return self._trainer.train_step(self._queue.fetch(batch_id=batch_id, rank=self._rank))
+        figures: dict[str, Any] = self._started.train_step(self._queue.fetch(batch_id=batch_id, rank=self._rank))
+        return figures
 
     def publish(self) -> dict[str, str | None]:
         """Send the present weights to all engines; returns per engine None or why it failed."""
         return self._publisher.publish()
 
-    def ping(self) -> None:
-        """Answer once this rank is free."""
-
-    def progress(self) -> int:
-        """Return a number that grows while this rank works."""
-        return self._trainer.progress
-
     def score(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Any]:
-        """Log-probabilities of stored sequences under the present weights; all ranks together."""
-        return self._trainer.score(sequences)
-
-    def save(self, folder: str) -> None:
-        """Write a checkpoint; all ranks together."""
-        self._trainer.save(Path(folder))
-
-    def export(self, folder: str) -> None:
-        """Write a Hugging Face folder; all ranks together."""
-        self._trainer.export(Path(folder))
+        """Log-probabilities of stored sequences under the present weights."""
+        return list(self._started.score(sequences))
 
     def stop(self) -> None:
         """Leave the process group."""
         self._queue.close()
-        leave_process_group()
+        super().stop()
+
+
+class OfflineTrainerActor(TrainerActor):
+    """Takes its batches from rows that every rank has."""
+
+    _config: OfflineConfig
+
+    def start(self, *, address: str, model_folder: str) -> None:
+        """Join the other ranks, load models and data."""
+        self._trainer = OfflineTrainer(self._config, model_folder=model_folder, **self._join(address))
+
+    def prepare(self) -> None:
+        """Run the reference model."""
+        self._started.prepare()
+
+    def step(self) -> dict[str, float]:
+        """Train one batch."""
+        figures: dict[str, float] = self._started.step()
+        return figures
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure on the held-out rows."""
+        figures: dict[str, float] = self._started.evaluate()
+        return figures

@@ -1,4 +1,4 @@
-"""One trainer rank of an offline run: model, reference, steps, evaluation, checkpoint, export.
+"""One trainer rank of an offline run: model, reference, data, checkpoints, export; the loop is `offline_loop.py`.
 
 A Ray actor wraps it; every method is collective (the properties are not): all ranks call it. It knows nothing of Ray.
 """
@@ -20,32 +20,27 @@ from areal_lite.train.offline_objectives import DirectPreference, Objective, Rew
 __all__ = ["OfflineTrainer"]
 
 
-class OfflineTrainer:
-    """The model and its data; `prepare`, then `load` where a run goes on, come before the first step."""
+class OfflineTrainer(OfflineLoop):
+    """The loop of a recipe; `prepare`, then `load` where a run goes on, come before the first step."""
 
-    def __init__(
-        self, config: OfflineConfig, *, model_folder: str, reference_folder: str | None, rank: int, world_size: int
-    ) -> None:
+    def __init__(self, config: OfflineConfig, *, model_folder: str, rank: int, world_size: int) -> None:
         """Load models and data; the process group exists, or there is one float32 rank.
 
         Args:
             config: The recipe; `run.steps` is the number of steps whatever `epochs` says.
             model_folder: Hugging Face folder with the initial weights and the tokenizer.
-            reference_folder: The reference model of DPO and IPO; None = the initial weights.
             rank: 0 .. world_size - 1.
             world_size: Trainer ranks.
         """
-        self._config, self._rank, self._world_size = config, rank, world_size
-        self._model_folder = model_folder
-        self._device = torch.device(config.run.device)
+        self._config, self._model_folder = config, model_folder
         tokenizer = AutoTokenizer.from_pretrained(model_folder)
         data = load_offline(config, tokenizer)
-        self._rows, self._held_out = OfflineRows(data.train), OfflineRows(data.held_out)
-        padding = 0 if config.command != "reward_model" else _padding(tokenizer)
-        self._loop = OfflineLoop(
-            self._load(model_folder, padding=padding),
+        self._held_out = OfflineRows(data.held_out)
+        padding = _padding(tokenizer) if config.command == "reward_model" else 0
+        super().__init__(
+            _load(config, model_folder, padding=padding, world_size=world_size),
             _objective(config),
-            self._rows,
+            OfflineRows(data.train),
             steps=config.run.steps,
             batch_size=config.batch.batch_size,
             seed=config.run.seed,
@@ -54,64 +49,51 @@ class OfflineTrainer:
             rank=rank,
             world_size=world_size,
         )
-        self._reference = self._loop.learner.model
-        if reference_folder is not None:
-            self._reference = self._load(reference_folder, padding=0).requires_grad_(False)
-
-    @property
-    def version(self) -> int:
-        """Completed steps."""
-        return self._loop.version
-
-    @property
-    def progress(self) -> int:
-        """Grows with every forward pass."""
-        return self._loop.progress
+        self._reference, folder = self.learner.model, config.preference.reference_path
+        if folder is not None:
+            self._reference = _load(config, folder, padding=0, world_size=world_size).requires_grad_(False)
 
     def prepare(self) -> None:
         """Run the reference model, where there is one, once over all pairs; afterwards it is not needed any more."""
         if self._config.has_reference:
             for rows in (self._rows, self._held_out):
                 if rows.examples:
-                    rows.reference_N2 = self._loop.reference_logprobs(self._reference, rows.examples)
-        self._reference = self._loop.learner.model
+                    rows.reference_N2 = self.reference_logprobs(self._reference, rows.examples)
+        self._reference = self.learner.model
 
-    def load(self, checkpoint: Path) -> int:
+    def load(self, checkpoint: Path) -> None:
         """Load a checkpoint to go on from, after `prepare`: the initial weights may be the reference.
 
         Raises:
             CheckpointError: It is missing or broken, or of another model.
         """
-        self._loop.seek(load_checkpoint(checkpoint, self._loop.learner, rank=self._rank))
-        return self.version
-
-    def step(self) -> dict[str, float]:
-        """Train one batch; returns its figures, see `OfflineLoop.step`."""
-        return self._loop.step()
+        self.seek(load_checkpoint(checkpoint, self.learner, rank=self._rank))
 
     def evaluate(self) -> dict[str, float]:
         """Return loss and figures over the held-out rows; empty where there are none."""
-        return self._loop.evaluate(self._held_out) if self._held_out.examples else {}
+        return self.measure(self._held_out) if self._held_out.examples else {}
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint into a folder, which the caller makes visible when all ranks are done."""
-        save_checkpoint(folder, self._loop.learner, version=self.version, rank=self._rank)
+        save_checkpoint(folder, self.learner, version=self.version, rank=self._rank)
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder with weights (float32) and tokenizer."""
-        export_model(folder, self._loop.learner.model, tokenizer_folder=self._model_folder, rank=self._rank)
+        export_model(folder, self.learner.model, tokenizer_folder=self._model_folder, rank=self._rank)
 
-    def _load(self, folder: str, *, padding: int) -> nn.Module:
-        options: dict[str, Any] = {
-            "device": self._device,
-            "activation_checkpointing": self._config.trainer.activation_checkpointing,
-        }
-        if self._config.command == "reward_model":
-            whole = load_reward_model(folder, **options, pad_token_id=padding)
-        else:
-            whole = load_model(folder, **options)
-        dtype = getattr(torch, self._config.compute_dtype)
-        return shard_model(whole, world_size=self._world_size, device=self._device, compute_dtype=dtype)
+
+def _load(config: OfflineConfig, folder: str, *, padding: int, world_size: int) -> nn.Module:
+    device = torch.device(config.run.device)
+    options: dict[str, Any] = {
+        "device": device,
+        "activation_checkpointing": config.trainer.activation_checkpointing,
+    }
+    if config.command == "reward_model":
+        whole = load_reward_model(folder, **options, pad_token_id=padding)
+    else:
+        whole = load_model(folder, **options)
+    dtype = getattr(torch, config.compute_dtype)
+    return shard_model(whole, world_size=world_size, device=device, compute_dtype=dtype)
 
 
 def _objective(config: OfflineConfig) -> Objective:

@@ -1,7 +1,7 @@
 """The loop of the offline objectives: seeded batches, optimiser updates, evaluation.
 
-It shares model, micro-batches and optimiser update with the RL trainer. Called by the warm start of the built-in
-model, in process, and by `offline.py`, one per trainer rank. It writes no files.
+It shares model, micro-batches and optimiser update with the RL trainer. The warm start of the built-in model
+runs it in process, `offline.py` on every trainer rank. It writes no files.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -129,7 +129,7 @@ class OfflineLoop:
         }
 
     @torch.no_grad()
-    def evaluate(self, rows: OfflineRows) -> dict[str, float]:
+    def measure(self, rows: OfflineRows) -> dict[str, float]:
         """Return `loss` and the objective's figures, means over all given examples; collective."""
         parts = self._parts(rows, range(len(rows.examples))[self._rank :: self._world_size])
         weight, _ = self._weigh(parts)

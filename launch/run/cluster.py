@@ -14,7 +14,7 @@ import ray
 from areal_lite.actors.calls import Calls, Question, call_all, describe
 from areal_lite.actors.queue import QueueActor
 from areal_lite.actors.rollout import RolloutActor
-from areal_lite.actors.trainer import TrainerActor
+from areal_lite.actors.trainer import OnlineTrainerActor
 from areal_lite.actors.verifier import VerifierActor
 from areal_lite.config.recipe import Config
 from areal_lite.errors import EngineError, VerifierError
@@ -70,7 +70,7 @@ class Cluster:
             state=queue_state,
             prompts=prompts,
         )
-        self.ranks = Ranks(TrainerActor, config, log_folder=log_folder)
+        self.ranks = Ranks(OnlineTrainerActor, config, log_folder=log_folder)
         self.verifiers: dict[str, Any] = {}
         self.engines = RayEngines({}, timeout_s=config.run.stall_timeout_s, on_drop=self._note_lost)
         self._serving = Calls({})
@@ -89,14 +89,11 @@ class Cluster:
         self.queue = QueueClient(endpoint, timeout_s=config.queue.lease_timeout_s)
         self.engines.handles |= self._spawn_workers(self._rollout_actor, "rollout", config.rollout.workers, endpoint)
         self.verifiers |= self._spawn_workers(VerifierActor, "verifier", config.verifier.workers, endpoint)
-        ranks = self.ranks.start(
-            model_folder=self._model_folder,
-            endpoint=endpoint,
-            checkpoint=None if checkpoint is None else str(checkpoint / "trainer"),
-        )
-        started = self._wait(Calls(ranks.pending | call_all(self._workers, "start").pending), on_progress)
+        ranks = self.ranks.start(model_folder=self._model_folder, endpoint=endpoint)
+        self._wait(Calls(ranks.pending | call_all(self._workers, "start").pending), on_progress)
+        version = 0 if checkpoint is None else self.ranks.load(checkpoint)
         self.connect_weights()
-        return int(started["trainer/0"])
+        return version
 
     def connect_weights(self) -> None:
         """Form the transfer groups with the engines that are alive."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.actors.calls import call_all
-from areal_lite.actors.offline import OfflineActor
+from areal_lite.actors.trainer import OfflineTrainerActor
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.launch.run.controller import Controller
 from areal_lite.launch.run.ranks import Ranks
@@ -37,12 +37,11 @@ class OfflineController(Controller):
         self._model_folder = model_folder
 
     def _spawn(self, checkpoint: Path | None) -> None:
-        self._ranks = Ranks(OfflineActor, self._config, log_folder=self._folder.logs)
+        self._ranks = Ranks(OfflineTrainerActor, self._config, log_folder=self._folder.logs)
 
     def _start(self, checkpoint: Path | None) -> None:
         self._view.say("starting the trainer ranks ...")
-        reference = self._config.preference.reference_path
-        starting = self._ranks.start(model_folder=str(self._model_folder), reference_folder=reference)
+        starting = self._ranks.start(model_folder=str(self._model_folder))
         timeout_s, logs = self._config.run.start_timeout_s, str(self._folder.logs)
         wait_until_started(starting, timeout_s=timeout_s, logs=logs, on_progress=self._view.say)
 
@@ -51,9 +50,7 @@ class OfflineController(Controller):
             self._view.say("running the reference model over all pairs ...")
         self._ask("prepare", waiting_for="the reference model")
         if checkpoint is not None:
-            # One long read without a sign of life: it gets the deadline of a start.
-            timeout_s = self._config.run.start_timeout_s
-            self._version = self._ranks.ask("load", str(checkpoint / "trainer"), timeout_s=timeout_s)[0]
+            self._version = self._ranks.load(checkpoint)
         self._at_boundary = True
         if not self._recorder.evaluations:
             self._evaluate()

@@ -106,7 +106,7 @@ class OnlineController(Controller):
         self._trainer_lane.emit("train", batch=batch_id)
         groups = self._cluster.queue.batch_groups(batch_id=batch_id, limit=max(self._config.run.log_samples, 1))
         self._at_boundary = False
-        (stats, *_) = self._ask("train_step", batch_id, waiting_for=f"step {self._version + 1} to be trained")
+        (stats, *_) = self._ask("step", batch_id, waiting_for=f"step {self._version + 1} to be trained")
         self._version += 1
         trained = time.monotonic()
         self._trainer_lane.emit("trained", version=self._version)

@@ -43,6 +43,11 @@ class Ranks:
         address = result(store, timeout_s=self._config.run.start_timeout_s)
         return call_all(self.handles, "start", address=address, **arguments)
 
+    def load(self, checkpoint: Path) -> int:
+        """Load a checkpoint: one long read without a sign of life. Returns the version."""
+        version, *_ = self.ask("load", str(checkpoint / "trainer"), timeout_s=self._config.run.start_timeout_s)
+        return int(version)
+
     def ask(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """Have all ranks do something together and return their answers.
 

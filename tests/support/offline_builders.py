@@ -37,13 +37,7 @@ def offline_config(
 
 def offline_trainer(config: OfflineConfig, *, rank: int = 0, world_size: int = 1) -> OfflineTrainer:
     """Load the recipe's model as one rank does, with the reference it names."""
-    return OfflineTrainer(
-        config,
-        model_folder=config.model.path,
-        reference_folder=config.preference.reference_path,
-        rank=rank,
-        world_size=world_size,
-    )
+    return OfflineTrainer(config, model_folder=config.model.path, rank=rank, world_size=world_size)
 
 
 def _row(index: int) -> dict[str, str]:
