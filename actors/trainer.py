@@ -1,4 +1,4 @@
-"""The process of one trainer rank, of an online or an offline run."""
+"""The process of one trainer rank, of a reinforcement-learning or an offline run."""
 
 from collections.abc import Sequence
 from pathlib import Path
