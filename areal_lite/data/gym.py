@@ -6,12 +6,12 @@ A family makes item `i` from `seed + i`, so that seeds close to each other give 
 hashes. A question held out is never among the training ones, whatever the seeds give.
 """
 
-import difflib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from areal_lite.config.data import GymConfig
+from areal_lite.config.suggestion import suggestion
 from areal_lite.data.tasks import Task
 from areal_lite.errors import ConfigError, DataError, WireError
 from areal_lite.wire import decode, encode
@@ -79,10 +79,9 @@ def _create(settings: GymConfig, *, seed: int, size: int, where: str) -> Any:
             "pip install 'areal-lite[gym]'"
         ) from error
     if settings.dataset not in DATASETS:
-        near = difflib.get_close_matches(str(settings.dataset), DATASETS, n=1, cutoff=0.0)
         raise ConfigError(
             f"{where}.reasoning_gym.dataset must be one of reasoning-gym's {len(DATASETS)} families, got "
-            f"{settings.dataset!r}: did you mean {near[0]}?"
+            f"{settings.dataset!r}{suggestion(str(settings.dataset), DATASETS)}"
         )
     try:
         return create_dataset(settings.dataset, seed=seed, size=size, **settings.arguments)

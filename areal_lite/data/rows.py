@@ -4,7 +4,6 @@ A broken row is counted, named by file and number, and tolerated up to a share. 
 and only where the caller allows it; nothing is cached but what `datasets` fetched, in its own cache.
 """
 
-import difflib
 import json
 import logging
 import tempfile
@@ -15,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import msgpack
 
 from areal_lite.config.data import is_hub_id
+from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ArealLiteError, DataError
 
 __all__ = ["RowReader", "Rows", "check_columns", "make_each", "read_jsonl"]
@@ -173,10 +173,9 @@ def check_columns(path: Path | str, rows: Sequence[tuple[int, dict[str, Any]]], 
     known = sorted({name for _, row in rows for name in row})
     for option, column in columns.items():
         if known and column not in known:
-            near = difflib.get_close_matches(column, known, n=1, cutoff=0.5)
             raise DataError(
                 f"{path} has no column {column!r} in any row, only {', '.join(known)}: set {option}"
-                + (f" (nearest: {near[0]!r})" if near else "")
+                + suggestion(column, known)
             )
 
 

@@ -1,12 +1,12 @@
 """Tasks before they are tokenised: made of rows, and chosen by their columns."""
 
-import difflib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from areal_lite.config.data import RESERVED_COLUMNS
+from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import DataError, WireError
 from areal_lite.wire import encode
 
@@ -121,10 +121,9 @@ def in_ranges(tasks: Sequence[Task], ranges: Mapping[str, tuple[float, float]], 
     known = sorted({name for task in tasks for name in task.row})
     for column in ranges:
         if column not in known:
-            near = difflib.get_close_matches(column, known, n=1, cutoff=0.0)
             raise DataError(
                 f"{where}.filter.ranges names the column {column!r}, which no row has"
-                + (f": did you mean {near[0]!r}?" if near else ": there are no further columns")
+                + (suggestion(column, known) or f": there are {', '.join(known) or 'no further columns'}")
             )
     kept = list(tasks)
     for column, (low, high) in ranges.items():

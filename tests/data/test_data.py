@@ -72,9 +72,9 @@ def test_a_file_of_broken_lines_only_is_an_error_whatever_the_limit(tmp_path):
 
 
 def test_a_missing_column_names_the_nearest(tmp_path):
-    with pytest.raises(DataError, match=r"no column 'questoin'.*set data\.prompt_column \(nearest: 'question'\)"):
+    with pytest.raises(DataError, match=r"no column 'questoin'.*set data\.prompt_column; did you mean question\?"):
         load(FIXTURES / "gsm8k_like.jsonl", prompt_column="questoin")
-    with pytest.raises(DataError, match=r"no column 'anser'.*set data\.answer_column \(nearest: "):
+    with pytest.raises(DataError, match=r"no column 'anser'.*set data\.answer_column; did you mean "):
         load(FIXTURES / "gsm8k_like.jsonl", answer_column="anser")
 
 

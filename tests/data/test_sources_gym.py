@@ -72,7 +72,7 @@ def test_a_demonstration_is_the_answer() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dataset": "chain_sums"}, r"data\.reasoning_gym\.dataset .* got 'chain_sums': did you mean chain_sum\?"),
+        ({"dataset": "chain_sums"}, r"data\.reasoning_gym\.dataset .* got 'chain_sums'; did you mean chain_sum\?"),
         ({"arguments": {"terms": 3}}, r"data\.reasoning_gym\.arguments must be settings of chain_sum, got .*terms"),
         ({"arguments": {"min_terms": 9, "max_terms": 2}}, "must be settings of chain_sum"),
         ({"dataset": "coin_flip", "eval_size": 500, "arguments": {"max_trials": 4}}, "got .* after 20 sets"),
