@@ -30,11 +30,11 @@ def eval_model(
     config = load_config(recipe, overrides)
     from areal_lite.cli.evaluate import evaluate
 
-    result = evaluate(config, model=model)
-    if not result.scored:
-        raise VerifierError(f"the verifier should have scored {result.prompts} completions, it failed on all of them")
-    failures = f", {result.prompts - result.scored} could not be scored" if result.scored < result.prompts else ""
-    Console().print(
-        f"held-out accuracy, greedy: {result.accuracy:.3f} ({result.scored} problems{failures})", highlight=False
-    )
+    replies = evaluate(config, model=model)
+    rewards = [reply.total for reply in replies if reply.total is not None]
+    if not rewards:
+        raise VerifierError(f"the verifier should have scored {len(replies)} completions, it failed on all of them")
+    failures = f", {len(replies) - len(rewards)} could not be scored" if len(rewards) < len(replies) else ""
+    accuracy = sum(rewards) / len(rewards)
+    Console().print(f"held-out accuracy, greedy: {accuracy:.3f} ({len(rewards)} problems{failures})", highlight=False)
     return 0

@@ -1,6 +1,6 @@
-"""Accuracy of one model on a recipe's held-out prompts: the run's own engine and verifiers, without a run.
+"""One model on a recipe's held-out prompts: the run's own engine and verifiers, without a run.
 
-Called by `areal-lite eval`. Everything happens in this process and its children; nothing is written.
+Everything happens in this process and its children; nothing is written.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from typing import TypeVar
 
@@ -20,39 +20,29 @@ from areal_lite.data.prompts import load_source
 from areal_lite.errors import ArealLiteError, ConfigError, EngineError
 from areal_lite.record.model_folder import find_model_folder
 from areal_lite.record.paths import EVALUATED, with_absolute_paths
-from areal_lite.rollout.engine import GenerationEngine
-from areal_lite.rollout.runner import Workflows, complete_greedily, load_workflows
+from areal_lite.rollout.runner import complete_greedily, load_workflows
 from areal_lite.types import Prompt, Sample
 from areal_lite.verify.names import chosen_by_sources, held_out_config
 from areal_lite.verify.protocol import Reply
 from areal_lite.verify.verifier_set import VerifierSet
 from areal_lite.watchdog import Watchdog
 
-__all__ = ["Accuracy", "evaluate"]
+__all__ = ["evaluate"]
 
 T = TypeVar("T")
 
 _POLL_S = 0.25
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Accuracy:
-    """Result of an evaluation."""
-
-    accuracy: float
-    """Mean reward of the scored completions, their steps included; 0 where there are none."""
-    prompts: int
-    """Held-out prompts."""
-    scored: int
-    """Those whose completion the verifier could score."""
-
-
-def evaluate(config: Config, *, model: str) -> Accuracy:
+def evaluate(config: Config, *, model: str) -> list[Reply]:
     """Complete the held-out prompts greedily and score them.
 
     Args:
         config: A recipe of `areal-lite train`: its data, rollout and verifier sections say how.
         model: A model folder, or the folder of a run that has ended.
+
+    Returns:
+        What each prompt's completion got.
 
     Raises:
         ArealLiteError: With what to do about it.
@@ -60,20 +50,16 @@ def evaluate(config: Config, *, model: str) -> Accuracy:
     from transformers import AutoTokenizer
 
     # Where there is an `eval_function`, the reward learned from is not asked; its model need not even be there.
-    verifier = config.verifier
-    config = config.model_copy(update={"verifier": held_out_config(verifier)})
-    check_plugins(config, verifiers_only=True)
-    config = with_absolute_paths(config, EVALUATED)
+    asked = config.model_copy(update={"verifier": held_out_config(config.verifier)})
+    check_plugins(asked, verifiers_only=True)
+    asked = with_absolute_paths(asked, EVALUATED)
     folder = str(find_model_folder(model, option="MODEL_OR_RUN"))
     # Rows may name any verifier of the recipe, whether it is asked here or not.
-    named = config.model_copy(update={"verifier": verifier})
+    named = asked.model_copy(update={"verifier": config.verifier})
     prompts = load_source(named, AutoTokenizer.from_pretrained(folder), "eval")
     if not prompts:
         raise ConfigError("an evaluation needs held-out prompts, the recipe has none: set data.eval_path")
-    scores = _in_a_process_of_its_own(config, prompts, folder)
-    rewards = [score.total for score in scores if score.total is not None]
-    accuracy = sum(rewards) / len(rewards) if rewards else 0.0
-    return Accuracy(accuracy=accuracy, prompts=len(prompts), scored=len(rewards))
+    return _in_a_process_of_its_own(asked, prompts, folder)
 
 
 def _in_a_process_of_its_own(config: Config, prompts: Sequence[Prompt], folder: str) -> list[Reply]:
@@ -102,7 +88,7 @@ def _evaluate(config: Config, prompts: Sequence[Prompt], folder: str) -> list[Re
 async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) -> list[Reply]:
     from areal_lite.rollout.vllm_engine import VllmEngine
 
-    workflows = load_workflows(config)
+    workflows, limit, timeout_s = load_workflows(config), config.rollout.max_new_tokens, config.run.stall_timeout_s
     # Where there is an `eval_function`, it scores every row, whatever its source says.
     also = chosen_by_sources(config.data) if config.verifier.eval_function is None else ()
     verifiers = VerifierSet(config.verifier, also=also, start_timeout_s=config.run.start_timeout_s)
@@ -110,48 +96,36 @@ async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) 
         await verifiers.start()
         engine = await VllmEngine.start(config, model_folder=model_folder)
         try:
-            samples = await _complete(engine, prompts, config=config, workflows=workflows)
+            samples = await _watched(
+                complete_greedily(engine, prompts, max_new_tokens=limit, workflows=workflows),
+                progress=lambda: engine.tokens_generated,
+                waiting_for=f"{len(prompts)} completions",
+                late=lambda: f"the engine, after {engine.tokens_generated} tokens",
+                timeout_s=timeout_s,
+            )
         finally:
             await engine.close()
-        pairs = [(prompt, sample) for prompt, sample in zip(prompts, samples, strict=True) if sample is not None]
-        replies = await _score(verifiers, [p for p, _ in pairs], [s for _, s in pairs], config=config)
-        return [*replies, *(Reply(None, "workflow") for _ in range(len(prompts) - len(pairs)))]
+        return await _watched(
+            asyncio.gather(*map(partial(_score, verifiers), prompts, samples)),
+            progress=lambda: _reading(verifiers),
+            waiting_for=f"{len(prompts)} scores",
+            late=lambda: "the verifier, with {2} calls running and {3} waiting after {0}".format(*_reading(verifiers)),
+            timeout_s=timeout_s,
+        )
     finally:
         await verifiers.close()
 
 
-async def _complete(
-    engine: GenerationEngine, prompts: Sequence[Prompt], *, config: Config, workflows: Workflows
-) -> list[Sample | None]:
-    return await _watched(
-        complete_greedily(engine, prompts, max_new_tokens=config.rollout.max_new_tokens, workflows=workflows),
-        progress=lambda: engine.tokens_generated,
-        waiting_for=f"{len(prompts)} completions",
-        late=lambda: f"the engine, after {engine.tokens_generated} tokens",
-        timeout_s=config.run.stall_timeout_s,
-    )
+async def _score(verifiers: VerifierSet, prompt: Prompt, sample: Sample | None) -> Reply:
+    if sample is None:
+        return Reply(None, "workflow")
+    (reply,) = await verifiers.score(prompt, [sample.text], messages=[sample.messages], held_out=True)
+    return reply
 
 
-async def _score(
-    verifiers: VerifierSet, prompts: Sequence[Prompt], samples: Sequence[Sample], *, config: Config
-) -> list[Reply]:
-    def reading() -> tuple[int, ...]:
-        return tuple(verifiers.gauges()[name] for name in ("calls", "restarts", "busy", "waiting"))
-
-    pairs = zip(prompts, samples, strict=True)
-    replies = await _watched(
-        asyncio.gather(
-            *(
-                verifiers.score(prompt, [sample.text], messages=[sample.messages], held_out=True)
-                for prompt, sample in pairs
-            )
-        ),
-        progress=reading,
-        waiting_for=f"{len(samples)} scores",
-        late=lambda: "the verifier, with {2} calls running and {3} waiting after {0}".format(*reading()),
-        timeout_s=config.run.stall_timeout_s,
-    )
-    return [reply for (reply,) in replies]
+def _reading(verifiers: VerifierSet) -> tuple[int, ...]:
+    gauges = verifiers.gauges()
+    return tuple(gauges[name] for name in ("calls", "restarts", "busy", "waiting"))
 
 
 async def _watched(

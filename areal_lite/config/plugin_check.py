@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from areal_lite.config.plugins import arguments_model, split_name
+from areal_lite.config.plugins import arguments_model, known_names, split_name
 from areal_lite.config.recipe import Config
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError, PluginError
@@ -58,7 +58,7 @@ def _verifiers(config: Config) -> Iterable[tuple[str, str, str, Mapping[str, Any
     if verifier.eval_function is not None:
         chosen.setdefault(verifier.eval_function, "verifier.eval_function")
     for key, source in config.data.sources.items():
-        if source.verifier is not None:
+        if source.verifier in known_names("verifier"):  # else one of `named`
             chosen.setdefault(source.verifier, f"{config.data.place_of(key)}.verifier")
     for name, key in chosen.items():
         if name not in verifier.named:

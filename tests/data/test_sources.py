@@ -243,14 +243,14 @@ def test_a_row_may_only_name_what_is_known(column: str, name: Any, message: str,
 def test_an_evaluation_with_a_verifier_of_its_own_takes_rows_that_name_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seen failing with the rows checked against the verifiers that the evaluation asks."""
+    """The source too. Seen failing with the rows checked against the verifiers that the evaluation asks."""
     build_char_tokenizer(PRINTABLE).save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
     path = str(write_jsonl(tmp_path / "rows.jsonl", [{**ROWS[0], "verifier": "mine"}]))
     sections = NAMED | {"verifier": {**NAMED["verifier"], "eval_function": "exact"}}
-    config = recipe(data={"source": "jsonl", "path": path, "eval_path": path}, **sections)
+    config = recipe(data={"source": "jsonl", "path": path, "eval_path": path, "verifier": "mine"}, **sections)
     monkeypatch.setattr(evaluate, "_in_a_process_of_its_own", lambda config, prompts, folder: [Reply(1.0)])
-    assert evaluate.evaluate(config, model=str(tmp_path / "model")).prompts == 1
+    assert evaluate.evaluate(config, model=str(tmp_path / "model")) == [Reply(1.0)]
 
 
 # --- several sources ---
