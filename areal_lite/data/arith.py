@@ -1,7 +1,7 @@
 """The built-in task: chained sums, answered step by step.
 
 `7+25-13=?` is answered `7+25=32;32-13=19#19`: one step per operator, separated by `;`, and the answer after
-`#`. Called by `source.py` and by the supervised warm start. Numbers are at least 1, and a minus is drawn only
+`#`. Numbers are at least 1, and a minus is drawn only
 where the running total stays at zero or above: the minus sign is always an operator, never part of a number,
 so a tokenizer of single characters needs no rule for it.
 """

@@ -1,7 +1,7 @@
 """From a recipe to the token rows of the offline objectives: prompts with completions, or with pairs of them.
 
-Called by the controller, so that every mistake in the data shows before anything expensive starts, and again by every
-trainer rank. Which rows are held out depends on the data alone, not on a seed: runs can be compared.
+Every mistake in the data shows before anything expensive starts; every trainer rank loads them again. Which rows are
+held out depends on the data alone, not on a seed: runs can be compared.
 """
 
 import logging

@@ -1,12 +1,11 @@
 """What the built-in model is shown before a run: worked tasks of every source of the recipe that has some.
 
-Called by the supervised warm start. Chained sums are worked out here, more or less carefully; the other built-in
-sources bring a demonstration with each task; files bring none.
+Chained sums are worked out here, more or less carefully; other sources bring a demonstration with each task, files none.
 """
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from areal_lite.config.data import MixedSourceConfig, SourceConfig
@@ -109,30 +108,25 @@ def _weight(source: SourceConfig) -> float:
 
 def _of_source(source: SourceConfig, count: int, *, settings: WarmStartConfig, where: str) -> list[Demonstration]:
     if source.source == "arith":
-        return _sums(source, count, settings=settings, where=where)
-    tasks = [task for task in load_tasks(source, "train", where=where) if task.demonstration is not None]
+        problems = worked_solutions(source.arith, count, seed=settings.seed, carelessness=settings.carelessness)
+        tasks = [
+            Task(
+                origin=f"{where}.arith worked solution {index}",
+                prompt=p.prompt,
+                answer=p.answer,
+                demonstration=p.solution,
+            )
+            for index, p in enumerate(problems)
+        ]
+    else:
+        tasks = [task for task in load_tasks(source, "train", where=where) if task.demonstration is not None]
     return [_shown(task, source) for task in itertools.islice(itertools.cycle(tasks), count)]
-
-
-def _sums(source: SourceConfig, count: int, *, settings: WarmStartConfig, where: str) -> list[Demonstration]:
-    problems = worked_solutions(source.arith, count, seed=settings.seed, carelessness=settings.carelessness)
-    rendered = [replace(problem, prompt=source.template.replace("{prompt}", problem.prompt)) for problem in problems]
-    return [
-        Demonstration(
-            origin=f"{where}.arith worked solution {index}",
-            prompt=problem.prompt,
-            turns=((True, problem.solution),),
-            content=asdict(problem),
-        )
-        for index, problem in enumerate(rendered)
-    ]
 
 
 def _shown(task: Task, source: SourceConfig) -> Demonstration:
     prompt, given = source.template.replace("{prompt}", task.prompt), task.demonstration or ""
-    turns: tuple[tuple[bool, str], ...] = (
-        ((True, given),)
-        if isinstance(given, str)
-        else tuple((turn["role"] == "assistant", turn["content"]) for turn in given)
-    )
+    if isinstance(given, str):
+        content = {"prompt": prompt, "solution": given, "answer": task.answer}
+        return Demonstration(origin=task.origin, prompt=prompt, turns=((True, given),), content=content)
+    turns = tuple((turn["role"] == "assistant", turn["content"]) for turn in given)
     return Demonstration(origin=task.origin, prompt=prompt, turns=turns, content={"prompt": prompt, "turns": turns})

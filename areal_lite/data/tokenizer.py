@@ -1,6 +1,6 @@
 """The tokenizer of the built-in model: one token per character.
 
-Called by the supervised warm start, which saves it beside the model, where `AutoTokenizer` and vLLM find it.
+The supervised warm start saves it beside the model, where `AutoTokenizer` and vLLM find it.
 """
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -1,6 +1,6 @@
 """From the prompt and the completion of a row to token ids, as plain text or through the model's chat template.
 
-Called by `offline.py`. Prompt and completion are tokenised apart and put together: that is the very boundary that
+Prompt and completion are tokenised apart and put together: that is the very boundary that
 generation has, where the engine is given the prompt's tokens and samples from there, and no row can fail at it. (One
 text tokenised as a whole may merge characters across the boundary, into tokens that sampling would never meet there.)
 

@@ -1,6 +1,6 @@
 """From an environment's words to token ids behind a context that is there already: plain text, or a chat template.
 
-Called by `episode.py`. Nothing that was sampled is ever tokenised again: a chat template is asked only for what it
+Nothing that was sampled is ever tokenised again: a chat template is asked only for what it
 writes behind the model's last answer.
 """
 

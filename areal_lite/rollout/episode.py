@@ -17,7 +17,7 @@ from areal_lite.rollout.dialogue import ENVIRONMENT, Dialogue
 from areal_lite.rollout.engine import GenerationEngine, Sampling
 from areal_lite.types import GIVEN, Float32, Int32, Sample, StopReason, VersionSpan
 
-__all__ = ["EpisodeEngine", "Given", "Turn", "join", "messages_of"]
+__all__ = ["EpisodeEngine", "Given", "Turn", "messages_of"]
 
 T = TypeVar("T")
 
@@ -179,11 +179,19 @@ class EpisodeEngine:
                 ) from error
 
     def join(self, turns: object, *, with_messages: bool) -> Sample:
-        """Check what a workflow returned, and join it into one sample (see `join`).
+        """Check what a workflow returned, and join it into one sample with one list of version spans.
+
+        Given turns at the end are cut off, as nothing trains behind the model's last token. The sample counts as cut
+        off (`LENGTH`) where its last turn was, and where such a given turn left the model no room to answer.
+
+        Args:
+            turns: In order, at least one of the model's.
+            with_messages: Whether the sample names its turns.
 
         Raises:
             TypeError: It returned something else than turns.
-            ValueError: A turn is not as `generate` returned it, or was generated behind other tokens.
+            ValueError: There is no turn of the model's, or one is not as `generate` returned it, or was generated
+                behind other tokens; or the sample is too long.
         """
         if not isinstance(turns, list | tuple) or not all(isinstance(turn, Turn) for turn in turns):
             raise TypeError(f"a workflow must return a list of turns, got {turns!r:.80}")
@@ -192,13 +200,27 @@ class EpisodeEngine:
             if isinstance(turn, Sample):
                 self._check_origin(turn, context, number=number)
             context += tuple(turn.token_ids.tolist())
-        if len(turns) == 1 and not with_messages and isinstance(turns[0], Sample):
-            return turns[0]
-        return join(
-            turns,
-            decode=lambda token_ids: self._words().decode(token_ids),
-            max_new_tokens=self._sampling.max_new_tokens,
-            with_messages=with_messages,
+        own = [(end, turn) for end, turn in enumerate(turns, start=1) if isinstance(turn, Sample)]
+        if not own:
+            raise ValueError(f"an episode must have a turn of the model's, got {len(turns)} turns, none of them")
+        num_kept, last = own[-1]
+        if len(turns) == 1 and not with_messages:
+            return last
+        kept, limit = turns[:num_kept], self._sampling.max_new_tokens
+        token_ids = np.concatenate([turn.token_ids for turn in kept])
+        if len(token_ids) > limit:
+            raise ValueError(
+                f"an episode may have rollout.max_new_tokens={limit} tokens, got {len(token_ids)} in {num_kept} turns: "
+                "end it where engine.room is too small"
+            )
+        is_cut_off = num_kept < len(turns) and len(context) - len(self.prompt_ids) >= limit
+        return Sample(
+            token_ids=token_ids,
+            logprobs=np.concatenate([turn.logprobs for turn in kept]),
+            spans=_joined_spans(kept),
+            stop_reason=StopReason.LENGTH if is_cut_off else last.stop_reason,
+            text=last.text if num_kept == 1 else self._words().decode(token_ids.tolist()),
+            messages=tuple(messages_of(kept)) if with_messages else (),
         )
 
     def _check_origin(self, turn: Sample, context: tuple[int, ...], *, number: int) -> None:
@@ -243,49 +265,6 @@ class EpisodeEngine:
 
     def _words(self) -> Dialogue:
         return Dialogue(self._engine.tokenizer, chat=self._is_chat)
-
-
-def join(
-    turns: Sequence[Turn],
-    *,
-    decode: Callable[[list[int]], str],
-    max_new_tokens: int,
-    with_messages: bool = True,
-) -> Sample:
-    """Join the turns of an episode into one sample with one list of version spans.
-
-    Given turns at the end are cut off, as nothing trains behind the model's last token. The sample counts as cut off
-    (`LENGTH`) where its last turn was, and where such a given turn left the model no room to answer.
-
-    Args:
-        turns: In order, at least one of the model's.
-        decode: From token ids to text, special tokens left out.
-        max_new_tokens: Tokens that the sample may have.
-        with_messages: Whether the sample names its turns.
-
-    Raises:
-        ValueError: There is no turn of the model's, or the sample is too long.
-    """
-    own = [number for number, turn in enumerate(turns, start=1) if isinstance(turn, Sample)]
-    if not own:
-        raise ValueError(f"an episode must have a turn of the model's, got {len(turns)} turns, none of them")
-    kept, last = turns[: own[-1]], turns[own[-1] - 1]
-    assert isinstance(last, Sample)
-    token_ids = np.concatenate([turn.token_ids for turn in kept])
-    if len(token_ids) > max_new_tokens:
-        raise ValueError(
-            f"an episode may have rollout.max_new_tokens={max_new_tokens} tokens, got {len(token_ids)} in {len(kept)} "
-            "turns: end it where engine.room is too small"
-        )
-    is_cut_off = len(turns) > len(kept) and sum(len(turn.token_ids) for turn in turns) >= max_new_tokens
-    return Sample(
-        token_ids=token_ids,
-        logprobs=np.concatenate([turn.logprobs for turn in kept]),
-        spans=_joined_spans(kept),
-        stop_reason=StopReason.LENGTH if is_cut_off else last.stop_reason,
-        text=last.text if len(kept) == 1 else decode(token_ids.tolist()),
-        messages=tuple(messages_of(kept)) if with_messages else (),
-    )
 
 
 def _joined_spans(turns: Sequence[Turn]) -> tuple[VersionSpan, ...]:

@@ -1,6 +1,6 @@
 """Runs the workflows of a recipe: from a prompt to a sample.
 
-Called by `RolloutWorker` for training, and through `complete_greedily` for evaluation. Workflows that a recipe names
+`RolloutWorker` does so for training, `complete_greedily` for evaluation. Workflows that a recipe names
 are loaded before the first prompt; a data row chooses among them by its column `workflow`.
 """
 

@@ -9,7 +9,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from areal_lite.config.plugins import find_function
@@ -122,27 +122,16 @@ async def call(function: Callable[..., Any], *arguments: Any, **named_arguments:
 
 def _in_thread(function: Callable[[], Any]) -> Awaitable[Any]:
     # Not the loop's executor: its few threads would soon all be stuck, and closing it waits for them.
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # from here on it cannot be cancelled: the result is dropped instead
 
     def work() -> None:
-        result, error = None, None
         try:
-            result = function()
-        except Exception as raised:
-            error = raised
-        except BaseException as raised:  # sys.exit() of a user's function must not end the worker
-            error = RuntimeError(f"a function ended with {type(raised).__name__}: {raised}")
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, error)
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
+        except BaseException as error:  # sys.exit() of a user's function must not end the worker
+            future.set_exception(RuntimeError(f"a function ended with {type(error).__name__}: {error}"))
 
     threading.Thread(target=work, daemon=True, name="environment").start()
-    return future
+    return asyncio.wrap_future(future)
