@@ -1,6 +1,6 @@
 """What the built-in model is shown before a run: worked tasks of every source of the recipe that has some.
 
-Chained sums are worked out here, more or less carefully; other sources bring a demonstration with each task, files none.
+Chained sums are worked out, more or less carefully; other sources bring a demonstration with each task, files none.
 """
 
 import itertools
@@ -112,11 +112,11 @@ def _of_source(source: SourceConfig, count: int, *, settings: WarmStartConfig, w
         tasks = [
             Task(
                 origin=f"{where}.arith worked solution {index}",
-                prompt=p.prompt,
-                answer=p.answer,
-                demonstration=p.solution,
+                prompt=problem.prompt,
+                answer=problem.answer,
+                demonstration=problem.solution,
             )
-            for index, p in enumerate(problems)
+            for index, problem in enumerate(problems)
         ]
     else:
         tasks = [task for task in load_tasks(source, "train", where=where) if task.demonstration is not None]
