@@ -9,7 +9,7 @@ from areal_lite.errors import DataError
 from areal_lite.record.report.charts import COLOURS, Line, lines, smoothed
 from areal_lite.record.report.curves import age_histogram, constants, diagnostics
 from areal_lite.record.report.read import read_run
-from areal_lite.record.report.settings import between_runs, changed, different_settings
+from areal_lite.record.report.settings import changed, differences, different_settings
 from areal_lite.record.report.times import lane_shares, length_charts, verifier_charts, verifier_table
 
 
@@ -124,4 +124,4 @@ def test_runs_differ_in_what_either_has_set(tmp_path: Path) -> None:
     one = read_run(make_run(tmp_path / "a"))
     two = read_run(make_run(tmp_path / "b", settings={"data": {"mix": {"sums": {"weight": 3.0}}}}))
     assert different_settings([one, two]) == {"data.mix.sums.weight": [None, 3.0], "queue.max_staleness": [2, 4]}
-    assert len(between_runs([one, two], of="config")) > 20
+    assert len(differences([one.config, two.config])) > 20

@@ -12,8 +12,7 @@ import pytest
 from report_builders import HOSTILE, make_offline_run, make_run
 
 from areal_lite.cli.main import main
-from areal_lite.record.report import write_bench, write_comparison, write_report
-from areal_lite.record.report.write import _subtitle
+from areal_lite.record.report import _subtitle, write_bench, write_comparison, write_report
 
 
 def data_of(page: Path) -> dict[str, Any]:

@@ -42,7 +42,7 @@ ALIVE = {0: (0.0, 4.0), 1: (5.0, 8.0), 2: (9.0, float("inf"))}
 
 
 def pieces(spans: list[list[int]], *, start: float, end: float, alive: Any = ALIVE) -> list[tuple[int, float, float]]:
-    found = sample_segments(spans, start=start, end=end, alive=alive, label="g")
+    found = sample_segments(spans, start=start, end=end, alive=alive, row=0, label="g")
     return [(segment.kind, segment.start, segment.end) for segment in found]
 
 

@@ -1,5 +1,71 @@
 """One self-contained page about a run, a comparison of runs, or the results of a bench."""
 
-from areal_lite.record.report.write import write_bench, write_comparison, write_report
+from collections.abc import Sequence
+from pathlib import Path
+
+from areal_lite.errors import DataError
+from areal_lite.record.report.page import write_page
+from areal_lite.record.report.read import RunFiles, read_json, read_run, table
+from areal_lite.record.report.sections import bench_sections, comparison_sections, run_sections
 
 __all__ = ["write_bench", "write_comparison", "write_report"]
+
+
+def write_report(run_folder: Path, *, out: Path | None = None) -> Path:
+    """Write the page of a run that has ended or is still going.
+
+    Args:
+        run_folder: Of `areal-lite train`, `sft`, `reward-model` or `dpo`.
+        out: The file; `report.html` in the folder where None.
+
+    Returns:
+        Its path.
+
+    Raises:
+        DataError: It is no run folder.
+    """
+    run = read_run(run_folder)
+    sections = list(run_sections(run))
+    return write_page(out or run_folder / "report.html", title=run.name, subtitle=_subtitle(run), sections=sections)
+
+
+def write_comparison(run_folders: Sequence[Path], *, out: Path) -> Path:
+    """Write a page that compares runs.
+
+    Args:
+        run_folders: At least two; the first is what the others are compared with.
+        out: The file.
+
+    Raises:
+        DataError: One is no run folder.
+    """
+    names = [path.resolve().name for path in run_folders]
+    distinct = names if len(set(names)) == len(names) else [str(path) for path in run_folders]
+    runs = [read_run(path, name=name) for path, name in zip(run_folders, distinct, strict=True)]
+    sections = list(comparison_sections(runs))
+    return write_page(out, title=" · ".join(distinct), subtitle="runs compared", sections=sections)
+
+
+def write_bench(folder: Path, *, out: Path | None = None) -> Path:
+    """Write the page of a benchmark's `results.json`.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    notes: list[str] = []
+    results = read_json(folder / "results.json", notes)
+    if notes:
+        raise DataError(f"expected the results of areal-lite bench in {folder}, but {notes[0]}: run it again")
+    sections = list(bench_sections(results))
+    return write_page(
+        out or folder / "report.html", title=folder.resolve().name, subtitle="benchmark", sections=sections
+    )
+
+
+def _subtitle(run: RunFiles) -> str:
+    data, objective, queue = (table(run.config.get(section)) for section in ("data", "objective", "queue"))
+    words = [run.command.replace("_", "-"), table(run.config.get("model")).get("path")]
+    if run.command == "train":
+        sources = " + ".join(data.get("mix") or [str(data.get("source", ""))])
+        words += [sources, objective.get("preset"), f"eta {queue.get('max_staleness', '?')}"]
+    return " · ".join(str(word) for word in words if word)

@@ -32,13 +32,13 @@ class Line:
     """Further fields of the Plotly trace."""
 
     @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to draw."""
-        return not any(x is not None and y is not None for x, y in zip(self.x, self.y, strict=True))
+    def points(self) -> list[tuple[float, float]]:
+        """What there is to draw."""
+        return [(x, y) for x, y in zip(self.x, self.y, strict=True) if x is not None and y is not None]
 
 
 def lines(
-    title: str, curves: Sequence[Line], *, x: str, y: str = "", note: str = "", legend: bool = False, **axis: Any
+    title: str, curves: Sequence[Line], *, x: str, y: str = "", legend: bool = False, **axis: Any
 ) -> Chart | None:
     """Draw curves; None where all of them are empty.
 
@@ -47,69 +47,65 @@ def lines(
         curves: Colours follow their order.
         x: Title of the axis, with its unit.
         y: Title of the axis, with its unit.
-        note: What one should know to read it.
         legend: Also where there is but one curve.
         **axis: Further settings of the y axis.
     """
     data = []
     for index, curve in enumerate(curves):
-        if curve.is_empty:
+        if not curve.points:
             continue
         # A curve of a point or two has no length to be seen by.
         mode = "lines" if sum(value is not None for value in curve.y) > 30 else "lines+markers"
         trace = {"type": "scatter", "mode": mode, "name": curve.name, "x": list(curve.x), "y": list(curve.y)}
-        colour = COLOURS[index % len(COLOURS)]
-        data.append(trace | {"line": {"color": colour, "width": 2}, "marker": {"color": colour}} | curve.style)
+        colour = _colour(index)
+        data.append(trace | {"line": {"width": 2, **colour}, "marker": colour} | curve.style)
     layout: dict[str, Any] = {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}, **axis}}
     layout["showlegend"] = legend or len(data) > 1
-    return Chart(title=title, data=data, layout=layout, note=note) if data else None
+    return Chart(title=title, data=data, layout=layout) if data else None
 
 
 def smoothed(curves: Sequence[Line], *, window: int = 10) -> list[Line]:
     """Return each curve faint, with its mean over the last points above it; short ones as they are."""
     found = []
     for index, curve in enumerate(curves):
-        colour = {"color": COLOURS[index % len(COLOURS)]}
-        known = [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if x is not None and y is not None]
-        if len(known) < 3 * window:
-            style = {"line": {"width": 2, **colour}, "marker": colour}
+        colour, points = _colour(index), curve.points
+        if len(points) < 3 * window:
+            style: dict[str, Any] = {"line": {"width": 2, **colour}, "marker": colour}
             found.append(Line(name=curve.name, x=curve.x, y=curve.y, style=style))
             continue
-        means = [_mean([y for _, y in known[max(0, at - window + 1) : at + 1]]) for at in range(len(known))]
+        parts = [[y for _, y in points[max(0, at - window + 1) : at + 1]] for at in range(len(points))]
+        means = [sum(part) / len(part) for part in parts]
         faint = {"line": {"width": 1, **colour}, "opacity": 0.4, "showlegend": False}
         bold = {"line": {"width": 2.5, **colour}}
         found += [Line(name=curve.name, x=curve.x, y=curve.y, style=faint)]
-        found += [Line(name=f"{curve.name}, mean of {window}", x=[x for x, _ in known], y=means, style=bold)]
+        found += [Line(name=f"{curve.name}, mean of {window}", x=[x for x, _ in points], y=means, style=bold)]
     return found
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def stacked(title: str, curves: Sequence[Line], *, x: str, y: str, note: str = "", **axis: Any) -> Chart | None:
+def stacked(title: str, curves: Sequence[Line], *, x: str, y: str, **axis: Any) -> Chart | None:
     """Draw curves on top of each other, filled."""
-    style = {"stackgroup": "all", "mode": "lines"}
-    return lines(
-        title,
-        [Line(name=curve.name, x=curve.x, y=curve.y, style=style | curve.style) for curve in curves],
-        x=x, y=y, note=note, rangemode="tozero", **axis,
-    )  # fmt: skip
+    filled = [
+        Line(name=curve.name, x=curve.x, y=curve.y, style={"stackgroup": "all", "mode": "lines"}) for curve in curves
+    ]
+    return lines(title, filled, x=x, y=y, rangemode="tozero", **axis)
 
 
 def bars(title: str, groups: Mapping[str, Mapping[Any, float]], *, x: str, y: str, note: str = "") -> Chart | None:
     """Draw a group of bars per name, its values by category."""
     data = [
-        {"type": "bar", "name": name, "x": list(values), "y": list(values.values()),
-         "marker": {"color": COLOURS[index % len(COLOURS)]}}
+        {"type": "bar", "name": name, "x": list(values), "y": list(values.values()), "marker": _colour(index)}
         for index, (name, values) in enumerate(groups.items())
         if values
-    ]  # fmt: skip
+    ]
     layout = {
         "xaxis": {"title": {"text": x}, "type": "category"},
         "yaxis": {"title": {"text": y}},
         "barmode": "group",
         "bargap": 0.15,
+        "showlegend": len(data) > 1,
     }
-    layout["showlegend"] = len(data) > 1
     return Chart(title=title, data=data, layout=layout, note=note) if data else None
+
+
+def _colour(index: int) -> dict[str, str]:
+    return {"color": COLOURS[index % len(COLOURS)]}

@@ -1,7 +1,9 @@
 """What a run learned and how, over steps and over time: charts of `metrics.jsonl`, of one run or of several."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
+from areal_lite.record.metrics import METRICS, OFFLINE_METRICS, Metric
 from areal_lite.record.report.charts import Chart, Line, bars, lines, smoothed, stacked
 from areal_lite.record.report.read import RunFiles, number, numbers, table
 
@@ -12,34 +14,13 @@ __all__ = [
     "diagnostics",
     "learning",
     "ledger_charts",
+    "metric_charts",
     "metric_line",
-    "speed_charts",
+    "step_times",
 ]
 
-_X = {"step": "trainer step", "time_s": "seconds, warm-up included"}
-
-_DIAGNOSTICS = (
-    ("loss", "loss", "loss"),
-    ("grad_norm", "gradient norm", "before clipping"),
-    ("entropy", "entropy", "nats per token"),
-    ("kl_behav_prox", "KL behaviour to proximal", "nats per token"),
-    ("behav_weight_mean", "behaviour weight, mean", "proximal / behaviour"),
-    ("behav_weight_masked_fraction", "tokens over the weight's cap", "share"),
-    ("clip_fraction", "clipped tokens", "share"),
-    ("advantage_std", "advantages, standard deviation", ""),
-    ("kl_ref", "KL to the reference", "nats per token"),
-    ("kl_coef", "coefficient of that KL", ""),
-    ("proximal_kl", "KL to the proximal policy", "nats per token"),
-    ("value_loss", "value loss", ""),
-    ("value_explained_variance", "explained variance of the critic", "share"),
-    ("ptx_loss", "pretraining loss", "nats per token"),
-    ("margin", "margin", "chosen - rejected"),
-    ("lr", "learning rate", ""),
-    ("tokens_trained", "tokens trained", "per step"),
-    ("tokens", "tokens trained", "per step"),
-    ("tokens_masked_stale", "tokens masked as stale", "per step"),
-    ("parity_max_abs_logprob_diff", "engine against trainer, largest difference", "nats"),
-)
+STEPS = "trainer step"
+_AXES = {"step": (STEPS, "steps"), "time_s": ("seconds, warm-up included", "time")}
 _WAITING = ("waiting", "leased_rollout", "generated", "leased_verify", "ready", "taken")
 _ENDED = ("trained", "rejected", "failed", "stale", "abandoned")
 
@@ -55,53 +36,63 @@ def metric_line(run: RunFiles, key: str, *, x: str = "step", name: str = "", wit
         within: Key of the mapping that holds `key`.
     """
     rows = [table(row.get(within)) if within else row for row in run.metrics]
-    figures = [number(row.get(key)) for row in rows]
-    return Line(name=name or key, x=[number(row.get(x)) for row in run.metrics], y=figures)
+    return Line(
+        name=name or key, x=[number(row.get(x)) for row in run.metrics], y=[number(row.get(key)) for row in rows]
+    )
 
 
 def learning(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
     """Reward and held-out figures, over steps and over time; one run's by source as well, if it has several."""
-    for x, title in _X.items():
-        yield lines(
-            f"reward over {_short(x)}", smoothed(_named(runs, "reward_mean", x)), x=title, y="mean of the batch"
-        )
+    for x, (axis, over) in _AXES.items():
+        yield lines(f"reward over {over}", smoothed(_named(runs, "reward_mean", x)), x=axis, y="mean of the batch")
         for figure in ("accuracy", "loss", "margin"):
-            yield lines(f"held-out {figure} over {_short(x)}", _held_out(runs, figure, x), x=title, y=figure)
+            curves = [_evaluated(run, figure, x, name=run.name) for run in runs]
+            yield lines(f"held-out {figure} over {over}", curves, x=axis, y=figure)
     if len(runs) == 1:
         yield from _by_source(runs[0])
 
 
 def _by_source(run: RunFiles) -> Iterator[Chart | None]:
-    held_out = {step: table(figures["by_source"]) for step, figures in run.evaluations.items()}
-    sources = sorted({name for figures in held_out.values() for name in figures})
-    for x, title in _X.items():
+    sources = sorted({name for figures in run.evaluations.values() for name in figures["by_source"]})
+    for x, (axis, over) in _AXES.items():
         rewards = _parts(run, "reward_by_source", x)
         if len(rewards) < 2 and len(sources) < 2:
             break
-        yield lines(f"reward by source over {_short(x)}", rewards, x=title, y="mean of the batch")
-        curves = [_evaluated(run, {step: row.get(name) for step, row in held_out.items()}, name, x) for name in sources]
-        yield lines(f"held-out accuracy by source over {_short(x)}", curves, x=title, y="accuracy")
-    yield lines("parts of the reward", _parts(run, "reward_parts", "step"), x=_X["step"], y="mean", legend=True)
-    yield lines(
-        "further figures of the verifiers", _parts(run, "verifier_metrics", "step"), x=_X["step"], y="mean", legend=True
-    )
+        yield lines(f"reward by source over {over}", rewards, x=axis, y="mean of the batch")
+        curves = [_evaluated(run, name, x, within="by_source") for name in sources]
+        yield lines(f"held-out accuracy by source over {over}", curves, x=axis, y="accuracy")
+    for title, key in (
+        ("parts of the reward", "reward_parts"),
+        ("further figures of the verifiers", "verifier_metrics"),
+    ):
+        yield lines(title, _parts(run, key, "step"), x=STEPS, y="mean", legend=True)
 
 
 def diagnostics(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
     """One small chart per figure of the loss; those that were never measured, or never moved, are left out."""
-    for key, title, unit in _DIAGNOSTICS:
-        if len(_values(runs, key)) > 1:
-            yield lines(title, _named(runs, key, "step"), x=_X["step"], y=unit)
+    for metric, values in _measured(runs, "Loss diagnostics"):
+        if len(values) > 1:
+            yield lines(metric.curve, _named(runs, metric.name), x=STEPS, y=metric.unit)
 
 
 def constants(runs: Sequence[RunFiles]) -> dict[str, float]:
     """Figures of the loss that were the same in every step of every run, by title."""
-    values = {title: _values(runs, key) for key, title, _ in _DIAGNOSTICS}
-    return {title: next(iter(found)) for title, found in values.items() if len(found) == 1}
+    return {metric.curve: values.pop() for metric, values in _measured(runs, "Loss diagnostics") if len(values) == 1}
 
 
-def _values(runs: Sequence[RunFiles], key: str) -> set[float]:
-    return {value for run in runs for row in run.metrics if (value := number(row.get(key))) is not None}
+def metric_charts(runs: Sequence[RunFiles], section: str) -> Iterator[Chart | None]:
+    """One chart per metric that is declared for a section; those that were always 0 are left out."""
+    for metric, values in _measured(runs, section):
+        if any(values):
+            yield lines(metric.curve, _named(runs, metric.name), x=STEPS, y=metric.unit, rangemode="tozero")
+
+
+def _measured(runs: Sequence[RunFiles], section: str) -> Iterator[tuple[Metric, set[float]]]:
+    """Yield the metrics of a section with all values that the runs have of them."""
+    declared = [OFFLINE_METRICS if run.command != "train" else METRICS for run in runs]
+    for name, metric in {metric.name: metric for metrics in declared for metric in metrics}.items():
+        if metric.curve and metric.section == section:
+            yield metric, {value for run in runs for row in run.metrics if (value := number(row.get(name))) is not None}
 
 
 def age_charts(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
@@ -110,73 +101,53 @@ def age_charts(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
     note = "age: trainer version when the batch was taken, minus the version that produced the token"
     yield bars("ages of the trained tokens", histograms, x="age, versions", y="share of tokens", note=note)
     if len(runs) > 1:
-        yield lines("mean age", _named(runs, "age_mean", "step"), x=_X["step"], y="versions")
+        yield lines("mean age", _named(runs, "age_mean"), x=STEPS, y="versions")
         return
     (run,) = runs
     steps = [number(row.get("step")) for row in run.metrics]
-    shares = [_shares(numbers(table(row.get("age_histogram")))) for row in run.metrics]
+    shares = [_shares(numbers(row.get("age_histogram"))) for row in run.metrics]
     curves = [Line(name=f"age {age}", x=steps, y=[row.get(age, 0.0) for row in shares]) for age in age_histogram(run)]
-    yield stacked("ages over steps", curves, x=_X["step"], y="share of tokens", range=[0, 1])
+    yield stacked("ages over steps", curves, x=STEPS, y="share of tokens", range=[0, 1])
     bound = number(table(run.config.get("queue")).get("max_staleness"))
-    limit = Line(
-        name="allowed",
-        x=steps,
-        y=[bound] * len(steps),
-        style={"mode": "lines", "line": {"dash": "dash", "color": "#8d8072"}},
-    )
+    dashed = {"mode": "lines", "line": {"dash": "dash", "color": "#8d8072"}}
+    limit = Line(name="allowed", x=steps, y=[bound] * len(steps), style=dashed)
     oldest = [metric_line(run, "age_mean", name="mean"), metric_line(run, "age_max", name="oldest"), limit]
-    yield lines("age of a batch", oldest, x=_X["step"], y="versions", rangemode="tozero")
+    yield lines("age of a batch", oldest, x=STEPS, y="versions", rangemode="tozero")
 
 
 def age_histogram(run: RunFiles) -> dict[str, float]:
     """Trained tokens by age, in order of age."""
-    total: dict[str, float] = {}
+    total = Counter[str]()
     for row in run.metrics:
-        for age, tokens in numbers(table(row.get("age_histogram"))).items():
-            total[age] = total.get(age, 0.0) + tokens
+        total.update(numbers(row.get("age_histogram")))
     return {age: total[age] for age in sorted(total, key=lambda age: int(age) if age.isdigit() else -1)}
 
 
 def ledger_charts(run: RunFiles) -> Iterator[Chart | None]:
     """Groups on their way, and how they ended."""
-    under_way = [metric_line(run, state, within="ledger") for state in _WAITING]
+    in_flight = [metric_line(run, state, within="ledger") for state in _WAITING]
     ended = [metric_line(run, state, within="ledger") for state in _ENDED]
+    yield stacked("groups on their way", in_flight, x=STEPS, y="groups")
     seen = [curve for curve in ended if any(curve.y)]
-    yield stacked("groups on their way", under_way, x=_X["step"], y="groups")
-    yield lines("groups that ended", seen, x=_X["step"], y="groups so far", rangemode="tozero")
+    yield lines("groups that ended", seen, x=STEPS, y="groups so far", rangemode="tozero")
 
 
-def speed_charts(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
-    """Throughput, and where the trainer's step went."""
-    yield lines("samples trained per second", _named(runs, "samples_per_s", "step"), x=_X["step"], rangemode="tozero")
-    yield lines(
-        "tokens generated per second", _named(runs, "gen_tokens_per_s", "step"), x=_X["step"], rangemode="tozero"
-    )
-    if len(runs) == 1:
-        parts = {"trainer_wait_s": "waiting for a batch", "train_s": "training", "publish_s": "publishing"}
-        spent = [metric_line(runs[0], key, name=name) for key, name in parts.items()]
-        yield stacked("seconds of a trainer step", spent, x=_X["step"], y="seconds")
-    yield lines("occupancy of the rollout slots", _named(runs, "rollout_occupancy", "step"), x=_X["step"], y="share",
-                rangemode="tozero")  # fmt: skip
+def step_times(run: RunFiles) -> Chart | None:
+    """Where the trainer's step went."""
+    parts = {"trainer_wait_s": "waiting for a batch", "train_s": "training", "publish_s": "publishing"}
+    spent = [metric_line(run, key, name=name) for key, name in parts.items()]
+    return stacked("seconds of a trainer step", spent, x=STEPS, y="seconds")
 
 
-def _short(x: str) -> str:
-    return {"step": "steps", "time_s": "time"}[x]
-
-
-def _named(runs: Sequence[RunFiles], key: str, x: str) -> list[Line]:
+def _named(runs: Sequence[RunFiles], key: str, x: str = "step") -> list[Line]:
     return [metric_line(run, key, x=x, name=run.name) for run in runs]
 
 
-def _held_out(runs: Iterable[RunFiles], figure: str, x: str) -> list[Line]:
-    return [
-        _evaluated(run, {step: row.get(figure) for step, row in run.evaluations.items()}, run.name, x) for run in runs
-    ]
-
-
-def _evaluated(run: RunFiles, figures: dict[int, object], name: str, x: str) -> Line:
-    places = [float(step) if x == "step" else run.seconds_at(step) for step in figures]
-    return Line(name=name, x=places, y=[number(value) for value in figures.values()], style={"mode": "lines+markers"})
+def _evaluated(run: RunFiles, figure: str, x: str, *, name: str = "", within: str = "") -> Line:
+    found = {step: row[within] if within else row for step, row in run.evaluations.items()}
+    places = [float(step) if x == "step" else run.seconds_at(step) for step in found]
+    values = [number(row.get(figure)) for row in found.values()]
+    return Line(name=name or figure, x=places, y=values, style={"mode": "lines+markers"})
 
 
 def _parts(run: RunFiles, within: str, x: str) -> list[Line]:

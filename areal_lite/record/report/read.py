@@ -1,6 +1,6 @@
 """What a run folder holds, as far as it can be read: a gap or a half-written line is a note, not an error.
 
-Called by `write.py`. A run that is still going can be read at any moment.
+A run that is still going can be read at any moment.
 """
 
 import json
@@ -12,18 +12,18 @@ from typing import Any
 
 from areal_lite.errors import DataError
 
-__all__ = ["Row", "RunFiles", "count", "number", "numbers", "read_json", "read_run", "table"]
+__all__ = ["Row", "RunFiles", "number", "numbers", "read_json", "read_run", "table"]
 
 Row = dict[str, Any]
 
 _NEEDED = {
-    "group": ("start", "group", "samples"),
-    "verify": ("start", "end", "group_id"),
-    "running": ("n",),
-    "stamped": ("version",),
-    "lost": ("worker",),
+    "group": {"start", "group", "samples"},
+    "verify": {"start", "end", "group_id"},
+    "running": {"n"},
+    "stamped": {"version"},
+    "lost": {"worker"},
 }
-"""What an event must have to be drawn."""
+"""What an event must have to be drawn, beside time, lane and kind."""
 
 _FILES = ("config.json", "metrics.jsonl", "events.jsonl")
 
@@ -40,7 +40,7 @@ class RunFiles:
     """By step; every row has an integer `step`."""
     samples: list[Row]
     events: list[Row]
-    """Each lane in order of time; every row has `time`, `lane` and `kind`."""
+    """Every row has `time`, `lane` and `kind`."""
     summary: Row
     notes: list[str]
     """What is missing or broken, one sentence each."""
@@ -56,13 +56,18 @@ class RunFiles:
         return str(self.summary.get("status") or "still going, or cut off")
 
     @property
+    def last(self) -> Row:
+        """The newest row of metrics."""
+        return self.metrics[-1] if self.metrics else {}
+
+    @property
     def evaluations(self) -> dict[int, Row]:
         """Figures over the held-out prompts by completed steps: `accuracy`, and what else was measured."""
         found = {}
         for event in self.events:
-            if event["kind"] == "eval" and (step := count(event.get("step"))) is not None:
-                found[step] = table(event.get("figures")) or {"accuracy": event.get("accuracy")}
-                found[step]["by_source"] = table(event.get("by_source"))
+            if event["kind"] == "eval" and isinstance(step := event.get("step"), int):
+                figures = table(event.get("figures")) or {"accuracy": event.get("accuracy")}
+                found[step] = figures | {"by_source": table(event.get("by_source"))}
         return dict(sorted(found.items()))
 
     def seconds_at(self, step: int) -> float | None:
@@ -83,18 +88,16 @@ def read_run(path: Path, *, name: str = "") -> RunFiles:
             f"expected the folder of a run, got {path}, {what}: name one that areal-lite train, sft, ... made"
         )
     notes: list[str] = []
-    is_offline = read_json(path / "config.json", []).get("command", "train") != "train"
-    metrics = [row for row in _rows(path / "metrics.jsonl", notes) if count(row.get("step")) is not None]
-    events = [row for row in _rows(path / "events.jsonl", notes) if _is_event(row)]
+    config = read_json(path / "config.json", notes)
     # An offline run generates nothing, and so has no samples.
-    samples = [] if is_offline else list(_rows(path / "samples.jsonl", notes))
+    samples = _rows(path / "samples.jsonl", notes) if config.get("command", "train") == "train" else ()
     return RunFiles(
         path=path.resolve(),
         name=name or path.resolve().name,
-        config=read_json(path / "config.json", notes),
-        metrics=metrics,
-        samples=samples,
-        events=events,
+        config=config,
+        metrics=[row for row in _rows(path / "metrics.jsonl", notes) if isinstance(row.get("step"), int)],
+        samples=list(samples),
+        events=[row for row in _rows(path / "events.jsonl", notes) if _is_event(row)],
         summary=read_json(path / "summary.json", notes),
         notes=notes,
     )
@@ -103,7 +106,7 @@ def read_run(path: Path, *, name: str = "") -> RunFiles:
 def read_json(path: Path, notes: list[str]) -> Row:
     """Read a JSON object; a missing or broken one is empty, and noted."""
     try:
-        content = json.loads(path.read_text(errors="replace"))
+        content = _parse(path.read_text(errors="replace"))
     except FileNotFoundError:
         notes.append(f"{path.name} is missing")
         return {}
@@ -122,25 +125,19 @@ def table(value: Any) -> Row:
 
 def number(value: Any) -> float | None:
     """Return a finite number, or None in place of anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value) if math.isfinite(value) else None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None
 
 
-def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a mapping."""
-    return {str(name): known for name, value in values.items() if (known := number(value)) is not None}
-
-
-def count(value: Any) -> int | None:
-    """Return a whole number, or None in place of anything else."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+def numbers(values: Any) -> dict[str, float]:
+    """Return the finite numbers of a mapping; nothing in place of anything else."""
+    return {str(name): known for name, value in table(values).items() if (known := number(value)) is not None}
 
 
 def _is_event(row: Row) -> bool:
     if number(row.get("time")) is None or not all(isinstance(row.get(key), str) for key in ("lane", "kind")):
         return False
-    return all(key in row for key in _NEEDED.get(row["kind"], ()))
+    return _NEEDED.get(row["kind"], set()) <= row.keys()
 
 
 def _rows(path: Path, notes: list[str]) -> Iterator[Row]:
@@ -150,9 +147,9 @@ def _rows(path: Path, notes: list[str]) -> Iterator[Row]:
         return
     broken = 0
     with path.open(errors="replace") as file:
-        for line in file:
+        for text in file:
             try:
-                row = json.loads(line)
+                row = _parse(text)
             except ValueError:
                 row = None
             if isinstance(row, dict):
@@ -161,3 +158,8 @@ def _rows(path: Path, notes: list[str]) -> Iterator[Row]:
                 broken += 1
     if broken:
         notes.append(f"{path.name}: {broken} line(s) cut off or broken, left out")
+
+
+def _parse(text: str) -> Any:
+    # A browser's JSON has neither NaN nor infinity: they are gaps.
+    return json.loads(text, parse_constant=lambda _: None)

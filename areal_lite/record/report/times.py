@@ -3,21 +3,16 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from areal_lite.events import Event
-from areal_lite.record.lane_clock import LaneClock, rollout_clock, trainer_clock
+from areal_lite.record.lane_clock import fraction, rollout_clock, trainer_clock
+from areal_lite.record.lanes import lane_events, sample_lengths
 from areal_lite.record.report.charts import COLOURS, Chart, Line, bars, lines
-from areal_lite.record.report.curves import metric_line
+from areal_lite.record.report.curves import metric_charts, metric_line
 from areal_lite.record.report.read import Row, RunFiles, number, numbers, table
 
-__all__ = [
-    "failure_table",
-    "lane_events",
-    "lane_shares",
-    "length_charts",
-    "share_chart",
-    "verifier_charts",
-    "verifier_table",
-]
+__all__ = ["failure_table", "lane_shares", "length_charts", "share_chart", "verifier_charts", "verifier_table"]
 
 _STATES = {
     "generating": COLOURS[0], "training": COLOURS[2], "publishing": COLOURS[4], "pausing": "#7d3c3c",
@@ -30,15 +25,6 @@ _BINS = 40
 """Bars of a histogram of lengths, and stretches of time over which latencies are summed up."""
 
 
-def lane_events(events: Sequence[Event]) -> dict[str, list[Event]]:
-    """Return the events of each lane in order of time; a worker's loss is told in the worker's own."""
-    lanes: dict[str, list[Event]] = {}
-    for event in events:
-        lane = event.get("worker") if event["kind"] == "lost" else event["lane"]
-        lanes.setdefault(str(lane), []).append(event)
-    return {lane: sorted(found, key=lambda event: event["time"]) for lane, found in sorted(lanes.items())}
-
-
 def lane_shares(events: Sequence[Event]) -> dict[str, dict[str, float]]:
     """Return each lane's share of time by state, between the first and the last publication.
 
@@ -49,24 +35,19 @@ def lane_shares(events: Sequence[Event]) -> dict[str, dict[str, float]]:
     times = [event["time"] for event in lanes.get("trainer", []) if event["kind"] == "published"]
     if len(times) < 2:
         return {}
-    clocks = {lane: rollout_clock() for lane in lanes if lane.startswith("rollout/")} | {"trainer": trainer_clock()}
-    return {lane: _between(clock, lanes[lane], times[0], times[-1]) for lane, clock in clocks.items()}
+    shares = {}
+    for lane in [name for name in lanes if name.startswith("rollout/")] + ["trainer"]:
+        start, end = (_reading(lane, lanes[lane], until=time) for time in (times[0], times[-1]))
+        shares[lane] = {state: share for state in _STATES if (share := fraction(start, end, state)) > 0}
+    return shares
 
 
-def _between(clock: LaneClock, events: Sequence[Event], start: float, end: float) -> dict[str, float]:
-    before: dict[str, float] | None = None
+def _reading(lane: str, events: Sequence[Event], *, until: float) -> dict[str, float]:
+    clock = trainer_clock() if lane == "trainer" else rollout_clock()
     for event in events:
-        if event["time"] > end:
-            break
-        if before is None and event["time"] > start:
-            before = clock.read(start)
-        clock.feed(event)
-    first = before or {}
-    spent = {
-        state: value - first.get(state, 0.0) for state, value in clock.read(end).items() if state != "slot_seconds"
-    }
-    total = sum(spent.values())
-    return {state: value / total for state, value in spent.items()} if total > 0 else {}
+        if event["time"] <= until:
+            clock.feed(event)
+    return clock.read(until)
 
 
 def share_chart(shares: dict[str, dict[str, float]]) -> Chart | None:
@@ -91,74 +72,53 @@ def share_chart(shares: dict[str, dict[str, float]]) -> Chart | None:
 
 def length_charts(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
     """Draw how long completions were, all over and over steps."""
-    yield bars("lengths of the completions", _histograms(runs), x="tokens", y="share of samples")
-    for key, title, unit in (
-        ("length_mean", "mean length", "tokens"),
-        ("truncated_fraction", "cut off at the token limit", "share of samples"),
-    ):
-        curves = [metric_line(run, key, name=run.name) for run in runs]
-        if any(any(curve.y) for curve in curves):
-            yield lines(title, curves, x="trainer step", y=unit, rangemode="tozero")
-
-
-def _histograms(runs: Sequence[RunFiles]) -> dict[str, dict[str, float]]:
-    lengths = {run.name: list(_lengths(run)) for run in runs}
-    longest = max((max(found) for found in lengths.values() if found), default=0)
+    lengths = {run.name: list(sample_lengths(run.events)) for run in runs}
+    longest = max((length for found in lengths.values() for length in found), default=0)
     width = max(1, -(-longest // _BINS))
-    names = {
-        start: str(start) if width == 1 else f"{start}-{start + width - 1}" for start in range(0, longest + 1, width)
-    }
     histograms = {}
-    for run, found in lengths.items():
+    for name, found in lengths.items():
         counts = Counter(length // width * width for length in found)
-        histograms[run] = {names[start]: counts[start] / len(found) for start in names} if found else {}
-    return histograms
-
-
-def _lengths(run: RunFiles) -> Iterator[int]:
-    for event in run.events:
-        for sample in event.get("samples", ()) if event["kind"] == "group" else ():
-            yield sample["tokens"]
+        starts = range(0, longest + 1, width) if found else ()
+        histograms[name] = {
+            str(start) if width == 1 else f"{start}-{start + width - 1}": counts[start] / len(found) for start in starts
+        }
+    yield bars("lengths of the completions", histograms, x="tokens", y="share of samples")
+    yield from metric_charts(runs, "Lengths")
 
 
 def verifier_charts(run: RunFiles) -> Iterator[Chart | None]:
     """Draw how long a group's verification took over the run, and failures by step."""
     found = [event for event in run.events if event["kind"] == "verify"]
     start = min((event["time"] for event in run.events), default=0.0)
-    end = max((event["end"] for event in found), default=start)
-    width = max(end - start, 1e-9) / _BINS
+    width = max(max((event["end"] for event in found), default=start) - start, 1e-9) / _BINS
     bins: dict[int, list[float]] = {}
     for event in found:
-        bins.setdefault(min(int((event["end"] - start) / width), _BINS - 1), []).append(event["end"] - event["start"])
+        place = min(int((event["end"] - start) / width), _BINS - 1)
+        bins.setdefault(place, []).append(1e3 * (event["end"] - event["start"]))
     places = [(index + 0.5) * width for index in sorted(bins)]
-    curves = [
-        Line(name=name, x=places, y=[1e3 * _quantile(bins[index], q) for index in sorted(bins)])
-        for name, q in (("median", 0.5), ("95 of 100", 0.95), ("slowest", 1.0))
-    ]
+    curves = []
+    for name, share in (("median", 0.5), ("95 of 100", 0.95), ("slowest", 1.0)):
+        slowest = [float(np.quantile(bins[index], share, method="inverted_cdf")) for index in sorted(bins)]
+        curves.append(Line(name=name, x=places, y=slowest))
     yield lines("verification of a group", curves, x="seconds since the first event", y="milliseconds", type="log")
     reasons = sorted({name for row in run.metrics for name in table(row.get("verifier_failures"))})
-    steps = [number(row.get("step")) for row in run.metrics]
-    failed = [
-        Line(
-            name=name, x=steps, y=[number(table(row.get("verifier_failures")).get(name)) or 0.0 for row in run.metrics]
-        )
-        for name in reasons
-    ]
-    yield lines("failures of verifiers", failed, x="trainer step", y="samples")
+    failed = [metric_line(run, reason, within="verifier_failures") for reason in reasons]
+    counted = [Line(name=line.name, x=line.x, y=[value or 0.0 for value in line.y]) for line in failed]
+    yield lines("failures of verifiers", counted, x="trainer step", y="samples")
 
 
 def verifier_table(run: RunFiles) -> list[Row]:
     """Return one row per verifier as of the last step: calls, time-outs, restarts, latencies."""
-    last = table(run.metrics[-1].get("verifiers")) if run.metrics else {}
     rows = []
-    for name, found in sorted(last.items()):
+    for name, found in sorted(table(run.last.get("verifiers")).items()):
         figures = table(found)
-        row: Row = {"verifier": name} | {key: figures.get(key) for key in ("calls", "timeouts", "restarts")}
-        row["failures"] = sum(numbers(table(figures.get("failures"))).values())
-        for key in ("p50", "p95"):
-            latency = number(figures.get(f"latency_{key}_s"))
-            row[f"{key} ms"] = None if latency is None else round(latency * 1e3, 3)
-        rows.append(row)
+        latencies = {key: number(figures.get(f"latency_{key}_s")) for key in ("p50", "p95")}
+        rows.append(
+            {"verifier": name}
+            | {key: figures.get(key) for key in ("calls", "timeouts", "restarts")}
+            | {"failures": sum(numbers(figures.get("failures")).values())}
+            | {f"{key} ms": None if value is None else round(value * 1e3, 3) for key, value in latencies.items()}
+        )
     return rows
 
 
@@ -167,12 +127,6 @@ def failure_table(run: RunFiles) -> list[Row]:
     total: Counter[tuple[str, str]] = Counter()
     for row in run.metrics:
         for key, what in (("verifier_failures", "verifier failed"), ("messages_refused", "message refused")):
-            for reason, times in table(row.get(key)).items():
-                total[what, str(reason)] += int(number(times) or 0)
+            for reason, times in numbers(row.get(key)).items():
+                total[what, reason] += int(times)
     return [{"what": what, "reason": reason, "times": times} for (what, reason), times in total.most_common()]
-
-
-def _quantile(values: Sequence[float], q: float) -> float:
-    """Nearest-rank quantile."""
-    ordered = sorted(values)
-    return ordered[max(0, -(-int(q * 1000) * len(ordered) // 1000) - 1)]

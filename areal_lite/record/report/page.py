@@ -1,0 +1,98 @@
+"""The page: sections of blocks, rendered by `page.html` into one file with everything in it, the chart library too.
+
+Everything that comes from a run is escaped by the template; the page never asks the network for anything.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
+
+__all__ = ["Block", "Section", "figure_text", "write_page"]
+
+_HERE = Path(__file__).parent
+_SCRIPTS = ("page.js", "timeline.js", "samples.js")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One piece of a section; one without content is left out."""
+
+    kind: str
+    """tiles, charts, small (charts), table, sentence, list, notes, folded, timeline or samples."""
+    content: Any
+    """Figures by name; charts, where None is left out; rows; texts; what the page's scripts read."""
+    caption: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One part of the page; one without blocks is left out."""
+
+    title: str
+    all_blocks: Sequence[Block]
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks that have something to show."""
+        return [block for block in self.all_blocks if block.content]
+
+    @property
+    def anchor(self) -> str:
+        """Its name in links."""
+        return self.title.lower().replace(" ", "-").replace(",", "")
+
+
+def write_page(path: Path, *, title: str, subtitle: str, sections: Sequence[Section]) -> Path:
+    """Write a page whole or not at all, and return its path."""
+    from plotly.offline import get_plotlyjs
+
+    shown = [section for section in sections if section.blocks]
+    blocks = [block for section in shown for block in section.blocks]
+    charts = [chart for block in blocks if block.kind in ("charts", "small") for chart in block.content]
+    data = {"charts": [{"data": chart.data, "layout": chart.layout} for chart in charts]}
+    data |= {block.kind: block.content for block in blocks if block.kind in ("timeline", "samples")}
+    environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["figure"] = figure_text
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    text = environment.get_template("page.html").render(
+        title=title,
+        subtitle=subtitle,
+        sections=shown,
+        data=data,
+        style=_file("page.css"),
+        plotly=Markup(get_plotlyjs()),
+        script=Markup("\n").join(map(_file, _SCRIPTS)),
+    )
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+    return path
+
+
+def figure_text(value: Any) -> str:
+    """Write a figure for people: four digits, or the word as it is; a dash for one that does not exist."""
+    if value is None:
+        return "\u2013"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def charts_block(charts: Any, *, small: bool = False) -> Block:
+    """Return a grid of the charts that there are."""
+    return Block("small" if small else "charts", [chart for chart in charts if chart is not None])
+
+
+def pairs_block(values: Mapping[str, Any], *, caption: str) -> Block:
+    """Return names and values as a table."""
+    return Block("table", [{"name": name, "value": value} for name, value in values.items()], caption)
+
+
+def _file(name: str) -> Markup:
+    return Markup((_HERE / name).read_text(encoding="utf-8"))

@@ -1,0 +1,193 @@
+"""What stands on the page of a run, of several runs, and of a benchmark."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from areal_lite.record.report import curves, times
+from areal_lite.record.report.charts import COLOURS, Chart, Line, bars, lines
+from areal_lite.record.report.page import Block, Section, charts_block, figure_text, pairs_block
+from areal_lite.record.report.read import Row, RunFiles, number, numbers, table
+from areal_lite.record.report.settings import changed, differences, different_settings
+from areal_lite.record.report.timeline import timeline
+
+__all__ = ["MAX_GROUPS", "bench_sections", "comparison_sections", "run_sections"]
+
+MAX_GROUPS = 800
+"""Sampled groups in the page, evenly chosen over the run: about a megabyte."""
+
+
+def run_sections(run: RunFiles) -> Iterator[Section]:
+    """Yield what there is to show of one run."""
+    yield Section("Overview", [Block("tiles", _headline(run)), Block("notes", run.notes)])
+    yield Section("Learning", [charts_block(curves.learning([run]))])
+    yield Section("Age of the tokens", [charts_block(curves.age_charts([run]))])
+    if run.command == "train":
+        yield from _online_sections(run)
+    yield Section("Loss diagnostics", _diagnostics([run]))
+    stride = -(-len(run.samples) // MAX_GROUPS)
+    yield Section("Samples", [Block("samples", run.samples[:: stride or 1])])
+    yield Section("Settings", list(_settings(run)))
+
+
+def _online_sections(run: RunFiles) -> Iterator[Section]:
+    yield Section("Timeline", [Block("timeline", timeline(run.events))])
+    shares = times.share_chart(times.lane_shares(run.events))
+    speed = [shares, *curves.metric_charts([run], "Speed and idle time"), curves.step_times(run)]
+    yield Section("Speed and idle time", [charts_block(speed)])
+    yield Section("Lengths", [charts_block(times.length_charts([run]))])
+    verifiers = Block("table", times.verifier_table(run), "verifiers, as of the last step")
+    failures = Block("table", times.failure_table(run), "failures, over all steps")
+    yield Section("Verifiers", [charts_block(times.verifier_charts(run)), verifiers, failures])
+    ledger = {state.replace("_", " "): int(groups) for state, groups in numbers(run.last.get("ledger")).items()}
+    yield Section("Groups", [charts_block(curves.ledger_charts(run)), Block("sentence", ledger, "At the last step")])
+
+
+def _diagnostics(runs: Sequence[RunFiles]) -> list[Block]:
+    same = Block("sentence", curves.constants(runs), "The same in every step")
+    return [charts_block(curves.diagnostics(runs), small=True), same]
+
+
+def _headline(run: RunFiles) -> dict[str, str]:
+    summary = run.summary
+    held_out = [found for row in run.evaluations.values() if (found := number(row.get("accuracy"))) is not None]
+    figures: dict[str, Any] = {
+        "status": run.status,
+        "steps": number(run.last.get("step")),
+        "seconds": number(run.last.get("time_s")),
+        "held-out accuracy": f"{held_out[0]:.3f} → {held_out[-1]:.3f}" if held_out else None,
+    }
+    for name in ("reward", "loss"):
+        ends = [number(summary.get(f"{name}_{end}")) for end in ("first", "last")]
+        if None not in ends:
+            figures[f"{name}, ten steps each"] = " → ".join(f"{end:.3f}" for end in ends)
+    for key in ("samples", "gen_tokens", "trained_tokens"):
+        figures[key.replace("_", " ") + "/s"] = number(summary.get(f"{key}_per_s"))
+    for key, name in (("rollout_idle", "generators idle"), ("trainer_idle", "trainer idle"), ("paused", "paused")):
+        if (share := number(summary.get(f"{key}_fraction"))) is not None:
+            figures[name] = f"{share:.1%}"
+    if "age_max_trained" in summary:
+        figures["oldest token of allowed"] = f"{summary['age_max_trained']} of {summary.get('max_staleness', '?')}"
+    return {
+        name: f"{value:,.0f}" if isinstance(value, float) else value
+        for name, value in figures.items()
+        if value is not None
+    }
+
+
+def _settings(run: RunFiles) -> Iterator[Block]:
+    if run.config:
+        different = changed(run.config)
+        if different is None:
+            yield Block("text", "This version cannot read the run's settings: they are below as they are.")
+        yield pairs_block(different or {}, caption="what differs from the defaults")
+        yield Block("folded", json.dumps(run.config, indent=2, ensure_ascii=False), "all settings")
+        yield pairs_block(table(run.summary.get("versions")), caption="packages")
+
+
+def comparison_sections(runs: Sequence[RunFiles]) -> Iterator[Section]:
+    """Yield what there is to compare: overlaid curves, and tables of what differs."""
+    settings = different_settings(runs)
+    for key in ("run.dir", "run.resume"):
+        settings.pop(key, None)
+    same = Block("text", "" if settings else "All settings are the same.")
+    yield Section("Settings", [_compared(runs, settings, caption="settings that differ"), same])
+    yield Section("Learning", [charts_block(curves.learning(runs))])
+    yield Section("Age of the tokens", [charts_block(curves.age_charts(runs))])
+    speed = curves.metric_charts(runs, "Speed and idle time")
+    yield Section("Speed and lengths", [charts_block([*speed, *times.length_charts(runs)])])
+    yield Section("Loss diagnostics", _diagnostics(runs))
+    summaries = differences([run.summary for run in runs])
+    yield Section("Summary", [_compared(runs, summaries, caption="figures that differ", ratio=True)])
+
+
+def _compared(runs: Sequence[RunFiles], rows: Mapping[str, list[Any]], *, caption: str, ratio: bool = False) -> Block:
+    """A row per name; the ratio is of the last run to the first."""
+    shown = []
+    for name, values in rows.items():
+        row = {"name": name} | {run.name: value for run, value in zip(runs, values, strict=True)}
+        if ratio:
+            first, last = number(values[0]), number(values[-1])
+            row[f"{runs[-1].name} / {runs[0].name}"] = last / first if first and last is not None else None
+        shown.append(row)
+    return Block("table", shown, caption)
+
+
+_PLACE = ("benchmark", "plan", "recipe", "commit", "processor", "cores", "best_synchronous")
+
+
+def bench_sections(results: Row) -> Iterator[Section]:
+    """Yield what there is in `results.json`, whichever benchmark wrote it.
+
+    Known by its shape: figures by mode with their spread, runs with a curve, other rows of plain figures.
+    """
+    place = {key: figure_text(results[key]) for key in _PLACE if results.get(key) is not None}
+    yield Section("Overview", [Block("tiles", _spaced(place)), Block("list", results.get("findings"))])
+    modes, runs = _rows(results.get("modes")), _rows(results.get("runs"))
+    yield Section("Modes", [Block("table", list(map(_mode_row, modes))), charts_block(_mode_charts(modes))])
+    curve = lines("held-out accuracy", list(map(_curve, runs)), x="trainer step", y="accuracy")
+    yield Section("Runs", [charts_block([curve]), Block("table", _plain(runs))])
+    for name, value in results.items():
+        if name not in ("modes", "runs"):
+            yield Section(name.replace("_", " ").capitalize(), [Block("table", _plain(_rows(value)))])
+    yield Section("All of it", [Block("folded", json.dumps(results, indent=1, ensure_ascii=False), "results.json")])
+
+
+def _mode_row(mode: Row) -> Row:
+    figures = {"over the best synchronous": mode.get("ratio")} | _spaced(table(mode.get("figures")))
+    known = {key: mode.get(key) for key in ("mode", "threads", "repeats")}
+    return known | {name: _spread_text(numbers(spread)) for name, spread in figures.items()}
+
+
+def _spread_text(spread: Mapping[str, float]) -> str:
+    median, ends = spread.get("median"), {spread.get("low"), spread.get("high")}
+    if len(ends) == 1 or None in ends:
+        return figure_text(median)
+    return f"{figure_text(median)} ({figure_text(spread['low'])} to {figure_text(spread['high'])})"
+
+
+def _mode_charts(modes: Sequence[Row]) -> Iterator[Chart | None]:
+    for key in dict.fromkeys(key for mode in modes for key in table(mode.get("figures"))):
+        yield _spread_chart(
+            key.replace("_", " "),
+            {str(mode.get("mode")): numbers(table(mode.get("figures")).get(key)) for mode in modes},
+        )
+    shares = {}
+    for mode in modes:
+        ages = numbers(mode.get("ages"))
+        shares[str(mode.get("mode"))] = {age: tokens / sum(ages.values()) for age, tokens in ages.items()}
+    yield bars("ages of the trained tokens", shares, x="versions", y="share of tokens")
+
+
+def _spread_chart(title: str, spreads: Mapping[str, Mapping[str, float]]) -> Chart | None:
+    known = {name: spread for name, spread in spreads.items() if "median" in spread}
+    medians = [spread["median"] for spread in known.values()]
+    error = {
+        "type": "data", "symmetric": False,
+        "array": [spread.get("high", spread["median"]) - spread["median"] for spread in known.values()],
+        "arrayminus": [spread["median"] - spread.get("low", spread["median"]) for spread in known.values()],
+    }  # fmt: skip
+    trace = {"type": "bar", "x": list(known), "y": medians, "error_y": error, "marker": {"color": COLOURS[0]}}
+    note = "median, and the spread of the repeats"
+    return Chart(title=title, data=[trace], layout={"showlegend": False}, note=note) if known else None
+
+
+def _curve(run: Row) -> Line:
+    curve = numbers(run.get("curve"))
+    return Line(
+        name=str(run.get("name")), x=list(map(float, curve)), y=list(curve.values()), style={"mode": "lines+markers"}
+    )
+
+
+def _plain(rows: Sequence[Row]) -> list[Row]:
+    """Keep figures and words; what is nested stands in the whole."""
+    keys = dict.fromkeys(key for row in rows for key, value in row.items() if isinstance(value, (str, int, float)))
+    return [_spaced({key: row.get(key) for key in keys}) for row in rows]
+
+
+def _spaced(row: Mapping[str, Any]) -> Row:
+    return {key.replace("_", " "): value for key, value in row.items()}
+
+
+def _rows(value: Any) -> list[Row]:
+    return [dict(row) for row in value if isinstance(row, Mapping)] if isinstance(value, list) else []
