@@ -5,6 +5,7 @@
 The controller owns the object; reports and tests read the files.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -16,25 +17,23 @@ from typing import Any, Self
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.reading import parse_section
 from areal_lite.config.recipe import Config
-from areal_lite.config.sections import RunConfig
+from areal_lite.config.sections import RunConfig, WeightsConfig
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.events import Event
+from areal_lite.record.settings import differences
 from areal_lite.record.trace import to_trace
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "read_rows"]
 
 Row = Mapping[str, Any]
 
 _FREE_ON_RESUME = {
-    *(("run", name) for name in RunConfig.model_fields if name != "seed"),
-    ("rollout", "workers"), ("rollout", "slots"), ("rollout", "threads"), ("rollout", "kv_cache_mb"),
-    ("rollout", "gpu_memory_fraction"), ("rollout", "tensor_parallel"),
-    ("queue", "lease_timeout_s"), ("queue", "bind"), ("queue", "max_message_mb"),
-    ("verifier", "timeout_s"), ("verifier", "processes"), ("verifier", "workers"),
-    ("trainer", "ranks"), ("trainer", "threads"), ("trainer", "micro_batch_tokens"),
-    ("trainer", "activation_checkpointing"),
-    ("weights",),
-    ("sft", "epochs"), ("preference", "epochs"),
+    *(f"run.{name}" for name in RunConfig.model_fields if name != "seed"),
+    *(f"weights.{name}" for name in WeightsConfig.model_fields),
+    "rollout.workers", "rollout.slots", "rollout.threads", "rollout.kv_cache_mb", "rollout.gpu_memory_fraction",
+    "rollout.tensor_parallel", "queue.lease_timeout_s", "queue.bind", "queue.max_message_mb", "verifier.timeout_s",
+    "verifier.processes", "verifier.workers", "trainer.ranks", "trainer.threads", "trainer.micro_batch_tokens",
+    "trainer.activation_checkpointing", "sft.epochs", "preference.epochs",
 }  # fmt: skip
 """Settings that may change on a resume because they do not change what is learned."""
 
@@ -84,9 +83,10 @@ class RunFolder:
                 f"command: {purpose}"
             )
         saved = parse_section(raw, type(config))
-        if differences := list(_differences(saved.model_dump(), config.model_dump())):
+        found = differences([saved.model_dump(), config.model_dump()]).items()
+        if different := [f"{key} was {was!r}, is {now!r}" for key, (was, now) in found if key not in _FREE_ON_RESUME]:
             raise CheckpointError(
-                "the checkpoint belongs to another recipe: " + "; ".join(differences) + ": resume with the recipe and "
+                f"the checkpoint belongs to another recipe: {'; '.join(different)}: resume with the recipe and "
                 "overrides of the first start, or start anew without run.resume"
             )
         checkpoint = folder.newest_checkpoint()
@@ -151,8 +151,7 @@ class RunFolder:
 
     def read(self, name: str) -> list[dict[str, Any]]:
         """Read a `.jsonl` file; a last line cut off by a kill is left out."""
-        path = self.path / name
-        return list(_rows(path.read_text())) if path.is_file() else []
+        return read_rows(self.path / name)[0]
 
     def write_json(self, name: str, content: Any) -> None:
         """Write a JSON file, whole or not at all."""
@@ -185,19 +184,15 @@ def _remove(checkpoint: Path) -> None:
     shutil.rmtree(hidden)
 
 
-def _rows(text: str) -> Iterable[dict[str, Any]]:
-    for line in text.splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            return
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the whole rows of a `.jsonl` file, none where there is no file, and how many lines were cut off or broken.
 
-
-def _differences(saved: Any, given: Any, path: tuple[str, ...] = ()) -> Iterable[str]:
-    if path in _FREE_ON_RESUME or saved == given:
-        return
-    if isinstance(saved, dict) and isinstance(given, dict):
-        for key in saved | given:
-            yield from _differences(saved.get(key), given.get(key), (*path, key))
-    else:
-        yield f"{'.'.join(path)} was {saved!r}, is {given!r}"
+    NaN and infinity, which JSON does not have, are None.
+    """
+    rows: list[dict[str, Any]] = []
+    lines = path.read_text(errors="replace").split("\n") if path.is_file() else []
+    for line in filter(None, lines):
+        with contextlib.suppress(ValueError):
+            row = json.loads(line, parse_constant=lambda _: None)
+            rows += [row] if isinstance(row, dict) else []
+    return rows, len(lines) - len(rows) - lines.count("")

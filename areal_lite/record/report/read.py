@@ -5,12 +5,13 @@ A run that is still going can be read at any moment.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areal_lite.errors import DataError
+from areal_lite.record.run_folder import read_rows
 
 __all__ = ["Row", "RunFiles", "number", "numbers", "read_json", "read_run", "table"]
 
@@ -90,13 +91,13 @@ def read_run(path: Path, *, name: str = "") -> RunFiles:
     notes: list[str] = []
     config = read_json(path / "config.json", notes)
     # An offline run generates nothing, and so has no samples.
-    samples = _rows(path / "samples.jsonl", notes) if config.get("command", "train") == "train" else ()
+    samples = _rows(path / "samples.jsonl", notes) if config.get("command", "train") == "train" else []
     return RunFiles(
         path=path.resolve(),
         name=name or path.resolve().name,
         config=config,
         metrics=[row for row in _rows(path / "metrics.jsonl", notes) if isinstance(row.get("step"), int)],
-        samples=list(samples),
+        samples=samples,
         events=[row for row in _rows(path / "events.jsonl", notes) if _is_event(row)],
         summary=read_json(path / "summary.json", notes),
         notes=notes,
@@ -106,7 +107,7 @@ def read_run(path: Path, *, name: str = "") -> RunFiles:
 def read_json(path: Path, notes: list[str]) -> Row:
     """Read a JSON object; a missing or broken one is empty, and noted."""
     try:
-        content = _parse(path.read_text(errors="replace"))
+        content = json.loads(path.read_text(errors="replace"), parse_constant=lambda _: None)
     except FileNotFoundError:
         notes.append(f"{path.name} is missing")
         return {}
@@ -140,26 +141,11 @@ def _is_event(row: Row) -> bool:
     return _NEEDED.get(row["kind"], set()) <= row.keys()
 
 
-def _rows(path: Path, notes: list[str]) -> Iterator[Row]:
-    """Yield the whole rows of a `.jsonl` file; others are counted in a note."""
+def _rows(path: Path, notes: list[str]) -> list[Row]:
+    """Return the whole rows of a `.jsonl` file; that it is missing, or how many others there are, is noted."""
+    rows, broken = read_rows(path)
     if not path.is_file():
         notes.append(f"{path.name} is missing")
-        return
-    broken = 0
-    with path.open(errors="replace") as file:
-        for text in file:
-            try:
-                row = _parse(text)
-            except ValueError:
-                row = None
-            if isinstance(row, dict):
-                yield row
-            else:
-                broken += 1
     if broken:
         notes.append(f"{path.name}: {broken} line(s) cut off or broken, left out")
-
-
-def _parse(text: str) -> Any:
-    # A browser's JSON has neither NaN nor infinity: they are gaps.
-    return json.loads(text, parse_constant=lambda _: None)
+    return rows

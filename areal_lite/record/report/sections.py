@@ -8,8 +8,8 @@ from areal_lite.record.report import curves, times
 from areal_lite.record.report.charts import COLOURS, Chart, Line, bars, lines
 from areal_lite.record.report.page import Block, Section, charts_block, figure_text, pairs_block
 from areal_lite.record.report.read import Row, RunFiles, number, numbers, table
-from areal_lite.record.report.settings import changed, differences, different_settings
 from areal_lite.record.report.timeline import timeline
+from areal_lite.record.settings import changed, differences
 
 __all__ = ["MAX_GROUPS", "bench_sections", "comparison_sections", "run_sections"]
 
@@ -88,8 +88,6 @@ def _settings(run: RunFiles) -> Iterator[Block]:
 def comparison_sections(runs: Sequence[RunFiles]) -> Iterator[Section]:
     """Yield what there is to compare: overlaid curves, and tables of what differs."""
     settings = different_settings(runs)
-    for key in ("run.dir", "run.resume"):
-        settings.pop(key, None)
     same = Block("text", "" if settings else "All settings are the same.")
     yield Section("Settings", [_compared(runs, settings, caption="settings that differ"), same])
     yield Section("Learning", [charts_block(curves.learning(runs))])
@@ -99,6 +97,14 @@ def comparison_sections(runs: Sequence[RunFiles]) -> Iterator[Section]:
     yield Section("Loss diagnostics", _diagnostics(runs))
     summaries = differences([run.summary for run in runs])
     yield Section("Summary", [_compared(runs, summaries, caption="figures that differ", ratio=True)])
+
+
+def different_settings(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
+    """Return the settings that are not the same in all runs, without what only one run has and left at its default."""
+    rows = differences([run.config for run in runs])
+    chosen = [changed(run.config) for run in runs]
+    known = {key for settings in chosen for key in (rows if settings is None else settings)}
+    return {key: row for key, row in rows.items() if key in known - {"run.dir", "run.resume"}}
 
 
 def _compared(runs: Sequence[RunFiles], rows: Mapping[str, list[Any]], *, caption: str, ratio: bool = False) -> Block:

@@ -1,4 +1,4 @@
-"""Settings of runs: what differs from the defaults, and what differs between runs."""
+"""Settings as one flat table: what differs from the defaults, and between runs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -7,9 +7,8 @@ from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.reading import parse_section
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
-from areal_lite.record.report.read import RunFiles
 
-__all__ = ["changed", "differences", "different_settings"]
+__all__ = ["changed", "differences"]
 
 
 def changed(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -29,18 +28,9 @@ def differences(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {key: row for key, row in rows.items() if any(value != row[0] for value in row)}
 
 
-def different_settings(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
-    """Return the settings that are not the same in all runs, without what only one run has and left at its default."""
-    rows = differences([run.config for run in runs])
-    chosen = [changed(run.config) for run in runs]
-    if None in chosen:
-        return rows
-    return {key: row for key, row in rows.items() if any(settings and key in settings for settings in chosen)}
-
-
 def _pairs(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping):
             yield from _pairs(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
