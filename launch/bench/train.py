@@ -1,54 +1,66 @@
-"""What `areal-lite bench train` runs, in which order, and what its figures show: our trainer against a padded loop.
+"""`areal-lite bench train`: trained tokens per second of the trainer, against the loop that people write.
 
-The two sides are processes of `launch/train_bench.py`, the loop that people write is in `padded_loop.py`, the command
-in `train_command.py`.
+A process for each side, on the same batches. A batch has prompts of the recipe's data. How long the completions are is
+drawn as the workflow `drawn_length` draws it, or is the length of worked sums. Their tokens are drawn at random: what
+they are costs no time. Their behaviour log-probabilities are the initial model's with some noise, so that the weights
+of decoupled PPO are near 1 but not 1.
 """
 
+import gc
 import itertools
 import math
+import multiprocessing
+import signal
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.managers import BaseManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from rich.console import Console
 
 from areal_lite.config.presets import ObjectiveConfig
-from areal_lite.config.recipe import Config
+from areal_lite.config.recipe import Config, load_config
+from areal_lite.data.arith import arith_problems
+from areal_lite.data.prompts import load_source
 from areal_lite.errors import ConfigError, TrainerError
-from areal_lite.launch.bench.output import middle, target, with_spread
+from areal_lite.launch.bench.harness import finish, in_turns, ratios, target
+from areal_lite.launch.bench.longtail import draw_length
+from areal_lite.launch.bench.padded_loop import PaddedLoop
+from areal_lite.launch.bench.view import Row
+from areal_lite.sample_queue.split import assign_rows
+from areal_lite.train.trainer import Trainer
+from areal_lite.types import Prompt, Sample, Shard, StopReason, VersionSpan
+from areal_lite.types import Row as SampleRow
 
-__all__ = [
-    "COLUMNS",
-    "LONGTAIL",
-    "WORK",
-    "Measured",
-    "Step",
-    "TrainBench",
-    "cells",
-    "check_gradients",
-    "check_recipe",
-    "run_steps",
-    "summarise",
-    "targets",
-    "work_settings",
-]
+__all__ = ["Measured", "Step", "TrainBench", "bench", "check_recipe", "measure", "run_steps", "summarise", "targets"]
 
-Side = Literal["areal-lite", "padded", "fastest"]
-"""The trainer; the padded loop with `TrainBench.rows`; and with the number of rows with which it is fastest here."""
-Work = Literal["one pass", "recipe"]
-WORK: tuple[Work, ...] = ("one pass", "recipe")
+OURS, PADDED, FASTEST = "areal-lite", "padded", "fastest"
+"""The sides: the trainer; the padded loop with `TrainBench.rows`; and with the rows with which it is fastest here."""
+WORK = {"one pass": ["trainer.minibatches=1", "objective.proximal=reuse"], "recipe": []}
+"""Kind of work -> what it changes in a recipe.
+
+In one pass there is one update and no proximal pass: both sides do the same forward and backward passes, and only
+padding and code differ. In the recipe's own work the trainer takes the proximal log-probabilities of the first
+minibatch from its update, while the padded loop has a pass over the whole batch before the updates, as verl has.
+"""
 LONGTAIL = "areal_lite.launch.bench.longtail:drawn_length"
 """The workflow whose lengths are drawn."""
-COLUMNS = (
-    "side and pass", "lengths, work", "tokens/s", "places", "MB", "gradient", "over padded", "over fastest"
-)  # fmt: skip
 TOLERANCE = 1e-3
 """Largest relative difference of gradient norms with which a figure counts."""
 _FREE = {"preset", "clip_low", "clip_high", "behaviour_weight_cap", "proximal"}
 """Knobs of the objective that the padded loop knows; the others must be the default's."""
+_NOISE = 0.1
+"""Standard deviation of what is added to behaviour log-probabilities, in nats."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(NamedTuple):
     """What one trainer step of one side was."""
 
     seconds: float
@@ -64,12 +76,12 @@ class Step:
 class TrainBench:
     """Settings of the bench."""
 
-    repeats: int = 5
-    steps: int = 2
+    repeats: int
+    steps: int
     """Trainer steps of one measurement, each with a batch of its own."""
-    rows: int = 8
+    rows: int
     """Rows of a micro-batch of the padded loop; 8 is what `TrainingArguments` of transformers has."""
-    work: tuple[Work, ...] = WORK
+    work: tuple[str, ...] = tuple(WORK)
     searches: bool = True
     """Whether the padded loop also runs with the number of rows with which it is fastest on this machine."""
 
@@ -83,23 +95,82 @@ class Measured:
     """One recipe's lengths with one kind of work, on all sides."""
 
     recipe: str
-    work: Work
+    work: str
     is_longtail: bool
-    micro_batch: dict[Side, str]
+    micro_batch: dict[str, str]
     """What each side puts into one pass, in words; the sides take turns in this order."""
-    steps: dict[Side, list[list[Step]]] = field(default_factory=dict)
+    steps: dict[str, list[list[Step]]] = field(default_factory=dict)
     """By repeat."""
-    peak_mb: dict[Side, float] = field(default_factory=dict)
+    peak_mb: dict[str, float] = field(default_factory=dict)
 
 
-def work_settings(work: Work) -> list[str]:
-    """Return what the kind of work changes in a recipe.
+def bench(settings: TrainBench, recipes: Sequence[str], overrides: Sequence[str], *, out: Path) -> int:
+    """Measure recipe after recipe."""
+    for recipe in recipes:
+        check_recipe(load_config(recipe, overrides))
+    console = Console()
+    measured = [one for recipe in recipes for one in measure(settings, recipe, overrides, console=console)]
+    rows = summarise(measured)
+    finish(
+        "train",
+        title="trained tokens per second",
+        settings=asdict(settings) | {"overrides": list(overrides)},
+        rows=rows,
+        targets=targets(rows),
+        packages=("torch", "transformers"),
+        out=out,
+        console=console,
+    )
+    return 0
 
-    In one pass there is one update and no proximal pass: both sides do the same forward and backward passes, and only
-    padding and code differ. In the recipe's own work the trainer takes the proximal log-probabilities of the first
-    minibatch from its update, while the padded loop has a pass over the whole batch before the updates, as verl has.
-    """
-    return ["trainer.minibatches=1", "objective.proximal=reuse"] if work == "one pass" else []
+
+def measure(settings: TrainBench, recipe: str, overrides: Sequence[str], *, console: Console) -> list[Measured]:
+    """Measure a recipe's lengths with each kind of work, with a line on the console for each side."""
+    from areal_lite.launch.run.train import prepare_model
+
+    configs = {work: load_config(recipe, [*overrides, *WORK[work]]) for work in settings.work}
+    first = settings.work[0]
+    folder, name = prepare_model(configs[first], console=console), Path(recipe).stem
+    batches = {work: _make_batches(config, folder, count=settings.steps) for work, config in configs.items()}
+    rows = {PADDED: settings.rows}
+    if settings.searches:
+        rows[FASTEST] = _fastest_rows(settings, configs[first], folder, batches[first])
+        console.print(f"{name}: the padded loop is fastest with micro-batches of {_in_words(rows[FASTEST])}")
+    measured = []
+    for work, config in configs.items():
+        one = Measured(
+            recipe=name,
+            work=work,
+            is_longtail=config.rollout.workflow == LONGTAIL,
+            micro_batch={OURS: f"{config.trainer.micro_batch_tokens} tokens"}
+            | {side: _in_words(count) for side, count in rows.items()},
+        )
+        with _sides(one.micro_batch, config, folder, batches[work]) as sides:
+            for side, peer in sides.items():
+                peer.step(0, rows.get(side))
+            run_steps(settings, one, lambda side, number: Step(*sides[side].step(number, rows.get(side))))
+            one.peak_mb = {side: peer.peak_mb() for side, peer in sides.items()}
+        measured.append(one)
+        for row in summarise([one]):
+            figures = f"{row['median']:.0f} tokens/s, {row['peak_mb']:.0f} MB"
+            console.print(f"{name}, {work}: {row['side']} {figures}", highlight=False, markup=False, soft_wrap=True)
+    return measured
+
+
+def _in_words(num_rows: int) -> str:
+    return f"{num_rows} row{'s' if num_rows > 1 else ''}"
+
+
+def _fastest_rows(settings: TrainBench, config: Config, folder: Path, batches: Sequence[Shard]) -> int:
+    """Give the padded loop the size that suits it best, in a process that is not measured."""
+    sizes = settings.rows_tried(config.samples_per_step // config.trainer.minibatches)
+    with _sides([PADDED], config, folder, batches[:1]) as sides:
+        sides[PADDED].step(0, sizes[-1])
+        seconds = dict.fromkeys(sizes, math.inf)
+        # There and back, each size's best: what else the machine does should favour none.
+        for size in [*sizes, *reversed(sizes), *sizes]:
+            seconds[size] = min(seconds[size], sides[PADDED].step(0, size).seconds)
+    return min(sizes, key=seconds.__getitem__)
 
 
 def check_recipe(config: Config) -> None:
@@ -109,13 +180,9 @@ def check_recipe(config: Config) -> None:
         ConfigError: The objective has other terms, the recipe is not for one rank on a CPU in float32, or has neither
             drawn lengths nor worked sums alone.
     """
-    default = ObjectiveConfig()
-    others = sorted(
-        name
-        for name in ObjectiveConfig.model_fields
-        if name not in _FREE and getattr(config.objective, name) != getattr(default, name)
-    )
-    if others:
+    default = ObjectiveConfig().model_dump()
+    objective = config.objective.model_dump()
+    if others := [name for name in sorted(default.keys() - _FREE) if objective[name] != default[name]]:
         raise ConfigError(
             f"bench train compares decoupled PPO (objective.preset: areal), got a recipe that changes "
             f"{', '.join(f'objective.{name}' for name in others)}: leave them out"
@@ -133,40 +200,42 @@ def check_recipe(config: Config) -> None:
         )
 
 
-def run_steps(bench: TrainBench, measured: Measured, step: Callable[[Side, int], Step]) -> None:
-    """Let the sides take turns, every other repeat in the opposite order, and check each repeat's gradients.
+# ---------------------------------------------------------------- figures
+
+
+def run_steps(settings: TrainBench, measured: Measured, step: Callable[[str, int], Step]) -> None:
+    """Let the sides take turns on the same batches, and check each repeat's gradients.
 
     Args:
-        bench: Settings.
+        settings: Of the bench.
         measured: Takes what is measured.
         step: Trains a side one step on the batch of that number; 0 was the step that warmed up.
 
     Raises:
-        TrainerError: See `check_gradients`.
+        TrainerError: The norms of the sides' gradients, or their trained tokens, differ: no figure counts.
     """
-    numbers = itertools.count(1)
-    for repeat in range(bench.repeats):
-        chosen = list(itertools.islice(numbers, bench.steps))
-        for side in list(measured.micro_batch)[:: -1 if repeat % 2 else 1]:
-            measured.steps.setdefault(side, []).append([step(side, number) for number in chosen])
-        ours, *others = (measured.steps[side][-1] for side in measured.micro_batch)
-        for theirs in others:
-            check_gradients(ours, theirs)
+
+    def repeat(side: str) -> list[Step]:
+        begin = 1 + settings.steps * len(done[side])
+        done[side].append([step(side, number) for number in range(begin, begin + settings.steps)])
+        _check_gradients(done)
+        return done[side][-1]
+
+    done: dict[str, list[list[Step]]] = {side: [] for side in measured.micro_batch}
+    measured.steps = in_turns(measured.micro_batch, repeats=settings.repeats, measure=repeat)
 
 
-def check_gradients(ours: Sequence[Step], theirs: Sequence[Step]) -> None:
-    """Refuse figures of sides that did not compute the same thing.
-
-    Raises:
-        TrainerError: The norms of their gradients, or their trained tokens, differ.
-    """
-    for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        if mine.tokens != other.tokens or not _difference(mine, other) <= TOLERANCE:
-            raise TrainerError(
-                f"in step {number} of a repeat our gradient has the norm {mine.grad_norm:.7g} over {mine.tokens} "
-                f"tokens, the padded loop's {other.grad_norm:.7g} over {other.tokens}: they do not compute the same, "
-                "so that no figure counts; report it"
-            )
+def _check_gradients(done: Mapping[str, Sequence[Sequence[Step]]]) -> None:
+    if len({len(repeats) for repeats in done.values()}) > 1:
+        return  # some side's turn is still to come
+    for side in done.keys() - {OURS}:
+        for number, (mine, other) in enumerate(zip(done[OURS][-1], done[side][-1], strict=True)):
+            if mine.tokens != other.tokens or not _difference(mine, other) <= TOLERANCE:
+                raise TrainerError(
+                    f"in step {number} of a repeat our gradient has the norm {mine.grad_norm:.7g} over {mine.tokens} "
+                    f"tokens, the padded loop's {other.grad_norm:.7g} over {other.tokens}: they do not compute the "
+                    "same, so that no figure counts; report it"
+                )
 
 
 def summarise(measured: Iterable[Measured]) -> list[dict[str, Any]]:
@@ -174,64 +243,180 @@ def summarise(measured: Iterable[Measured]) -> list[dict[str, Any]]:
     return [_row(one, side) for one in measured for side in one.micro_batch]
 
 
-def targets(rows: Iterable[Mapping[str, Any]]) -> list[Any]:
+def targets(rows: Iterable[Row]) -> list[Any]:
     """Return what is aimed at: 1.5 times the padded loop on long-tailed lengths, and the same gradients everywhere."""
-    rows = [row for row in rows if row["side"] == "areal-lite"]
-    speed = [
-        target(
-            f"trained tokens/s over a padded transformers loop, lengths of {row['recipe']}, {row['work']}",
-            at_least=1.5,
-            values=row["over"]["padded"],
-        )
-        for row in rows
-        if row["is_longtail"]
-    ]
-    differences = [row["gradient_difference"] for row in rows]
-    return [*speed, target("relative difference of the gradient norms", at_most=TOLERANCE, values=differences)]
+    ours = [row for row in rows if row["side"] == OURS]
+    over = "trained tokens/s over a padded transformers loop, lengths of {recipe}, {work}"
+    speed = [target(over.format(**row), row["over"][PADDED], at_least=1.5) for row in ours if row["is_longtail"]]
+    differences = [row["gradient_difference"] for row in ours]
+    return [*speed, target("relative difference of the gradient norms", differences, at_most=TOLERANCE)]
 
 
-def cells(row: Mapping[str, Any]) -> list[str]:
-    """Return one row's cells."""
-    return [
-        f"{row['side']}\n{row['micro_batch']}",
-        f"{row['recipe'].removesuffix('_cpu')}\n{row['work']}",
-        with_spread(row["tokens_per_s"], ".0f"),
-        f"{row['positions_per_token']:.2f}",
-        f"{row['peak_mb']:.0f}",
-        f"{row['grad_norm']:.5g}",
-        *(middle(row["over"].get(other, []), ".2f") for other in ("padded", "fastest")),
-    ]
-
-
-def _row(one: Measured, side: Side) -> dict[str, Any]:
-    repeats = one.steps[side]
-    rates = {other: [_rate(repeat) for repeat in one.steps[other]] for other in one.steps}
-    steps, theirs = (list(itertools.chain.from_iterable(one.steps[other])) for other in (side, "padded"))
+def _row(one: Measured, side: str) -> dict[str, Any]:
+    seconds = {other: [sum(step.seconds for step in repeat) for repeat in one.steps[other]] for other in one.steps}
+    tokens = [sum(step.tokens for step in repeat) for repeat in one.steps[side]]
+    rates = {other: ratios(tokens, seconds[other]) for other in seconds}
+    steps, theirs = (list(itertools.chain.from_iterable(one.steps[other])) for other in (side, PADDED))
     return {
         "side": side,
         "recipe": one.recipe,
         "work": one.work,
         "is_longtail": one.is_longtail,
         "micro_batch": one.micro_batch[side],
-        "seconds": [sum(step.seconds for step in repeat) for repeat in repeats],
+        "seconds": seconds[side],
         "tokens_per_s": rates[side],
         "median": statistics.median(rates[side]),
-        "over": {
-            other: [mine / theirs for mine, theirs in zip(rates[side], rates[other], strict=True)]
-            for other in rates
-            if other not in (side, "areal-lite")
-        },
-        "tokens": sum(step.tokens for step in repeats[0]),
-        "positions_per_token": sum(step.positions for step in steps) / sum(step.tokens for step in steps),
+        "over": {other: ratios(rates[side], rates[other]) for other in rates if other not in (side, OURS)},
+        "tokens": tokens[0],
+        "positions_per_token": sum(step.positions for step in steps) / sum(tokens),
         "peak_mb": one.peak_mb[side],
         "grad_norm": steps[0].grad_norm,
         "gradient_difference": max(_difference(mine, other) for mine, other in zip(steps, theirs, strict=True)),
     }
 
 
-def _rate(steps: Sequence[Step]) -> float:
-    return sum(step.tokens for step in steps) / sum(step.seconds for step in steps)
-
-
 def _difference(mine: Step, other: Step) -> float:
     return abs(mine.grad_norm - other.grad_norm) / other.grad_norm
+
+
+# ---------------------------------------------------------------- a side's process
+
+
+class _Side:
+    """The trainer or the padded loop, with batches that come round again."""
+
+    def __init__(self, side: str, config: Config, folder: str, batches: Sequence[Shard]) -> None:
+        transformers.utils.logging.disable_progress_bar()
+        torch.set_num_threads(config.trainer.threads)
+        self._batches, self._version, self._positions = batches, 0, 0
+        gc.collect()
+        # The mark of the highest memory forgets what the imports took.
+        Path("/proc/self/clear_refs").write_text("5")
+        self._base_kb = _status_kb("VmRSS")
+        self._loop: Any
+        if side == OURS:
+            self._loop = Trainer(config, model_folder=folder, rank=0, world_size=1)
+        else:
+            self._loop = PaddedLoop(config, folder)
+        self._loop.model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def step(self, number: int, rows_per_pass: int | None) -> Step:
+        """Train one step on the batch of that number, every token of it at age 0.
+
+        Args:
+            number: Of the batch.
+            rows_per_pass: Rows of the padded loop's micro-batches; None for the trainer, which has its own rule.
+        """
+        shard, self._positions = self._batches[number % len(self._batches)], 0
+        rows = (
+            replace(row, sample=replace(row.sample, spans=_whole(row.sample.num_tokens, version=self._version)))
+            for row in shard.rows
+        )
+        shard = replace(shard, version=self._version, rows=tuple(rows))
+        self._version += 1
+        start = time.perf_counter()
+        if rows_per_pass is None:
+            stats = self._loop.train_step(shard)
+            tokens, grad_norm = stats["tokens_trained"], stats["grad_norm"]
+        else:
+            tokens, grad_norm = self._loop.train_step(shard, rows_per_pass=rows_per_pass)
+        return Step(time.perf_counter() - start, tokens, self._positions, grad_norm)
+
+    def peak_mb(self) -> float:
+        """Return by how much the process has grown at most since it had imported everything."""
+        return (_status_kb("VmHWM") - self._base_kb) / 1000
+
+    def _count(self, _model: object, _args: object, kwargs: dict[str, Any]) -> None:
+        self._positions += kwargs["input_ids"].numel()
+
+
+class _Process(BaseManager):
+    """A process that holds a `_Side`."""
+
+
+_Process.register("Side", _Side)
+
+
+@contextmanager
+def _sides(names: Iterable[str], config: Config, folder: Path, batches: Sequence[Shard]) -> Iterator[dict[str, Any]]:
+    """Start the processes of sides, and end them behind the block."""
+    context = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        sides = {}
+        for name in names:
+            process = _Process(ctx=context)
+            # The command that started this process ends it, not Ctrl-C.
+            process.start(signal.signal, (signal.SIGINT, signal.SIG_IGN))
+            stack.callback(process.shutdown)
+            sides[name] = process.Side(name, config, str(folder), batches)  # type: ignore[attr-defined]
+        yield sides
+
+
+def _status_kb(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+# ---------------------------------------------------------------- batches
+
+
+def _make_batches(config: Config, folder: Path, *, count: int) -> list[Shard]:
+    """Draw batches of the recipe's size; `run.seed` seeds what is drawn."""
+    rng = np.random.default_rng(config.run.seed)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompts = load_source(config, tokenizer, "train")
+    drawn = [_draw(config, prompts, vocabulary=len(tokenizer), rng=rng) for _ in range(count)]
+    torch.set_num_threads(config.trainer.threads)
+    trainer = Trainer(config, model_folder=str(folder), rank=0, world_size=1)
+    pairs = [(row.prompt_token_ids, row.sample.token_ids.tolist()) for rows in drawn for row in rows]
+    scores, batches = iter(trainer.score(pairs)), []
+    for number, rows in enumerate(drawn):
+        rewards = rng.integers(0, 2, (config.queue.groups_per_step, config.queue.samples_per_group)).astype(np.float32)
+        noisy = [next(scores) + rng.normal(0, _NOISE, row.sample.num_tokens) for row in rows]
+        scored = (
+            replace(row, sample=replace(row.sample, logprobs=logprobs.astype(np.float32)))
+            for row, logprobs in zip(rows, noisy, strict=True)
+        )
+        batches.append(Shard(batch_id=f"batch-{number}", rank=0, version=0, rewards=rewards, rows=tuple(scored)))
+    return batches
+
+
+def _draw(config: Config, prompts: Sequence[Prompt], *, vocabulary: int, rng: np.random.Generator) -> list[SampleRow]:
+    num_groups, num_samples = config.queue.groups_per_step, config.queue.samples_per_group
+    chosen = [prompts[place] for place in rng.integers(0, len(prompts), num_groups) for _ in range(num_samples)]
+    lengths = _lengths(config, chosen, rng=rng)
+    minibatches, _ = assign_rows(
+        [len(prompt.token_ids) + length for prompt, length in zip(chosen, lengths, strict=True)],
+        num_minibatches=config.trainer.minibatches,
+        num_ranks=1,
+        seed=int(rng.integers(2**31)),
+    )
+    return [
+        SampleRow(
+            group_index=place // num_samples,
+            sample_index=place % num_samples,
+            minibatch=minibatch,
+            prompt_token_ids=prompt.token_ids,
+            sample=Sample(
+                token_ids=rng.integers(0, vocabulary, length, dtype=np.int32),
+                logprobs=np.zeros(length, np.float32),
+                spans=_whole(length, version=0),
+                stop_reason=StopReason.STOP,
+            ),
+        )
+        for place, (prompt, length, minibatch) in enumerate(zip(chosen, lengths, minibatches, strict=True))
+    ]
+
+
+def _lengths(config: Config, prompts: Sequence[Prompt], *, rng: np.random.Generator) -> list[int]:
+    longest = config.rollout.max_new_tokens
+    if config.rollout.workflow == LONGTAIL:
+        arguments: Any = config.rollout.workflow_arguments
+        return [draw_length(int(seed), longest=longest, **arguments) for seed in rng.integers(0, 2**31, len(prompts))]
+    solutions = {problem.prompt: problem.solution for problem in arith_problems(config.data.arith, "train")}
+    # One token a character, and the end.
+    return [min(longest, len(solutions[prompt.text]) + 1) for prompt in prompts]
+
+
+def _whole(length: int, *, version: int) -> tuple[VersionSpan, ...]:
+    return (VersionSpan(version=version, start=0, end=length),)

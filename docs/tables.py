@@ -1,0 +1,372 @@
+"""Makes the pages of measurements: docs/<page>.md is docs/<page>.template.md filled in from docs/<page>.json.
+
+    python docs/tables.py                                        makes all pages, README's tables and the pictures anew
+    python docs/tables.py runs/bench-queue/results.json ...      takes over what `areal-lite bench` measured, first
+    python docs/tables.py runs/seed-0 runs/seed-1 runs/seed-2    takes over runs of the demo, first
+    python docs/tables.py score                                  scores the pairs of math-verifier.json anew, first
+
+A pair of the math page is added to its JSON file by hand, with `expected` as a person judges it, before its score is
+known.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from areal_lite.launch.bench.modes_view import draw_modes, modes_markdown, short_markdown
+from areal_lite.launch.bench.view import COLUMNS, Columns, Row, cell, markdown, picture
+
+HERE = Path(__file__).parent
+README = HERE.parent / "README.md"
+Parts = dict[str, str]
+"""Comment of a template -> what takes its place."""
+
+
+def load(page: str) -> dict[str, Any]:
+    """Read the measurements of a page."""
+    content: dict[str, Any] = json.loads((HERE / f"{page}.json").read_text())
+    return content
+
+
+def save(page: str, content: Row) -> None:
+    """Write the measurements of a page; of `pairs` one a line, so that a changed pair is a changed line."""
+    text = json.dumps(content, indent=1)
+    if "pairs" in content:
+        pairs = ",\n".join(f"  {json.dumps(pair)}" for pair in content["pairs"])
+        text = f'{{\n "library": {json.dumps(content["library"])},\n "pairs": [\n{pairs}\n ]\n}}'
+    (HERE / f"{page}.json").write_text(text + "\n")
+
+
+def fill(page: str, content: Row) -> str:
+    """Return a page: its template with every part in its place."""
+    text = (HERE / f"{page}.template.md").read_text()
+    for part, value in PAGES[page](content).items():
+        text = text.replace(f"<!-- {part} -->", value)
+    return text
+
+
+def where(content: Row) -> str:
+    """Say on what, and with which code, something was measured."""
+    processor = f", {content['processor']}" if content.get("processor") else ""
+    return f"Commit {content['commit']}, {content['cores']} cores ({content['machine']}{processor}), no GPU."
+
+
+def one_line(values: Sequence[float], spec: str) -> str:
+    """Write mean and, in brackets, lowest and highest."""
+    if not values:
+        return "-"
+    mean, low, high = (format(value, spec) for value in (statistics.mean(values), min(values), max(values)))
+    return f"{mean} ({low} to {high})"
+
+
+# ---------------------------------------------------------------- performance
+
+RECIPES = {"longtail_cpu": 2.2, "arith_cpu": 1.4}
+"""Of `bench modes`, and what the best asynchronous mode is to reach over the best synchronous one."""
+NOTHING = "Not measured in this state."
+TARGETS: Columns = {
+    "measure": cell("measure"),
+    "target": lambda row: f"at least {row['at_least']:g}" if _is_least(row) else f"at most {row['at_most']:g}",
+    "median": cell("median", ".2f"),
+    "lowest to highest": lambda row: f"{row['low']:.2f} to {row['high']:.2f}",
+    "met": lambda row: "yes" if is_met(row) else "**no**",
+}
+
+
+def _is_least(row: Row) -> bool:
+    return row.get("at_least") is not None
+
+
+def is_met(row: Row) -> bool:
+    """Tell whether the median meets a target."""
+    return bool(row["median"] >= row["at_least"] if _is_least(row) else row["median"] <= row["at_most"])
+
+
+def performance(content: Row) -> Parts:
+    """Return the parts of what the benchmarks measured, by name."""
+    targets = [target for recipe in RECIPES for target in mode_targets(content.get(f"modes {recipe}"), recipe)]
+    made: Parts = {}
+    for name, columns in COLUMNS.items():
+        results = content.get(name, {"rows": [], "targets": [], "settings": {}})
+        versions = ", ".join(f"{package} {number}" for package, number in results.get("versions", {}).items())
+        made[f"{name}: where"] = f"{where(results)} {versions}." if versions else NOTHING
+        made[f"{name}: repeats"] = f"{results['settings'].get('repeats', 1)} repeats"
+        made[name] = markdown(columns, results["rows"])
+    for name in ("rollout", "train", "queue", "handover", "peers"):
+        targets += content.get(name, {}).get("targets", [])
+    for name in (f"modes {recipe}" for recipe in RECIPES):
+        modes = content.get(name)
+        made[name] = f"{where(modes)}\n\n{modes_markdown(modes)}" if modes else NOTHING
+    return made | {"targets": markdown(TARGETS, targets)}
+
+
+def mode_targets(content: Row | None, recipe: str) -> list[dict[str, Any]]:
+    """Return what a `bench modes` says about the targets: the gain of the best asynchronous mode, and its pauses."""
+    lines = [line for line in (content or {}).get("modes", []) if line["mode"].startswith("async") and line["ratio"]]
+    if content is None or not lines:
+        return []
+    best = max(lines, key=lambda line: line["ratio"]["median"])
+    over = f"`{recipe}`: {best['mode']} over {content['best_synchronous']}, samples/s"
+    found = [{"measure": over, "at_least": RECIPES[recipe], **best["ratio"]}]
+    if recipe == "longtail_cpu":
+        share = {name: 100 * value for name, value in best["figures"]["generator_paused"].items()}
+        found.append({"measure": f"`{recipe}`: paused share of {best['mode']}, %", "at_most": 3.0, **share})
+    return found
+
+
+def with_tables(readme: str, content: Row) -> str:
+    """Return README with the short tables of `bench modes` between their comments."""
+    for recipe in RECIPES:
+        if modes := content.get(f"modes {recipe}"):
+            begin, end = f"<!-- modes {recipe}: docs/tables.py -->", f"<!-- end of modes {recipe} -->"
+            before, begins, rest = readme.partition(begin)
+            _, ends, behind = rest.partition(end)
+            if begins and ends:
+                readme = f"{before}{begin}\n{short_markdown(modes)}\n{end}{behind}"
+    return readme
+
+
+# ---------------------------------------------------------------- presets
+
+PRESETS: Columns = {
+    "preset": cell("name"),
+    "lr": cell("lr", "g"),
+    "steps": cell("steps"),
+    "start": cell("start", ".3f"),
+    "end": cell("end", ".3f"),
+    "rise": lambda run: run["status"] if run.get("end") is None else f"{run['end'] - run['start']:+.3f}",
+    "seconds": cell("seconds", ".0f"),
+    "age: mean": cell("age_mean", ".2f"),
+    "age: max": lambda run: f"{run['age_max']} of {run['max_staleness']}" if "age_max" in run else "-",
+    "generators idle": cell("rollout_idle", ".0%"),
+    "trainer idle": cell("trainer_idle", ".0%"),
+    "parity": cell("parity", ".1e"),
+}
+
+
+def presets(content: Row) -> Parts:
+    """Return the parts of `bench presets`."""
+    return {"where": where(content), "table": markdown(PRESETS, content["runs"])}
+
+
+def draw_presets(content: Row) -> None:
+    """Draw held-out accuracy over steps, a line per preset, named at its end."""
+    with picture(HERE / "presets.svg", size=(7.5, 4.6), font=10) as (_, axes):
+        axes.grid(axis="y", color="#dddddd", linewidth=0.8)
+        ends = []
+        for run in content["runs"]:
+            if curve := {int(step): value for step, value in run.get("curve", {}).items()}:
+                (line,) = axes.plot(list(curve), list(curve.values()), linewidth=1.6, marker="o", markersize=3)
+                ends.append((curve[max(curve)], max(curve), run["name"], line.get_color()))
+        last, ends = max((step for _, step, _, _ in ends), default=1), sorted(ends)
+        for (value, step, name, color), place in zip(ends, apart(ends, axes.get_ylim()), strict=True):
+            axes.annotate(name, (step, value), (last * 1.03, place), color=color, va="center")
+        axes.set_xlim(0, last * 1.2)
+        axes.set_xlabel("trainer step")
+        axes.set_ylabel("held-out accuracy, greedy")
+
+
+def apart(ends: Sequence[tuple[float, Any, Any, Any]], limits: tuple[float, float]) -> list[float]:
+    """Return where the names of lines go: at their ends, moved apart where these are close together."""
+    gap, places = (limits[1] - limits[0]) * 0.045, list[float]()
+    for value, *_ in ends:
+        places.append(max(value, places[-1] + gap) if places else value)
+    shift = sum(place - end[0] for place, end in zip(places, ends, strict=True)) / max(len(ends), 1)
+    return [place - shift for place in places]
+
+
+# ---------------------------------------------------------------- staleness
+
+KINDS = {"naive": ("behaviour", "#c25a00"), "decoupled": ("recompute", "#1f5fa8")}
+"""What the page calls a value of `objective.proximal`, and its color."""
+
+
+def of_kind(runs: Sequence[Row], eta: int, kind: str, key: str = "end") -> list[Any]:
+    """Return a figure of the finished runs of a cell, one run per seed."""
+    return [
+        run[key]
+        for run in runs
+        if run["max_staleness"] == eta and run["overrides"]["objective.proximal"] == KINDS[kind][0]
+    ]
+
+
+def staleness(content: Row) -> Parts:
+    """Return the parts of `bench staleness`."""
+    runs = [run for run in content["runs"] if run.get("end") is not None]
+    rows = []
+    for eta in sorted({run["max_staleness"] for run in runs}):
+        ends = {kind: of_kind(runs, eta, kind) for kind in KINDS}
+        gain = statistics.mean(ends["decoupled"]) - statistics.mean(ends["naive"]) if all(ends.values()) else None
+        row: dict[str, Any] = {"eta": str(eta)}
+        row |= {f"{kind}: accuracy": one_line(ends[kind], ".3f") for kind in KINDS}
+        row["decoupled - naive"] = "-" if gain is None else f"{gain:+.3f}"
+        for kind in KINDS:
+            row[f"{kind}: mean age"] = one_line(of_kind(runs, eta, kind, "age_mean"), ".2f").partition(" ")[0]
+        row["oldest"] = str(max(age for kind in KINDS for age in of_kind(runs, eta, kind, "age_max")))
+        for kind in KINDS:
+            row[f"{kind}: seconds"] = one_line(of_kind(runs, eta, kind, "seconds"), ".0f").partition(" ")[0]
+        rows.append(row)
+    starts = [run["start"] for run in runs]
+    return {
+        "where": where(content),
+        "seeds": ", ".join(map(str, sorted({run["seed"] for run in runs}))),
+        "start": f"{statistics.mean(starts):.3f}" if starts else "-",
+        "steps": ", ".join(sorted({str(run["steps"]) for run in runs})),
+        "table": markdown({name: cell(name) for name in rows[0]} if rows else {"eta": cell("eta")}, rows),
+    }
+
+
+def draw_staleness(content: Row) -> None:
+    """Draw final accuracy over eta: a dot per run, a line through the means."""
+    runs = [run for run in content["runs"] if run.get("end") is not None]
+    etas = sorted({run["max_staleness"] for run in runs})
+    with picture(HERE / "staleness-ablation.svg", size=(7.5, 4.0), font=10) as (_, axes):
+        axes.grid(axis="y", color="#dddddd", linewidth=0.8)
+        for shift, (kind, (_, color)) in zip((-0.07, 0.07), KINDS.items(), strict=True):
+            ends = {place + shift: found for place, eta in enumerate(etas) if (found := of_kind(runs, eta, kind))}
+            axes.plot(list(ends), list(map(statistics.mean, ends.values())), color=color, linewidth=2, label=kind)
+            for place, found in ends.items():
+                axes.scatter([place] * len(found), found, color=color, s=18, alpha=0.75, zorder=3)
+        axes.set_xticks(range(len(etas)), [str(eta) for eta in etas])
+        axes.set_xlabel("eta, the largest age a trained token may have")
+        axes.set_ylabel("held-out accuracy at the last step")
+        axes.legend(frameon=False)
+
+
+# ---------------------------------------------------------------- demo
+
+PAUSES = ("pausing", "transferring", "reloading", "stamping")
+DEMO: Columns = {
+    "seed": cell("seed"),
+    "samples/s": cell("samples_per_s", ".0f"),
+    "generators idle": cell("rollout_idle_fraction", ".1%"),
+    "trainer idle": cell("trainer_idle_fraction", ".1%"),
+    "paused": cell("paused_fraction", ".1%"),
+    f"= {' + '.join(PAUSES)}": lambda run: " + ".join(f"{run[f'paused_fraction_{part}']:.1%}" for part in PAUSES),
+    "median pause": lambda run: f"{run['pause_s_median'] * 1e3:.0f} ms",
+    "oldest token trained": lambda run: f"{run['age_max_trained']} of {run['max_staleness']}",
+    "parity": cell("parity_max_abs_logprob_diff", ".1e"),
+}
+DEMO_KEYS = (
+    "eval", "steps", "wall_s", "samples_per_s", "gen_tokens_per_s", "trained_tokens_per_s", "age_histogram",
+    "age_max_trained", "max_staleness", "rollout_idle_fraction", "trainer_idle_fraction", "rollout_occupancy",
+    "paused_fraction", *(f"paused_fraction_{part}" for part in PAUSES), "pause_s_median", "publish_s_median",
+    "parity_max_abs_logprob_diff", "versions",
+)  # fmt: skip
+
+
+def demo(content: Row) -> Parts:
+    """Return the parts of the demo: accuracy, throughput and shares of time, a line per seed."""
+    runs = content["runs"]
+    columns: dict[str, Any] = {"seed": cell("seed")}
+    columns |= {
+        f"step {step}": cell(f"eval.{step}", ".3f") for step in sorted({int(s) for r in runs for s in r["eval"]})
+    }
+    columns["rise"] = lambda run: f"{list(run['eval'].values())[-1] - next(iter(run['eval'].values())):+.3f}"
+    columns["seconds"] = cell("wall_s", ".0f")
+    return {"where": where(content), "table": f"{markdown(columns, runs)}\n\n{markdown(DEMO, runs)}"}
+
+
+def demo_run(folder: Path) -> dict[str, Any]:
+    """Return what the page needs of one run folder."""
+    found, config = (json.loads((folder / name).read_text()) for name in ("summary.json", "config.json"))
+    return {"seed": config["run"]["seed"], **{key: found[key] for key in DEMO_KEYS}}
+
+
+# ---------------------------------------------------------------- the verifier math
+
+VERDICTS = {True: "equal", False: "not equal"}
+PAIRS: Columns = {
+    "reference": lambda pair: f"`{pair['reference']}`",
+    "completion": lambda pair: f"`{pair['completion']}`",
+    "a person says": lambda pair: VERDICTS.get(pair["expected"], str(pair["expected"])),
+    "`math` says": lambda pair: VERDICTS.get(pair["scored"], str(pair["scored"])),
+    "": lambda pair: "" if pair["expected"] == pair["scored"] else "**disagree**",
+}
+FAMILIES: Columns = {name: cell(name) for name in ("family", "pairs", "agreed", "taken for equal", "taken for unequal")}
+
+
+def math_verifier(content: Row) -> Parts:
+    """Return the parts of what people and the verifier `math` say about tricky pairs."""
+    families: dict[str, list[Row]] = {}
+    for pair in content["pairs"]:
+        families.setdefault(pair["family"], []).append(pair)
+    rows = []
+    for family, pairs in families.items():
+        wrong = [pair for pair in pairs if pair["scored"] != pair["expected"]]
+        accepted = sum(pair["scored"] is True for pair in wrong)
+        rows.append({"family": family, "pairs": len(pairs), "agreed": len(pairs) - len(wrong),
+                     "taken for equal": accepted, "taken for unequal": len(wrong) - accepted})  # fmt: skip
+    wrong = [pair for pair in content["pairs"] if pair["scored"] != pair["expected"]]
+    return {
+        "library": content["library"],
+        "agreed": f"{len(content['pairs']) - len(wrong)} of {len(content['pairs'])}",
+        "families": markdown(FAMILIES, rows),
+        "wrong": markdown(PAIRS, wrong),
+        "pairs": "\n\n".join(f"**{family}**\n\n{markdown(PAIRS, pairs)}" for family, pairs in families.items()),
+    }
+
+
+def scored(pair: Row) -> dict[str, Any]:
+    """Score a pair; an error of the verifier's is put down by its name."""
+    from areal_lite.verify.builtin.math import MathArguments, math
+
+    try:
+        verdict: bool | str = bool(math("", pair["completion"], pair["reference"], MathArguments()))
+    except Exception as error:
+        verdict = type(error).__name__
+    return {**pair, "scored": verdict}
+
+
+# ---------------------------------------------------------------- all of them
+
+PAGES = {
+    "performance": performance,
+    "presets": presets,
+    "staleness-ablation": staleness,
+    "demo": demo,
+    "math-verifier": math_verifier,
+}
+PAGE_OF_PLAN = {"presets": "presets", "staleness": "staleness-ablation"}
+
+
+def take_over(words: Sequence[str]) -> None:
+    """Put what was measured into the pages' JSON files."""
+    if words == ["score"]:
+        pairs = list(map(scored, load("math-verifier")["pairs"]))
+        save("math-verifier", {"library": f"math-verify {version('math-verify')}", "pairs": pairs})
+        return
+    if folders := [Path(word) for word in words if Path(word).is_dir()]:
+        from areal_lite.launch.bench.harness import surroundings
+
+        save("demo", {**surroundings(), "runs": list(map(demo_run, folders))})
+    for results in (json.loads(Path(word).read_text()) for word in words if Path(word).is_file()):
+        if "plan" in results:
+            save(PAGE_OF_PLAN[results["plan"]], results)
+            continue
+        name = results["benchmark"]
+        name = f"modes {Path(results['recipe']).stem}" if name == "modes" else name
+        # What is left out of a `bench modes` is in the run folders anyway.
+        kept = {key: value for key, value in results.items() if key not in ("config", "search")}
+        save("performance", load("performance") | {name: kept})
+
+
+def main(words: Sequence[str]) -> None:
+    """Take over what is named, if anything, and make every page."""
+    take_over(words)
+    for page in PAGES:
+        (HERE / f"{page}.md").write_text(fill(page, load(page)))
+    README.write_text(with_tables(README.read_text(), load("performance")))
+    draw_presets(load("presets"))
+    draw_staleness(load("staleness-ablation"))
+    for recipe in RECIPES:
+        if modes := load("performance").get(f"modes {recipe}"):
+            draw_modes(modes, HERE / f"modes-{recipe}.svg")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

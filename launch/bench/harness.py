@@ -1,0 +1,293 @@
+"""What benchmarks share: measuring in turns, many runs, going on after a stop, `results.json`.
+
+A benchmark that runs recipes gives `run_to_the_end` its planned runs, each with a folder of its own: what is done stays
+done, a run that was cut off goes on from its checkpoint, and one that fails does not keep the others from running.
+"""
+
+import json
+import logging
+import os
+import platform
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from areal_lite.record.paths import with_absolute_paths
+from areal_lite.config.recipe import Config, parse_config
+from areal_lite.errors import ArealLiteError, CheckpointError, ConfigError
+from areal_lite.launch.bench.view import COLUMNS, Row, spread, table
+from areal_lite.record.recorder import commit_of_code
+from areal_lite.record.run_folder import RunFolder
+
+__all__ = [
+    "PlannedRun", "RunState", "finish", "in_turns", "ratios", "run_all", "run_state", "run_to_the_end", "say", "summary",
+    "surroundings", "target", "training", "write_results",
+]  # fmt: skip
+
+logger = logging.getLogger(__name__)
+
+Case, Figure = TypeVar("Case"), TypeVar("Figure")
+
+# ---------------------------------------------------------------- figures
+
+
+def in_turns(cases: Iterable[Case], *, repeats: int, measure: Callable[[Case], Figure]) -> dict[Case, list[Figure]]:
+    """Measure every case once per repeat; every other repeat goes backwards, so that the machine's drift favours none."""
+    measured: dict[Case, list[Figure]] = {case: [] for case in cases}
+    for repeat in range(repeats):
+        for case in list(measured)[:: -1 if repeat % 2 else 1]:
+            measured[case].append(measure(case))
+    return measured
+
+
+def ratios(values: Iterable[float], over: Iterable[float]) -> list[float]:
+    """Return the ratios inside each repeat, where both sides saw the same machine."""
+    return [mine / theirs for mine, theirs in zip(values, over, strict=True)]
+
+
+def target(
+    measure: str, values: Sequence[float], *, at_least: float | None = None, at_most: float | None = None
+) -> dict[str, Any]:
+    """Return an entry for `targets`: what was aimed at, and what was measured."""
+    return {"measure": measure, "at_least": at_least, "at_most": at_most, **spread(values)}
+
+
+# ---------------------------------------------------------------- results
+
+
+def surroundings() -> dict[str, Any]:
+    """Return what was measured, and on what: commit and machine."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "commit": commit_of_code(),
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "processor": names[0] if names else None,
+    }
+
+
+def write_results(content: Mapping[str, Any], *, out: Path) -> None:
+    """Write `results.json`, whole or not at all."""
+    out.mkdir(parents=True, exist_ok=True)
+    temporary = out / ".results.json.tmp"
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(temporary, out / "results.json")
+
+
+def finish(
+    benchmark: str,
+    *,
+    title: str,
+    settings: Mapping[str, Any],
+    rows: Sequence[Row],
+    targets: Sequence[Any],
+    packages: Sequence[str],
+    out: Path,
+    console: Console,
+) -> None:
+    """Write `results.json` of a benchmark that has rows, and show them as `view.COLUMNS` says.
+
+    Args:
+        benchmark: Its name, as typed.
+        title: Of the table.
+        settings: What was run.
+        rows: What was measured.
+        targets: Entries from `target`.
+        packages: Whose versions matter.
+        out: Folder of the file.
+        console: Gets the table.
+    """
+    versions = {name: metadata.version(name) for name in ("areal-lite", *packages)}
+    content = {"benchmark": benchmark, **surroundings(), "versions": versions, "settings": dict(settings)}
+    write_results({**content, "rows": list(rows), "targets": list(targets)}, out=out)
+    console.print(table(COLUMNS[benchmark], rows, title=title))
+    console.print(f"results: {out / 'results.json'}", highlight=False, soft_wrap=True)
+
+
+def say(console: Console, text: str) -> None:
+    """Show a line as it is."""
+    console.print(text, style="bold", highlight=False, markup=False, soft_wrap=True)
+
+
+# ---------------------------------------------------------------- runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """One run of a plan."""
+
+    name: str
+    """Its folder's name too."""
+    overrides: dict[str, Any]
+    """What sets it apart from the other runs."""
+    config: Config
+    """The whole recipe."""
+
+
+class RunState(Enum):
+    """How far a planned run is."""
+
+    NEW = "nothing of it exists, or nothing that could go on"
+    BEGUN = "it has a checkpoint to go on from"
+    DONE = "it has its last step and its summary"
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """Return a run's summary, empty when there is none."""
+    path = folder / "summary.json"
+    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return content
+
+
+def run_state(run: PlannedRun, folder: Path) -> RunState:
+    """Look into a run's folder.
+
+    Raises:
+        ConfigError: The folder holds a run of other settings.
+    """
+    if not (folder / "config.json").is_file():
+        return RunState.NEW
+    saved = parse_config(json.loads((folder / "config.json").read_text())).model_dump()
+    if differences := "; ".join(_differences(saved, with_absolute_paths(run.config).model_dump())):
+        raise ConfigError(
+            f"{folder} must hold a run of the plan's settings, got another: {differences}: choose another --out, or "
+            "delete the folder to run it anew"
+        )
+    if summary(folder).get("status") == "done":
+        return RunState.DONE
+    try:
+        RunFolder(folder).newest_checkpoint()
+    except CheckpointError:
+        return RunState.NEW
+    return RunState.BEGUN
+
+
+def run_to_the_end(
+    work: Callable[[Callable[[Sequence[PlannedRun]], None]], None],
+    *,
+    out: Path,
+    collect: Callable[[], dict[str, Any]],
+    show: Callable[[dict[str, Any]], None],
+    console: Console,
+) -> int:
+    """Do a benchmark's runs, one after another, and show what they say.
+
+    Args:
+        work: Gets a function that runs what is not done yet of some runs.
+        out: Every run gets a folder below.
+        collect: Writes what is known so far, and returns it; called after each run.
+        show: Shows what `collect` returned, once all is done.
+        console: Gets what happens.
+
+    Returns:
+        The exit code: 0, 1 where a run failed, 130 after Ctrl-C; the command that goes on is shown.
+    """
+    failures: dict[str, str] = {}
+    try:
+        with training(console) as train:
+            work(lambda runs: failures.update(run_all(runs, out=out, train=train, console=console, after_each=collect)))
+        show(collect())
+        code, ending = 1, f"failed: {', '.join(failures)}; the same command tries them again:"
+    except KeyboardInterrupt:
+        collect()
+        code, ending = 130, "stopped. To go on:"
+    if code == 1 and not failures:
+        return 0
+    say(console, ending)
+    console.print(f"  {shlex.join(['areal-lite', *sys.argv[1:]])}", highlight=False, markup=False, soft_wrap=True)
+    return code
+
+
+@contextmanager
+def training(console: Console) -> Iterator[Callable[[Config], object]]:
+    """Yield what trains one recipe; after Ctrl-C the run is saved, and `KeyboardInterrupt` raised."""
+    from areal_lite.launch.run.controller import Interrupted
+    from areal_lite.launch.run.train import ray_session, train
+
+    def train_one(config: Config) -> object:
+        # One of many short runs is reported when somebody asks for it.
+        config = config.model_copy(update={"run": config.run.model_copy(update={"report": False})})
+        try:
+            return train(config, recipe_name="bench", console=console)
+        except Interrupted as stop:
+            raise KeyboardInterrupt from stop
+
+    with ray_session():
+        yield train_one
+
+
+def run_all(
+    runs: Sequence[PlannedRun],
+    *,
+    out: Path,
+    train: Callable[[Config], object],
+    console: Console,
+    after_each: Callable[[], object],
+) -> dict[str, str]:
+    """Run what is not done yet, in order.
+
+    Args:
+        runs: Each gets a folder below `out`.
+        out: Folder of all.
+        train: Trains one recipe, into `run.dir` or going on in `run.resume`.
+        console: Gets what happens.
+        after_each: Called after each run, failed ones included.
+
+    Returns:
+        Why each failed run failed, by name.
+
+    Raises:
+        ConfigError: Before anything starts: some folder holds a run of other settings.
+        KeyboardInterrupt: By the user.
+    """
+    states = {run.name: run_state(run, out / run.name) for run in runs}
+    waiting = [run for run in runs if states[run.name] is not RunState.DONE]
+    if num_done := len(runs) - len(waiting):
+        say(console, f"{num_done} of {len(runs)} runs are done already")
+    failures: dict[str, str] = {}
+    begin, steps_done = time.monotonic(), 0
+    for number, run in enumerate(waiting):
+        steps_left = sum(other.config.run.steps for other in waiting[number:])
+        left_s = (time.monotonic() - begin) / steps_done * steps_left if steps_done else 0
+        pace = f" (about {left_s / 60:.0f} min left for this and the rest)" if steps_done else ""
+        say(console, f"run {num_done + number + 1} of {len(runs)}: {run.name}{pace}")
+        try:
+            train(_prepared(run, out / run.name, states[run.name]))
+        except Exception as error:
+            failures[run.name] = f"{type(error).__name__}: {error}"
+            say(console, f"run {run.name} failed: {failures[run.name]}")
+            if not isinstance(error, ArealLiteError):
+                logger.exception("run %s failed", run.name)
+        else:
+            steps_done += run.config.run.steps
+        after_each()
+    return failures
+
+
+def _prepared(run: PlannedRun, folder: Path, state: RunState) -> Config:
+    """Return the recipe with its folder; a run in it that cannot go on is deleted."""
+    if state is RunState.NEW and (folder / "config.json").is_file():
+        shutil.rmtree(folder)
+    place = {"resume" if state is RunState.BEGUN else "dir": str(folder)}
+    return run.config.model_copy(update={"run": run.config.run.model_copy(update=place)})
+
+
+def _differences(saved: Any, planned: Any, key: str = "") -> Iterator[str]:
+    """Say which settings differ, but for where the run is and whether it is reported."""
+    if isinstance(saved, Mapping) and isinstance(planned, Mapping):
+        for name in saved | planned:
+            yield from _differences(saved.get(name), planned.get(name), f"{key}.{name}".lstrip("."))
+    elif saved != planned and key not in ("run.dir", "run.resume", "run.report"):
+        yield f"{key} was {saved!r}, is {planned!r}"

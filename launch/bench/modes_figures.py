@@ -1,0 +1,252 @@
+"""The arithmetic of `bench modes`: from a run's rows and events to its figures, and from runs to what they say.
+
+Pure functions. A run is measured from the publication of one step to that of another, the same steps in every mode:
+before them queues fill, behind them nothing new is admitted. An *entry* is one run: `mode`, `repeat`, `threads`, and
+the figures of `measure` where it is done.
+"""
+
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from areal_lite.events import Event
+from areal_lite.launch.bench.harness import ratios
+from areal_lite.launch.bench.modes_runs import MODES
+from areal_lite.launch.bench.view import Row, spread
+from areal_lite.record.lane_clock import PAUSE_PARTS, LaneClock, fraction, rollout_clock, trainer_clock
+
+__all__ = ["best_setting", "best_synchronous", "compare", "findings", "measure", "measured_steps", "percentiles",
+           "reward_at"]  # fmt: skip
+
+FIGURES = (
+    "samples_per_s", "generated_tokens_per_s", "trained_tokens_per_s", "seconds_per_step", "occupancy",
+    "generator_idle", "generator_draining", "generator_paused", "trainer_idle", "trainer_publishing", "seconds",
+    "reward_equal_steps", "reward_equal_time", "accuracy_end",
+)  # fmt: skip
+_REWARD_STEPS = 5
+"""Steps averaged into one reward: those up to the one asked for."""
+_BUSY = 0.05
+"""Whoever idles for less than this share is what the others wait for."""
+_REPEATS = 3
+"""Fewer say little about the spread, and nothing about rewards."""
+_GAIN = 1.02
+"""A median ratio up to this one is no gain worth a word."""
+
+# ---------------------------------------------------------------- one run
+
+
+def measured_steps(steps: int, *, max_staleness: int) -> tuple[int, int]:
+    """Return the steps at whose publication measuring begins and ends.
+
+    At first `max_staleness + 1` batches are generated at once, under the first weights; over the last `max_staleness`
+    steps admission runs dry. Both are left out where half the run remains, else all but the first step counts.
+
+    >>> measured_steps(20, max_staleness=4), measured_steps(8, max_staleness=4)
+    ((5, 16), (1, 8))
+    """
+    first, last = max_staleness + 1, steps - max_staleness
+    return (first, last) if 2 * (last - first) >= steps else (1, steps)
+
+
+def measure(
+    rows: Sequence[Row], events: Sequence[Event], *, first: int, last: int, samples_per_step: int, slots: int
+) -> dict[str, Any]:
+    """Return the figures of one run between the publications of two steps.
+
+    Args:
+        rows: Of `metrics.jsonl`, one per step from 1 on.
+        events: Of `events.jsonl`, each lane's in order of time.
+        first: Step at whose publication measuring begins.
+        last: Step at whose publication it ends.
+        samples_per_step: B.
+        slots: Of one engine.
+
+    Returns:
+        Rates per second, shares of the time (of one engine, on average), and histograms.
+    """
+    published, steps = _published(events), rows[first:last]
+    begin, end = published[first], published[last]
+    seconds = end - begin
+    generated = sum(
+        row["gen_tokens_per_s"] * (row["time_s"] - before["time_s"])
+        for before, row in itertools.pairwise(rows[first - 1 : last])
+    )
+    ages = Counter[int]()
+    for row in steps:
+        ages.update({int(age): count for age, count in row["age_histogram"].items()})
+    lengths = [sample["tokens"] for event in events if event["kind"] == "group" for sample in event["samples"]]
+    return {
+        "seconds_per_step": seconds / len(steps),
+        "samples_per_s": len(steps) * samples_per_step / seconds,
+        "generated_tokens_per_s": generated / seconds,
+        "trained_tokens_per_s": sum(row["tokens_trained"] for row in steps) / seconds,
+        **_shares(events, begin=begin, end=end, slots=slots),
+        "age_histogram": {str(age): ages[age] for age in sorted(ages)},
+        "lengths": {"mean": statistics.fmean(lengths) if lengths else None, **percentiles(lengths)},
+        "seconds": published[len(rows)] - _work_begins(events),
+    }
+
+
+def reward_at(rows: Sequence[Row], events: Sequence[Event], *, seconds: float = math.inf) -> float | None:
+    """Return the mean training reward of the last steps published within so many seconds; None where there is none.
+
+    The seconds count from when the trainer began to wait for its first batch.
+    """
+    deadline, published = _work_begins(events) + seconds, _published(events)
+    rewards = [row["reward_mean"] for row in rows if published[row["step"]] <= deadline]
+    return statistics.fmean(rewards[-_REWARD_STEPS:]) if rewards else None
+
+
+def percentiles(values: Sequence[int], percents: Sequence[float] = (10, 50, 90, 99, 100)) -> dict[str, int | None]:
+    """Return values that occurred: for each percentage the smallest that so many do not exceed; None of nothing.
+
+    >>> percentiles([1] * 8 + [7, 9], (50, 90, 91))
+    {'p50': 1, 'p90': 7, 'p91': 9}
+    """
+    found = np.percentile(values, percents, method="inverted_cdf").tolist() if values else itertools.repeat(None)
+    return {f"p{percent}": value for percent, value in zip(percents, found, strict=False)}
+
+
+def _shares(events: Sequence[Event], *, begin: float, end: float, slots: int) -> dict[str, float]:
+    def readings(lane: str, clock: LaneClock) -> Iterator[dict[str, float]]:
+        """Read a lane's clock at both times; it cannot be read at a time before the event it was last fed."""
+        waiting = [event for event in events if event["lane"] == lane]
+        for time in (begin, end):
+            while waiting and waiting[0]["time"] <= time:
+                clock.feed(waiting.pop(0))
+            yield clock.read(time)
+
+    lanes = sorted({event["lane"] for event in events if event["lane"].startswith("rollout/")})
+    engines = [tuple(readings(lane, rollout_clock())) for lane in lanes]
+    before, after = readings("trainer", trainer_clock())
+
+    def share(*states: str) -> float:
+        return statistics.fmean(fraction(*both, *states) for both in engines)
+
+    # A publication begins when the last engine has drained: until then the trainer waits, whatever its lane says.
+    held_up = max(fraction(*both, "draining") for both in engines)
+    busy = sum(last.get("slot_seconds", 0.0) - first.get("slot_seconds", 0.0) for first, last in engines)
+    return {
+        "occupancy": busy / ((end - begin) * slots * len(lanes)),
+        "generator_idle": share("idle"),
+        "generator_draining": share("draining"),
+        "generator_paused": share(*PAUSE_PARTS),
+        "trainer_idle": fraction(before, after, "waiting") + held_up,
+        "trainer_publishing": fraction(before, after, "publishing") - held_up,
+    }
+
+
+def _published(events: Sequence[Event]) -> dict[int, float]:
+    return {event["version"]: event["time"] for event in events if event["kind"] == "published"}
+
+
+def _work_begins(events: Sequence[Event]) -> float:
+    return min(float(event["time"]) for event in events if event["lane"] == "trainer")
+
+
+# ---------------------------------------------------------------- many runs
+
+
+def best_setting(entries: Iterable[Row]) -> str | None:
+    """Return the threads of the fastest of one mode's search runs; None where none is done."""
+    done = [entry for entry in entries if "samples_per_s" in entry]
+    return str(max(done, key=lambda entry: entry["samples_per_s"])["threads"]) if done else None
+
+
+def best_synchronous(entries: Sequence[Row]) -> str | None:
+    """Return the synchronous mode with the highest median of samples per second; None where none was measured."""
+    rates = {mode: _rates(entries, mode).values() for mode in MODES if MODES[mode].is_synchronous}
+    return max(filter(rates.get, rates), key=lambda mode: statistics.median(rates[mode]), default=None)
+
+
+def compare(entries: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return one line per measured mode, in the order of `MODES`.
+
+    Args:
+        entries: The measured runs, unfinished ones included.
+
+    Returns:
+        Per mode `figures`: the spread of each over the repeats, `ratio`: that of its samples per second to the best
+        synchronous mode's of the same repeat, and the histograms of all repeats together.
+    """
+    base = _rates(entries, best_synchronous(entries))
+    lines = []
+    for mode in MODES:
+        done = [entry for entry in entries if entry["mode"] == mode and "samples_per_s" in entry]
+        known = {name: [entry[name] for entry in done if entry.get(name) is not None] for name in FIGURES}
+        own = {repeat: rate for repeat, rate in _rates(entries, mode).items() if repeat in base}
+        ages = sum((Counter(entry["age_histogram"]) for entry in done), Counter[str]())
+        if done:
+            lines.append({
+                "mode": mode,
+                "threads": done[0]["threads"],
+                "repeats": len(done),
+                "figures": {name: spread(values) for name, values in known.items() if values},
+                "ratio": spread(ratios(own.values(), (base[repeat] for repeat in own))) if own else None,
+                "ages": {age: ages[age] for age in sorted(ages, key=int)},
+                "lengths": done[0]["lengths"],
+            })  # fmt: skip
+    return lines
+
+
+def findings(lines: Sequence[Row], *, best: str | None) -> list[str]:
+    """Say in words what the table shows, above all where asynchrony does not help.
+
+    Args:
+        lines: Of `compare`.
+        best: The best synchronous mode.
+    """
+    base = next((line for line in lines if line["mode"] == best), None)
+    if base is None:
+        return ["No synchronous mode was measured, so nothing can be said about what asynchrony gains."]
+    texts = [f"The best synchronous mode is {best} ({_of(base['figures']['samples_per_s'], '.1f')} samples/s)."]
+    others = [line for line in lines if not MODES[line["mode"]].is_synchronous and line["ratio"] is not None]
+    if (fewest := min(line["repeats"] for line in lines)) < _REPEATS:
+        texts.append(f"{fewest} of at least {_REPEATS} repeats: the spread is hardly known: take figures with care.")
+    said = [*map(_gain, others), *map(_bottleneck, others), *(_reward(line, base) for line in others)]
+    return [*texts, *filter(None, said)]
+
+
+def _gain(line: Row) -> str:
+    ratio = line["ratio"]
+    times = f"{_of(ratio, '.2f')} times the best synchronous mode"
+    if ratio["median"] <= _GAIN:
+        return f"{line['mode']} does not help: {times}."
+    return f"{line['mode']} may not help: {times}, within the spread." if ratio["low"] <= 1 else (
+        f"{line['mode']} is faster: {times}.")  # fmt: skip
+
+
+def _bottleneck(line: Row) -> str | None:
+    medians = {name: line["figures"][name]["median"] for name in ("trainer_idle", "generator_idle", "occupancy")}
+    if medians["trainer_idle"] < _BUSY:
+        return f"In {line['mode']} the trainer hardly waits: more asynchrony cannot make it faster."
+    if medians["generator_idle"] < _BUSY and medians["occupancy"] > 1 - 2 * _BUSY:
+        return f"In {line['mode']} the engines are full: more asynchrony cannot make it faster."
+    return None
+
+
+def _reward(line: Row, base: Row) -> str | None:
+    if min(line["repeats"], base["repeats"]) < _REPEATS:
+        return None
+    for name, what in (("reward_equal_steps", "after as many steps"), ("reward_equal_time", "after as much time")):
+        own, other = line["figures"].get(name), base["figures"].get(name)
+        if own and other:
+            width = max(value["high"] - value["low"] for value in (own, other))
+            if other["median"] - own["median"] > 2 * width:
+                return f"{line['mode']} learns less {what}: reward {_of(own, '.3f')}, against {_of(other, '.3f')}."
+    return None
+
+
+def _of(value: Mapping[str, float], spec: str) -> str:
+    """Write a spread as `1.50 (1.40 to 1.60)`."""
+    median, low, high = (format(value[name], spec) for name in ("median", "low", "high"))
+    return median + (f" ({low} to {high})" if low != high else "")
+
+
+def _rates(entries: Sequence[Row], mode: str | None) -> dict[int, float]:
+    return {e["repeat"]: e["samples_per_s"] for e in entries if e["mode"] == mode and "samples_per_s" in e}

@@ -1,0 +1,120 @@
+"""The processes of a run with one engine that can also be filled with plain requests, for `rollout` and `handover`.
+
+Nobody trains: the trainer ranks only publish.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from areal_lite.actors.rollout import RolloutActor
+from areal_lite.config.recipe import Config
+from areal_lite.events import EventBuffer
+from areal_lite.launch.run.cluster import Cluster
+from areal_lite.rollout.engine import Interrupt, Sampling
+from areal_lite.rollout.runner import load_workflows
+from areal_lite.rollout.vllm_engine import sampling_params
+from areal_lite.weights.handover import hand_over
+
+__all__ = ["LANE", "one_engine", "publish"]
+
+LANE = "rollout/0"
+MakeRequests = Callable[[Config, Any], Iterator[tuple[list[int], Sampling]]]
+"""From the recipe and the engine's tokenizer to prompts and samplings, without end."""
+
+
+@contextmanager
+def one_engine(config: Config, *, model_folder: Path, logs: Path) -> Iterator[tuple[Cluster, Any]]:
+    """Yield the processes of a run, and its rollout actor; needs a `ray_session`.
+
+    Args:
+        config: The recipe, with one worker.
+        model_folder: Hugging Face folder.
+        logs: Gets a log per process.
+
+    Raises:
+        ArealLiteError: Something does not start.
+    """
+    logs = logs.resolve()
+    logs.mkdir(parents=True, exist_ok=True)
+    cluster = Cluster(config, model_folder=model_folder, log_folder=logs, queue_state=None, rollout_actor=_Rollout)
+    try:
+        cluster.start(checkpoint=None, on_progress=lambda _: None)
+        yield cluster, cluster.engines.handles[LANE]
+    finally:
+        cluster.stop()
+
+
+def publish(
+    cluster: Cluster, config: Config, *, version: int, interrupt: Interrupt, stamp_ledger: Callable[[], None],
+    events: EventBuffer,
+) -> None:  # fmt: skip
+    """Hand the trainer's weights over once more, and wait until the engine goes on."""
+    hand_over(
+        cluster.engines,
+        publish=cluster.publish,
+        staged=config.weights.staged,
+        stamp_ledger=stamp_ledger,
+        version=version,
+        interrupt=interrupt,
+        events=events,
+    )
+    cluster.engines.finish()
+
+
+class _Rollout(RolloutActor):
+    """A rollout actor with one worker after another, whose engine can also be filled without one."""
+
+    async def count(self) -> tuple[int, float]:
+        """Tokens so far, and seconds of this process's clock."""
+        return self._engine.tokens_generated, time.monotonic()
+
+    async def begin_worker(self) -> None:
+        """Make another worker for the engine that is there."""
+        self._make_worker(load_workflows(self._config))
+
+    async def run(self) -> None:
+        """Serve until `end_worker`."""
+        self._serving = asyncio.ensure_future(super().run())
+        await self._serving
+
+    async def end_worker(self) -> None:
+        """End `run` and every request; the engine stays, paused and empty."""
+        await self._worker.stop()
+        if hasattr(self, "_serving"):
+            await asyncio.wait([self._serving])
+        await self._until_resumed()
+        await self._engine.reset()
+        self._client.close()
+
+    async def fill(self, make_requests: MakeRequests, in_flight: int, *, alone: bool) -> None:
+        """Keep so many requests in flight until `empty`; what comes out is let go.
+
+        Args:
+            make_requests: Called once; a later call goes on where the one before ended.
+            in_flight: How many.
+            alone: Whether vLLM is asked, or our engine around it.
+        """
+        if not hasattr(self, "_requests"):
+            self._requests = enumerate(make_requests(self._config, self._engine.tokenizer))
+        await self._engine.resume()
+        self._filling = asyncio.gather(*(self._one_in_flight(alone) for _ in range(in_flight)))
+        with suppress(asyncio.CancelledError):
+            await self._filling
+
+    async def empty(self) -> None:
+        """End `fill`; the engine stays, paused and empty."""
+        self._filling.cancel()
+        await self._engine.reset()
+
+    async def _one_in_flight(self, alone: bool) -> None:
+        for number, (prompt_ids, sampling) in self._requests:
+            if not alone:
+                await self._engine.generate(prompt_ids, sampling)
+                continue
+            prompt, settings = {"prompt_token_ids": prompt_ids}, sampling_params(sampling)
+            async for _ in self._engine._llm.generate(prompt, settings, f"alone-{number}"):
+                pass
