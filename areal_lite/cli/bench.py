@@ -33,7 +33,8 @@ Only = Annotated[
 ]
 Out = Annotated[Path, typer.Option(metavar="DIR", help="folder of the results")]
 RunsOut = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="folder of all files; default runs/modes-<recipe> or runs/bench-<plan>")
+    Path | None,
+    typer.Option(metavar="DIR", help="folder of all files; default runs/modes-<recipe> or runs/bench-<plan>"),
 ]
 
 
@@ -140,7 +141,7 @@ def rollout(
     if len(recipes) > 1:
         raise ConfigError(f"bench rollout measures one recipe, got {' '.join(recipes)}: name one")
     settings = RolloutBench(repeats=repeats, measured_s=seconds, warm_s=warm, publish_every_s=every)
-    return bench(settings, *(recipes or ["longtail_cpu"]), overrides, out=out)
+    return bench(settings, recipes[0] if recipes else "longtail_cpu", overrides, out=out)
 
 
 @bench.command("plan")

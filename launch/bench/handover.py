@@ -142,8 +142,8 @@ def _handovers(
     """Yield the events of each hand-over, and the time of a memory copy of the same bytes behind it."""
     import torch
 
-    from areal_lite.launch.bench.one_engine import publish
     from areal_lite.actors.calls import result
+    from areal_lite.launch.bench.one_engine import publish
 
     requests = functools.partial(_requests, settings.requests, settings.new_tokens)
     serving = actor.fill.remote(requests, settings.requests, alone=False)

@@ -22,27 +22,26 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from areal_lite.record.paths import with_absolute_paths
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.errors import ArealLiteError, CheckpointError, ConfigError
 from areal_lite.launch.bench.view import COLUMNS, Row, spread, table
+from areal_lite.record.paths import with_absolute_paths
 from areal_lite.record.recorder import commit_of_code
 from areal_lite.record.run_folder import RunFolder
 
-__all__ = [
-    "PlannedRun", "RunState", "finish", "in_turns", "ratios", "run_all", "run_state", "run_to_the_end", "say", "summary",
-    "surroundings", "target", "training", "write_results",
-]  # fmt: skip
+__all__ = ["PlannedRun", "RunState", "finish", "in_turns", "ratios", "run_all", "run_state", "run_to_the_end", "say",
+           "summary", "surroundings", "target", "training", "write_results"]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
-Case, Figure = TypeVar("Case"), TypeVar("Figure")
+Case = TypeVar("Case")
+Figure = TypeVar("Figure")
 
 # ---------------------------------------------------------------- figures
 
 
 def in_turns(cases: Iterable[Case], *, repeats: int, measure: Callable[[Case], Figure]) -> dict[Case, list[Figure]]:
-    """Measure every case once per repeat; every other repeat goes backwards, so that the machine's drift favours none."""
+    """Measure every case once per repeat; every other repeat goes backwards: the machine's drift favours none."""
     measured: dict[Case, list[Figure]] = {case: [] for case in cases}
     for repeat in range(repeats):
         for case in list(measured)[:: -1 if repeat % 2 else 1]:
@@ -286,7 +285,7 @@ def _prepared(run: PlannedRun, folder: Path, state: RunState) -> Config:
 
 def _differences(saved: Any, planned: Any, key: str = "") -> Iterator[str]:
     """Say which settings differ, but for where the run is and whether it is reported."""
-    if isinstance(saved, Mapping) and isinstance(planned, Mapping):
+    if isinstance(saved, dict) and isinstance(planned, dict):
         for name in saved | planned:
             yield from _differences(saved.get(name), planned.get(name), f"{key}.{name}".lstrip("."))
     elif saved != planned and key not in ("run.dir", "run.resume", "run.report"):

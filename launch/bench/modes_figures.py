@@ -9,7 +9,7 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -113,17 +113,20 @@ def percentiles(values: Sequence[int], percents: Sequence[float] = (10, 50, 90, 
 
 
 def _shares(events: Sequence[Event], *, begin: float, end: float, slots: int) -> dict[str, float]:
-    def readings(lane: str, clock: LaneClock) -> Iterator[dict[str, float]]:
+    def readings(lane: str, clock: LaneClock) -> tuple[dict[str, float], dict[str, float]]:
         """Read a lane's clock at both times; it cannot be read at a time before the event it was last fed."""
-        waiting = [event for event in events if event["lane"] == lane]
-        for time in (begin, end):
-            while waiting and waiting[0]["time"] <= time:
-                clock.feed(waiting.pop(0))
-            yield clock.read(time)
+        own = [event for event in events if event["lane"] == lane and event["time"] <= end]
+        num_early = sum(event["time"] <= begin for event in own)
+        for event in own[:num_early]:
+            clock.feed(event)
+        before = clock.read(begin)
+        for event in own[num_early:]:
+            clock.feed(event)
+        return before, clock.read(end)
 
     lanes = sorted({event["lane"] for event in events if event["lane"].startswith("rollout/")})
-    engines = [tuple(readings(lane, rollout_clock())) for lane in lanes]
-    before, after = readings("trainer", trainer_clock())
+    engines = [readings(lane, rollout_clock()) for lane in lanes]
+    trainer = readings("trainer", trainer_clock())
 
     def share(*states: str) -> float:
         return statistics.fmean(fraction(*both, *states) for both in engines)
@@ -136,8 +139,8 @@ def _shares(events: Sequence[Event], *, begin: float, end: float, slots: int) ->
         "generator_idle": share("idle"),
         "generator_draining": share("draining"),
         "generator_paused": share(*PAUSE_PARTS),
-        "trainer_idle": fraction(before, after, "waiting") + held_up,
-        "trainer_publishing": fraction(before, after, "publishing") - held_up,
+        "trainer_idle": fraction(*trainer, "waiting") + held_up,
+        "trainer_publishing": fraction(*trainer, "publishing") - held_up,
     }
 
 

@@ -6,7 +6,6 @@ round: each run has the machine to itself.
 """
 
 import itertools
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import reduce

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -167,7 +167,7 @@ def run_trl(
     return Learning(seconds=tuple(seconds), accuracies=accuracies, tokens=statistics.fmean(tokens))
 
 
-def _lines(command: Sequence[str], *, threads: int, log: Path) -> Iterator[str]:
+def _lines(command: Sequence[str], *, threads: int, log: Path) -> Generator[str]:
     """Run a process and yield its lines as they come; it ends with the iteration."""
     # Nothing is looked up on the hub: model and data are here.
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}

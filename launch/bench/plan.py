@@ -6,7 +6,7 @@ them every combination is run. Settings are written as on the command line, `sec
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -187,8 +187,9 @@ def _combinations(plan: Plan) -> Iterator[tuple[str, Settings]]:
     if plan.runs:
         axes.append(list(plan.runs.items()))
     for key, values in plan.grid.items():
-        by_label = values if isinstance(values, Mapping) else {f"{key.rpartition('.')[2]}-{one}": one for one in values}
-        axes.append([(label, {key: value}) for label, value in by_label.items()])
+        field = key.rpartition(".")[2]
+        labelled = values.items() if isinstance(values, dict) else [(f"{field}-{value}", value) for value in values]
+        axes.append([(label, {key: value}) for label, value in labelled])
     if not axes:
         raise ConfigError("a plan needs runs, a grid or seeds, got none of them")
     for chosen in itertools.product(*axes):

@@ -19,8 +19,8 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -30,7 +30,6 @@ from rich.console import Console
 
 from areal_lite.data.cursor import PromptCursor
 from areal_lite.launch.bench.harness import finish, in_turns, ratios, target
-from areal_lite.launch.bench.view import Row
 from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
 from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
 from areal_lite.sample_queue.server import QueueServer

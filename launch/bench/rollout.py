@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from areal_lite.record.paths import with_absolute_paths
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.data.mix import make_cursor
 from areal_lite.data.prompts import load_sources
@@ -25,6 +24,7 @@ from areal_lite.launch.bench.harness import finish, in_turns, ratios, target
 from areal_lite.launch.bench.longtail import draw_length, drawn_length
 from areal_lite.launch.bench.view import ROLLOUT_CASES as CASES
 from areal_lite.launch.bench.view import Row
+from areal_lite.record.paths import with_absolute_paths
 from areal_lite.rollout.engine import Interrupt, Sampling, token_limit
 from areal_lite.rollout.runner import load_workflows
 from areal_lite.rollout.worker import sample_seed
@@ -202,7 +202,7 @@ class _MeasuredRollout:
         with self._alone() if case == "vllm" else self._worker():
             self._wait(time.monotonic() + self._settings.warm_s)
             if case == "drain" or case == "recompute":
-                return self._measure_publishing(case)
+                return self._measure_publishing("drain" if case == "drain" else "recompute")
             before = self._ask("count")
             self._wait(time.monotonic() + self._settings.measured_s)
             return _between(before, self._ask("count"))

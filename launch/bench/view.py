@@ -6,7 +6,6 @@ Light, as docs/tables.py uses it too. Rows are those of `results.json`.
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,17 @@ from rich.table import Table
 __all__ = ["COLUMNS", "Columns", "Row", "cell", "markdown", "picture", "spread", "table"]
 
 Row = Mapping[str, Any]
-Columns = Mapping[str, Callable[[Row], str]]
+Columns = dict[str, Callable[[Row], str]]
 """Header -> what it shows of a row; a cell may have a second line."""
 
 NOTHING = "-"
+ROLLOUT_CASES = {
+    "vllm": "vLLM alone",
+    "worker": "rollout worker, queue, verifier",
+    "drain": "the same, publications that drain",
+    "recompute": "the same, publications that interrupt",
+}
+PEERS = {"async": "areal-lite, eta 4", "sync": "areal-lite, eta 0", "trl": "TRL"}
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
@@ -46,7 +52,9 @@ def cell(path: str, spec: str = "", *, ranged: bool = False, scale: float | None
         return format(value if scale is None else scale * value, spec)
 
     def show(row: Row) -> str:
-        value = reduce(lambda found, key: found.get(key) if isinstance(found, Mapping) else None, path.split("."), row)
+        value: Any = row
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
         if isinstance(value, Sequence) and not isinstance(value, str):
             value = spread(value) if value and None not in value else None
         if value is None:
@@ -109,14 +117,6 @@ COLUMNS: dict[str, Columns] = {
     },
 }
 """By benchmark; those of `modes` and `plan` are with them. All times of a hand-over are in milliseconds."""
-
-ROLLOUT_CASES = {
-    "vllm": "vLLM alone",
-    "worker": "rollout worker, queue, verifier",
-    "drain": "the same, publications that drain",
-    "recompute": "the same, publications that interrupt",
-}
-PEERS = {"async": "areal-lite, eta 4", "sync": "areal-lite, eta 0", "trl": "TRL"}
 
 
 def table(columns: Columns, rows: Iterable[Row], *, title: str = "", caption: str | None = None) -> Table:

@@ -1,11 +1,13 @@
 """The fenced blocks of a page in docs/."""
 
+import importlib.util
 import re
+from types import ModuleType
 from typing import NamedTuple
 
 from places import DOCS
 
-__all__ = ["DOCS", "Block", "blocks"]
+__all__ = ["DOCS", "Block", "blocks", "tables"]
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _FILE = re.compile(r"# (\S+\.\w+)$", re.MULTILINE)
@@ -28,3 +30,13 @@ def blocks(page: str, *languages: str) -> list[Block]:
     """Return the blocks of a page in these languages, in order; all of them where none is named."""
     found = [Block(*match.groups()) for match in _BLOCK.finditer((DOCS / page).read_text())]
     return [block for block in found if not languages or block.language in languages]
+
+
+def tables() -> ModuleType:
+    """Return the script that makes the pages of measurements."""
+    spec = importlib.util.spec_from_file_location("tables", DOCS / "tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

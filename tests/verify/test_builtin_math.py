@@ -1,17 +1,15 @@
 """The verifier `math`: its table of tricky pairs, the real GSM8K files, and what is an error instead of a 0."""
 
-import importlib
 import json
 import os
-import sys
 import time
-from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from pages import tables
 from places import DOCS
 
 from areal_lite.errors import VerifierError
@@ -24,12 +22,9 @@ PAIRS: list[dict[str, Any]] = json.loads((DOCS / "math-verifier.json").read_text
 
 
 @pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def table() -> ModuleType:
     """The script that makes the page."""
-    monkeypatch.syspath_prepend(str(DOCS))
-    yield importlib.import_module("math_table")
-    for name in ("page", "math_table"):
-        sys.modules.pop(name, None)
+    return tables()
 
 
 def test_every_pair_scores_as_the_page_says(table: ModuleType) -> None:
@@ -38,17 +33,12 @@ def test_every_pair_scores_as_the_page_says(table: ModuleType) -> None:
     assert wrong == []
 
 
-def test_the_page_is_what_its_json_and_template_make(table: ModuleType) -> None:
-    page = importlib.import_module("page")
-    assert (
-        page.fill("math-verifier", table.parts(page.load("math-verifier"))) == (DOCS / "math-verifier.md").read_text()
-    )
-
-
-def test_the_pairs_are_written_one_a_line(table: ModuleType) -> None:
+def test_the_pairs_are_written_one_a_line(table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing with `json.dumps(content, indent=1)`: 964 lines."""
     text = (DOCS / "math-verifier.json").read_text()
-    assert table.as_json(json.loads(text)) == text
+    monkeypatch.setattr(table, "HERE", tmp_path)
+    table.save("math-verifier", json.loads(text))
+    assert (tmp_path / "math-verifier.json").read_text() == text
     assert len(text.splitlines()) == len(PAIRS) + 5
 
 
@@ -65,7 +55,7 @@ def test_the_table_is_large_and_has_near_misses_in_every_large_family() -> None:
 def test_a_disagreement_shows_in_the_table(table: ModuleType) -> None:
     """2 pairs, one taken for equal, one that raised: 0 agreed."""
     pair = {"family": "f", "reference": "1", "completion": "2", "expected": False}
-    parts = table.parts({"library": "x", "pairs": [pair | {"scored": True}, pair | {"scored": "ValueError"}]})
+    parts = table.math_verifier({"library": "x", "pairs": [pair | {"scored": True}, pair | {"scored": "ValueError"}]})
     assert parts["agreed"] == "0 of 2"
     assert parts["families"].splitlines()[2] == "| f | 2 | 0 | 1 | 1 |"
     assert parts["wrong"].splitlines()[3] == "| `1` | `2` | not equal | ValueError | **disagree** |"

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from areal_lite.cli.main import main
 from areal_lite.errors import ConfigError
-from areal_lite.launch.bench.modes import MODES, ModeRun, Threads, measured_runs, search_runs, thread_settings
-from areal_lite.launch.bench.modes_compare import best_setting, best_synchronous, compare, findings
+from areal_lite.launch.bench.modes_figures import best_setting, best_synchronous, compare, findings
+from areal_lite.launch.bench.modes_runs import MODES, ModeRun, Threads, measured_runs, search_runs, thread_settings
 from areal_lite.launch.bench.modes_view import draw_modes, modes_markdown, modes_tables
 from areal_lite.sample_queue.ledger import Ledger
 

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from areal_lite.launch.bench.queue import CONTENDERS, Case, QueueBench, cells, run_cases, summarise
+from areal_lite.launch.bench.harness import in_turns
+from areal_lite.launch.bench.queue import CONTENDERS, Case, QueueBench, QueuePeers, cases, summarise
+from areal_lite.launch.bench.view import COLUMNS
 
-BENCH = QueueBench(repeats=3, tokens=(1000,), clients=(8,))
+BENCH = QueueBench(repeats=3, measured_s=1.0, tokens=(1000,), clients=(8,))
 
 
 def scripted(case: Case, *, rates: dict[str, Iterator[float]]) -> float:
@@ -19,27 +21,27 @@ def test_medians_ratios_and_traffic_of_figures_with_known_answers() -> None:
     200 groups/s of 8 samples of 1000 tokens of 12 bytes are 19.2 MB/s. Seen failing with the ratio of the medians.
     """
     rates = {"areal-lite": iter([100.0, 300.0, 200.0]), "ray": iter([50.0, 30.0, 100.0]), "zeromq": iter([400.0] * 3)}
-    rows = {row["contender"]: row for row in summarise(run_cases(BENCH, lambda case: scripted(case, rates=rates)))}
+    measured = in_turns(cases(BENCH), repeats=3, measure=lambda case: scripted(case, rates=rates))
+    rows = {row["contender"]: row for row in summarise(measured)}
     assert rows["areal-lite"]["over"] == {"ray": [2.0, 10.0, 2.0], "zeromq": [0.25, 0.75, 0.5]}
     assert rows["ray"]["over"]["areal-lite"] == [0.5, 0.1, 0.5]
     expected = ["areal-lite", "8 x 1000", "8", "200\n100-300", "19.2", "2.00", "0.50"]
-    assert cells(rows["areal-lite"]) == expected
+    assert [show(rows["areal-lite"]) for show in COLUMNS["queue"].values()] == expected
 
 
 def test_contenders_take_turns_and_every_other_repeat_goes_backwards() -> None:
     """Seen failing with all repeats of a case in a row: what the machine does meanwhile would hit one contender."""
     order: list[str] = []
-    run_cases(BENCH, lambda case: order.append(case.contender) or 1.0)
+    in_turns(cases(BENCH), repeats=3, measure=lambda case: order.append(case.contender))
     assert order == [*CONTENDERS, *reversed(CONTENDERS), *CONTENDERS]
 
 
 @pytest.mark.loop
 def test_every_carrier_brings_groups_to_the_trainer() -> None:
     """Real processes, a tenth of a second each."""
-    from areal_lite.launch.bench.queue_actors import QueuePeers
     from areal_lite.launch.run.train import ray_session
 
     bench = QueueBench(repeats=1, measured_s=0.1, warm_s=0.0, tokens=(5,), clients=(3,))
     with ray_session():
-        rows = summarise(run_cases(bench, QueuePeers(bench).measure))
+        rows = summarise(in_turns(cases(bench), repeats=1, measure=QueuePeers(bench).measure))
     assert {row["contender"] for row in rows if row["median"] > 0} == set(CONTENDERS)

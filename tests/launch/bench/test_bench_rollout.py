@@ -12,18 +12,9 @@ from loop_builders import loop_config
 from areal_lite.cli.main import main
 from areal_lite.errors import ConfigError
 from areal_lite.events import EventBuffer
-from areal_lite.launch.bench.rollout import (
-    CASES,
-    Case,
-    Measurement,
-    RolloutBench,
-    bench_config,
-    cells,
-    run_cases,
-    summarise,
-    targets,
-)
-from areal_lite.launch.bench.rollout_requests import plain_requests
+from areal_lite.launch.bench.harness import in_turns
+from areal_lite.launch.bench.rollout import CASES, Measurement, bench_config, plain_requests, summarise, targets
+from areal_lite.launch.bench.view import COLUMNS
 from areal_lite.rollout.engine import Sampling, ScriptedEngine
 from areal_lite.rollout.runner import load_workflows
 from areal_lite.rollout.worker import RolloutWorker
@@ -31,11 +22,11 @@ from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
 from areal_lite.types import Group, Lease, Prompt, Sample
 
 
-def measurements(**tokens: Sequence[int]) -> dict[Case, Iterator[Measurement]]:
+def measurements(**tokens: Sequence[int]) -> dict[str, Iterator[Measurement]]:
     """Two seconds each; hand-overs as listed below."""
     handovers_s = {"drain": (1.0, 2.0), "recompute": (0.1,)}
 
-    def of(case: Case) -> Iterator[Measurement]:
+    def of(case: str) -> Iterator[Measurement]:
         for count in tokens[case]:
             yield Measurement(tokens=count, seconds=2.0, handovers_s=handovers_s.get(case, ()))
 
@@ -51,26 +42,26 @@ def test_ratios_of_figures_with_known_answers() -> None:
     scripted = measurements(
         vllm=(200, 300, 200), worker=(190, 330, 100), drain=(100, 80, 250), recompute=(300, 120, 500)
     )
-    rows = summarise(run_cases(RolloutBench(repeats=3), lambda case: next(scripted[case])))
+    rows = summarise(in_turns(CASES, repeats=3, measure=lambda case: next(scripted[case])))
     assert [row["tokens_per_s"] for row in rows][:2] == [[100.0, 150.0, 100.0], [95.0, 165.0, 50.0]]
     expected = ["the same, publications that drain", "50\n40-125", "1.500", "0.53"]
-    assert cells(rows[2]) == expected
+    assert [show(rows[2]) for show in COLUMNS["rollout"].values()] == expected
     assert [(aim["at_least"], aim["median"], aim["low"]) for aim in targets(rows)] == [
         (0.95, pytest.approx(0.95), pytest.approx(0.5)),
         (1.12, 2.0, 1.5),
     ]
-    assert cells(rows[0])[2:] == ["", ""]
+    assert [show(rows[0]) for show in COLUMNS["rollout"].values()][2:] == ["-", "-"]
 
 
 def test_cases_take_turns_and_every_other_repeat_goes_backwards() -> None:
     """Seen failing with all repeats of a case in a row: what the machine does meanwhile would hit one side."""
     order: list[str] = []
 
-    def measure(case: Case) -> Measurement:
+    def measure(case: str) -> Measurement:
         order.append(case)
         return Measurement(tokens=1, seconds=1.0)
 
-    run_cases(RolloutBench(repeats=2), measure)
+    in_turns(CASES, repeats=2, measure=measure)
     assert order == [*CASES, *reversed(CASES)]
 
 
@@ -163,9 +154,10 @@ def test_vllm_alone_gets_the_requests_of_the_worker(workflow: str) -> None:
     assert [next(plain) for _ in range(20)] == asyncio.run(asked_by_worker())
 
 
-def test_what_cannot_be_measured_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="cadence above 0; got --repeats 1 --seconds 10 --every 0"):
-        RolloutBench(repeats=1, publish_every_s=0.0)
+def test_what_cannot_be_measured_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--every", "0"], ["--seconds", "0"], ["--repeats", "0"]):
+        assert main(["bench", "rollout", *words]) == 2
+        assert words[0] in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"single requests.*got guess_number"):
         bench_config("mixed_cpu", ["rollout.workflow=guess_number"])
 

@@ -12,18 +12,20 @@ from areal_lite.config.recipe import load_config
 from areal_lite.errors import ConfigError, TrainerError
 from areal_lite.launch.bench.padded_loop import PaddedLoop
 from areal_lite.launch.bench.train import (
+    WORK,
     Measured,
-    Side,
     Step,
     TrainBench,
-    cells,
     check_recipe,
+    measure,
     run_steps,
     summarise,
     targets,
-    work_settings,
 )
+from areal_lite.launch.bench.view import COLUMNS
 from areal_lite.train.trainer import Trainer
+
+BENCH = TrainBench(repeats=5, steps=2, rows=8)
 
 
 def make_step(seconds: float, *, grad_norm: float = 2.0, positions: int = 100) -> Step:
@@ -49,30 +51,30 @@ def test_medians_and_ratios_of_figures_with_known_answers() -> None:
     theirs = iter([1.0, 1.0, 4.0, 4.0, 3.0, 1.0])
     measured = make_measured()
 
-    def step(side: Side, _number: int) -> Step:
+    def step(side: str, _number: int) -> Step:
         return make_step(next(ours)) if side == "areal-lite" else make_step(next(theirs), positions=300)
 
-    run_steps(TrainBench(repeats=3, steps=2), measured, step)
+    run_steps(TrainBench(repeats=3, steps=2, rows=4), measured, step)
     measured.peak_mb = {"areal-lite": 50.0, "padded": 200.0}
     mine, other = rows = summarise([measured])
     assert mine["tokens_per_s"] == [200.0, 100.0, 200.0]
     assert other["tokens_per_s"] == [100.0, 25.0, 50.0]
     assert mine["over"] == {"padded": [2.0, 4.0, 4.0]}
-    expected = ["areal-lite\n2048 tokens", "longtail\none pass", "200\n100-200", "1.00", "50", "2", "4.00", ""]
-    assert cells(mine) == expected
-    assert cells(other)[3:] == ["3.00", "200", "2", "", ""]
+    expected = ["areal-lite\n2048 tokens", "longtail\none pass", "200\n100-200", "1.00", "50", "2", "4.00", "-"]
+    assert [show(mine) for show in COLUMNS["train"].values()] == expected
+    assert [show(other) for show in COLUMNS["train"].values()][3:] == ["3.00", "200", "2", "-", "-"]
     assert [(one["median"], one["low"], one["high"]) for one in targets(rows)] == [(4.0, 2.0, 4.0), (0.0, 0.0, 0.0)]
 
 
 def test_sides_take_turns_on_the_same_batches() -> None:
     """Seen failing with repeats in one order, and with batch numbers that both sides drew from one counter."""
-    order: list[tuple[Side, int]] = []
+    order: list[tuple[str, int]] = []
 
-    def step(side: Side, number: int) -> Step:
+    def step(side: str, number: int) -> Step:
         order.append((side, number))
         return make_step(1.0)
 
-    run_steps(TrainBench(repeats=2, steps=2), make_measured(), step)
+    run_steps(TrainBench(repeats=2, steps=2, rows=4), make_measured(), step)
     first = [("areal-lite", 1), ("areal-lite", 2), ("padded", 1), ("padded", 2)]
     assert order == [*first, ("padded", 3), ("padded", 4), ("areal-lite", 3), ("areal-lite", 4)]
 
@@ -82,12 +84,12 @@ def test_other_gradients_stop_the_bench(norms: tuple[float, float]) -> None:
     """0.2 % apart, or no number at all. Seen failing with `> TOLERANCE`, which NaN passes."""
     of_side = dict(zip(("areal-lite", "padded"), norms, strict=True))
     with pytest.raises(TrainerError, match="do not compute the same"):
-        run_steps(TrainBench(), make_measured(), lambda side, _: make_step(1.0, grad_norm=of_side[side]))
+        run_steps(BENCH, make_measured(), lambda side, _: make_step(1.0, grad_norm=of_side[side]))
 
 
 def test_sizes_that_the_padded_loop_may_choose_from() -> None:
-    assert TrainBench().rows_tried(24) == [1, 2, 4, 8, 16]
-    assert TrainBench().rows_tried(32)[-1] == 32
+    assert BENCH.rows_tried(24) == [1, 2, 4, 8, 16]
+    assert BENCH.rows_tried(32)[-1] == 32
 
 
 def test_recipes_that_the_padded_loop_cannot_train_are_refused() -> None:
@@ -102,7 +104,7 @@ def test_recipes_that_the_padded_loop_cannot_train_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "rows_per_pass"), [(work_settings("one pass"), 4), ([], 3), (["objective.proximal=behaviour"], 1)]
+    ("words", "rows_per_pass"), [(WORK["one pass"], 4), ([], 3), (["objective.proximal=behaviour"], 1)]
 )
 def test_both_sides_compute_the_same_gradients(tmp_path: Path, words: list[str], rows_per_pass: int) -> None:
     """AdamW's first moments after a step, compared as vectors, not by their norm alone.
@@ -139,24 +141,21 @@ def _moments(parameters: Iterator[torch.nn.Parameter], optimizer: torch.optim.Op
 
 def test_the_command_measures_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For real, in processes of their own, with short completions. Their gradients must agree, or it would stop."""
-    from areal_lite.launch.bench.train_command import measure
-
     monkeypatch.chdir(tmp_path)
     words = [
         "model.warm_start.steps=0", "model.warm_start.hidden_size=32", "model.warm_start.num_layers=1",
         "rollout.max_new_tokens=32", "rollout.workflow_arguments.median=8", "queue.groups_per_step=2",
         "queue.samples_per_group=4",
     ]  # fmt: skip
-    said: list[str] = []
+    console = Console(record=True)
     measured = measure(
         TrainBench(repeats=1, steps=1, rows=2, work=("recipe",), searches=False),
         "longtail_cpu",
         words,
-        console=Console(),
-        say=said.append,
+        console=console,
     )
     rows = summarise(measured)
     assert [row["side"] for row in rows] == ["areal-lite", "padded"]
     assert all(row["median"] > 0 and row["peak_mb"] > 0 for row in rows)
     assert rows[0]["gradient_difference"] < 1e-3
-    assert len(said) == 2
+    assert console.export_text().count("tokens/s") == 2
