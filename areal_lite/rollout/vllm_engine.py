@@ -15,9 +15,9 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from areal_lite.config.recipe import Config
-from areal_lite.config.rollout import EngineSettings, engine_settings
 from areal_lite.errors import EngineError
 from areal_lite.rollout.engine import Interrupt, Sampling
+from areal_lite.rollout.engine_settings import engine_arguments, engine_environment
 from areal_lite.types import Float32, Sample, StopReason, VersionSpan
 
 __all__ = ["VllmEngine", "sampling_params"]
@@ -53,8 +53,7 @@ class VllmEngine:
         Raises:
             EngineError: vLLM could not start; its own words are in the message.
         """
-        settings = engine_settings(config, model_folder=model_folder)
-        _set_environment(settings)
+        _set_environment(config)
         from transformers import AutoTokenizer
         from vllm.envs import enable_envs_cache
         from vllm.utils.gc_utils import freeze_gc_heap
@@ -62,7 +61,7 @@ class VllmEngine:
 
         progress = _progress_logger_class()
         try:
-            llm = AsyncLLM.from_engine_args(_engine_args(settings), stat_loggers=[progress])
+            llm = AsyncLLM.from_engine_args(_engine_args(config, model_folder), stat_loggers=[progress])
             tokenizer = AutoTokenizer.from_pretrained(model_folder)
             engine = cls(llm, tokenizer, progress, ends_at_once=config.run.device == "cpu")
             await engine.stamp(0)
@@ -249,19 +248,19 @@ def _sampled_logprobs(completion: Any) -> Float32:
     return np.array([position[token].logprob for position, token in pairs], dtype=np.float32)
 
 
-def _set_environment(settings: EngineSettings) -> None:
+def _set_environment(config: Config) -> None:
     """Settings that vLLM reads from the environment, before it is imported."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.update(settings.environment)
+    os.environ.update(engine_environment(config))
 
 
-def _engine_args(settings: EngineSettings) -> Any:
+def _engine_args(config: Config, model_folder: str) -> Any:
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    transfer = WeightTransferConfig(backend=settings.transport)
-    return AsyncEngineArgs(weight_transfer_config=transfer, **settings.arguments)
+    transfer = WeightTransferConfig(backend=config.weights.transport)
+    return AsyncEngineArgs(weight_transfer_config=transfer, **engine_arguments(config, model_folder=model_folder))
 
 
 def _progress_logger_class() -> Any:

@@ -1,38 +1,14 @@
-"""What a recipe asks of an engine, as plain data: two recipes that ask the same can use one engine, one after another.
+"""What a recipe asks of its engines, as vLLM has it. vLLM is not imported here. Seeds come with every sample."""
 
-`vllm_engine.py` starts engines from it, and whoever keeps engines between runs compares it. vLLM is not imported here.
-"""
-
-from dataclasses import dataclass
 from typing import Any
 
 from areal_lite.config.recipe import Config
 
-__all__ = ["EngineSettings", "engine_settings"]
+__all__ = ["engine_arguments", "engine_environment"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """Everything that shapes one engine. Seeds are none of it: every sample brings its own."""
-
-    environment: dict[str, str]
-    """What vLLM reads from the environment, before it is imported."""
-    arguments: dict[str, Any]
-    """Of vLLM's `AsyncEngineArgs`, but for the transport."""
-    transport: str
-    """`weights.transport`."""
-
-
-def engine_settings(config: Config, *, model_folder: str) -> EngineSettings:
-    """Return what a recipe asks of its engines."""
-    return EngineSettings(
-        environment=_environment(config),
-        arguments=_arguments(config, model_folder),
-        transport=config.weights.transport,
-    )
-
-
-def _environment(config: Config) -> dict[str, str]:
+def engine_environment(config: Config) -> dict[str, str]:
+    """Return what vLLM reads from the environment, before it is imported."""
     environment = {}
     if config.weights.transport == "ipc":
         # CUDA IPC handles hold classes, which vLLM hands on to the engine-core process only by pickle.
@@ -47,7 +23,8 @@ def _environment(config: Config) -> dict[str, str]:
     return environment
 
 
-def _arguments(config: Config, model_folder: str) -> dict[str, Any]:
+def engine_arguments(config: Config, *, model_folder: str) -> dict[str, Any]:
+    """Return those of vLLM's `AsyncEngineArgs`, but for the transport."""
     where: dict[str, Any] = (
         {
             "distributed_executor_backend": "uni",
