@@ -14,9 +14,8 @@ from areal_lite.cli.bench import bench
 from areal_lite.cli.check_config import check_config
 from areal_lite.cli.doctor import doctor
 from areal_lite.cli.eval import eval_model
-from areal_lite.cli.offline import dpo, reward_model, sft
 from areal_lite.cli.report import report
-from areal_lite.cli.train import train
+from areal_lite.cli.train import dpo, reward_model, sft, train
 from areal_lite.cli.verify import verify
 from areal_lite.config.reading import shipped_recipes
 from areal_lite.errors import ArealLiteError

@@ -130,6 +130,21 @@ def test_a_summary_without_evaluations_is_one_too(
     assert shown is None or shown in output
 
 
+def test_an_offline_run_ends_with_a_summary_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of each held-out figure the first and the last."""
+    keys = ("wall_s", "trained_tokens", "trained_tokens_per_s", "loss_first", "loss_last")
+    evaluations = {"0": {"loss": 1.0, "accuracy": 0.5}, "9": {"loss": 0.25, "accuracy": 0.75}}
+    training = FakeTraining(monkeypatch, {"steps": 9, **dict.fromkeys(keys, 0.125), "eval": evaluations, "report": "r"})
+    assert cli.main(["sft", "rlhf_sft", "run.steps=9"]) == 0
+    ((config, name),) = training.calls
+    assert (config.run.steps, name) == (9, "rlhf_sft")
+    output = capsys.readouterr().out
+    for text in ("held-out loss", "1.000 → 0.250", "held-out accuracy", "0.500 → 0.750", "loss_last", "report: r"):
+        assert text in output
+
+
 def test_a_stopped_run_ends_with_130_and_says_how_to_go_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -201,7 +201,7 @@ COMBINATIONS = [
 
 @pytest.mark.parametrize(("raw", "words"), COMBINATIONS, ids=lambda item: item[0] if isinstance(item, list) else None)
 def test_an_impossible_combination_names_field_value_and_remedy(raw: dict[str, Any], words: list[str]) -> None:
-    """Seen failing, one by one, with each check taken out of `combination_problems`."""
+    """Seen failing, one by one, with each check taken out of its section."""
     message = error_of(raw)
     assert [word for word in words if word not in message] == []
     assert len(message.splitlines()) == 1

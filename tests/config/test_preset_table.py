@@ -116,7 +116,7 @@ COMBINATIONS = [
 
 @pytest.mark.parametrize(("knobs", "words"), COMBINATIONS, ids=lambda item: next(iter(item)))
 def test_knobs_that_mean_nothing_together_are_refused(knobs: dict[str, Any], words: list[str]) -> None:
-    """Seen failing with `_objective_problems` not called."""
+    """Seen failing with `_problems` of the objective not called."""
     message = error_of({"objective": knobs})
     assert [word for word in words if word not in message] == []
     assert len(message.splitlines()) == 1
