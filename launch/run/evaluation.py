@@ -3,75 +3,105 @@
 from collections.abc import Mapping
 from typing import Any
 
-from areal_lite.actors.calls import Calls
+from areal_lite.actors.calls import Calls, describe
+from areal_lite.events import EventBuffer
 from areal_lite.launch.run.cluster import Cluster
+from areal_lite.launch.run.view import View
+from areal_lite.record.online_recorder import OnlineRecorder
 from areal_lite.types import GIVEN, Prompt, Sample, Score
 
-__all__ = ["Evaluation", "in_words"]
+__all__ = ["Evaluations", "in_words"]
 
 
-class Evaluation:
-    """Split over the live engines when it begins; `poll` carries it on until there is a result."""
+class Evaluations:
+    """One after another: split over the live engines when it begins; `poll` carries it on until there is a result."""
 
-    def __init__(self, cluster: Cluster, prompts: list[Prompt], *, step: int) -> None:
-        """Begin; there is a live engine."""
-        self.step = step
-        self._cluster = cluster
-        engines = cluster.engines.handles
-        self._parts = {name: prompts[index :: len(engines)] for index, name in enumerate(engines)}
-        self._generating = Calls({name: handle.evaluate.remote(self._parts[name]) for name, handle in engines.items()})
-        self._scoring: Calls | None = None
-        self._done: list[tuple[Prompt, Sample]] = []
+    def __init__(
+        self, cluster: Cluster, prompts: list[Prompt], *, recorder: OnlineRecorder, lane: EventBuffer, view: View
+    ) -> None:
+        """Take note of whom to ask and whom to tell.
 
-    def late(self) -> list[str]:
-        """Names of the workers that it waits for."""
-        return list((self._scoring or self._generating).pending)
-
-    def poll(self, wait_s: float) -> dict[str, Any] | None:
-        """Look for results, at most `wait_s` seconds.
-
-        Returns:
-            None while it goes on; then `step`, `accuracy` (mean reward of the scored), the same `by_source`,
-            `problems`, `failures` and `versions` that produced the completions.
-
-        Raises:
-            ArealLiteError, RayError: A worker failed in it, or died.
+        Args:
+            cluster: Its engines and verifiers work.
+            prompts: Held out; none = there is nothing to evaluate.
+            recorder: Gets each result.
+            lane: Gets each result as an event.
+            view: Gets each result in words.
         """
-        calls = self._scoring or self._generating
-        for _, error in calls.answers(wait_s):
+        self._cluster, self._prompts = cluster, prompts
+        self._recorder, self._lane, self._view = recorder, lane, view
+        self._calls: Calls | None = None
+        """Engines that generate, or the verifier that scores; None = no evaluation is going on."""
+        self._step = self._num_failed = 0
+        self._parts: dict[str, list[Prompt]] = {}
+        self._done: list[tuple[Prompt, Sample]] | None = None
+
+    def __bool__(self) -> bool:
+        """Whether one is going on."""
+        return self._calls is not None
+
+    def begin(self, step: int) -> None:
+        """Begin one, if there are prompts, and engines for them."""
+        engines = self._cluster.engines.handles
+        if self._prompts and engines:
+            self._step, self._done = step, None
+            self._parts = {name: self._prompts[index :: len(engines)] for index, name in enumerate(engines)}
+            self._calls = Calls({name: handle.evaluate.remote(self._parts[name]) for name, handle in engines.items()})
+
+    def end(self) -> None:
+        """Forget the one that is going on."""
+        self._calls = None
+
+    def late(self) -> str:
+        """Name the workers that it waits for."""
+        return ", ".join(self._calls.pending) if self._calls else ""
+
+    def poll(self, wait_s: float = 0.0) -> None:
+        """Look for results, at most `wait_s` seconds; where a worker fails or dies in it, the evaluation is lost."""
+        if self._calls is None:
+            return
+        for _, error in self._calls.answers(wait_s):
             if error is not None:
-                raise error
-        if calls.pending:
-            return None
-        if self._scoring is None:
-            self._scoring = self._score(calls.values)
-            return None
-        (scores,) = calls.values.values()
-        return self._result(scores)
+                self._view.say(f"the evaluation of step {self._step} was lost: {describe(error)}")
+                return self.end()
+        if not self._calls.pending:
+            self._go_on(self._calls.values)
+
+    def _go_on(self, values: Mapping[str, Any]) -> None:
+        if self._done is None:
+            self._calls = self._score(values)
+            return
+        (scores,) = values.values()
+        result = self._result(self._done, scores)
+        self.end()
+        if result["problems"]:
+            self._recorder.evaluation(self._step, result["accuracy"], by_source=result["by_source"])
+            self._lane.emit("eval", **result)
+        self._view.say(in_words(result), style="" if result["problems"] else "red")
 
     def _score(self, samples_of: Mapping[str, list[Sample | None]]) -> Calls:
         """Have one verifier worker score the completions; a failed episode has none (the workers' logs say why)."""
         pairs = [pair for name, part in self._parts.items() for pair in zip(part, samples_of[name], strict=True)]
-        self._done = [(prompt, sample) for prompt, sample in pairs if sample is not None]
-        self._num_failed = len(pairs) - len(self._done)
+        done = [(prompt, sample) for prompt, sample in pairs if sample is not None]
+        self._done, self._num_failed = done, len(pairs) - len(done)
         name, verifier = next(iter(self._cluster.verifiers.items()))
-        prompts, samples = [prompt for prompt, _ in self._done], [sample for _, sample in self._done]
+        prompts, samples = [prompt for prompt, _ in done], [sample for _, sample in done]
         texts, messages = [sample.text for sample in samples], [sample.messages for sample in samples]
         return Calls({name: verifier.score.remote(prompts, texts, messages)})
 
-    def _result(self, scores: list[Score]) -> dict[str, Any]:
+    def _result(self, done: list[tuple[Prompt, Sample]], scores: list[Score]) -> dict[str, Any]:
         by_source: dict[str, list[float]] = {}
-        for (prompt, _), score in zip(self._done, scores, strict=True):
+        for (prompt, _), score in zip(done, scores, strict=True):
             if score.reward is not None:
                 by_source.setdefault(prompt.prompt_id.partition("/")[0], []).append(score.reward)
         rewards = [reward for part in by_source.values() for reward in part]
         return {
-            "step": self.step,
+            "step": self._step,
             "accuracy": sum(rewards) / len(rewards) if rewards else 0.0,
             "by_source": {source: sum(part) / len(part) for source, part in sorted(by_source.items())},
             "problems": len(rewards),
             "failures": self._num_failed + len(scores) - len(rewards),
-            "versions": sorted({s.version for _, sample in self._done for s in sample.spans if s.version != GIVEN}),
+            "versions": sorted({s.version for _, sample in done for s in sample.spans if s.version != GIVEN}),
         }
 
 

@@ -11,16 +11,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import ray
-
-from areal_lite.actors.calls import describe
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ArealLiteError, StallError
 from areal_lite.events import EventBuffer
 from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.collector import Collector
 from areal_lite.launch.run.controller import POLL_S, Controller
-from areal_lite.launch.run.evaluation import Evaluation, in_words
+from areal_lite.launch.run.evaluation import Evaluations
 from areal_lite.launch.run.parity import largest_logprob_difference
 from areal_lite.launch.run.view import View
 from areal_lite.record.online_recorder import OnlineRecorder
@@ -64,7 +61,6 @@ class OnlineController(Controller):
         super().__init__(config, folder=folder, recorder=OnlineRecorder(config, folder), view=view)
         self._model_folder, self._prompts, self._eval_prompts = model_folder, prompts, eval_prompts
         self._handover_lane = EventBuffer("handover")
-        self._evaluation: Evaluation | None = None
         self._at_boundary = True
 
     def _spawn(self, checkpoint: Path | None) -> None:
@@ -82,6 +78,13 @@ class OnlineController(Controller):
             view=self._view,
             logs=str(self._folder.logs),
             own=[self._trainer_lane, self._handover_lane, self._controller_lane],
+        )
+        self._evaluations = Evaluations(
+            self._cluster,
+            self._eval_prompts,
+            recorder=self._recorder,
+            lane=self._controller_lane,
+            view=self._view,
         )
 
     def _start(self, checkpoint: Path | None) -> None:
@@ -122,8 +125,8 @@ class OnlineController(Controller):
         finally:  # the step is trained, and will be saved, even where what follows failed
             record["timings"].setdefault("publish_s", time.monotonic() - trained)
             self._unwritten = record
-        if self._is_due(self._config.run.eval_every) and self._evaluation is None:
-            self._begin_evaluation()
+        if self._is_due(self._config.run.eval_every) and not self._evaluations:
+            self._evaluations.begin(self._version)
         if self._is_due(self._config.run.checkpoint_every):
             self._save()
         return True
@@ -192,7 +195,7 @@ class OnlineController(Controller):
         every = self._config.weights.parity_every
         if every and self._version % every == 0:
             self._check_parity(groups)
-        self._poll_evaluation()
+        self._evaluations.poll()
 
     def _check_parity(self, groups: list[Group]) -> None:
         def trainer_logprobs(sequences: list[Any]) -> list[Any]:
@@ -211,7 +214,7 @@ class OnlineController(Controller):
 
     def _look_after(self) -> None:
         self._collector.collect()
-        self._poll_evaluation()
+        self._evaluations.poll()
 
     def _write(self, record: dict[str, Any]) -> None:
         self._collector.collect(force=True)
@@ -226,42 +229,22 @@ class OnlineController(Controller):
         self._recorder.samples(self._version, record["groups"][: self._config.run.log_samples])
         self._view.step(row, evaluations=self._recorder.evaluations, shares=self._recorder.shares())
 
-    def _begin_evaluation(self) -> None:
-        if self._eval_prompts and self._cluster.engines.handles:
-            self._evaluation = Evaluation(self._cluster, self._eval_prompts, step=self._version)
-
     def _evaluate_now(self) -> None:
         """Evaluate under one version, with nothing beside; Ctrl-C ends it."""
-        self._begin_evaluation()
-        if self._evaluation is not None:
+        self._evaluations.begin(self._version)
+        if self._evaluations:
             self._view.say(f"evaluating {len(self._eval_prompts)} held-out problems at version {self._version} ...")
         self._watchdog.restart()
-        while self._evaluation is not None and not self._interrupts:
-            culprit = functools.partial(", ".join, self._evaluation.late())
+        while self._evaluations and not self._interrupts:
+            culprit = functools.partial(str, self._evaluations.late())
             self._tick()
-            self._poll_evaluation(wait_s=POLL_S)
+            self._evaluations.poll(POLL_S)
             self._watchdog.check(self._collector.work(), waiting_for="an evaluation", culprit=culprit)
-        self._evaluation = None
-
-    def _poll_evaluation(self, wait_s: float = 0.0) -> None:
-        if self._evaluation is None:
-            return
-        try:
-            result = self._evaluation.poll(wait_s)
-        except (ArealLiteError, ray.exceptions.RayError) as error:
-            self._view.say(f"the evaluation of step {self._evaluation.step} was lost: {describe(error)}")
-            self._evaluation = None
-            return
-        if result is not None:
-            self._evaluation = None
-            if result["problems"]:
-                self._recorder.evaluation(result["step"], result["accuracy"], by_source=result["by_source"])
-                self._controller_lane.emit("eval", **result)
-            self._view.say(in_words(result), style="" if result["problems"] else "red")
+        self._evaluations.end()
 
     def _wind_up(self, status: str) -> str:
         self._cluster.queue.close_admission()
-        self._evaluation = None
+        self._evaluations.end()
         if status == "done":
             self._evaluate_now()
         # Where Ctrl-C cut the evaluation short, the run is complete when a resume has made up for it.

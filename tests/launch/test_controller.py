@@ -1,6 +1,7 @@
 """The controllers' order of things, with processes that are only told about."""
 
 import io
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from areal_lite.config.recipe import parse_config
 from areal_lite.errors import HandoverError, StallError
 from areal_lite.launch.run import online
 from areal_lite.launch.run.collector import Collector
+from areal_lite.launch.run.evaluation import Evaluations
 from areal_lite.launch.run.offline import OfflineController
 from areal_lite.launch.run.online import OnlineController
 from areal_lite.launch.run.ranks import Ranks
@@ -76,6 +78,9 @@ def rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnlineController:
     cluster: Any = FakeCluster()
     controller._cluster = cluster
     controller._collector = Collector(cluster, recorder=controller._recorder, view=view, logs="", own=[])
+    controller._evaluations = Evaluations(
+        cluster, [], recorder=controller._recorder, lane=controller._controller_lane, view=view
+    )
     vars(controller)["_ask"] = lambda method, *_, waiting_for: [dict(STATS)]
     monkeypatch.setattr(online, "hand_over", lambda *_, stamp_ledger, **__: stamp_ledger())
     monkeypatch.setattr(online, "largest_logprob_difference", lambda *_, **__: 1e-6)
@@ -116,6 +121,21 @@ def test_a_step_whose_hand_over_fails_is_complete_and_has_its_row(
     assert rl._cluster.completed == ["step-1"]
     assert rl._at_boundary
     assert [row["step"] for row in rows(tmp_path)] == [1]
+
+
+def test_groups_that_end_without_ever_making_a_batch_are_no_progress(rl: OnlineController) -> None:
+    """The watchdog sees the ledger move, for ever (I6). Seen running on without the check."""
+    failed = itertools.count(0, step=100)
+
+    def status() -> dict[str, Any]:
+        now = next(failed)
+        counts = {"failed": now, "rejected": 0, "stale": 0, "failed(exception:NameError)": now}
+        return {"refused": 0, "counts": counts, "progress": now, "missing": 4, "workers": {}}
+
+    rl._cluster.queue.take = lambda **_: None
+    rl._cluster.queue.status = status
+    with pytest.raises(StallError, match=r"got none out of .*failed\(exception:NameError\)"):
+        rl._step()
 
 
 def test_a_trained_step_has_its_row_even_where_its_evaluation_fails(offline: OfflineController, tmp_path: Path) -> None:

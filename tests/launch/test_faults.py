@@ -143,7 +143,7 @@ def test_ctrl_c_while_engines_start_ends_at_once(loop_folder: Path) -> None:
 def test_a_dead_trainer_rank_ends_the_run_by_name(loop_folder: Path) -> None:
     """Rank 1 is killed; rank 0 fails too, and must not be blamed.
 
-    Seen failing without the look for a dead rank in `Ranks._error`.
+    Seen failing without the look for a dead rank in `Ranks._blame`.
     """
     with start(loop_folder, "rank", run={"steps": 1000, "checkpoint_every": 2}, trainer={"ranks": 2}) as run:
         run.wait_for_steps(4)
