@@ -3,7 +3,6 @@
 The controller owns one `Cluster`. Everything it starts it stops itself, by handle.
 """
 
-import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import ray
 
 from areal_lite.actors.calls import Calls, Question, call_all, describe
+from areal_lite.actors.process import log_path
 from areal_lite.actors.queue import QueueActor
 from areal_lite.actors.rollout import RolloutActor
 from areal_lite.actors.trainer import OnlineTrainerActor
@@ -20,8 +20,8 @@ from areal_lite.config.recipe import Config
 from areal_lite.errors import EngineError, VerifierError
 from areal_lite.events import Event
 from areal_lite.launch.run.engines import RayEngines
+from areal_lite.launch.run.lifetime import kill_all, spawn, stop_all, wait_until_started
 from areal_lite.launch.run.ranks import Ranks
-from areal_lite.launch.run.starting import log_path, spawn, wait_until_started
 from areal_lite.sample_queue.client import QueueClient
 from areal_lite.types import Prompt
 
@@ -29,7 +29,6 @@ __all__ = ["Cluster"]
 
 logger = logging.getLogger(__name__)
 
-_STOP_TIMEOUT_S = 20.0
 _REPORT_WAIT_S = 2.0
 """How long everybody waits for the reports of all workers; a late one is taken up the next time."""
 
@@ -146,16 +145,13 @@ class Cluster:
 
     def stop(self) -> None:
         """Stop every actor, then end what did not stop by itself."""
-        actors = {**self._workers, **self.ranks.handles, "queue": self._queue_actor}
-        list(call_all(actors, "stop").answers(_STOP_TIMEOUT_S))
+        stop_all({**self._workers, **self.ranks.handles, "queue": self._queue_actor})
         self.kill()
 
     def kill(self) -> None:
         """End every actor at once."""
         self.ranks.kill()
-        for actor in (*self._workers.values(), self._queue_actor):
-            with contextlib.suppress(Exception):
-                ray.kill(actor)
+        kill_all([*self._workers.values(), self._queue_actor])
         if hasattr(self, "queue"):
             self.queue.close()
 

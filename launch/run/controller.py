@@ -18,6 +18,7 @@ import ray
 from areal_lite.actors.calls import call_all
 from areal_lite.errors import ArealLiteError, CheckpointError
 from areal_lite.events import EventBuffer
+from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.ranks import Ranks
 from areal_lite.launch.run.signals import Interrupts
 from areal_lite.launch.run.view import View
@@ -68,7 +69,7 @@ class Controller(ABC):
             ArealLiteError: What ended the run early; what could be saved is saved.
         """
         checkpoint = self._folder.newest_checkpoint() if self._config.run.resume else None
-        self._spawn(checkpoint)
+        self._processes = self._spawn(checkpoint)
         try:
             with self._interrupts:
                 self._start(checkpoint)
@@ -80,11 +81,11 @@ class Controller(ABC):
             raise
         finally:
             self._view.end()
-            self._kill()
+            self._processes.kill()
 
     @abstractmethod
-    def _spawn(self, checkpoint: Path | None) -> None:
-        """Start the first processes, and set `_ranks`."""
+    def _spawn(self, checkpoint: Path | None) -> Cluster | Ranks:
+        """Start the first processes, and set `_ranks`; returns what ends all that there will be."""
 
     @abstractmethod
     def _start(self, checkpoint: Path | None) -> None:
@@ -117,14 +118,6 @@ class Controller(ABC):
     def _queue_state(self) -> bytes | None:
         """Return the sample queue's part of a checkpoint."""
         return None
-
-    @abstractmethod
-    def _stop(self) -> None:
-        """Have every process end its work."""
-
-    @abstractmethod
-    def _kill(self) -> None:
-        """End every process at once."""
 
     def _steps(self) -> str:
         steps = self._config.run.steps
@@ -184,7 +177,7 @@ class Controller(ABC):
         checkpoint = self._save()
         self._ranks.ask("export", str(checkpoint / "model"), timeout_s=_SAVE_TIMEOUT_S)
         summary = self._sum_up(status, failed=False)
-        self._stop()
+        self._processes.stop()
         if status != "done":
             raise Interrupted(str(self._folder.path))
         return summary

@@ -4,19 +4,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from areal_lite.actors.calls import call_all
 from areal_lite.actors.trainer import OfflineTrainerActor
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.launch.run.controller import Controller
+from areal_lite.launch.run.lifetime import wait_until_started
 from areal_lite.launch.run.ranks import Ranks
-from areal_lite.launch.run.starting import wait_until_started
 from areal_lite.launch.run.view import View
 from areal_lite.record.offline_recorder import OfflineRecorder
 from areal_lite.record.run_folder import RunFolder
 
 __all__ = ["OfflineController"]
-
-_STOP_TIMEOUT_S = 20.0
 
 
 class OfflineController(Controller):
@@ -36,8 +33,9 @@ class OfflineController(Controller):
         super().__init__(config, folder=folder, recorder=OfflineRecorder(config, folder), view=view)
         self._model_folder = model_folder
 
-    def _spawn(self, checkpoint: Path | None) -> None:
+    def _spawn(self, checkpoint: Path | None) -> Ranks:
         self._ranks = Ranks(OfflineTrainerActor, self._config, log_folder=self._folder.logs)
+        return self._ranks
 
     def _start(self, checkpoint: Path | None) -> None:
         self._view.say("starting the trainer ranks ...")
@@ -92,9 +90,3 @@ class OfflineController(Controller):
         self._look_after()
         summary: dict[str, Any] = self._recorder.summary(status)
         return summary
-
-    def _stop(self) -> None:
-        list(call_all(self._ranks.handles, "stop").answers(_STOP_TIMEOUT_S))
-
-    def _kill(self) -> None:
-        self._ranks.kill()

@@ -63,7 +63,7 @@ class OnlineController(Controller):
         self._handover_lane = EventBuffer("handover")
         self._at_boundary = True
 
-    def _spawn(self, checkpoint: Path | None) -> None:
+    def _spawn(self, checkpoint: Path | None) -> Cluster:
         self._cluster = Cluster(
             self._config,
             model_folder=self._model_folder,
@@ -86,6 +86,7 @@ class OnlineController(Controller):
             lane=self._controller_lane,
             view=self._view,
         )
+        return self._cluster
 
     def _start(self, checkpoint: Path | None) -> None:
         self._view.say("starting the sample queue, engines, verifiers and trainer ranks (about half a minute) ...")
@@ -262,12 +263,6 @@ class OnlineController(Controller):
             counts = queue.status()["counts"] if failed else queue.abandon()
         summary: dict[str, Any] = self._recorder.summary(status, ledger=counts)
         return summary
-
-    def _stop(self) -> None:
-        self._cluster.stop()
-
-    def _kill(self) -> None:
-        self._cluster.kill()
 
 
 def _late_workers(status: Any) -> str:

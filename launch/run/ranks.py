@@ -1,16 +1,16 @@
 """The trainer ranks as one: every question goes to all of them, and whoever dies or is late is named."""
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from areal_lite.actors.calls import Calls, Question, call_all, describe, result
+from areal_lite.actors.process import log_path
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.errors import StallError, TrainerError
-from areal_lite.launch.run.starting import log_path, spawn
+from areal_lite.launch.run.lifetime import kill_all, spawn, stop_all
 
 __all__ = ["Ranks"]
 
@@ -83,11 +83,13 @@ class Ranks:
         self._readings |= readings
         return tuple(self._readings.values())
 
+    def stop(self) -> None:
+        """Have every rank leave the others."""
+        stop_all(self.handles)
+
     def kill(self) -> None:
         """End every rank at once."""
-        for handle in self.handles.values():
-            with contextlib.suppress(Exception):
-                ray.kill(handle)
+        kill_all(self.handles.values())
 
     def _blame(self, name: str, error: Exception) -> Exception:
         """Name the rank that died, which need not be the one whose failure was seen first."""

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 import transformers
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.plugin_check import check_plugins
@@ -134,20 +134,13 @@ def prepare_model(config: Config | OfflineConfig, *, console: Console) -> Path:
         folder = find_model_folder(config.model.path, option="model.path")
         _check_context(config, folder)
         return folder
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-        TimeRemainingColumn(),
-    )
     transformers.utils.logging.disable_progress_bar()
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(
-            "supervised warm start of the built-in model", total=config.model.warm_start.steps, loss=0.0
-        )
+    with Progress(console=console, transient=True) as bar:
+        title = "supervised warm start of the built-in model"
+        task = bar.add_task(title, total=config.model.warm_start.steps)
 
         def show(done: int, total: int, loss: float) -> None:
-            bar.update(task, completed=done, total=total, loss=loss)
+            bar.update(task, completed=done, total=total, description=f"{title}, loss {loss:.3f}")
 
         return ensure_warm_start(config, cache_dir=_CACHE / "warm-start", progress=show).resolve()
 

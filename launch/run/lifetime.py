@@ -1,17 +1,21 @@
-"""Starting actors and waiting for them: by name, with a deadline, and with what they said when they failed."""
+"""How actors begin and end: started by name, waited for with a deadline, stopped by handle."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ray
 
-from areal_lite.actors.calls import Calls
+from areal_lite.actors.calls import Calls, call_all
+from areal_lite.actors.process import log_path
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ArealLiteError, EngineError, StallError, TrainerError
 from areal_lite.launch.run.placement import actor_options
 
-__all__ = ["log_path", "spawn", "wait_until_started"]
+__all__ = ["kill_all", "spawn", "stop_all", "wait_until_started"]
+
+_STOP_TIMEOUT_S = 20.0
 
 
 def spawn(kind: type, lane: str, config: Config | OfflineConfig, **arguments: Any) -> Any:
@@ -48,9 +52,16 @@ def wait_until_started(
     return starting.values
 
 
-def log_path(logs: str, name: str) -> str:
-    """Return the path of a lane's log."""
-    return f"{logs}/{name.replace('/', '-')}.log"
+def stop_all(handles: Mapping[str, Any]) -> None:
+    """Have actors stop in good order; one that is late or fails is not waited for."""
+    list(call_all(handles, "stop").answers(_STOP_TIMEOUT_S))
+
+
+def kill_all(handles: Iterable[Any]) -> None:
+    """End actors at once."""
+    for handle in handles:
+        with contextlib.suppress(Exception):
+            ray.kill(handle)
 
 
 def _not_started(name: str, error: Exception, *, log: str) -> Exception:
