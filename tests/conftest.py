@@ -4,12 +4,8 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from areal_lite.record.run_folder import RunFolder
 
 # Read when torch is imported, here and in every process that a test starts. Two threads on these tiny matrices, beside
 # other processes, spend their time waiting for each other.
@@ -30,11 +26,3 @@ def ray_cluster() -> Iterator[None]:
 def loop_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the integration tests keep the model and data that they share."""
     return tmp_path_factory.mktemp("loop")
-
-
-@pytest.fixture(scope="session")
-def synchronous_run(ray_cluster: None, loop_folder: Path) -> "tuple[dict[str, Any], RunFolder]":
-    """A run at eta = 0 with processes of its own, where nothing depends on time: what should be equal is held to it."""
-    from loop_builders import run_loop, synchronous_config
-
-    return run_loop(synchronous_config(loop_folder, dir=str(loop_folder / "synchronous")))

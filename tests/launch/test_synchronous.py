@@ -5,28 +5,25 @@ verification, the taking of batches, the dealing of rows, and the hand-over of w
 """
 
 import asyncio
-import json
 import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from engine_builders import LocalEngines, SyncClient, vllm_engine
-from loop_builders import SYNCHRONOUS_STEPS, synchronous_config
+from loop_builders import SYNCHRONOUS_STEPS, run_loop, synchronous_config
 from loop_verifiers import digit_share
 from torch_engine import TorchEngine
 from transformers import AutoTokenizer
 
-from areal_lite.config.recipe import Config, parse_config
+from areal_lite.config.recipe import Config
 from areal_lite.data.cursor import PromptCursor
 from areal_lite.data.prompts import load_source
 from areal_lite.events import EventBuffer
-from areal_lite.record.run_folder import RunFolder
 from areal_lite.rollout.engine import GenerationEngine, Sampling
 from areal_lite.rollout.worker import RolloutWorker, sample_seed
 from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
@@ -237,15 +234,15 @@ def test_eta_0_with_a_torch_engine_is_the_plain_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.loop
-def test_eta_0_with_vllm_is_the_plain_loop(synchronous_run: tuple[dict[str, Any], RunFolder]) -> None:
+def test_eta_0_with_vllm_is_the_plain_loop(ray_cluster: None, loop_folder: Path) -> None:
     """The `loss` column of a real run equals the losses of a plain loop around an engine in this process.
 
     Seen failing with room for one group more than eta allows, and with a hand-over that resumes before it publishes.
     """
     from areal_lite.weights.publisher import WeightPublisher
 
-    _, folder = synchronous_run
-    config = parse_config(json.loads((folder.path / "config.json").read_text()))
+    config = synchronous_config(loop_folder, dir=str(loop_folder / "synchronous"))
+    _, folder = run_loop(config)
     trainer = make_trainer(config)
     publisher = WeightPublisher(
         trainer.model, transport="gloo", dtype=torch.float32, rank=0, host="127.0.0.1", timeout_s=SOON_S

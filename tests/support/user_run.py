@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
+import psutil
+
 from areal_lite.record.run_folder import RunFolder
 
 __all__ = ["UserRun", "adopting_orphans", "alive"]
@@ -50,7 +52,7 @@ class UserRun:
         self.folder = RunFolder(run_folder)
         self.leftovers: list[str] | None = None
         """What outlived the command, known after `exit_code`."""
-        self._others = set(_children(os.getpid()))
+        self._others = set(_below(os.getpid(), recursive=False))
         self._pieces: list[bytes] = []
         self._terminal, theirs = pty.openpty()
         environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TERM": "xterm"}
@@ -114,21 +116,21 @@ class UserRun:
         """Process id of an actor: the topmost process that writes into its log."""
         log = str(self.folder.logs / f"{lane.replace('/', '-')}.log")
         writers = [pid for pid in self.processes() if _output_of(pid) == log]
-        (actor,) = [pid for pid in writers if _parent(pid) not in writers]
+        (actor,) = set(writers).difference(*map(_below, writers))
         return actor
 
     def engine_core(self, lane: str) -> int:
         """Process id of the engine-core process below a rollout actor."""
-        (core,) = [pid for pid in _descendants(self.actor(lane)) if b"EngineCore" in _command(pid)]
+        (core,) = [pid for pid in _below(self.actor(lane)) if "EngineCore" in _command(pid)]
         return core
 
     def tree(self, pid: int) -> list[int]:
         """A process and everything below it."""
-        return [pid, *_descendants(pid)]
+        return [pid, *_below(pid)]
 
     def processes(self) -> list[int]:
         """Everything that the command started and that is alive, orphans included."""
-        roots = set(_children(os.getpid())) - self._others
+        roots = set(_below(os.getpid(), recursive=False)) - self._others
         return [pid for root in roots for pid in self.tree(root) if alive(pid)]
 
     def _left_behind(self) -> list[str]:
@@ -136,7 +138,7 @@ class UserRun:
         deadline = time.monotonic() + 15
         while (pids := self.processes()) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        return [_command(pid).replace(b"\0", b" ").decode() for pid in pids]
+        return [_command(pid) for pid in pids]
 
     def _read(self) -> None:
         with suppress(OSError):  # Linux reports the end of a terminal as an error
@@ -146,39 +148,22 @@ class UserRun:
 
 def alive(pid: int) -> bool:
     """Whether a process exists and is no zombie."""
-    state = _stat(pid)
-    return bool(state) and state[0] != "Z"
+    with suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            found += map(int, path.read_text().split())
-    return found
+def _below(pid: int, *, recursive: bool = True) -> list[int]:
+    """Processes that another has started, and those that they have."""
+    with suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children(recursive=recursive)]
+    return []
 
 
-def _descendants(pid: int) -> list[int]:
-    return [below for child in _children(pid) for below in (child, *_descendants(child))]
-
-
-def _stat(pid: int) -> list[str]:
-    """State, parent and further fields of `/proc/<pid>/stat`, behind the name in brackets; empty when it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _parent(pid: int) -> int:
-    return int((_stat(pid) or [0, 0])[1])
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+def _command(pid: int) -> str:
+    with suppress(psutil.NoSuchProcess):
+        return " ".join(psutil.Process(pid).cmdline())
+    return ""
 
 
 def _output_of(pid: int) -> str:
