@@ -20,7 +20,7 @@ from areal_lite.config.recipe import Config
 from areal_lite.config.sections import RunConfig, WeightsConfig
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.events import Event
-from areal_lite.record.settings import differences
+from areal_lite.record.differences import differences
 from areal_lite.record.trace import to_trace
 
 __all__ = ["RunFolder", "read_rows"]

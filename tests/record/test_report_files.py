@@ -6,12 +6,12 @@ import pytest
 from report_builders import event, make_events, make_offline_run, make_run
 
 from areal_lite.errors import DataError
+from areal_lite.record.differences import changed, differences
 from areal_lite.record.report.charts import COLOURS, Line, lines, smoothed
 from areal_lite.record.report.curves import age_histogram, constants, diagnostics
 from areal_lite.record.report.read import read_run
-from areal_lite.record.report.sections import different_settings
-from areal_lite.record.report.times import lane_shares, length_charts, verifier_charts, verifier_table
-from areal_lite.record.settings import changed, differences
+from areal_lite.record.report.run_contents import different_settings
+from areal_lite.record.report.times import failure_table, lane_shares, length_charts, verifier_charts, verifier_table
 
 
 def test_a_half_written_line_is_left_out_and_noted(tmp_path: Path) -> None:
@@ -82,6 +82,14 @@ def test_lengths_and_latencies_are_those_of_the_log(tmp_path: Path) -> None:
     assert verifier_table(run) == [
         {"verifier": "math", "calls": 16, "timeouts": 1, "restarts": 0, "failures": 1.0, "p50 ms": 1.0, "p95 ms": 10.0}
     ]
+
+
+def test_failures_are_counted_once(tmp_path: Path) -> None:
+    """Rows count since the run's start or its resume. Seen failing with the rows' counts added up: 7."""
+    run = read_run(make_run(tmp_path / "run", steps=3))
+    for row, times in zip(run.metrics, (2, 3, 2), strict=True):
+        row["verifier_failures"] = {"timeout": times}
+    assert failure_table(run) == [{"what": "verifier failed", "reason": "timeout", "times": 5}]
 
 
 def test_ages_are_summed_over_all_steps_in_order(tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from areal_lite.errors import DataError
+from areal_lite.record.report.bench_contents import bench_sections
 from areal_lite.record.report.page import write_page
 from areal_lite.record.report.read import RunFiles, read_json, read_run, table
-from areal_lite.record.report.sections import bench_sections, comparison_sections, run_sections
+from areal_lite.record.report.run_contents import comparison_sections, run_sections
 
 __all__ = ["write_bench", "write_comparison", "write_report"]
 

@@ -1,5 +1,6 @@
 """Where the time went: shares of every lane, lengths of completions, latencies of verifiers; from the event log."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -125,8 +126,10 @@ def verifier_table(run: RunFiles) -> list[Row]:
 def failure_table(run: RunFiles) -> list[Row]:
     """Return what went wrong without ending the run, by kind and reason, over all steps."""
     total: Counter[tuple[str, str]] = Counter()
-    for row in run.metrics:
+    for before, row in itertools.pairwise([{}, *run.metrics]):
         for key, what in (("verifier_failures", "verifier failed"), ("messages_refused", "message refused")):
+            so_far = numbers(before.get(key))
             for reason, times in numbers(row.get(key)).items():
-                total[what, reason] += int(times)
+                # Counts begin anew with a resume.
+                total[what, reason] += int(times - so_far.get(reason, 0) if times >= so_far.get(reason, 0) else times)
     return [{"what": what, "reason": reason, "times": times} for (what, reason), times in total.most_common()]

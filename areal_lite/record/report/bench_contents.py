@@ -1,0 +1,87 @@
+"""What stands on the page about `results.json` of `areal-lite bench`, whichever benchmark wrote it."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from areal_lite.record.report.charts import COLOURS, Chart, Line, bars, lines
+from areal_lite.record.report.page import Block, Section, charts_block, figure_text
+from areal_lite.record.report.read import Row, numbers, table
+
+__all__ = ["bench_sections"]
+
+_PLACE = ("benchmark", "plan", "recipe", "commit", "processor", "cores", "best_synchronous")
+
+
+def bench_sections(results: Row) -> Iterator[Section]:
+    """Yield what is known by its shape: figures by mode with their spread, runs with a curve, rows of plain figures."""
+    place = {key: figure_text(results[key]) for key in _PLACE if results.get(key) is not None}
+    yield Section("Overview", [Block("tiles", _spaced(place)), Block("list", results.get("findings"))])
+    modes, runs = _rows(results.get("modes")), _rows(results.get("runs"))
+    yield Section("Modes", [Block("table", list(map(_mode_row, modes))), charts_block(_mode_charts(modes))])
+    curve = lines("held-out accuracy", list(map(_curve, runs)), x="trainer step", y="accuracy")
+    yield Section("Runs", [charts_block([curve]), Block("table", _plain(runs))])
+    for name, value in results.items():
+        if name not in ("modes", "runs"):
+            yield Section(name.replace("_", " ").capitalize(), [Block("table", _plain(_rows(value)))])
+    yield Section("All of it", [Block("folded", json.dumps(results, indent=1, ensure_ascii=False), "results.json")])
+
+
+def _mode_row(mode: Row) -> Row:
+    figures = {"over the best synchronous": mode.get("ratio")} | _spaced(table(mode.get("figures")))
+    known = {key: mode.get(key) for key in ("mode", "threads", "repeats")}
+    return known | {name: _spread_text(numbers(spread)) for name, spread in figures.items()}
+
+
+def _spread_text(spread: Mapping[str, float]) -> str:
+    median, ends = spread.get("median"), {spread.get("low"), spread.get("high")}
+    if len(ends) == 1 or None in ends:
+        return figure_text(median)
+    return f"{figure_text(median)} ({figure_text(spread['low'])} to {figure_text(spread['high'])})"
+
+
+def _mode_charts(modes: Sequence[Row]) -> Iterator[Chart | None]:
+    for key in dict.fromkeys(key for mode in modes for key in table(mode.get("figures"))):
+        yield _spread_chart(
+            key.replace("_", " "),
+            {str(mode.get("mode")): numbers(table(mode.get("figures")).get(key)) for mode in modes},
+        )
+    shares = {}
+    for mode in modes:
+        ages = numbers(mode.get("ages"))
+        shares[str(mode.get("mode"))] = {age: tokens / sum(ages.values()) for age, tokens in ages.items()}
+    yield bars("ages of the trained tokens", shares, x="versions", y="share of tokens")
+
+
+def _spread_chart(title: str, spreads: Mapping[str, Mapping[str, float]]) -> Chart | None:
+    known = {name: spread for name, spread in spreads.items() if "median" in spread}
+    medians = [spread["median"] for spread in known.values()]
+    error = {
+        "type": "data", "symmetric": False,
+        "array": [spread.get("high", spread["median"]) - spread["median"] for spread in known.values()],
+        "arrayminus": [spread["median"] - spread.get("low", spread["median"]) for spread in known.values()],
+    }  # fmt: skip
+    trace = {"type": "bar", "x": list(known), "y": medians, "error_y": error, "marker": {"color": COLOURS[0]}}
+    note = "median, and the spread of the repeats"
+    return Chart(title=title, data=[trace], layout={"showlegend": False}, note=note) if known else None
+
+
+def _curve(run: Row) -> Line:
+    curve = numbers(run.get("curve"))
+    return Line(
+        name=str(run.get("name")), x=list(map(float, curve)), y=list(curve.values()), style={"mode": "lines+markers"}
+    )
+
+
+def _plain(rows: Sequence[Row]) -> list[Row]:
+    """Keep figures and words; what is nested stands in the whole."""
+    keys = dict.fromkeys(key for row in rows for key, value in row.items() if isinstance(value, (str, int, float)))
+    return [_spaced({key: row.get(key) for key in keys}) for row in rows]
+
+
+def _spaced(row: Mapping[str, Any]) -> Row:
+    return {key.replace("_", " "): value for key, value in row.items()}
+
+
+def _rows(value: Any) -> list[Row]:
+    return [dict(row) for row in value if isinstance(row, Mapping)] if isinstance(value, list) else []
