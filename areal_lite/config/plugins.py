@@ -56,8 +56,8 @@ def split_name(name: str, *, kind: str) -> tuple[str, str]:
     location, colon, attribute = name.rpartition(":")
     if colon and location and attribute.isidentifier():
         return location, attribute
-    if name.endswith(_PICKLE):
-        return name, ""
+    if (path := name.removesuffix(":")).endswith(_PICKLE):  # also with both parts joined again
+        return path, ""
     for entry in entry_points(group=PLUGIN_GROUPS[kind], name=name) if kind in PLUGIN_GROUPS and not colon else ():
         return entry.module, entry.attr
     known = known_names(kind)

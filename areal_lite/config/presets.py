@@ -77,7 +77,7 @@ class ObjectiveConfig(Section):
 
     # Off-policy correction.
     proximal: Literal["recompute", "reuse", "behaviour"] = "recompute"
-    """proximal policy: one pass per batch, the current one (minibatches 1), or the behaviour policy (naive PPO)"""
+    """proximal policy: one pass per batch, the current one (needs minibatches 1), or behaviour (naive PPO)"""
     behaviour_weight: Literal["token", "sequence", "none"] = "token"
     """w = pi_prox/pi_behav of each token, or of the whole sequence"""
     behaviour_weight_cap: float = Field(5.0, gt=0)

@@ -64,6 +64,6 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
         >>> short_names(["math", "/srv/me/judge.py:brief"])
         {'math': 'math', '/srv/me/judge.py:brief': 'judge.py:brief'}
     """
-    short = {name: Path(name).name if ".py:" in name else name for name in names}
+    short = {name: Path(name).name if ".py:" in name or name.endswith(".pkl") else name for name in names}
     counts = Counter(short.values())
     return {name: text if counts[text] == 1 else name for name, text in short.items()}

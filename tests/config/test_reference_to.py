@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from areal_lite.cli.main import main
 from areal_lite.config.plugin_check import plugin_problems
 from areal_lite.config.plugins import find_function, reference_to
 from areal_lite.config.recipe import parse_config
@@ -66,6 +67,17 @@ def test_a_scripts_function_comes_without_the_script(tmp_path: Path) -> None:
         [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
     )
     assert find_function(done.stdout.strip(), kind="verifier")("", "", "") == 0.5
+
+
+def test_a_verifier_from_a_closure_scores_in_its_own_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen failing with its name taken apart and joined again, `...pkl:`."""
+    (tmp_path / "data.jsonl").write_text('{"question": "7+5=?", "answer": "12"}\n')
+    wanted = "12"
+    name = reference_to(lambda prompt, completion, answer, **row: float(completion == wanted), tmp_path)
+    assert main(["verify", name, "--data", str(tmp_path / "data.jsonl")]) == 0
+    assert "1 scored, 0 failed" in capsys.readouterr().out
 
 
 def test_what_cannot_be_written_down_is_named_with_a_remedy(tmp_path: Path) -> None:
