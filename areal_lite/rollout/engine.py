@@ -1,20 +1,12 @@
-"""What the project asks of a generation engine, and a deterministic stand-in for unit tests.
+"""What the project asks of a generation engine; `vllm_engine.py` holds the real one."""
 
-`RolloutWorker` drives a `GenerationEngine`; `vllm_engine.py` holds the real one.
-"""
-
-import asyncio
-import itertools
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-import numpy as np
+from areal_lite.types import Float32, Prompt, Sample
 
-from areal_lite.types import Float32, Prompt, Sample, StopReason, VersionSpan
-
-__all__ = ["GenerationEngine", "Interrupt", "Sampling", "ScriptedEngine", "token_limit"]
+__all__ = ["GenerationEngine", "Interrupt", "Sampling", "token_limit"]
 
 Interrupt = Literal["recompute", "keep_kv", "drain"]
 
@@ -80,75 +72,3 @@ class GenerationEngine(Protocol):
 def token_limit(prompt: Prompt, *, default: int) -> int:
     """Return the completion tokens that a prompt may get: a data row may set its own limit."""
     return int(prompt.row.get("max_new_tokens", default))
-
-
-class ScriptedEngine:
-    """Stand-in for unit tests: tokens come from the seed alone, one every `token_s` seconds.
-
-    It honours pause, resume and version stamps the way `recompute` does, so that version spans can be
-    checked without a model.
-    """
-
-    def __init__(self, *, token_s: float = 0.0, eos_id: int = 1, vocab_size: int = 10, tokenizer: Any = None) -> None:
-        self.tokens_generated = 0
-        self.tokenizer = tokenizer
-        self.version = 0
-        self.calls: list[str] = []
-        self._token_s, self._eos_id, self._vocab_size = token_s, eos_id, vocab_size
-        self._running = asyncio.Event()
-        self._running.set()
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Sample:
-        """Draw tokens until the end-of-sequence token or the limit."""
-        draw = random.Random(f"{sampling.seed}/{list(prompt_ids)}")
-        tokens: list[int] = []
-        versions: list[int] = []
-        while len(tokens) < sampling.max_new_tokens and (sampling.ignore_end or self._eos_id not in tokens):
-            await self._running.wait()
-            await asyncio.sleep(self._token_s)
-            tokens.append(draw.randrange(1, self._vocab_size))
-            versions.append(self.version)
-            self.tokens_generated += 1
-        return Sample(
-            token_ids=np.array(tokens, dtype=np.int32),
-            logprobs=np.full(len(tokens), -np.log(self._vocab_size - 1), dtype=np.float32),
-            spans=_spans(versions),
-            stop_reason=StopReason.STOP
-            if tokens[-1] == self._eos_id and not sampling.ignore_end
-            else StopReason.LENGTH,
-            text=" ".join(map(str, tokens))
-            if self.tokenizer is None
-            else self.tokenizer.decode(tokens, skip_special_tokens=True),
-        )
-
-    async def score(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Float32:
-        """Return the uniform log-probabilities that `generate` draws from."""
-        return np.full(len(output_ids), -np.log(self._vocab_size - 1), dtype=np.float32)
-
-    async def pause(self, interrupt: Interrupt) -> None:
-        """Hold every running sample before its next token."""
-        self.calls.append(f"pause({interrupt})")
-        self._running.clear()
-
-    async def resume(self) -> None:
-        """Let the samples go on."""
-        self.calls.append("resume")
-        self._running.set()
-
-    async def stamp(self, version: int) -> None:
-        """Label tokens from now on."""
-        self.calls.append(f"stamp({version})")
-        self.version = version
-
-    async def weights_call(self, method: str, argument: dict[str, Any] | None = None) -> None:
-        """Note the call."""
-        self.calls.append(method)
-
-    async def close(self) -> None:
-        """Note the call."""
-        self.calls.append("close")
-
-
-def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
-    edges = [i for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]] + [len(versions)]
-    return tuple(VersionSpan(version=versions[start], start=start, end=end) for start, end in itertools.pairwise(edges))

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted_engine import ScriptedEngine
 
 from areal_lite.cli.evaluate import _run
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import StallError
-from areal_lite.rollout.engine import ScriptedEngine
 from areal_lite.rollout.vllm_engine import VllmEngine
 from areal_lite.types import Prompt
 from areal_lite.verify.protocol import Reply

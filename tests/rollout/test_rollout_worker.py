@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 from queue_builders import connected, serving
+from scripted_engine import ScriptedEngine
 
 from areal_lite.errors import EngineError, LedgerError, QueueTimeout, WireError
 from areal_lite.events import EventBuffer
-from areal_lite.rollout.engine import Sampling, ScriptedEngine
+from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.worker import RolloutWorker, sample_seed
 from areal_lite.sample_queue.client import AsyncQueueClient
 from areal_lite.types import Group, Lease, Prompt, Sample, Score, StopReason

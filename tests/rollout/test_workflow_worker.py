@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from episode_builders import TOKENIZER, Speaker, run
+from scripted_engine import ScriptedEngine
 from test_rollout_worker import FakeQueue, make_lease, make_worker, serve_until, settle
 
-from areal_lite.rollout.engine import ScriptedEngine
 from areal_lite.rollout.runner import Workflows
 from areal_lite.rollout.worker import sample_seed
 from areal_lite.rollout.workflows import multi_turn, single_turn

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from episode_builders import TOKENIZER, UNCUT, Speaker, given_mask, ids, load, make_prompt, play, run, spans_of
+from scripted_engine import ScriptedEngine
 
 from areal_lite.errors import EngineError, EpisodeError
-from areal_lite.rollout.engine import Sampling, ScriptedEngine
+from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.runner import Workflows
 from areal_lite.types import StopReason
 

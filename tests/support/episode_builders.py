@@ -5,11 +5,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+from scripted_engine import ScriptedEngine
 
 from areal_lite.config.recipe import parse_config
 from areal_lite.data.demonstrations import PRINTABLE
 from areal_lite.data.tokenizer import build_char_tokenizer
-from areal_lite.rollout.engine import Sampling, ScriptedEngine
+from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.runner import Workflows, load_workflows
 from areal_lite.types import GIVEN, Prompt, Sample, StopReason, VersionSpan
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import ray
 from ledger_builders import FakeClock
+from scripted_engine import ScriptedEngine
 
 from areal_lite.actors import calls as calls_module
 from areal_lite.actors import rollout as rollout_module
@@ -21,7 +22,6 @@ from areal_lite.errors import EngineError, HandoverError
 from areal_lite.events import EventBuffer
 from areal_lite.launch.run import engines as engines_module
 from areal_lite.launch.run.engines import RayEngines
-from areal_lite.rollout.engine import ScriptedEngine
 from areal_lite.watchdog import Watchdog
 from areal_lite.weights.handover import hand_over
 

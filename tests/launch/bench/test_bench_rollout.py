@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from loop_builders import loop_config
+from scripted_engine import ScriptedEngine
 
 from areal_lite.cli.main import main
 from areal_lite.errors import ConfigError
@@ -15,7 +16,7 @@ from areal_lite.events import EventBuffer
 from areal_lite.launch.bench.harness import in_turns
 from areal_lite.launch.bench.rollout import CASES, Measurement, bench_config, plain_requests, summarise, targets
 from areal_lite.launch.bench.view import COLUMNS
-from areal_lite.rollout.engine import Sampling, ScriptedEngine
+from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.runner import load_workflows
 from areal_lite.rollout.worker import RolloutWorker
 from areal_lite.sample_queue.ledger import Ledger, LedgerSettings

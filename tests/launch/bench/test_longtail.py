@@ -5,11 +5,12 @@ import statistics
 import numpy as np
 import pytest
 from episode_builders import load, make_prompt, play, run
+from scripted_engine import ScriptedEngine
 
 from areal_lite.config.recipe import load_config
 from areal_lite.errors import PluginError
 from areal_lite.launch.bench.longtail import draw_length
-from areal_lite.rollout.engine import Sampling, ScriptedEngine
+from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.runner import Workflows, complete_greedily
 from areal_lite.types import StopReason
 
