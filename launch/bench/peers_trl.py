@@ -144,11 +144,10 @@ def _train(settings: Mapping[str, Any]) -> None:
                 self._evaluate(step, kwargs["model"])
 
         def _evaluate(self, step: int, model: Any) -> None:
-            every, last = settings["every"], settings["steps"]
+            every, last = settings["every"], settings["grpo"]["max_steps"]
             if every and (step % every == 0 or step == last):
-                accuracy = greedy_accuracy(
-                    model, tokenizer, settings["problems"], max_new_tokens=settings["max_new_tokens"]
-                )
+                longest = settings["grpo"]["max_completion_length"]
+                accuracy = greedy_accuracy(model, tokenizer, settings["problems"], max_new_tokens=longest)
                 tell("accuracy", step=step, accuracy=accuracy)
 
     prompts, answers = zip(*settings["prompts"], strict=True)
@@ -156,54 +155,12 @@ def _train(settings: Mapping[str, Any]) -> None:
         trainer = GRPOTrainer(
             model=settings["model"],
             reward_funcs=reward,
-            args=GRPOConfig(output_dir=folder, **_config(settings)),
+            args=GRPOConfig(output_dir=folder, **settings["grpo"]),
             train_dataset=Dataset.from_dict({"prompt": list(prompts), "answer": list(answers)}),
             processing_class=tokenizer,
             callbacks=[Watch()],
         )
         trainer.train()
-
-
-def _config(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `GRPOConfig`: one optimiser step per generated batch, on-policy, without KL."""
-    batch = settings["groups"] * settings["samples_per_group"]
-    return {
-        # What is compared: the same as in the recipe.
-        "seed": settings["seed"],
-        "max_steps": settings["steps"],
-        "num_generations": settings["samples_per_group"],
-        "shuffle_dataset": False,
-        "max_completion_length": settings["max_new_tokens"],
-        "temperature": settings["temperature"],
-        "learning_rate": settings["lr"],
-        "lr_scheduler_type": "constant",
-        "adam_beta1": settings["beta1"],
-        "adam_beta2": settings["beta2"],
-        "weight_decay": settings["weight_decay"],
-        "max_grad_norm": settings["max_grad_norm"],
-        # The loss of the preset `areal` where proximal = current: all tokens of the batch weigh the same.
-        "loss_type": "dapo",
-        "scale_rewards": "group",
-        "beta": 0.0,
-        "epsilon": settings["clip_low"],
-        "epsilon_high": settings["clip_high"],
-        # Equal gradient work: each batch is generated at once and trained once, in one optimiser step.
-        "num_iterations": 1,
-        "per_device_train_batch_size": settings["per_device"],
-        "gradient_accumulation_steps": batch // settings["per_device"],
-        "steps_per_generation": batch // settings["per_device"],
-        # float32 on a CPU, as ours; and nothing that would only cost TRL time.
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "model_init_kwargs": {"dtype": "float32"},
-        "optim": "adamw_torch_fused",
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-    }
 
 
 def _value(number: str) -> Decimal:

@@ -89,7 +89,7 @@ def bench(settings: QueueBench, *, out: Path) -> int:
     over = "queue over ray.util.queue.Queue, 8 x 1,000 tokens, {} clients"
     targets = [target(over.format(row["clients"]), row["over"]["ray"], at_least=5.0) for row in ours]
     finish("queue", title="groups from rollout to trainer", settings=asdict(settings), rows=rows, targets=targets,
-           packages=("ray", "pyzmq", "msgpack", "numpy"), out=out, console=console)  # fmt: skip
+           out=out, console=console)  # fmt: skip
     return 0
 
 

