@@ -14,13 +14,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+import transformers
 from rich.console import Console
 
+from areal_lite.actors.calls import result
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.errors import ConfigError
 from areal_lite.events import Event, EventBuffer
 from areal_lite.launch.bench.harness import finish, ratios
 from areal_lite.rollout.engine import Sampling
+from areal_lite.train.warm_start import ensure_warm_start
 
 __all__ = ["PARTS", "HandoverBench", "Size", "bench", "measure_handovers", "parse_size", "parts", "row"]
 
@@ -115,12 +119,7 @@ def measure_handovers(settings: HandoverBench, size: Size, *, logs: Path) -> dic
     Raises:
         ArealLiteError: Something does not start, or an engine is lost.
     """
-    # Heavy, and not needed to find a mistake in what was typed.
-    import torch
-    import transformers
-
-    from areal_lite.launch.bench.one_engine import one_engine
-    from areal_lite.train.warm_start import ensure_warm_start
+    from areal_lite.launch.bench.one_engine import one_engine  # imports vLLM
 
     config = _config(settings, size)
     transformers.utils.logging.disable_progress_bar()
@@ -139,9 +138,6 @@ def _handovers(
     settings: HandoverBench, config: Config, cluster: Any, actor: Any, *, flat: Any
 ) -> Iterator[tuple[list[Event], float]]:
     """Yield the events of each hand-over, and the time of a memory copy of the same bytes behind it."""
-    import torch
-
-    from areal_lite.actors.calls import result
     from areal_lite.launch.bench.one_engine import publish
 
     requests = functools.partial(_requests, settings.requests, settings.new_tokens)
@@ -172,8 +168,6 @@ def _requests(
 
 
 def _timed_copy(source: Any, copy: Any) -> float:
-    import torch
-
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the engine has the other cores
     begins = time.perf_counter()

@@ -3,7 +3,7 @@
     python -P peers_trl.py SETTINGS.json    trains; each line on stdout is a JSON object, see `tell`
     python -P peers_trl.py                  only imports what it would use: whether the environment is whole
 
-The first runs in TRL's own environment (`peers_bench.py` makes it) and imports nothing of areal_lite. `last_number` and
+The first runs in the environment that `peers_process.py` makes and imports nothing of areal_lite. `last_number` and
 `greedy_accuracy` are used for both sides.
 """
 

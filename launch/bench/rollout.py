@@ -4,17 +4,18 @@ The processes are those of a run: queue, verifier, trainer ranks, and one engine
 by a plain loop. Both take the prompts of the recipe in the same order, with the same seeds.
 """
 
-import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import ray
 from rich.console import Console
 
+from areal_lite.actors.calls import result
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.data.mix import make_cursor
 from areal_lite.data.prompts import load_sources
@@ -109,7 +110,7 @@ def bench_config(recipe: str, overrides: Sequence[str]) -> Config:
     ours = {"rollout.workers": 1, "rollout.interrupt": "recompute", "queue.max_staleness": _NEVER_CLOSED,
             "queue.on_stale": "mask", "run.steps": _NEVER_CLOSED}  # fmt: skip
     config = load_config(recipe, [*overrides, *(f"{key}={value}" for key, value in ours.items())])
-    _sampling_of(config)
+    _lengths_of(config)
     return with_absolute_paths(config)
 
 
@@ -147,16 +148,29 @@ def plain_requests(config: Config, cursor: _Cursor) -> Iterator[tuple[list[int],
         config: The recipe.
         cursor: Like that of the worker's queue.
     """
-    sampling = _sampling_of(config)
+    lengths = _lengths_of(config)
     while True:
         prompt = cursor.next()
+        longest = token_limit(prompt, default=config.rollout.max_new_tokens)
         for index in range(config.queue.samples_per_group):
             seed = sample_seed(config.run.seed, f"{prompt.prompt_id}#0", index)
-            yield list(prompt.token_ids), sampling(prompt, seed)
+            yield (
+                list(prompt.token_ids),
+                Sampling(
+                    max_new_tokens=longest if lengths is None else draw_length(seed, longest=longest, **lengths),
+                    temperature=config.rollout.temperature,
+                    seed=seed,
+                    ignore_end=lengths is not None,
+                ),
+            )
 
 
-def _sampling_of(config: Config) -> Callable[[Prompt, int], Sampling]:
-    """Return the recipe's workflow as a function from prompt and seed to the one request that it makes."""
+def _lengths_of(config: Config) -> Any:
+    """Return what the recipe's workflow draws lengths with; None where its one request ends by itself.
+
+    Raises:
+        ConfigError: The workflow makes other requests.
+    """
     workflows = load_workflows(config)
     function, arguments = workflows.loaded[workflows.default]
     if function not in (single_turn, drawn_length):
@@ -164,17 +178,7 @@ def _sampling_of(config: Config) -> Callable[[Prompt, int], Sampling]:
             "bench rollout compares with single requests to vLLM, so rollout.workflow must be single_turn or "
             f"areal_lite.launch.bench.longtail:drawn_length, got {config.rollout.workflow}: choose another recipe"
         )
-
-    def sampling(prompt: Prompt, seed: int, *, draws: bool) -> Sampling:
-        longest = token_limit(prompt, default=config.rollout.max_new_tokens)
-        return Sampling(
-            max_new_tokens=draw_length(seed, longest=longest, **arguments) if draws else longest,
-            temperature=config.rollout.temperature,
-            seed=seed,
-            ignore_end=draws,
-        )
-
-    return functools.partial(sampling, draws=function is drawn_length)
+    return arguments if function is drawn_length else None
 
 
 def _requests(config: Config, tokenizer: Any) -> Iterator[tuple[list[int], Sampling]]:
@@ -246,7 +250,7 @@ class _MeasuredRollout:
         self._ask("resume")
         yield
         self._ask("end_worker")
-        self._result(self._serving)
+        result(self._serving)
         queue = self._cluster.queue
         queue.forget(worker=LANE)
         while queue.take(batch_id=(batch_id := next(self._batches)), wait_s=0.0) is not None:  # forget what is done
@@ -258,25 +262,18 @@ class _MeasuredRollout:
         self._serving = self._actor.fill.remote(_requests, self._config.rollout.slots, alone=True)
         yield
         self._ask("empty")
-        self._result(self._serving)
+        result(self._serving)
 
     def _wait(self, until: float) -> None:
         """Collect events as a controller does, until a time; raise what ended generation or verification."""
-        import ray
-
         while (left := until - time.monotonic()) > 0:
             ended, _ = ray.wait([self._serving, *self._verifying], timeout=min(left, _POLL_S))
             for reference in ended:
-                self._result(reference)
+                result(reference)
             self._cluster.collect()
 
     def _ask(self, method: str) -> Any:
-        return self._result(getattr(self._actor, method).remote())
-
-    def _result(self, reference: Any) -> Any:
-        from areal_lite.actors.calls import result
-
-        return result(reference)
+        return result(getattr(self._actor, method).remote())
 
 
 def _between(
