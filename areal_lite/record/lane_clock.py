@@ -1,15 +1,17 @@
 """Shares of time from the event log: how long each lane spent in which state.
 
-A `LaneClock` is fed the events of one lane in order. A reading changes nothing, so that events that arrive late still
-count from their own time; a share is of the difference of two readings.
+A reading of a clock changes nothing, so that events that arrive late still count from their own time; a share is of the
+difference of two readings.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 from areal_lite.events import Event
 
-__all__ = ["PAUSE_PARTS", "LaneClock", "fraction", "rollout_clock", "trainer_clock"]
+__all__ = ["PAUSE_PARTS", "LaneClocks", "Stretch"]
 
 PAUSE_PARTS = ("pausing", "transferring", "reloading", "stamping")
 """States of a rollout lane that make up a pause, from the pause call to the resume."""
@@ -28,7 +30,7 @@ _ROLLOUT_STATES = {
 _TRAINER_STATES = {"wait": "waiting", "train": "training", "trained": "publishing", "published": "other"}
 
 
-class LaneClock:
+class _LaneClock:
     """Adds up the seconds one lane spends in each state, and its running samples over time.
 
     Example: `running n=2` at 0 s, `pause` at 3 s, `resumed` at 4 s; read at 5 s gives
@@ -62,18 +64,68 @@ class LaneClock:
         return dict(totals)
 
 
-def rollout_clock() -> LaneClock:
-    """Clock of a rollout lane: generating, idle, draining, and the four parts of a pause."""
-    return LaneClock(_ROLLOUT_STATES, "generating")
+class LaneClocks:
+    """A clock for the trainer and one for each rollout lane that is heard of."""
+
+    def __init__(self) -> None:
+        self._clocks = {"trainer": _LaneClock(_TRAINER_STATES, "other")}
+
+    def feed(self, events: Iterable[Event]) -> None:
+        """Take events of any lanes, each lane's in order of time."""
+        for event in events:
+            is_lost = event["kind"] == "lost"
+            lane = event["worker"] if is_lost else event["lane"]
+            if lane.startswith("rollout/") and not is_lost and lane not in self._clocks:
+                self._clocks[lane] = _LaneClock(_ROLLOUT_STATES, "generating")
+            if lane in self._clocks:
+                self._clocks[lane].feed(event)
+
+    def read(self, time: float) -> dict[str, dict[str, float]]:
+        """Return a reading of every clock, by lane."""
+        return {lane: clock.read(time) for lane, clock in self._clocks.items()}
 
 
-def trainer_clock() -> LaneClock:
-    """Clock of the trainer lane: waiting, training, publishing, other."""
-    return LaneClock(_TRAINER_STATES, "other")
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What the lanes did between two readings of all clocks."""
 
+    before: Mapping[str, Mapping[str, float]]
+    after: Mapping[str, Mapping[str, float]]
 
-def fraction(before: Mapping[str, float], after: Mapping[str, float], *states: str) -> float:
-    """Share of the time between two readings of a clock that was spent in some states."""
-    spent = {state: total - before.get(state, 0.0) for state, total in after.items() if state != "slot_seconds"}
-    elapsed = sum(spent.values())
-    return sum(spent.get(state, 0.0) for state in states) / elapsed if elapsed > 0 else 0.0
+    @classmethod
+    def of(cls, events: Sequence[Event], *, start: float, end: float) -> Self:
+        """Return what an event log says of the time between two moments."""
+        clocks, in_order = LaneClocks(), sorted(events, key=lambda event: event["time"])
+        clocks.feed(event for event in in_order if event["time"] <= start)
+        before = clocks.read(start)
+        clocks.feed(event for event in in_order if start < event["time"] <= end)
+        return cls(before, clocks.read(end))
+
+    @property
+    def workers(self) -> list[str]:
+        """The rollout lanes."""
+        return [lane for lane in self.after if lane != "trainer"]
+
+    @property
+    def slot_seconds(self) -> float:
+        """Integral of the running samples, of all workers."""
+        return sum(self._gained(lane).get("slot_seconds", 0.0) for lane in self.workers)
+
+    def spent(self, *states: str) -> float:
+        """Seconds in some states, added up over the workers."""
+        return sum(self._gained(lane).get(state, 0.0) for lane in self.workers for state in states)
+
+    def shares(self, lane: str) -> dict[str, float]:
+        """Share of a lane's time by state; empty for no time."""
+        spent = {state: seconds for state, seconds in self._gained(lane).items() if state != "slot_seconds"}
+        elapsed = sum(spent.values())
+        return {state: seconds / elapsed for state, seconds in spent.items() if seconds > 0}
+
+    def share(self, *states: str, lane: str | None = None) -> float:
+        """Share of the time in some states: of one lane, or the workers' mean."""
+        shares = [self.shares(one) for one in ([lane] if lane else self.workers)]
+        return sum(one.get(state, 0.0) for one in shares for state in states) / max(len(shares), 1)
+
+    def _gained(self, lane: str) -> dict[str, float]:
+        before = self.before.get(lane, {})
+        return {name: total - before.get(name, 0.0) for name, total in self.after.get(lane, {}).items()}

@@ -8,13 +8,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_lite.config.recipe import Config
 from areal_lite.events import Event
-from areal_lite.record.lane_clock import PAUSE_PARTS, LaneClock, fraction, rollout_clock, trainer_clock
+from areal_lite.record.lane_clock import PAUSE_PARTS, LaneClocks, Stretch
 from areal_lite.record.lanes import lane_events, sample_lengths, slices
 from areal_lite.record.metrics import METRICS
 from areal_lite.record.recorder import Recorder, mean_of_ends
@@ -31,20 +29,14 @@ class OnlineRecorder(Recorder):
     def __init__(self, config: Config, folder: RunFolder) -> None:
         super().__init__(folder, METRICS)
         self._config = config
-        self._clocks: dict[str, LaneClock] = {"trainer": trainer_clock()}
-        self._last = self._first = _Moment(time=time.time(), tokens=0.0, steps=0, lanes={})
+        self._clocks = LaneClocks()
+        self._last = self._first = _Moment(time.time(), tokens=0.0, steps=0, lanes={})
         self._pending: dict[str, Any] = {}
 
     def feed(self, events: Sequence[Event]) -> None:
         """Take events, each lane's in order of time."""
         super().feed(events)
-        for event in events:
-            is_lost = event["kind"] == "lost"
-            lane = event["worker"] if is_lost else event["lane"]
-            if lane.startswith("rollout/") and not is_lost:
-                self._clocks.setdefault(lane, rollout_clock())
-            if lane in self._clocks:
-                self._clocks[lane].feed(event)
+        self._clocks.feed(events)
 
     def evaluation(self, step: int, accuracy: float, *, by_source: Mapping[str, float]) -> None:
         """Note a held-out accuracy, over all and by data source; it stands in the next row and in the summary."""
@@ -76,21 +68,19 @@ class OnlineRecorder(Recorder):
         Returns:
             The row.
         """
-        now = time.time()
-        lanes = {lane: clock.read(now) for lane, clock in self._clocks.items()}
-        moment = _Moment(time=now, tokens=tokens_generated, steps=self._last.steps + 1, lanes=lanes)
-        since = _Stretch(self._last, moment)
+        now, before = time.time(), self._last
+        self._last = _Moment(now, tokens_generated, before.steps + 1, self._clocks.read(now))
+        if self._last.steps == 1:
+            self._first = self._last
         measured = {
             **timings,
             "age_histogram": {str(age): count for age, count in stats["age_histogram"].items()},
-            "paused_s": since.spent(*PAUSE_PARTS),
-            **self._rates(since),
+            "paused_s": Stretch(before.lanes, self._last.lanes).spent(*PAUSE_PARTS),
+            **self._rates(before),
             **self._pending,
             "ledger": dict(ledger),
         }
-        self._pending, self._last = {}, moment
-        if moment.steps == 1:
-            self._first = moment
+        self._pending = {}
         return self.write(step, **{**stats, **measured})
 
     def samples(self, step: int, groups: Iterable[Group]) -> None:
@@ -99,30 +89,29 @@ class OnlineRecorder(Recorder):
 
     def shares(self) -> dict[str, float]:
         """Shares of the time between the first and the last trained step: idle, paused and its parts, occupancy."""
-        run = _Stretch(self._first, self._last)
-        workers, trainer = partial(run.share, run.workers), partial(run.share, ["trainer"])
+        run, trainer = Stretch(self._first.lanes, self._last.lanes), ("training", "publishing", "other")
         return {
-            "rollout_occupancy": self._rates(run)["rollout_occupancy"],
-            "rollout_idle_fraction": workers("idle"),
-            "rollout_draining_fraction": workers("draining"),
-            "trainer_idle_fraction": trainer("waiting"),
-            **{f"trainer_{state}_fraction": trainer(state) for state in ("training", "publishing", "other")},
-            "paused_fraction": workers(*PAUSE_PARTS),
-            **{f"paused_fraction_{part}": workers(part) for part in PAUSE_PARTS},
+            "rollout_occupancy": self._rates(self._first)["rollout_occupancy"],
+            "rollout_idle_fraction": run.share("idle"),
+            "rollout_draining_fraction": run.share("draining"),
+            "trainer_idle_fraction": run.share("waiting", lane="trainer"),
+            **{f"trainer_{state}_fraction": run.share(state, lane="trainer") for state in trainer},
+            "paused_fraction": run.share(*PAUSE_PARTS),
+            **{f"paused_fraction_{part}": run.share(part) for part in PAUSE_PARTS},
         }
 
     def summary(self, status: str, *, ledger: Mapping[str, int]) -> dict[str, Any]:
         """Write `summary.json` and `trace.json`, and return the summary."""
-        rows, run = self.rows, _Stretch(self._first, self._last)
-        trained = rows[len(rows) - run.steps :]
+        rows, seconds = self.rows, max(self._last.time - self._first.time, 1e-9)
+        trained = rows[len(rows) - (self._last.steps - self._first.steps) :]
         evaluations = sorted(self.evaluations.items())
         parity = [row.get("parity_max_abs_logprob_diff") for row in [*rows, self._pending]]
         events = self._folder.read("events.jsonl")
         lanes = [found for lane, found in lane_events(events).items() if lane.startswith("rollout/")]
         pauses = [end - start for found in lanes for kind, start, end, _ in slices(found)]
         figures = {
-            **self._rates(run),
-            "trained_tokens_per_s": sum(row["tokens_trained"] for row in trained) / run.seconds,
+            **self._rates(self._first),
+            "trained_tokens_per_s": sum(row["tokens_trained"] for row in trained) / seconds,
             **mean_of_ends(rows, "reward_mean", "reward"),
             "eval": {str(step): found["accuracy"] for step, found in evaluations},
             "eval_by_source": {str(step): found["by_source"] for step, found in evaluations},
@@ -138,17 +127,19 @@ class OnlineRecorder(Recorder):
         }
         return self.sum_up(status, figures)
 
-    def _rates(self, stretch: "_Stretch") -> dict[str, float]:
-        slots = self._config.rollout.slots * max(len(stretch.workers), 1)
+    def _rates(self, since: "_Moment") -> dict[str, float]:
+        """Return what was done a second, and the share of slots in use, from an earlier moment to the last."""
+        seconds = max(self._last.time - since.time, 1e-9)
+        lanes = Stretch(since.lanes, self._last.lanes)
+        slots = self._config.rollout.slots * max(len(lanes.workers), 1)
         return {
-            "samples_per_s": stretch.steps * self._config.samples_per_step / stretch.seconds,
-            "gen_tokens_per_s": (stretch.after.tokens - stretch.before.tokens) / stretch.seconds,
-            "rollout_occupancy": stretch.spent("slot_seconds") / (stretch.seconds * slots),
+            "samples_per_s": (self._last.steps - since.steps) * self._config.samples_per_step / seconds,
+            "gen_tokens_per_s": (self._last.tokens - since.tokens) / seconds,
+            "rollout_occupancy": lanes.slot_seconds / (seconds * slots),
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Moment:
+class _Moment(NamedTuple):
     """What was known when a row was written."""
 
     time: float
@@ -157,37 +148,6 @@ class _Moment:
     """Rows written by this process."""
     lanes: Mapping[str, Mapping[str, float]]
     """A reading of every clock."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """The time between two moments."""
-
-    before: _Moment
-    after: _Moment
-
-    @property
-    def seconds(self) -> float:
-        return max(self.after.time - self.before.time, 1e-9)
-
-    @property
-    def steps(self) -> int:
-        return self.after.steps - self.before.steps
-
-    @property
-    def workers(self) -> list[str]:
-        return [lane for lane in self.after.lanes if lane != "trainer"]
-
-    def spent(self, *totals: str) -> float:
-        """Add up what the workers' clocks gained, in seconds."""
-        lanes = [(self.before.lanes.get(lane, {}), self.after.lanes[lane]) for lane in self.workers]
-        return sum(after.get(name, 0.0) - before.get(name, 0.0) for before, after in lanes for name in totals)
-
-    def share(self, lanes: Sequence[str], *states: str) -> float:
-        """Return the share of time in some states, mean over lanes."""
-        before, after = self.before.lanes, self.after.lanes
-        shares = [fraction(before.get(lane, {}), after.get(lane, {}), *states) for lane in lanes]
-        return sum(shares) / max(len(shares), 1)
 
 
 def _median(values: Sequence[float]) -> float:

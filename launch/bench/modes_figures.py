@@ -18,7 +18,7 @@ from areal_lite.events import Event
 from areal_lite.launch.bench.harness import ratios
 from areal_lite.launch.bench.modes_runs import MODES
 from areal_lite.launch.bench.view import Row, spread
-from areal_lite.record.lane_clock import PAUSE_PARTS, LaneClock, fraction, rollout_clock, trainer_clock
+from areal_lite.record.lane_clock import PAUSE_PARTS, Stretch
 
 __all__ = ["best_setting", "best_synchronous", "compare", "findings", "measure", "measured_steps", "percentiles",
            "reward_at"]  # fmt: skip
@@ -113,34 +113,16 @@ def percentiles(values: Sequence[int], percents: Sequence[float] = (10, 50, 90, 
 
 
 def _shares(events: Sequence[Event], *, begin: float, end: float, slots: int) -> dict[str, float]:
-    def readings(lane: str, clock: LaneClock) -> tuple[dict[str, float], dict[str, float]]:
-        """Read a lane's clock at both times; it cannot be read at a time before the event it was last fed."""
-        own = [event for event in events if event["lane"] == lane and event["time"] <= end]
-        num_early = sum(event["time"] <= begin for event in own)
-        for event in own[:num_early]:
-            clock.feed(event)
-        before = clock.read(begin)
-        for event in own[num_early:]:
-            clock.feed(event)
-        return before, clock.read(end)
-
-    lanes = sorted({event["lane"] for event in events if event["lane"].startswith("rollout/")})
-    engines = [readings(lane, rollout_clock()) for lane in lanes]
-    trainer = readings("trainer", trainer_clock())
-
-    def share(*states: str) -> float:
-        return statistics.fmean(fraction(*both, *states) for both in engines)
-
+    run = Stretch.of(events, start=begin, end=end)
     # A publication begins when the last engine has drained: until then the trainer waits, whatever its lane says.
-    held_up = max(fraction(*both, "draining") for both in engines)
-    busy = sum(last.get("slot_seconds", 0.0) - first.get("slot_seconds", 0.0) for first, last in engines)
+    held_up = max(run.share("draining", lane=lane) for lane in run.workers)
     return {
-        "occupancy": busy / ((end - begin) * slots * len(lanes)),
-        "generator_idle": share("idle"),
-        "generator_draining": share("draining"),
-        "generator_paused": share(*PAUSE_PARTS),
-        "trainer_idle": fraction(*trainer, "waiting") + held_up,
-        "trainer_publishing": fraction(*trainer, "publishing") - held_up,
+        "occupancy": run.slot_seconds / ((end - begin) * slots * len(run.workers)),
+        "generator_idle": run.share("idle"),
+        "generator_draining": run.share("draining"),
+        "generator_paused": run.share(*PAUSE_PARTS),
+        "trainer_idle": run.share("waiting", lane="trainer") + held_up,
+        "trainer_publishing": run.share("publishing", lane="trainer") - held_up,
     }
 
 

@@ -7,21 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_lite.events import Event, EventBuffer
-from areal_lite.record.lane_clock import LaneClock, fraction, rollout_clock, trainer_clock
+from areal_lite.record.lane_clock import LaneClocks, Stretch
+
+LANE = "rollout/0"
 
 
-def events(*rows: tuple[float, str] | tuple[float, str, int]) -> list[Event]:
+def events(*rows: tuple[float, str] | tuple[float, str, int], lane: str = LANE) -> list[Event]:
     """`(time, kind)`, or `(time, "running", n)`."""
-    return [
-        {"time": row[0], "lane": "rollout/0", "kind": row[1], **({"n": row[2]} if len(row) == 3 else {})}
-        for row in rows
-    ]
+    return [{"time": row[0], "lane": lane, "kind": row[1], **({"n": row[2]} if len(row) == 3 else {})} for row in rows]
 
 
-def fed(clock: LaneClock, log: list[Event]) -> LaneClock:
-    for event in log:
-        clock.feed(event)
-    return clock
+def fed(clocks: LaneClocks, log: list[Event]) -> LaneClocks:
+    clocks.feed(log)
+    return clocks
+
+
+def share(before: dict[str, float], after: dict[str, float], *states: str) -> float:
+    return Stretch({LANE: before}, {LANE: after}).share(*states)
 
 
 #  0 ..  2 nothing runs: idle
@@ -56,13 +58,13 @@ TOTALS = {
 
 def test_idle_generating_and_the_parts_of_a_pause() -> None:
     """Seen failing with idle counted while paused, and with `update_received` taken for the end of the pause."""
-    assert fed(rollout_clock(), PAUSED).read(20.0) == pytest.approx(TOTALS)
+    assert fed(LaneClocks(), PAUSED).read(20.0)[LANE] == pytest.approx(TOTALS)
 
 
 def test_an_engine_with_nothing_running_is_paused_not_idle_during_a_pause() -> None:
     """Seen failing with idle decided by the running samples alone."""
     log = events((0.0, "resumed"), (1.0, "pause"), (3.0, "paused"), (4.0, "resumed"))
-    assert fed(rollout_clock(), log).read(6.0) == pytest.approx(
+    assert fed(LaneClocks(), log).read(6.0)[LANE] == pytest.approx(
         {"idle": 3.0, "pausing": 2.0, "transferring": 1.0, "slot_seconds": 0.0}
     )
 
@@ -72,35 +74,43 @@ def test_draining_is_counted_apart_from_the_pause() -> None:
     log = events(
         (0.0, "running", 3), (2.0, "drain"), (5.0, "running", 1), (7.0, "running", 0), (7.0, "paused"), (8.0, "resumed")
     )
-    assert fed(rollout_clock(), log).read(9.0) == pytest.approx(
+    assert fed(LaneClocks(), log).read(9.0)[LANE] == pytest.approx(
         {"generating": 2.0, "draining": 5.0, "transferring": 1.0, "idle": 1.0, "slot_seconds": 3 * 5.0 + 2.0}
     )
 
 
 def test_a_lost_worker_is_neither_idle_nor_busy() -> None:
     """Seen failing without the `lost` state: its last samples counted as running to the end of the run."""
-    log = events((0.0, "running", 8), (3.0, "lost"))
-    assert fed(rollout_clock(), log).read(103.0) == pytest.approx(
+    log = [*events((0.0, "running", 8)), {"time": 3.0, "lane": "controller", "kind": "lost", "worker": LANE}]
+    assert fed(LaneClocks(), log).read(103.0)[LANE] == pytest.approx(
         {"generating": 3.0, "lost": 100.0, "slot_seconds": 24.0}
     )
 
 
 def test_the_trainer_waits_trains_publishes() -> None:
-    log = events((0.0, "wait"), (4.0, "train"), (7.0, "trained"), (8.0, "published"), (8.5, "wait"), (9.0, "train"))
-    assert fed(trainer_clock(), log).read(10.0) == pytest.approx(
+    log = events(
+        (0.0, "wait"),
+        (4.0, "train"),
+        (7.0, "trained"),
+        (8.0, "published"),
+        (8.5, "wait"),
+        (9.0, "train"),
+        lane="trainer",
+    )
+    assert fed(LaneClocks(), log).read(10.0)["trainer"] == pytest.approx(
         {"waiting": 4.5, "training": 4.0, "publishing": 1.0, "other": 0.5, "slot_seconds": 0.0}
     )
 
 
 def test_a_clock_starts_with_its_first_event() -> None:
     """A worker that joins late was not idle before. Seen failing with `_time` set to 0 at first."""
-    assert rollout_clock().read(5.0) == {}
-    assert fed(rollout_clock(), events((100.0, "resumed"))).read(101.0)["idle"] == 1.0
+    assert LaneClocks().read(5.0) == {"trainer": {}}
+    assert fed(LaneClocks(), events((100.0, "resumed"))).read(101.0)[LANE]["idle"] == 1.0
 
 
 def test_the_example_of_the_docstring_is_true() -> None:
     log = events((0.0, "running", 2), (3.0, "pause"), (4.0, "resumed"))
-    assert fed(rollout_clock(), log).read(5.0) == {"generating": 4.0, "pausing": 1.0, "slot_seconds": 10.0}
+    assert fed(LaneClocks(), log).read(5.0)[LANE] == {"generating": 4.0, "pausing": 1.0, "slot_seconds": 10.0}
 
 
 @given(st.lists(st.floats(0.0, 20.0), max_size=6))
@@ -109,29 +119,29 @@ def test_readings_in_between_change_nothing(moments: list[float]) -> None:
 
     Seen failing with a reading that moves the clock: what had happened before it was counted from it.
     """
-    clock = rollout_clock()
+    clock = LaneClocks()
     for event in PAUSED:
-        clock.feed(event)
+        clock.feed([event])
         for moment in moments:
             clock.read(moment)
-    assert clock.read(20.0) == pytest.approx(TOTALS)
+    assert clock.read(20.0)[LANE] == pytest.approx(TOTALS)
 
 
 @given(st.integers(0, len(PAUSED)))
 def test_a_feed_split_in_two_gives_the_same(split: int) -> None:
-    clock = fed(fed(rollout_clock(), PAUSED[:split]), PAUSED[split:])
-    assert clock.read(20.0) == fed(rollout_clock(), PAUSED).read(20.0)
+    clock = fed(fed(LaneClocks(), PAUSED[:split]), PAUSED[split:])
+    assert clock.read(20.0)[LANE] == fed(LaneClocks(), PAUSED).read(20.0)[LANE]
 
 
 @given(st.floats(0.0, 20.0))
 def test_two_readings_part_the_time_between_them(moment: float) -> None:
     """The parts of any interval add up to it, and idle plus the rest are shares of it."""
-    clock = rollout_clock()
-    clock.feed(PAUSED[0])
-    before = clock.read(moment)
-    after = fed(clock, PAUSED[1:]).read(20.0 + moment)
+    clock = LaneClocks()
+    clock.feed([PAUSED[0]])
+    before = clock.read(moment)[LANE]
+    after = fed(clock, PAUSED[1:]).read(20.0 + moment)[LANE]
     states = {*before, *after} - {"slot_seconds"}
-    assert fraction(before, after, *states) == pytest.approx(1.0)
+    assert share(before, after, *states) == pytest.approx(1.0)
 
 
 def test_fractions_between_two_readings() -> None:
@@ -139,19 +149,19 @@ def test_fractions_between_two_readings() -> None:
 
     Seen failing with the totals of the later reading instead of the difference.
     """
-    clock = fed(rollout_clock(), PAUSED[:6])
-    before = clock.read(12.0)
-    after = fed(clock, PAUSED[6:]).read(20.0)
-    assert fraction(before, after, "idle") == pytest.approx(4 / 8)
-    assert fraction(before, after, "pausing") == pytest.approx(0.0)
-    assert fraction(before, after, "transferring", "reloading", "stamping") == pytest.approx(2 / 8)
+    clock = fed(LaneClocks(), PAUSED[:6])
+    before = clock.read(12.0)[LANE]
+    after = fed(clock, PAUSED[6:]).read(20.0)[LANE]
+    assert share(before, after, "idle") == pytest.approx(4 / 8)
+    assert share(before, after, "pausing") == pytest.approx(0.0)
+    assert share(before, after, "transferring", "reloading", "stamping") == pytest.approx(2 / 8)
     assert (after["slot_seconds"] - before["slot_seconds"]) / 8 == pytest.approx((2 * 4) / 8)
 
 
 def test_no_time_has_no_shares() -> None:
     """Seen failing with a division by zero."""
-    assert fraction({}, {}, "idle") == 0.0
-    assert fraction({"idle": 1.0}, {"idle": 1.0}, "idle") == 0.0
+    assert share({}, {}, "idle") == 0.0
+    assert share({"idle": 1.0}, {"idle": 1.0}, "idle") == 0.0
 
 
 # --- the event buffer ---

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from areal_lite.events import Event
-from areal_lite.record.lane_clock import fraction, rollout_clock, trainer_clock
-from areal_lite.record.lanes import lane_events, sample_lengths
+from areal_lite.record.lane_clock import Stretch
+from areal_lite.record.lanes import sample_lengths
 from areal_lite.record.report.charts import COLOURS, Chart, Line, bars, lines
 from areal_lite.record.report.curves import metric_charts, metric_line
 from areal_lite.record.report.read import Row, RunFiles, number, numbers, table
@@ -32,23 +32,11 @@ def lane_shares(events: Sequence[Event]) -> dict[str, dict[str, float]]:
     Returns:
         By lane: rollout workers, then the trainer; empty before the second publication.
     """
-    lanes = lane_events(events)
-    times = [event["time"] for event in lanes.get("trainer", []) if event["kind"] == "published"]
+    times = [event["time"] for event in events if event["kind"] == "published"]
     if len(times) < 2:
         return {}
-    shares = {}
-    for lane in [name for name in lanes if name.startswith("rollout/")] + ["trainer"]:
-        start, end = (_reading(lane, lanes[lane], until=time) for time in (times[0], times[-1]))
-        shares[lane] = {state: share for state in _STATES if (share := fraction(start, end, state)) > 0}
-    return shares
-
-
-def _reading(lane: str, events: Sequence[Event], *, until: float) -> dict[str, float]:
-    clock = trainer_clock() if lane == "trainer" else rollout_clock()
-    for event in events:
-        if event["time"] <= until:
-            clock.feed(event)
-    return clock.read(until)
+    run = Stretch.of(events, start=times[0], end=times[-1])
+    return {lane: run.shares(lane) for lane in [*sorted(run.workers), "trainer"]}
 
 
 def share_chart(shares: dict[str, dict[str, float]]) -> Chart | None:
