@@ -13,7 +13,8 @@ from typing import ClassVar, TypeVar
 
 import numpy as np
 
-from areal_lite.rollout.dialogue import ENVIRONMENT, Dialogue
+from areal_lite.data.encode import encode_text
+from areal_lite.rollout.dialogue import ENVIRONMENT, reply_ids
 from areal_lite.rollout.engine import GenerationEngine, Sampling
 from areal_lite.types import GIVEN, Float32, Int32, Sample, StopReason, VersionSpan
 
@@ -133,14 +134,14 @@ class EpisodeEngine:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, none added."""
-        return self._words().encode(text)
+        return encode_text(text, self._engine.tokenizer)
 
     def given(self, text_or_ids: str | Sequence[int]) -> Given:
         """Return a turn that is not the model's, of exactly this text or these token ids."""
         if isinstance(text_or_ids, str):
             text, token_ids = text_or_ids, self.encode(text_or_ids)
         else:
-            text, token_ids = self._words().decode(text_or_ids), list(text_or_ids)
+            text, token_ids = self._decode(text_or_ids), list(text_or_ids)
         return Given(token_ids=_frozen(token_ids), text=text)
 
     def reply(self, messages_before: Sequence[Mapping[str, str]], reply_text: str) -> Given:
@@ -158,7 +159,11 @@ class EpisodeEngine:
         if answer is None:
             raise ValueError(f"a reply answers what the model said last, got {last!r:.60}, which it did not say")
         end = int(answer.token_ids[-1]) if answer.stop_reason is StopReason.STOP else None
-        token_ids = self._words().reply_ids(messages_before, reply_text, end=end)
+        token_ids = (
+            reply_ids(messages_before, reply_text, tokenizer=self._engine.tokenizer, end=end)
+            if self._is_chat
+            else self.encode(reply_text)
+        )
         return Given(token_ids=_frozen(token_ids), text=reply_text)
 
     async def in_time(self, work: Awaitable[T]) -> T:
@@ -219,7 +224,7 @@ class EpisodeEngine:
             logprobs=np.concatenate([turn.logprobs for turn in kept]),
             spans=_joined_spans(kept),
             stop_reason=StopReason.LENGTH if is_cut_off else last.stop_reason,
-            text=last.text if num_kept == 1 else self._words().decode(token_ids.tolist()),
+            text=last.text if num_kept == 1 else self._decode(token_ids.tolist()),
             messages=tuple(messages_of(kept)) if with_messages else (),
         )
 
@@ -263,8 +268,8 @@ class EpisodeEngine:
     def _start_clock(self) -> None:
         self._clock.reschedule(asyncio.get_running_loop().time() + self._turn_timeout_s)
 
-    def _words(self) -> Dialogue:
-        return Dialogue(self._engine.tokenizer, chat=self._is_chat)
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._engine.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
 def _joined_spans(turns: Sequence[Turn]) -> tuple[VersionSpan, ...]:

@@ -9,7 +9,7 @@ from episode_builders import UNCUT, Speaker, given_mask, play, spans_of
 from areal_lite.data.demonstrations import PRINTABLE
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError, EpisodeError
-from areal_lite.rollout.dialogue import Dialogue
+from areal_lite.rollout.dialogue import reply_ids
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.runner import Workflows
 from areal_lite.rollout.workflows import multi_turn
@@ -85,7 +85,7 @@ LONG = Sampling(max_new_tokens=1000, temperature=1.0)
 def test_joined_tokens_read_as_the_template_writes_the_whole_conversation(template: str) -> None:
     """Prompt and sample decoded, specials shown, are the rendering up to the last answer's end token.
 
-    One answer holds the mark that stands for answers inside `Dialogue`. Seen failing with a mark that may occur, with
+    One answer holds the mark that stands for answers inside `reply_ids`. Seen failing with a mark that may occur, with
     the end token written twice, with the reply encoded without the template, and with the message numbers of a
     conversation that begins anew each turn.
     """
@@ -161,13 +161,13 @@ def test_a_workflow_that_cuts_answers_short_itself_gets_the_end_token_as_given()
 )
 def test_templates_that_cannot_converse_are_told_so(template: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Dialogue(make_tokenizer(template), chat=True).reply_ids([{"role": "assistant", "content": "a"}], "b", end=None)
+        reply_ids([{"role": "assistant", "content": "a"}], "b", tokenizer=make_tokenizer(template), end=None)
 
 
 def test_a_model_without_a_template_is_told_so() -> None:
-    dialogue = Dialogue(build_char_tokenizer(PRINTABLE), chat=True)
+    tokenizer = build_char_tokenizer(PRINTABLE)
     with pytest.raises(ConfigError, match="needs a model with a chat template"):
-        dialogue.reply_ids([{"role": "assistant", "content": "a"}], "b", end=None)
+        reply_ids([{"role": "assistant", "content": "a"}], "b", tokenizer=tokenizer, end=None)
 
 
 def test_a_reply_that_the_tokenizer_does_not_know_is_named() -> None:

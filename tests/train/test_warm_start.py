@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from episode_builders import Speaker, play
 from source_builders import ROWS, recipe, source_of, write_parquet
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -15,7 +16,8 @@ from areal_lite.data.arith import CHARACTERS, worked_solutions
 from areal_lite.data.demonstrations import PRINTABLE, Demonstration, alphabet, demonstrations, turn_examples
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError, DataError
-from areal_lite.rollout.dialogue import Dialogue
+from areal_lite.rollout.runner import Workflows
+from areal_lite.rollout.workflows import multi_turn
 from areal_lite.train import warm_start
 from areal_lite.train.warm_start import ensure_warm_start
 
@@ -95,13 +97,15 @@ def test_each_own_turn_is_learned_behind_all_that_came_before() -> None:
 
 
 def test_turns_lie_as_in_an_episode_of_a_model_without_chat_template() -> None:
-    """The reply's tokens are asked of the very object that encodes them in a run."""
-    tokenizer = build_char_tokenizer(PRINTABLE)
-    _, second = turn_examples([episode((True, "5"), (False, "< no"), (True, "2"))], tokenizer)
-    five = tokenizer("5")["input_ids"]
-    end = tokenizer.eos_token_id
-    reply = Dialogue(tokenizer, chat=False).reply_ids([{"role": "assistant", "content": "5"}], "< no", end=end)
-    assert second.prompt == [*tokenizer("1-9?")["input_ids"], *five, end, *reply]
+    """An episode is played: the second turn has the same context."""
+    _, second = turn_examples([episode((True, "5"), (False, "< no"), (True, "2"))], build_char_tokenizer(PRINTABLE))
+
+    async def step(messages: Any, row: Any) -> tuple[str, bool]:
+        return "< no", False
+
+    engine = Speaker(["5", "2"])
+    play(engine, Workflows(default="own", loaded={"own": (multi_turn, {"step": step, "max_turns": 2})}))
+    assert second.prompt == engine.contexts[1]
 
 
 def test_a_character_outside_the_alphabet_is_named() -> None:
