@@ -23,7 +23,7 @@ from areal_lite.record.paths import EVALUATED, with_absolute_paths
 from areal_lite.rollout.runner import complete_greedily, load_workflows
 from areal_lite.types import Prompt, Sample
 from areal_lite.verify.names import chosen_by_sources, held_out_config
-from areal_lite.verify.protocol import Reply
+from areal_lite.verify.protocol import Reply, failed
 from areal_lite.verify.verifier_set import VerifierSet
 from areal_lite.watchdog import Watchdog
 
@@ -118,7 +118,7 @@ async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) 
 
 async def _score(verifiers: VerifierSet, prompt: Prompt, sample: Sample | None) -> Reply:
     if sample is None:
-        return Reply(None, "workflow")
+        return failed("workflow", "")
     (reply,) = await verifiers.score(prompt, [sample.text], messages=[sample.messages], held_out=True)
     return reply
 

@@ -1,6 +1,6 @@
 """A verifier tried outside training: completions from files, scored by the pool that a run would use.
 
-Called by `areal-lite verify`. Reads files and runs processes; what is shown of it is `trial_report.py`'s.
+Reads files and runs processes; what is shown of it is `trial_report.py`'s.
 """
 
 import asyncio
@@ -63,23 +63,20 @@ def load_prompts(
     """
     rows = _read(path, option="--data")
     there = {name for _, row in rows for name in row}
-    prompt_column, answer_column = (
-        next((name for name in columns[kind] if name in there), columns[kind][0]) for kind in ("prompt", "answer")
-    )
-    check_columns(path, rows, columns={"--prompt-column": prompt_column, "--answer-column": answer_column})
+    found = {
+        f"{kind}_column": next((name for name in names if name in there), names[0]) for kind, names in columns.items()
+    }
+    check_columns(path, rows, columns={f"--{kind.replace('_', '-')}": name for kind, name in found.items()})
     new_names = {old: new for new, old in config.data.columns.items()}
+    left_out = {"workflow"} if rows_choose else {"workflow", "verifier"}
     tasks = []
-    for line, row in rows:
+    for number, row in rows:
         row = {new_names.get(name, name): value for name, value in row.items()}
-        if not rows_choose:
-            row.pop("verifier", None)
-        row.pop("workflow", None)
+        row = {name: value for name, value in row.items() if name not in left_out}
         try:
-            tasks.append(
-                make_task(row, origin=f"{path}:{line}", prompt_column=prompt_column, answer_column=answer_column)
-            )
+            tasks.append(make_task(row, origin=f"{path}:{number}", **found))
         except ValueError as error:
-            raise DataError(f"{path}:{line}: {error}") from error
+            raise DataError(f"{path}:{number}: {error}") from error
     if rows_choose:
         tasks = with_names(tasks, source=config.data.model_copy(update={"workflow": None}), config=config)
     return [
@@ -102,15 +99,14 @@ def load_cases(prompts: Sequence[Prompt], completions: Path | None) -> list[Case
     """
     if completions is None:
         return [Case(index=index, prompt=prompt, completion=prompt.answer) for index, prompt in enumerate(prompts)]
-    rows = _read(completions, option="--completions")
     by_text: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
         by_text.setdefault(prompt.text, []).append(index)
     cases = []
-    for position, (line, row) in enumerate(rows):
-        where = f"{completions}:{line}"
+    for position, (number, row) in enumerate(_read(completions, option="--completions")):
+        where = f"{completions}:{number}"
         index = _row_index(row, position, by_text, num_rows=len(prompts), where=where)
-        cases += [Case(index=index, prompt=prompts[index], completion=text) for text in _texts(row, where)]
+        cases += [Case(index=index, prompt=prompts[index], completion=text) for text in _completions(row, where)]
     return cases
 
 
@@ -130,6 +126,7 @@ def _read(path: Path, *, option: str) -> list[tuple[int, dict[str, Any]]]:
 def _row_index(
     row: Mapping[str, Any], position: int, by_text: Mapping[str, list[int]], *, num_rows: int, where: str
 ) -> int:
+    index = row.get("index", position)
     if "index" not in row and "prompt" in row:
         found = by_text.get(str(row["prompt"]), [])
         if len(found) != 1:
@@ -137,20 +134,18 @@ def _row_index(
                 f"{where} must have the prompt of one row of --data, got that of {len(found)}: {row['prompt']!r:.80}; "
                 "give its number (from 0) as index"
             )
-        return found[0]
-    index = row.get("index", position)
+        (index,) = found
     if type(index) is not int or not 0 <= index < num_rows:
         raise DataError(f"{where} must belong to one of the {num_rows} rows of --data, got row {index!r} (from 0)")
     return index
 
 
-def _texts(row: Mapping[str, Any], where: str) -> list[str]:
+def _completions(row: Mapping[str, Any], where: str) -> list[str]:
     if "completion" not in row:
         raise DataError(f"{where} must have a completion, it has {', '.join(row)}{suggestion('completion', list(row))}")
     value = row["completion"]
-    values = value if isinstance(value, list) else [value]
-    texts = [text for text in values if isinstance(text, str)]
-    if not texts or len(texts) < len(values):
+    texts = value if isinstance(value, list) else [value]
+    if not texts or not all(isinstance(text, str) for text in texts):
         raise DataError(f"{where} must have a text or a list of texts as completion, got {value!r:.80}")
     return texts
 

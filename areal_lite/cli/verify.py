@@ -1,6 +1,7 @@
 """The command `areal-lite verify`."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -166,7 +167,7 @@ def _never_stopping(verifier: VerifierConfig) -> VerifierConfig:
 
 def _write(path: Path, summary: dict[str, Any], outcomes: Any) -> None:
     results = [
-        {"index": outcome.case.index, "completion": outcome.case.completion, **outcome.reply._asdict()}
+        {"index": outcome.case.index, "completion": outcome.case.completion, **asdict(outcome.reply)}
         for outcome in sorted(outcomes, key=lambda outcome: outcome.case.index)
     ]
     path.write_text(json.dumps({**summary, "results": results}, indent=1) + "\n")

@@ -69,7 +69,7 @@ class VerifierConfig(VerifierSettings):
                 "verifier.arguments is for one function, got several in verifier.function "
                 f"({', '.join(self.function)}): give each its own in verifier.named"
             )
-        if self.arguments and self.function in self.named:
+        if self.arguments and isinstance(self.function, str) and self.function in self.named:
             yield (
                 f"verifier.arguments is not read with verifier.function={self.function}, which is one of "
                 "verifier.named and has its own: put them there"

@@ -1,4 +1,4 @@
-"""Messages between a verifier's process and its parent: 4 bytes of length, big-endian, then msgpack.
+"""Messages between a verifier's process and its parent: msgpack, one after another.
 
 The process says `[problem, batch size or None, whether it is async]` once its function is loaded and prepared. Then it
 gets jobs `[job, calls]`, and `[job, None]` for one to be given up; it answers with `[job, None, False]` when it begins
@@ -6,15 +6,13 @@ one, and `[job, replies, whether it keeps too much memory]` when it is done. A c
 it may be tried again.
 """
 
-import struct
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgpack
 
-__all__ = ["LENGTH", "MAX_REPLY_BYTES", "pack", "unpack"]
-
-LENGTH = struct.Struct("!I")
-"""The 4 bytes before each message."""
+__all__ = ["MAX_REPLY_BYTES", "messages", "pack", "unpack", "unpacker"]
 
 MAX_REPLY_BYTES = 1024 * 1024
 """For one completion; whoever says more has gone wrong, and must not fill the parent's memory."""
@@ -27,5 +25,20 @@ def pack(message: Any) -> bytes:
 
 
 def unpack(body: bytes) -> Any:
-    """Read what `pack` wrote."""
+    """Read what `pack` wrote; sequences come as lists."""
     return msgpack.unpackb(body, unicode_errors="surrogatepass", strict_map_key=False)
+
+
+def unpacker(stream: Any = None, *, max_bytes: int = 0) -> Any:
+    """Return what reads message after message, of a stream or of what it is fed; sequences come as tuples."""
+    options = {"unicode_errors": "surrogatepass", "strict_map_key": False, "use_list": False}
+    return msgpack.Unpacker(stream, max_buffer_size=max_bytes, **options)
+
+
+async def messages(reader: asyncio.StreamReader, *, max_bytes: int = 0) -> AsyncIterator[Any]:
+    """Yield what comes, until the other side hangs up; raises msgpack's errors where one has more than `max_bytes`."""
+    pieces = unpacker(max_bytes=max_bytes)
+    while data := await reader.read(2**16):
+        pieces.feed(data)
+        for message in pieces:
+            yield message

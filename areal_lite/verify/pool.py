@@ -1,6 +1,6 @@
 """Killable processes that run one verify function, with a hard deadline per call.
 
-Used by `verifier_set.py`, inside one event loop. A call that outlives its deadline costs its process, which is killed
+Lives inside one event loop. A call that outlives its deadline costs its process, which is killed
 with everything it started and replaced, while the others go on. What a verifier fails at becomes a `Reply` with a
 reason, never a reward and never an exception; a verifier that does little but fail ends the run.
 
@@ -8,8 +8,8 @@ Who is tried again:
 1. a call that its process had not begun: up to `retries` times, after a growing pause, then it is `lost`;
 2. a call whose function raised `VerifierUnavailable`: after growing pauses, until nobody was answered, or the call has
    tried, for `unavailable_s`, then it is `unavailable`;
-3. calls of which several were in one process, or in one batch, when it crashed or was killed: nobody knows whose fault
-   it was, so each runs once more with a process to itself, and what happens then is its own;
+3. calls that shared a process or a batch when it crashed, failed or was killed: nobody knows whose fault it was, so
+   each runs once more with a process to itself, and what happens then is its own;
 4. a call for which there was not enough memory: it may be the calls before that left none, so the process is replaced,
    and the call is the first of the next one, alone;
 5. nobody else: a call's own time-out, crash or exception would only happen again.
@@ -27,10 +27,10 @@ from areal_lite.config.plugins import split_name
 from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import PluginError, VerifierError
 from areal_lite.types import Prompt
+from areal_lite.verify.calls import Call, Calls
 from areal_lite.verify.frames import pack
-from areal_lite.verify.line import Line, Waiting
-from areal_lite.verify.process import ProcessEnded, VerifierProcess
-from areal_lite.verify.protocol import Reply
+from areal_lite.verify.process import VerifierProcess
+from areal_lite.verify.protocol import Reply, failed
 from areal_lite.verify.quarantine import Quarantine
 
 __all__ = ["Messages", "VerifierPool", "quantile"]
@@ -40,6 +40,8 @@ _START_ATTEMPTS = 3
 _LATENCIES_KEPT = 1000
 _FIRST_PAUSE_S, _PAUSE_GROWTH, _LONGEST_PAUSE_S = 0.2, 4.0, 10.0
 _NOT_FOR_VERIFIERS = ("verifier", "workflow")
+_NO_FIGURES = ("lost", "shared", "unavailable")
+"""Failures of tries that say nothing about how long the function takes."""
 
 Messages = Sequence[Mapping[str, str]]
 """The turns behind a prompt."""
@@ -58,8 +60,8 @@ class VerifierPool:
         """
         self._settings, self._start_timeout_s = settings, start_timeout_s
         self._name = name or settings.function
-        self._line = Line()
-        self._pending: set[asyncio.Future[Reply]] = set()
+        self._calls = Calls()
+        self._scoring: set[asyncio.Task[Reply]] = set()
         self._processes: set[VerifierProcess] = set()
         self._slots: list[asyncio.Task[None]] = []
         self._unusable: VerifierError | None = VerifierError("the verifier pool must be started before it scores")
@@ -67,8 +69,8 @@ class VerifierPool:
             self._name, max_share=settings.max_failure_share, unavailable_s=settings.unavailable_s
         )
         self._away_since: float | None = None
-        self._is_told_of_batches = False
-        self._num_calls = self._num_busy = self._num_restarts = 0
+        self._is_told_of_sharing = False
+        self._num_calls = self._num_busy = self._num_paused = self._num_restarts = 0
         self._failures: Counter[str] = Counter()
         self.latencies: deque[float] = deque(maxlen=_LATENCIES_KEPT)
         """Seconds of the last calls, without waiting."""
@@ -85,8 +87,7 @@ class VerifierPool:
         except PluginError as error:
             raise VerifierError(str(error)) from error
         self._settings = self._settings.model_copy(update={"function": function})
-        first = await self._launch()
-        processes = [first, *[None] * (self._settings.processes - 1)]
+        processes = [await self._launch(), *[None] * (self._settings.processes - 1)]
         self._slots = [asyncio.create_task(self._serve(process)) for process in processes]
         self._unusable = None
 
@@ -112,11 +113,20 @@ class VerifierPool:
             raise self._unusable
         row = {name: value for name, value in prompt.row.items() if name not in _NOT_FOR_VERIFIERS}
         rows = [row | ({"messages": list(turns)} if turns else {}) for turns in messages or [()] * len(completions)]
-        replies = [
-            self._submit((prompt.text, completion, prompt.answer, columns))
+        tasks = [
+            asyncio.create_task(self._scored(prompt.text, completion, prompt.answer, columns))
             for completion, columns in zip(completions, rows, strict=True)
         ]
-        return list(await asyncio.gather(*replies))
+        self._scoring.update(tasks)
+        try:
+            return list(await asyncio.gather(*tasks))
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if self._unusable is not None and not (caller and caller.cancelling()):
+                raise self._unusable from None
+            raise
+        finally:
+            self._scoring.difference_update(tasks)
 
     def gauges(self) -> dict[str, Any]:
         """Return calls finished, failures by reason, latency quantiles, restarts, calls running and waiting."""
@@ -129,7 +139,7 @@ class VerifierPool:
             "latency_p99_s": quantile(self.latencies, 0.99),
             "restarts": self._num_restarts,
             "busy": self._num_busy,
-            "waiting": len(self._line),
+            "waiting": len(self._calls) + self._num_paused,
         }
 
     async def close(self) -> None:
@@ -138,20 +148,78 @@ class VerifierPool:
         for slot in self._slots:
             slot.cancel()
         await asyncio.gather(*self._slots, return_exceptions=True)
-        await asyncio.gather(*(process.kill() for process in list(self._processes)))
-        self._processes.clear()
+        await asyncio.gather(*map(self._end, list(self._processes)))
 
-    def _submit(self, call: tuple[str, str, str, Mapping[str, Any]]) -> "asyncio.Future[Reply]":
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._pending.add(reply)
-        reply.add_done_callback(self._pending.discard)
+    # --- one call, from its first try to a reply that is its own ---
+
+    async def _scored(self, *call: Any) -> Reply:
         try:
-            waiting = Waiting(pack(call), reply)
+            packed = pack(call)
         except (TypeError, ValueError, OverflowError) as error:
-            self._finish(Waiting(b"", reply), Reply(None, "bad_row", f"the data row cannot be sent: {error}"))
+            reply = failed("bad_row", f"the data row cannot be sent: {error}")
         else:
-            self._line.put(waiting)
+            reply = await self._own_reply(Call(packed))
+        self._count(reply)
         return reply
+
+    async def _own_reply(self, call: Call) -> Reply:
+        """Have a call tried until what comes of it is its own; who is tried again stands at the top of this file."""
+        num_lost = num_unanswered = 0
+        had_fresh = False
+        away_since: float | None = None
+        while True:
+            reply = await self._calls.reply_to(call)
+            if reply.failure not in _NO_FIGURES:
+                self._away_since = None
+            match reply.failure:
+                case "shared":
+                    self._tell_of_sharing(reply.detail)
+                    call.is_alone = True
+                case "memory" if not had_fresh:
+                    had_fresh = call.needs_fresh = call.is_alone = True
+                case "lost" if num_lost < self._settings.retries:
+                    await self._pause(_pause_s(num_lost))
+                    num_lost += 1
+                case "unavailable":
+                    # No such call ends while others are answered, but by its own time.
+                    now = time.monotonic()
+                    self._away_since, away_since = self._away_since or now, away_since or now
+                    left_s = self._settings.unavailable_s - (now - min(self._away_since, away_since))
+                    if left_s <= 0:
+                        return reply
+                    await self._pause(min(max(_pause_s(num_unanswered), reply.retry_after_s), left_s))
+                    num_unanswered += 1
+                case _:
+                    return reply
+
+    async def _pause(self, seconds: float) -> None:
+        self._num_paused += 1
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self._num_paused -= 1
+
+    def _tell_of_sharing(self, reason: str) -> None:
+        if not self._is_told_of_sharing:
+            self._is_told_of_sharing = True
+            _log.warning("%s: calls that shared a process or a batch when it ended (%s) run alone", self._name, reason)
+
+    def _count(self, reply: Reply) -> None:
+        self._num_calls += 1
+        if reply.failure is not None:
+            self._failures[reply.failure] += 1
+            if self._failures[reply.failure] == 1:
+                _log.warning("%s failed (%s), shown once per reason: %s", self._name, reply.failure, reply.detail)
+        if error := self._quarantine.add(reply):
+            self._give_up(error)
+
+    def _give_up(self, error: VerifierError) -> None:
+        """Let every present and future caller of `score` know that no score will come."""
+        self._unusable = error
+        for task in self._scoring:
+            task.cancel()
+
+    # --- the processes ---
 
     async def _serve(self, process: VerifierProcess | None) -> None:
         """Keep one process busy.
@@ -159,127 +227,50 @@ class VerifierPool:
         Consumes calls, produces replies; waits for calls, for replies (hard deadlines) and for the process to start
         (`start_timeout_s`); unblocked by `close`.
         """
-        firsts: list[Waiting] = []
         try:
             while True:
                 process = process or await self._relaunch()
-                await self._feed(process, firsts)
-                await process.kill()
-                self._processes.discard(process)
+                await self._feed(process)
+                await self._end(process)
                 process = None
                 self._num_restarts += 1
         except Exception as error:  # whatever it is, nobody may wait for this slot any longer
             self._give_up(error if isinstance(error, VerifierError) else VerifierError(f"verifier pool: {error!r}"))
 
-    async def _feed(self, process: VerifierProcess, firsts: list[Waiting]) -> None:
-        """Give a process as many jobs as it may have, until it takes no more and all of them are over.
-
-        Args:
-            process: Fresh.
-            firsts: Calls that need a fresh process: it takes one of them, and adds those for which it has no memory.
-        """
-        first = [firsts.pop(0)] if firsts else []
+    async def _feed(self, process: VerifierProcess) -> None:
+        """Give a process as many jobs as it may have, until it takes no more and all of them are over."""
         limit = self._settings.concurrency if process.is_async else 1
-        jobs: dict[asyncio.Task[None], bool] = {}
-        try:
-            while jobs or first or not (process.ended or process.is_worn or firsts):
-                calls, first = first, []
-                takes_more = not (process.ended or process.is_worn or firsts)
-                if not calls and takes_more and len(jobs) < limit and not any(jobs.values()):
-                    calls = self._line.take(process.batch_size or 1, is_idle=not jobs)
-                if calls:
-                    job = asyncio.create_task(self._run(process, calls, firsts))
-                    jobs[job] = calls[0].is_alone
-                    job.add_done_callback(lambda _: self._line.notify())
-                else:
-                    await self._line.change()
-                for job in [job for job in jobs if job.done()]:
-                    del jobs[job]
-                    job.result()
-        finally:
-            for job in jobs:
-                job.cancel()
+        async with asyncio.TaskGroup() as jobs:
+            while not process.is_over:
+                calls = self._calls.take(process, limit=limit)
+                if not calls:
+                    await self._calls.change()
+                    continue
+                process.num_jobs += 1
+                process.num_served += 1
+                job = jobs.create_task(self._run(process, calls))
+                if calls[0].is_alone:
+                    await job
 
-    async def _run(self, process: VerifierProcess, calls: list[Waiting], firsts: list[Waiting]) -> None:
-        """Have one job done, and see to each of its calls."""
-        timeout_s = self._settings.timeout_s * len(calls)
+    async def _run(self, process: VerifierProcess, calls: Sequence[Call]) -> None:
+        """Have one job done, and hand over its replies."""
         began = time.monotonic()
         self._num_busy += len(calls)
         try:
+            timeout_s = self._settings.timeout_s * len(calls)
             replies = await process.call([call.packed for call in calls], timeout_s=timeout_s)
-        except ProcessEnded as end:
-            for call in calls:
-                if not end.begun:
-                    self._try_again(call, Reply(None, "lost", end.ending.detail))
-                elif end.alone:
-                    self._conclude(call, Reply(None, *end.ending), firsts, took_s=time.monotonic() - began)
-                else:
-                    self._try_alone(call, end.ending.failure)
-            return
         finally:
             self._num_busy -= len(calls)
-        took_s = time.monotonic() - began
-        if len(replies) != len(calls):  # one failure for the whole batch
-            replies = replies[:1] * len(calls)
-            process.is_worn |= replies[0].failure == "memory"
-            if replies[0].failure != "unavailable":
-                for call in calls:
-                    self._try_alone(call, str(replies[0].failure))
-                return
+            process.num_jobs -= 1
+            self._calls.notify()
         for call, reply in zip(calls, replies, strict=True):
-            process.is_worn |= reply.failure == "memory"
-            self._conclude(call, reply, firsts, took_s=took_s)
-
-    def _conclude(self, call: Waiting, reply: Reply, firsts: list[Waiting], *, took_s: float) -> None:
-        """End a call, unless its failure is one of those that need not be its own."""
-        if reply.failure == "unavailable":
-            self._ask_again(call, reply)
-            return
-        self._away_since = None
-        if reply.failure == "memory" and not call.had_fresh:
-            call.had_fresh = call.is_alone = True
-            firsts.append(call)
-        else:
-            self._finish(call, reply, took_s=took_s)
-
-    def _try_alone(self, call: Waiting, reason: str) -> None:
-        if not self._is_told_of_batches:
-            self._is_told_of_batches = True
-            _log.warning("%s: calls that shared a process or a batch when it ended (%s) run alone", self._name, reason)
-        call.is_alone = True
-        self._line.put(call)
-
-    def _try_again(self, call: Waiting, reply: Reply) -> None:
-        if call.retries >= self._settings.retries:
-            self._finish(call, reply)
-        else:
-            self._line.put(call, pause_s=_pause_s(call.retries))
-            call.retries += 1
-
-    def _ask_again(self, call: Waiting, reply: Reply) -> None:
-        """See to a call whose service does not answer; no such call ends while others are answered, but by its own."""
-        now = time.monotonic()
-        self._away_since = self._away_since or now
-        call.away_since = call.away_since or now
-        left_s = self._settings.unavailable_s - (now - min(self._away_since, call.away_since))
-        if left_s <= 0:
-            self._finish(call, reply)
-        else:
-            self._line.put(call, pause_s=min(max(_pause_s(call.num_unanswered), reply.retry_after_s), left_s))
-            call.num_unanswered += 1
-
-    def _finish(self, call: Waiting, reply: Reply, *, took_s: float | None = None) -> None:
-        self._num_calls += 1
-        if took_s is not None:
-            self.latencies.append(took_s)
-        if reply.failure is not None:
-            self._failures[reply.failure] += 1
-            if self._failures[reply.failure] == 1:
-                _log.warning("%s failed (%s), shown once per reason: %s", self._name, reply.failure, reply.detail)
-        if not call.reply.done():
-            call.reply.set_result(reply)
-        if error := self._quarantine.add(reply):
-            self._give_up(error)
+            has_figures = reply.failure not in _NO_FIGURES
+            if has_figures:
+                self.latencies.append(time.monotonic() - began)
+            if not call.reply.done():
+                call.reply.set_result(reply)
+            elif has_figures:  # nobody waits for it any more
+                self._count(reply)
 
     async def _relaunch(self) -> VerifierProcess:
         for attempt in range(_START_ATTEMPTS):
@@ -293,22 +284,18 @@ class VerifierPool:
         ) from problem
 
     async def _launch(self) -> VerifierProcess:
-        process = VerifierProcess(self._settings, when_ended=self._line.notify)
+        process = VerifierProcess(self._settings, when_ended=self._calls.notify)
         self._processes.add(process)
         try:
-            await process.wait_until_ready(timeout_s=self._start_timeout_s)
+            await process.start(timeout_s=self._start_timeout_s)
         except BaseException:
-            await process.kill()
-            self._processes.discard(process)
+            await self._end(process)
             raise
         return process
 
-    def _give_up(self, error: VerifierError) -> None:
-        """Let every present and future caller of `score` know that no score will come."""
-        self._unusable = error
-        for reply in list(self._pending):
-            if not reply.done():
-                reply.set_exception(error)
+    async def _end(self, process: VerifierProcess) -> None:
+        await process.kill()
+        self._processes.discard(process)
 
 
 def _pause_s(num_tries: int) -> float:

@@ -1,118 +1,101 @@
 """One verifier process seen from outside: start it, give it jobs, kill it with everything it started.
 
-Used by `pool.py`, inside one event loop. The process is a guardian with the worker below it (`child.py`), in sessions
-of their own, so that Ctrl-C does not reach them. Knows nothing of scores, retries or restarts.
+Lives inside one event loop. The process is a guardian with the worker below it (`child.py`), in sessions of their own,
+so that Ctrl-C does not reach them. Knows nothing of scores, retries or restarts.
 """
 
 import asyncio
 import contextlib
 import itertools
 import json
-import os
-import signal
 import socket
-import subprocess
 import sys
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import VerifierError
-from areal_lite.verify.frames import LENGTH, MAX_REPLY_BYTES, pack, unpack
+from areal_lite.verify.descendants import adopt_orphans, end_adopted, kill_with_all_below
+from areal_lite.verify.frames import MAX_REPLY_BYTES, messages, pack, unpack
 from areal_lite.verify.guardian import Ending
-from areal_lite.verify.protocol import Reply
-from areal_lite.verify.tree import adopt_orphans, end_adopted, stop_and_kill
+from areal_lite.verify.protocol import Reply, failed
 
-__all__ = ["ProcessEnded", "VerifierProcess"]
+__all__ = ["VerifierProcess"]
 
 _END_TIMEOUT_S = 5.0
-_END_POLL_S = 0.002
 _ACCOUNT_S = 0.5
 """How long a process that hung up may take to end by itself; its guardian then says how it did."""
 _GIVE_UP_S = 0.5
 """How long an event loop may take to give up a job; one that takes longer is stuck."""
 
 
-class ProcessEnded(Exception):
-    """The process is no more, and with it a job."""
-
-    def __init__(self, ending: Ending, *, begun: bool, alone: bool) -> None:
-        """Say how it ended, whether it had begun this job, and whether this was the only call it had begun."""
-        super().__init__(ending, begun, alone)
-        self.ending, self.begun, self.alone = ending, begun, alone
-
-
 @dataclass(slots=True)
 class _Job:
-    replies: "asyncio.Future[list[Reply]]"
     num_calls: int
-    begun: bool = field(default=False)
+    begun: bool = False
+    replies: "asyncio.Future[list[Reply]]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class VerifierProcess:
-    """A running `areal_lite.verify.child`; whoever makes one kills it, whatever happens in between."""
+    """A running `areal_lite.verify.child`; whoever starts one kills it, whatever happens in between."""
 
     def __init__(self, settings: VerifierSettings, *, when_ended: Callable[[], None] = lambda: None) -> None:
-        """Start the process, without waiting for it.
+        """Prepare; nothing runs before `start`.
 
         Args:
             settings: Function, arguments and memory limit; the rest is the pool's.
             when_ended: Called once it is gone, in the event loop.
-
-        Raises:
-            VerifierError: The machine gives no more processes.
         """
-        self._function, self._when_ended = settings.function, when_ended
+        self._settings, self._when_ended = settings, when_ended
         self._jobs: dict[int, _Job] = {}
         self._numbers = itertools.count()
+        self._process: Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
         self._killing: asyncio.Task[Ending] | None = None
-        self.ended = False
-        """Whether it takes no more jobs."""
+        self.num_jobs = self.num_served = 0
+        """Jobs it has, and has had, as whoever gives them counts."""
         self.batch_size: int | None = None
         """How many calls one job may hold, as the function says; None = it takes one, and not as a list."""
         self.is_async = False
         """Whether several jobs may be in flight."""
-        self.is_worn = False
-        """Whether it should be replaced, as memory is short there."""
-        self._channel, theirs = socket.socketpair()
-        options = json.dumps({"arguments": settings.arguments, "memory_mb": settings.memory_mb}, default=str)
-        command = [sys.executable, "-m", "areal_lite.verify.child", settings.function, str(os.getpid()), options]
-        adopt_orphans()
-        try:
-            self._process = subprocess.Popen(
-                command, stdin=theirs.fileno(), stdout=subprocess.PIPE, start_new_session=True
-            )
-        except OSError as error:
-            self._channel.close()
-            raise VerifierError(f"a verifier process cannot be started: {error}") from error
-        finally:
-            theirs.close()
+        self.is_over = False
+        """Whether it should get no more jobs: it has ended, or memory is short there."""
 
-    async def wait_until_ready(self, *, timeout_s: float) -> None:
-        """Wait until the process has loaded the function.
+    async def start(self, *, timeout_s: float) -> None:
+        """Start the process, and wait until it has loaded the function.
 
         Raises:
-            VerifierError: The function cannot be loaded, or loading it takes too long or ends the process.
+            VerifierError: The machine gives no more processes; the function cannot be loaded, or loading it takes too
+                long or ends the process.
         """
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._channel)
+        adopt_orphans()
+        function = self._settings.function
+        options = json.dumps(self._settings.model_dump(include={"arguments", "memory_mb"}), default=str)
+        channel, theirs = socket.socketpair()
+        reader, self._writer = await asyncio.open_unix_connection(sock=channel)
+        command = [sys.executable, "-m", "areal_lite.verify.child", function, str(theirs.fileno()), options]
+        with theirs:
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *command, stdin=PIPE, stdout=PIPE, pass_fds=[theirs.fileno()], start_new_session=True
+                )
+            except OSError as error:
+                self._writer.close()
+                raise VerifierError(f"a verifier process cannot be started: {error}") from error
         try:
             async with asyncio.timeout(timeout_s):
-                problem, self.batch_size, self.is_async = await self._receive()
+                problem, self.batch_size, self.is_async = await anext(messages(reader))
         except TimeoutError as error:
-            raise VerifierError(
-                f"the verifier {self._function!r} must load within {timeout_s} s, it did not"
-            ) from error
-        except (EOFError, OSError) as error:
+            raise VerifierError(f"the verifier {function!r} must load within {timeout_s} s, it did not") from error
+        except (StopAsyncIteration, OSError) as error:
             ending = await self.kill(wait_s=_ACCOUNT_S)
-            raise VerifierError(
-                f"loading the verifier {self._function!r} ended its process ({ending.detail})"
-            ) from error
+            raise VerifierError(f"loading the verifier {function!r} ended its process ({ending.detail})") from error
         if problem is not None:
             raise VerifierError(problem)
-        self._listener = asyncio.create_task(self._listen())
+        self._listener = asyncio.create_task(self._listen(reader))
 
     async def call(self, calls: Sequence[bytes], *, timeout_s: float) -> list[Reply]:
         """Have the function called.
@@ -123,36 +106,33 @@ class VerifierProcess:
                 go of this job alone.
 
         Returns:
-            A reply per call, or a single one that befell them all.
-
-        Raises:
-            ProcessEnded: No reply will come.
+            A reply per call. Where the process ended: a failure `lost` if it had not begun, how it ended if it was the
+            only call that had; and `shared` where it ended, or a batch failed, and any of several may be to blame.
         """
-        assert self._writer is not None, "a process must be ready before it is called"
-        number = next(self._numbers)
-        job = self._jobs[number] = _Job(asyncio.get_running_loop().create_future(), len(calls))
+        number, job = next(self._numbers), _Job(len(calls))
+        self._jobs[number] = job
         try:
             self._send([number, list(calls)])
             done, _ = await asyncio.wait([job.replies], timeout=timeout_s)
-            if not done:
-                return [await self._too_late(number, job, timeout_s=timeout_s)]
-            return job.replies.result()
+            replies = job.replies.result() if done else await self._too_late(number, job, timeout_s=timeout_s)
         finally:
-            self._jobs.pop(number, None)
-            job.replies.cancel()
+            del self._jobs[number]
+        self.is_over |= any(reply.failure == "memory" for reply in replies)
+        if len(replies) == len(calls):
+            return replies
+        (reply,) = replies
+        return [reply if reply.failure == "unavailable" else failed("shared", str(reply.failure))] * len(calls)
 
-    async def _too_late(self, number: int, job: _Job, *, timeout_s: float) -> Reply:
+    async def _too_late(self, number: int, job: _Job, *, timeout_s: float) -> list[Reply]:
         late = Ending("timeout", f"after {timeout_s} s")
         if self.is_async and job.begun:
             self._send([number, None])
-            done, _ = await asyncio.wait([job.replies], timeout=_GIVE_UP_S)
-            if done and job.replies.exception() is None:
-                return Reply(None, *late)
-        # Says of all jobs how it ended before it is killed, which ends them, too.
-        self._fail_jobs(late)
+            await asyncio.wait([job.replies], timeout=_GIVE_UP_S)
+            if job.replies.done() and self._killing is None:
+                return [failed(*late)] * job.num_calls
+        self._end_jobs(late)
         await self.kill()
-        await job.replies
-        raise AssertionError("a job that failed must not have replies")
+        return job.replies.result()
 
     async def kill(self, *, wait_s: float = 0.0) -> Ending:
         """Kill the process and everything it started, and say how it ended; idempotent.
@@ -160,81 +140,68 @@ class VerifierProcess:
         Args:
             wait_s: Seconds it may take to end by itself.
         """
-        self.ended = True
+        self.is_over = True
         if self._killing is None:
             self._killing = asyncio.create_task(self._end(wait_s))
         return await asyncio.shield(self._killing)
 
     async def _end(self, wait_s: float) -> Ending:
-        if not await self._has_ended(wait_s):
-            self._process.send_signal(signal.SIGTERM)
-            if not await self._has_ended(_END_TIMEOUT_S):
-                # The guardian is stopped or starved; its number is its own until it is waited for.
-                await asyncio.to_thread(stop_and_kill, self._process.pid)
-                self._process.kill()
-                await self._has_ended(_END_TIMEOUT_S)
-        (self._writer or self._channel).close()
+        if self._process is None:
+            return Ending("killed", "before it was started")
+        assert self._writer is not None
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
-        with self._process.stdout as pipe:
-            account = pipe.read()
+        if not await self._ends_within(wait_s):
+            self._process.stdin.close()
+            if not await self._ends_within(_END_TIMEOUT_S):
+                # The guardian is stopped or starved; its number is its own until it is waited for.
+                await asyncio.to_thread(kill_with_all_below, self._process.pid)
+                await self._ends_within(_END_TIMEOUT_S)
+        self._process.stdin.close()
+        self._writer.close()
+        account = await self._process.stdout.read()
         if not account:
             await asyncio.to_thread(end_adopted)  # the guardian cannot have
         self._when_ended()
         return Ending(*unpack(account)) if account else Ending("crashed", f"exit code {self._process.returncode}")
 
-    async def _has_ended(self, wait_s: float) -> bool:
-        deadline = asyncio.get_running_loop().time() + wait_s
-        while self._process.poll() is None:
-            if asyncio.get_running_loop().time() >= deadline:
-                return False
-            await asyncio.sleep(_END_POLL_S)
-        return True
+    async def _ends_within(self, wait_s: float) -> bool:
+        assert self._process is not None
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), wait_s)
+        return self._process.returncode is not None
 
-    async def _listen(self) -> None:
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
         """Hand replies to those who wait for them.
 
         Consumes replies, produces results of jobs; waits for the process; unblocked by its end.
         """
-        oversized = False
-        with contextlib.suppress(EOFError, OSError):
-            try:
-                while True:
-                    number, replies, is_worn = await self._receive()
-                    self.is_worn |= is_worn
-                    if job := self._jobs.get(number):
-                        job.begun = True
-                        if replies is not None and not job.replies.done():
-                            job.replies.set_result([_read(*reply) for reply in replies])
-            except (ValueError, TypeError):  # not a reply, or one without end
-                oversized = True
-        self.ended = True
-        ending = await self.kill(wait_s=0.0 if oversized else _ACCOUNT_S)
-        if oversized:
+        max_bytes, is_readable = 2 * MAX_REPLY_BYTES * (self.batch_size or 1), True
+        try:
+            async for number, replies, is_worn in messages(reader, max_bytes=max_bytes):
+                self.is_over |= is_worn
+                if job := self._jobs.get(number):
+                    job.begun = True
+                    if replies is not None and not job.replies.done():
+                        job.replies.set_result([Reply(*reply) for reply in replies])
+        except OSError:
+            pass
+        except Exception:  # not a reply, or one without end
+            is_readable = False
+        ending = await self.kill(wait_s=_ACCOUNT_S if is_readable else 0.0)
+        if not is_readable:
             ending = Ending("reply_too_large", "or no reply at all: what came could not be read")
         elif ending.failure == "killed":
             ending = Ending("crashed", "it closed its channel")
-        self._fail_jobs(ending)
+        self._end_jobs(ending)
 
-    def _fail_jobs(self, ending: Ending) -> None:
+    def _end_jobs(self, ending: Ending) -> None:
         num_begun = sum(job.num_calls for job in self._jobs.values() if job.begun)
         for job in self._jobs.values():
+            reply = failed(*ending) if num_begun == 1 else failed("shared", ending.failure)
             if not job.replies.done():
-                job.replies.set_exception(ProcessEnded(ending, begun=job.begun, alone=num_begun == 1))
+                job.replies.set_result([reply if job.begun else failed("lost", ending.detail)] * job.num_calls)
 
     def _send(self, message: list[Any]) -> None:
-        assert self._writer is not None
-        body = pack(message)
-        self._writer.write(LENGTH.pack(len(body)) + body)
-
-    async def _receive(self) -> Any:
-        (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-        if size > 2 * MAX_REPLY_BYTES * (self.batch_size or 1):
-            raise ValueError(f"a reply must have at most {MAX_REPLY_BYTES} bytes, got {size}")
-        return unpack(await self._reader.readexactly(size))
-
-
-def _read(*fields: Any) -> Reply:
-    """Make a reply of what msgpack made of one: it knows no tuples."""
-    reply = Reply(*fields)
-    return reply._replace(step_rewards=tuple((end, value) for end, value in reply.step_rewards))
+        assert self._writer is not None, "a process must be started before it is called"
+        self._writer.write(pack(message))

@@ -16,8 +16,9 @@ import math
 import numbers
 import struct
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from areal_lite.errors import VerifierError, VerifierUnavailable
 from areal_lite.verify.result import VerifyResult
@@ -30,6 +31,7 @@ __all__ = [
     "answer_async",
     "batch_size",
     "checked",
+    "failed",
     "is_async",
     "prepare_verifier",
 ]
@@ -41,19 +43,15 @@ Call = tuple[str, str, str, Mapping[str, Any]]
 _DETAIL_CHARS = 2000
 
 
-class Reply(NamedTuple):
-    """What one completion got: a reward with what belongs to it, or a failure with its detail."""
+@dataclass(frozen=True, slots=True)
+class Reply(VerifyResult):
+    """What one completion got: a result whose every figure was checked, or a failure with its detail."""
 
-    reward: float | None
+    reward: float | None  # type: ignore[assignment]  # None where there is a failure
     failure: str | None = None
     """Short and countable: `nan`, `inf`, `wrong_type:<type>`, `exception:<type>`, `timeout` and so on."""
     detail: str = ""
     """For a person: the end of the traceback."""
-    parts: Mapping[str, float] = {}
-    step_rewards: tuple[tuple[int, float], ...] = ()
-    """`(end_character, value)`, as in `VerifyResult`."""
-    feedback: str = ""
-    metrics: Mapping[str, float] = {}
     retry_after_s: float = 0.0
     """Of `unavailable`: for how long the service does not want to be asked."""
 
@@ -63,12 +61,16 @@ class Reply(NamedTuple):
         return None if self.reward is None else self.reward + sum(value for _, value in self.step_rewards)
 
 
+def failed(failure: str, detail: str) -> Reply:
+    """Return the reply to a call that failed."""
+    return Reply(None, failure=failure, detail=_shorten(detail))
+
+
 def checked(reply: Reply) -> Reply:
     """Return a reply, or the failure `inf` where it earned what float32, in which rewards train, cannot hold."""
-    for number in (reply.reward, *(value for _, value in reply.step_rewards), reply.total):
-        if number is not None and (problem := _number_problem(number, "the reward, steps included,")):
-            return problem
-    return reply
+    earned = (reply.reward, *(value for _, value in reply.step_rewards), reply.total)
+    problems = (problem for number in earned for problem in _number_problems(number, "the reward, steps included,"))
+    return next(problems, reply)
 
 
 def prepare_verifier(function: VerifyFunction, arguments: Mapping[str, Any]) -> None:
@@ -111,7 +113,7 @@ def answer(function: VerifyFunction, calls: Sequence[Call], *, arguments: Mappin
     try:
         value = _invoke(function, calls, arguments)
         if inspect.isawaitable(value):
-            value = _event_loop().run(_wait(value))
+            value = _event_loop().run(_awaited(value))
         return _replies(function, value, calls)
     except BaseException as error:  # a verifier that calls sys.exit() failed like any other
         return [_failed(error)]
@@ -141,66 +143,67 @@ def _replies(function: VerifyFunction, value: Any, calls: Sequence[Call]) -> lis
     if not isinstance(value, Sequence) or isinstance(value, str):
         return [_wrong_type(value, "a list, as the function is @batched")]
     if len(value) != len(calls):
-        return [Reply(None, "wrong_length", f"must return {len(calls)} results, got {len(value)}")]
+        return [failed("wrong_length", f"must return {len(calls)} results, got {len(value)}")]
     return [_read(item, completion=call[1]) for item, call in zip(value, calls, strict=True)]
 
 
 def _read(value: Any, *, completion: str) -> Reply:
     """Check everything that a verify function said about one completion."""
     result = value if isinstance(value, VerifyResult) else VerifyResult(value)
-    if problem := _number_problem(result.reward, "the reward"):
+    if problem := next(_problems(result, completion), None):
         return problem
+    parts, metrics = (
+        {str(name): float(number) for name, number in table.items()} for table in (result.parts, result.metrics)
+    )
+    steps = tuple((int(end), float(number)) for end, number in result.step_rewards)
+    return checked(Reply(float(result.reward), parts, steps, result.feedback, metrics))
+
+
+def _problems(result: VerifyResult, completion: str) -> Iterator[Reply]:
+    yield from _number_problems(result.reward, "the reward")
     for field in ("parts", "metrics"):
         table = getattr(result, field)
         if not isinstance(table, Mapping):
-            return _wrong_type(table, f"{field}: a dict of numbers")
+            yield _wrong_type(table, f"{field}: a dict of numbers")
         for name, number in table.items():
-            if problem := _number_problem(number, f"{field}[{name!r}]"):
-                return problem
+            yield from _number_problems(number, f"{field}[{name!r}]")
     if not isinstance(result.feedback, str):
-        return _wrong_type(result.feedback, "feedback: a text")
-    steps: list[tuple[int, float]] = []
+        yield _wrong_type(result.feedback, "feedback: a text")
     try:
         for end, number in result.step_rewards:
             if not (isinstance(end, numbers.Integral) and 1 <= end <= len(completion)):
                 text = f"must end at a character 1..{len(completion)} of the completion, got {end!r}"
-                return Reply(None, "bad_step_reward", _shorten(text))
-            if problem := _number_problem(number, f"the step reward at character {end}"):
-                return problem
-            steps.append((int(end), float(number)))
+                yield failed("bad_step_reward", text)
+            yield from _number_problems(number, f"the step reward at character {end}")
     except (TypeError, ValueError):
         text = f"step_rewards must be pairs (end_character, value), got {result.step_rewards!r}"
-        return Reply(None, "bad_step_reward", _shorten(text))
-    parts, metrics = (
-        {str(name): float(number) for name, number in table.items()} for table in (result.parts, result.metrics)
-    )
-    return checked(Reply(float(result.reward), None, "", parts, tuple(steps), result.feedback, metrics))
+        yield failed("bad_step_reward", text)
 
 
-def _number_problem(value: Any, what: str) -> Reply | None:
+def _number_problems(value: Any, what: str) -> Iterator[Reply]:
     if not isinstance(value, numbers.Real):
-        return _wrong_type(value, f"{what}: a number")
+        yield _wrong_type(value, f"{what}: a number")
+        return
     try:
-        if math.isfinite(struct.unpack("f", struct.pack("f", float(value)))[0]):
-            return None
+        if not math.isfinite(struct.unpack("f", struct.pack("f", float(value)))[0]):
+            yield failed("nan" if math.isnan(value) else "inf", f"{what} is {float(value)}")
     except OverflowError:
-        return Reply(None, "inf", f"{what} is too large for float32")
-    return Reply(None, "nan" if math.isnan(value) else "inf", f"{what} is {float(value)}")
+        yield failed("inf", f"{what} is too large for float32")
 
 
 def _wrong_type(value: Any, wanted: str) -> Reply:
-    return Reply(None, f"wrong_type:{_type_name(value)}", _shorten(f"expected {wanted}; got {value!r}"))
+    return failed(f"wrong_type:{_type_name(value)}", f"expected {wanted}; got {value!r}")
 
 
 def _failed(error: BaseException) -> Reply:
     if _is_lack_of_memory(error):
         # Its traceback may take memory that is not there.
-        return Reply(None, "memory", f"{type(error).__name__}: more than memory_mb allows")
+        return failed("memory", f"{type(error).__name__}: more than memory_mb allows")
     if isinstance(error, VerifierUnavailable):
         after_s = error.retry_after_s
         is_known = isinstance(after_s, numbers.Real) and math.isfinite(after_s)
-        return Reply(None, "unavailable", _describe(error), retry_after_s=float(after_s) if is_known else 0.0)
-    return Reply(None, f"exception:{type(error).__name__}", _describe(error))
+        return replace(failed("unavailable", _describe(error)), retry_after_s=float(after_s) if is_known else 0.0)
+    return failed(f"exception:{type(error).__name__}", _describe(error))
 
 
 def _is_lack_of_memory(error: BaseException) -> bool:
@@ -216,7 +219,7 @@ def _event_loop() -> asyncio.Runner:
     return asyncio.Runner()
 
 
-async def _wait(value: Awaitable[Any]) -> Any:
+async def _awaited(value: Awaitable[Any]) -> Any:
     return await value
 
 
@@ -226,7 +229,7 @@ def _type_name(value: object) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    return _shorten("".join(traceback.format_exception(error)).strip())
+    return "".join(traceback.format_exception(error)).strip()
 
 
 def _shorten(text: str) -> str:

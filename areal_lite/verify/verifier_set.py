@@ -12,10 +12,9 @@ from areal_lite.config.verifier import VerifierConfig, VerifierSettings
 from areal_lite.types import Prompt
 from areal_lite.verify.names import known_verifier_names, short_names, verifier_settings, weights_of
 from areal_lite.verify.pool import Messages, VerifierPool, quantile
-from areal_lite.verify.protocol import Reply
-from areal_lite.verify.weighting import weighted_sum
+from areal_lite.verify.protocol import Reply, checked, failed
 
-__all__ = ["VerifierSet"]
+__all__ = ["VerifierSet", "weighted_sum"]
 
 
 class VerifierSet:
@@ -91,7 +90,7 @@ class VerifierSet:
         elif chosen is not None and chosen != "":
             if not (isinstance(chosen, str) and chosen in self._allowed):
                 known = ", ".join(sorted(self._allowed))
-                return [Reply(None, f"unknown_verifier:{chosen}", f"must be one of {known}")] * len(completions)
+                return [failed(f"unknown_verifier:{chosen}", f"must be one of {known}")] * len(completions)
             weights = {chosen: 1.0}
         pools = await asyncio.gather(*(self._pool(name) for name in weights))
         columns = await asyncio.gather(*(pool.score(prompt, completions, messages=messages) for pool in pools))
@@ -137,3 +136,36 @@ class VerifierSet:
             self._starts[name] = asyncio.create_task(self._pools[name].start())
         await asyncio.shield(self._starts[name])
         return self._pools[name]
+
+
+def weighted_sum(replies: Mapping[str, Reply], weights: Mapping[str, float]) -> Reply:
+    """Return one reply for several: `reward = sum of weight * reward`, and step rewards likewise.
+
+    Args:
+        replies: By verifier.
+        weights: By verifier, of the same names.
+
+    Returns:
+        A reward, with each verifier's own, unweighted, among `parts`; or a failure, where any verifier failed: a part
+        of a sum is another quantity. A sum that is no number of float32 fails as `inf`.
+
+    Example:
+        >>> said = {"math": Reply(1.0), "format": Reply(0.5, parts={"tags": 0.5})}
+        >>> total = weighted_sum(said, {"math": 1.0, "format": 0.2})
+        >>> total.reward, total.parts
+        (1.1, {'math': 1.0, 'format': 0.5, 'format/tags': 0.5})
+    """
+    total = 0.0
+    steps: list[tuple[int, float]] = []
+    parts: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    feedback: list[str] = []
+    for name, reply in replies.items():
+        if reply.reward is None:
+            return failed(f"{name}:{reply.failure}", reply.detail)
+        total += weights[name] * reply.reward
+        steps += [(end, weights[name] * value) for end, value in reply.step_rewards]
+        parts |= {name: reply.reward} | {f"{name}/{part}": value for part, value in reply.parts.items()}
+        metrics |= {f"{name}/{metric}": value for metric, value in reply.metrics.items()}
+        feedback += [f"{name}: {reply.feedback}"] if reply.feedback else []
+    return checked(Reply(total, parts, tuple(sorted(steps)), "\n".join(feedback), metrics))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from code_programs import ATTACKS, run_code
 
-from areal_lite.verify.tree import descendants
+from areal_lite.verify.descendants import descendants
 
 pytestmark = pytest.mark.sandbox
 

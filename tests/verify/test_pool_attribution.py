@@ -219,7 +219,7 @@ def test_a_row_that_cannot_be_sent_fails_alone():
 
 
 def add(quarantine, failures):
-    return [quarantine.add(Reply(None, failure, "Traceback\n  x\nKeyError: 'kg'")) for failure in failures][-1]
+    return [quarantine.add(Reply(None, failure=failure, detail="  x\nKeyError: 'kg'")) for failure in failures][-1]
 
 
 def test_a_verifier_is_not_trusted_once_it_fails_too_often():

@@ -19,8 +19,8 @@ from places import FIXTURES
 
 from areal_lite.config.verifier import VerifierSettings
 from areal_lite.types import Prompt
+from areal_lite.verify.descendants import proportional_bytes, resident_bytes
 from areal_lite.verify.pool import VerifierPool
-from areal_lite.verify.tree import proportional_bytes, resident_bytes
 
 HOGS = FIXTURES / "hog_verifiers.py"
 MARK = "AREAL_LITE_TEST_MARK"

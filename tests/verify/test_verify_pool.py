@@ -233,7 +233,7 @@ def test_close_ends_promptly_and_leaves_no_process(stage):
 def test_a_killed_parent_leaves_no_orphan(tmp_path):
     """With a verifier that holds the interpreter. Seen failing without PR_SET_PDEATHSIG."""
     program = (
-        "import asyncio, sys\nfrom areal_lite.config.sections import VerifierSettings\n"
+        "import asyncio, sys\nfrom areal_lite.config.verifier import VerifierSettings\n"
         "from areal_lite.types import Prompt\n"
         "from areal_lite.verify.pool import VerifierPool\n"
         "async def main():\n"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from areal_lite.errors import VerifierUnavailable
-from areal_lite.verify.protocol import Reply, answer, is_async
+from areal_lite.verify.protocol import Reply, answer, failed, is_async
 from areal_lite.verify.result import VerifyResult, batched
 
 INF, NAN = float("inf"), float("nan")
@@ -35,7 +35,7 @@ def test_a_result_comes_through_whole():
     result = VerifyResult(
         1, parts={"ok": True}, step_rewards=[(5, 1), (2, -0.5)], feedback="well done", metrics={"n": np.int64(3)}
     )
-    assert reply_to(result) == Reply(1.0, None, "", {"ok": 1.0}, ((5, 1.0), (2, -0.5)), "well done", {"n": 3.0})
+    assert reply_to(result) == Reply(1.0, {"ok": 1.0}, ((5, 1.0), (2, -0.5)), "well done", {"n": 3.0})
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_result_comes_through_whole():
     ],
 )
 def test_whatever_is_wrong_is_a_failure_with_its_reason(result, failure, detail):
-    """I7. Each was seen passing as a reward with `_read` reduced to its first two lines."""
+    """I7. Each was seen passing as a reward with `_problems` yielding nothing."""
     reply = reply_to(result)
     assert (reply.reward, reply.failure) == (None, failure)
     assert detail in reply.detail
@@ -85,7 +85,7 @@ def test_what_float32_cannot_hold_is_infinite(result):
 
 def test_a_total_is_the_outcome_and_its_steps():
     assert reply_to(VerifyResult(1, step_rewards=[(5, 0.5), (2, -0.25)])).total == 1.25
-    assert Reply(None, "nan").total is None
+    assert failed("nan", "").total is None
 
 
 @pytest.mark.parametrize("after_s", [2, 0.5, NAN, INF, "soon"])

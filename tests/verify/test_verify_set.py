@@ -12,8 +12,7 @@ from areal_lite.errors import ConfigError, VerifierError
 from areal_lite.types import Prompt
 from areal_lite.verify.names import chosen_by_sources, held_out_config, known_verifier_names, verifier_settings
 from areal_lite.verify.protocol import Reply
-from areal_lite.verify.verifier_set import VerifierSet
-from areal_lite.verify.weighting import weighted_sum
+from areal_lite.verify.verifier_set import VerifierSet, weighted_sum
 
 PATIENCE_S = 60.0
 SOURCE = """
@@ -98,7 +97,7 @@ def test_several_verifiers_add_up_with_their_weights(file):
     named = {"math": {"function": f"{file}:constant"}, "tags": {"function": f"{file}:parts"}}
     good, bad = with_set(scenario, function={"math": 0.5, "tags": 2.0}, named=named)
     parts = {"math": 1.0, "tags": 0.5, "tags/t": 2.0}
-    assert good == Reply(1.5, None, "", parts, ((5, 2.0),), "tags: hm", {"tags/n": 3.0})
+    assert good == Reply(1.5, parts, ((5, 2.0),), "tags: hm", {"tags/n": 3.0})
     assert bad.failure == "tags:exception:KeyError"
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from areal_lite.types import Sample, Score, StepReward, StopReason, VersionSpan
-from areal_lite.verify.protocol import Reply
+from areal_lite.verify.protocol import Reply, failed
 from areal_lite.verify.step_tokens import token_of
 from areal_lite.verify.worker import score_of
 
@@ -46,7 +46,7 @@ def test_a_score_has_steps_at_tokens_and_everything_else_as_said():
         stop_reason=StopReason.STOP,
         text="7+5",
     )
-    reply = Reply(1.0, None, "", {"a": 1.0}, ((3, 0.5), (1, -0.5)), "well done", {"n": 2.0})
+    reply = Reply(1.0, {"a": 1.0}, ((3, 0.5), (1, -0.5)), "well done", {"n": 2.0})
     assert score_of(reply, sample, decode) == Score(
         reward=1.0,
         step_rewards=(StepReward(token=2, value=0.5), StepReward(token=0, value=-0.5)),
@@ -54,4 +54,4 @@ def test_a_score_has_steps_at_tokens_and_everything_else_as_said():
         metrics={"n": 2.0},
         feedback="well done",
     )
-    assert score_of(Reply(None, "nan", "x"), sample, decode) == Score(failure="nan")
+    assert score_of(failed("nan", "x"), sample, decode) == Score(failure="nan")

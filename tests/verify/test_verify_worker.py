@@ -9,7 +9,7 @@ from areal_lite.config.verifier import VerifierConfig
 from areal_lite.errors import QueueTimeout, VerifierError
 from areal_lite.events import EventBuffer
 from areal_lite.types import Group, Lease, Prompt, Sample, Score, StopReason, VersionSpan
-from areal_lite.verify.protocol import Reply
+from areal_lite.verify.protocol import Reply, failed
 from areal_lite.verify.verifier_set import VerifierSet
 from areal_lite.verify.worker import VerifierWorker
 
@@ -87,7 +87,7 @@ class FakePool:
         async with self.turn:
             await asyncio.sleep(0.001)
         self.calls += len(completions)
-        return [Reply(float(text == "#2")) if text else Reply(None, "nan") for text in completions]
+        return [Reply(float(text == "#2")) if text else failed("nan", "") for text in completions]
 
     def gauges(self):
         return {"calls": self.calls}

@@ -3,17 +3,15 @@
 import ast
 import json
 import socket
-import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from areal_lite.errors import VerifierError, VerifierUnavailable
-from areal_lite.verify.builtin import code_remote, code_runner
+from areal_lite.errors import VerifierError
+from areal_lite.verify.builtin import code_remote
 from areal_lite.verify.builtin.code_remote import ENDED
-from areal_lite.verify.builtin.program import START_TIMEOUT_S, Outcome, Program
+from areal_lite.verify.builtin.program import CaseRunner, Outcome, Program
 from areal_lite.verify.builtin.sandbox import Kind, Limits
 
 __all__ = ["STATUSES", "Case", "Verdict", "run_asserts", "run_examples", "split_asserts"]
@@ -22,7 +20,6 @@ STATUSES = ("passed", "wrong", "crash", "timeout", "cpu", "memory", "output", "p
 """How a case can end."""
 
 _REMOTE = Path(code_remote.__file__).read_text()
-_RUNNER = Path(code_runner.__file__).read_text()
 _DETAIL_CHARS = 500
 
 
@@ -65,10 +62,14 @@ def run_examples(
             raise ValueError(f'a test must be {{"input": ..., "output": ...}}, got {example!r:.200}')
     verdicts: list[Verdict] = []
     left_s = total_s
-    with Runner(program, kind=kind, limits=limits) as runner:
+    runner: CaseRunner | None = None
+    with ExitStack() as stack:
         for example in examples:
             if left_s <= 0:
                 return verdicts + _not_run(verdicts, total_s, number=len(examples) - len(verdicts))
+            if runner is None or runner.has_ended:  # the case before broke its sandbox
+                runner = CaseRunner(program, kind=kind, limits=limits)
+                stack.enter_context(runner)
             expected = str(example["output"])
             outcome = runner.run(str(example["input"]), more_output_bytes=len(expected.encode(errors="replace")))
             left_s -= outcome.seconds
@@ -84,54 +85,6 @@ def _not_run(verdicts: Sequence[Verdict], total_s: float, *, number: int) -> lis
             f"{total_s:g}, which {len(verdicts)} cases used up: raise total_s (and the verifier's timeout_s)"
         )
     return [Verdict("timeout", f"not run: the cases before took {total_s:g} s together")] * number
-
-
-class Runner:
-    """A sandbox in which a program runs case by case; made anew where a case broke it. Whoever makes one closes it."""
-
-    def __init__(self, program: str, *, kind: Kind, limits: Limits) -> None:
-        self._files = {"candidate.py": program, "runner.py": _RUNNER}
-        self._kind, self._limits = kind, limits
-        self._stack = ExitStack()
-        self._program: Program | None = None
-
-    def __enter__(self) -> "Runner":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def run(self, stdin: str, *, more_output_bytes: int) -> Outcome:
-        """Run one case.
-
-        Raises:
-            VerifierUnavailable: The sandbox cannot be set up.
-        """
-        if self._program is None or self._program.has_ended:
-            self._stack.close()
-            self._program, self._channel = self._start()
-        return self._program.run_case(self._channel, stdin, more_output_bytes=more_output_bytes)
-
-    def _start(self) -> tuple[Program, socket.socket]:
-        channel, theirs = (self._stack.enter_context(end) for end in socket.socketpair())
-        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
-        paths = [f"{{folder}}/{name}" for name in ("candidate.py", "stdin")]
-        arguments = ["{folder}/runner.py", str(theirs.fileno()), *paths, str(self._limits.cpu_s)]
-        program = Program(
-            folder,
-            arguments,
-            files=self._files,
-            kind=self._kind,
-            limits=self._limits,
-            pass_fds=[theirs.fileno()],
-            is_runner=True,
-        )
-        self._stack.enter_context(program)
-        theirs.close()  # so that this side learns of the other's end
-        channel.settimeout(START_TIMEOUT_S)
-        if not channel.recv(16):
-            raise VerifierUnavailable(f"the sandbox must run Python, it does not: {program.wait().stderr[-500:]}")
-        return program, channel
 
 
 def _listed(value: Any, name: str) -> list[Any]:
@@ -194,23 +147,26 @@ def run_asserts(
     """
     content = json.dumps({"cases": cases, "entry_point": entry_point})
     with ExitStack() as stack:
-        ends = [stack.enter_context(end) for end in socket.socketpair()]
-        sides = []
-        texts = {"candidate.py": program, "cases.json": content}
-        for end, do, (name, text) in zip(ends, ("serve", "test"), texts.items(), strict=True):
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            arguments = ["{folder}/remote.py", do, str(end.fileno()), "{folder}/" + name]
-            files, descriptors = {"remote.py": _REMOTE, name: text}, [end.fileno()]
-            side = Program(folder, arguments, files=files, kind=kind, limits=limits, pass_fds=descriptors)
-            sides.append(stack.enter_context(side))
-            end.close()  # so that each side learns of the other's end
-        # Both are watched at once: a candidate that prints must not fill its pipe and stand still.
-        with ThreadPoolExecutor(1) as executor:
-            watched = executor.submit(sides[0].wait)
-            tests = sides[1].wait()
-            sides[0].stop()
-            candidate = watched.result()
-    return _verdicts(tests, candidate, number=sum(case.counts for case in cases))
+        candidate, tests = (
+            stack.enter_context(
+                Program(
+                    ["{folder}/remote.py", do, str(end.fileno()), f"{{folder}}/{name}"],
+                    files={"remote.py": _REMOTE, name: text},
+                    channel=stack.enter_context(end),
+                    kind=kind,
+                    limits=limits,
+                )
+            )
+            for end, do, name, text in zip(
+                socket.socketpair(),
+                ("serve", "test"),
+                ("candidate.py", "cases.json"),
+                (program, content),
+                strict=True,
+            )
+        )
+        outcome = tests.wait(beside=[candidate])
+        return _verdicts(outcome, candidate.end(), number=sum(case.counts for case in cases))
 
 
 def _verdicts(tests: Outcome, candidate: Outcome, *, number: int) -> list[Verdict]:

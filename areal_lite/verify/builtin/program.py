@@ -1,35 +1,37 @@
-"""One run of a program in a sandbox: what it wrote, and how it ended. Used by the verifier `code`."""
+"""One run of a program in a sandbox: what it wrote, and how it ended."""
 
 import contextlib
+import fcntl
 import json
 import os
-import selectors
+import select
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from areal_lite.errors import VerifierUnavailable
+from areal_lite.verify.builtin import code_runner
 from areal_lite.verify.builtin.sandbox import Kind, Limits, launch
-from areal_lite.verify.tree import descendants
+from areal_lite.verify.descendants import descendants, kill_with_all_below, resident_bytes
 
-__all__ = ["START_TIMEOUT_S", "Outcome", "Program"]
+__all__ = ["CaseRunner", "Outcome", "Program"]
 
-START_TIMEOUT_S = 60.0
+_START_TIMEOUT_S = 60.0
 """How long a sandbox may take until it stands; far beyond a busy machine's."""
-_LOOK_EVERY_S = 0.05
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_LOOK_S = 0.05
+_RUNNER = Path(code_runner.__file__).read_text()
 
 
 class Outcome(NamedTuple):
     """How a program ended."""
 
     status: str
-    """`ok`, `crash`, `timeout`, `cpu`, `memory`, `output`, `processes` or `stopped`."""
+    """`ok`, `crash`, `timeout`, `cpu`, `memory`, `output`, `processes`, or `stopped`: it was still running."""
     stdout: str
     stderr: str
     seconds: float = 0.0
@@ -37,189 +39,197 @@ class Outcome(NamedTuple):
 
 
 class Program:
-    """A running program; whoever makes one closes it."""
+    """A running program in a folder of its own; whoever makes one closes it.
+
+    What it writes goes into two files in memory: nobody has to read along, and it never waits for a reader.
+    """
 
     def __init__(
         self,
-        folder: Path,
         arguments: Sequence[str],
         *,
         files: Mapping[str, str],
+        channel: socket.socket,
         kind: Kind,
         limits: Limits,
-        pass_fds: Sequence[int] = (),
         is_runner: bool = False,
     ) -> None:
         """Start it, and wait until its sandbox stands.
 
         Args:
-            folder: Empty, its own.
             arguments: Of the interpreter; `{folder}` stands for where the program sees its files.
             files: Texts by name.
+            channel: It inherits this descriptor, which is closed here, so that the other end learns of its end.
             kind: From `choose_kind`.
             limits: What it may take.
-            pass_fds: File descriptors it inherits.
             is_runner: Whether it is `code_runner.py`, see `launch`.
 
         Raises:
             VerifierUnavailable: The sandbox cannot be set up.
         """
+        self._folder = tempfile.TemporaryDirectory()
         for name, text in {**files, "stdin": ""}.items():
-            (folder / name).write_text(text, encoding="utf-8", errors="surrogatepass")
-        folder.chmod(0o755)
-        self._limits, self._kind, self._folder = limits, kind, folder
-        self._output_bytes, self._is_runner = limits.output_kb * 1024, is_runner
+            self._write(name, text)
+        Path(self._folder.name).chmod(0o755)
+        self._limits, self._kind, self._is_runner = limits, kind, is_runner
+        self._output_bytes = limits.output_kb * 1024
         self._status: str | None = None
-        self._written = {"stdout": bytearray(), "stderr": bytearray()}
+        self._written = [os.fdopen(os.memfd_create(name), "w+b", 0) for name in ("stdout", "stderr")]
+        for file in self._written:
+            fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
         ready, theirs = os.pipe()
-        try:
-            self._process = launch(
-                folder, arguments, kind=kind, limits=limits, ready=theirs, pass_fds=pass_fds, is_runner=is_runner
-            )
-        except BaseException:
-            os.close(ready)
-            raise
-        finally:
-            os.close(theirs)
-        self._wait_until_ready(ready)
+        with open(ready, "rb", buffering=0) as pipe:
+            with open(theirs, "wb"), channel:
+                self._process = launch(
+                    Path(self._folder.name),
+                    arguments,
+                    outputs=self._written,
+                    kind=kind,
+                    limits=limits,
+                    descriptors=(theirs, channel.fileno()),
+                    is_runner=is_runner,
+                )
+            if not (_can_be_read(ready, _START_TIMEOUT_S) and pipe.read(1)):
+                self._process.kill()
+                trouble = self.end().stderr.strip()[-500:]
+                raise VerifierUnavailable(f"the sandbox ({kind}) must start a program, it did not: {trouble}")
         self._start = time.monotonic()
 
     def __enter__(self) -> "Program":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _wait_until_ready(self, ready: int) -> None:
-        with open(ready, "rb", buffering=0) as pipe, selectors.DefaultSelector() as selector:
-            selector.register(pipe, selectors.EVENT_READ)
-            if selector.select(START_TIMEOUT_S) and pipe.read(1):
-                return
-        self._process.kill()
-        trouble = self._process.communicate()[1].decode(errors="replace").strip()
-        raise VerifierUnavailable(f"the sandbox ({self._kind}) must start a program, it did not: {trouble[-500:]}")
+    def _write(self, name: str, text: str) -> None:
+        Path(self._folder.name, name).write_text(text, encoding="utf-8", errors="surrogatepass")
 
-    def wait(self) -> Outcome:
-        """Wait until the program ends, or end it at a limit."""
+    def wait(self, *, beside: Sequence["Program"] = ()) -> Outcome:
+        """Wait until the program ends, or end it at a limit; meanwhile see to the limits of others."""
         ended = os.pidfd_open(self._process.pid)
         try:
-            self._watch(ended)
+            self._watch(ended, beside)
         finally:
             os.close(ended)
+        return self.end()
+
+    def end(self) -> Outcome:
+        """End the program where it still runs, and say what came of it."""
+        if self._status is None and self._process.poll() is None:
+            self._status = "stopped"
+        status, (stdout, stderr) = self._status, self._texts()
         self.close()
-        stdout, stderr = self._texts()
-        return Outcome(self._status or _how_it_ended(self._process.returncode, stderr), stdout, stderr)
-
-    def run_case(self, channel: socket.socket, stdin: str, *, more_output_bytes: int) -> Outcome:
-        """Have `code_runner.py` run a case.
-
-        Args:
-            channel: To it.
-            stdin: What the case can read.
-            more_output_bytes: How much more it may write than the limits say.
-
-        Returns:
-            What came of it. After `gone`, or a limit that is met from outside, nothing runs any more.
-        """
-        (self._folder / "stdin").write_text(stdin, encoding="utf-8", errors="surrogatepass")
-        self._written = {name: bytearray() for name in self._written}
-        self._output_bytes = self._limits.output_kb * 1024 + more_output_bytes
-        self._start = time.monotonic()
-        line = b""
-        with contextlib.suppress(ConnectionError):
-            channel.sendall(b"c")
-            self._watch(channel.fileno())
-            line = b"" if self._status else channel.recv(4096)
-        stdout, stderr = self._texts()
-        if not line:
-            self.close()
-            return Outcome(self._status or "crash", stdout, stderr, time.monotonic() - self._start)
-        code, cpu_s = json.loads(line)
-        code = os.waitstatus_to_exitcode(code)
-        if code == -signal.SIGKILL and cpu_s >= self._limits.cpu_s:
-            code = -signal.SIGXCPU  # it ignored the first signal
-        return Outcome(_how_it_ended(code, stderr), stdout, stderr, cpu_s)
+        return Outcome(status or _how_it_ended(self._process.returncode, stderr), stdout, stderr)
 
     @property
     def has_ended(self) -> bool:
         """Whether it was closed."""
         return self._process.returncode is not None
 
-    def _texts(self) -> tuple[str, str]:
-        written = self._written
-        return written["stdout"].decode(errors="replace"), written["stderr"].decode(errors="replace")
+    def close(self) -> None:
+        """Kill it with everything it started; idempotent."""
+        if not self.has_ended and self._process.poll() is None:
+            kill_with_all_below(self._process.pid)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=10)
+        for file in self._written:
+            file.close()
+        self._folder.cleanup()
 
-    def stop(self) -> None:
-        """Have a `wait` of another thread end the program at once, with the status `stopped`."""
-        self._status = self._status or "stopped"
-
-    def _watch(self, end: int) -> None:
-        """Read what it writes until `end` can be read and nothing is left, or it meets a limit."""
-        with selectors.DefaultSelector() as selector:
-            for name, pipe in (("stdout", self._process.stdout), ("stderr", self._process.stderr)):
-                assert pipe is not None
-                os.set_blocking(pipe.fileno(), False)
-                selector.register(pipe, selectors.EVENT_READ, name)
-            selector.register(end, selectors.EVENT_READ, "end")
-            self._look(selector)
-
-    def _look(self, selector: selectors.BaseSelector) -> None:
-        look_at = 0.0
-        while self._status is None:
-            events = {key.data: key for key, _ in selector.select(_LOOK_EVERY_S)}
-            for name in events.keys() - {"end"}:
-                if not self._read(name, events[name].fd):
-                    selector.unregister(events[name].fileobj)
-            if "end" in events and not events.keys() - {"end"}:
-                return
-            if (now := time.monotonic()) >= look_at:
-                self._status = self._status or self._over_limit()
-                look_at = now + _LOOK_EVERY_S
-
-    def _read(self, name: str, descriptor: int) -> bool:
-        """Take what there is; False at the end of the stream."""
-        try:
-            data = os.read(descriptor, 65536)
-        except BlockingIOError:
-            return True
-        self._written[name] += data
-        if sum(map(len, self._written.values())) > self._output_bytes:
+    def _watch(self, end: int, beside: Sequence["Program"] = ()) -> None:
+        """See to the limits of this program and others until `end` can be read, as it can once this one is killed."""
+        while not _can_be_read(end, _LOOK_S):
+            for program in (self, *beside):
+                program._look()
+        if self._status is None and self._has_written_too_much():
             self._status = "output"
-        return bool(data)
+
+    def _look(self) -> None:
+        if self._status is None and not self.has_ended and (status := self._over_limit()):
+            self._status = status
+            kill_with_all_below(self._process.pid)
 
     def _over_limit(self) -> str | None:
+        if self._has_written_too_much():
+            return "output"
         if time.monotonic() - self._start > self._limits.wall_s:
             return "timeout"
-        pids = {*descendants(self._process.pid), self._process.pid}
+        pids = [self._process.pid, *descendants(self._process.pid)]
         # In bubblewrap the kernel counts them. Outside it counts all of the user's, so that only looking helps.
         if self._kind == "plain" and len(pids) - self._is_runner > self._limits.processes:
             return "processes"
-        return "memory" if sum(map(_resident_bytes, pids)) > self._limits.memory_mb * 2**20 else None
+        return "memory" if resident_bytes(pids, with_shared=False) > self._limits.memory_mb * 2**20 else None
+
+    def _has_written_too_much(self) -> bool:
+        return sum(os.fstat(file.fileno()).st_size for file in self._written) > self._output_bytes
+
+    def _texts(self) -> list[str]:
+        return [os.pread(file.fileno(), self._output_bytes, 0).decode(errors="replace") for file in self._written]
+
+
+class CaseRunner(Program):
+    """A sandbox in which a program runs case by case."""
+
+    def __init__(self, program: str, *, kind: Kind, limits: Limits) -> None:
+        """Start `code_runner.py`.
+
+        Raises:
+            VerifierUnavailable: The sandbox cannot be set up.
+        """
+        self._channel, theirs = socket.socketpair()
+        paths = [f"{{folder}}/{name}" for name in ("candidate.py", "stdin")]
+        super().__init__(
+            ["{folder}/runner.py", str(theirs.fileno()), *paths, str(limits.cpu_s)],
+            files={"candidate.py": program, "runner.py": _RUNNER},
+            channel=theirs,
+            kind=kind,
+            limits=limits,
+            is_runner=True,
+        )
+        self._channel.settimeout(_START_TIMEOUT_S)
+        if not self._channel.recv(16):
+            raise VerifierUnavailable(f"the sandbox must run Python, it does not: {self.wait().stderr[-500:]}")
+
+    def run(self, stdin: str, *, more_output_bytes: int) -> Outcome:
+        """Run a case.
+
+        Args:
+            stdin: What the case can read.
+            more_output_bytes: How much more it may write than the limits say.
+
+        Returns:
+            What came of it. Once it `has_ended`, at a limit that is met from outside, nothing runs any more.
+        """
+        self._write("stdin", stdin)
+        for file in self._written:
+            file.truncate(0)
+        self._output_bytes = self._limits.output_kb * 1024 + more_output_bytes
+        self._start = time.monotonic()
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            self._channel.sendall(b"c")
+            self._watch(self._channel.fileno())
+            answer = b"" if self._status else self._channel.recv(4096)
+        stdout, stderr = self._texts()
+        if not answer:
+            self.close()
+            return Outcome(self._status or "crash", stdout, stderr, time.monotonic() - self._start)
+        code, cpu_s = json.loads(answer)
+        code = os.waitstatus_to_exitcode(code)
+        if code == -signal.SIGKILL and cpu_s >= self._limits.cpu_s:
+            code = -signal.SIGXCPU  # it ignored the first signal
+        return Outcome(_how_it_ended(code, stderr), stdout, stderr, cpu_s)
 
     def close(self) -> None:
         """Kill it with everything it started; idempotent."""
-        if self._process.returncode is None and self._process.poll() is None:
-            below = descendants(self._process.pid)
-            for number in (signal.SIGSTOP, signal.SIGKILL):
-                for pid in (self._process.pid, *below):
-                    with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.kill(pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=10)
-        for pipe in (self._process.stdout, self._process.stderr):
-            assert pipe is not None
-            pipe.close()
+        super().close()
+        self._channel.close()
 
 
-def _resident_bytes(pid: int) -> int:
-    """Return the memory of one process that it shares with no file."""
-    try:
-        fields = Path(f"/proc/{pid}/statm").read_text().split()
-    except OSError:
-        return 0
-    return (int(fields[1]) - int(fields[2])) * _PAGE
+def _can_be_read(descriptor: int, within_s: float) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(within_s * 1000))
 
 
 def _how_it_ended(code: int | None, stderr: str) -> str:

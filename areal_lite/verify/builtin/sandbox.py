@@ -5,24 +5,21 @@ limits of its own, set inside by a prelude that then becomes the program. Linux 
 """
 
 import contextlib
-import ctypes
 import functools
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 from pydantic import Field
 
 from areal_lite.errors import VerifierError
 from areal_lite.verify.arguments import Arguments
-from areal_lite.verify.tree import descendants
+from areal_lite.verify.descendants import adopt_orphans, children, end_descendants
 
 __all__ = ["FOLDER", "Kind", "Limits", "choose_kind", "launch", "sweeping"]
 
@@ -33,8 +30,6 @@ FOLDER = "/program"
 
 _NOBODY = 65534
 _OWN_USER = 1_900_000_000  # far from what system users and containers take; the process id is added
-_PR_SET_CHILD_SUBREAPER = 36
-_EMPTY_LOOKS = 3
 _MIB = 2**20
 
 # The limits are set where the program runs, as bubblewrap itself must not be bound by them. The byte says that the
@@ -113,10 +108,10 @@ def launch(
     folder: Path,
     arguments: Sequence[str],
     *,
+    outputs: Sequence[IO[bytes]],
     kind: Kind,
     limits: Limits,
-    ready: int,
-    pass_fds: Sequence[int] = (),
+    descriptors: tuple[int, int],
     is_runner: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start `python ARGUMENTS` behind the prelude.
@@ -124,10 +119,10 @@ def launch(
     Args:
         folder: With the program's files and `stdin`; only read in bubblewrap, the working folder of a plain process.
         arguments: Of the interpreter; `{folder}` stands for where the program sees the folder.
+        outputs: Files for its standard output and error.
         kind: From `choose_kind`.
         limits: Wall time, output and the memory of all processes are the caller's to watch.
-        ready: A pipe's end that gets one byte once the sandbox stands.
-        pass_fds: Further file descriptors that the program inherits.
+        descriptors: A pipe's end that gets one byte once the sandbox stands, and one that the program inherits.
         is_runner: It starts processes of its own for what is to be limited: its own processor time is not limited, it
             does not count as one of the processes, and in bubblewrap it is process 1, which the others cannot signal.
 
@@ -138,27 +133,25 @@ def launch(
     # In bubblewrap two of its own processes count as well, of which a runner takes the place of one. Outside, the limit
     # would count all of the user's.
     processes = limits.processes + 2 if kind == "bubblewrap" else -1
-    figures = [ready, 0 if is_runner else limits.cpu_s, limits.memory_mb * _MIB, limits.disk_mb * _MIB, processes]
+    cpu_s = 0 if is_runner else limits.cpu_s
+    figures = [descriptors[0], cpu_s, limits.memory_mb * _MIB, limits.disk_mb * _MIB, processes]
     command = _bubblewrap(folder, disk_mb=limits.disk_mb, is_first=is_runner) if kind == "bubblewrap" else []
     command += [_python(), "-I", "-S", "-c", _PRELUDE, *map(str, figures)]
+    command += [item.replace("{folder}", inside) for item in arguments]
     with (folder / "stdin").open("rb") as stdin:
         try:
             return subprocess.Popen(
-                [*command, *(item.replace("{folder}", inside) for item in arguments)],
+                command,
                 stdin=stdin,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=_environment(folder),
+                stdout=outputs[0],
+                stderr=outputs[1],
+                env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "TMPDIR": str(folder), "LANG": "C.UTF-8"},
                 cwd=folder,
-                pass_fds=(ready, *pass_fds),
+                pass_fds=descriptors,
                 start_new_session=True,
             )
         except OSError as error:
             raise VerifierError(f"a program cannot be started: {error}") from error
-
-
-def _environment(folder: Path) -> Mapping[str, str]:
-    return {"PATH": "/usr/bin:/bin", "HOME": str(folder), "TMPDIR": str(folder), "LANG": "C.UTF-8"}
 
 
 @functools.cache
@@ -221,25 +214,9 @@ def sweeping() -> Iterator[None]:
     A daemon leaves its parents, and what bubblewrap held together dies a moment behind it. As their subreaper,
     this process gets both as children. Nothing else may start processes from this one meanwhile.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    before, num_empty_looks = set(descendants(os.getpid())), 0
+    adopt_orphans()
+    before = set(children(os.getpid()))
     try:
         yield
     finally:
-        # What is stopped does not fork while the rest is collected: a few rounds end any fork bomb. One look may miss a
-        # process whose parent ends during it, and which only then becomes a child of this one.
-        while num_empty_looks < _EMPTY_LOOKS:
-            left = {pid for pid in set(descendants(os.getpid())) - before if not _reaped(pid)}
-            num_empty_looks = 0 if left else num_empty_looks + 1
-            for number in (signal.SIGSTOP, signal.SIGKILL):
-                for pid in left:
-                    with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.kill(pid, number)
-            time.sleep(0.001)
-
-
-def _reaped(pid: int) -> bool:
-    """Take note of a child's end, if it has ended."""
-    with contextlib.suppress(ChildProcessError):
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
-    return False
+        end_descendants(spare=before.__contains__)
