@@ -117,7 +117,8 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     screen.step(step=120)
     screen.view.end()
     first, second = screen.file.getvalue().splitlines()
-    assert first.startswith("step 119/380  reward 0.412  held out accuracy 0.210 → 0.410 (step 100)  policy ")
+    assert first.startswith("step 119/380  reward 0.412")
+    assert "  held out accuracy 0.210 → 0.410 (step 100)  policy " in first
     assert (
         "tokens 1,234 masked as stale; age 1.23; oldest 4 of 4 allowed  speed 180 samples/s trained; 8,123 " in second
     )

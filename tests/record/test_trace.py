@@ -4,12 +4,10 @@ import itertools
 import json
 from typing import Any
 
+from report_builders import event
+
 from areal_lite.events import Event
 from areal_lite.record.trace import to_trace
-
-
-def event(time: float, lane: str, kind: str, **ids: Any) -> Event:
-    return {"time": time, "lane": lane, "kind": kind, **ids}
 
 
 def rows_of(trace: dict[str, Any], phase: str) -> list[dict[str, Any]]:
