@@ -23,7 +23,7 @@ from areal_lite.events import Event
 from areal_lite.record.differences import differences
 from areal_lite.record.trace import to_trace
 
-__all__ = ["RunFolder", "read_rows"]
+__all__ = ["RunFolder", "read_rows", "write_whole"]
 
 Row = Mapping[str, Any]
 
@@ -155,12 +155,12 @@ class RunFolder:
 
     def write_json(self, name: str, content: Any) -> None:
         """Write a JSON file, whole or not at all."""
-        self._replace(name, json.dumps(content, indent=2, default=float) + "\n")
+        write_whole(self.path / name, json.dumps(content, indent=2, default=float) + "\n")
 
     def write_trace(self) -> None:
         """Turn `events.jsonl` into `trace.json` for Perfetto."""
         events: list[Event] = self.read("events.jsonl")
-        self._replace("trace.json", json.dumps(to_trace(events)))
+        write_whole(self.path / "trace.json", json.dumps(to_trace(events)))
 
     def _orphan_rows(self, name: str, is_kept: Callable[[Row], bool]) -> None:
         path = self.path / name
@@ -169,12 +169,14 @@ class RunFolder:
         if len(kept) < len(rows):
             self.append(f"{path.stem}.orphaned.jsonl", (row for row in rows if not is_kept(row)))
         if path.is_file():
-            self._replace(name, "".join(json.dumps(row) + "\n" for row in kept))
+            write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
 
-    def _replace(self, name: str, text: str) -> None:
-        temporary = self.path / f".{name}.tmp"
-        temporary.write_text(text)
-        os.replace(temporary, self.path / name)
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def _remove(checkpoint: Path) -> None:

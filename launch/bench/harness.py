@@ -28,7 +28,7 @@ from areal_lite.errors import ArealLiteError, CheckpointError, ConfigError
 from areal_lite.launch.bench.view import COLUMNS, Row, spread, table
 from areal_lite.record.paths import with_absolute_paths
 from areal_lite.record.recorder import commit_of_code
-from areal_lite.record.run_folder import RunFolder
+from areal_lite.record.run_folder import RunFolder, write_whole
 
 __all__ = ["PlannedRun", "RunState", "changed_objective", "finish", "in_turns", "ratios", "run_all", "run_state",
            "run_to_the_end", "say", "summary", "surroundings", "target", "training", "write_results"]  # fmt: skip
@@ -91,9 +91,7 @@ def surroundings() -> dict[str, Any]:
 def write_results(content: Mapping[str, Any], *, out: Path) -> None:
     """Write `results.json`, whole or not at all."""
     out.mkdir(parents=True, exist_ok=True)
-    temporary = out / ".results.json.tmp"
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(temporary, out / "results.json")
+    write_whole(out / "results.json", json.dumps(content, indent=1) + "\n")
 
 
 def finish(

@@ -4,7 +4,6 @@ Everything that comes from a run is escaped by the template; the page never asks
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
+
+from areal_lite.record.run_folder import write_whole
 
 __all__ = ["Block", "Section", "figure_text", "write_page"]
 
@@ -69,9 +70,7 @@ def write_page(path: Path, *, title: str, subtitle: str, sections: Sequence[Sect
         plotly=Markup(get_plotlyjs()),
         script=Markup("\n").join(map(_file, _SCRIPTS)),
     )
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(path, text)
     return path
 
 
