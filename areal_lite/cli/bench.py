@@ -29,12 +29,15 @@ Repeats = Annotated[int, typer.Option(min=1, metavar="N", help="measurements of 
 Seconds = Annotated[float, typer.Option(min=1e-3, help="length of a measurement")]
 Steps = Annotated[int, typer.Option(min=1, metavar="N", help="trainer steps of a measurement")]
 Only = Annotated[
-    list[str], typer.Option(default_factory=list, metavar="NAME", help="a name, or a pattern; may be given again")
+    list[str],
+    typer.Option(
+        default_factory=list, show_default=False, metavar="NAME", help="a name, or a pattern; may be given again"
+    ),
 ]
 Out = Annotated[Path, typer.Option(metavar="DIR", help="folder of the results")]
 RunsOut = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="folder of all files; default runs/modes-<recipe> or runs/bench-<plan>"),
+    typer.Option(metavar="DIR", help="folder of all files; default runs/modes-RECIPE or runs/bench-PLAN"),
 ]
 
 

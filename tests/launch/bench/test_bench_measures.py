@@ -6,7 +6,6 @@ import pytest
 
 from areal_lite.events import Event
 from areal_lite.launch.bench.modes_figures import measure, measured_steps, percentiles, reward_at
-from areal_lite.launch.bench.view import spread
 
 BEGIN = 1000.0
 """When the trainer began to wait for its first batch."""
@@ -129,8 +128,3 @@ def test_percentiles_are_values_that_occurred() -> None:
     found = percentiles([9, *[1] * 8, 7], (0, 80, 81, 90, 91, 100))
     assert found == {"p0": 1, "p80": 1, "p81": 7, "p90": 7, "p91": 9, "p100": 9}
     assert percentiles([], (50,)) == {"p50": None}
-
-
-def test_spread() -> None:
-    assert spread([3.0, 1.0, 10.0]) == {"median": 3.0, "low": 1.0, "high": 10.0}
-    assert spread([1.0, 2.0])["median"] == 1.5

@@ -23,8 +23,7 @@ from areal_lite.config.recipe import Config, load_config
 from areal_lite.data.tokenizer import EOS, build_char_tokenizer
 from areal_lite.errors import ConfigError, StallError, TrainerError
 from areal_lite.launch.bench import peers_process, peers_trl
-from areal_lite.launch.bench.harness import in_turns
-from areal_lite.launch.bench.peers import SIDES, load_weights
+from areal_lite.launch.bench.peers import load_weights
 from areal_lite.launch.bench.peers_process import PINS, ensure_trl, run_trl
 from areal_lite.launch.bench.peers_work import (
     Learning,
@@ -106,12 +105,6 @@ def test_an_accuracy_that_was_not_reached_makes_no_ratio_and_no_target() -> None
     assert ours["sooner_than_trl"] == []
     assert [cells(row)[3:6] for row in (ours, trl)] == [["7.5", "15", "-"], ["-", "-", "-"]]
     assert [one["measure"] for one in targets([ours, trl], accuracy=0.75)] == ["samples/s over TRL"]
-
-
-def test_sides_take_turns_and_every_other_repeat_goes_backwards() -> None:
-    order: list[str] = []
-    in_turns(SIDES, repeats=2, measure=order.append)
-    assert order == ["async", "sync", "trl", "trl", "sync", "async"]
 
 
 def test_the_picture_shows_every_side(tmp_path: Path) -> None:

@@ -29,13 +29,6 @@ def test_medians_ratios_and_traffic_of_figures_with_known_answers() -> None:
     assert [show(rows["areal-lite"]) for show in COLUMNS["queue"].values()] == expected
 
 
-def test_contenders_take_turns_and_every_other_repeat_goes_backwards() -> None:
-    """Seen failing with all repeats of a case in a row: what the machine does meanwhile would hit one contender."""
-    order: list[str] = []
-    in_turns(cases(BENCH), repeats=3, measure=lambda case: order.append(case.contender))
-    assert order == [*CONTENDERS, *reversed(CONTENDERS), *CONTENDERS]
-
-
 @pytest.mark.loop
 def test_every_carrier_brings_groups_to_the_trainer() -> None:
     """Real processes, a tenth of a second each."""

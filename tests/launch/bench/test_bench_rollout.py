@@ -54,18 +54,6 @@ def test_ratios_of_figures_with_known_answers() -> None:
     assert [show(rows[0]) for show in COLUMNS["rollout"].values()][2:] == ["-", "-"]
 
 
-def test_cases_take_turns_and_every_other_repeat_goes_backwards() -> None:
-    """Seen failing with all repeats of a case in a row: what the machine does meanwhile would hit one side."""
-    order: list[str] = []
-
-    def measure(case: str) -> Measurement:
-        order.append(case)
-        return Measurement(tokens=1, seconds=1.0)
-
-    in_turns(CASES, repeats=2, measure=measure)
-    assert order == [*CASES, *reversed(CASES)]
-
-
 class Prompts:
     """A cursor of prompts of one token; every third row has a limit of its own."""
 

@@ -1,0 +1,42 @@
+"""What every benchmark shares: the order of measurements, ratios, columns and tables."""
+
+from areal_lite.launch.bench.harness import in_turns, ratios
+from areal_lite.launch.bench.peers import SIDES
+from areal_lite.launch.bench.queue import CONTENDERS, QueueBench, cases
+from areal_lite.launch.bench.view import cell, markdown, spread
+
+
+def test_cases_take_turns_and_every_other_repeat_goes_backwards() -> None:
+    """Seen failing with all repeats of a case in a row: what the machine does meanwhile would hit one side."""
+    order: list[str] = []
+    measured = in_turns("abc", repeats=3, measure=lambda case: order.append(case) or f"{case}{len(order)}")
+    assert order == [*"abc", *"cba", *"abc"]
+    assert measured == {"a": ["a1", "a6", "a7"], "b": ["b2", "b5", "b8"], "c": ["c3", "c4", "c9"]}
+
+
+def test_the_sides_of_a_case_are_measured_side_by_side() -> None:
+    sizes = QueueBench(repeats=1, measured_s=1.0, tokens=(1000, 50), clients=(8,))
+    assert [(case.contender, case.tokens) for case in cases(sizes)] == [
+        (contender, tokens) for tokens in (1000, 50) for contender in CONTENDERS
+    ]
+    assert SIDES == ("async", "sync", "trl")
+
+
+def test_ratios_and_spreads() -> None:
+    assert ratios([3.0, 5.0], [2.0, 2.0]) == [1.5, 2.5]
+    assert spread([3.0, 1.0, 10.0]) == {"median": 3.0, "low": 1.0, "high": 10.0}
+    assert spread([1.0, 2.0])["median"] == 1.5
+
+
+def test_a_column_shows_a_value_a_median_or_nothing() -> None:
+    """A list where a repeat has no value shows nothing. Seen failing with the median of the others."""
+    show = cell("a.b", ".1f", ranged=True, scale=10)
+    assert show({"a": {"b": 0.25}}) == "2.5"
+    assert show({"a": {"b": [1.0, 3.0, 2.0]}}) == show({"a": {"b": spread([1.0, 3.0, 2.0])}}) == "20.0\n10.0-30.0"
+    assert show({"a": {"b": [1.0, 1.0]}}) == "10.0"
+    assert {show(row) for row in ({"a": {"b": [1.0, None]}}, {"a": {"b": []}}, {"a": {}}, {"a": None}, {})} == {"-"}
+
+
+def test_markdown_has_the_lines_of_a_cell_side_by_side() -> None:
+    table = markdown({"name": cell("name"), "x": cell("x", ranged=True)}, [{"name": "a", "x": [1, 3, 2]}])
+    assert table.splitlines() == ["| name | x |", "|---|---:|", "| a | 2 · 1-3 |"]
