@@ -24,7 +24,6 @@ __all__ = [
     "NOT_REPEATABLE",
     "REQUESTS",
     "BatchInfo",
-    "BatchRewards",
     "QueueRequests",
     "QueueStatus",
     "WorkerStatus",
@@ -36,26 +35,13 @@ __all__ = [
 class BatchInfo(TypedDict):
     """What the controller learns about a batch it took."""
 
-    batch_id: str
     version: int
     """Trainer version when it was taken; ages are counted from it."""
     num_groups: int
     num_rows: int
-    prompt_tokens: int
-    """Over all rows: a prompt counts once per sample."""
-    output_tokens: int
-    rewards: "BatchRewards"
-
-
-class BatchRewards(TypedDict):
-    """Means over the scored samples of a batch; a sample without a part or figure does not count in its mean."""
-
-    reward_by_source: dict[str, float]
-    """Total reward, by data source: the first part of the prompt ids."""
-    reward_parts: dict[str, float]
-    """What the rewards were made of, by name."""
-    verifier_metrics: dict[str, float]
-    """Further figures of the verifiers', by name."""
+    rewards: dict[str, dict[str, float]]
+    """Means over the scored samples, each over those that have the figure: `reward_by_source` (total reward, by the
+    first part of the prompt ids), `reward_parts` and `verifier_metrics`."""
 
 
 class WorkerStatus(TypedDict):

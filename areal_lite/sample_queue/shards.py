@@ -11,7 +11,7 @@ import numpy as np
 
 from areal_lite.errors import LedgerError
 from areal_lite.sample_queue.ledger import Batch
-from areal_lite.sample_queue.requests import BatchInfo, BatchRewards
+from areal_lite.sample_queue.requests import BatchInfo
 from areal_lite.sample_queue.split import assign_rows
 from areal_lite.types import Group, Prompt, Row, Shard
 
@@ -54,28 +54,22 @@ class ShardedBatch:
         ]
 
     def info(self) -> BatchInfo:
-        """Return its size."""
+        """Return its size, and what was earned."""
+        scored = [
+            (group.prompt_id.partition("/")[0], total, sample.score)
+            for group in self.batch.groups
+            for sample in group.samples
+            if sample.score is not None and (total := sample.score.total) is not None
+        ]
         return BatchInfo(
-            batch_id=self.batch.batch_id,
             version=self.batch.version,
             num_groups=len(self.batch.groups),
             num_rows=len(self._rows),
-            prompt_tokens=sum(len(row.prompt_token_ids) for row in self._rows),
-            output_tokens=sum(row.sample.num_tokens for row in self._rows),
-            rewards=self._rewards(),
-        )
-
-    def _rewards(self) -> BatchRewards:
-        scored = [
-            (group.prompt_id.partition("/")[0], sample.score)
-            for group in self.batch.groups
-            for sample in group.samples
-            if sample.score is not None and sample.score.failure is None
-        ]
-        return BatchRewards(
-            reward_by_source=_means({source: score.total} for source, score in scored if score.total is not None),
-            reward_parts=_means(score.parts for _, score in scored),
-            verifier_metrics=_means(score.metrics for _, score in scored),
+            rewards={
+                "reward_by_source": _means({source: total} for source, total, _ in scored),
+                "reward_parts": _means(score.parts for *_, score in scored),
+                "verifier_metrics": _means(score.metrics for *_, score in scored),
+            },
         )
 
     def shard(self, rank: int) -> Shard:
