@@ -3,6 +3,7 @@
 A controller feeds it; it starts nothing and waits for nothing.
 """
 
+import contextlib
 import math
 import subprocess
 import sys
@@ -97,10 +98,8 @@ def package_versions() -> dict[str, str]:
     """Return the versions of the packages that results may depend on, as far as they are installed."""
     found = {}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 

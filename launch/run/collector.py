@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from areal_lite.events import EventBuffer
@@ -52,10 +52,7 @@ class Collector:
 
     def failures(self) -> dict[str, int]:
         """Failed verifications so far, by reason."""
-        total: Counter[str] = Counter()
-        for gauges in self._gauges.values():
-            total.update(gauges.get("failures", {}))
-        return dict(total)
+        return _added(gauges.get("failures", {}) for gauges in self._gauges.values())
 
     def verifiers(self) -> dict[str, Any]:
         """Failed verifications by reason, and each verifier's own figures, over all workers."""
@@ -92,11 +89,15 @@ class Collector:
             self._view.say(f"{name} was lost ({self._cluster.lost[name]}); the others go on", style="yellow")
 
 
+def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    return dict(sum(map(Counter[str], counts), Counter[str]()))
+
+
 def _together(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join one verifier's figures of several workers: counts add up, of the latencies the worst stands."""
     counted = ("calls", "timeouts", "restarts", "busy", "waiting")
     return {
         **{name: sum(part[name] for part in parts) for name in counted},
-        "failures": dict(sum((Counter(part["failures"]) for part in parts), Counter[str]())),
+        "failures": _added(part["failures"] for part in parts),
         **{name: max(part[name] for part in parts) for name in ("latency_p50_s", "latency_p95_s")},
     }

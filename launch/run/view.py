@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -122,7 +123,7 @@ class View:
         head.add_row(
             Text(f"step {step} of {total}", style="bold"),
             ProgressBar(total=total, completed=step),
-            f"{_clock(time.monotonic() - self._started)} elapsed, {self._time_left()} left",
+            f"{timedelta(seconds=int(time.monotonic() - self._started))} elapsed, {self._time_left()} left",
         )
         return head
 
@@ -139,8 +140,8 @@ class View:
         done = len(self._rows)
         if done == 0:
             return "-"
-        per_step = (time.monotonic() - self._started) / done
-        return _clock(per_step * max(self._config.run.steps - self._first_step - done, 0))
+        left = (time.monotonic() - self._started) / done * max(self._config.run.steps - self._first_step - done, 0)
+        return str(timedelta(seconds=int(left)))
 
 
 def sparkline(values: Sequence[float], width: int = _SPARKLINE_WIDTH) -> str:
@@ -175,8 +176,3 @@ def _flow(ledger: Mapping[str, int]) -> str:
         **{state: count for state, count in ledger.items() if "(" in state or state in ("stale", "abandoned")},
     }
     return ", ".join(f"{state} {count:,}" for state, count in counts.items() if count) or "-"
-
-
-def _clock(seconds: float) -> str:
-    minutes, hours = int(seconds) // 60, int(seconds) // 3600
-    return f"{hours}:{minutes % 60:02d}:{int(seconds) % 60:02d}" if hours else f"{minutes}:{int(seconds) % 60:02d}"

@@ -120,7 +120,7 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     assert first.startswith("step 119/380  reward 0.412")
     assert "  held out accuracy 0.210 → 0.410 (step 100)  policy " in first
     assert (
-        "tokens 1,234 masked as stale; age 1.23; oldest 4 of 4 allowed  speed 180 samples/s trained; 8,123 " in second
+        "tokens age 1.23; oldest 4 of 4 allowed; 1,234 masked as stale  speed 180 samples/s trained; 8,123 " in second
     )
     assert "idle generators 2%; paused 8%; trainer 3%" in second
     assert "groups trained 1,920, ready 9" in second
@@ -185,7 +185,7 @@ def test_a_resumed_run_counts_from_its_first_step() -> None:
         screen.step(step=step)
     (head,) = [line for line in screen.panel() if "step 340 of 380" in line]
     screen.view.end()
-    assert "1:40 elapsed, 1:40 left" in head
+    assert "0:01:40 elapsed, 0:01:40 left" in head
 
 
 @pytest.mark.parametrize(
