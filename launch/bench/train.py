@@ -144,7 +144,7 @@ def measure(settings: TrainBench, recipe: str, overrides: Sequence[str], *, cons
         with _sides(one.micro_batch, config, folder, batches[work]) as sides:
             for side, peer in sides.items():
                 peer.step(0, rows.get(side))
-            run_steps(settings, one, lambda side, number: Step(*sides[side].step(number, rows.get(side))))
+            run_steps(settings, one, lambda side, number: sides[side].step(number, rows.get(side)))
             one.peak_mb = {side: peer.peak_mb() for side, peer in sides.items()}
         measured.append(one)
         for row in summarise([one]):
@@ -281,8 +281,7 @@ class _Side:
 
     def __init__(self, side: str, config: Config, folder: str, batches: Sequence[Shard]) -> None:
         transformers.utils.logging.disable_progress_bar()
-        torch.set_num_threads(config.trainer.threads)
-        self._batches, self._version, self._positions = batches, 0, 0
+        self._threads, self._batches, self._version, self._positions = config.trainer.threads, batches, 0, 0
         gc.collect()
         # The mark of the highest memory forgets what the imports took.
         Path("/proc/self/clear_refs").write_text("5")
@@ -301,6 +300,7 @@ class _Side:
             number: Of the batch.
             rows_per_pass: Rows of the padded loop's micro-batches; None for the trainer, which has its own rule.
         """
+        torch.set_num_threads(self._threads)  # here, as the thread that answers is not the one that made this
         shard, self._positions = self._batches[number % len(self._batches)], 0
         rows = (
             replace(row, sample=replace(row.sample, spans=_whole(row.sample.num_tokens, version=self._version)))
