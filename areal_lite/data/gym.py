@@ -7,7 +7,8 @@ hashes. A question held out is never among the training ones, whatever the seeds
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from areal_lite.config.data import GymConfig
@@ -42,23 +43,18 @@ def gym_tasks(settings: GymConfig, split: Literal["train", "eval"], *, where: st
         held_out.setdefault(entry["question"], entry)
         if len(held_out) == settings.eval_size:
             break
-    else:
-        raise _too_few(settings, f"{settings.eval_size} different held-out questions, got {len(held_out)}", where=where)
-    chosen = list(held_out.values()) if split == "eval" else _training(settings, held_out, where=where)
+    others = (entry for entry in _entries(settings, "train", where=where) if entry["question"] not in held_out)
+    chosen = list(held_out.values() if split == "eval" else itertools.islice(others, settings.train_size))
+    if len(held_out) < settings.eval_size or (split == "train" and len(chosen) < settings.train_size):
+        raise ConfigError(
+            f"{where}.reasoning_gym must give {settings.eval_size} different held-out questions and others to train "
+            f"on, got {len(held_out)} and {len(chosen)} of the family {settings.dataset} after {_ROUNDS} sets: lower "
+            "train_size or eval_size, or set arguments that allow more"
+        )
     return [
         _task(entry, family=str(settings.dataset), origin=f"{where}.reasoning_gym {split} task {index}")
         for index, entry in enumerate(chosen)
     ]
-
-
-def _training(settings: GymConfig, held_out: Mapping[str, Any], *, where: str) -> Sequence[Mapping[str, Any]]:
-    chosen: list[Mapping[str, Any]] = []
-    for entry in _entries(settings, "train", where=where):
-        if entry["question"] not in held_out:
-            chosen.append(entry)
-        if len(chosen) == settings.train_size:
-            return chosen
-    raise _too_few(settings, f"{settings.train_size} questions that are not held out, got {len(chosen)}", where=where)
 
 
 def _entries(settings: GymConfig, split: str, *, where: str) -> Iterator[Mapping[str, Any]]:
@@ -115,10 +111,3 @@ def _with_text_keys(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _with_text_keys(item) for key, item in value.items()}
     return [_with_text_keys(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _too_few(settings: GymConfig, wanted: str, *, where: str) -> ConfigError:
-    return ConfigError(
-        f"{where}.reasoning_gym must give {wanted} of the family {settings.dataset} after {_ROUNDS} sets: lower "
-        "train_size or eval_size, or set arguments that allow more"
-    )
