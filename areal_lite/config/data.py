@@ -8,8 +8,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from areal_lite.config.fields import FunctionName, Refers
-from areal_lite.config.plugins import name_problems
+from areal_lite.config.plugins import known_names, name_problems
 from areal_lite.config.section import HERE, Section
+from areal_lite.config.suggestion import suggestion
 
 __all__ = [
     "RESERVED_COLUMNS",
@@ -147,7 +148,14 @@ class SourceConfig(Section):
         if kind in (*_PATHS, *_MADE):
             yield from self.unread(("arguments",), is_read, to_do="leave them out, they are of a plug-in's function")
         else:
-            yield from name_problems(f"{HERE}.source", kind, kind="source")
+            known = [*_MADE, *_PATHS, *known_names("source")]
+            for problem in name_problems(f"{HERE}.source", kind, kind="source"):
+                yield (
+                    problem
+                    if ":" in kind
+                    else f"{HERE}.source must be one of {', '.join(known)}, or name a function as module:function or "
+                    f"path.py:function; got {kind!r}{suggestion(kind, known)}"
+                )
         # Who names another source than the default one, on the command line, need not undo the recipe's settings of it.
         default = SourceConfig.model_fields["source"].default
         for other in (name for name in _MADE if name not in (kind, default)):

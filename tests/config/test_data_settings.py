@@ -17,7 +17,14 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({**GYM, "columns": {"a": "b"}}, ["data.columns={'a': 'b'} is not read"]),
     ({"reasoning_gym": {"dataset": "chain_sum"}}, ["data.reasoning_gym is not read", "set data.source=reasoning_gym"]),
     ({**FILE, "arguments": {"size": 3}}, ["data.arguments={'size': 3} is not read with data.source=jsonl"]),
-    ({"source": "guess_numbr"}, ["data.source: ", "is one of gridworld, guess_number", "did you mean guess_number?"]),
+    (
+        {"source": "jsnl", "path": "x"},
+        ["data.source must be one of arith, reasoning_gym, jsonl", "did you mean jsonl?"],
+    ),
+    (
+        {"source": "guess_numbr"},
+        ["gridworld, guess_number, or name a function", "did you mean guess_number?"],
+    ),
     ({"source": "guess_number", "path": "x"}, ["data.path=x is not read with data.source=guess_number"]),
     ({"source": "reasoning_gym"}, ["data.source=reasoning_gym needs data.reasoning_gym.dataset, got none"]),
     (
