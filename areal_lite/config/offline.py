@@ -24,6 +24,7 @@ __all__ = [
     "SftConfig",
     "load_any_config",
     "load_offline_config",
+    "parse_any_config",
 ]
 
 OfflineCommand = Literal["sft", "reward_model", "dpo"]
@@ -199,7 +200,15 @@ def load_any_config(recipe: str, overrides: Iterable[str] = ()) -> Config | Offl
     Raises:
         ConfigError: As `load_config`.
     """
-    raw = read_recipe(recipe, overrides, command=None)
+    return parse_any_config(read_recipe(recipe, overrides, command=None))
+
+
+def parse_any_config(raw: Mapping[str, Any]) -> Config | OfflineConfig:
+    """Turn nested mappings into a checked recipe of whichever command they are for.
+
+    Raises:
+        ConfigError: With one line per problem.
+    """
     if raw.get("command") in (None, "train"):
         return parse_section(raw, Config)
     return _parse(raw)

@@ -10,6 +10,7 @@ it. What ends the run while a batch trains waits until it is trained, so that th
 import contextlib
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,17 @@ class Controller(ABC):
         self._unwritten: dict[str, Any] | None = None
         """What is known of the last step, until its row is written."""
 
-    def run(self) -> dict[str, Any]:
+    def run(self, on_step: Callable[[Mapping[str, Any]], object] | None = None) -> dict[str, Any]:
         """Run to the end and return the summary.
+
+        Args:
+            on_step: Gets the row of every step; returning False ends the run like Ctrl-C.
 
         Raises:
             Interrupted: After Ctrl-C, once everything is saved.
             ArealLiteError: What ended the run early; what could be saved is saved.
         """
+        self._on_step = on_step
         checkpoint = self._folder.newest_checkpoint() if self._config.run.resume else None
         self._processes = self._spawn(checkpoint)
         try:
@@ -104,8 +109,8 @@ class Controller(ABC):
         """Do what goes on beside a wait."""
 
     @abstractmethod
-    def _write(self, record: dict[str, Any]) -> None:
-        """Write the row of a step, and show it."""
+    def _write(self, record: dict[str, Any]) -> Mapping[str, Any]:
+        """Write the row of a step, show it, and return it."""
 
     @abstractmethod
     def _sum_up(self, status: str, *, failed: bool) -> dict[str, Any]:
@@ -150,8 +155,10 @@ class Controller(ABC):
         if self._interrupts.are_news():
             self._view.say("stopping after this step and saving; press Ctrl-C again to stop at once ...")
         if self._unwritten is not None:
-            self._write(self._unwritten)
+            row = self._write(self._unwritten)
             self._unwritten = None
+            if self._on_step is not None and self._on_step(row) is False:
+                self._interrupts.ask()
         self._look_after()
 
     def _save(self) -> Path:

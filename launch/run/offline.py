@@ -1,6 +1,7 @@
 """The controller of an offline run (SFT, reward model, DPO): the ranks train on rows that are there from the start."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,10 @@ class OfflineController(Controller):
     def _look_after(self) -> None:
         self._recorder.feed([*self._trainer_lane.drain(), *self._controller_lane.drain()])
 
-    def _write(self, record: dict[str, Any]) -> None:
-        row = self._recorder.step(record["figures"], step=self._version, train_s=record["train_s"])
+    def _write(self, record: dict[str, Any]) -> Mapping[str, Any]:
+        row: Mapping[str, Any] = self._recorder.step(record["figures"], step=self._version, train_s=record["train_s"])
         self._view.step(row, evaluations=self._recorder.evaluations)
+        return row
 
     def _sum_up(self, status: str, *, failed: bool) -> dict[str, Any]:
         self._look_after()

@@ -22,6 +22,10 @@ class Interrupts:
         before, self._told = self._told, min(self._count, 1)
         return self._told > before
 
+    def ask(self) -> None:
+        """Ask to stop, as one Ctrl-C does."""
+        self._count = max(self._count, 1)
+
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         return self

@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,20 @@ __all__ = ["check_arguments", "prepare_model", "ray_session", "train"]
 _CACHE = Path(".cache") / "areal-lite"
 
 
-def train(config: Config | OfflineConfig, *, recipe_name: str, console: Console) -> dict[str, Any]:
-    """Run a recipe and return its summary, with the path of its `report` where there is one.
+def train(
+    config: Config | OfflineConfig,
+    *,
+    recipe_name: str,
+    console: Console,
+    on_step: Callable[[Mapping[str, Any]], object] | None = None,
+) -> dict[str, Any]:
+    """Run a recipe and return its summary, with the path of its `folder`, and of its `report` where there is one.
 
     Args:
         config: The recipe.
         recipe_name: Names the run folder where the recipe does not.
         console: Shows how it goes.
+        on_step: Gets the row of every step; returning False ends the run like Ctrl-C.
 
     Raises:
         ArealLiteError: With what to do about it.
@@ -57,7 +64,7 @@ def train(config: Config | OfflineConfig, *, recipe_name: str, console: Console)
         _check_resources(config, console)
         folder = RunFolder.resume(config) if config.run.resume else RunFolder.create(config, recipe_name=recipe_name)
         console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
-        summary = make_controller(folder).run()
+        summary = make_controller(folder).run(on_step) | {"folder": str(folder.path)}
     if config.run.report:
         summary |= {"report": _report_of(folder, console=console)}
     return summary

@@ -1,0 +1,176 @@
+"""The library's own handle: load a recipe, run it, read its results. What the command line does, for programs.
+
+    import areal_lite
+
+    recipe = areal_lite.load_recipe("arith_cpu", {"run.steps": 20, "verifier.function": my_verifier})
+    run = areal_lite.run(recipe, on_step=lambda row: print(row["step"], row["reward_mean"]))
+    print(run.summary["reward_last"], run.model)
+
+Everything heavy is imported inside the functions, so that `import areal_lite` stays light.
+"""
+
+import io
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from areal_lite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from areal_lite.config.offline import OfflineConfig
+    from areal_lite.config.recipe import Config
+
+__all__ = ["OnStep", "Run", "load_recipe", "open_run", "run"]
+
+OnStep: TypeAlias = Callable[[Mapping[str, Any]], object]
+"""Gets each trainer step's row (the keys of `metrics.jsonl`); returning False ends the run, saved."""
+
+_FUNCTIONS = Path(".cache") / "areal-lite" / "functions"
+
+
+def load_recipe(
+    recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+) -> "Config | OfflineConfig":
+    """Load and check a recipe of any command: train, sft, reward-model or dpo.
+
+    Args:
+        recipe: A shipped recipe's name, a YAML file, or the same content as nested mappings.
+        overrides: Values by `section.field`. Where a setting names a function (a verifier, a workflow, a loss, an
+            advantage), the value may be the function itself, also one defined in a notebook.
+
+    Raises:
+        ConfigError: With one line per problem.
+    """
+    from areal_lite.config.offline import parse_any_config
+    from areal_lite.config.reading import read_recipe, set_value
+
+    raw = dict(recipe) if isinstance(recipe, Mapping) else read_recipe(str(recipe), command=None)
+    raw = _with_names(raw)
+    for key, value in (overrides or {}).items():
+        set_value(raw, key, _with_names(value))
+    return parse_any_config(raw)
+
+
+def _with_names(value: Any) -> Any:
+    """Copy a recipe's value with every function replaced by a name that workers find it under."""
+    from areal_lite.config.plugins import reference_to
+
+    if isinstance(value, Mapping):
+        return {key: _with_names(item) for key, item in value.items()}
+    return reference_to(value, _FUNCTIONS) if callable(value) else value
+
+
+def run(
+    recipe: "Config | OfflineConfig | str | Path | Mapping[str, Any]",
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    on_step: OnStep | None = None,
+    quiet: bool = False,
+) -> "Run":
+    """Run a recipe to its end, on this machine or on the Ray cluster that RAY_ADDRESS names; blocks until then.
+
+    Works inside a running event loop (a notebook). Ctrl-C, and a callback that returns False, finish the step, save and
+    return; `run.summary["status"]` is then "interrupted", and `{"run.resume": run.path}` goes on from there.
+
+    Args:
+        recipe: What `load_recipe` returned, or what it takes.
+        overrides: As for `load_recipe`; only for a recipe that is not loaded yet.
+        on_step: Called after every trainer step.
+        quiet: Print nothing.
+
+    Raises:
+        ArealLiteError: What ended the run; what could be saved is saved, and the message says what to do.
+    """
+    from pydantic import BaseModel
+    from rich.console import Console
+
+    from areal_lite.launch.run.controller import Interrupted
+    from areal_lite.launch.run.train import train
+
+    if isinstance(recipe, BaseModel):
+        if overrides:
+            raise ConfigError("overrides must be given to load_recipe, got them beside a loaded recipe: load it anew")
+        config, name = recipe, config_name(recipe)
+    else:
+        config = load_recipe(recipe, overrides)
+        name = config_name(config) if isinstance(recipe, Mapping) else Path(recipe).stem
+    console = Console(file=io.StringIO()) if quiet else Console()
+    try:
+        summary = train(config, recipe_name=name, console=console, on_step=on_step)
+    except Interrupted as stop:
+        return Run(Path(str(stop)))
+    return Run(Path(summary["folder"]))
+
+
+def config_name(config: "Config | OfflineConfig") -> str:
+    """Name the run folder of a recipe that has no name of its own: by its command."""
+    return config.command.replace("_", "-")
+
+
+def open_run(folder: str | Path) -> "Run":
+    """Open the folder of a run: finished, stopped or still going on.
+
+    Raises:
+        ConfigError: It holds no run.
+    """
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"a run folder holds a config.json, got {folder}, which has none: give the folder a run printed"
+        )
+    return Run(path)
+
+
+class Run:
+    """What a run left in its folder, read when asked for.
+
+    The files are described in the README; this class adds no state of its own.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.resolve()
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Every setting, resolved."""
+        return self._json("config.json")
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Final figures; empty while the run goes on."""
+        return self._json("summary.json")
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One row per trainer step (`pandas.DataFrame(run.metrics)` makes a table)."""
+        return self._rows("metrics.jsonl")
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """Some groups of every batch, readable: prompt, texts, rewards, versions."""
+        return self._rows("samples.jsonl")
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Resumable states, oldest first."""
+        return sorted(path.parent for path in (self.path / "checkpoints").glob("step-*/meta.json"))
+
+    @property
+    def model(self) -> Path | None:
+        """The newest exported model, a Hugging Face folder; None before there is one."""
+        models = [path / "model" for path in self.checkpoints if (path / "model").is_dir()]
+        return models[-1] if models else None
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+        return content
+
+    def _rows(self, name: str) -> list[dict[str, Any]]:
+        from areal_lite.record.run_folder import RunFolder
+
+        return RunFolder(self.path).read(name)
