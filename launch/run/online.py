@@ -256,11 +256,12 @@ class OnlineController(Controller):
         return self._cluster.queue.save()
 
     def _sum_up(self, status: str, *, failed: bool) -> dict[str, Any]:
-        queue, counts = self._cluster.queue, dict[str, int]()
+        counts = dict[str, int]()
         attempt = contextlib.suppress(Exception) if failed else contextlib.nullcontext()
         with attempt:
             self._collector.collect(force=True)
         with attempt:
+            queue = self._cluster.queue  # not there yet where the start failed
             counts = queue.status()["counts"] if failed else queue.abandon()
         summary: dict[str, Any] = self._recorder.summary(status, ledger=counts)
         return summary

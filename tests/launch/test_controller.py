@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,6 +122,14 @@ def test_a_step_whose_hand_over_fails_is_complete_and_has_its_row(
     assert rl._cluster.completed == ["step-1"]
     assert rl._at_boundary
     assert [row["step"] for row in rows(tmp_path)] == [1]
+
+
+def test_a_start_that_fails_leaves_a_summary_that_says_why(rl: OnlineController, tmp_path: Path) -> None:
+    """Before there is a queue to ask. Seen failing with an AttributeError in place of the reason."""
+    del rl._cluster.queue
+    rl._rescue(StallError("still missing: queue"))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["ledger"]) == ("failed: StallError: still missing: queue", {})
 
 
 def test_groups_that_end_without_ever_making_a_batch_are_no_progress(rl: OnlineController) -> None:
