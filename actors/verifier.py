@@ -13,7 +13,6 @@ from areal_lite.config.recipe import Config
 from areal_lite.events import Event, EventBuffer
 from areal_lite.sample_queue.client import AsyncQueueClient
 from areal_lite.types import Prompt, Score
-from areal_lite.verify.names import chosen_by_sources
 from areal_lite.verify.step_tokens import decoder_of
 from areal_lite.verify.verifier_set import VerifierSet
 from areal_lite.verify.worker import VerifierWorker
@@ -34,7 +33,7 @@ class VerifierActor:
         """Start the pools; a verifier that cannot be loaded fails here."""
         config = self._config
         self._verifiers = VerifierSet(
-            config.verifier, also=chosen_by_sources(config.data), start_timeout_s=config.run.start_timeout_s
+            config.verifier, also=config.data.chosen_verifiers, start_timeout_s=config.run.start_timeout_s
         )
         await self._verifiers.start()
         self._client = AsyncQueueClient(self._endpoint, timeout_s=self._config.queue.lease_timeout_s)

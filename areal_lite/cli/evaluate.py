@@ -22,7 +22,6 @@ from areal_lite.record.model_folder import find_model_folder
 from areal_lite.record.paths import EVALUATED, with_absolute_paths
 from areal_lite.rollout.runner import complete_greedily, load_workflows
 from areal_lite.types import Prompt, Sample
-from areal_lite.verify.names import chosen_by_sources, held_out_config
 from areal_lite.verify.protocol import Reply, failed
 from areal_lite.verify.verifier_set import VerifierSet
 from areal_lite.watchdog import Watchdog
@@ -50,7 +49,7 @@ def evaluate(config: Config, *, model: str) -> list[Reply]:
     from transformers import AutoTokenizer
 
     # Where there is an `eval_function`, the reward learned from is not asked; its model need not even be there.
-    asked = config.model_copy(update={"verifier": held_out_config(config.verifier)})
+    asked = config.model_copy(update={"verifier": config.verifier.for_evaluation()})
     check_plugins(asked, verifiers_only=True)
     asked = with_absolute_paths(asked, EVALUATED)
     folder = str(find_model_folder(model, option="MODEL_OR_RUN"))
@@ -90,7 +89,7 @@ async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) 
 
     workflows, limit, timeout_s = load_workflows(config), config.rollout.max_new_tokens, config.run.stall_timeout_s
     # Where there is an `eval_function`, it scores every row, whatever its source says.
-    also = chosen_by_sources(config.data) if config.verifier.eval_function is None else ()
+    also = config.data.chosen_verifiers if config.verifier.eval_function is None else ()
     verifiers = VerifierSet(config.verifier, also=also, start_timeout_s=config.run.start_timeout_s)
     try:
         await verifiers.start()

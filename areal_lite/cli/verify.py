@@ -1,6 +1,7 @@
 """The command `areal-lite verify`."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,8 +23,6 @@ _COLUMNS = {
     "prompt": ("question", "prompt", "problem", "instruction"),
     "answer": ("answer", "solution", "ground_truth"),
 }
-_ANY_FAILURES = 1.0
-"""A try is there to show failures: it never stops because of them."""
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -96,18 +95,20 @@ def verify(
     from areal_lite.cli.trial import Trial, load_cases, load_prompts
     from areal_lite.cli.trial_report import show, summarise
 
-    options = {"processes": processes, "timeout_s": timeout}
+    changes = {"processes": processes, "timeout_s": timeout}
     is_recipe, config = _config(
-        verifier, arguments, {key: value for key, value in options.items() if value is not None}
+        verifier, arguments, {key: value for key, value in changes.items() if value is not None}
     )
     check_plugins(config, verifiers_only=True)
-    columns = {
-        kind: [given] if given else [getattr(config.data, f"{kind}_column")] if is_recipe else _COLUMNS[kind]
-        for kind, given in (("prompt", prompt_column), ("answer", answer_column))
-    }
+    columns: dict[str, Sequence[str]] = dict(_COLUMNS)
+    if is_recipe:
+        columns = {"prompt": [config.data.prompt_column], "answer": [config.data.answer_column]}
+    columns |= {kind: [name] for kind, name in (("prompt", prompt_column), ("answer", answer_column)) if name}
     prompts = load_prompts(data, columns=columns, config=config, rows_choose=is_recipe)
     cases = [case for case in load_cases(prompts, completions) if limit is None or case.index < limit]
-    trial, console = Trial(_never_stopping(config.verifier), config.run.start_timeout_s), Console()
+    # A try is there to show failures: it never stops because of them.
+    never_stopping = _changed(config.verifier, {"max_failure_share": 1.0})
+    trial, console = Trial(never_stopping, config.run.start_timeout_s), Console()
     code = _run(trial, cases, console)
     summary = summarise(trial.outcomes, cases=len(cases), wall_s=trial.wall_s, gauges=trial.gauges)
     show(summary, console)
@@ -159,10 +160,6 @@ def _config(name: str, arguments: dict[str, Any] | None, changes: dict[str, Any]
 def _changed(verifier: VerifierConfig, changes: dict[str, Any]) -> VerifierConfig:
     named = {name: settings.model_copy(update=changes) for name, settings in verifier.named.items()}
     return verifier.model_copy(update={**changes, "named": named})
-
-
-def _never_stopping(verifier: VerifierConfig) -> VerifierConfig:
-    return _changed(verifier, {"max_failure_share": _ANY_FAILURES})
 
 
 def _write(path: Path, summary: dict[str, Any], outcomes: Any) -> None:

@@ -212,6 +212,11 @@ class DataConfig(SourceConfig):
         """The sources by name, the first part of their prompts' ids; one alone is named after its kind."""
         return self.mix or {self.source.rpartition(":")[2]: self}
 
+    @property
+    def chosen_verifiers(self) -> set[str]:
+        """The verifiers that sources choose for their rows."""
+        return {source.verifier for source in self.sources.values() if source.verifier}
+
     def place_of(self, name: str) -> str:
         """Return the section of the recipe that a source is set in, for messages."""
         return f"data.mix.{name}" if self.mix else "data"

@@ -63,7 +63,7 @@ class Config(Section):
     def names_for_rows(self) -> Mapping[str, list[str]]:
         """What a row's columns `verifier` and `workflow` may say: the recipe's own names, and those of packages."""
         return {
-            "verifier": sorted({*self.verifier.named, *known_names("verifier")}),
+            "verifier": sorted(self.verifier.choosable),
             "workflow": sorted({*self.rollout.workflows, *known_names("workflow")}),
         }
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from areal_lite.config.fields import FunctionName, Refers
-from areal_lite.config.plugins import name_problems
+from areal_lite.config.plugins import known_names, name_problems
 from areal_lite.config.section import Section
 
 __all__ = ["VerifierConfig", "VerifierSettings"]
@@ -51,6 +51,36 @@ class VerifierConfig(VerifierSettings):
     def functions(self) -> list[str]:
         """The verifiers of a row that chooses none."""
         return [self.function] if isinstance(self.function, str) else list(self.function)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The verifiers of a row that chooses none, with their weights."""
+        return {self.function: 1.0} if isinstance(self.function, str) else dict(self.function)
+
+    @property
+    def choosable(self) -> set[str]:
+        """What a row's column `verifier` may say: the recipe's own names, and those that need no module."""
+        return {*self.named, *known_names("verifier")}
+
+    def settings_of(self, name: str) -> VerifierSettings:
+        """Return how a verifier is run.
+
+        Args:
+            name: Of `named`, whose settings are its own; else a function, which runs as this section says. The
+                section's `arguments` are for `function` alone, where that is one function.
+        """
+        if name in self.named:
+            return self.named[name]
+        shared = {key: getattr(self, key) for key in VerifierSettings.model_fields}
+        arguments = self.arguments if name == self.function else {}
+        return VerifierSettings(**shared | {"function": name, "arguments": arguments})
+
+    def for_evaluation(self) -> "VerifierConfig":
+        """Return what an evaluation alone needs: where it has its own verifier, the others need not even be there."""
+        if self.eval_function is None:
+            return self
+        named = {name: settings for name, settings in self.named.items() if name == self.eval_function}
+        return self.model_copy(update={"function": self.eval_function, "arguments": {}, "named": named})
 
     def _problems(self) -> Iterable[str]:
         if not self.functions:

@@ -54,8 +54,8 @@ class Calls:
             limit: Jobs it may have at a time.
         """
         for calls in (self._needing_fresh, self._waiting):
-            while calls and calls[0].reply.done():  # whoever waited was cancelled meanwhile
-                calls.popleft()
+            for call in [call for call in calls if call.reply.done()]:  # whoever waited was cancelled meanwhile
+                calls.remove(call)
         if self._needing_fresh and not process.num_served:
             self._needing_fresh[0].needs_fresh = False
             return [self._needing_fresh.popleft()]
@@ -64,8 +64,6 @@ class Calls:
             if self._waiting[0].is_alone:
                 return [self._waiting.popleft()] if not (process.num_jobs or taken) else taken
             taken.append(self._waiting.popleft())
-            while self._waiting and self._waiting[0].reply.done():
-                self._waiting.popleft()
         return taken
 
     def notify(self) -> None:

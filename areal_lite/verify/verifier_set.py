@@ -6,15 +6,15 @@ Used by the verifier worker and by evaluations, inside one event loop. One slow 
 import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from areal_lite.config.verifier import VerifierConfig, VerifierSettings
 from areal_lite.types import Prompt
-from areal_lite.verify.names import known_verifier_names, short_names, verifier_settings, weights_of
 from areal_lite.verify.pool import Messages, VerifierPool, quantile
 from areal_lite.verify.protocol import Reply, checked, failed
 
-__all__ = ["VerifierSet", "weighted_sum"]
+__all__ = ["VerifierSet", "short_names", "weighted_sum"]
 
 
 class VerifierSet:
@@ -30,20 +30,20 @@ class VerifierSet:
             start_timeout_s: Seconds that importing and preparing one function may take.
         """
         self._config, self._start_timeout_s = config, start_timeout_s
-        self._weights = weights_of(config)
+        self._weights = config.weights
         self._settings: dict[str, VerifierSettings] = {
-            name: verifier_settings(config, name) for name in (*self._weights, *config.named, *sorted(also))
+            name: config.settings_of(name) for name in (*self._weights, *config.named, *sorted(also))
         }
         self._held_out = self._weights
         if config.eval_function is not None:
             self._held_out = {self._add_held_out(config.eval_function): 1.0}
         self._short = short_names(self._settings)
-        self._allowed = known_verifier_names(config)
+        self._allowed = config.choosable
         self._pools: dict[str, VerifierPool] = {}
         self._starts: dict[str, asyncio.Task[None]] = {}
 
     def _add_held_out(self, function: str) -> str:
-        settings = verifier_settings(self._config, function)
+        settings = self._config.settings_of(function)
         if function not in self._config.named:
             settings = settings.model_copy(update={"arguments": {}})
         for name, others in self._settings.items():
@@ -130,7 +130,7 @@ class VerifierSet:
     async def _pool(self, name: str) -> VerifierPool:
         """Return a running pool; its start outlives a caller that is cancelled, and serves the next one."""
         if name not in self._pools:
-            settings = self._settings.get(name) or verifier_settings(self._config, name)
+            settings = self._settings.get(name) or self._config.settings_of(name)
             short = self._short.get(name, name)
             self._pools[name] = VerifierPool(settings, start_timeout_s=self._start_timeout_s, name=short)
             self._starts[name] = asyncio.create_task(self._pools[name].start())
@@ -169,3 +169,15 @@ def weighted_sum(replies: Mapping[str, Reply], weights: Mapping[str, float]) -> 
         metrics |= {f"{name}/{metric}": value for metric, value in reply.metrics.items()}
         feedback += [f"{name}: {reply.feedback}"] if reply.feedback else []
     return checked(Reply(total, parts, tuple(sorted(steps)), "\n".join(feedback), metrics))
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Return what to call verifiers in figures and messages: files without their folders, unless two would be alike.
+
+    Example:
+        >>> short_names(["math", "/srv/me/judge.py:brief"])
+        {'math': 'math', '/srv/me/judge.py:brief': 'judge.py:brief'}
+    """
+    short = {name: Path(name).name if ".py:" in name or name.endswith(".pkl") else name for name in names}
+    counts = Counter(short.values())
+    return {name: text if counts[text] == 1 else name for name, text in short.items()}

@@ -8,14 +8,17 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from areal_lite.errors import QueueTimeout
 from areal_lite.events import EventBuffer
-from areal_lite.types import Group, Lease, Prompt, Sample, Score, StepReward
+from areal_lite.types import Group, Lease, Sample, Score, StepReward
 from areal_lite.verify.protocol import Reply
 from areal_lite.verify.step_tokens import Decode, token_of
+from areal_lite.verify.verifier_set import VerifierSet
+
+if TYPE_CHECKING:
+    from areal_lite.sample_queue.client import AsyncQueueClient
 
 __all__ = ["VerifierWorker", "score_of"]
 
@@ -24,33 +27,13 @@ logger = logging.getLogger(__name__)
 _LEASE_WAIT_S = 5.0
 
 
-class _Queue(Protocol):
-    """The part of `AsyncQueueClient` that is used here."""
-
-    def lease_verify(self, *, worker: str, limit: int, wait_s: float) -> Awaitable[list[Lease]]: ...
-
-    def complete_verify(self, *, lease_id: str, scores: Sequence[Score]) -> Awaitable[bool]: ...
-
-    def heartbeat(self, *, worker: str, lease_ids: Sequence[str], progress: int) -> Awaitable[list[str]]: ...
-
-
-class _Pool(Protocol):
-    """The part of `VerifierSet` that is used here."""
-
-    async def score(
-        self, prompt: Prompt, completions: Sequence[str], *, messages: Sequence[Sequence[Mapping[str, str]]] | None
-    ) -> list[Reply]: ...
-
-    def gauges(self) -> dict[str, Any]: ...
-
-
 class VerifierWorker:
     """Moves groups from `generated` to `ready`."""
 
     def __init__(
         self,
-        client: _Queue,
-        pool: _Pool,
+        client: "AsyncQueueClient",
+        pool: VerifierSet,
         *,
         name: str,
         events: EventBuffer,

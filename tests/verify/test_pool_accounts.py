@@ -72,7 +72,7 @@ def generated(texts: Sequence[Sequence[str]]) -> Ledger:
 def test_groups_that_meet_misbehaving_verifiers_end_in_counted_states() -> None:
     """One of two samples is not enough for a group, so each harm fails one; the group of two good ones is ready.
 
-    Seen failing (by the time-out) with `_finish` not setting a failed call's reply.
+    Seen failing (by the time-out) with `_run` not setting a failed call's reply.
     """
     ledger = generated([*([harm, "right"] for harm in HARMS), ["right", "right"]])
 

@@ -55,7 +55,7 @@ def test_calls_of_an_async_function_share_a_process():
 
 
 def test_no_more_calls_are_in_flight_than_the_recipe_says():
-    """Three could meet, two cannot. Seen failing with the condition `len(jobs) < limit` left out of `_feed`."""
+    """Three could meet, two cannot. Seen failing with the condition `process.num_jobs < limit` left out of `take`."""
     assert score("crowd", ["meet"] * 3, concurrency=2)[0][:2] == ["timeout"] * 2
 
 
@@ -79,7 +79,7 @@ def test_a_late_call_is_given_up_without_its_neighbours(tmp_path):
 
 @pytest.mark.parametrize(("bad", "failure"), [("block", "timeout"), ("die", "crashed")])
 def test_who_shares_a_process_with_a_bad_call_does_not_pay_for_it(bad, failure):
-    """Nobody knows whose fault it was, so each runs alone. Seen failing with every begun call blamed (`alone=True`)."""
+    """Nobody knows whose fault it was, so each runs alone. Seen failing with every begun call blamed (`num_begun == 1` left out)."""
     results, gauges = score("crowd", ["slow", bad, "slow"], concurrency=3)
     assert (results, gauges["failures"]) == ([1.0, failure, 1.0], {failure: 1})
 
@@ -162,7 +162,7 @@ def test_a_call_that_is_never_answered_ends_though_others_are(tmp_path):
 
 
 def test_once_a_service_has_been_away_that_long_nobody_waits_anew(tmp_path):
-    """The second call is asked once. Seen failing with `call.away_since` alone."""
+    """The second call is asked once. Seen failing with the call's own `away_since` alone."""
     log = tmp_path / "log"
 
     async def run():
@@ -179,7 +179,7 @@ def test_once_a_service_has_been_away_that_long_nobody_waits_anew(tmp_path):
     ("completion", "failure"), [("raise", "exception:KeyError"), ("die", "crashed"), ("hang", "timeout")]
 )
 def test_a_calls_own_failure_is_final(completion, failure, tmp_path):
-    """Asked once. Seen failing with every failure handed to `_try_again`."""
+    """Asked once. Seen failing with every failure tried again."""
     log = tmp_path / "log"
     assert score("service", [completion], prompt=make_prompt(log), retries=5)[0] == [failure]
     assert len(log.read_text().split()) == 1
@@ -265,7 +265,7 @@ def test_a_service_that_answers_nobody_ends_the_run():
 
 
 def test_a_pool_in_quarantine_raises_from_then_on(tmp_path):
-    """Whoever waits learns it, and whoever comes later. Seen hanging without `_give_up` in `_finish`."""
+    """Whoever waits learns it, and whoever comes later. Seen hanging without `_give_up` in `_count`."""
 
     async def run():
         async with running("service", max_failure_share=0.5) as pool:

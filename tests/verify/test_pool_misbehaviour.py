@@ -91,7 +91,7 @@ def test_every_harm_ends_as_a_counted_failure_and_leaves_nobody(harm, failure, m
 
     `bomb`: alive for seconds and the machine at a standstill without `ask_before_forks` (do not try this at home).
     `daemon_exit`: both daemons lived on with PR_SET_CHILD_SUBREAPER left out.
-    `daemon`: there until `close` without the orphans' part of `_look`.
+    `daemon`: there until `close` without the orphans' part of `look`.
     `creep`: 50 MB times 4 stay below any one process's limit; a time-out without `proportional_bytes`.
     `raw`: a time-out with the size of a reply unchecked.
     `guardian`: four processes lived on without `end_adopted`.
@@ -127,7 +127,7 @@ def test_a_reply_that_is_too_large_does_not_cost_the_process(mark):
 def test_a_verifier_that_leaks_costs_processes_and_no_scores(leak, mark):
     """48 MiB a process: it holds nine calls of 5 MiB, one of 30, two of two threads, with a stack of 8 MiB each.
 
-    Seen failing (most calls, no restart) without `firsts`.
+    Seen failing (most calls, no restart) without `needs_fresh`.
     """
 
     async def scenario():
@@ -154,7 +154,7 @@ def test_a_process_that_leaks_is_replaced_before_it_fails_a_call(mark, tmp_path)
 
 
 def test_lack_of_memory_is_a_calls_own_where_a_fresh_process_has_none_either(mark):
-    """Two processes for it, and its neighbour gets a third. Seen failing (0 restarts) without `firsts`."""
+    """Two processes for it, and its neighbour gets a third. Seen failing (0 restarts) without `needs_fresh`."""
 
     async def scenario():
         async with running("leak", timeout_s=20.0) as pool:

@@ -134,7 +134,7 @@ def test_whatever_hangs_is_killed_at_its_deadline(completion, tmp_path):
 
 
 def test_prints_neither_block_nor_reach_the_channel(capfd):
-    """Seen failing with the `os.dup2` loop of `_silence` removed."""
+    """Seen failing with the `os.dup2` loop of `_work` removed."""
     assert score(["flood", "right", "flood"], timeout_s=PATIENCE_S) == [Score(reward=1.0)] * 3
     assert "xxx" not in "".join(capfd.readouterr())
 
@@ -191,7 +191,7 @@ def test_importing_is_not_charged_to_a_call(tmp_path):
 
 
 def test_nothing_is_left_behind_by_a_killed_call(tmp_path):
-    """Forked children and one in a session of its own. Seen failing without `end_all`."""
+    """Forked children and one in a session of its own. Seen failing without `end_descendants`."""
     pid_file = tmp_path / "pids"
     assert failures(["fork_hang"], prompt=make_prompt(answer=str(pid_file))) == ["timeout"]
     pids = [int(pid) for pid in pid_file.read_text().split()]
@@ -231,7 +231,7 @@ def test_close_ends_promptly_and_leaves_no_process(stage):
 
 
 def test_a_killed_parent_leaves_no_orphan(tmp_path):
-    """With a verifier that holds the interpreter. Seen failing without PR_SET_PDEATHSIG."""
+    """With a verifier that holds the interpreter. Seen failing with the lifeline not looked at."""
     program = (
         "import asyncio, sys\nfrom areal_lite.config.verifier import VerifierSettings\n"
         "from areal_lite.types import Prompt\n"

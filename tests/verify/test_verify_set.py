@@ -10,7 +10,6 @@ from areal_lite.config.recipe import parse_config
 from areal_lite.config.verifier import VerifierConfig
 from areal_lite.errors import ConfigError, VerifierError
 from areal_lite.types import Prompt
-from areal_lite.verify.names import chosen_by_sources, held_out_config, known_verifier_names, verifier_settings
 from areal_lite.verify.protocol import Reply
 from areal_lite.verify.verifier_set import VerifierSet, weighted_sum
 
@@ -182,7 +181,7 @@ def test_a_verifier_that_a_source_chooses_starts_with_the_others():
     data = DataConfig(mix={"a": {"source": "arith"}, "b": {"source": "arith", "verifier": "judge"}})
 
     async def start():
-        verifiers = VerifierSet(VerifierConfig(function="exact"), also=chosen_by_sources(data))
+        verifiers = VerifierSet(VerifierConfig(function="exact"), also=data.chosen_verifiers)
         try:
             await verifiers.start()
         finally:
@@ -196,7 +195,7 @@ def test_a_verifier_that_a_source_chooses_starts_with_the_others():
 
 
 def test_known_names_are_the_recipes_and_those_of_installed_packages():
-    names = known_verifier_names(VerifierConfig(named={"mine": {"function": "a:b"}}))
+    names = VerifierConfig(named={"mine": {"function": "a:b"}}).choosable
     assert {"mine", "math", "exact"} <= names
 
 
@@ -207,21 +206,21 @@ def test_a_name_of_its_own_has_settings_of_its_own_and_others_share_the_sections
         timeout_s=9.0,
         named={"mine": {"function": "a:b", "timeout_s": 2.0}},
     )
-    assert verifier_settings(config, "mine").timeout_s == 2.0
-    assert (verifier_settings(config, "exact").timeout_s, verifier_settings(config, "exact").arguments) == (
+    assert config.settings_of("mine").timeout_s == 2.0
+    assert (config.settings_of("exact").timeout_s, config.settings_of("exact").arguments) == (
         9.0,
         {"strip": False},
     )
-    assert (verifier_settings(config, "math").timeout_s, verifier_settings(config, "math").arguments) == (9.0, {})
+    assert (config.settings_of("math").timeout_s, config.settings_of("math").arguments) == (9.0, {})
 
 
 def test_an_evaluation_alone_needs_only_its_own_verifier():
     config = VerifierConfig(
         function="reward_model", arguments={"model": "gone"}, eval_function="exact", named={"x": {"function": "a:b"}}
     )
-    reduced = held_out_config(config)
+    reduced = config.for_evaluation()
     assert (reduced.function, reduced.arguments, reduced.named) == ("exact", {}, {})
-    assert held_out_config(VerifierConfig(function="exact")) == VerifierConfig(function="exact")
+    assert VerifierConfig(function="exact").for_evaluation() == VerifierConfig(function="exact")
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,14 @@ class _Asker:
         raise CandidateError(f"{name}: {text}")
 
 
+def _asking(do: str, kind: Callable[[Any], Any] = lambda value: value) -> Any:
+    def method(self: "RemoteObject", *arguments: Any) -> Any:
+        asker: _Asker = object.__getattribute__(self, "_asker")
+        return kind(asker.ask(do, *arguments, number=object.__getattribute__(self, "_number")))
+
+    return method
+
+
 class RemoteObject:
     """Stands for an object of the candidate's: to be called, indexed, iterated, asked for attributes.
 
@@ -186,40 +194,14 @@ class RemoteObject:
         object.__setattr__(self, "_asker", asker)
         object.__setattr__(self, "_number", number)
 
-    def _ask(self, do: str, *arguments: Any) -> Any:
-        asker: _Asker = object.__getattribute__(self, "_asker")
-        return asker.ask(do, *arguments, number=object.__getattribute__(self, "_number"))
-
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Call what it stands for, with copies of the arguments."""
-        return self._ask("call", list(arguments), named)
+        return _asking("call")(self, list(arguments), named)
 
-    def __getattr__(self, name: str) -> Any:
-        return self._ask("getattr", name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._ask("setattr", name, value)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._ask("getitem", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._ask("setitem", key, value)
-
-    def __len__(self) -> int:
-        return int(self._ask("len"))
-
-    def __iter__(self) -> Any:
-        return self._ask("iter")
-
-    def __next__(self) -> Any:
-        return self._ask("next")
-
-    def __str__(self) -> str:
-        return str(self._ask("str"))
-
-    def __repr__(self) -> str:
-        return str(self._ask("repr"))
+    __getattr__, __setattr__ = _asking("getattr"), _asking("setattr")
+    __getitem__, __setitem__ = _asking("getitem"), _asking("setitem")
+    __iter__, __next__, __len__ = _asking("iter"), _asking("next"), _asking("len", int)
+    __str__, __repr__ = _asking("str", str), _asking("repr", str)
 
 
 class _Names(dict[str, Any]):

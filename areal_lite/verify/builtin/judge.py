@@ -9,7 +9,7 @@ import os
 import re
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, model_validator
 
 from areal_lite.errors import VerifierUnavailable
 from areal_lite.verify.arguments import Arguments
@@ -43,7 +43,7 @@ class JudgeArguments(Arguments):
     """as the server calls it"""
     template: str = _TEMPLATE
     """what the judge is asked; {prompt}, {completion} and {answer} are replaced"""
-    pattern: str = "(?i)\\bscore\\W{0,5}?(-?\\d+(?:\\.\\d+)?)"
+    pattern: re.Pattern[str] = re.compile(r"(?i)\bscore\W{0,5}?(-?\d+(?:\.\d+)?)")
     """finds the score in the reply: a regular expression with one group; the last place counts"""
     scale: tuple[float, float] = Field((0, 10), strict=False)
     """the lowest and the highest score, which become rewards 0 and 1"""
@@ -58,30 +58,15 @@ class JudgeArguments(Arguments):
     request_timeout_s: float = Field(60.0, gt=0)
     """seconds one request may take; verifier.timeout_s counts the wait for a turn as well"""
 
-    @field_validator("template")
-    @classmethod
-    def _has_a_place(cls, template: str) -> str:
-        if "{completion}" not in template:
-            raise ValueError(f"template must contain {{completion}}, got {template!r:.200}")
-        return template
-
-    @field_validator("pattern")
-    @classmethod
-    def _has_one_group(cls, pattern: str) -> str:
-        try:
-            groups = re.compile(pattern).groups
-        except re.error as error:
-            raise ValueError(f"pattern must be a regular expression, got {pattern!r}: {error}") from error
-        if groups != 1:
-            raise ValueError(f"pattern must have one group, around the score, got {pattern!r}")
-        return pattern
-
-    @field_validator("scale")
-    @classmethod
-    def _rises(cls, scale: tuple[float, float]) -> tuple[float, float]:
-        if not scale[0] < scale[1]:
-            raise ValueError(f"scale must be the lowest and the highest score, e.g. [0, 10], got {scale!r}")
-        return scale
+    @model_validator(mode="after")
+    def _can_be_meant(self) -> "JudgeArguments":
+        if "{completion}" not in self.template:
+            raise ValueError(f"template must contain {{completion}}, got {self.template!r:.200}")
+        if self.pattern.groups != 1:
+            raise ValueError(f"pattern must have one group, around the score, got {self.pattern.pattern!r}")
+        if not self.scale[0] < self.scale[1]:
+            raise ValueError(f"scale must be the lowest and the highest score, e.g. [0, 10], got {self.scale!r}")
+        return self
 
     def api_key(self) -> str:
         """Return the key; servers without one take any."""
@@ -89,8 +74,7 @@ class JudgeArguments(Arguments):
             return "none"
         if not os.environ.get(self.api_key_env):
             raise ValueError(
-                f"api_key_env names the environment variable {self.api_key_env}, which is not set: set it, or leave "
-                "it out"
+                f"api_key_env={self.api_key_env} is no environment variable that is set: set or leave it out"
             )
         return os.environ[self.api_key_env]
 
@@ -162,9 +146,9 @@ def _retry_after_s(error: Exception) -> float:
 
 def _reward(reply: str, arguments: JudgeArguments) -> float:
     low, high = arguments.scale
-    found: list[str] = re.findall(arguments.pattern, reply)
+    found: list[str] = arguments.pattern.findall(reply)
     if not found:
-        raise ValueError(f"the judge's reply must hold a score like {arguments.pattern}, got {reply[-500:]!r}")
+        raise ValueError(f"the judge's reply must hold a score like {arguments.pattern.pattern}, got {reply[-500:]!r}")
     score = float(found[-1])
     if not low <= score <= high:
         raise ValueError(

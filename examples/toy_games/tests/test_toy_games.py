@@ -20,7 +20,6 @@ from areal_lite.data.prompts import load_source
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import PluginError
 from areal_lite.rollout.engine import Sampling
-from areal_lite.verify.names import known_verifier_names
 from areal_lite.verify.result import VerifyResult
 
 GUESSES = {"max_number": 20, "train_size": 300, "eval_size": 40}
@@ -92,7 +91,7 @@ def test_a_recipe_needs_no_more_than_the_games_name(name: str, make: Any, argume
     assert {prompt.row["workflow"] for prompt in prompts} == {name}
     assert "demonstration" not in prompts[0].row
     assert name in load(name).loaded
-    assert name in known_verifier_names(config.verifier)
+    assert name in config.verifier.choosable
 
 
 def test_arguments_that_a_game_does_not_take_are_told_so() -> None:
