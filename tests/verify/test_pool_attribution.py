@@ -79,7 +79,10 @@ def test_a_late_call_is_given_up_without_its_neighbours(tmp_path):
 
 @pytest.mark.parametrize(("bad", "failure"), [("block", "timeout"), ("die", "crashed")])
 def test_who_shares_a_process_with_a_bad_call_does_not_pay_for_it(bad, failure):
-    """Nobody knows whose fault it was, so each runs alone. Seen failing with every begun call blamed (`num_begun == 1` left out)."""
+    """Nobody knows whose fault it was, so each runs alone.
+
+    Seen failing with every begun call blamed (`num_begun == 1` left out).
+    """
     results, gauges = score("crowd", ["slow", bad, "slow"], concurrency=3)
     assert (results, gauges["failures"]) == ([1.0, failure, 1.0], {failure: 1})
 

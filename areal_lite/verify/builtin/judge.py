@@ -73,9 +73,7 @@ class JudgeArguments(Arguments):
         if self.api_key_env is None:
             return "none"
         if not os.environ.get(self.api_key_env):
-            raise ValueError(
-                f"api_key_env={self.api_key_env} is no environment variable that is set: set or leave it out"
-            )
+            raise ValueError(f"api_key_env must name a set variable, got {self.api_key_env}: set it, or leave it out")
         return os.environ[self.api_key_env]
 
 
