@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from areal_lite.config.plugins import arguments_model, known_names, split_name
+from areal_lite.config.reading import explained
 from areal_lite.config.recipe import Config
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError, PluginError
@@ -118,10 +119,7 @@ def _argument_problems(section: str, name: str, arguments: Mapping[str, Any], ti
     try:
         checked = model.model_validate(arguments)
     except ValidationError as error:
-        for item in error.errors():
-            place = ".".join(map(str, (section, "arguments", *item["loc"])))
-            hint = suggestion(str(item["loc"][-1]), model.model_fields) if item["type"] == "extra_forbidden" else ""
-            yield f"{place}: {item['msg'][0].lower()}{item['msg'][1:]}, got {item['input']!r}{hint}"
+        yield from explained(error, model, prefix=f"{section}.arguments.")
         return
     if timeout_s < (least := getattr(checked, "least_timeout_s", 0.0)):
         yield (

@@ -13,6 +13,7 @@ from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError
 
 __all__ = [
+    "explained",
     "parse_override",
     "parse_section",
     "read_recipe",
@@ -118,16 +119,19 @@ def parse_section(raw: Mapping[str, Any], kind: type[Recipe]) -> Recipe:
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(item, kind) for item in error.errors())) from None
+        raise ConfigError("\n".join(explained(error, kind))) from None
 
 
-def _explain(item: Any, kind: type[Section]) -> str:
-    place = ".".join(map(str, item["loc"]))
-    if item["type"] == "extra_forbidden":
-        return f"unknown key {place}" + suggestion(place, _known_keys(kind, item["loc"]))
-    if item["type"] == "value_error":
-        return str(item["ctx"]["error"]).replace(HERE, place)
-    return f"{place}: {item['msg'][0].lower()}{item['msg'][1:]}, got {item['input']!r}"
+def explained(error: ValidationError, kind: type[BaseModel], *, prefix: str = "") -> Iterable[str]:
+    """Yield a sentence per mistake in what was read as `kind`; `prefix` is its place in the recipe, with a dot."""
+    for item in error.errors():
+        place = (prefix + ".".join(map(str, item["loc"]))).removesuffix(".")
+        if item["type"] == "extra_forbidden":
+            yield f"unknown key {place}{suggestion(place, _known_keys(kind, item['loc'], prefix))}"
+        elif item["type"] == "value_error" and issubclass(kind, Section):
+            yield str(item["ctx"]["error"]).replace(HERE, place)
+        else:
+            yield f"{place}: {item['msg'][0].lower()}{item['msg'][1:]}, got {item['input']!r}"
 
 
 def _known_keys(kind: Any, place: tuple[str | int, ...], prefix: str = "") -> Iterable[str]:

@@ -184,10 +184,11 @@ def test_other_errors_are_our_mistakes_and_keep_their_traceback(monkeypatch: pyt
         cli.main(["train", "arith_cpu"])
 
 
-def test_help_and_check_config_load_nothing_heavy() -> None:
+@pytest.mark.parametrize("words", [["--help"], *(["check-config", name] for name in ("arith_cpu", "rlhf_ppo"))])
+def test_help_and_check_config_load_nothing_heavy(words: list[str]) -> None:
     """They answer at once, and the core stays free of Ray and vLLM (I8). Seen failing with a top-level import."""
     program = (
-        "import sys; from areal_lite.cli.main import main; main(['check-config', 'arith_cpu'])\n"
+        f"import sys; from areal_lite.cli.main import main; main({words})\n"
         "print([name for name in ('ray', 'vllm', 'torch', 'zmq', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
