@@ -18,7 +18,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"reasoning_gym": {"dataset": "chain_sum"}}, ["data.reasoning_gym is not read", "set data.source=reasoning_gym"]),
     ({**FILE, "arguments": {"size": 3}}, ["data.arguments={'size': 3} is not read with data.source=jsonl"]),
     (
-        {"source": "jsnl", "path": "x"},
+        {"source": "jsnl"},
         ["data.source must be one of arith, reasoning_gym, jsonl", "did you mean jsonl?"],
     ),
     (
