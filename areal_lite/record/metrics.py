@@ -225,7 +225,7 @@ def metrics_page() -> str:
 def _table(metrics: Iterable[Metric]) -> str:
     rows = [["key", "what it is", "unit", "over updates and ranks", "TensorBoard"], ["---"] * 5]
     for metric in metrics:
-        joined = f"{metric.reduction or ''}" + (f" / {metric.over}" if metric.over else "")
+        joined = f"mean over {metric.over.replace('_', ' ')}" if metric.over else str(metric.reduction or "")
         rows.append([f"`{metric.name}`", metric.about, metric.unit, joined, metric.board and f"`{metric.tag}`"])
     return "".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |\n" for row in rows)
 
