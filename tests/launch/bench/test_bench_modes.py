@@ -2,19 +2,26 @@
 
 import io
 import itertools
+import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ledger_builders import bring_to_ready, make_settings
 from rich.console import Console
+from test_bench_measures import EVENTS, ROWS
 
 from areal_lite.cli.main import main
+from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
+from areal_lite.launch.bench import harness
 from areal_lite.launch.bench.modes_figures import best_setting, best_synchronous, compare, findings
 from areal_lite.launch.bench.modes_runs import MODES, ModeRun, Threads, measured_runs, search_runs, thread_settings
 from areal_lite.launch.bench.modes_view import draw_modes, modes_markdown, modes_tables
+from areal_lite.record.run_folder import RunFolder
 from areal_lite.sample_queue.ledger import Ledger
 
 # ---------------------------------------------------------------- runs
@@ -205,3 +212,46 @@ def test_the_table_and_the_picture_show_every_mode(tmp_path: Path) -> None:
     draw_modes(content, tmp_path / "modes.svg")
     picture = (tmp_path / "modes.svg").read_text()
     assert all(f"{line['mode']} (1+1)" in picture for line in lines)
+
+
+def test_the_command_searches_measures_and_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a stand-in for training, whose asynchronous runs take half the time; a second call runs nothing."""
+    trained: list[str] = []
+
+    def train(config: Config) -> None:
+        folder = RunFolder.create(config, recipe_name="bench")
+        trained.append(folder.path.name)
+        pace = 1.0 if config.queue.max_staleness == 0 else 0.5
+        rows = [row | {"time_s": pace * row["time_s"]} for row in ROWS]
+        folder.append("metrics.jsonl", rows)
+        folder.append("events.jsonl", [event | {"time": pace * event["time"]} for event in EVENTS])
+        folder.write_json("summary.json", {"status": "done", "versions": {"torch": "1"}, "commit": "abc", "eval": {}})
+
+    @contextmanager
+    def training(console: Console) -> Iterator[Any]:
+        yield train
+
+    monkeypatch.setattr(harness, "training", training)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    words = ["bench", "modes", "arith_cpu", "run.steps=4", "--repeats", "2", "--out", str(tmp_path)]
+    words += ["--only", "sync-split", "--only", "async-eta1"]
+    assert main(words) == 0
+    measured = ["async-eta1_0", "sync-split_0", "sync-split_1", "async-eta1_1"]
+    assert sorted(trained[:3]) == ["search_async-eta1_1-1", "search_async-eta1_1-2", "search_sync-split_1-1"]
+    assert sorted(trained[3:]) == sorted(measured)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [(line["mode"], line["ratio"]["median"]) for line in results["modes"]] == [
+        ("sync-split", 1.0), ("async-eta1", pytest.approx(2.0))
+    ]  # fmt: skip
+    assert results["best_synchronous"] == "sync-split"
+    assert results["seeds"] == [1, 2]
+    assert len(results["search"]) == 3
+    assert results["equal_time_s"] == pytest.approx(10.0)
+    rewards = [entry["reward_equal_time"] for entry in results["runs"] if entry["mode"] == "sync-split"]
+    assert rewards == pytest.approx([0.1, 0.1]), "of the two steps that were published within 10 s"
+    assert {path.name for path in tmp_path.glob("modes.*")} == {"modes.md", "modes.svg"}
+    assert "- async-eta1 is faster: 2.00 times" in capsys.readouterr().out
+    assert main(words) == 0
+    assert len(trained) == 7
