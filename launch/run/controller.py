@@ -59,6 +59,7 @@ class Controller(ABC):
         self._version = 0
         self._at_boundary = False
         """The weights are those of a completed step, so that they can be saved."""
+        self._on_step: Callable[[Mapping[str, Any]], object] | None = None
         self._unwritten: dict[str, Any] | None = None
         """What is known of the last step, until its row is written."""
 

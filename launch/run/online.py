@@ -6,11 +6,13 @@ save.
 
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from areal_lite.actors.calls import call_all
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ArealLiteError, StallError
 from areal_lite.events import EventBuffer
@@ -18,7 +20,7 @@ from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.collector import Collector
 from areal_lite.launch.run.controller import POLL_S, Controller
 from areal_lite.launch.run.evaluation import Evaluations
-from areal_lite.launch.run.parity import largest_logprob_difference
+from areal_lite.launch.run.parity import largest_difference, stored_sequences
 from areal_lite.launch.run.view import View
 from areal_lite.record.online_recorder import OnlineRecorder
 from areal_lite.record.run_folder import RunFolder
@@ -27,6 +29,8 @@ from areal_lite.types import Group, Prompt
 from areal_lite.weights.handover import hand_over
 
 __all__ = ["OnlineController"]
+
+logger = logging.getLogger(__name__)
 
 _FRUITLESS_BATCHES = 50
 """Batches' worth of groups that may end failed, rejected or stale before a single batch is complete."""
@@ -199,16 +203,13 @@ class OnlineController(Controller):
         self._evaluations.poll()
 
     def _check_parity(self, groups: list[Group]) -> None:
-        def trainer_logprobs(sequences: list[Any]) -> list[Any]:
-            return list(self._ask("score", sequences, waiting_for="the trainer's logprobs")[0])
-
-        worst = largest_logprob_difference(
-            groups,
-            engines=self._cluster.engines,
-            ask_trainer=trainer_logprobs,
-            num_sequences=self._config.weights.parity_sequences,
-            timeout_s=self._config.run.stall_timeout_s,
-        )
+        sequences = stored_sequences(groups, self._config.weights.parity_sequences)
+        engines = call_all(self._cluster.engines.handles, "score", sequences)
+        (expected, *_) = self._ask("score", sequences, waiting_for="the trainer's logprobs")
+        failed = {name: error for name, error in engines.answers(self._config.run.stall_timeout_s) if error is not None}
+        for name, reason in (failed | dict.fromkeys(engines.pending, "it is late")).items():
+            logger.warning("%s gave no logprobs for the parity check: %s", name, reason)
+        worst = largest_difference(engines.values.values(), expected)
         if worst is not None:
             self._recorder.parity(worst)
             self._controller_lane.emit("parity", step=self._version, max_abs_logprob_diff=worst)

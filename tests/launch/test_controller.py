@@ -82,9 +82,9 @@ def rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnlineController:
     controller._evaluations = Evaluations(
         cluster, [], recorder=controller._recorder, lane=controller._controller_lane, view=view
     )
-    vars(controller)["_ask"] = lambda method, *_, waiting_for: [dict(STATS)]
+    vars(controller)["_ask"] = lambda method, *_, waiting_for: [dict(STATS) if method == "step" else []]
     monkeypatch.setattr(online, "hand_over", lambda *_, stamp_ledger, **__: stamp_ledger())
-    monkeypatch.setattr(online, "largest_logprob_difference", lambda *_, **__: 1e-6)
+    monkeypatch.setattr(online, "largest_difference", lambda *_: 1e-6)
     return controller
 
 

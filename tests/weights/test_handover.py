@@ -5,12 +5,11 @@ The engines are the real `RayEngines` over fake actors; at the end, a real actor
 
 import asyncio
 import functools
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
+from fake_ray import FakeRay, Reference
 from ledger_builders import FakeClock
 from scripted_engine import ScriptedEngine
 
@@ -41,36 +40,20 @@ class FakeActor:
         self._clock, self._pauses_after_s, self._draining = clock, pauses_after_s, draining
 
     def __getattr__(self, method: str) -> Any:
-        def remote(*arguments: Any) -> Callable[[float], Any]:
+        def remote(*arguments: Any) -> Reference:
             if method != "progress":
                 self._log.append(f"{self._name}.{method}({', '.join(map(str, arguments))})")
-            return SimpleNamespace(actor=self, method=method)
+            return Reference(lambda: self._result(method), is_ready=lambda: not self._is_busy(method))
 
         return SimpleNamespace(remote=remote)
 
-    def is_busy(self, method: str) -> bool:
+    def _is_busy(self, method: str) -> bool:
         return method in ("pause", "install") and method != self._fails and self._clock.now < self._pauses_after_s
 
-    def result(self, method: str) -> Any:
+    def _result(self, method: str) -> Any:
         if method == self._fails:
             raise EngineError(f"{self._name} died")
         return (int(self._clock.now) if self._draining else 7) if method == "progress" else None
-
-
-class FakeRay(SimpleNamespace):
-    """Knows who has answered; waiting for one who has not takes the time that was given."""
-
-    def __init__(self, clock: FakeClock) -> None:
-        super().__init__(exceptions=ray.exceptions, clock=clock)
-
-    def wait(self, references: list[Any], *, timeout: float) -> tuple[list[Any], list[Any]]:
-        ready = [reference for reference in references if not reference.actor.is_busy(reference.method)]
-        if not ready:
-            self.clock.now += timeout
-        return ready, []
-
-    def get(self, reference: Any, *, timeout: float | None) -> Any:
-        return reference.actor.result(reference.method)
 
 
 class Handover:

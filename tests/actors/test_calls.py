@@ -1,0 +1,119 @@
+"""Calls of actors: failures are data, who is late is known by name, and nothing is waited for twice."""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from fake_ray import FakeRay, Reference
+from ledger_builders import FakeClock
+
+from areal_lite.actors import calls as calls_module
+from areal_lite.actors.calls import Calls, Question, call_all
+from areal_lite.config.recipe import parse_config
+from areal_lite.errors import EngineError, StallError, TrainerError
+from areal_lite.launch.run.lifetime import wait_until_started
+from areal_lite.launch.run.ranks import Ranks
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr(calls_module, "ray", FakeRay(clock))
+    monkeypatch.setattr(calls_module, "time", SimpleNamespace(monotonic=clock))
+    return clock
+
+
+def answering(value: Any) -> Reference:
+    return Reference(lambda: value)
+
+
+def failing(error: Exception) -> Reference:
+    def fail() -> None:
+        raise error
+
+    return Reference(fail)
+
+
+def silent() -> Reference:
+    return Reference(lambda: None, is_ready=lambda: False)
+
+
+def actor(*references: Reference) -> Any:
+    """Answers any method, with one reference after another, the last again and again."""
+    following = itertools.chain(references, itertools.repeat(references[-1]))
+
+    def remote(*_: Any, **__: Any) -> Reference:
+        return next(following)
+
+    method = SimpleNamespace(remote=remote)
+    return SimpleNamespace(progress=method, work=method)
+
+
+def test_answers_come_by_name_and_one_that_fails_takes_nothing_from_the_others() -> None:
+    error = EngineError("the engine died")
+    calls = Calls({"a": answering(1), "b": failing(error), "c": answering(3)})
+    assert dict(calls.answers(5.0)) == {"a": None, "b": error, "c": None}
+    assert calls.values == {"a": 1, "c": 3}
+    assert calls.pending == {}
+
+
+def test_who_is_late_is_waited_for_once(clock: FakeClock) -> None:
+    late = silent()
+    calls = Calls({"a": answering(1), "b": late, "c": silent()})
+    assert dict(calls.answers(5.0)) == {"a": None}
+    assert list(calls.pending) == ["b", "c"]
+    assert clock.now == 5.0
+    late.is_ready = lambda: True
+    assert dict(calls.answers(5.0)) == {"b": None}
+
+
+def test_an_actor_that_owes_an_answer_is_not_asked_again() -> None:
+    """Else a hung one would collect a call a second. Seen failing with every actor asked every time."""
+    owed = silent()
+    asked = {"slow": actor(owed, failing(AssertionError("asked twice"))), "quick": actor(answering(1), answering(2))}
+    question = Question("progress")
+    assert question.ask(asked, wait_s=1.0) == ({"quick": 1}, {})
+    owed.answer, owed.is_ready = lambda: 7, lambda: True
+    assert question.ask(asked, wait_s=1.0) == ({"quick": 2, "slow": 7}, {})
+
+
+def test_a_start_that_is_late_or_fails_is_told_by_name() -> None:
+    said: list[str] = []
+    options: dict[str, Any] = {"timeout_s": 9.0, "logs": "/logs", "on_progress": said.append}
+    starting = Calls({"queue": answering(None), "rollout/1": silent()})
+    with pytest.raises(StallError, match=r"start_timeout_s=9 s; still missing: rollout/1; see /logs"):
+        wait_until_started(starting, **options)
+    assert said == ["queue is ready, waiting for rollout/1"]
+    with pytest.raises(EngineError, match=r"rollout/1 did not start: no memory \(log: /logs/rollout-1.log\)"):
+        wait_until_started(Calls({"rollout/1": failing(EngineError("no memory"))}), **options)
+
+
+def make_ranks(**handles: Any) -> Ranks:
+    ranks = Ranks.__new__(Ranks)
+    ranks._config, ranks._logs = parse_config({}), "/logs"
+    ranks._question, ranks._readings = Question("progress"), {}
+    ranks.handles = {f"trainer/{name[-1]}": handle for name, handle in handles.items()}
+    return ranks
+
+
+def test_a_rank_that_died_is_blamed_though_another_failed_first() -> None:
+    """Rank 0 fails, as rank 1 left it alone. Seen failing without the look for a dead rank."""
+    dead = failing(ray.exceptions.RayActorError())
+    gone = ray.exceptions.RayError("the connection was reset")
+    ranks = make_ranks(rank_0=actor(failing(gone), answering(1)), rank_1=actor(silent(), dead))
+    with pytest.raises(TrainerError, match=r"trainer/1 died: its process ended; log: /logs/trainer-1.log"):
+        ranks.ask("work", timeout_s=5.0)
+
+
+def test_ranks_that_are_late_are_named() -> None:
+    ranks = make_ranks(rank_0=actor(answering(1)), rank_1=actor(silent()))
+    with pytest.raises(StallError, match=r"the trainer ranks must work within 5 s; late: trainer/1"):
+        ranks.ask("work", timeout_s=5.0)
+
+
+def test_calling_all_waits_for_nobody(clock: FakeClock) -> None:
+    calls = call_all({"a": actor(silent()), "b": actor(silent())}, "work", 1, key=2)
+    assert list(calls.pending) == ["a", "b"]
+    assert clock.now == 0.0
