@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from areal_lite.events import Event
 
-__all__ = ["Slice", "lane_events", "sample_lengths", "slices"]
+__all__ = ["Slice", "first_moment", "lane_events", "sample_lengths", "slices"]
 
 _SLICES = {
     "pause": ("pause", "resumed"),
@@ -36,6 +36,11 @@ def lane_events(events: Iterable[Event]) -> dict[str, list[Event]]:
         lane = event.get("worker") if event["kind"] == "lost" else event["lane"]
         lanes.setdefault(str(lane), []).append(event)
     return {lane: sorted(found, key=lambda event: event["time"]) for lane, found in sorted(lanes.items())}
+
+
+def first_moment(events: Iterable[Event]) -> float:
+    """Return when the first thing began that the log tells of: an event may be about what it ended; 0 for no events."""
+    return min((min(event["time"], event.get("start", event["time"])) for event in events), default=0.0)
 
 
 def slices(events: Iterable[Event]) -> Iterator[Slice]:

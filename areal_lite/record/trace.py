@@ -4,11 +4,11 @@ One track per lane: pauses and training become slices of the lane, samples and v
 asynchronous slices (they overlap), `running` becomes a counter.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from areal_lite.events import Event
-from areal_lite.record.lanes import lane_events, slices
+from areal_lite.record.lanes import first_moment, lane_events, slices
 from areal_lite.types import GIVEN
 
 __all__ = ["to_trace"]
@@ -16,15 +16,14 @@ __all__ = ["to_trace"]
 Row = dict[str, Any]
 
 
-def to_trace(events: Iterable[Event]) -> dict[str, Any]:
+def to_trace(events: Sequence[Event]) -> dict[str, Any]:
     """Return the trace as a JSON object.
 
     Args:
         events: Rows of `events.jsonl`.
     """
     lanes = lane_events(events)
-    times = [event[key] for found in lanes.values() for event in found for key in ("start", "time") if key in event]
-    start, rows = min(times, default=0.0), []
+    start, rows = first_moment(events), []
     for pid, (lane, found) in enumerate(lanes.items(), start=1):
         rows.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": lane}})
         for kind, begin, end, _ in slices(found):

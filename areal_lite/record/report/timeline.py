@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from areal_lite.events import Event
-from areal_lite.record.lanes import lane_events, slices
+from areal_lite.record.lanes import first_moment, lane_events, slices
 from areal_lite.types import GIVEN
 
 __all__ = [
@@ -75,18 +75,13 @@ def timeline(events: Sequence[Event], *, max_rows: int = MAX_ROWS, max_segments:
     if not events:
         return {}
     by_name = lane_events(events)
-    drawn: dict[str, dict[str, list[Segment]]] = {}
-    left_out = 0
+    start, end = first_moment(events), max(event["time"] for event in events)
+    labels: dict[str, int] = {}
+    packed, left_out = [], 0
     for kind, most in MAX_LANES.items():
         names = [name for name in by_name if name.partition("/")[0] == kind]
-        drawn[kind] = {name: list(_segments(kind, by_name[name])) for name in names[:most]}
         left_out += len(names[most:])
-    times = [(event["time"], event["time"]) for event in events]
-    times += [segment[1:3] for lanes in drawn.values() for segments in lanes.values() for segment in segments]
-    start, end = min(begin for begin, _ in times), max(end for _, end in times)
-    labels: dict[str, int] = {}
-    packed = []
-    for lanes in drawn.values():
+        lanes = {name: list(_segments(kind, by_name[name])) for name in names[:most]}
         stride = -(-sum(map(len, lanes.values())) // max_segments)
         for name, segments in lanes.items():
             packed.append(_packed(segments, start=start, labels=labels, max_rows=max_rows, stride=stride, name=name))
