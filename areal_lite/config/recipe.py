@@ -59,18 +59,32 @@ class Config(Section):
         """The dtype behind `auto`."""
         return self.model.dtype_on(self.run.device)
 
-    @property
-    def names_for_rows(self) -> Mapping[str, list[str]]:
-        """What a row's columns `verifier` and `workflow` may say: the recipe's own names, and those of packages."""
-        return {
-            "verifier": sorted(self.verifier.choosable),
-            "workflow": sorted({*self.rollout.workflows, *known_names("workflow")}),
-        }
+    def row_name_problems(self, kind: str, name: Any, *, place: str, at: str = "") -> Iterable[str]:
+        """Yield what is wrong with a row's verifier or workflow, if anything. Data must not choose code.
+
+        Args:
+            kind: `verifier` or `workflow`.
+            name: One of the recipe's own, or known without a module.
+            place: Begins the message: `data.verifier must be`.
+            at: Which row it is.
+        """
+        own = self.verifier.choosable if kind == "verifier" else {*self.rollout.workflows, *known_names("workflow")}
+        option = "verifier.named" if kind == "verifier" else "rollout.workflows"
+        known = sorted(own)
+        if name not in known and ":" in str(name):
+            to_do = f"data must not choose code; give the function a name in {option}, and write that"
+            yield f"{place} a known name, got {name!r}{at}: {to_do}"
+        elif name not in known:
+            near = suggestion(str(name), known)
+            yield f"{place} one of {', '.join(known)}, got {name!r}{at}{near}: correct it, or add it to {option}"
 
     def _problems(self) -> Iterable[str]:
         yield from self._batch_problems()
         yield from self._turn_problems()
-        yield from self._row_name_problems()
+        for key, source in self.data.sources.items():
+            for kind in ("verifier", "workflow"):
+                if (name := getattr(source, kind)) is not None:
+                    yield from self.row_name_problems(kind, name, place=f"{self.data.place_of(key)}.{kind} must be")
         yield from self._device_problems()
         if self.rollout.max_new_tokens >= self.model.max_context:
             yield (
@@ -120,18 +134,6 @@ class Config(Section):
                 f"{self.run.stall_timeout_s:g}: a run that waits for one reply so long counts as stalled; lower the "
                 "one or raise the other"
             )
-
-    def _row_name_problems(self) -> Iterable[str]:
-        """Of the names that sources fill into their rows: data must not choose code."""
-        options = {"verifier": "verifier.named", "workflow": "rollout.workflows"}
-        for key, source in self.data.sources.items():
-            for kind, known in self.names_for_rows.items():
-                name, where = getattr(source, kind), f"{self.data.place_of(key)}.{kind}"
-                if name is not None and ":" in name and name not in known:
-                    yield f"{where} must be a known name, got {name!r}: give the function a name in {options[kind]}"
-                elif name is not None and name not in known:
-                    to_do = suggestion(name, known) or f": add it to {options[kind]}"
-                    yield f"{where} must be one of {', '.join(known)}, got {name!r}{to_do}"
 
     def _device_problems(self) -> Iterable[str]:
         device, transport = self.run.device, self.weights.transport

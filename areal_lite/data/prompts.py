@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal
 
 from areal_lite.config.data import SourceConfig
 from areal_lite.config.recipe import Config
-from areal_lite.config.suggestion import suggestion
 from areal_lite.data.encode import encode_texts, render_chat
 from areal_lite.data.sources import load_tasks
 from areal_lite.data.tasks import Task, in_ranges, report_left_out
@@ -139,25 +138,10 @@ def with_names(tasks: Sequence[Task], *, source: SourceConfig, config: Config) -
     defaults = {"verifier": source.verifier, "workflow": source.workflow}
     fill = {column: name for column, name in defaults.items() if name is not None}
     named = [replace(task, row={**fill, **task.row}) for task in tasks] if fill else list(tasks)
-    for kind, names in config.names_for_rows.items():
+    for kind in ("verifier", "workflow"):
         first = {repr(task.row[kind]): task for task in reversed(named) if kind in task.row}
         for task in first.values():
-            _check(task, kind=kind, known=names)
+            place, at = f"the column {kind} must hold", f" at {task.origin}"
+            for problem in config.row_name_problems(kind, task.row[kind], place=place, at=at):
+                raise DataError(problem)
     return named
-
-
-def _check(task: Task, *, kind: str, known: list[str]) -> None:
-    name = task.row[kind]
-    if name in known:
-        return
-    option = {"verifier": "verifier.named", "workflow": "rollout.workflows"}[kind]
-    if isinstance(name, str) and ":" in name:
-        raise DataError(
-            f"the column {kind} must hold a known name, got {name!r} at {task.origin}: data must not choose code; give "
-            f"the function a name in {option}, and write that"
-        )
-    raise DataError(
-        f"the column {kind} must hold one of {', '.join(known)}, got {name!r} at {task.origin}"
-        + (suggestion(name, known) if isinstance(name, str) else "")
-        + f": correct it, or add it to {option}"
-    )
