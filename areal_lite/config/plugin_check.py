@@ -42,6 +42,9 @@ def plugin_problems(config: Config) -> Iterable[str]:
     for key, source in config.data.sources.items():
         if ":" in source.source:
             yield from _missing(f"{config.data.place_of(key)}.source", source.source, kind="source")
+    for key in ("loss_function", "advantage_function"):
+        if (name := getattr(config.objective, key)) is not None:
+            yield from _missing(f"objective.{key}", name, kind=key.replace("_", " "))
     yield from _verifier_problems(config)
 
 

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from areal_lite.config.fields import Refers
+from areal_lite.config.fields import FunctionName, Refers
+from areal_lite.config.plugins import name_problems
 from areal_lite.config.section import Section
 
 __all__ = ["PRESETS", "ObjectiveConfig", "expand_preset"]
@@ -34,6 +35,9 @@ class ObjectiveConfig(Section):
     """what a return is compared with; critic = GAE on a learned value"""
     scale: Literal["none", "group_std", "batch_std"] = "group_std"
     """what advantages are divided by"""
+    advantage_function: FunctionName | None = None
+    """own module:function or path.py:function, called as algo/advantages.py's sample_advantages is: from [N, G] returns
+    of groups of samples (NaN = failed) to finite float32 advantages, with baseline, scale and eps as keywords"""
     gamma: float = Field(1.0, gt=0, le=1)
     """discount per token"""
     gae_lambda: float = Field(0.95, ge=0, le=1)
@@ -46,6 +50,9 @@ class ObjectiveConfig(Section):
     """samples cut off at the token limit do not train"""
 
     # The policy term.
+    loss_function: FunctionName | None = None
+    """own module:function or path.py:function, called as algo/losses.py's policy_loss is, with all its keywords: from
+    [T] tensors of a micro-batch (T may be 0) to a share of the loss, a scalar, and a dict: {} or {"clipped": count}"""
     surrogate: Literal["ratio", "weighted_likelihood", "likelihood"] = "ratio"
     """ratio = clipped PPO; weighted_likelihood = CISPO; likelihood = no advantage (RAFT)"""
     ratio_level: Literal["token", "sequence"] = "token"
@@ -107,6 +114,7 @@ class ObjectiveConfig(Section):
                 "objective.scale=group_std compares whole samples of a prompt, got objective.baseline=critic, which "
                 "judges tokens: set objective.scale to batch_std or none"
             )
+        yield from self._function_problems()
         if self.surrogate == "likelihood":
             yield from self._likelihood_problems()
         if self.surrogate != "ratio" and self.ratio_level == "sequence":
@@ -127,11 +135,23 @@ class ObjectiveConfig(Section):
             )
         yield from self._penalty_problems()
 
+    def _function_problems(self) -> Iterable[str]:
+        if self.loss_function is not None:
+            yield from name_problems("objective.loss_function", self.loss_function, kind="loss function")
+        if self.advantage_function is not None:
+            yield from name_problems("objective.advantage_function", self.advantage_function, kind="advantage function")
+            if self.baseline == "critic":
+                yield (
+                    "objective.advantage_function compares whole samples of a prompt, got objective.baseline=critic, "
+                    "which judges tokens: leave one of them out"
+                )
+
     def _likelihood_problems(self) -> Iterable[str]:
         for key, is_used in (
             ("kl=reward", self.kl == "reward"),
             ("baseline=critic", self.baseline == "critic"),
             ("overlong_buffer", self.overlong_buffer > 0),
+            ("advantage_function", self.advantage_function is not None),
         ):
             if is_used:
                 yield (

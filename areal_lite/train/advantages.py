@@ -1,4 +1,4 @@
-"""From a batch's rewards to one advantage per completion token, over all ranks. Called by the trainer once per step.
+"""From a batch's rewards to one advantage per completion token, over all ranks.
 
 A group's rows may lie on different ranks. Whatever depends on a whole group is put together as an [N, G] matrix, whose
 places each rank fills in for its own rows; the arithmetic itself is in `algo/`.
@@ -6,7 +6,9 @@ places each rank fills in for its own rows; the arithmetic itself is in `algo/`.
 Shape letters: `N` groups of the batch, `G` samples of a group, `B` rows and `T` completion tokens of the shard.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,62 +23,86 @@ from areal_lite.algo.advantages import (
 )
 from areal_lite.algo.kl import kl_estimate
 from areal_lite.algo.rewards import overlong_penalties, shape_rewards, token_rewards
+from areal_lite.config.plugins import find_function
 from areal_lite.config.presets import ObjectiveConfig
 from areal_lite.config.recipe import Config
-from areal_lite.train.batch import PolicyBatch
+from areal_lite.errors import PluginError
+from areal_lite.train.batch import PolicyBatch, Tokens, described
 from areal_lite.train.distributed import max_over_ranks, sum_over_ranks
-from areal_lite.train.passes import Scores
 
-__all__ = ["Advantages", "batch_advantages"]
+__all__ = ["AdvantageFigures", "batch_advantages", "find_advantage_function"]
+
+Compare = Callable[..., Tensor]
+"""`sample_advantages`, or a function like it."""
 
 _EPS = 1e-6
 """Added to a group's standard deviation; a smaller one of the batch is rounding, and nothing is divided by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advantages:
-    """What the updates learn from."""
+class AdvantageFigures:
+    """What is logged of a batch's advantages."""
 
-    advantages_T: Tensor
-    """[T] float32."""
-    targets_T: Tensor | None
-    """[T] float32, what the critic learns; None without a critic."""
     std: float
     """Standard deviation of the advantages over the loss-mask tokens of all ranks, before any division by it."""
     reward_shaped_mean: float
     """Mean shaped reward of all scored samples, overlong penalties included; 0 when none is scored."""
 
 
-def batch_advantages(batch: PolicyBatch, scores: Scores, *, config: Config, kl_coef: float) -> Advantages:
-    """Shape rewards, compare returns, spread them over tokens; collective.
+def batch_advantages(
+    batch: PolicyBatch, *, config: Config, kl_coef: float, compare: Compare = sample_advantages
+) -> AdvantageFigures:
+    """Shape rewards, compare returns, and fill advantages and targets of the batch's tokens in; collective.
 
     Args:
-        batch: The shard.
-        scores: Its logprobs and values before the updates.
+        batch: The shard, scored.
         config: The recipe.
         kl_coef: The weight of the KL to the reference, where that is charged in the reward.
+        compare: The recipe's own function in place of `sample_advantages`, see `find_advantage_function`.
     """
-    objective = config.objective
+    objective, tokens = config.objective, batch.tokens
     rewards_NG = _shaped_rewards(batch, config)
-    costs_T = _kl_costs(batch, scores, objective, kl_coef=kl_coef)
+    costs_T = _kl_costs(tokens, objective, kl_coef=kl_coef)
     rewards_T = token_rewards(_of_rows(rewards_NG, batch).nan_to_num(), lengths_B=batch.lengths_B, costs_T=costs_T)
     rewards_T = _with_steps(rewards_T, batch, scale=objective.reward_scale)
-    targets_T = None
-    if scores.values_T is None:
-        advantages_T = _compared(batch, rewards_NG, rewards_T, objective)
+    if tokens.values_T is None:
+        advantages_T = _compared(batch, rewards_NG, rewards_T, objective, compare)
     else:
-        advantages_T, targets_T = _judged(batch, rewards_T, scores.values_T, config)
-    std = std_from_sums(sum_over_ranks(masked_sums(advantages_T, batch.loss_mask_T)))
+        advantages_T, tokens.targets_T = _judged(batch, rewards_T, tokens.values_T, config)
+    std = std_from_sums(sum_over_ranks(masked_sums(advantages_T, tokens.loss_mask_T)))
     # Not centred: the baseline has done that, and a shift would reward or punish every token alike.
-    if objective.scale == "batch_std" and std > _EPS:
-        advantages_T = advantages_T / std
+    tokens.advantages_T = advantages_T / std if objective.scale == "batch_std" and std > _EPS else advantages_T
     shaped = rewards_NG[~rewards_NG.isnan()]
-    return Advantages(
-        advantages_T=advantages_T,
-        targets_T=targets_T,
-        std=std,
-        reward_shaped_mean=float(shaped.mean()) if len(shaped) else 0.0,
-    )
+    return AdvantageFigures(std=std, reward_shaped_mean=float(shaped.mean()) if len(shaped) else 0.0)
+
+
+def find_advantage_function(objective: ObjectiveConfig) -> Compare:
+    """Return `sample_advantages`, or the recipe's own `objective.advantage_function`, whose result is checked.
+
+    Raises:
+        PluginError: The function cannot be found.
+    """
+    name = objective.advantage_function
+    if name is None:
+        return sample_advantages
+    function = find_function(name, kind="advantage function")
+
+    def compare(returns_NG: Tensor, **knobs: Any) -> Tensor:
+        advantages_NG = function(returns_NG.clone(), **knobs)
+        if (
+            not isinstance(advantages_NG, Tensor)
+            or advantages_NG.shape != returns_NG.shape
+            or advantages_NG.dtype != torch.float32
+            or not advantages_NG.isfinite().all()
+        ):
+            raise PluginError(
+                f"objective.advantage_function={name} must return finite float32 advantages of the shape of its "
+                f"returns, {tuple(returns_NG.shape)}, got {described(advantages_NG)}: give failed samples (NaN) an "
+                "advantage of 0, and end with .float()"
+            )
+        return advantages_NG.detach()
+
+    return compare
 
 
 def _shaped_rewards(batch: PolicyBatch, config: Config) -> Tensor:
@@ -93,29 +119,31 @@ def _shaped_rewards(batch: PolicyBatch, config: Config) -> Tensor:
     )
 
 
-def _kl_costs(batch: PolicyBatch, scores: Scores, objective: ObjectiveConfig, *, kl_coef: float) -> Tensor | None:
+def _kl_costs(tokens: Tokens, objective: ObjectiveConfig, *, kl_coef: float) -> Tensor | None:
     """Return what each token's distance to the reference costs, [T] in units of reward; None when it costs nothing."""
-    if objective.kl != "reward" or scores.reference_logprobs_T is None:
+    if objective.kl != "reward" or tokens.reference_logprobs_T is None:
         return None
     costs_T = kl_coef * kl_estimate(
-        scores.proximal_logprobs_T,
-        reference_logprobs_T=scores.reference_logprobs_T,
+        tokens.proximal_logprobs_T,
+        reference_logprobs_T=tokens.reference_logprobs_T,
         estimator=objective.kl_estimator,
     )
     # A stale token costs what it costs, but a NaN in a slot that does not train must not reach its sample's return.
-    return torch.where(batch.loss_mask_T | costs_T.isfinite(), costs_T, 0.0)
+    return torch.where(tokens.loss_mask_T | costs_T.isfinite(), costs_T, 0.0)
 
 
 def _with_steps(rewards_T: Tensor, batch: PolicyBatch, *, scale: float) -> Tensor:
     """Move what steps earned from the sample's last token, where the whole reward is, to the tokens they end with."""
-    if batch.step_rewards_T is None:
+    if batch.tokens.step_rewards_T is None:
         return rewards_T
-    steps_T = scale * batch.step_rewards_T
-    totals_B = torch.zeros_like(batch.lengths_B, dtype=steps_T.dtype).index_add(0, batch.rows_T, steps_T)
+    steps_T = scale * batch.tokens.step_rewards_T
+    totals_B = torch.zeros_like(batch.lengths_B, dtype=steps_T.dtype).index_add(0, batch.tokens.rows_T, steps_T)
     return rewards_T + steps_T - token_rewards(totals_B, lengths_B=batch.lengths_B)
 
 
-def _compared(batch: PolicyBatch, rewards_NG: Tensor, rewards_T: Tensor, objective: ObjectiveConfig) -> Tensor:
+def _compared(
+    batch: PolicyBatch, rewards_NG: Tensor, rewards_T: Tensor, objective: ObjectiveConfig, compare: Compare
+) -> Tensor:
     """Return the return from each token on, minus a baseline, [T].
 
     The baseline is one of whole samples: the return from the first token on, compared within group or batch. With
@@ -124,36 +152,32 @@ def _compared(batch: PolicyBatch, rewards_NG: Tensor, rewards_T: Tensor, objecti
     of the beginning would make a punishment. (DeepSeekMath, arXiv 2402.03300 section 4.1.3, centres each step's reward
     instead, which charges for the number of steps.)
     """
-    assert objective.baseline != "critic"
-    if objective.gamma == 1.0 and objective.kl != "reward" and batch.step_rewards_T is None:
-        advantages_NG = sample_advantages(rewards_NG, baseline=objective.baseline, scale=objective.scale, eps=_EPS)
-        return batch.spread(_of_rows(advantages_NG, batch))
+    tokens, knobs = batch.tokens, {"baseline": objective.baseline, "scale": objective.scale, "eps": _EPS}
+    if objective.gamma == 1.0 and objective.kl != "reward" and tokens.step_rewards_T is None:
+        return _of_rows(compare(rewards_NG, **knobs), batch)[tokens.rows_T]
     to_go_T = _to_go(rewards_T, batch, gamma=objective.gamma)
     starts_BK, has_BK = _at_starts(to_go_T, batch)
     returns_NGK = torch.where(_over_ranks(has_BK.double(), batch) > 0, _over_ranks(starts_BK, batch), torch.nan)
     returns_NGK = torch.where(rewards_NG.isnan()[:, :, None], torch.nan, returns_NGK)
+    if objective.advantage_function is not None:
+        return _of_rows(compare(returns_NGK[:, :, 0], **knobs), batch)[tokens.rows_T]
     factors_NG = _factors(returns_NGK[:, :, 0], objective)
-    centred_NGK = torch.stack(
-        [
-            sample_advantages(part_NG, baseline=objective.baseline, scale="none")
-            for part_NG in returns_NGK.unbind(dim=2)
-        ],
-        dim=2,
-    )
-    rows_T, places_T = batch.rows_T, batch.steps_before_T
-    centred_T = _of_rows(centred_NGK, batch)[rows_T, places_T] + to_go_T - starts_BK[rows_T, places_T]
-    return (centred_T * batch.spread(_of_rows(factors_NG, batch))).float()
+    centred = [compare(part_NG, **knobs | {"scale": "none"}) for part_NG in returns_NGK.unbind(dim=2)]
+    rows_T, places_T = tokens.rows_T, tokens.steps_before_T
+    centred_T = _of_rows(torch.stack(centred, dim=2), batch)[rows_T, places_T] + to_go_T - starts_BK[rows_T, places_T]
+    return (centred_T * _of_rows(factors_NG, batch)[rows_T]).float()
 
 
 def _at_starts(values_T: Tensor, batch: PolicyBatch) -> tuple[Tensor, Tensor]:
     """Return the value at the first token behind each number of rewarded steps, and whether there is one, [B, K]."""
-    num_places = int(max_over_ranks(batch.steps_before_T.max().double().reshape(1))[0]) + 1
-    keys_T = (batch.rows_T * num_places + batch.steps_before_T)[batch.own_T]
+    rows_T, own_T, places_T = batch.tokens.rows_T, batch.tokens.own_T, batch.tokens.steps_before_T
+    num_places = int(max_over_ranks(places_T.max().double().reshape(1))[0]) + 1
+    keys_T = (rows_T * num_places + places_T)[own_T]
     is_first_T = torch.ones_like(keys_T, dtype=torch.bool)
     is_first_T[1:] = keys_T[1:] != keys_T[:-1]
     firsts = keys_T[is_first_T]
     starts = torch.zeros(len(batch.lengths_B) * num_places, dtype=values_T.dtype, device=values_T.device)
-    starts[firsts] = values_T[batch.own_T][is_first_T]
+    starts[firsts] = values_T[own_T][is_first_T]
     has = torch.zeros_like(starts, dtype=torch.bool)
     has[firsts] = True
     return starts.reshape(-1, num_places), has.reshape(-1, num_places)
@@ -176,11 +200,11 @@ def _judged(batch: PolicyBatch, rewards_T: Tensor, values_T: Tensor, config: Con
 
     A sample that was cut off at the token limit ended there: its reward is the verifier's word on what it wrote.
     """
-    objective = config.objective
+    objective, own_T = config.objective, batch.tokens.own_T
     advantages_T, targets_T = torch.zeros_like(values_T), torch.zeros_like(values_T)
-    advantages_T[batch.own_T], targets_T[batch.own_T] = gae(
-        rewards_T[batch.own_T].float(),
-        values_T=values_T[batch.own_T],
+    advantages_T[own_T], targets_T[own_T] = gae(
+        rewards_T[own_T].float(),
+        values_T=values_T[own_T],
         lengths_B=_own_lengths(batch),
         gamma=objective.gamma,
         gae_lambda=objective.gae_lambda,
@@ -192,14 +216,14 @@ def _judged(batch: PolicyBatch, rewards_T: Tensor, values_T: Tensor, config: Con
 
 def _to_go(rewards_T: Tensor, batch: PolicyBatch, *, gamma: float) -> Tensor:
     """Return the return from each token of the model on, [T]; 0 where given, which is no time step."""
-    to_go_T = torch.zeros_like(rewards_T)
-    to_go_T[batch.own_T] = returns_to_go(rewards_T[batch.own_T], lengths_B=_own_lengths(batch), gamma=gamma)
+    to_go_T, own_T = torch.zeros_like(rewards_T), batch.tokens.own_T
+    to_go_T[own_T] = returns_to_go(rewards_T[own_T], lengths_B=_own_lengths(batch), gamma=gamma)
     return to_go_T
 
 
 def _own_lengths(batch: PolicyBatch) -> Tensor:
     """Return how many tokens of each row the model produced, [B]."""
-    return torch.zeros_like(batch.lengths_B).index_add(0, batch.rows_T, batch.own_T.long())
+    return torch.zeros_like(batch.lengths_B).index_add(0, batch.tokens.rows_T, batch.tokens.own_T.long())
 
 
 def _of_rows(values_NG: Tensor, batch: PolicyBatch) -> Tensor:

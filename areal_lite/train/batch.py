@@ -1,10 +1,13 @@
-"""A rank's shard of a taken batch as flat tensors: one value per completion token. Called by the trainer.
+"""A rank's shard of a batch as tensors: its rows, their micro-batches, and what is known of every completion token.
 
 Shape letters: `N` groups of the batch, `G` samples of a group, `B` rows and `T` completion tokens of the shard, in the
-flat order of `micro_batch.py`.
+order of `micro_batch.py`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,50 +17,113 @@ from torch import Tensor
 from areal_lite.algo.advantages import kept_samples
 from areal_lite.config.recipe import Config
 from areal_lite.sample_queue.staleness import own_mask, token_ages, trainable_mask
-from areal_lite.train.micro_batch import TokenRows
-from areal_lite.types import Row, Shard, StopReason
+from areal_lite.train.micro_batch import MicroBatch, TokenRows, split_micro_batches
+from areal_lite.types import Sample, Shard, StopReason
 
-__all__ = ["PolicyBatch"]
+__all__ = ["PolicyBatch", "Tokens", "described"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Tokens:
+    """What is known of completion tokens: of a shard's, or those of one of its micro-batches. [T] each."""
+
+    rows_T: Tensor
+    """int64, the row of the shard."""
+    token_ids_T: Tensor
+    """int64."""
+    ages_T: Tensor
+    """int32 trainer steps; -1 where given."""
+    own_T: Tensor
+    """Booleans: produced by the model, not given by an environment."""
+    step_rewards_T: Tensor | None
+    """float64, the part of the total reward that was given for steps, at the tokens they end with; None when no sample
+    of the whole batch has any, on all ranks alike."""
+    steps_before_T: Tensor
+    """int64, how many steps of its sample were rewarded before each token: where it stands on the way."""
+    loss_mask_T: Tensor
+    """Booleans: age within the bound, the sample scored, and taken out by no filter of samples."""
+    behaviour_logprobs_T: Tensor
+    """float32 nats, as the engine reported them."""
+
+    proximal_logprobs_T: Tensor
+    """float32 nats; the behaviour policy's until `score_batch`, or the first update, fills them in."""
+    reference_logprobs_T: Tensor | None = None
+    """float32 nats under the reference model, from `score_batch`; None without a KL term."""
+    values_T: Tensor | None = None
+    """float32, the critic's value of the state before each token, from `score_batch`; None without a critic."""
+    advantages_T: Tensor
+    """float32; 0 until `batch_advantages`."""
+    targets_T: Tensor | None = None
+    """float32, what the critic learns, from `batch_advantages`; None without a critic."""
+    kept_T: Tensor
+    """Booleans: loss-mask tokens that the behaviour filter leaves; all until `weigh_tokens`."""
+    weights_T: Tensor
+    """float32 weight of each token in the loss of its update, divided by that update's denominator; 0 until
+    `weigh_tokens`."""
+
+    @classmethod
+    def from_rows(cls, rows: TokenRows, shard: Shard, *, config: Config, device: torch.device) -> "Tokens":
+        """Lay out what the shard says of its completion tokens, and decide on whole groups which of them train."""
+        samples, version, eta = [row.sample for row in shard.rows], shard.version, config.queue.max_staleness
+
+        def join(of: Callable[[Sample], npt.NDArray[Any]], kind: torch.dtype) -> Tensor:
+            # Booleans are promoted to any other kind.
+            return torch.tensor(np.concatenate([np.empty(0, np.bool_), *map(of, samples)]), dtype=kind).to(device)
+
+        def is_young(sample: Sample) -> npt.NDArray[np.bool_]:
+            return trainable_mask(sample.spans, num_tokens=sample.num_tokens, version=version, max_staleness=eta)
+
+        logprobs_T = join(lambda sample: sample.logprobs, torch.float32)
+        trains_T = torch.tensor(rows.spread(_training_rows(shard, config))).to(device)
+        loss_mask_T = trains_T & join(is_young, torch.bool)
+        return cls(
+            rows_T=torch.tensor(rows.spread(np.arange(len(rows)))).to(device),
+            token_ids_T=torch.tensor(rows.output_ids).to(device),
+            ages_T=join(lambda sample: token_ages(sample.spans, version=version), torch.int32),
+            own_T=join(lambda sample: own_mask(sample.spans), torch.bool),
+            step_rewards_T=join(lambda sample: _steps(sample)[0], torch.float64) if shard.has_step_rewards else None,
+            steps_before_T=join(lambda sample: _steps(sample)[1], torch.int64),
+            loss_mask_T=loss_mask_T,
+            behaviour_logprobs_T=logprobs_T,
+            proximal_logprobs_T=logprobs_T.clone(),
+            advantages_T=torch.zeros_like(logprobs_T),
+            kept_T=loss_mask_T,
+            weights_T=torch.zeros_like(logprobs_T),
+        )
+
+    def at(self, places_T: Tensor) -> "Tokens":
+        """Return what is known of the tokens at these places."""
+        known = {field.name: getattr(self, field.name) for field in fields(self)}
+        chosen: dict[str, Any] = {name: None if value is None else value[places_T] for name, value in known.items()}
+        return Tokens(**chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyBatch:
     """What was sampled, how old it is, what it earned, and which of it trains."""
 
-    rows: TokenRows
-    minibatches: tuple[tuple[int, ...], ...]
-    """The rows of each optimiser update."""
+    updates: list[list[MicroBatch]]
+    """The micro-batches of each optimiser update, equally many on every rank."""
+    tokens: Tokens
     rewards_NG: Tensor
     """[N, G] float64 total rewards of the whole batch, as the verifier gave them; NaN = unscored."""
-    step_rewards_T: Tensor | None
-    """[T] float64, the part of the total that was given for steps, at the tokens they end with; None when no sample of
-    the whole batch has any, on all ranks alike."""
     groups_B: Tensor
     """[B] int64, the row of `rewards_NG`."""
     samples_B: Tensor
     """[B] int64, the column of `rewards_NG`."""
     lengths_B: Tensor
     """[B] int64 completion tokens."""
-    rows_T: Tensor
-    """[T] int64, the row of each token."""
-    token_ids_T: Tensor
-    """[T] int64."""
-    behaviour_logprobs_T: Tensor
-    """[T] float32 nats, as the engine reported them."""
-    steps_before_T: Tensor
-    """[T] int64, how many steps of its sample were rewarded before each token: where it stands on the way."""
-    ages_T: Tensor
-    """[T] int32 trainer steps; -1 where given."""
-    own_T: Tensor
-    """[T] booleans: produced by the model, not given by an environment."""
-    loss_mask_T: Tensor
-    """[T] booleans: age within the bound, the sample scored, and taken out by no filter."""
     num_stale_tokens: int
     """Tokens of scored samples that the bound masks."""
 
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        """Those of all updates."""
+        return list(chain.from_iterable(self.updates))
+
     @classmethod
     def from_shard(cls, shard: Shard, *, config: Config, device: torch.device) -> "PolicyBatch":
-        """Lay out the shard's own rows, and decide on whole groups which of them train.
+        """Lay out the shard's own rows, and decide on whole groups which of them train; collective.
 
         Args:
             shard: From the sample queue.
@@ -65,44 +131,31 @@ class PolicyBatch:
             device: Where the tensors go.
         """
         rows = TokenRows((row.prompt_token_ids, row.sample.token_ids) for row in shard.rows)
-        groups, samples = [row.group_index for row in shard.rows], [row.sample_index for row in shard.rows]
-        scored_T = rows.spread(~np.isnan(shard.rewards[groups, samples]))
-        young = [_young(row, shard, config.queue.max_staleness) for row in shard.rows]
-        young_T = np.concatenate([np.empty(0, np.bool_), *young])
-        ages = [token_ages(row.sample.spans, version=shard.version) for row in shard.rows]
-        own_T = np.concatenate([np.empty(0, np.bool_), *(own_mask(row.sample.spans) for row in shard.rows)])
-        steps = [_steps(row) for row in shard.rows]
-        logprobs = [row.sample.logprobs for row in shard.rows]
-
-        def on_device(values: npt.ArrayLike, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.tensor(values, dtype=dtype).to(device)
-
+        minibatches = [
+            [index for index, row in enumerate(shard.rows) if row.minibatch == number]
+            for number in range(config.trainer.minibatches)
+        ]
+        tokens = Tokens.from_rows(rows, shard, config=config, device=device)
+        rewards_NG = torch.tensor(shard.rewards, dtype=torch.float64).to(device)
+        groups_B = torch.tensor([row.group_index for row in shard.rows], dtype=torch.int64).to(device)
+        samples_B = torch.tensor([row.sample_index for row in shard.rows], dtype=torch.int64).to(device)
+        scored_T = ~rewards_NG[groups_B, samples_B].isnan()[tokens.rows_T]
         return cls(
-            rows=rows,
-            minibatches=tuple(
-                tuple(index for index, row in enumerate(shard.rows) if row.minibatch == minibatch)
-                for minibatch in range(config.trainer.minibatches)
-            ),
-            rewards_NG=on_device(shard.rewards, torch.float64),
-            groups_B=on_device(groups),
-            samples_B=on_device(samples),
-            lengths_B=on_device(rows.output_lengths),
-            rows_T=on_device(rows.spread(np.arange(len(rows)))),
-            token_ids_T=on_device(rows.output_ids),
-            behaviour_logprobs_T=on_device(np.concatenate([np.empty(0, np.float32), *logprobs]), torch.float32),
-            step_rewards_T=on_device(np.concatenate([np.empty(0), *(earned for earned, _ in steps)]), torch.float64)
-            if shard.has_step_rewards
-            else None,
-            steps_before_T=on_device(np.concatenate([np.empty(0, np.int64), *(before for _, before in steps)])),
-            ages_T=on_device(np.concatenate([np.empty(0, np.int32), *ages]), torch.int32),
-            own_T=on_device(own_T, torch.bool),
-            loss_mask_T=on_device(young_T & rows.spread(_training_rows(shard, config)), torch.bool),
-            num_stale_tokens=int((scored_T & own_T & ~young_T).sum()),
+            updates=split_micro_batches(rows, minibatches, max_tokens=config.trainer.micro_batch_tokens, device=device),
+            tokens=tokens,
+            rewards_NG=rewards_NG,
+            groups_B=groups_B,
+            samples_B=samples_B,
+            lengths_B=torch.tensor(rows.output_lengths, dtype=torch.int64).to(device),
+            num_stale_tokens=int((scored_T & (tokens.ages_T > config.queue.max_staleness)).sum()),
         )
 
-    def spread(self, values_B: Tensor) -> Tensor:
-        """Repeat one value per row over the row's completion tokens, [T]."""
-        return values_B[self.rows_T]
+
+def described(value: object) -> str:
+    """Return what a message says of a result that should be a tensor of another kind."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{value.dtype} of shape {tuple(value.shape)}" + ("" if value.isfinite().all() else ", not all finite")
 
 
 def _training_rows(shard: Shard, config: Config) -> npt.NDArray[np.bool_]:
@@ -117,20 +170,14 @@ def _training_rows(shard: Shard, config: Config) -> npt.NDArray[np.bool_]:
     return np.array(kept, np.bool_)
 
 
-def _young(row: Row, shard: Shard, max_staleness: int) -> npt.NDArray[np.bool_]:
-    return trainable_mask(
-        row.sample.spans, num_tokens=row.sample.num_tokens, version=shard.version, max_staleness=max_staleness
-    )
-
-
-def _steps(row: Row) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+def _steps(sample: Sample) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     """Return what the step that ends with each token earned, and how many steps ended before it, [T] each.
 
     A step that ends inside an environment's reply counts for the model's token before it.
     """
-    own = np.flatnonzero(own_mask(row.sample.spans))
-    earned, ended = np.zeros(row.sample.num_tokens), np.zeros(row.sample.num_tokens, np.int64)
-    for step in row.sample.step_rewards:
+    own = np.flatnonzero(own_mask(sample.spans))
+    earned, ended = np.zeros(sample.num_tokens), np.zeros(sample.num_tokens, np.int64)
+    for step in sample.step_rewards:
         token = own[max(int(np.searchsorted(own, step.token, side="right")) - 1, 0)]
         earned[token] += step.value
         ended[token] += 1

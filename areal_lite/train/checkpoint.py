@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoTokenizer
 
 from areal_lite.errors import CheckpointError
-from areal_lite.train.step import Learner
+from areal_lite.train.optimiser import Learner
 
 __all__ = ["export_model", "load_checkpoint", "load_coefficients", "save_checkpoint"]
 

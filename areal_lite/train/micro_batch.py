@@ -1,15 +1,14 @@
 """From rows of different lengths to padded forward passes under a token budget.
 
-Called by the trainer (training, scoring) and the supervised loop. Per-token quantities live in one flat
-order, row after row, completion tokens only; a micro-batch names its tokens by their place in that order,
-so that the way rows are split or sorted changes nothing but speed.
+Per-token quantities live in one order, row after row, completion tokens only; a micro-batch names its tokens by their
+place in that order, so that the way rows are split or sorted changes nothing but speed.
 
 Two rows, prompt `ab` with completion `cd`, prompt `e` with completion `f`:
 
-    flat order           c d f
+    completion tokens    c d f
     input_ids_RS         a b c d | e f . .     padded on the right
-    predictors_T         1 2 | 4               flat places in input_ids whose logits predict c d f
-    tokens_T             0 1 2                 the places of c d f in the flat order
+    predictors_T         1 2 | 4               places in the flattened input_ids whose logits predict c d f
+    tokens_T             0 1 2                 the places of c d f among the completion tokens
 
 Shape letters: `R` rows and `S` padded columns of a micro-batch, `T` its completion tokens.
 """
@@ -40,11 +39,11 @@ class MicroBatch:
     predictors_T: Tensor
     """[T] int64 places in the flattened `input_ids_RS`."""
     tokens_T: Tensor
-    """[T] int64 places in the flat order of completion tokens."""
+    """[T] int64 places among the completion tokens of all rows."""
 
 
 class TokenRows:
-    """Prompts with completions, and the flat order of their completion tokens."""
+    """Prompts with completions, and the order of their completion tokens."""
 
     def __init__(self, rows: Iterable[tuple[Sequence[int], Sequence[int] | npt.NDArray[np.int32]]]) -> None:
         """Take (prompt token ids, completion token ids) pairs; a prompt has at least one token.
@@ -69,7 +68,7 @@ class TokenRows:
         return np.repeat(values_B, self.output_lengths)
 
     def split(self, values: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
-        """Cut a flat per-token array into one array per row."""
+        """Cut a per-token array into one array per row."""
         return [values[start:end] for start, end in pairwise(self.offsets)]
 
 
@@ -96,18 +95,21 @@ def pack_rows(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
 
 
 def split_micro_batches(
-    rows: TokenRows, *, chosen: Sequence[int], max_tokens: int, device: torch.device
-) -> list[MicroBatch]:
-    """Build the micro-batches of the chosen rows.
+    rows: TokenRows, updates: Iterable[Sequence[int]], *, max_tokens: int, device: torch.device
+) -> list[list[MicroBatch]]:
+    """Build the micro-batches of each optimiser update, equally many on every rank; collective.
 
     Args:
         rows: All rows.
-        chosen: Indices of those to use.
+        updates: Indices of the rows of each.
         max_tokens: Padded tokens of one forward pass at most.
         device: Where the tensors go.
     """
-    groups = pack_rows([len(rows.sequences[row]) for row in chosen], max_tokens=max_tokens)
-    return [micro_batch(rows, [chosen[index] for index in group], device=device) for group in groups]
+    split = []
+    for chosen in updates:
+        groups = pack_rows([len(rows.sequences[row]) for row in chosen], max_tokens=max_tokens)
+        split.append([micro_batch(rows, [chosen[index] for index in group], device=device) for group in groups])
+    return equalise(split, device=device)
 
 
 def equalise(updates: Sequence[list[MicroBatch]], *, device: torch.device) -> list[list[MicroBatch]]:

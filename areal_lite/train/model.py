@@ -1,4 +1,4 @@
-"""The policy and value models: loading, sharding, and their outputs at completion positions. Called by the trainer.
+"""The policy and value models: loading, sharding, and their outputs at completion positions.
 
 Any causal language model of transformers will do; nothing here names an architecture.
 
@@ -19,6 +19,8 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from areal_lite.config.offline import OfflineConfig
+from areal_lite.config.recipe import Config
 from areal_lite.train.micro_batch import MicroBatch
 
 __all__ = [
@@ -31,82 +33,68 @@ __all__ = [
     "shard_model",
 ]
 
+Recipe = Config | OfflineConfig
 
-def load_model(folder: str, *, device: torch.device, activation_checkpointing: bool) -> nn.Module:
-    """Load a Hugging Face folder in float32, the dtype of the master weights.
+
+def load_model(folder: str, config: Recipe, *, world_size: int) -> nn.Module:
+    """Load a causal language model, the master weights in float32, and spread it over the ranks; collective.
 
     Args:
-        folder: The model's folder.
-        device: Where the whole model goes; every rank holds all of it for a moment, before it is sharded.
-        activation_checkpointing: Keep only each layer's input, and compute the rest again in the backward pass.
+        folder: Hugging Face folder.
+        config: The recipe: `run.device`, `model.compute_dtype`, `trainer.activation_checkpointing`.
+        world_size: Trainer ranks; each holds the whole model for a moment, before it is sharded.
     """
-    return _load(AutoModelForCausalLM, folder, device=device, activation_checkpointing=activation_checkpointing)
+    return _sharded(_load(AutoModelForCausalLM, folder, config), config, world_size)
 
 
-def load_value_model(folder: str, *, device: torch.device, activation_checkpointing: bool) -> nn.Module:
-    """Load a Hugging Face folder in float32 with a head that gives every token one number, 0 at the start.
+def load_value_model(folder: str, config: Recipe, *, world_size: int) -> nn.Module:
+    """Load a model with a head that gives every token one number, 0 at the start; as `load_model`.
 
     The head is new even where the folder has one: a value is not the score of another task.
-
-    Args:
-        folder: A causal language model or a reward model; only its body is used.
-        device: As in `load_model`.
-        activation_checkpointing: As in `load_model`.
     """
-    model = _load(
-        AutoModelForTokenClassification,
-        folder,
-        device=device,
-        activation_checkpointing=activation_checkpointing,
-        num_labels=1,
-    )
-    head = _value_head(model)
-    for parameter in head.parameters():
-        nn.init.zeros_(parameter)
-    return model
+    model = _load(AutoModelForTokenClassification, folder, config, num_labels=1)
+    _set_to_zero(_value_head(model))
+    return _sharded(model, config, world_size)
 
 
-def load_reward_model(
-    folder: str, *, device: torch.device, activation_checkpointing: bool, pad_token_id: int
-) -> nn.Module:
-    """Load a Hugging Face folder in float32 with a head that gives every sequence one score, 0 at the start.
+def load_reward_model(folder: str, config: Recipe, *, world_size: int, pad_token_id: int) -> nn.Module:
+    """Load a model with a head that gives every sequence one score; as `load_model`.
 
-    The score is read at the last token that is not padding, by the model's own `forward`: whoever loads the trained
-    folder with transformers gets the same.
-
-    Args:
-        folder: A causal language model, or a reward model, whose head is kept.
-        device: As in `load_model`.
-        activation_checkpointing: As in `load_model`.
-        pad_token_id: What shorter sequences of a batch are filled up with.
+    The score is 0 at the start, unless the folder is a reward model's, whose head is kept. It is read at the last token
+    that is not padding, by the model's own `forward`: whoever loads the trained folder with transformers gets the same.
     """
     architectures = AutoConfig.from_pretrained(folder).architectures or []
-    model = _load(
-        AutoModelForSequenceClassification,
-        folder,
-        device=device,
-        activation_checkpointing=activation_checkpointing,
-        num_labels=1,
-        pad_token_id=pad_token_id,
-    )
+    model = _load(AutoModelForSequenceClassification, folder, config, num_labels=1, pad_token_id=pad_token_id)
     if not any("SequenceClassification" in name for name in architectures):
-        for parameter in _value_head(model).parameters():
-            nn.init.zeros_(parameter)
-    return model
+        _set_to_zero(_value_head(model))
+    return _sharded(model, config, world_size)
 
 
-def _load(kind: Any, folder: str, *, device: torch.device, activation_checkpointing: bool, **changes: Any) -> nn.Module:
-    config = AutoConfig.from_pretrained(folder, **changes)
-    _switch_dropout_off(config)
-    model: Any = kind.from_pretrained(folder, config=config, dtype=torch.float32)
+def _load(kind: Any, folder: str, config: Recipe, **changes: Any) -> nn.Module:
+    """Load without dropout: proximal and current policy must be the same function of the weights."""
+    architecture = AutoConfig.from_pretrained(folder, **changes)
+    for name, value in vars(architecture).items():
+        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+            setattr(architecture, name, 0.0)
+    model: Any = kind.from_pretrained(folder, config=architecture, dtype=torch.float32)
     for module in model.modules():
         # Heads have rates of their own, which no config need name.
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    if activation_checkpointing:
+    if config.trainer.activation_checkpointing:
         model.gradient_checkpointing_enable()
-    trained: nn.Module = model.to(device).train()
+    trained: nn.Module = model.to(torch.device(config.run.device)).train()
     return trained
+
+
+def _set_to_zero(head: nn.Module) -> None:
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+
+
+def _sharded(model: nn.Module, config: Recipe, world_size: int) -> nn.Module:
+    dtype = getattr(torch, config.compute_dtype)
+    return shard_model(model, world_size=world_size, device=torch.device(config.run.device), compute_dtype=dtype)
 
 
 def shard_model(model: nn.Module, *, world_size: int, device: torch.device, compute_dtype: torch.dtype) -> nn.Module:
@@ -116,7 +104,7 @@ def shard_model(model: nn.Module, *, world_size: int, device: torch.device, comp
     of the built-in model in micro-batches of 2560 tokens, 7 % in micro-batches of 1280.
 
     Args:
-        model: From `load_model`, alike on all ranks.
+        model: In float32, alike on all ranks.
         world_size: Trainer ranks; their process group exists, unless it is one float32 rank.
         device: The rank's device.
         compute_dtype: Of the matrix work; master weights and gradient sums stay float32.
@@ -191,10 +179,3 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _switch_dropout_off(config: Any) -> None:
-    """Set every dropout rate to 0: proximal and current policy must be the same function of the weights."""
-    for name, value in vars(config).items():
-        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
-            setattr(config, name, 0.0)

@@ -1,196 +1,250 @@
-"""The policy's loss of one optimiser update, micro-batch by micro-batch, and the sums it leaves for the log.
+"""What one optimiser update minimises: which tokens count and how much, and the loss of a micro-batch.
 
-Called by the trainer, which hands it to the optimiser update as the loss function. The arithmetic itself is in `algo/`.
-
-Shape letters: `T` completion tokens of the shard or of a micro-batch, `V` vocabulary.
+The arithmetic itself is in `algo/`. Shape letters: `T` completion tokens of the shard or of a micro-batch, `V`
+vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from areal_lite.algo.behaviour import behaviour_weights
-from areal_lite.algo.kl import kl_estimate
+from areal_lite.algo.aggregation import aggregate
+from areal_lite.algo.behaviour import behaviour_weights, geometric_keep, m2po_keep
+from areal_lite.algo.kl import adapt_coefficient, kl_estimate
 from areal_lite.algo.logprobs import token_entropies, token_logprobs
 from areal_lite.algo.losses import entropy_bonus, kl_penalty, policy_loss
+from areal_lite.config.plugins import find_function
+from areal_lite.config.presets import ObjectiveConfig
 from areal_lite.config.recipe import Config
-from areal_lite.train.batch import PolicyBatch
+from areal_lite.errors import PluginError
+from areal_lite.train.batch import PolicyBatch, Tokens, described
+from areal_lite.train.distributed import gather_over_ranks, sum_over_ranks
 from areal_lite.train.micro_batch import MicroBatch
 from areal_lite.train.model import completion_logits
-from areal_lite.train.passes import Scores
-from areal_lite.train.plan import StepPlan
+from areal_lite.train.score import needs_proximal_first
 
-__all__ = ["PolicyUpdateLoss"]
+__all__ = ["KLCoefficient", "PolicyTerm", "UpdateLoss", "find_loss_function", "weigh_tokens"]
+
+PolicyTerm = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+"""`algo.losses.policy_loss`, or a function like it."""
+
+_FURTHEST = 100.0
+"""An adaptive coefficient stays within this factor of the recipe's: the distance to a reference starts at 0, and a
+coefficient halved at every step until it grows would take as many steps to come back."""
 
 
-class PolicyUpdateLoss:
-    """A function from a micro-batch to its share of the loss: policy term, KL terms, entropy bonus."""
+class KLCoefficient:
+    """The weight of a KL term, which may follow the KL that is measured; a checkpoint carries it on."""
 
-    def __init__(
-        self,
-        batch: PolicyBatch,
-        *,
-        model: nn.Module,
-        scores: Scores,
-        plan: StepPlan,
-        is_first: bool,
-        config: Config,
-    ) -> None:
-        """Prepare the loss of one update.
+    def __init__(self, first: float, *, target: float | None) -> None:
+        self.value = self._first = first
+        self._target = target
 
-        Args:
-            batch: The shard.
-            model: The policy.
-            scores: Logprobs before the updates; in the first update the proximal ones may be filled in here.
-            plan: What all updates of the step share.
-            is_first: The weights are still those of the moment the batch was taken: the current logprobs, detached,
-                are the proximal ones.
-            config: The recipe.
-        """
-        self._batch, self._model, self._config = batch, model, config
-        self._scores, self._plan, self._is_first = scores, plan, is_first
-        self._sums: list[dict[str, Tensor]] = []
-        self._age0_diffs: list[Tensor] = []
+    def adapt(self, measured: float | None) -> None:
+        """Move the weight towards its target, if it has one, given a step's mean KL in nats per token."""
+        if measured is not None and self._target is not None:
+            moved = adapt_coefficient(self.value, measured=measured, target=self._target)
+            self.value = min(max(moved, self._first / _FURTHEST), self._first * _FURTHEST)
 
-    def __call__(self, micro_batch: MicroBatch) -> Tensor:
-        """Run the model and return the micro-batch's share of the loss."""
-        tokens_T, temperature = micro_batch.tokens_T, self._config.rollout.temperature
-        objective = self._config.objective
-        logits_TV = completion_logits(self._model, micro_batch)
-        token_ids_T = self._batch.token_ids_T[tokens_T]
-        current_logprobs_T = token_logprobs(logits_TV, token_ids_T=token_ids_T, temperature=temperature)
-        if self._is_first and not self._scores.proximal_complete:
-            self._scores.proximal_logprobs_T[tokens_T] = current_logprobs_T.detach()
-        entropies_T = token_entropies(logits_TV, temperature=temperature, differentiable=objective.entropy_coef > 0)
-        tokens = self._look_up(tokens_T)
-        loss, sums = self._policy_term(current_logprobs_T, tokens)
-        loss = loss + self._kl_terms(current_logprobs_T, tokens)
-        if objective.entropy_coef > 0:
-            bonus = entropy_bonus(entropies_T, loss_mask_T=tokens.loss_mask_T, token_weights_T=tokens.token_weights_T)
-            loss = loss - objective.entropy_coef * bonus
-        means = tokens.sums(current_logprobs_T.detach(), entropies_T.detach())
-        self._sums.append({"clip_fraction": sums["clipped"], **means, "loss": loss.detach()})
-        self._age0_diffs.append(self._age0_diff(tokens_T, tokens, current_logprobs_T.detach()))
-        return loss
+    def restore(self, saved: float | None) -> None:
+        """Go on with a saved weight where it follows a target; the recipe's stays where it is fixed."""
+        self.value = self._first if saved is None or self._target is None else saved
 
-    def sums(self) -> dict[str, float]:
-        """Return the sums over all micro-batches so far, by the names of their metrics."""
-        values = torch.stack([torch.stack([sums[name].double() for name in sums]) for sums in self._sums]).sum(dim=0)
-        return dict(zip(self._sums[0], values.tolist(), strict=True))
 
-    def max_age0_diff(self) -> float:
-        """Return the largest behaviour-trainer logprob difference at age-0 tokens; infinite if one is not finite."""
-        return float(torch.stack(self._age0_diffs).max())
+def weigh_tokens(batch: PolicyBatch, config: Config) -> list[bool]:
+    """Fill in the weights of the batch's tokens, and which of them the behaviour filter keeps; collective.
 
-    def _look_up(self, tokens_T: Tensor) -> "_Tokens":
-        batch, plan, objective = self._batch, self._plan, self._config.objective
-        proximal_logprobs_T = self._scores.proximal_logprobs_T[tokens_T]
-        behaviour_logprobs_T = batch.behaviour_logprobs_T[tokens_T]
-        loss_mask_T, rows_T = batch.loss_mask_T[tokens_T], batch.rows_T[tokens_T]
-        weights_T, above_cap_T = behaviour_weights(
-            proximal_logprobs_T,
-            behaviour_logprobs_T=behaviour_logprobs_T,
-            loss_mask_T=loss_mask_T,
-            rows_T=rows_T,
+    Denominators are those of whole updates: the loss mask before any behaviour weight, over all ranks.
+
+    Returns:
+        Of each update, whether no token of any rank trains in it.
+    """
+    tokens = batch.tokens
+    tokens.kept_T = _kept_tokens(batch, config.objective)
+    places = [torch.cat([part.tokens_T for part in update]) for update in batch.updates]
+    shares = [
+        aggregate(
+            tokens.loss_mask_T[places_T],
+            rows_T=tokens.rows_T[places_T],
             num_rows=len(batch.lengths_B),
+            kind=config.objective.aggregation,
+            max_new_tokens=config.rollout.max_new_tokens,
+        )
+        for places_T in places
+    ]
+    denominators = sum_over_ranks(torch.stack([denominator for _, denominator in shares]))
+    for places_T, (weights_T, _), denominator in zip(places, shares, denominators, strict=True):
+        tokens.weights_T[places_T] = (weights_T / denominator.clamp(min=1)).float()
+    is_empty: list[bool] = (denominators == 0).tolist()
+    return is_empty
+
+
+def _kept_tokens(batch: PolicyBatch, objective: ObjectiveConfig) -> Tensor:
+    """Return the loss-mask tokens that are not too far off-policy, [T]."""
+    tokens, mask_T = batch.tokens, batch.tokens.loss_mask_T
+    if objective.behaviour_filter == "none":
+        return mask_T
+    log_weights_T = tokens.proximal_logprobs_T - tokens.behaviour_logprobs_T
+    if objective.behaviour_filter == "geometric":
+        return geometric_keep(
+            log_weights_T,
+            loss_mask_T=mask_T,
+            rows_T=tokens.rows_T,
+            num_rows=len(batch.lengths_B),
+            low=objective.geometric_low,
+            high=objective.geometric_high,
+        )
+    everyones, mine = gather_over_ranks(log_weights_T[mask_T])
+    everyone_T = torch.ones_like(everyones, dtype=torch.bool)
+    kept_T = mask_T.clone()
+    kept_T[mask_T] = m2po_keep(everyones, loss_mask_T=everyone_T, threshold=objective.m2po_threshold)[mine]
+    return kept_T
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateLoss:
+    """A function from a micro-batch to its share of an update's loss: policy term, KL terms, entropy bonus."""
+
+    batch: PolicyBatch
+    """Scored, with advantages and weights."""
+    model: nn.Module
+    config: Config
+    is_first: bool
+    """The weights are still those of the moment the batch was taken: the current logprobs, detached, are the proximal
+    ones, and are filled in here where nothing needed them before."""
+    kl_coef: float
+    """Of the KL to the reference."""
+    proximal_kl_coef: float
+    """Of KL(proximal || current)."""
+    policy_term: PolicyTerm = policy_loss
+
+    def __call__(self, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run the model; return the share of the loss, and what is logged, by the names of the metrics."""
+        everything, places_T = self.batch.tokens, micro_batch.tokens_T
+        objective, temperature = self.config.objective, self.config.rollout.temperature
+        logits_TV = completion_logits(self.model, micro_batch)
+        token_ids_T = everything.token_ids_T[places_T]
+        current_T = token_logprobs(logits_TV, token_ids_T=token_ids_T, temperature=temperature)
+        if self.is_first and objective.proximal != "behaviour" and not needs_proximal_first(objective):
+            everything.proximal_logprobs_T[places_T] = current_T.detach()
+        entropies_T = token_entropies(logits_TV, temperature=temperature, differentiable=objective.entropy_coef > 0)
+        tokens = everything.at(places_T)
+        weights_T, above_cap_T = self._behaviour_weights(tokens)
+        loss, logged = self._policy_term(current_T, tokens, weights_T)
+        loss = loss + self._kl_terms(current_T, tokens, weights_T)
+        if objective.entropy_coef > 0:
+            bonus = entropy_bonus(entropies_T, loss_mask_T=tokens.loss_mask_T, token_weights_T=tokens.weights_T)
+            loss = loss - objective.entropy_coef * bonus
+        sums = {
+            "clip_fraction": logged.get("clipped", loss.new_zeros(())),
+            "entropy": _total(entropies_T, tokens),
+            "kl_behav_prox": _total(tokens.behaviour_logprobs_T - tokens.proximal_logprobs_T, tokens),
+            "behav_weight_mean": _total(weights_T, tokens),
+            "behav_weight_masked_fraction": above_cap_T.sum(),
+            "loss": loss,
+            "behav_prox_max_abs_diff_age0": self._age0_diff(current_T, tokens),
+        }
+        if tokens.reference_logprobs_T is not None:
+            # k3 is never negative, unlike k1 off-policy.
+            distances_T = kl_estimate(current_T, reference_logprobs_T=tokens.reference_logprobs_T, estimator="k3")
+            sums["kl_ref"] = _total(weights_T * distances_T, tokens)
+        return loss, {name: value.detach().double() for name, value in sums.items()}
+
+    def _age0_diff(self, current_T: Tensor, tokens: Tokens) -> Tensor:
+        """Return the largest behaviour-trainer logprob difference at age-0 tokens; infinite if one is not finite."""
+        diffs_T = (tokens.behaviour_logprobs_T - (current_T if self.is_first else tokens.proximal_logprobs_T)).abs()
+        # A NaN would vanish in a maximum.
+        diffs_T = torch.where(diffs_T.isfinite(), diffs_T, torch.inf)
+        diffs_T = torch.where(tokens.loss_mask_T & (tokens.ages_T == 0), diffs_T, 0.0)
+        return torch.cat([diffs_T, diffs_T.new_zeros(1)]).max()
+
+    def _behaviour_weights(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Return the weight of each token, 0 where the filter takes it out, and which are above the cap, [T] each."""
+        objective = self.config.objective
+        weights_T, above_cap_T = behaviour_weights(
+            tokens.proximal_logprobs_T,
+            behaviour_logprobs_T=tokens.behaviour_logprobs_T,
+            loss_mask_T=tokens.loss_mask_T,
+            rows_T=tokens.rows_T,
+            num_rows=len(self.batch.lengths_B),
             level=objective.behaviour_weight,
             cap=objective.behaviour_weight_cap,
             above=objective.behaviour_weight_above,
         )
-        reference_T = self._scores.reference_logprobs_T
-        return _Tokens(
-            rows_T=rows_T,
-            loss_mask_T=loss_mask_T,
-            behaviour_logprobs_T=behaviour_logprobs_T,
-            proximal_logprobs_T=proximal_logprobs_T,
-            reference_logprobs_T=None if reference_T is None else reference_T[tokens_T],
-            behaviour_weights_T=torch.where(plan.kept_T[tokens_T], weights_T, 0.0),
-            above_cap_T=above_cap_T,
-            token_weights_T=plan.token_weights_T[tokens_T],
-            advantages_T=plan.advantages.advantages_T[tokens_T],
-        )
+        return torch.where(tokens.kept_T, weights_T, 0.0), above_cap_T
 
-    def _policy_term(self, current_logprobs_T: Tensor, tokens: "_Tokens") -> tuple[Tensor, dict[str, Tensor]]:
-        objective = self._config.objective
-        return policy_loss(
-            current_logprobs_T,
+    def _policy_term(self, current_T: Tensor, tokens: Tokens, weights_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        objective = self.config.objective
+        return self.policy_term(
+            current_T,
             proximal_logprobs_T=tokens.proximal_logprobs_T,
-            behaviour_weights_T=tokens.behaviour_weights_T,
+            behaviour_weights_T=weights_T,
             advantages_T=tokens.advantages_T,
             loss_mask_T=tokens.loss_mask_T,
-            token_weights_T=tokens.token_weights_T,
+            token_weights_T=tokens.weights_T,
             rows_T=tokens.rows_T,
-            num_rows=len(self._batch.lengths_B),
+            num_rows=len(self.batch.lengths_B),
             surrogate=objective.surrogate,
             ratio_level=objective.ratio_level,
             clip_low=objective.clip_low,
             clip_high=objective.clip_high,
         )
 
-    def _kl_terms(self, current_logprobs_T: Tensor, tokens: "_Tokens") -> Tensor:
+    def _kl_terms(self, current_T: Tensor, tokens: Tokens, weights_T: Tensor) -> Tensor:
         """Return the weighted distances to the reference and to the proximal policy, as far as they are asked for."""
-        objective, coefficients = self._config.objective, self._plan.coefficients
-        terms = current_logprobs_T.new_zeros(())
-        if objective.kl == "loss" and tokens.reference_logprobs_T is not None:
-            terms = terms + coefficients.kl * kl_penalty(
-                current_logprobs_T,
-                other_logprobs_T=tokens.reference_logprobs_T,
-                behaviour_weights_T=tokens.behaviour_weights_T,
-                loss_mask_T=tokens.loss_mask_T,
-                token_weights_T=tokens.token_weights_T,
+        objective = self.config.objective
+        shared: dict[str, Any] = {
+            "behaviour_weights_T": weights_T,
+            "loss_mask_T": tokens.loss_mask_T,
+            "token_weights_T": tokens.weights_T,
+        }
+        terms = current_T.new_zeros(())
+        if objective.kl == "loss" and (reference_T := tokens.reference_logprobs_T) is not None:
+            terms = terms + self.kl_coef * kl_penalty(
+                current_T,
+                other_logprobs_T=reference_T,
                 estimator=objective.kl_estimator,
                 direction="to_other",
+                **shared,
             )
         if objective.proximal_kl_coef > 0:
-            terms = terms + coefficients.proximal_kl * kl_penalty(
-                current_logprobs_T,
+            terms = terms + self.proximal_kl_coef * kl_penalty(
+                current_T,
                 other_logprobs_T=tokens.proximal_logprobs_T,
-                behaviour_weights_T=tokens.behaviour_weights_T,
-                loss_mask_T=tokens.loss_mask_T,
-                token_weights_T=tokens.token_weights_T,
                 estimator="k3",
                 direction="from_other",
+                **shared,
             )
         return terms
 
-    def _age0_diff(self, tokens_T: Tensor, tokens: "_Tokens", current_logprobs_T: Tensor) -> Tensor:
-        trainer_logprobs_T = current_logprobs_T if self._is_first else tokens.proximal_logprobs_T
-        diffs_T = (tokens.behaviour_logprobs_T - trainer_logprobs_T).abs()
-        # A NaN would vanish in a maximum.
-        diffs_T = torch.where(diffs_T.isfinite(), diffs_T, torch.inf)
-        diffs_T = torch.where(tokens.loss_mask_T & (self._batch.ages_T[tokens_T] == 0), diffs_T, 0.0)
-        return torch.cat([diffs_T, diffs_T.new_zeros(1)]).max()
+
+def find_loss_function(objective: ObjectiveConfig) -> PolicyTerm:
+    """Return `policy_loss`, or the recipe's own `objective.loss_function`, whose result is checked.
+
+    Raises:
+        PluginError: The function cannot be found.
+    """
+    name = objective.loss_function
+    if name is None:
+        return policy_loss
+    function = find_function(name, kind="loss function")
+
+    def policy_term(current_logprobs_T: Tensor, **known: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        result = function(current_logprobs_T, **known)
+        loss, sums = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        if not isinstance(loss, Tensor) or not isinstance(sums, dict) or loss.shape or not loss.is_floating_point():
+            raise PluginError(
+                f"objective.loss_function={name} must return a scalar loss and a dict of sums to log, got "
+                f"{described(loss)} and {type(sums).__name__}: return (weights * terms).sum(), {{}}"
+            )
+        return loss, sums
+
+    return policy_term
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tokens:
-    """What the terms of the loss need to know of a micro-batch, [T] each."""
-
-    rows_T: Tensor
-    loss_mask_T: Tensor
-    behaviour_logprobs_T: Tensor
-    proximal_logprobs_T: Tensor
-    reference_logprobs_T: Tensor | None
-    behaviour_weights_T: Tensor
-    above_cap_T: Tensor
-    token_weights_T: Tensor
-    advantages_T: Tensor
-
-    def sums(self, current_logprobs_T: Tensor, entropies_T: Tensor) -> dict[str, Tensor]:
-        """Add up over the loss mask what the log shows as means."""
-
-        def total(values_T: Tensor) -> Tensor:
-            return torch.where(self.loss_mask_T, values_T, 0.0).sum()
-
-        sums = {
-            "entropy": total(entropies_T),
-            "kl_behav_prox": total(self.behaviour_logprobs_T - self.proximal_logprobs_T),
-            "behav_weight_mean": total(self.behaviour_weights_T),
-            "behav_weight_masked_fraction": self.above_cap_T.sum(),
-        }
-        if self.reference_logprobs_T is None:
-            return sums
-        # k3 is never negative, unlike k1 off-policy.
-        distances_T = kl_estimate(current_logprobs_T, reference_logprobs_T=self.reference_logprobs_T, estimator="k3")
-        return sums | {"kl_ref": total(self.behaviour_weights_T * distances_T)}
+def _total(values_T: Tensor, tokens: Tokens) -> Tensor:
+    """Add up over the loss mask what the log shows as a mean."""
+    return torch.where(tokens.loss_mask_T, values_T, 0.0).sum()

@@ -6,14 +6,13 @@ A Ray actor wraps it; every method is collective (the properties are not): all r
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import AutoTokenizer
 
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.data.completions import load_offline
 from areal_lite.train.checkpoint import export_model, load_checkpoint, save_checkpoint
-from areal_lite.train.model import load_model, load_reward_model, shard_model
+from areal_lite.train.model import load_model, load_reward_model
 from areal_lite.train.offline_loop import OfflineLoop, OfflineRows
 from areal_lite.train.offline_objectives import DirectPreference, Objective, RewardModel, Supervised
 
@@ -83,17 +82,9 @@ class OfflineTrainer(OfflineLoop):
 
 
 def _load(config: OfflineConfig, folder: str, *, padding: int, world_size: int) -> nn.Module:
-    device = torch.device(config.run.device)
-    options: dict[str, Any] = {
-        "device": device,
-        "activation_checkpointing": config.trainer.activation_checkpointing,
-    }
     if config.command == "reward_model":
-        whole = load_reward_model(folder, **options, pad_token_id=padding)
-    else:
-        whole = load_model(folder, **options)
-    dtype = getattr(torch, config.compute_dtype)
-    return shard_model(whole, world_size=world_size, device=device, compute_dtype=dtype)
+        return load_reward_model(folder, config, world_size=world_size, pad_token_id=padding)
+    return load_model(folder, config, world_size=world_size)
 
 
 def _objective(config: OfflineConfig) -> Objective:

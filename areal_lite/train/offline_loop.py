@@ -19,8 +19,7 @@ from areal_lite.train.distributed import sum_over_ranks
 from areal_lite.train.micro_batch import TokenRows, equalise, micro_batch, pack_rows
 from areal_lite.train.model import reshard
 from areal_lite.train.offline_objectives import Objective, Part, row_logprobs
-from areal_lite.train.schedule import learning_rate
-from areal_lite.train.step import Learner
+from areal_lite.train.optimiser import Learner, learning_rate
 
 __all__ = ["OfflineLoop", "OfflineRows"]
 
@@ -112,11 +111,11 @@ class OfflineLoop:
         weight, num_tokens = self._weigh(parts)
         sums: list[Tensor] = []
 
-        def loss_of(part: Part) -> Tensor:
+        def loss_of(part: Part) -> tuple[Tensor, dict[str, Tensor]]:
             loss, figures = self._forward(part)
             loss = loss / weight
             sums.append(torch.cat([loss.detach().unsqueeze(0), figures / weight]))
-            return loss
+            return loss, {}
 
         update = self.learner.update([partial(loss_of, part) for part in parts], lr=lr)
         self._version += 1

@@ -1,8 +1,9 @@
-"""The language-model term of PPO-ptx: some documents of a text file beside every policy update. Called by the trainer.
+"""The language-model term of PPO-ptx: some documents of a text file beside every policy update.
 
-Shape letter: `T` tokens of a micro-batch, each document's first one left out: nothing predicts it.
+A document's first token is left out: nothing predicts it.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from areal_lite.algo.logprobs import token_logprobs
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError, DataError
-from areal_lite.train.micro_batch import MicroBatch, TokenRows, equalise, split_micro_batches
-from areal_lite.train.model import completion_logits
+from areal_lite.train.micro_batch import MicroBatch, TokenRows, split_micro_batches
+from areal_lite.train.optimiser import Share
+from areal_lite.train.score import logprobs_of
 
-__all__ = ["PtxDocuments", "PtxUpdateLoss", "load_documents"]
+__all__ = ["PtxDocuments", "load_documents"]
 
 
 def load_documents(path: str, *, tokenizer: Any, max_tokens: int) -> list[list[int]]:
@@ -81,8 +82,8 @@ class PtxDocuments:
             max_tokens=config.model.max_context,
         )
 
-    def update_loss(self, model: nn.Module, *, version: int, minibatch: int) -> "PtxUpdateLoss":
-        """Choose the documents of an update and deal them to the ranks; collective.
+    def shares(self, model: nn.Module, *, version: int, minibatch: int) -> list[Share]:
+        """Return this rank's shares of `ptx_coef * mean of - log pi(token)` over an update's documents; collective.
 
         Args:
             model: The policy.
@@ -91,17 +92,16 @@ class PtxDocuments:
         """
         chosen = self._choose(version=version, minibatch=minibatch)
         mine = TokenRows((document[:1], document[1:]) for document in chosen[self._rank :: self._world_size])
-        parts = split_micro_batches(
-            mine, chosen=range(len(mine)), max_tokens=self._config.trainer.micro_batch_tokens, device=self._device
-        )
-        (parts,) = equalise([parts], device=self._device)
-        return PtxUpdateLoss(
-            model,
-            parts,
-            token_ids_T=torch.from_numpy(mine.output_ids).to(self._device),
-            num_tokens=sum(len(document) - 1 for document in chosen),
-            coef=self._config.objective.ptx_coef,
-        )
+        max_tokens = self._config.trainer.micro_batch_tokens
+        (parts,) = split_micro_batches(mine, [range(len(mine))], max_tokens=max_tokens, device=self._device)
+        logprobs = logprobs_of(torch.from_numpy(mine.output_ids).to(self._device), temperature=1.0)
+        num_tokens = sum(len(document) - 1 for document in chosen)
+
+        def share(part: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            loss = -logprobs(model, part).sum() / num_tokens
+            return self._config.objective.ptx_coef * loss, {"ptx_loss": loss.detach()}
+
+        return [partial(share, part) for part in parts]
 
     def _choose(self, *, version: int, minibatch: int) -> list[list[int]]:
         rng = np.random.default_rng([self._config.run.seed, version, minibatch])
@@ -109,28 +109,3 @@ class PtxDocuments:
         # A file with fewer documents than a batch gives every one of them, some more often than others.
         order = np.concatenate([rng.permutation(number) for _ in range(-(-size // number))])
         return [self._documents[index] for index in order[:size]]
-
-
-class PtxUpdateLoss:
-    """A function from a micro-batch to its share of `ptx_coef * mean of - log pi(token)`, over all ranks' documents."""
-
-    def __init__(
-        self, model: nn.Module, parts: list[MicroBatch], *, token_ids_T: Tensor, num_tokens: int, coef: float
-    ) -> None:
-        self.parts = parts
-        """This rank's micro-batches, as many as on every rank."""
-        self._model, self._token_ids_T = model, token_ids_T
-        self._num_tokens, self._coef = num_tokens, coef
-        self._shares: list[Tensor] = []
-
-    def __call__(self, part: MicroBatch) -> Tensor:
-        """Run the model and return the share of the term."""
-        logits_TV = completion_logits(self._model, part)
-        logprobs_T = token_logprobs(logits_TV, token_ids_T=self._token_ids_T[part.tokens_T], temperature=1.0)
-        share = -logprobs_T.sum() / self._num_tokens
-        self._shares.append(share.detach())
-        return self._coef * share
-
-    def sum(self) -> float:
-        """Return this rank's share of the mean, in nats per token and before the coefficient."""
-        return float(torch.stack(self._shares).sum())

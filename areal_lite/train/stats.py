@@ -2,7 +2,7 @@
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,23 @@ class StepTally:
         for name, value in values.items():
             join = max if _REDUCTIONS[name] is Reduction.MAX else operator.add
             self._values[name] = None if value is None else join(value, self[name])
+
+    def add_figures(self, figures: Sequence[Mapping[str, Tensor]], *, applied: bool = True) -> None:
+        """Join what the micro-batches of an update returned, as their metrics declare.
+
+        Args:
+            figures: Scalars by the names of their metrics, of each micro-batch.
+            applied: Whether it was; of an update that was not, only the largest values count.
+        """
+        joined: dict[str, Tensor] = {}
+        for name in {name: None for one in figures for name in one}:  # each once, in order
+            values = torch.stack([one[name] for one in figures if name in one])
+            if _REDUCTIONS[name] is Reduction.MAX:
+                joined[name] = values.max().double()
+            elif applied:
+                joined[name] = values.sum().double()
+        if joined:
+            self.add(**dict(zip(joined, torch.stack(list(joined.values())).tolist(), strict=True)))
 
     def add_tokens(self, ages: Sequence[int]) -> None:
         """Count the loss-mask tokens of an applied update by their ages."""

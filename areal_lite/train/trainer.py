@@ -1,12 +1,15 @@
-"""One trainer rank: scoring passes, advantages, optimiser updates, checkpoint, export.
+"""One trainer rank, and the trainer step from a shard of a batch to new weights.
 
-A Ray actor wraps it; every method is collective (the properties are not): all ranks call it. It does not fetch batches,
-publish weights, or know that Ray exists.
+The step reads from top to bottom: rows become tensors (`batch.py`), the models score them (`score.py`), rewards become
+advantages (`advantages.py`), tokens get their weights, and each minibatch has an update of the policy (`objective.py`,
+`optimiser.py`) and of the critic. A Ray actor wraps it; every method is collective (the properties are not): all ranks
+call it. It does not fetch batches, publish weights, or know that Ray exists.
 """
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +20,17 @@ from torch import nn
 
 from areal_lite.config.recipe import Config
 from areal_lite.errors import LedgerError
+from areal_lite.train.advantages import batch_advantages, find_advantage_function
 from areal_lite.train.batch import PolicyBatch
 from areal_lite.train.checkpoint import export_model, load_checkpoint, load_coefficients, save_checkpoint
-from areal_lite.train.coefficients import Coefficients
 from areal_lite.train.critic import Critic, explained_variance
-from areal_lite.train.micro_batch import MicroBatch, TokenRows, equalise, split_micro_batches
-from areal_lite.train.model import load_model, shard_model
-from areal_lite.train.passes import Scores, fill_in_logprobs
-from areal_lite.train.plan import StepPlan, make_plan
+from areal_lite.train.micro_batch import TokenRows, split_micro_batches
+from areal_lite.train.model import load_model
+from areal_lite.train.objective import KLCoefficient, UpdateLoss, find_loss_function, weigh_tokens
+from areal_lite.train.optimiser import Learner, Share, learning_rate
 from areal_lite.train.ptx import PtxDocuments
-from areal_lite.train.reference import load_reference
-from areal_lite.train.schedule import learning_rate
-from areal_lite.train.scoring import proximal_kl, score_batch
+from areal_lite.train.score import fill_in, logprobs_of, proximal_kl, score_batch
 from areal_lite.train.stats import StepTally
-from areal_lite.train.step import Learner
-from areal_lite.train.updates import StepUpdates
 from areal_lite.types import Shard
 
 __all__ = ["Trainer"]
@@ -48,25 +47,29 @@ class Trainer:
             model_folder: Hugging Face folder with the initial weights and the tokenizer.
             rank: 0 .. world_size - 1.
             world_size: Trainer ranks.
+
+        Raises:
+            PluginError: A function of the recipe's own cannot be found.
         """
-        self._config = config
-        self._rank = rank
-        self._model_folder = model_folder
+        objective = config.objective
+        self._config, self._rank, self._model_folder = config, rank, model_folder
         self._device = torch.device(config.run.device)
-        whole = load_model(
-            model_folder, device=self._device, activation_checkpointing=config.trainer.activation_checkpointing
-        )
-        dtype = getattr(torch, config.compute_dtype)
-        self._model = shard_model(whole, world_size=world_size, device=self._device, compute_dtype=dtype)
+        self._policy_term, self._compare = find_loss_function(objective), find_advantage_function(objective)
+        self._model = load_model(model_folder, config, world_size=world_size)
         self._learner = Learner(self._model, settings=config.trainer, world_size=world_size)
-        self._reference = load_reference(config, model_folder=model_folder, world_size=world_size, device=self._device)
+        self._reference: nn.Module | None = None
+        if objective.kl != "none":
+            # Loaded and cast as the policy is: equal weights must give equal logprobs.
+            folder = objective.reference_path or model_folder
+            self._reference = load_model(folder, config, world_size=world_size).requires_grad_(False)
         self._critic: Critic | None = None
-        if config.objective.baseline == "critic":
-            self._critic = Critic(config, model_folder=model_folder, world_size=world_size, device=self._device)
+        if objective.baseline == "critic":
+            self._critic = Critic(config, model_folder=model_folder, world_size=world_size)
         self._ptx: PtxDocuments | None = None
-        if config.objective.ptx_coef > 0:
+        if objective.ptx_coef > 0:
             self._ptx = PtxDocuments(config, tokenizer_folder=model_folder, rank=rank, world_size=world_size)
-        self._coefficients = Coefficients.first(config.objective)
+        self._kl = KLCoefficient(objective.kl_coef, target=objective.kl_target)
+        self._proximal_kl = KLCoefficient(objective.proximal_kl_coef, target=objective.proximal_kl_target)
         self._version = 0
         self._progress = 0
         for model in (self._model, self._reference, None if self._critic is None else self._critic.model):
@@ -102,25 +105,30 @@ class Trainer:
                 f"a batch must be taken at the trainer's version {self._version}, got {shard.version} for batch "
                 f"{shard.batch_id}: restore queue and trainer from the same checkpoint"
             )
-        seconds: dict[str, float] = {}
-        with _timed(seconds, "train_s"):
-            with _timed(seconds, "prepare_s"):
-                batch = PolicyBatch.from_shard(shard, config=self._config, device=self._device)
-                updates = self._micro_batches(batch.rows, batch.minibatches)
-            with _timed(seconds, "proximal_s"):
-                scores = self._score(batch, updates)
-            with _timed(seconds, "prepare_s"):
-                plan = make_plan(batch, updates, scores, config=self._config, coefficients=self._coefficients)
-            with _timed(seconds, "update_s"):
-                tally = self._updates().run(batch, updates, scores=scores, plan=plan)
-                moved = self._moved(batch, updates, scores) if tally["policy_updates"] else None
+        config, tally = self._config, StepTally()
+        with _timed(tally, "train_s"):
+            with _timed(tally, "prepare_s"):
+                batch = PolicyBatch.from_shard(shard, config=config, device=self._device)
+            with _timed(tally, "proximal_s"):
+                critic = None if self._critic is None else self._critic.model
+                score_batch(batch, policy=self._model, reference=self._reference, critic=critic, config=config)
+            with _timed(tally, "prepare_s"):
+                figures = batch_advantages(batch, config=config, kl_coef=self._kl.value, compare=self._compare)
+                is_empty = weigh_tokens(batch, config)
+            with _timed(tally, "update_s"):
+                for number in range(len(batch.updates)):
+                    if is_empty[number]:
+                        tally.add(step_skipped=1)
+                    else:
+                        self._update(batch, number, tally)
+                if config.objective.proximal_kl_target is not None and tally["policy_updates"]:
+                    tally.add(proximal_kl=proximal_kl(batch, policy=self._model, config=config))
         tally.add_shard(shard)
-        tally.add(proximal_kl=moved, **seconds)
-        self._add_facts(tally, batch, scores, plan)
+        tally.add(advantage_std=figures.std, reward_shaped_mean=figures.reward_shaped_mean)
+        self._add_facts(tally, batch)
         stats = tally.reduce(self._device)
-        self._coefficients = plan.coefficients.adapted(
-            self._config.objective, kl=stats["kl_ref"], proximal_kl=stats["proximal_kl"]
-        )
+        self._kl.adapt(stats["kl_ref"])
+        self._proximal_kl.adapt(stats["proximal_kl"])
         self._version += 1
         return stats
 
@@ -135,14 +143,10 @@ class Trainer:
         """
         rows = TokenRows(sequences)
         token_ids_T = torch.from_numpy(rows.output_ids).to(self._device)
-        (batches,) = self._micro_batches(rows, [range(len(rows))])
-        logprobs_T = fill_in_logprobs(
-            torch.empty(len(token_ids_T), device=self._device),
-            batches,
-            model=self._model,
-            token_ids_T=token_ids_T,
-            temperature=1.0,
-        )
+        max_tokens = self._config.trainer.micro_batch_tokens
+        (parts,) = split_micro_batches(rows, [range(len(rows))], max_tokens=max_tokens, device=self._device)
+        unknown_T = torch.empty(len(token_ids_T), device=self._device)
+        logprobs_T = fill_in(unknown_T, parts, model=self._model, output=logprobs_of(token_ids_T, temperature=1.0))
         return rows.split(logprobs_T.cpu().numpy())
 
     def save(self, folder: Path) -> None:
@@ -153,7 +157,7 @@ class Trainer:
             version=self._version,
             rank=self._rank,
             critic=self._critic_learner,
-            coefficients=self._coefficients.state(),
+            coefficients={"kl": self._kl.value, "proximal_kl": self._proximal_kl.value},
         )
 
     def load(self, folder: Path) -> None:
@@ -163,7 +167,9 @@ class Trainer:
             CheckpointError: It is missing or broken, of another model, or without the critic that the recipe has.
         """
         self._version = load_checkpoint(folder, self._learner, rank=self._rank, critic=self._critic_learner)
-        self._coefficients = Coefficients.restored(self._config.objective, load_coefficients(folder))
+        saved = load_coefficients(folder)
+        self._kl.restore(saved.get("kl"))
+        self._proximal_kl.restore(saved.get("proximal_kl"))
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder with weights (float32) and tokenizer."""
@@ -176,55 +182,58 @@ class Trainer:
     def _count_pass(self, *_: object) -> None:
         self._progress += 1
 
-    def _micro_batches(self, rows: TokenRows, minibatches: Sequence[Sequence[int]]) -> list[list[MicroBatch]]:
-        budget = self._config.trainer.micro_batch_tokens
-        updates = [
-            split_micro_batches(rows, chosen=chosen, max_tokens=budget, device=self._device) for chosen in minibatches
-        ]
-        return equalise(updates, device=self._device)
+    def _update(self, batch: PolicyBatch, number: int, tally: StepTally) -> None:
+        """Update policy and critic on a minibatch in which some token trains."""
+        # A critic that knows nothing yet would make noise of the rewards.
+        if self._critic is None or self._version >= self._config.critic.warmup_steps:
+            self._update_policy(batch, number, tally)
+        if self._critic is not None:
+            update = self._critic.update(batch, batch.updates[number], version=self._version)
+            tally.add_figures(update.figures, applied=update.applied)
+            tally.add(**({"critic_updates": 1} if update.applied else {"step_skipped": 1}))
 
-    def _score(self, batch: PolicyBatch, updates: Sequence[Sequence[MicroBatch]]) -> Scores:
-        return score_batch(
-            batch,
-            updates,
+    def _update_policy(self, batch: PolicyBatch, number: int, tally: StepTally) -> None:
+        loss_of = UpdateLoss(
+            batch=batch,
             model=self._model,
-            reference=self._reference,
-            critic=self._critic,
             config=self._config,
+            is_first=number == 0,
+            kl_coef=self._kl.value,
+            proximal_kl_coef=self._proximal_kl.value,
+            policy_term=self._policy_term,
         )
+        shares: list[Share] = [partial(loss_of, part) for part in batch.updates[number]]
+        if self._ptx is not None:
+            shares += self._ptx.shares(self._model, version=self._version, minibatch=number)
+        update = self._learner.update(shares, lr=self._lr)
+        tally.add_figures(update.figures, applied=update.applied)
+        if not update.applied:
+            tally.add(step_skipped=1)
+            return
+        places_T = torch.cat([part.tokens_T for part in batch.updates[number]])
+        tally.add_tokens(batch.tokens.ages_T[places_T][batch.tokens.loss_mask_T[places_T]].tolist())
+        tally.add(policy_updates=1, grad_norm=update.grad_norm, ptx_updates=int(self._ptx is not None))
 
-    def _updates(self) -> StepUpdates:
-        return StepUpdates(
-            self._config, learner=self._learner, critic=self._critic, ptx=self._ptx, version=self._version
-        )
+    @property
+    def _lr(self) -> float:
+        return learning_rate(self._version, total_steps=self._config.run.steps, settings=self._config.trainer)
 
-    def _moved(self, batch: PolicyBatch, updates: Sequence[Sequence[MicroBatch]], scores: Scores) -> float | None:
-        """Measure how far the step has moved the policy, where a coefficient follows it."""
-        if self._config.objective.proximal_kl_target is None:
-            return None
-        return proximal_kl(batch, updates, scores=scores, model=self._model, config=self._config)
-
-    def _add_facts(self, tally: StepTally, batch: PolicyBatch, scores: Scores, plan: StepPlan) -> None:
+    def _add_facts(self, tally: StepTally, batch: PolicyBatch) -> None:
         """Add what is known beside the updates; collective."""
-        objective, targets_T = self._config.objective, plan.advantages.targets_T
-        variance = None
-        if scores.values_T is not None and targets_T is not None:
-            variance = explained_variance(scores.values_T, targets_T=targets_T, loss_mask_T=batch.loss_mask_T)
-        num_filtered = int((batch.loss_mask_T & ~plan.kept_T).sum())
+        objective, tokens = self._config.objective, batch.tokens
+        num_filtered = int((tokens.loss_mask_T & ~tokens.kept_T).sum())
         tally.add(
-            lr=learning_rate(self._version, total_steps=self._config.run.steps, settings=self._config.trainer),
+            lr=self._lr,
             tokens_masked_stale=batch.num_stale_tokens,
             tokens_filtered=None if objective.behaviour_filter == "none" else num_filtered,
-            kl_coef=None if objective.kl == "none" else plan.coefficients.kl,
-            proximal_kl_coef=plan.coefficients.proximal_kl if objective.proximal_kl_coef > 0 else None,
-            advantage_std=plan.advantages.std,
-            value_explained_variance=variance,
-            reward_shaped_mean=plan.advantages.reward_shaped_mean,
+            kl_coef=None if objective.kl == "none" else self._kl.value,
+            proximal_kl_coef=self._proximal_kl.value if objective.proximal_kl_coef > 0 else None,
+            value_explained_variance=explained_variance(tokens),
         )
 
 
 @contextmanager
-def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+def _timed(tally: StepTally, name: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
-    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+    tally.add(**{name: time.perf_counter() - start})

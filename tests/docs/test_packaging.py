@@ -127,8 +127,8 @@ def test_the_wheel_holds_every_module_and_recipe_and_no_generic_name(tmp_path):
 def test_the_core_loads_neither_ray_nor_vllm():
     """Invariant I8, in a fresh interpreter: all modules but the adapters that import vLLM themselves.
 
-    Seen failing with `from areal_lite.weights.gloo import ...` at the top of train/step.py, and with `import ray` at
-    the top of run_folder.py.
+    Seen failing with `from areal_lite.weights.gloo import ...` at the top of the optimiser update's module, and with
+    `import ray` at the top of run_folder.py.
     """
     code = [path for path in walk(ROOT / "areal_lite") if path.suffix == ".py" and "vllm" not in imported(path)]
     script = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\n"

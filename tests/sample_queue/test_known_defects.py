@@ -13,11 +13,9 @@ import torch
 from train_builders import make_config, make_rows, make_shard, save_tiny_model
 
 from areal_lite.config.recipe import Config
+from areal_lite.train.advantages import batch_advantages
 from areal_lite.train.batch import PolicyBatch
-from areal_lite.train.coefficients import Coefficients
-from areal_lite.train.micro_batch import split_micro_batches
-from areal_lite.train.passes import Scores
-from areal_lite.train.plan import StepPlan, make_plan
+from areal_lite.train.objective import weigh_tokens
 from areal_lite.train.trainer import Trainer
 from areal_lite.types import Row, Sample, Shard, StopReason, VersionSpan
 
@@ -51,19 +49,14 @@ def step(model_folder: str, shard: Shard, config: Config) -> tuple[dict[str, Any
     return stats, torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
 
 
-def plan_of(shard: Shard, config: Config, *, values: float | None = None) -> tuple[PolicyBatch, StepPlan]:
-    """Lay out a shard and plan its step as the trainer does; a critic that says `values` everywhere, if any."""
+def planned(shard: Shard, config: Config, *, values: float | None = None) -> PolicyBatch:
+    """Lay out a shard, with its advantages and weights, as the trainer does; a critic that says `values`, if any."""
     batch = PolicyBatch.from_shard(shard, config=config, device=CPU)
-    scores = Scores(
-        proximal_logprobs_T=batch.behaviour_logprobs_T,
-        proximal_complete=True,
-        reference_logprobs_T=None,
-        values_T=None if values is None else torch.full_like(batch.behaviour_logprobs_T, values),
-    )
-    updates = [
-        split_micro_batches(batch.rows, chosen=chosen, max_tokens=64, device=CPU) for chosen in batch.minibatches
-    ]
-    return batch, make_plan(batch, updates, scores, config=config, coefficients=Coefficients.first(config.objective))
+    if values is not None:
+        batch.tokens.values_T = torch.full_like(batch.tokens.behaviour_logprobs_T, values)
+    batch_advantages(batch, config=config, kl_coef=config.objective.kl_coef)
+    weigh_tokens(batch, config)
+    return batch
 
 
 def with_logprobs(rows: Sequence[Row], change: Callable[[int, Sample], np.ndarray]) -> list[Row]:
@@ -101,11 +94,11 @@ def test_the_longest_sample_keeps_its_reward() -> None:
         recipe(objective={"baseline": "critic", "scale": "none", "gamma": 0.5, "gae_lambda": 1.0}),
     )
     rewards = np.arange(1.0, 13.0).reshape(3, 4)
-    _, plan = plan_of(make_shard(rows, rewards=rewards), config, values=0.0)
+    batch = planned(make_shard(rows, rewards=rewards), config, values=0.0)
     lengths = [row.sample.num_tokens for row in rows]
     assert lengths.count(max(lengths)) == 1
     expected = [reward * 0.5 ** np.arange(n - 1, -1, -1) for reward, n in zip(rewards.ravel(), lengths, strict=True)]
-    np.testing.assert_allclose(plan.advantages.advantages_T, np.concatenate(expected), rtol=1e-6)
+    np.testing.assert_allclose(batch.tokens.advantages_T, np.concatenate(expected), rtol=1e-6)
 
 
 def test_cut_off_is_what_the_engine_says_not_what_the_length_suggests() -> None:
@@ -124,8 +117,8 @@ def test_cut_off_is_what_the_engine_says_not_what_the_length_suggests() -> None:
         for index, row in enumerate(rows)
     ]
     config = recipe(objective={"mask_truncated": True}, rollout={"max_new_tokens": max(lengths)})
-    batch, _ = plan_of(make_shard(rows), config)
-    trains = [bool(batch.loss_mask_T[batch.rows_T == index].all()) for index in range(len(rows))]
+    batch = planned(make_shard(rows), config)
+    trains = [bool(batch.tokens.loss_mask_T[batch.tokens.rows_T == index].all()) for index in range(len(rows))]
     assert trains == [index != shortest for index in range(len(rows))]
 
 
@@ -150,11 +143,11 @@ def test_age_mask_and_logprob_belong_to_the_same_token() -> None:
         for row in make_rows(minibatches=1)
     ]
     rows = with_logprobs(rows, lambda _, s: -np.array([span.version for span in s.spans for _ in range(*_ends(span))]))
-    batch, _ = plan_of(make_shard(rows), recipe())
-    versions_T = -batch.behaviour_logprobs_T
+    batch = planned(make_shard(rows), recipe())
+    versions_T = -batch.tokens.behaviour_logprobs_T
     assert set(versions_T.tolist()) == {1.0, 3.0, 5.0}
-    torch.testing.assert_close(batch.ages_T.float(), VERSION - versions_T)
-    assert torch.equal(batch.loss_mask_T, versions_T >= VERSION - 2)
+    torch.testing.assert_close(batch.tokens.ages_T.float(), VERSION - versions_T)
+    assert torch.equal(batch.tokens.loss_mask_T, versions_T >= VERSION - 2)
 
 
 def _ends(span: VersionSpan) -> tuple[int, int]:
@@ -258,17 +251,17 @@ def test_a_partial_group_is_normalised_over_the_samples_it_has() -> None:
     """
     rewards = np.array([[1, 0, NAN, NAN], [NAN, 3, NAN, NAN], [0, 0, 0, 4]])
     rows = make_rows(minibatches=1)
-    batch, plan = plan_of(make_shard(rows, rewards=rewards), recipe())
+    batch = planned(make_shard(rows, rewards=rewards), recipe())
     high = 0.5**0.5
     expected = [high, -high, 0, 0, 0, 0, 0, 0, -0.5, -0.5, -0.5, 1.5]
     lengths = [row.sample.num_tokens for row in rows]
-    np.testing.assert_allclose(plan.advantages.advantages_T, np.repeat(expected, lengths), atol=1e-5)
+    np.testing.assert_allclose(batch.tokens.advantages_T, np.repeat(expected, lengths), atol=1e-5)
     scored = ~np.isnan(rewards.ravel())
-    assert torch.equal(batch.loss_mask_T, torch.tensor(np.repeat(scored, lengths)))
+    assert torch.equal(batch.tokens.loss_mask_T, torch.tensor(np.repeat(scored, lengths)))
     # Token mean: the failed samples' tokens are in no denominator.
     num_scored = int(np.array(lengths)[scored].sum())
-    np.testing.assert_allclose(plan.token_weights_T[batch.loss_mask_T], 1 / num_scored, rtol=1e-6)
-    assert not plan.token_weights_T[~batch.loss_mask_T].any()
+    np.testing.assert_allclose(batch.tokens.weights_T[batch.tokens.loss_mask_T], 1 / num_scored, rtol=1e-6)
+    assert not batch.tokens.weights_T[~batch.tokens.loss_mask_T].any()
 
 
 # "Decoupled" that applied no behaviour weight unless one more switch was found.

@@ -124,7 +124,7 @@ def test_a_fixed_coefficient_is_the_recipes(model_folder: str, tmp_path: Path) -
     make_trainer(model_folder, **PPO).save(tmp_path)
     fixed = make_trainer(model_folder, objective={"preset": "ppo", "kl_coef": 0.7})
     fixed.load(tmp_path)
-    assert fixed._coefficients.kl == 0.7
+    assert fixed._kl.value == 0.7
 
 
 def test_a_checkpoint_without_a_critic(model_folder: str, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_an_older_checkpoint_has_no_coefficients(model_folder: str, tmp_path: Pa
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     trainer = make_trainer(model_folder, objective={"preset": "grpo", "kl_target": 1.0})
     trainer.load(tmp_path)
-    assert trainer._coefficients.kl == 0.04
+    assert trainer._kl.value == 0.04
 
 
 @pytest.mark.parametrize("damage", ["no data", "another critic"])

@@ -19,12 +19,10 @@ from train_builders import make_config
 
 from areal_lite.config.recipe import Config
 from areal_lite.train import objective as objective_module
+from areal_lite.train.advantages import batch_advantages
 from areal_lite.train.batch import PolicyBatch
-from areal_lite.train.coefficients import Coefficients
-from areal_lite.train.micro_batch import MicroBatch, split_micro_batches
-from areal_lite.train.objective import PolicyUpdateLoss
-from areal_lite.train.passes import Scores
-from areal_lite.train.plan import make_plan
+from areal_lite.train.micro_batch import MicroBatch
+from areal_lite.train.objective import UpdateLoss, weigh_tokens
 from areal_lite.types import Row, Sample, Shard, StopReason, VersionSpan
 
 LANGUAGE = Language(num_symbols=3, max_length=2)
@@ -72,7 +70,7 @@ def trainer_step(
     values_X: Tensor | None = None,
     behaviour_logits_XV: Tensor | None = None,
 ) -> Tensor:
-    """Return the expected step of `PolicyUpdateLoss` under a recipe, over all pairs of sequences."""
+    """Return the expected step of `UpdateLoss` under a recipe, over all pairs of sequences."""
     proximal_XV = LOGITS_XV.log_softmax(dim=1)
     behaviour_XV = proximal_XV if behaviour_logits_XV is None else behaviour_logits_XV.log_softmax(dim=1)
 
@@ -82,20 +80,21 @@ def trainer_step(
 
         monkeypatch.setattr(objective_module, "completion_logits", table_logits)
         policy_batch = PolicyBatch.from_shard(shard_of(batch, behaviour_XV), config=config, device=CPU)
-        parts = split_micro_batches(policy_batch.rows, chosen=policy_batch.minibatches[0], max_tokens=4, device=CPU)
-        scores = Scores(
-            proximal_logprobs_T=batch.at_tokens(proximal_XV).float(),
-            proximal_complete=True,
-            reference_logprobs_T=None if reference_XV is None else batch.at_tokens(reference_XV).float(),
-            values_T=None if values_X is None else values_X[batch.prefixes_T].float(),
+        tokens, kl_coef = policy_batch.tokens, config.objective.kl_coef
+        tokens.proximal_logprobs_T = batch.at_tokens(proximal_XV).float()
+        tokens.reference_logprobs_T = None if reference_XV is None else batch.at_tokens(reference_XV).float()
+        tokens.values_T = None if values_X is None else values_X[batch.prefixes_T].float()
+        batch_advantages(policy_batch, config=config, kl_coef=kl_coef)
+        weigh_tokens(policy_batch, config)
+        share_of = UpdateLoss(
+            batch=policy_batch,
+            model=torch.nn.Identity(),
+            config=config,
+            is_first=False,
+            kl_coef=kl_coef,
+            proximal_kl_coef=0.0,
         )
-        plan = make_plan(
-            policy_batch, [parts], scores, config=config, coefficients=Coefficients.first(config.objective)
-        )
-        share_of = PolicyUpdateLoss(
-            policy_batch, model=torch.nn.Identity(), scores=scores, plan=plan, is_first=True, config=config
-        )
-        return torch.stack([share_of(part) for part in parts]).sum()
+        return torch.stack([share_of(part)[0] for part in policy_batch.micro_batches]).sum()
 
     return expected_step(LANGUAGE, loss, logits_XV=LOGITS_XV, num_rows=2, behaviour_logits_XV=behaviour_logits_XV)
 

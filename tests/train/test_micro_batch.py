@@ -41,7 +41,7 @@ def test_positions_by_hand() -> None:
     Seen failing with predictors one place later.
     """
     rows = TokenRows([([2, 3], [4, 5]), ([6], [7])])
-    (batch,) = split_micro_batches(rows, chosen=[1, 0], max_tokens=8, device=CPU)
+    ((batch,),) = split_micro_batches(rows, [[1, 0]], max_tokens=8, device=CPU)
     assert batch.input_ids_RS.tolist() == [[6, 7, 0, 0], [2, 3, 4, 5]]
     assert batch.predictors_T.tolist() == [0, 5, 6]
     assert batch.tokens_T.tolist() == [2, 0, 1]
@@ -68,7 +68,7 @@ def test_logits_equal_those_of_rows_alone(model: nn.Module, max_tokens: int) -> 
     Seen failing with padding on the left, and with predictors one place later.
     """
     rows = TokenRows(PAIRS)
-    batches = split_micro_batches(rows, chosen=range(len(rows)), max_tokens=max_tokens, device=CPU)
+    (batches,) = split_micro_batches(rows, [range(len(rows))], max_tokens=max_tokens, device=CPU)
     with torch.no_grad():
         parts = [completion_logits(model, batch) for batch in batches]
         alone = [

@@ -140,7 +140,9 @@ def test_the_reference_is_loaded_at_the_start_and_dropped_after_its_pass(
 ) -> None:
     """Loading shows no progress, and a start alone has the time for it. Seen failing with a load in `prepare`."""
     reference, loads, load_model = save_tiny_model(tmp_path / "reference", seed=3), [], offline.load_model
-    monkeypatch.setattr(offline, "load_model", lambda folder, **k: loads.append(folder) or load_model(folder, **k))
+    monkeypatch.setattr(
+        offline, "load_model", lambda folder, *a, **k: loads.append(folder) or load_model(folder, *a, **k)
+    )
     config = offline_config(tmp_path, "dpo", preference={"reference_path": reference})
     trainer = offline_trainer(config)
     assert loads == [config.model.path, reference]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from train_builders import save_tiny_model
+from train_builders import make_config, save_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lite.config.recipe import Config, parse_config
@@ -25,7 +25,7 @@ SETTINGS = TrainerConfig.model_validate({"lr": 1e-2, "micro_batch_tokens": 12, "
 
 @pytest.fixture
 def model(tmp_path: Path) -> nn.Module:
-    return load_model(save_tiny_model(tmp_path), device=torch.device("cpu"), activation_checkpointing=False)
+    return load_model(save_tiny_model(tmp_path), make_config(), world_size=1)
 
 
 def loop(model: nn.Module, examples: list[Example] = EXAMPLES, **changes: Any) -> OfflineLoop:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import TrainerConfig
 from areal_lite.errors import LedgerError
-from areal_lite.train.schedule import learning_rate
+from areal_lite.train.optimiser import learning_rate
 from areal_lite.train.trainer import Trainer
 from areal_lite.types import Row, Shard
 

@@ -15,9 +15,8 @@ from train_builders import make_config, make_rows, make_shard, save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from areal_lite.config.presets import PRESETS
-from areal_lite.config.recipe import parse_config
-from areal_lite.train import reference
-from areal_lite.train.coefficients import Coefficients
+from areal_lite.train import trainer as trainer_module
+from areal_lite.train.objective import KLCoefficient
 from areal_lite.types import Row
 
 NAN = float("nan")
@@ -167,16 +166,16 @@ def test_nothing_is_loaded_and_no_pass_is_added_without_a_kl(
 ) -> None:
     """The reference costs nothing when no KL is asked for. Seen failing with one that is always loaded."""
     loaded: list[str] = []
-    load = reference.load_model
+    load = trainer_module.load_model
 
-    def count(folder: str, **options: Any) -> nn.Module:
+    def count(folder: str, *arguments: Any, **options: Any) -> nn.Module:
         loaded.append(folder)
-        return load(folder, **options)
+        return load(folder, *arguments, **options)
 
-    monkeypatch.setattr(reference, "load_model", count)
+    monkeypatch.setattr(trainer_module, "load_model", count)
     trainer = make_trainer(model_folder, config_of({"trainer": {"micro_batch_tokens": 4096}}))
     stats = trainer.train_step(make_shard(rows, rewards=REWARDS))
-    assert loaded == []
+    assert loaded == [model_folder]
     assert (stats["kl_ref"], stats["kl_coef"]) == (None, None)
     # Two updates, and the proximal pass of the second one.
     assert trainer.progress == 3
@@ -184,7 +183,7 @@ def test_nothing_is_loaded_and_no_pass_is_added_without_a_kl(
         model_folder, config_of({"objective": {"preset": "grpo"}, "trainer": {"micro_batch_tokens": 4096}})
     )
     stats = with_kl.train_step(make_shard(rows, rewards=REWARDS))
-    assert loaded == [model_folder]
+    assert loaded == [model_folder, model_folder, model_folder]
     assert with_kl.progress == 5
     assert stats["kl_coef"] == 0.04
 
@@ -222,12 +221,11 @@ def test_the_kl_coefficient_follows_its_target(
 
 def test_an_adaptive_coefficient_stays_near_the_recipes() -> None:
     """The distance to a reference starts at 0. Seen failing without the bounds."""
-    objective = parse_config({"objective": {"preset": "grpo", "kl_target": 0.01}}).objective
     for measured, end in ((0.0, 4e-4), (1.0, 4.0)):
-        coefficients = Coefficients.first(objective)
+        coefficient = KLCoefficient(0.04, target=0.01)
         for _ in range(50):
-            coefficients = coefficients.adapted(objective, kl=measured, proximal_kl=None)
-        assert coefficients.kl == pytest.approx(end)
+            coefficient.adapt(measured)
+        assert coefficient.value == pytest.approx(end)
 
 
 def test_the_proximal_kl_is_measured_after_the_updates(model_folder: str, rows: list[Row]) -> None:
@@ -250,7 +248,7 @@ def test_the_proximal_kl_is_measured_after_the_updates(model_folder: str, rows: 
             count += len(old)
     assert stats["proximal_kl"] == pytest.approx(total / count, rel=1e-3)
     assert stats["proximal_kl_coef"] == 1.0
-    assert trainer._coefficients.proximal_kl == 2.0
+    assert trainer._proximal_kl.value == 2.0
 
 
 # --- the critic -------------------------------------------------------------------------------------------------------
@@ -267,7 +265,7 @@ def test_only_the_critic_learns_while_it_warms_up(model_folder: str, rows: list[
     before = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
     first = trainer.train_step(make_shard(rows, rewards=REWARDS))
     assert all(torch.equal(trainer.model.get_parameter(name), value) for name, value in before.items())
-    assert (first["proximal_kl"], trainer._coefficients.proximal_kl) == (None, 1.0)
+    assert (first["proximal_kl"], trainer._proximal_kl.value) == (None, 1.0)
     assert (first["step_skipped"], first["tokens_trained"], first["kl_ref"], trainer.version) == (0, 0, None, 6)
     assert first["value_loss"] is not None
     second = trainer.train_step(make_shard(rows, rewards=REWARDS, version=6))

@@ -20,7 +20,7 @@ from train_builders import make_config, make_rows, make_shard, save_tiny_model
 from areal_lite.config.sections import TrainerConfig
 from areal_lite.data.completions import Example
 from areal_lite.sample_queue.split import assign_rows
-from areal_lite.train.model import load_model, shard_model
+from areal_lite.train.model import load_model
 from areal_lite.train.offline_loop import OfflineLoop, OfflineRows
 from areal_lite.train.offline_objectives import Supervised
 from areal_lite.train.trainer import Trainer
@@ -74,8 +74,7 @@ def train(rank: int, world_size: int, model_folder: str, out: str) -> None:
 
 
 def supervised(rank: int, world_size: int, model_folder: str, out: str) -> None:
-    model = load_model(model_folder, device=torch.device("cpu"), activation_checkpointing=False)
-    shard_model(model, world_size=world_size, device=torch.device("cpu"), compute_dtype=torch.float32)
+    model = load_model(model_folder, make_config(), world_size=world_size)
     examples = [Example(list(row.prompt_token_ids), (row.sample.token_ids.tolist(),)) for row in batch_rows()]
     settings = TrainerConfig.model_validate({"lr": 1e-2, "micro_batch_tokens": 20})
     loop = OfflineLoop(

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from areal_lite.train.advantages import batch_advantages
 from areal_lite.train.batch import PolicyBatch
-from areal_lite.train.passes import Scores
 from areal_lite.types import GIVEN, Row, Sample, Score, Shard, StepReward, VersionSpan
 
 NAN = float("nan")
@@ -110,8 +109,8 @@ def test_given_tokens_never_train(model_folder: str, rows: list[Row]) -> None:
     config = config_of({"objective": {"preset": "areal"}})
     batch = PolicyBatch.from_shard(turns_shard(rows), config=config, device=torch.device("cpu"))
     given = sum(span.end - span.start for row in rows for span in row.sample.spans if span.version == GIVEN)
-    assert int((~batch.own_T).sum()) == given > 0
-    assert not batch.loss_mask_T[~batch.own_T].any()
+    assert int((~batch.tokens.own_T).sum()) == given > 0
+    assert not batch.tokens.loss_mask_T[~batch.tokens.own_T].any()
     stats = make_trainer(model_folder, config).train_step(turns_shard(rows))
     assert stats["tokens_trained"] + stats["tokens_masked_stale"] == sum(row.sample.num_tokens for row in rows) - given
     assert min(stats["age_histogram"]) >= 0
@@ -149,11 +148,8 @@ def test_a_step_reward_is_credited_to_what_led_to_it(model_folder: str) -> None:
     sections = {"objective": {"baseline": "none", "scale": "none"}, "trainer": {"minibatches": 1}}
     config = config_of({**sections, "queue": {"groups_per_step": 1, "samples_per_group": 1}})
     batch = PolicyBatch.from_shard(shard, config=config, device=torch.device("cpu"))
-    scores = Scores(
-        proximal_logprobs_T=torch.zeros(4), proximal_complete=True, reference_logprobs_T=None, values_T=None
-    )
-    advantages = batch_advantages(batch, scores, config=config, kl_coef=0.0)
-    assert advantages.advantages_T.tolist() == [3.0, 3.0, 2.0, 2.0]
+    batch_advantages(batch, config=config, kl_coef=0.0)
+    assert batch.tokens.advantages_T.tolist() == [3.0, 3.0, 2.0, 2.0]
 
 
 def test_what_comes_late_is_compared_with_what_comes_late() -> None:
@@ -175,9 +171,6 @@ def test_what_comes_late_is_compared_with_what_comes_late() -> None:
     sections = {"objective": {"preset": "areal"}, "trainer": {"minibatches": 1}}
     config = config_of({**sections, "queue": {"groups_per_step": 1, "samples_per_group": 2}})
     batch = PolicyBatch.from_shard(shard, config=config, device=torch.device("cpu"))
-    scores = Scores(
-        proximal_logprobs_T=torch.zeros(8), proximal_complete=True, reference_logprobs_T=None, values_T=None
-    )
-    advantages = batch_advantages(batch, scores, config=config, kl_coef=0.0)
+    batch_advantages(batch, config=config, kl_coef=0.0)
     half = 0.05 / (0.1 / np.sqrt(2))
-    np.testing.assert_allclose(advantages.advantages_T, [half] * 4 + [-half] * 4, rtol=1e-4)
+    np.testing.assert_allclose(batch.tokens.advantages_T, [half] * 4 + [-half] * 4, rtol=1e-4)

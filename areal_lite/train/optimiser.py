@@ -1,0 +1,110 @@
+"""One optimiser update over micro-batches: AdamW, clipping, skipping, and the learning rate of a step.
+
+What is learned comes in as functions: reinforcement learning, the critic and the offline objectives share this.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from areal_lite.config.sections import TrainerConfig
+
+__all__ = ["Learner", "Share", "Update", "learning_rate"]
+
+Share = Callable[[], tuple[Tensor, Mapping[str, Tensor]]]
+"""Runs the model on a micro-batch; returns its share of the loss, and detached scalars to log, by name."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What an optimiser update did."""
+
+    applied: bool
+    """False when the gradient norm was not finite: weights and optimiser state are as before."""
+    grad_norm: float
+    """Global L2 norm before clipping; may be NaN or infinite when not applied."""
+    figures: Sequence[Mapping[str, Tensor]]
+    """What each share returned beside its loss."""
+
+
+class Learner:
+    """A model with its AdamW optimiser."""
+
+    def __init__(self, model: nn.Module, *, settings: TrainerConfig, world_size: int) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=settings.lr,
+            betas=(settings.beta1, settings.beta2),
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+        self._max_grad_norm = settings.max_grad_norm
+        self._world_size = world_size
+        # What AdamW would make on its first step, so that a checkpoint before it is like any other.
+        for parameter in model.parameters():
+            self.optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+    def update(self, shares: Iterable[Share], *, lr: float) -> Update:
+        """Add up the gradients of all micro-batches, clip them, and step unless their norm is not finite; collective.
+
+        Args:
+            shares: Their losses, of all micro-batches and all ranks, add up to the loss of the update. Equally many on
+                every rank.
+            lr: Learning rate of this update.
+        """
+        figures = []
+        for share in shares:
+            loss, logged = share()
+            figures.append(logged)
+            # FSDP averages gradients over the ranks; the shares are to be added.
+            (loss * self._world_size).backward()  # type: ignore[no-untyped-call]
+        grad_norm = self._clip_gradients()
+        applied = math.isfinite(grad_norm)
+        if applied:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        else:
+            logger.warning("optimiser update skipped: the gradient norm is %s", grad_norm)
+        self.optimizer.zero_grad()
+        return Update(applied=applied, grad_norm=grad_norm, figures=figures)
+
+    def _clip_gradients(self) -> float:
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], foreach=True)
+        clip_grads_with_norm_(parameters, self._max_grad_norm, norm, foreach=True)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def learning_rate(step: int, *, total_steps: int, settings: TrainerConfig) -> float:
+    """Return the learning rate of a step: linear warm-up, then constant or cosine.
+
+    Args:
+        step: 0 .. total_steps - 1.
+        total_steps: Steps of the whole run; the cosine reaches its end in the last one.
+        settings: `lr` (the peak), `warmup_steps`, `schedule` and `min_lr_fraction`.
+
+    >>> settings = TrainerConfig(lr=1.0, warmup_steps=2, schedule="cosine", min_lr_fraction=0.0)
+    >>> [round(learning_rate(step, total_steps=5, settings=settings), 2) for step in range(5)]
+    [0.5, 1.0, 1.0, 0.5, 0.0]
+    """
+    if step < settings.warmup_steps:
+        return settings.lr * (step + 1) / settings.warmup_steps
+    if settings.schedule == "constant":
+        return settings.lr
+    done = min(1.0, (step - settings.warmup_steps) / max(1, total_steps - 1 - settings.warmup_steps))
+    lowest = settings.lr * settings.min_lr_fraction
+    return lowest + (settings.lr - lowest) * 0.5 * (1.0 + math.cos(math.pi * done))

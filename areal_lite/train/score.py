@@ -1,0 +1,101 @@
+"""Forward passes without a gradient: what policy, reference and critic say of a batch before its updates, and after.
+
+Shape letter: `T` completion tokens of the shard.
+"""
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from areal_lite.algo.kl import kl_estimate
+from areal_lite.algo.logprobs import token_logprobs
+from areal_lite.config.presets import ObjectiveConfig
+from areal_lite.config.recipe import Config
+from areal_lite.train.batch import PolicyBatch
+from areal_lite.train.distributed import sum_over_ranks
+from areal_lite.train.micro_batch import MicroBatch
+from areal_lite.train.model import completion_logits, completion_values, reshard
+
+__all__ = ["fill_in", "logprobs_of", "needs_proximal_first", "proximal_kl", "score_batch"]
+
+Output = Callable[[nn.Module, MicroBatch], Tensor]
+"""One number per completion token of a micro-batch."""
+
+
+@torch.no_grad()
+def fill_in(values_T: Tensor, micro_batches: Iterable[MicroBatch], *, model: nn.Module, output: Output) -> Tensor:
+    """Run a model over micro-batches, and write one number per completion token in place; collective.
+
+    Args:
+        values_T: [T]; slots that no micro-batch names stay as they are.
+        micro_batches: Equally many on every rank.
+        model: Its gathered parameters are dropped afterwards.
+        output: What is written.
+
+    Returns:
+        `values_T`.
+    """
+    for micro_batch in micro_batches:
+        values_T[micro_batch.tokens_T] = output(model, micro_batch)
+    reshard(model)
+    return values_T
+
+
+def logprobs_of(token_ids_T: Tensor, *, temperature: float) -> Output:
+    """Return the function from a causal model and a micro-batch to its tokens' log-probabilities, float32 nats."""
+
+    def output(model: nn.Module, micro_batch: MicroBatch) -> Tensor:
+        logits_TV = completion_logits(model, micro_batch)
+        return token_logprobs(logits_TV, token_ids_T=token_ids_T[micro_batch.tokens_T], temperature=temperature)
+
+    return output
+
+
+def needs_proximal_first(objective: ObjectiveConfig) -> bool:
+    """Tell whether advantages or filter read the proximal logprobs, so that the first update cannot provide its own."""
+    return objective.kl == "reward" or objective.behaviour_filter != "none"
+
+
+def score_batch(
+    batch: PolicyBatch, *, policy: nn.Module, reference: nn.Module | None, critic: nn.Module | None, config: Config
+) -> None:
+    """Run the passes that are needed before the updates, and no others, and fill the batch's tokens in; collective.
+
+    The first update runs with the very weights of the moment the batch was taken: its current logprobs *are* the
+    proximal ones. Unless they are needed beforehand, the proximal pass covers the later updates only, and with one
+    minibatch `recompute` is `reuse`.
+    """
+    tokens, objective = batch.tokens, config.objective
+    logprobs = _sampled_logprobs(batch, config)
+    if objective.proximal != "behaviour":
+        first = 0 if needs_proximal_first(objective) else 1
+        later = chain.from_iterable(batch.updates[first:])
+        fill_in(tokens.proximal_logprobs_T, later, model=policy, output=logprobs)
+    if reference is not None:
+        unknown_T = torch.zeros_like(tokens.proximal_logprobs_T)
+        tokens.reference_logprobs_T = fill_in(unknown_T, batch.micro_batches, model=reference, output=logprobs)
+    if critic is not None:
+        unknown_T = torch.zeros_like(tokens.proximal_logprobs_T)
+        tokens.values_T = fill_in(unknown_T, batch.micro_batches, model=critic, output=completion_values)
+
+
+def proximal_kl(batch: PolicyBatch, *, policy: nn.Module, config: Config) -> float | None:
+    """Return the mean KL(proximal || current) over the loss mask of all ranks, in nats; collective.
+
+    It takes another pass over the batch, behind the updates: while they run, the first of them sees no distance at all.
+    None where nothing trains.
+    """
+    mask_T, proximal_T = batch.tokens.loss_mask_T, batch.tokens.proximal_logprobs_T
+    current_T = torch.zeros_like(proximal_T)
+    fill_in(current_T, batch.micro_batches, model=policy, output=_sampled_logprobs(batch, config))
+    estimates_T = kl_estimate(proximal_T, reference_logprobs_T=current_T, estimator="k3")
+    inside_T = estimates_T[mask_T].double()
+    total, count = sum_over_ranks(torch.stack([inside_T.sum(), mask_T.sum().double()])).tolist()
+    return total / count if count else None
+
+
+def _sampled_logprobs(batch: PolicyBatch, config: Config) -> Output:
+    # At the rollout temperature: it is the distribution that was sampled from that is compared.
+    return logprobs_of(batch.tokens.token_ids_T, temperature=config.rollout.temperature)
