@@ -7,7 +7,7 @@ it may be tried again.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgpack
@@ -35,7 +35,7 @@ def unpacker(stream: Any = None, *, max_bytes: int = 0) -> Any:
     return msgpack.Unpacker(stream, max_buffer_size=max_bytes, **options)
 
 
-async def messages(reader: asyncio.StreamReader, *, max_bytes: int = 0) -> AsyncIterator[Any]:
+async def messages(reader: asyncio.StreamReader, *, max_bytes: int = 0) -> AsyncGenerator[Any, None]:
     """Yield what comes, until the other side hangs up; raises msgpack's errors where one has more than `max_bytes`."""
     pieces = unpacker(max_bytes=max_bytes)
     while data := await reader.read(2**16):

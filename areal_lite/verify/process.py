@@ -86,8 +86,8 @@ class VerifierProcess:
                 self._writer.close()
                 raise VerifierError(f"a verifier process cannot be started: {error}") from error
         try:
-            async with asyncio.timeout(timeout_s):
-                problem, self.batch_size, self.is_async = await anext(messages(reader))
+            async with asyncio.timeout(timeout_s), contextlib.aclosing(messages(reader)) as first:
+                problem, self.batch_size, self.is_async = await anext(first)
         except TimeoutError as error:
             raise VerifierError(f"the verifier {function!r} must load within {timeout_s} s, it did not") from error
         except (StopAsyncIteration, OSError) as error:
