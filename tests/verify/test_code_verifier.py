@@ -139,6 +139,13 @@ def test_what_is_expected_may_be_longer_than_the_limit() -> None:
     assert run("print('x' * 200000)", tests=[{"input": "", "output": text}], output_kb=16).metrics["output"] == 1.0
 
 
+def test_more_output_than_disk_may_be_allowed() -> None:
+    """2 MiB, where a file may have one. Seen failing with `disk_mb` the limit of printing, too."""
+    program = f"print('x' * {2**21})"
+    result = run(program, tests=[{"input": "", "output": "x"}], output_kb=4096, disk_mb=1)
+    assert result.metrics["wrong"] == 1.0
+
+
 def test_asserts_are_cases_of_their_own() -> None:
     asserts = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", "assert add(1, 1) == 3"]
     assert run("def add(a, b): return a + b", asserts=asserts).reward == pytest.approx(2 / 3)

@@ -64,7 +64,7 @@ class Limits(Arguments):
     output_kb: int = Field(256, gt=0)
     """standard output and error together, in KiB, beyond what is expected"""
     disk_mb: int = Field(16, gt=0)
-    """a file, and in bubblewrap the whole temporary folder, in MiB"""
+    """a file, what it prints included, and in bubblewrap the whole temporary folder, in MiB"""
     processes: int = Field(8, gt=0)
     """processes and threads at once"""
 
@@ -134,7 +134,9 @@ def launch(
     # would count all of the user's.
     processes = limits.processes + 2 if kind == "bubblewrap" else -1
     cpu_s = 0 if is_runner else limits.cpu_s
-    figures = [descriptors[0], cpu_s, limits.memory_mb * _MIB, limits.disk_mb * _MIB, processes]
+    # Its output goes into files, too: one byte more than allowed must fit.
+    file_bytes = max(limits.disk_mb * _MIB, limits.output_kb * 1024 + 1)
+    figures = [descriptors[0], cpu_s, limits.memory_mb * _MIB, file_bytes, processes]
     command = _bubblewrap(folder, disk_mb=limits.disk_mb, is_first=is_runner) if kind == "bubblewrap" else []
     command += [_python(), "-I", "-S", "-c", _PRELUDE, *map(str, figures)]
     command += [item.replace("{folder}", inside) for item in arguments]
