@@ -140,6 +140,13 @@ class SourceConfig(Section):
     def _problems(self) -> Iterable[str]:
         kind = self.source
         is_read = f"with {HERE}.source={kind}"
+        if kind not in (*_PATHS, *_MADE) and (wrong := list(name_problems(f"{HERE}.source", kind, kind="source"))):
+            known = [*_MADE, *_PATHS, *known_names("source")]
+            names = f"one of {', '.join(known)}, or name a function as module:function or path.py:function"
+            yield from (
+                wrong if ":" in kind else [f"{HERE}.source must be {names}; got {kind!r}{suggestion(kind, known)}"]
+            )
+            return
         if kind in _PATHS and self.path is None:
             yield f"{HERE}.source={kind} needs {HERE}.path, got none: give {_PATHS[kind]}"
         if kind not in _PATHS:
@@ -147,15 +154,6 @@ class SourceConfig(Section):
             yield from self.unread(_PATH_KEYS + _ROW_KEYS if kind in _MADE else _PATH_KEYS, is_read, to_do=to_do)
         if kind in (*_PATHS, *_MADE):
             yield from self.unread(("arguments",), is_read, to_do="leave them out, they are of a plug-in's function")
-        else:
-            known = [*_MADE, *_PATHS, *known_names("source")]
-            for problem in name_problems(f"{HERE}.source", kind, kind="source"):
-                yield (
-                    problem
-                    if ":" in kind
-                    else f"{HERE}.source must be one of {', '.join(known)}, or name a function as module:function or "
-                    f"path.py:function; got {kind!r}{suggestion(kind, known)}"
-                )
         # Who names another source than the default one, on the command line, need not undo the recipe's settings of it.
         default = SourceConfig.model_fields["source"].default
         for other in (name for name in _MADE if name not in (kind, default)):

@@ -6,9 +6,8 @@ what only running shows (an import that fails) is left to the workers.
 
 import ast
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -16,6 +15,7 @@ from areal_lite.config.plugins import arguments_model, known_names, split_name
 from areal_lite.config.reading import explained
 from areal_lite.config.recipe import Config
 from areal_lite.config.suggestion import suggestion
+from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import ConfigError, PluginError
 
 __all__ = ["check_plugins", "plugin_problems"]
@@ -50,15 +50,14 @@ def plugin_problems(config: Config) -> Iterable[str]:
 
 def _verifier_problems(config: Config) -> Iterable[str]:
     """Yield the same of the verifiers alone."""
-    for key, section, name, arguments, timeout_s in _verifiers(config):
-        problems = list(_missing(key, name, kind="verifier"))
-        yield from problems or _argument_problems(section, name, arguments, timeout_s)
+    for key, section, settings in _verifiers(config):
+        yield from list(_missing(key, settings.function, kind="verifier")) or _argument_problems(section, settings)
 
 
-def _verifiers(config: Config) -> Iterable[tuple[str, str, str, Mapping[str, Any], float]]:
-    """Yield setting, section, function, arguments and deadline of every verifier that may be asked."""
+def _verifiers(config: Config) -> Iterable[tuple[str, str, VerifierSettings]]:
+    """Yield every verifier that may be asked, with the setting that names it and the section of its own settings."""
     verifier = config.verifier
-    chosen = {name: "verifier.function" for name in verifier.functions}
+    chosen = {name: "verifier.function" for name in verifier.weights}
     if verifier.eval_function is not None:
         chosen.setdefault(verifier.eval_function, "verifier.eval_function")
     for key, source in config.data.sources.items():
@@ -66,11 +65,9 @@ def _verifiers(config: Config) -> Iterable[tuple[str, str, str, Mapping[str, Any
             chosen.setdefault(source.verifier, f"{config.data.place_of(key)}.verifier")
     for name, key in chosen.items():
         if name not in verifier.named:
-            arguments = verifier.arguments if name == verifier.function else {}
-            yield key, "verifier", name, arguments, verifier.timeout_s
+            yield key, "verifier", verifier.settings_of(name)
     for key, one in verifier.named.items():
-        section = f"verifier.named.{key}"
-        yield f"{section}.function", section, one.function, one.arguments, one.timeout_s
+        yield f"verifier.named.{key}.function", f"verifier.named.{key}", one
 
 
 def _missing(key: str, name: str, *, kind: str) -> Iterable[str]:
@@ -114,19 +111,19 @@ def _defined(node: ast.stmt) -> Iterable[str]:
                 yield name
 
 
-def _argument_problems(section: str, name: str, arguments: Mapping[str, Any], timeout_s: float) -> Iterable[str]:
+def _argument_problems(section: str, settings: VerifierSettings) -> Iterable[str]:
     """Ask the function's own model, where it has one."""
-    model = arguments_model(name, kind="verifier")
+    model = arguments_model(settings.function, kind="verifier")
     if model is None:
         return
     try:
-        checked = model.model_validate(arguments)
+        checked = model.model_validate(settings.arguments)
     except ValidationError as error:
         yield from explained(error, model, prefix=f"{section}.arguments.")
         return
-    if timeout_s < (least := getattr(checked, "least_timeout_s", 0.0)):
+    if settings.timeout_s < (least := getattr(checked, "least_timeout_s", 0.0)):
         yield (
-            f"{section}.timeout_s must be at least {least:g} for the verifier {name} with its arguments, got "
-            f"{timeout_s:g}, which would end slow calls before their own limits do: raise it (verify: --timeout), or "
-            "lower the limits in its arguments"
+            f"{section}.timeout_s must be at least {least:g} for the verifier {settings.function} with its "
+            f"arguments, got {settings.timeout_s:g}, which would end slow calls before their own limits do: raise it "
+            "(verify: --timeout), or lower the limits in its arguments"
         )

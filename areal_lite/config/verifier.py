@@ -48,11 +48,6 @@ class VerifierConfig(VerifierSettings):
     """verifier workers"""
 
     @property
-    def functions(self) -> list[str]:
-        """The verifiers of a row that chooses none."""
-        return [self.function] if isinstance(self.function, str) else list(self.function)
-
-    @property
     def weights(self) -> dict[str, float]:
         """The verifiers of a row that chooses none, with their weights."""
         return {self.function: 1.0} if isinstance(self.function, str) else dict(self.function)
@@ -83,9 +78,9 @@ class VerifierConfig(VerifierSettings):
         return self.model_copy(update={"function": self.eval_function, "arguments": {}, "named": named})
 
     def _problems(self) -> Iterable[str]:
-        if not self.functions:
+        if not self.weights:
             yield "verifier.function must name a verifier, got {}: name one, or several with their weights"
-        wanted = [("verifier.function", name) for name in self.functions if name not in self.named]
+        wanted = [("verifier.function", name) for name in self.weights if name not in self.named]
         if self.eval_function is not None and self.eval_function not in self.named:
             wanted.append(("verifier.eval_function", self.eval_function))
         for name, settings in self.named.items():
@@ -97,7 +92,7 @@ class VerifierConfig(VerifierSettings):
         if self.arguments and not isinstance(self.function, str):
             yield (
                 "verifier.arguments is for one function, got several in verifier.function "
-                f"({', '.join(self.function)}): give each its own in verifier.named"
+                f"({', '.join(self.weights)}): give each its own in verifier.named"
             )
         if self.arguments and isinstance(self.function, str) and self.function in self.named:
             yield (
