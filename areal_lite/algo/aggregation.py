@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from areal_lite.algo.flat import check_tokens, inside, row_sums
+from areal_lite.algo.masked import check_tokens, inside, row_sums
 
 __all__ = ["Aggregation", "aggregate"]
 

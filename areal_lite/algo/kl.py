@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from areal_lite.algo.flat import bounded
+from areal_lite.algo.masked import bounded
 
 __all__ = ["Estimator", "adapt_coefficient", "kl_estimate"]
 

@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from areal_lite.algo.flat import bounded, check_tokens, inside, row_sums
 from areal_lite.algo.kl import Estimator, kl_estimate
+from areal_lite.algo.masked import bounded, check_tokens, inside, row_sums
 
 __all__ = ["entropy_bonus", "kl_penalty", "policy_loss", "value_loss"]
 

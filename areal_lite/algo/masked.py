@@ -1,4 +1,4 @@
-"""Flat token tensors: checks, masking and sums per row, shared by the functions of this package.
+"""Token tensors with a loss mask: checks, masking and sums per row, shared by the functions of this package.
 
 Shape letters: `T` completion tokens of rows one after another, `B` rows.
 """
