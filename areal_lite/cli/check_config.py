@@ -43,7 +43,7 @@ def _explained(section: "BaseModel", indent: str = "") -> Iterable[str]:
 
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
-        meaning = f"  # {field.description}"
+        meaning = f"  # {' '.join(str(field.description).split())}"
         if isinstance(value, BaseModel):
             yield f"{indent}{name}:"
             yield from _explained(value, indent + "  ")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from areal_lite.config.fields import FunctionName, Refers
+from areal_lite.config.fields import Refers
 from areal_lite.config.plugins import name_problems
 from areal_lite.config.section import Section
 
@@ -35,7 +35,7 @@ class ObjectiveConfig(Section):
     """what a return is compared with; critic = GAE on a learned value"""
     scale: Literal["none", "group_std", "batch_std"] = "group_std"
     """what advantages are divided by"""
-    advantage_function: FunctionName | None = None
+    advantage_function: Annotated[str | None, Refers.FUNCTION] = None
     """own module:function or path.py:function, called as algo/advantages.py's sample_advantages is: from [N, G] returns
     of groups of samples (NaN = failed) to finite float32 advantages, with baseline, scale and eps as keywords"""
     gamma: float = Field(1.0, gt=0, le=1)
@@ -50,7 +50,7 @@ class ObjectiveConfig(Section):
     """samples cut off at the token limit do not train"""
 
     # The policy term.
-    loss_function: FunctionName | None = None
+    loss_function: Annotated[str | None, Refers.FUNCTION] = None
     """own module:function or path.py:function, called as algo/losses.py's policy_loss is, with all its keywords: from
     [T] tensors of a micro-batch (T may be 0) to a share of the loss, a scalar, and a dict: {} or {"clipped": count}"""
     surrogate: Literal["ratio", "weighted_likelihood", "likelihood"] = "ratio"

@@ -31,7 +31,7 @@ def fields_of(section: type[BaseModel], prefix: str = "") -> dict[str, Any]:
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             found |= fields_of(field.annotation, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = field.description
+            found[f"{prefix}{name}"] = " ".join((field.description or "").split())
     return found
 
 

@@ -102,3 +102,11 @@ def test_workflows_and_the_functions_they_are_given_are_found(here: Path) -> Non
     assert config.workflows["own"].function == f"{here}/own.py:episode"
     assert config.workflows["own"].arguments == {"functions": [f"{here}/tools.py:add", "pkg.mod:sub"]}
     assert resolved({"rollout": {"workflow": "own.py:episode"}}).rollout.workflow == f"{here}/own.py:episode"
+
+
+def test_own_losses_and_advantages_are_found(here: Path) -> None:
+    """Seen failing with the mark inside `FunctionName | None`, where pydantic does not show it."""
+    own = {"loss_function": "mine.py:loss", "advantage_function": "mine.py:advantage"}
+    objective = with_absolute_paths(parse_config({"objective": own}), ["objective"]).objective
+    assert objective.loss_function == f"{here}/mine.py:loss"
+    assert objective.advantage_function == f"{here}/mine.py:advantage"
