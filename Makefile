@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 PYTHON := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test examples format check size clean
+.PHONY: help setup demo test-fast test examples format check size clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -15,7 +15,14 @@ setup: ## make .venv ready; instant when it is (EXTRA=gpu for the CUDA build)
 demo: setup ## watch a language model learn arithmetic by asynchronous RL, on this CPU
 	@.venv/bin/areal-lite train arith_cpu $(ARGS)
 
-# Left out are only the tests that this machine cannot run; which and why is said first.
+# What needs neither Ray nor vLLM, no real deadline and nothing that a machine may lack: side by side, in two minutes.
+FAST := not slow and not loop and not gpu and not browser and not examples and not gym and not sandbox and not data
+PYTEST_FAST := $(PYTHON) -m pytest -n auto --maxprocesses 4 -m "$(FAST)"
+
+test-fast: setup ## run what needs no Ray, vLLM or real deadline: under two minutes
+	@$(PYTEST_FAST) $(ARGS)
+
+# Left out are only the tests that this machine cannot run; which and why is said first. What looks at time runs alone.
 test: setup ## run the tests (ARGS="-k ledger" for some of them)
 	@out=; keep=; leave() { out="$$out, $$1 ($$2)"; keep="$$keep and not $$1"; }; \
 	if ! grep -qs ^gpu .venv/made-for; then leave gpu "needs the CUDA build: make setup EXTRA=gpu"; \
@@ -26,7 +33,9 @@ test: setup ## run the tests (ARGS="-k ledger" for some of them)
 	leave browser "Chromium or its chromedriver is missing: apt-get install chromium chromium-driver"; \
 	[ -n "$$AREAL_LITE_GSM8K_DIR" ] || leave data "AREAL_LITE_GSM8K_DIR names no folder with the GSM8K files"; \
 	out="$${out#, }"; echo "tests left out: $${out:-none}"; \
-	$(PYTHON) -m pytest -m "$${keep# and }" $(ARGS)
+	case " $(ARGS) " in *" -m "*) exec $(PYTHON) -m pytest $(ARGS);; esac; \
+	$(PYTEST_FAST) $(ARGS) || [ $$? = 5 ] || exit 1; \
+	$(PYTHON) -m pytest -m "not ($(FAST))$$keep" $(ARGS) || [ $$? = 5 ]
 
 examples: setup ## run the classic algorithms of examples/classic, pictures to docs/classic (ARGS="ppo" for one)
 	@$(PYTHON) examples/classic/run_all.py --out docs/classic $(ARGS)

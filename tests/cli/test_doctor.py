@@ -148,6 +148,7 @@ def test_the_verdict_counts_problems_only():
     assert "2 problems to" in verdict([bad, bad], build="gpu")
 
 
+@pytest.mark.slow
 def test_the_machine_that_runs_the_tests_can_run_the_demo():
     """The whole doctor, in a fresh interpreter: exit code 0, and no heavy package imported beside the probes."""
     code = (

@@ -94,6 +94,7 @@ def test_both_builds_pin_the_same_torch():
     assert re.search(r'^cpu = .*"torch==[\d.]+"', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_module_and_recipe_and_no_generic_name(tmp_path):
     """A wheel built from a copy: `actors` and `launch` come through their links, under areal_lite alone.
 
@@ -124,6 +125,7 @@ def test_the_wheel_holds_every_module_and_recipe_and_no_generic_name(tmp_path):
 # ---------------------------------------------------------------- imports
 
 
+@pytest.mark.slow
 def test_the_core_loads_neither_ray_nor_vllm():
     """Invariant I8, in a fresh interpreter: all modules but the adapters that import vLLM themselves.
 

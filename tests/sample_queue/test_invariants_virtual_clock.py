@@ -16,6 +16,8 @@ from simulator import Report, Scenario, Simulation
 from areal_lite.sample_queue import decisions
 from areal_lite.sample_queue.ledger import Ledger
 
+pytestmark = pytest.mark.slow
+
 GROUPS_PER_STEP = 4
 
 each_policy = pytest.mark.parametrize("on_stale", ["mask", "wait", "drop"])

@@ -245,6 +245,7 @@ def cross(rank: int, world_size: int, model_folder: str, folder: str) -> None:
     torch.save(full_state(trainer), Path(folder) / f"trained-{rank}.pt")
 
 
+@pytest.mark.slow
 def test_checkpoints_cross_numbers_of_ranks(model_folder: str, tmp_path: Path) -> None:
     """One rank's checkpoint on two ranks and back: every number is the same, and one step agrees with one rank's.
 

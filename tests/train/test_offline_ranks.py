@@ -13,6 +13,8 @@ from offline_builders import offline_config, offline_trainer
 from rank_processes import run_ranks
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.slow
+
 COMMANDS = ["sft", "reward_model", "dpo"]
 
 

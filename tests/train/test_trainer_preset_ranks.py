@@ -21,6 +21,8 @@ from areal_lite.config.presets import expand_preset
 from areal_lite.train.trainer import Trainer
 from areal_lite.types import Row, Score, StepReward
 
+pytestmark = pytest.mark.slow
+
 REWARDS = np.array([[1, 0, float("nan"), 1], [0, 0, 0, 1], [1, 1, 0, 1]], np.float32)
 STEPS = 2
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -26,6 +26,8 @@ from areal_lite.train.offline_objectives import Supervised
 from areal_lite.train.trainer import Trainer
 from areal_lite.types import Row
 
+pytestmark = pytest.mark.slow
+
 REWARDS = np.array([[1, 0, float("nan"), 1], [0, 0, 0, 1], [1, 1, 0, 1]], np.float32)
 SEQUENCES = [((2, 3), (4, 5, 6)), ((7,), (8, 1))]
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from ledger_builders import make_sample, make_settings
 from places import FIXTURES
 
@@ -17,6 +18,8 @@ from areal_lite.types import Group, Lease, Prompt, Score
 from areal_lite.verify.protocol import Reply
 from areal_lite.verify.verifier_set import VerifierSet
 from areal_lite.verify.worker import VerifierWorker
+
+pytestmark = pytest.mark.slow
 
 HOGS = FIXTURES / "hog_verifiers.py"
 PATIENCE_S = 120.0

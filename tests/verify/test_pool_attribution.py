@@ -15,6 +15,8 @@ from areal_lite.verify.pool import VerifierPool
 from areal_lite.verify.protocol import Reply
 from areal_lite.verify.quarantine import Quarantine
 
+pytestmark = pytest.mark.slow
+
 CROWD = FIXTURES / "crowd_verifiers.py"
 PATIENCE_S = 60.0
 

@@ -22,6 +22,8 @@ from areal_lite.types import Prompt
 from areal_lite.verify.descendants import proportional_bytes, resident_bytes
 from areal_lite.verify.pool import VerifierPool
 
+pytestmark = pytest.mark.slow
+
 HOGS = FIXTURES / "hog_verifiers.py"
 MARK = "AREAL_LITE_TEST_MARK"
 PATIENCE_S = 120.0

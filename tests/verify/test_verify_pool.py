@@ -17,6 +17,8 @@ from areal_lite.errors import VerifierError
 from areal_lite.types import Prompt, Score
 from areal_lite.verify.pool import VerifierPool
 
+pytestmark = pytest.mark.slow
+
 BEHAVE = f"{FIXTURES / 'verifiers.py'}:behave"
 PATIENCE_S = 30.0
 """Only a bound on how long a failing test hangs; nothing is measured with it."""

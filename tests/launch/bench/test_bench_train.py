@@ -25,6 +25,8 @@ from areal_lite.launch.bench.train import (
 from areal_lite.launch.bench.view import COLUMNS
 from areal_lite.train.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 BENCH = TrainBench(repeats=5, steps=2, rows=8)
 
 
