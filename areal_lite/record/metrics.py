@@ -9,6 +9,7 @@ TensorBoard and in the report, the terminal's panel and `docs/metrics.md` follow
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 __all__ = ["METRICS", "OFFLINE_METRICS", "SHARES", "Metric", "Reduction", "metrics_page"]
@@ -34,9 +35,9 @@ class Metric:
     """Its key in a row."""
     about: str
     """What it is, and when there is none."""
-    _: KW_ONLY
     unit: str = ""
     """Of the value, as its axis says it."""
+    _: KW_ONLY
     reduction: Reduction | None = None
     """Of what the trainer adds up; None = measured by the controller or the queue."""
     over: str = ""
@@ -76,128 +77,118 @@ class Metric:
 
 
 _SUM, _MAX, _ALIKE = Reduction
-_MEAN_OF_TOKENS: Any = {"reduction": _SUM, "over": "tokens_trained", "board": "train"}
-_SPEED, _LENGTHS = "Speed and idle time", "Lengths"
+_token_mean = partial(Metric, reduction=_SUM, over="tokens_trained", board="train")
+_row_mean = partial(Metric, reduction=_SUM, over="rows", board="rollout", section="Lengths")
+_alike = partial(Metric, reduction=_ALIKE, board="train")
+_largest = partial(Metric, reduction=_MAX)
+_rate = partial(Metric, board="rollout", section="Speed and idle time")
 
 # fmt: off
 METRICS = (
     Metric("step", "completed trainer steps"),
     Metric("version", "version of the weights after the step"),
-    Metric("time_s", "since the run began, start-up included; time between a run and its resume is left out", unit="s"),
-    Metric("reward_mean", "all scored samples of the batch, as the verifier gave it, rewards for steps included",
-           reduction=_ALIKE, board="reward", panel=("reward", "{:.3f}")),
-    Metric("reward_shaped_mean", "the same after scale, bias, clip and overlong penalty",
-           reduction=_ALIKE, board="reward"),
-    Metric("loss", "applied policy updates, KL terms and entropy bonus included, the language-model term not",
-           unit="loss", reduction=_SUM, over="policy_updates", board="train", curve="loss"),
-    Metric("grad_norm", "applied policy updates, before clipping",
-           unit="before clipping", reduction=_ALIKE, over="policy_updates", board="train",
+    Metric("time_s", "since the run began, start-up included; time between a run and its resume is left out", "s"),
+    _alike("reward_mean", "all scored samples of the batch, as the verifier gave it, rewards for steps included",
+           board="reward", panel=("reward", "{:.3f}")),
+    _alike("reward_shaped_mean", "the same after scale, bias, clip and overlong penalty", board="reward"),
+    Metric("loss", "applied policy updates, KL terms and entropy bonus included, the language-model term not", "loss",
+           reduction=_SUM, over="policy_updates", board="train", curve="loss"),
+    _alike("grad_norm", "applied policy updates, before clipping", "before clipping", over="policy_updates",
            curve="gradient norm", panel=("policy", "gradient norm {:.3f}")),
-    Metric("step_skipped", "updates of policy or critic not applied: gradient norm not finite, or no token to train",
-           reduction=_ALIKE, empty=0, board="train"),
-    Metric("entropy", "of the current policy at trained tokens, temperature applied",
-           unit="nats per token", **_MEAN_OF_TOKENS, curve="entropy", panel=("policy", "entropy {:.3f}")),
-    Metric("kl_behav_prox", "behaviour minus proximal logprob: the estimator k1 of KL(behaviour || proximal)",
-           unit="nats per token", **_MEAN_OF_TOKENS, curve="KL behaviour to proximal"),
-    Metric("behav_weight_mean", "as it counts in the loss: 0 for tokens that cap or filter take out",
-           unit="proximal / behaviour", **_MEAN_OF_TOKENS, curve="behaviour weight, mean"),
-    Metric("behav_weight_masked_fraction", "trained tokens above the cap of the behaviour weight",
-           unit="share", **_MEAN_OF_TOKENS, curve="tokens over the weight's cap"),
-    Metric("clip_fraction", "trained tokens whose ratio the clip holds back",
-           unit="share", **_MEAN_OF_TOKENS, curve="clipped tokens"),
-    Metric("advantage_std", "standard deviation over the loss mask, before `scale: batch_std` divides by it",
-           reduction=_ALIKE, board="train", curve="advantages, standard deviation"),
-    Metric("kl_ref", "KL(current || reference), the estimator k3 with the behaviour weight; null without a reference",
-           unit="nats per token", **_MEAN_OF_TOKENS, empty=None, curve="KL to the reference"),
-    Metric("kl_coef", "weight of the KL to the reference in this step; null without one",
-           reduction=_ALIKE, empty=None, board="train", curve="coefficient of that KL"),
-    Metric("proximal_kl", "KL(proximal || current) after the step's updates, the estimator k3; null unless "
-           "`objective.proximal_kl_target` asks for it",
-           unit="nats per token", reduction=_ALIKE, empty=None, board="train", curve="KL to the proximal policy"),
-    Metric("proximal_kl_coef", "its weight in this step; null without the penalty",
-           reduction=_ALIKE, empty=None, board="train"),
-    Metric("value_loss", "applied updates of the critic, before `critic.coef`; null without any",
+    _alike("step_skipped", "updates of policy or critic not applied: gradient norm not finite, or no token to train",
+           empty=0),
+    _token_mean("entropy", "of the current policy at trained tokens, temperature applied", "nats per token",
+                curve="entropy", panel=("policy", "entropy {:.3f}")),
+    _token_mean("kl_behav_prox", "behaviour minus proximal logprob: the estimator k1 of KL(behaviour || proximal)",
+                "nats per token", curve="KL behaviour to proximal"),
+    _token_mean("behav_weight_mean", "as it counts in the loss: 0 for tokens that cap or filter take out",
+                "proximal / behaviour", curve="behaviour weight, mean"),
+    _token_mean("behav_weight_masked_fraction", "trained tokens above the cap of the behaviour weight", "share",
+                curve="tokens over the weight's cap"),
+    _token_mean("clip_fraction", "trained tokens whose ratio the clip holds back", "share", curve="clipped tokens"),
+    _alike("advantage_std", "standard deviation over the loss mask, before `scale: batch_std` divides by it",
+           curve="advantages, standard deviation"),
+    _token_mean("kl_ref", "KL(current || reference), the estimator k3 with the behaviour weight; null without a "
+                "reference", "nats per token", empty=None, curve="KL to the reference"),
+    _alike("kl_coef", "weight of the KL to the reference in this step; null without one", empty=None,
+           curve="coefficient of that KL"),
+    _alike("proximal_kl", "KL(proximal || current) after the step's updates, the estimator k3; null unless "
+           "`objective.proximal_kl_target` asks for it", "nats per token", empty=None,
+           curve="KL to the proximal policy"),
+    _alike("proximal_kl_coef", "its weight in this step; null without the penalty", empty=None),
+    Metric("value_loss", "applied updates of the critic; null without any",
            reduction=_SUM, over="critic_updates", empty=None, board="critic", curve="value loss"),
-    Metric("value_explained_variance", "1 - var(target - value) / var(target) before the updates; null without a "
+    _alike("value_explained_variance", "1 - var(target - value) / var(target) before the updates; null without a "
            "critic, or when all targets are equal",
-           unit="share", reduction=_ALIKE, empty=None, board="critic", curve="explained variance of the critic"),
-    Metric("ptx_loss", "cross-entropy on the documents; null without a language-model term",
-           unit="nats per token", reduction=_SUM, over="ptx_updates", empty=None, board="train",
-           curve="pretraining loss"),
-    Metric("lr", "learning rate of the step", reduction=_ALIKE, board="train", curve="learning rate"),
-    Metric("tokens_trained", "loss-mask tokens of the applied updates",
-           unit="per step", reduction=_SUM, empty=0, board="train", curve="tokens trained"),
+           "share", empty=None, board="critic", curve="explained variance of the critic"),
+    Metric("ptx_loss", "cross-entropy on the documents; null without a language-model term", "nats per token",
+           reduction=_SUM, over="ptx_updates", empty=None, board="train", curve="pretraining loss"),
+    _alike("lr", "learning rate of the step", curve="learning rate"),
+    Metric("tokens_trained", "loss-mask tokens of the applied updates", "per step", reduction=_SUM, empty=0,
+           board="train", curve="tokens trained"),
     Metric("tokens_filtered", "loss-mask tokens that the behaviour filter takes out; null without a filter",
-           unit="per step", reduction=_SUM, empty=None, board="train"),
-    Metric("age_mean", "trained tokens, in trainer steps",
-           unit="versions", reduction=_SUM, over="tokens_trained", board="queue", panel=("tokens", "age {:.2f}")),
-    Metric("age_max", "largest age of a trained token; 0 when none was trained",
-           unit="versions", reduction=_MAX, empty=0, board="queue",
-           panel=("tokens", "oldest {:d} of {max_staleness} allowed")),
-    Metric("tokens_masked_stale", "tokens of scored samples that the staleness bound masked",
-           unit="per step", reduction=_SUM, board="queue", curve="tokens masked as stale",
-           panel=("tokens", "{:,d} masked as stale")),
+           "per step", reduction=_SUM, empty=None, board="train"),
+    _token_mean("age_mean", "trained tokens, in trainer steps", "versions", board="queue",
+                panel=("tokens", "age {:.2f}")),
+    _largest("age_max", "largest age of a trained token; 0 when none was trained", "versions", empty=0, board="queue",
+             panel=("tokens", "oldest {:d} of {max_staleness} allowed")),
+    Metric("tokens_masked_stale", "tokens of scored samples that the staleness bound masked", "per step",
+           reduction=_SUM, board="queue", curve="tokens masked as stale", panel=("tokens", "{:,d} masked as stale")),
     Metric("age_histogram", "trained tokens by age"),
-    Metric("behav_prox_max_abs_diff_age0", "|behaviour - trainer| logprob over loss-mask tokens of age 0, the "
-           "trainer's with the weights of the batch's version; the largest float when any is not finite",
-           unit="nats", reduction=_MAX, board="weights"),
+    _largest("behav_prox_max_abs_diff_age0", "|behaviour - trainer| logprob over loss-mask tokens of age 0, the "
+             "trainer's with the weights of the batch's version; the largest float when any is not finite",
+             "nats", board="weights"),
     Metric("parity_max_abs_logprob_diff", "largest logprob difference between engines and trainer right after the "
            "publication, where it was measured",
-           unit="nats", board="weights", curve="engine against trainer, largest difference"),
-    Metric("prepare_s", "on rank 0: packing and advantages", unit="s", reduction=_ALIKE),
-    Metric("proximal_s", "on rank 0: passes before the updates, of policy, reference and critic",
-           unit="s", reduction=_ALIKE),
-    Metric("update_s", "on rank 0: optimiser updates, and what is measured after them", unit="s", reduction=_ALIKE),
-    Metric("trainer_wait_s", "the trainer waited for the batch", unit="s", board="queue"),
-    Metric("train_s", "from taking the batch to the new weights", unit="s", reduction=_ALIKE, board="time"),
-    Metric("publish_s", "handing the weights over", unit="s", board="time"),
-    Metric("paused_s", "sum over the rollout workers", unit="s", board="time"),
-    Metric("samples_per_s", "trained, over the time since the last row",
-           unit="samples/s", board="rollout", curve="samples trained per second", section=_SPEED,
-           panel=("speed", "{:,.0f} samples/s trained")),
-    Metric("gen_tokens_per_s", "generated, over the time since the last row",
-           unit="tokens/s", board="rollout", curve="tokens generated per second", section=_SPEED,
-           panel=("speed", "{:,.0f} tokens/s generated")),
-    Metric("rollout_occupancy", "running sequences over slots, since the last row",
-           unit="share", board="rollout", curve="occupancy of the rollout slots", section=_SPEED),
-    Metric("length_mean", "completions, an environment's replies included, every row counted",
-           unit="tokens", reduction=_SUM, over="rows", board="rollout", curve="mean length", section=_LENGTHS,
-           panel=("policy", "length {:.1f}")),
-    Metric("truncated_fraction", "completions that ended at the token limit",
-           unit="share of samples", reduction=_SUM, over="rows", board="rollout", curve="truncated at the token limit",
-           section=_LENGTHS, panel=("policy", "{:.0%} truncated")),
+           "nats", board="weights", curve="engine against trainer, largest difference"),
+    _alike("prepare_s", "on rank 0: packing and advantages", "s", board=""),
+    _alike("proximal_s", "on rank 0: passes before the updates, of policy, reference and critic", "s", board=""),
+    _alike("update_s", "on rank 0: optimiser updates, and what is measured after them", "s", board=""),
+    Metric("trainer_wait_s", "the trainer waited for the batch", "s", board="queue"),
+    _alike("train_s", "from taking the batch to the new weights", "s", board="time"),
+    Metric("publish_s", "handing the weights over", "s", board="time"),
+    Metric("paused_s", "sum over the rollout workers", "s", board="time"),
+    _rate("samples_per_s", "trained, over the time since the last row", "samples/s",
+          curve="samples trained per second", panel=("speed", "{:,.0f} samples/s trained")),
+    _rate("gen_tokens_per_s", "generated, over the time since the last row", "tokens/s",
+          curve="tokens generated per second", panel=("speed", "{:,.0f} tokens/s generated")),
+    _rate("rollout_occupancy", "running sequences over slots, since the last row", "share",
+          curve="occupancy of the rollout slots"),
+    _row_mean("length_mean", "completions, an environment's replies included, every row counted", "tokens",
+              curve="mean length", panel=("policy", "length {:.1f}")),
+    _row_mean("truncated_fraction", "completions that ended at the token limit", "share of samples",
+              curve="truncated at the token limit", panel=("policy", "{:.0%} truncated")),
     Metric("reward_by_source", "mean reward by data source", board="reward", panel=("reward", "{:.3f}")),
     Metric("reward_parts", "means of what the verifiers say the reward is made of", board="reward"),
     Metric("verifier_metrics", "means of the verifiers' further figures", board="reward"),
     Metric("verifiers", "calls, time-outs, restarts, failures and latencies so far, by verifier"),
     Metric("verifier_failures", "failed verifications so far, by reason"),
     Metric("messages_refused", "messages that the queue refused so far, by reason"),
-    Metric("eval_accuracy", "mean reward of held-out prompts, in the first row after it was measured",
-           unit="share", board="reward"),
+    Metric("eval_accuracy", "mean reward of held-out prompts, in the first row after it was measured", "share",
+           board="reward"),
     Metric("eval_step", "the step that was evaluated"),
     Metric("eval_by_source", "its accuracy by data source", board="reward"),
     Metric("ledger", "groups by state as the row is written"),
 )
 """Keys of a row of `metrics.jsonl`."""
 
+_offline = partial(Metric, board="train")
+
 OFFLINE_METRICS = (
     *METRICS[:2],
-    Metric("time_s", METRICS[2].about, unit="s", board="train"),
-    Metric("loss", "mean over the batch before the update", unit="loss", board="train", curve="loss",
-           panel=("loss", "{:.3f}")),
-    Metric("grad_norm", "before clipping", unit="before clipping", board="train", curve="gradient norm",
-           panel=("policy", "gradient norm {:.3f}")),
-    Metric("accuracy", "SFT: tokens that the model would choose; pairs: those in the right order",
-           unit="share", board="train"),
-    Metric("margin", "by which the chosen completion is ahead of the rejected",
-           unit="chosen - rejected", board="train", curve="margin"),
-    Metric("lr", "learning rate of the step", board="train", curve="learning rate"),
-    Metric("tokens", "completion tokens trained on", unit="per step", board="train", curve="tokens trained",
-           panel=("policy", "{:,.0f} tokens")),
-    Metric("step_skipped", "1 where the gradient norm was not finite, and nothing was learned", board="train"),
-    Metric("train_s", "training the batch", unit="s", board="train"),
+    _offline("time_s", METRICS[2].about, "s"),
+    _offline("loss", "mean over the batch before the update", "loss", curve="loss", panel=("loss", "{:.3f}")),
+    _offline("grad_norm", "before clipping", "before clipping", curve="gradient norm",
+             panel=("policy", "gradient norm {:.3f}")),
+    _offline("accuracy", "SFT: tokens that the model would choose; pairs: those in the right order", "share"),
+    _offline("margin", "by which the chosen completion is ahead of the rejected", "chosen - rejected", curve="margin"),
+    _offline("lr", "learning rate of the step", curve="learning rate"),
+    _offline("tokens", "completion tokens trained on", "per step", curve="tokens trained",
+             panel=("policy", "{:,.0f} tokens")),
+    _offline("step_skipped", "1 where the gradient norm was not finite, and nothing was learned"),
+    _offline("train_s", "training the batch", "s"),
     Metric("eval_loss", "held-out rows, where it was measured", board="eval"),
-    Metric("eval_accuracy", "held-out rows, where it was measured", unit="share", board="eval"),
+    Metric("eval_accuracy", "held-out rows, where it was measured", "share", board="eval"),
     Metric("eval_margin", "held-out pairs, where it was measured", board="eval"),
 )
 """The same of `sft`, `reward-model` and `dpo`."""
