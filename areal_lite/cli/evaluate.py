@@ -18,8 +18,7 @@ from areal_lite.config.plugin_check import check_plugins
 from areal_lite.config.recipe import Config
 from areal_lite.data.prompts import load_source
 from areal_lite.errors import ArealLiteError, ConfigError, EngineError
-from areal_lite.record.model_folder import find_model_folder
-from areal_lite.record.paths import EVALUATED, with_absolute_paths
+from areal_lite.record.paths import EVALUATED, find_model_folder, with_absolute_paths
 from areal_lite.rollout.runner import complete_greedily, load_workflows
 from areal_lite.types import Prompt, Sample
 from areal_lite.verify.protocol import Reply, failed

@@ -1,11 +1,33 @@
-"""The event log by lane: what each did from when to when. Pure functions; the trace and the report draw it."""
+"""The event log by lane: what each did from when to when, and how much of its time it spent in which state.
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+A reading of a clock changes nothing, so that events that arrive late still count from their own time; a share is of the
+difference of two readings.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 from areal_lite.events import Event
 
-__all__ = ["Slice", "first_moment", "lane_events", "sample_lengths", "slices"]
+__all__ = ["PAUSE_PARTS", "LaneClocks", "Slice", "Stretch", "first_moment", "lane_events", "sample_lengths", "slices"]
+
+PAUSE_PARTS = ("pausing", "transferring", "reloading", "stamping")
+"""States of a rollout lane that make up a pause, from the pause call to the resume."""
+
+_ROLLOUT_STATES = {
+    "pause": "pausing",
+    "drain": "draining",
+    "paused": "transferring",
+    "update_received": "reloading",
+    "update_loaded": "stamping",
+    "resumed": "generating",
+    "lost": "lost",
+}
+"""The state after an event; a worker that was lost neither idles nor is busy."""
+
+_TRAINER_STATES = {"wait": "waiting", "train": "training", "trained": "publishing", "published": "other"}
 
 _SLICES = {
     "pause": ("pause", "resumed"),
@@ -30,12 +52,11 @@ class Slice(NamedTuple):
 
 
 def lane_events(events: Iterable[Event]) -> dict[str, list[Event]]:
-    """Return the events of each lane in order of time; a worker's loss is told in the worker's own."""
+    """Return the events of each lane in order of time, `rollout/2` before `rollout/10`."""
     lanes: dict[str, list[Event]] = {}
     for event in events:
-        lane = event.get("worker") if event["kind"] == "lost" else event["lane"]
-        lanes.setdefault(str(lane), []).append(event)
-    return {lane: sorted(found, key=lambda event: event["time"]) for lane, found in sorted(lanes.items())}
+        lanes.setdefault(_lane(event), []).append(event)
+    return {lane: sorted(lanes[lane], key=lambda event: event["time"]) for lane in sorted(lanes, key=_place)}
 
 
 def first_moment(events: Iterable[Event]) -> float:
@@ -65,3 +86,113 @@ def sample_lengths(events: Iterable[Event]) -> Iterator[int]:
     for event in events:
         for sample in event["samples"] if event["kind"] == "group" else ():
             yield sample["tokens"]
+
+
+class _LaneClock:
+    """Adds up the seconds one lane spends in each state, and its running samples over time.
+
+    Example: `running n=2` at 0 s, `pause` at 3 s, `resumed` at 4 s; read at 5 s gives
+    `{"generating": 4.0, "pausing": 1.0, "slot_seconds": 10.0}`.
+    """
+
+    def __init__(self, states: Mapping[str, str], initial: str) -> None:
+        self._states, self._state = states, initial
+        self._running = 0
+        self._time: float | None = None
+        self._totals: dict[str, float] = {}
+
+    def feed(self, event: Event) -> None:
+        """Take the next event of the lane, in order of time; kinds it does not know change nothing."""
+        time, kind = event["time"], event["kind"]
+        if kind != "running" and kind not in self._states:
+            return
+        self._totals = self.read(time)
+        self._time = time if self._time is None else max(time, self._time)
+        self._state = self._states.get(kind, self._state)
+        if kind in ("running", "lost"):
+            self._running = event.get("n", 0)
+
+    def read(self, time: float) -> dict[str, float]:
+        """Return seconds per state up to a time, plus `slot_seconds`, the integral of running samples."""
+        totals = defaultdict(float, self._totals)
+        if self._time is not None and time > self._time:
+            idle = self._state == "generating" and self._running == 0
+            totals["idle" if idle else self._state] += time - self._time
+            totals["slot_seconds"] += (time - self._time) * self._running
+        return dict(totals)
+
+
+class LaneClocks:
+    """A clock for the trainer and one for each rollout lane that is heard of."""
+
+    def __init__(self) -> None:
+        self._clocks = {"trainer": _LaneClock(_TRAINER_STATES, "other")}
+
+    def feed(self, events: Iterable[Event]) -> None:
+        """Take events of any lanes, each lane's in order of time."""
+        for event in events:
+            lane = _lane(event)
+            if lane.startswith("rollout/") and lane not in self._clocks and event["kind"] != "lost":
+                self._clocks[lane] = _LaneClock(_ROLLOUT_STATES, "generating")
+            if lane in self._clocks:
+                self._clocks[lane].feed(event)
+
+    def read(self, time: float) -> dict[str, dict[str, float]]:
+        """Return a reading of every clock, by lane."""
+        return {lane: clock.read(time) for lane, clock in self._clocks.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What the lanes did between two readings of all clocks."""
+
+    before: Mapping[str, Mapping[str, float]]
+    after: Mapping[str, Mapping[str, float]]
+
+    @classmethod
+    def of(cls, events: Sequence[Event], *, start: float, end: float) -> Self:
+        """Return what an event log says of the time between two moments."""
+        clocks, in_order = LaneClocks(), sorted(events, key=lambda event: event["time"])
+        clocks.feed(event for event in in_order if event["time"] <= start)
+        before = clocks.read(start)
+        clocks.feed(event for event in in_order if start < event["time"] <= end)
+        return cls(before, clocks.read(end))
+
+    @property
+    def workers(self) -> list[str]:
+        """The rollout lanes, in order."""
+        return sorted(self.after.keys() - {"trainer"}, key=_place)
+
+    @property
+    def slot_seconds(self) -> float:
+        """Integral of the running samples, of all workers."""
+        return self.spent("slot_seconds")
+
+    def spent(self, *states: str) -> float:
+        """Seconds in some states, added up over the workers."""
+        return sum(self._gained(lane).get(state, 0.0) for lane in self.workers for state in states)
+
+    def shares(self, lane: str) -> dict[str, float]:
+        """Share of a lane's time by state; empty for no time."""
+        spent = {state: seconds for state, seconds in self._gained(lane).items() if state != "slot_seconds"}
+        elapsed = sum(spent.values())
+        return {state: seconds / elapsed for state, seconds in spent.items() if seconds > 0}
+
+    def share(self, *states: str, lane: str | None = None) -> float:
+        """Share of the time in some states: of one lane, or the workers' mean."""
+        shares = [self.shares(one) for one in ([lane] if lane else self.workers)]
+        return sum(one.get(state, 0.0) for one in shares for state in states) / max(len(shares), 1)
+
+    def _gained(self, lane: str) -> dict[str, float]:
+        before = self.before.get(lane, {})
+        return {name: total - before.get(name, 0.0) for name, total in self.after.get(lane, {}).items()}
+
+
+def _lane(event: Event) -> str:
+    """The lane that an event is about: a worker's loss is told by the controller."""
+    return str(event.get("worker") if event["kind"] == "lost" else event["lane"])
+
+
+def _place(lane: str) -> tuple[str, int]:
+    kind, _, number = lane.partition("/")
+    return kind, int(number) if number.isdigit() else 0

@@ -12,13 +12,11 @@ from typing import Any, NamedTuple
 
 from areal_lite.config.recipe import Config
 from areal_lite.events import Event
-from areal_lite.record.lane_clock import PAUSE_PARTS, LaneClocks, Stretch
-from areal_lite.record.lanes import lane_events, sample_lengths, slices
+from areal_lite.record.lanes import PAUSE_PARTS, LaneClocks, Stretch, lane_events, sample_lengths, slices
 from areal_lite.record.metrics import METRICS
 from areal_lite.record.recorder import Recorder, mean_of_ends
 from areal_lite.record.run_folder import RunFolder
-from areal_lite.record.samples import readable_group
-from areal_lite.types import Group
+from areal_lite.types import Group, Sample
 
 __all__ = ["OnlineRecorder"]
 
@@ -85,7 +83,7 @@ class OnlineRecorder(Recorder):
 
     def samples(self, step: int, groups: Iterable[Group]) -> None:
         """Write some groups of a batch in readable form."""
-        self._folder.append("samples.jsonl", (readable_group(step, group) for group in groups))
+        self._folder.append("samples.jsonl", (_readable(step, group) for group in groups))
 
     def shares(self) -> dict[str, float]:
         """Shares of the time between the first and the last trained step: idle, paused and its parts, occupancy."""
@@ -156,3 +154,30 @@ def _median(values: Sequence[float]) -> float:
 
 def _in_order(counts: Mapping[Any, int]) -> dict[str, int]:
     return {str(value): counts[value] for value in sorted(counts, key=int)}
+
+
+def _readable(step: int, group: Group) -> dict[str, Any]:
+    """Return a group as a row of `samples.jsonl`, of the step that trained it."""
+    samples = [
+        {
+            "text": sample.text,
+            "reward": None if sample.score is None else sample.score.reward,
+            "failure": None if sample.score is None else sample.score.failure,
+            **_further(sample),
+            "stop_reason": sample.stop_reason.value,
+            "tokens": sample.num_tokens,
+            "spans": [[span.version, span.start, span.end] for span in sample.spans],
+        }
+        for sample in group.samples
+    ]
+    prompt = group.prompt
+    return {"step": step, "group": group.group_id, "prompt": prompt.text, "answer": prompt.answer, "samples": samples}
+
+
+def _further(sample: Sample) -> dict[str, Any]:
+    """Return what only some samples have: turns, and a verifier's further words."""
+    fields: dict[str, Any] = {"messages": list(sample.messages)}
+    if (score := sample.score) is not None:
+        fields["step_rewards"] = [[step.token, step.value] for step in score.step_rewards]
+        fields |= {"parts": dict(score.parts), "metrics": dict(score.metrics), "feedback": score.feedback}
+    return {name: value for name, value in fields.items() if value}

@@ -15,10 +15,10 @@ from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.plugins import arguments_model
 from areal_lite.config.recipe import Config
 from areal_lite.config.section import Section
-from areal_lite.errors import ConfigError
-from areal_lite.record.model_folder import find_model_folder
+from areal_lite.errors import CheckpointError, ConfigError
+from areal_lite.record.run_folder import RunFolder
 
-__all__ = ["EVALUATED", "with_absolute_paths"]
+__all__ = ["EVALUATED", "find_model_folder", "with_absolute_paths"]
 
 Recipe = TypeVar("Recipe", Config, OfflineConfig)
 S = TypeVar("S", bound=Section)
@@ -100,3 +100,37 @@ def _arguments(arguments: dict[str, Any], function: Any, where: str) -> dict[str
             raise ConfigError(f"{function} needs {where}: {{{name}: {mark.value}}}, got {arguments}")
         resolved[name] = _found(arguments.get(name), mark, None, f"{where}.{name}")
     return resolved
+
+
+def find_model_folder(path: str | Path, *, option: str) -> Path:
+    """Return the absolute path of a model's folder.
+
+    Args:
+        path: A Hugging Face model folder, or the folder of a run that has ended: its newest checkpoint's model.
+        option: Where the path was given, for messages.
+
+    Raises:
+        ConfigError: It is neither, or the run has no model to give yet.
+    """
+    folder = Path(path).expanduser().resolve()
+    if (folder / "checkpoints").is_dir():
+        return _model_of_run(folder, option=option)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{option} must be a Hugging Face model folder, or the folder of a run that has ended, got {path}, which "
+            "has no config.json: give the folder that holds config.json and the weights"
+        )
+    return folder
+
+
+def _model_of_run(folder: Path, *, option: str) -> Path:
+    try:
+        checkpoint = RunFolder(folder).newest_checkpoint()
+    except CheckpointError as error:
+        raise ConfigError(f"{option}={folder} is a run without a model: {error}") from error
+    if not (checkpoint / "model" / "config.json").is_file():
+        raise ConfigError(
+            f"{option}={folder} must be a run that has ended, got one whose newest checkpoint, {checkpoint.name}, "
+            "holds no model: let it end, or continue it with run.resume"
+        )
+    return checkpoint / "model"

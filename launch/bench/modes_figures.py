@@ -18,7 +18,7 @@ from areal_lite.events import Event
 from areal_lite.launch.bench.harness import ratios
 from areal_lite.launch.bench.modes_runs import MODES
 from areal_lite.launch.bench.view import Row, spread
-from areal_lite.record.lane_clock import PAUSE_PARTS, Stretch
+from areal_lite.record.lanes import PAUSE_PARTS, Stretch
 
 __all__ = ["best_setting", "best_synchronous", "compare", "findings", "measure", "measured_steps", "percentiles",
            "reward_at"]  # fmt: skip

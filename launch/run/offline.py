@@ -11,7 +11,7 @@ from areal_lite.launch.run.controller import Controller
 from areal_lite.launch.run.lifetime import wait_until_started
 from areal_lite.launch.run.ranks import Ranks
 from areal_lite.launch.run.view import View
-from areal_lite.record.offline_recorder import OfflineRecorder
+from areal_lite.record.recorder import OfflineRecorder
 from areal_lite.record.run_folder import RunFolder
 
 __all__ = ["OfflineController"]

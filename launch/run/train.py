@@ -27,8 +27,7 @@ from areal_lite.launch.run.controller import Controller
 from areal_lite.launch.run.offline import OfflineController
 from areal_lite.launch.run.online import OnlineController
 from areal_lite.launch.run.view import View
-from areal_lite.record.model_folder import find_model_folder
-from areal_lite.record.paths import with_absolute_paths
+from areal_lite.record.paths import find_model_folder, with_absolute_paths
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.train.ptx import load_documents
 from areal_lite.train.warm_start import ensure_warm_start

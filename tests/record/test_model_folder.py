@@ -9,8 +9,7 @@ from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.reading import parse_section
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.errors import ConfigError
-from areal_lite.record.model_folder import find_model_folder
-from areal_lite.record.paths import EVALUATED, with_absolute_paths
+from areal_lite.record.paths import EVALUATED, find_model_folder, with_absolute_paths
 
 
 def make_run(folder: Path, *, steps: list[int], with_model: list[int]) -> Path:

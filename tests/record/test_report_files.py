@@ -85,11 +85,14 @@ def test_lengths_and_latencies_are_those_of_the_log(tmp_path: Path) -> None:
 
 
 def test_failures_are_counted_once(tmp_path: Path) -> None:
-    """Rows count since the run's start or its resume. Seen failing with the rows' counts added up: 7."""
+    """Rows count since the run's start or its resume. Seen failing with the rows' counts added up, or drawn: 7."""
     run = read_run(make_run(tmp_path / "run", steps=3))
     for row, times in zip(run.metrics, (2, 3, 2), strict=True):
         row["verifier_failures"] = {"timeout": times}
     assert failure_table(run) == [{"what": "verifier failed", "reason": "timeout", "times": 5}]
+    *_, chart = verifier_charts(run)
+    assert chart is not None
+    assert [(trace["name"], trace["y"]) for trace in chart.data] == [("timeout", [2.0, 1.0, 2.0])]
 
 
 def test_ages_are_summed_over_all_steps_in_order(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 from report_builders import event, make_events
 
 from areal_lite.record.report.timeline import KINDS, sample_segments, slots, timeline, versions_alive
+from areal_lite.record.report.times import lane_shares
 
 
 def drawn(lane: dict[str, Any]) -> list[tuple[int, float, float, str | int]]:
@@ -96,6 +97,14 @@ def test_many_workers_are_not_all_shown() -> None:
     log = [event(1.0, f"verifier/{i}", "verify", group_id="g", start=0.5, end=1.0) for i in range(9)]
     found = timeline(log)
     assert (len(found["lanes"]), found["left_out"]) == (6, 3)
+
+
+def test_workers_are_in_the_order_of_their_numbers() -> None:
+    """Seen failing with names sorted as texts: rollout/10 stood before rollout/2."""
+    log = [event(float(at), f"rollout/{n}", kind) for n in (10, 2) for at, kind in enumerate(("pause", "resumed"))]
+    assert [lane["name"] for lane in timeline(log)["lanes"]] == ["rollout/2", "rollout/10"]
+    log += [event(float(at), "trainer", "published") for at in (0, 1)]
+    assert list(lane_shares(log)) == ["rollout/2", "rollout/10", "trainer"]
 
 
 def test_a_long_run_opens_on_a_few_steps_in_its_middle() -> None:

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from areal_lite.events import Event
-from areal_lite.record.lane_clock import Stretch
-from areal_lite.record.lanes import sample_lengths
+from areal_lite.record.lanes import Stretch, sample_lengths
 from areal_lite.record.report.charts import COLOURS, Chart, Line, bars, lines
-from areal_lite.record.report.curves import metric_charts, metric_line
+from areal_lite.record.report.curves import STEPS, metric_charts
 from areal_lite.record.report.read import Row, RunFiles, number, numbers, table
 
 __all__ = ["failure_table", "lane_shares", "length_charts", "share_chart", "verifier_charts", "verifier_table"]
@@ -36,7 +35,7 @@ def lane_shares(events: Sequence[Event]) -> dict[str, dict[str, float]]:
     if len(times) < 2:
         return {}
     run = Stretch.of(events, start=times[0], end=times[-1])
-    return {lane: run.shares(lane) for lane in [*sorted(run.workers), "trainer"]}
+    return {lane: run.shares(lane) for lane in [*run.workers, "trainer"]}
 
 
 def share_chart(shares: dict[str, dict[str, float]]) -> Chart | None:
@@ -90,10 +89,13 @@ def verifier_charts(run: RunFiles) -> Iterator[Chart | None]:
         slowest = [float(np.quantile(bins[index], share, method="inverted_cdf")) for index in sorted(bins)]
         curves.append(Line(name=name, x=places, y=slowest))
     yield lines("verification of a group", curves, x="seconds since the first event", y="milliseconds", type="log")
-    reasons = sorted({name for row in run.metrics for name in table(row.get("verifier_failures"))})
-    failed = [metric_line(run, reason, within="verifier_failures") for reason in reasons]
-    counted = [Line(name=line.name, x=line.x, y=[value or 0.0 for value in line.y]) for line in failed]
-    yield lines("failures of verifiers", counted, x="trainer step", y="samples")
+    failures = _added(run, "verifier_failures")
+    steps = [number(row.get("step")) for row in run.metrics]
+    failed = [
+        Line(name=reason, x=steps, y=[row.get(reason, 0.0) for row in failures])
+        for reason in sorted({reason for row in failures for reason in row})
+    ]
+    yield lines("failures of verifiers", failed, x=STEPS, y="samples")
 
 
 def verifier_table(run: RunFiles) -> list[Row]:
@@ -114,10 +116,19 @@ def verifier_table(run: RunFiles) -> list[Row]:
 def failure_table(run: RunFiles) -> list[Row]:
     """Return what went wrong without ending the run, by kind and reason, over all steps."""
     total: Counter[tuple[str, str]] = Counter()
-    for before, row in itertools.pairwise([{}, *run.metrics]):
-        for key, what in (("verifier_failures", "verifier failed"), ("messages_refused", "message refused")):
-            so_far = numbers(before.get(key))
-            for reason, times in numbers(row.get(key)).items():
-                # Counts begin anew with a resume.
-                total[what, reason] += int(times - so_far.get(reason, 0) if times >= so_far.get(reason, 0) else times)
+    for key, what in (("verifier_failures", "verifier failed"), ("messages_refused", "message refused")):
+        for row in _added(run, key):
+            total.update({(what, reason): int(times) for reason, times in row.items()})
     return [{"what": what, "reason": reason, "times": times} for (what, reason), times in total.most_common()]
+
+
+def _added(run: RunFiles, key: str) -> list[dict[str, float]]:
+    """Return by how much each step raised the counts of its row, which begin anew with a resume."""
+    rows = [numbers(row.get(key)) for row in run.metrics]
+    return [
+        {
+            reason: times - (before.get(reason, 0.0) if times >= before.get(reason, 0.0) else 0.0)
+            for reason, times in row.items()
+        }
+        for before, row in itertools.pairwise([{}, *rows])
+    ]

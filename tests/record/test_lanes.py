@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_lite.events import Event, EventBuffer
-from areal_lite.record.lane_clock import LaneClocks, Stretch
+from areal_lite.record.lanes import LaneClocks, Stretch
 
 LANE = "rollout/0"
 
