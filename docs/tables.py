@@ -1,15 +1,16 @@
-"""Makes the pages of measurements: docs/<page>.md is docs/<page>.template.md filled in from docs/<page>.json.
+"""Makes the tables of README and docs/*.md from docs/*.json, between `<!-- NAME: docs/tables.py -->` and its end.
 
-    python docs/tables.py                                        makes all pages, README's tables and the pictures anew
+    python docs/tables.py                                        makes all tables and pictures anew
     python docs/tables.py runs/bench-queue/results.json ...      takes over what `areal-lite bench` measured, first
     python docs/tables.py runs/seed-0 runs/seed-1 runs/seed-2    takes over runs of the demo, first
     python docs/tables.py score                                  scores the pairs of math-verifier.json anew, first
 
-A pair of the math page is added to its JSON file by hand, with `expected` as a person judges it, before its score is
-known.
+A pair of the verifier `math` is added to its JSON file by hand, with `expected` as a person judges it, before its score
+is known.
 """
 
 import json
+import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -17,36 +18,44 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from areal_lite.launch.bench.modes_view import draw_modes, modes_markdown, short_markdown
+from areal_lite.launch.bench.modes_view import ages, draw_modes
 from areal_lite.launch.bench.view import COLUMNS, Columns, Row, cell, markdown, picture
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 Parts = dict[str, str]
-"""Comment of a template -> what takes its place."""
+"""Name in a page's comments -> what stands between them."""
+PLACE = re.compile(r"(<!-- (?P<name>[\w ]+): docs/tables\.py -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
 
 
-def load(page: str) -> dict[str, Any]:
-    """Read the measurements of a page."""
-    content: dict[str, Any] = json.loads((HERE / f"{page}.json").read_text())
+def load(name: str) -> dict[str, Any]:
+    """Read what was measured."""
+    content: dict[str, Any] = json.loads((HERE / f"{name}.json").read_text())
     return content
 
 
-def save(page: str, content: Row) -> None:
-    """Write the measurements of a page; of `pairs` one a line, so that a changed pair is a changed line."""
+def save(name: str, content: Row) -> None:
+    """Write what was measured; of `pairs` one a line, so that a changed pair is a changed line."""
     text = json.dumps(content, indent=1)
     if "pairs" in content:
         pairs = ",\n".join(f"  {json.dumps(pair)}" for pair in content["pairs"])
         text = f'{{\n "library": {json.dumps(content["library"])},\n "pairs": [\n{pairs}\n ]\n}}'
-    (HERE / f"{page}.json").write_text(text + "\n")
+    (HERE / f"{name}.json").write_text(text + "\n")
 
 
-def fill(page: str, content: Row) -> str:
-    """Return a page: its template with every part in its place."""
-    text = (HERE / f"{page}.template.md").read_text()
-    for part, value in PAGES[page](content).items():
-        text = text.replace(f"<!-- {part} -->", value)
-    return text
+def all_parts() -> Parts:
+    """Return every part there is."""
+    return {name: text for source, make in SOURCES.items() for name, text in make(load(source)).items()}
+
+
+def filled(page: str, parts: Parts) -> str:
+    """Return the text of a page with every part in its place."""
+    return PLACE.sub(lambda found: f"{found[1]}{parts[found['name']]}\n{found[3]}", page)
+
+
+def pages() -> list[Path]:
+    """Return the files that have places for parts."""
+    return [path for path in (README, *sorted(HERE.glob("*.md"))) if PLACE.search(path.read_text())]
 
 
 def where(content: Row) -> str:
@@ -63,11 +72,61 @@ def one_line(values: Sequence[float], spec: str) -> str:
     return f"{mean} ({low} to {high})"
 
 
+def together(columns: Columns, *names: str) -> Columns:
+    """Return the columns with some of them in one, where the first of them was; pages have room for seven."""
+    shown = [columns[name] for name in names]
+
+    def show(row: Row) -> str:
+        return ", ".join(text for text in (one(row) for one in shown) if text) or "-"
+
+    return {
+        (", ".join(names) if name == names[0] else name): (show if name == names[0] else column)
+        for name, column in columns.items()
+        if name not in names[1:]
+    }
+
+
 # ---------------------------------------------------------------- performance
 
 RECIPES = {"longtail_cpu": 2.2, "arith_cpu": 1.4}
 """Of `bench modes`, and what the best asynchronous mode is to reach over the best synchronous one."""
 NOTHING = "Not measured in this state."
+NARROW = COLUMNS | {
+    "train": together(COLUMNS["train"], "side and pass", "lengths, work"),
+    "handover": together(together(COLUMNS["handover"], "model", "parameters", "MB"), "copy", "over copy"),
+    "peers": together(COLUMNS["peers"], "s to it", "steps to it"),
+}
+RATIO: Columns = {"mode": cell("mode"), "x best sync": cell("ratio", ".2f", ranged=True)}
+SHARES: Columns = {
+    "generators idle": cell("figures.generator_idle", ".0%"),
+    "trainer idle": cell("figures.trainer_idle", ".0%"),
+}
+README_MODES: Columns = {
+    "mode": cell("mode"),
+    "eta": lambda line: (re.findall(r"eta(\d)", line["mode"]) or ["0" if line["mode"].startswith("sync") else "1"])[0],
+    "long answers: x best sync": RATIO["x best sync"],
+    "samples/s": cell("figures.samples_per_s", ".1f"),
+    **SHARES,
+    "short answers: x best sync": cell("short.ratio", ".2f", ranged=True),
+}
+MODES: tuple[Columns, ...] = (
+    RATIO | {
+        "samples/s": cell("figures.samples_per_s", ".1f", ranged=True),
+        "generated tokens/s": cell("figures.generated_tokens_per_s", ".0f"),
+        "trained tokens/s": cell("figures.trained_tokens_per_s", ".0f"),
+        "reward": cell("figures.reward_equal_steps", ".3f"),
+        "in time": cell("figures.reward_equal_time", ".3f"),
+    },
+    {
+        "mode": cell("mode"),
+        "threads": cell("threads"),
+        "slots full": cell("figures.occupancy", ".0%"),
+        "paused": cell("figures.generator_paused", ".1%"),
+        **SHARES,
+        "ages 0 1 2 ..., %": ages,
+    },
+)  # fmt: skip
+"""Of one recipe; the spread of each figure is in the JSON file."""
 TARGETS: Columns = {
     "measure": cell("measure"),
     "target": lambda row: f"at least {row['at_least']:g}" if _is_least(row) else f"at most {row['at_most']:g}",
@@ -89,18 +148,18 @@ def is_met(row: Row) -> bool:
 def performance(content: Row) -> Parts:
     """Return the parts of what the benchmarks measured, by name."""
     targets = [target for recipe in RECIPES for target in mode_targets(content.get(f"modes {recipe}"), recipe)]
-    made: Parts = {}
-    for name, columns in COLUMNS.items():
+    made: Parts = {"modes": modes_of_both(content)}
+    for name, columns in NARROW.items():
         results = content.get(name, {"rows": [], "targets": [], "settings": {}})
         versions = ", ".join(f"{package} {number}" for package, number in results.get("versions", {}).items())
-        made[f"{name}: where"] = f"{where(results)} {versions}." if versions else NOTHING
-        made[f"{name}: repeats"] = f"{results['settings'].get('repeats', 1)} repeats"
-        made[name] = markdown(columns, results["rows"])
+        repeats = results["settings"].get("repeats", 1)
+        head = f"{where(results)} {versions}. {repeats} repeat{'s' * (repeats != 1)}." if versions else NOTHING
+        made[name] = f"{head}\n\n{markdown(columns, results['rows'])}"
     for name in ("rollout", "train", "queue", "handover", "peers"):
         targets += content.get(name, {}).get("targets", [])
     for name in (f"modes {recipe}" for recipe in RECIPES):
         modes = content.get(name)
-        made[name] = f"{where(modes)}\n\n{modes_markdown(modes)}" if modes else NOTHING
+        made[name] = modes_of_one(modes) if modes else NOTHING
     return made | {"targets": markdown(TARGETS, targets)}
 
 
@@ -118,16 +177,21 @@ def mode_targets(content: Row | None, recipe: str) -> list[dict[str, Any]]:
     return found
 
 
-def with_tables(readme: str, content: Row) -> str:
-    """Return README with the short tables of `bench modes` between their comments."""
-    for recipe in RECIPES:
-        if modes := content.get(f"modes {recipe}"):
-            begin, end = f"<!-- modes {recipe}: docs/tables.py -->", f"<!-- end of modes {recipe} -->"
-            before, begins, rest = readme.partition(begin)
-            _, ends, behind = rest.partition(end)
-            if begins and ends:
-                readme = f"{before}{begin}\n{short_markdown(modes)}\n{end}{behind}"
-    return readme
+def modes_of_one(content: Row) -> str:
+    """Render what one `bench modes` measured, and where more asynchrony cannot help."""
+    first, last = content["measured_steps"]
+    findings = [f"- {text}" for text in content["findings"] if "more asynchrony" in text]
+    shown = [markdown(columns, content["modes"]) for columns in MODES]
+    return "\n\n".join([f"{where(content)} Steps {first + 1} to {last}.", *shown, "\n".join(findings)]).strip()
+
+
+def modes_of_both(content: Row) -> str:
+    """Render README's table: a line per mode, with lengths as large models have them, and with short answers."""
+    long, short = (content.get(f"modes {recipe}") for recipe in RECIPES)
+    if not (long and short):
+        return NOTHING
+    others = {line["mode"]: line for line in short["modes"]}
+    return markdown(README_MODES, [line | {"short": others.get(line["mode"], {})} for line in long["modes"]])
 
 
 # ---------------------------------------------------------------- presets
@@ -148,9 +212,14 @@ PRESETS: Columns = {
 }
 
 
+for _names in (("lr", "steps", "seconds"), ("start", "end", "rise"), ("age: mean", "age: max"),
+               ("generators idle", "trainer idle")):  # fmt: skip
+    PRESETS = together(PRESETS, *_names)
+
+
 def presets(content: Row) -> Parts:
-    """Return the parts of `bench presets`."""
-    return {"where": where(content), "table": markdown(PRESETS, content["runs"])}
+    """Return the table of `bench presets`."""
+    return {"presets": f"{where(content)}\n\n{markdown(PRESETS, content['runs'])}"}
 
 
 def draw_presets(content: Row) -> None:
@@ -195,7 +264,7 @@ def of_kind(runs: Sequence[Row], eta: int, kind: str, key: str = "end") -> list[
 
 
 def staleness(content: Row) -> Parts:
-    """Return the parts of `bench staleness`."""
+    """Return the table of `bench staleness`."""
     runs = [run for run in content["runs"] if run.get("end") is not None]
     rows = []
     for eta in sorted({run["max_staleness"] for run in runs}):
@@ -210,14 +279,10 @@ def staleness(content: Row) -> Parts:
         for kind in KINDS:
             row[f"{kind}: seconds"] = one_line(of_kind(runs, eta, kind, "seconds"), ".0f").partition(" ")[0]
         rows.append(row)
-    starts = [run["start"] for run in runs]
-    return {
-        "where": where(content),
-        "seeds": ", ".join(map(str, sorted({run["seed"] for run in runs}))),
-        "start": f"{statistics.mean(starts):.3f}" if starts else "-",
-        "steps": ", ".join(sorted({str(run["steps"]) for run in runs})),
-        "table": markdown({name: cell(name) for name in rows[0]} if rows else {"eta": cell("eta")}, rows),
-    }
+    columns: Columns = {name: cell(name) for name in rows[0]} if rows else {"eta": cell("eta")}
+    for what in ("mean age", "seconds") if rows else ():
+        columns = together(columns, *(f"{kind}: {what}" for kind in KINDS))
+    return {"staleness": f"{where(content)}\n\n{markdown(columns, rows)}"}
 
 
 def draw_staleness(content: Row) -> None:
@@ -241,7 +306,8 @@ def draw_staleness(content: Row) -> None:
 
 PAUSES = ("pausing", "transferring", "reloading", "stamping")
 DEMO: Columns = {
-    "seed": cell("seed"),
+    "rise": lambda run: f"{list(run['eval'].values())[-1] - next(iter(run['eval'].values())):+.3f}",
+    "seconds": cell("wall_s", ".0f"),
     "samples/s": cell("samples_per_s", ".0f"),
     "generators idle": cell("rollout_idle_fraction", ".1%"),
     "trainer idle": cell("trainer_idle_fraction", ".1%"),
@@ -251,6 +317,7 @@ DEMO: Columns = {
     "oldest token trained": lambda run: f"{run['age_max_trained']} of {run['max_staleness']}",
     "parity": cell("parity_max_abs_logprob_diff", ".1e"),
 }
+"""A row each, with a column per seed."""
 DEMO_KEYS = (
     "eval", "steps", "wall_s", "samples_per_s", "gen_tokens_per_s", "trained_tokens_per_s", "age_histogram",
     "age_max_trained", "max_staleness", "rollout_idle_fraction", "trainer_idle_fraction", "rollout_occupancy",
@@ -260,15 +327,13 @@ DEMO_KEYS = (
 
 
 def demo(content: Row) -> Parts:
-    """Return the parts of the demo: accuracy, throughput and shares of time, a line per seed."""
+    """Return the table of the demo: accuracy, throughput and shares of time, a column per seed."""
     runs = content["runs"]
-    columns: dict[str, Any] = {"seed": cell("seed")}
-    columns |= {
-        f"step {step}": cell(f"eval.{step}", ".3f") for step in sorted({int(s) for r in runs for s in r["eval"]})
-    }
-    columns["rise"] = lambda run: f"{list(run['eval'].values())[-1] - next(iter(run['eval'].values())):+.3f}"
-    columns["seconds"] = cell("wall_s", ".0f")
-    return {"where": where(content), "table": f"{markdown(columns, runs)}\n\n{markdown(DEMO, runs)}"}
+    steps = sorted({int(step) for run in runs for step in run["eval"]})
+    lines = {f"accuracy at step {step}": cell(f"eval.{step}", ".3f") for step in steps} | DEMO
+    rows = [{"": name} | {f"seed {run['seed']}": show(run) for run in runs} for name, show in lines.items()]
+    columns: Columns = {name: cell(name) for name in rows[0]}
+    return {"demo": f"{where(content)}\n\n{markdown(columns, rows)}"}
 
 
 def demo_run(folder: Path) -> dict[str, Any]:
@@ -285,30 +350,15 @@ PAIRS: Columns = {
     "completion": lambda pair: f"`{pair['completion']}`",
     "a person says": lambda pair: VERDICTS.get(pair["expected"], str(pair["expected"])),
     "`math` says": lambda pair: VERDICTS.get(pair["scored"], str(pair["scored"])),
-    "": lambda pair: "" if pair["expected"] == pair["scored"] else "**disagree**",
 }
-FAMILIES: Columns = {name: cell(name) for name in ("family", "pairs", "agreed", "taken for equal", "taken for unequal")}
 
 
 def math_verifier(content: Row) -> Parts:
-    """Return the parts of what people and the verifier `math` say about tricky pairs."""
-    families: dict[str, list[Row]] = {}
-    for pair in content["pairs"]:
-        families.setdefault(pair["family"], []).append(pair)
-    rows = []
-    for family, pairs in families.items():
-        wrong = [pair for pair in pairs if pair["scored"] != pair["expected"]]
-        accepted = sum(pair["scored"] is True for pair in wrong)
-        rows.append({"family": family, "pairs": len(pairs), "agreed": len(pairs) - len(wrong),
-                     "taken for equal": accepted, "taken for unequal": len(wrong) - accepted})  # fmt: skip
-    wrong = [pair for pair in content["pairs"] if pair["scored"] != pair["expected"]]
-    return {
-        "library": content["library"],
-        "agreed": f"{len(content['pairs']) - len(wrong)} of {len(content['pairs'])}",
-        "families": markdown(FAMILIES, rows),
-        "wrong": markdown(PAIRS, wrong),
-        "pairs": "\n\n".join(f"**{family}**\n\n{markdown(PAIRS, pairs)}" for family, pairs in families.items()),
-    }
+    """Return what people and the verifier `math` say differently."""
+    pairs = content["pairs"]
+    wrong = [pair for pair in pairs if pair["scored"] != pair["expected"]]
+    agreed = f"{content['library']}: they agree on {len(pairs) - len(wrong)} of {len(pairs)} pairs, but on these not."
+    return {"math": f"{agreed}\n\n{markdown(PAIRS, wrong)}"}
 
 
 def scored(pair: Row) -> dict[str, Any]:
@@ -324,18 +374,19 @@ def scored(pair: Row) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- all of them
 
-PAGES = {
+SOURCES = {
     "performance": performance,
     "presets": presets,
     "staleness-ablation": staleness,
     "demo": demo,
     "math-verifier": math_verifier,
 }
-PAGE_OF_PLAN = {"presets": "presets", "staleness": "staleness-ablation"}
+"""JSON file -> what makes its parts."""
+FILE_OF_PLAN = {"presets": "presets", "staleness": "staleness-ablation"}
 
 
 def take_over(words: Sequence[str]) -> None:
-    """Put what was measured into the pages' JSON files."""
+    """Put what was measured into the JSON files."""
     if words == ["score"]:
         pairs = list(map(scored, load("math-verifier")["pairs"]))
         save("math-verifier", {"library": f"math-verify {version('math-verify')}", "pairs": pairs})
@@ -346,7 +397,7 @@ def take_over(words: Sequence[str]) -> None:
         save("demo", {**surroundings(), "runs": list(map(demo_run, folders))})
     for results in (json.loads(Path(word).read_text()) for word in words if Path(word).is_file()):
         if "plan" in results:
-            save(PAGE_OF_PLAN[results["plan"]], results)
+            save(FILE_OF_PLAN[results["plan"]], results)
             continue
         name = results["benchmark"]
         name = f"modes {Path(results['recipe']).stem}" if name == "modes" else name
@@ -356,11 +407,11 @@ def take_over(words: Sequence[str]) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """Take over what is named, if anything, and make every page."""
+    """Take over what is named, if anything, and make every table and picture."""
     take_over(words)
-    for page in PAGES:
-        (HERE / f"{page}.md").write_text(fill(page, load(page)))
-    README.write_text(with_tables(README.read_text(), load("performance")))
+    parts = all_parts()
+    for path in pages():
+        path.write_text(filled(path.read_text(), parts))
     draw_presets(load("presets"))
     draw_staleness(load("staleness-ablation"))
     for recipe in RECIPES:

@@ -6,10 +6,11 @@ from typing import Any
 
 from areal_lite.launch.bench.view import Columns, Row, cell, markdown, picture, table
 
-__all__ = ["draw_modes", "modes_markdown", "modes_tables", "short_markdown"]
+__all__ = ["ages", "draw_modes", "modes_markdown", "modes_tables"]
 
 
-def _ages(line: Row) -> str:
+def ages(line: Row) -> str:
+    """Return the trained tokens of age 0, 1, 2 ... in percent."""
     total, oldest = max(1, sum(line["ages"].values())), max(map(int, line["ages"]), default=-1)
     return " ".join(f"{100 * line['ages'].get(str(age), 0) / total:.0f}" for age in range(oldest + 1))
 
@@ -31,19 +32,9 @@ _TIME: Columns = _MODE | {
 _SAMPLES: Columns = _MODE | {
     "reward": cell("figures.reward_equal_steps", ".3f", ranged=True),
     "in time": cell("figures.reward_equal_time", ".3f", ranged=True),
-    "ages 0 1 2 ..., %": _ages,
+    "ages 0 1 2 ..., %": ages,
     "p50 p90 max": lambda line: " ".join(str(line["lengths"][key]) for key in ("p50", "p90", "p100")),
 }
-_SHORT: Columns = _MODE | {
-    "x best sync": _SPEED["x best sync"],
-    "samples/s": cell("figures.samples_per_s", ".1f"),
-    "gen tok/s": cell("figures.generated_tokens_per_s", ".0f"),
-    "gen idle": cell("figures.generator_idle", ".0%"),
-    "paused": cell("figures.generator_paused", ".1%"),
-    "train idle": cell("figures.trainer_idle", ".0%"),
-    "reward": cell("figures.reward_equal_steps", ".3f"),
-}
-"""Of these the spread is shown for the ratio only."""
 _TIME_PARTS = {"idle": "#d9a441", "draining": "#c25a00", "paused": "#7a3b8f"}
 
 
@@ -60,14 +51,9 @@ def modes_tables(content: Row) -> list[Any]:
 
 
 def modes_markdown(content: Row) -> str:
-    """Render everything in one table in Markdown, with the findings below it."""
-    shown = markdown(_SPEED | _TIME | _SAMPLES, content["modes"])
-    return "\n".join([f"{_title(content)}.", "", shown, "", *(f"- {text}" for text in content["findings"]), ""])
-
-
-def short_markdown(content: Row) -> str:
-    """Render speed, shares of the time and rewards in one narrow table, without the spread of most figures."""
-    return f"{_title(content)}.\n\n{markdown(_SHORT, content['modes'])}"
+    """Render the three tables in Markdown, with the findings below them."""
+    shown = [text for columns in (_SPEED, _TIME, _SAMPLES) for text in (markdown(columns, content["modes"]), "")]
+    return "\n".join([f"{_title(content)}.", "", *shown, *(f"- {text}" for text in content["findings"]), ""])
 
 
 def draw_modes(content: Row, path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import pytest
 from episode_builders import TOKENIZER, Speaker, load, make_prompt, play
-from pages import DOCS, blocks
+from pages import blocks
 
 from areal_lite.config.plugins import find_function, split_name
 from areal_lite.config.recipe import load_config
@@ -284,13 +284,3 @@ def test_other_blocks_are_what_they_seem() -> None:
             assert tomllib.loads(block.text)["project"]["entry-points"]["areal_lite.verifiers"]
         assert {block.language for block in blocks(page)} <= {"python", "yaml", "sh", "json", "toml", ""}
     assert [page for page in PAGES for _ in blocks(page, "")] == ["workflows.md"]
-
-
-def test_links_of_the_pages_lead_somewhere() -> None:
-    for page in PAGES:
-        text = (DOCS / page).read_text()
-        for link in re.findall(r"\]\(([\w.-]*)(?:#[\w-]+)?\)", text):
-            assert not link or (DOCS / link).is_file(), f"{page} links to {link}"
-        for anchor in re.findall(r"\]\(#([\w-]+)\)", text):
-            headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
-            assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]

@@ -63,7 +63,7 @@ def code(
     temporary folder that is gone afterwards, no environment variables, no sight of other processes, a user of its own.
     It does not contain an attack on the kernel, and nothing limits what share of a core the limits are spent on.
     A plain process has the limits alone: it reads and writes what the user may, network and other processes included.
-    docs/code-sandbox.md has the list.
+    docs/isolation.md has the list.
 
     Assert-style tests run in a process of their own, to which the candidate's functions only hand over plain values:
     leaving early, patching functions, or objects that equal everything gain nothing. Arguments are copies, so a

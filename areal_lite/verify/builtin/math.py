@@ -1,6 +1,6 @@
 r"""The verifier `math`: equal in mathematics, not in letters.
 
-What counts as equal is up to the library math-verify; docs/math-verifier.md shows where it agrees with people.
+What counts as equal is up to the library math-verify; docs/verifiers.md shows where it agrees with people.
 """
 
 import functools

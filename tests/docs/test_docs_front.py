@@ -1,0 +1,102 @@
+"""README and all pages: links, paths, commands and figures hold; the front door stays short."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from pages import DOCS
+from places import ROOT
+
+from areal_lite.cli.main import app
+from areal_lite.config.reading import shipped_recipes
+
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+COMMAND = re.compile(r"areal-lite ((?:[a-z][a-z-]*)(?: [^`\n#]*)?)")
+
+
+def named(pages: list[Path] = PAGES) -> Any:
+    return pytest.mark.parametrize("page", pages, ids=lambda page: page.stem)
+
+
+def test_readme_is_short_and_the_index_names_every_page() -> None:
+    assert len(README.read_text().splitlines()) <= 130
+    index = (DOCS / "README.md").read_text()
+    assert [page.name for page in DOCS.glob("*.md") if page.name != "README.md" and f"({page.name})" not in index] == []
+
+
+def test_readme_quotes_what_is_counted() -> None:
+    """Within 3 % of `make size`. Seen failing with a figure 5 % smaller."""
+    said = re.search(r"([\d,]+) lines of Python\. <!-- make size: pure code of the package -->", README.read_text())
+    counted = subprocess.run([sys.executable, DOCS / "size.py"], capture_output=True, text=True, check=True).stdout
+    package = next(line for line in counted.splitlines() if line.startswith("package  "))
+    assert said is not None
+    assert int(said[1].replace(",", "")) == pytest.approx(int(package.split()[-1].replace(",", "")), rel=0.03)
+
+
+@named()
+def test_links_lead_somewhere(page: Path) -> None:
+    """Seen failing with a page renamed, and with a heading reworded."""
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([\w-]+))?\)", page.read_text()):
+        target = page.parent / link if link else page
+        assert target.exists(), f"{page.name} links to {link}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), flags=re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], link
+
+
+@named([page for page in PAGES if page.stem != "log"])
+def test_paths_that_a_page_names_are_there(page: Path) -> None:
+    """Seen failing with `areal_lite/presets.py`. Names without a folder are looked for anywhere in the package."""
+    for path in re.findall(r"`((?:areal_lite|actors|launch|tests|docs|examples|docker)/[\w./-]*)`", page.read_text()):
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def test_the_map_names_files_in_their_folders() -> None:
+    """Seen failing with a file in the wrong row."""
+    rows = re.findall(
+        r"^\| (`(?:areal_lite|actors|launch)/[^|]*)\|[^|]*\|([^|]*)\|$", README.read_text(), flags=re.MULTILINE
+    )
+    assert len(rows) >= 8
+    for folders, files in rows:
+        for name in re.findall(r"`([^`]+)`", files):
+            assert any((ROOT / folder / name).exists() for folder in re.findall(r"`([^`]+)`", folders)), name
+
+
+@named()
+def test_no_table_is_wider_than_seven_columns(page: Path) -> None:
+    widths = [len(line.split("|")) - 2 for line in page.read_text().splitlines() if re.match(r"\|[-:| ]+\|$", line)]
+    assert max(widths, default=0) <= 7
+
+
+def commands() -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        for block in FENCE.findall(page.read_text()):
+            text = block.replace("\\\n", " ")
+            found += [(page.stem, words.strip().rstrip(";").split("; done")[0]) for words in COMMAND.findall(text)]
+        found += [(page.stem, words.strip()) for words in re.findall(r"`areal-lite ([^`\n]+)`", page.read_text())]
+    return sorted({(stem, words) for stem, words in found if "<" not in words})
+
+
+@pytest.mark.parametrize(("page", "words"), commands())
+def test_a_command_of_the_pages_is_one(page: str, words: str) -> None:
+    """It parses, and its recipe is shipped; test_docs_verifiers.py types some. Seen failing with `--repeat`."""
+    command: Any = typer.main.get_command(app)
+    arguments = shlex.split(words)
+    while arguments and hasattr(command, "commands") and arguments[0] in command.commands:
+        command, arguments = command.commands[arguments[0]], arguments[1:]
+    if hasattr(command, "commands"):  # `areal-lite bench`, and no command of `areal-lite` itself
+        assert not arguments
+        return
+    if not arguments or "RECIPE" in arguments:  # the command alone, in a sentence
+        return
+    command.make_context(words, list(arguments))
+    if words.split()[0] in ("train", "check-config", "sft", "reward-model", "dpo") and "." not in arguments[0]:
+        assert arguments[0] in shipped_recipes()
