@@ -5,10 +5,11 @@ Reads files and runs processes; what is shown of it is `trial_report.py`'s.
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from areal_lite.config.recipe import Config
 from areal_lite.config.suggestion import suggestion
@@ -20,31 +21,21 @@ from areal_lite.errors import DataError
 from areal_lite.types import Prompt
 from areal_lite.verify.protocol import Reply
 
-if TYPE_CHECKING:
-    from areal_lite.verify.verifier_set import VerifierSet
-
-__all__ = ["Case", "Outcome", "Trial", "load_cases", "load_prompts"]
+__all__ = ["Case", "Trial", "load_cases", "load_prompts"]
 
 _IN_FLIGHT = 64
 """Completions handed to the pool ahead of what its processes serve, so that batches fill."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Case:
-    """A completion to score."""
+    """A completion to score, and the verifier's reply once it was."""
 
     index: int
     """Of its row in the data, from 0."""
     prompt: Prompt
     completion: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """A completion with the verifier's word on it."""
-
-    case: Case
-    reply: Reply
+    reply: Reply | None = None
 
 
 def load_prompts(
@@ -71,10 +62,10 @@ def load_prompts(
     left_out = {"workflow"} if rows_choose else {"workflow", "verifier"}
     tasks = []
     for number, row in rows:
-        row = {new_names.get(name, name): value for name, value in row.items()}
-        row = {name: value for name, value in row.items() if name not in left_out}
+        named = {new_names.get(name, name): value for name, value in row.items()}
+        kept = {name: value for name, value in named.items() if name not in left_out}
         try:
-            tasks.append(make_task(row, origin=f"{path}:{number}", **found))
+            tasks.append(make_task(kept, origin=f"{path}:{number}", **found))
         except ValueError as error:
             raise DataError(f"{path}:{number}: {error}") from error
     if rows_choose:
@@ -99,9 +90,9 @@ def load_cases(prompts: Sequence[Prompt], completions: Path | None) -> list[Case
     """
     if completions is None:
         return [Case(index=index, prompt=prompt, completion=prompt.answer) for index, prompt in enumerate(prompts)]
-    by_text: dict[str, list[int]] = {}
+    by_text: dict[str, list[int]] = defaultdict(list)
     for index, prompt in enumerate(prompts):
-        by_text.setdefault(prompt.text, []).append(index)
+        by_text[prompt.text].append(index)
     cases = []
     for position, (number, row) in enumerate(_read(completions, option="--completions")):
         where = f"{completions}:{number}"
@@ -143,58 +134,51 @@ def _row_index(
 def _completions(row: Mapping[str, Any], where: str) -> list[str]:
     if "completion" not in row:
         raise DataError(f"{where} must have a completion, it has {', '.join(row)}{suggestion('completion', list(row))}")
-    value = row["completion"]
-    texts = value if isinstance(value, list) else [value]
+    texts = row["completion"] if isinstance(row["completion"], list) else [row["completion"]]
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise DataError(f"{where} must have a text or a list of texts as completion, got {value!r:.80}")
+        raise DataError(f"{where} must have a text or a list of texts as completion, got {row['completion']!r:.80}")
     return texts
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Trial:
     """One try; what is known so far may be read at any time, also after `run` was cancelled."""
 
     settings: VerifierConfig
     start_timeout_s: float
     """Seconds that loading and preparing a verifier may take."""
-    outcomes: list[Outcome] = field(default_factory=list)
-    """In the order in which they came."""
+    cases: Sequence[Case]
     gauges: Mapping[str, Any] = field(default_factory=dict)
     """The pools' own figures by verifier, once `run` has ended."""
     wall_s: float = 0.0
     """Seconds of scoring, once `run` has ended; the start of the processes is left out."""
 
-    async def run(self, cases: Sequence[Case], *, on_outcome: Callable[[], object]) -> None:
-        """Score all cases; `on_outcome` is called after each.
+    async def run(self, *, on_reply: Callable[[], object]) -> None:
+        """Score all cases; `on_reply` is called after each.
 
         Raises:
             VerifierError: A verifier cannot be loaded or started.
         """
         from areal_lite.verify.verifier_set import VerifierSet
 
-        verifiers = VerifierSet(self.settings, start_timeout_s=self.start_timeout_s)
+        verifiers, waiting = VerifierSet(self.settings, start_timeout_s=self.start_timeout_s), iter(self.cases)
+
+        async def work() -> None:
+            for case in waiting:
+                (case.reply,) = await verifiers.score(case.prompt, [case.completion])
+                on_reply()
+
+        at_once = self.settings.processes * self.settings.concurrency + _IN_FLIGHT
         try:
             await verifiers.start()
             began = time.monotonic()
             try:
-                await self._score(verifiers, cases, on_outcome)
+                async with asyncio.TaskGroup() as tasks:
+                    for _ in range(min(len(self.cases), at_once)):
+                        tasks.create_task(work())
             finally:
                 self.wall_s, self.gauges = time.monotonic() - began, verifiers.gauges()["verifiers"]
-        finally:
-            await verifiers.close()
-
-    async def _score(self, verifiers: "VerifierSet", cases: Sequence[Case], on_outcome: Callable[[], object]) -> None:
-        waiting = iter(cases)
-
-        async def work() -> None:
-            for case in waiting:
-                (reply,) = await verifiers.score(case.prompt, [case.completion])
-                self.outcomes.append(Outcome(case=case, reply=reply))
-                on_outcome()
-
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for _ in range(min(len(cases), self.settings.processes * self.settings.concurrency + _IN_FLIGHT)):
-                    tasks.create_task(work())
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
+        finally:
+            await verifiers.close()

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from areal_lite.cli.trial import Outcome
+from areal_lite.cli.trial import Case
+from areal_lite.verify.protocol import Reply
 
 __all__ = ["show", "summarise"]
 
@@ -23,13 +24,12 @@ _BAR_WIDTH = 40
 _TEXT_WIDTH = 160
 
 
-def summarise(outcomes: Sequence[Outcome], *, cases: int, wall_s: float, gauges: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn outcomes into plain figures.
+def summarise(cases: Sequence[Case], *, wall_s: float, gauges: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn cases into plain figures.
 
     Args:
-        outcomes: Those there are, in any order.
-        cases: How many there should be.
-        wall_s: Seconds they took, start of the processes left out.
+        cases: All, with a reply where they were tried.
+        wall_s: Seconds it took, start of the processes left out.
         gauges: The pools' figures by verifier.
 
     Returns:
@@ -37,23 +37,27 @@ def summarise(outcomes: Sequence[Outcome], *, cases: int, wall_s: float, gauges:
         None where nothing was scored, else `mean, min, max, ones, zeros` (shares) and `histogram`, a list of
         `[from, to, count]` whose bins do not hold their upper end, but for the last. `lowest` holds no best ones.
     """
-    ordered = sorted(outcomes, key=lambda outcome: outcome.case.index)
-    scored = [outcome for outcome in ordered if outcome.reply.reward is not None]
-    rewards = [outcome.reply.total or 0.0 for outcome in scored]
-    below_best = [pair for pair in zip(rewards, scored, strict=True) if pair[0] < max(rewards)]
-    lowest = sorted(below_best, key=lambda pair: pair[0])[:_LOWEST]
+    tried = [(case, case.reply) for case in sorted(cases, key=lambda case: case.index) if case.reply is not None]
+    failures: dict[str, dict[str, Any]] = {}
+    for case, reply in tried:
+        if reply.failure is not None:
+            first = {"count": 0, "trace": reply.detail, "first": _example(case, reply)}
+            failures.setdefault(reply.failure, first)["count"] += 1
+    scored = [(reply.total or 0.0, case, reply) for case, reply in tried if reply.failure is None]
+    rewards = [reward for reward, *_ in scored]
+    lowest = sorted((item for item in scored if item[0] < max(rewards)), key=lambda item: item[0])[:_LOWEST]
     return {
-        "cases": cases,
-        "tried": len(ordered),
+        "cases": len(cases),
+        "tried": len(tried),
         "scored": len(scored),
         "wall_s": wall_s,
-        "calls_per_s": len(ordered) / wall_s if wall_s > 0 else 0.0,
+        "calls_per_s": len(tried) / wall_s if wall_s > 0 else 0.0,
         "reward": _rewards(rewards) if rewards else None,
-        "parts": _means([outcome.reply.parts for outcome in scored]),
-        "metrics": _means([outcome.reply.metrics for outcome in scored]),
-        "failures": _failures(ordered),
+        "parts": _means([reply.parts for *_, reply in scored]),
+        "metrics": _means([reply.metrics for *_, reply in scored]),
+        "failures": dict(sorted(failures.items(), key=lambda item: -item[1]["count"])),
         "verifiers": dict(gauges),
-        "lowest": [_example(outcome) for _, outcome in lowest],
+        "lowest": [_example(case, reply) for _, case, reply in lowest],
     }
 
 
@@ -85,18 +89,7 @@ def _means(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: fmean(table[name] for table in tables if name in table) for name in names}
 
 
-def _failures(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
-    """Count failures by reason, the most frequent first, with the first of each."""
-    counts = Counter(outcome.reply.failure for outcome in outcomes if outcome.reply.failure is not None)
-    found = {}
-    for reason, count in counts.most_common():
-        first = next(outcome for outcome in outcomes if outcome.reply.failure == reason)
-        found[reason] = {"count": count, "trace": first.reply.detail, "first": _example(first)}
-    return found
-
-
-def _example(outcome: Outcome) -> dict[str, Any]:
-    case, reply = outcome.case, outcome.reply
+def _example(case: Case, reply: Reply) -> dict[str, Any]:
     return {
         "index": case.index,
         "prompt": case.prompt.text,

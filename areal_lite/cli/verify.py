@@ -95,10 +95,9 @@ def verify(
     from areal_lite.cli.trial import Trial, load_cases, load_prompts
     from areal_lite.cli.trial_report import show, summarise
 
-    changes = {"processes": processes, "timeout_s": timeout}
-    is_recipe, config = _config(
-        verifier, arguments, {key: value for key, value in changes.items() if value is not None}
-    )
+    given = {"processes": processes, "timeout_s": timeout}
+    changes = {key: value for key, value in given.items() if value is not None}
+    is_recipe, config = _config(verifier, arguments, changes)
     check_plugins(config, verifiers_only=True)
     columns: dict[str, Sequence[str]] = dict(_COLUMNS)
     if is_recipe:
@@ -108,16 +107,22 @@ def verify(
     cases = [case for case in load_cases(prompts, completions) if limit is None or case.index < limit]
     # A try is there to show failures: it never stops because of them.
     never_stopping = _changed(config.verifier, {"max_failure_share": 1.0})
-    trial, console = Trial(never_stopping, config.run.start_timeout_s), Console()
-    code = _run(trial, cases, console)
-    summary = summarise(trial.outcomes, cases=len(cases), wall_s=trial.wall_s, gauges=trial.gauges)
+    trial = Trial(settings=never_stopping, start_timeout_s=config.run.start_timeout_s, cases=cases)
+    console = Console()
+    code = _run(trial, console)
+    summary = summarise(cases, wall_s=trial.wall_s, gauges=trial.gauges)
     show(summary, console)
     if json_path is not None:
-        _write(json_path, summary, trial.outcomes)
+        results = [
+            {"index": case.index, "completion": case.completion, **asdict(reply)}
+            for case in sorted(cases, key=lambda case: case.index)
+            if (reply := case.reply) is not None
+        ]
+        json_path.write_text(json.dumps({**summary, "results": results}, indent=1) + "\n")
     return code or int(summary["scored"] < summary["tried"])
 
 
-def _run(trial: Any, cases: Any, console: Console) -> int:
+def _run(trial: Any, console: Console) -> int:
     """Score with a progress bar; 0 when done, 130 when stopped by Ctrl-C."""
     import asyncio
     import logging
@@ -127,9 +132,9 @@ def _run(trial: Any, cases: Any, console: Console) -> int:
     logging.getLogger("areal_lite.verify").addHandler(logging.NullHandler())  # the tables show each failure
     columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(cases))
+        task = progress.add_task("", total=len(trial.cases))
         try:
-            asyncio.run(trial.run(cases, on_outcome=lambda: progress.advance(task)))
+            asyncio.run(trial.run(on_reply=lambda: progress.advance(task)))
         except KeyboardInterrupt:
             return 130
     return 0
@@ -160,11 +165,3 @@ def _config(name: str, arguments: dict[str, Any] | None, changes: dict[str, Any]
 def _changed(verifier: VerifierConfig, changes: dict[str, Any]) -> VerifierConfig:
     named = {name: settings.model_copy(update=changes) for name, settings in verifier.named.items()}
     return verifier.model_copy(update={**changes, "named": named})
-
-
-def _write(path: Path, summary: dict[str, Any], outcomes: Any) -> None:
-    results = [
-        {"index": outcome.case.index, "completion": outcome.case.completion, **asdict(outcome.reply)}
-        for outcome in sorted(outcomes, key=lambda outcome: outcome.case.index)
-    ]
-    path.write_text(json.dumps({**summary, "results": results}, indent=1) + "\n")

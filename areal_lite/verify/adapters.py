@@ -62,11 +62,7 @@ def _found(name: str) -> Callable[..., Any]:
     return find_function(name, kind="reward function")
 
 
-def _load(arguments: TrlArguments | VerlArguments) -> None:
-    _found(arguments.function)
-
-
-@prepared_by(_load)
+@prepared_by(lambda arguments: _found(arguments.function))
 @batched(_BATCH_SIZE)
 @with_arguments(TrlArguments)
 async def trl(
@@ -79,16 +75,9 @@ async def trl(
 ) -> list[Any]:
     """Score with a reward function for TRL: `f(prompts=..., completions=..., <column>=...) -> list[float | None]`.
 
-    What TRL alone can give is not there: `completion_ids`, `trainer_state`. None is TRL's word for "not applicable",
-    which its weighted sum passes over; a sample without any reward cannot train, so here it is a failure. To apply a
-    function to some rows only, choose verifiers per row.
-
-    Args:
-        prompts: Of each completion.
-        completions: One batch, of any prompts.
-        answers: Of each prompt.
-        rows: Its other columns; a column that a row lacks is None for it.
-        arguments: The recipe's.
+    What TRL alone can give is not there: `completion_ids`, `trainer_state`. A column that a row lacks is None for it.
+    None as a reward is TRL's word for "not applicable", which its weighted sum passes over; a sample without any reward
+    cannot train, so here it is a failure. To apply a function to some rows only, choose verifiers per row.
 
     Returns:
         One reward per completion, with what the function logged through `log_metric` as metrics.
@@ -96,21 +85,18 @@ async def trl(
     Source: https://huggingface.co/docs/trl/main/en/grpo_trainer, "Using a custom reward function".
     """
     metrics: dict[str, float] = {}
-    names = {name: None for row in rows for name in row if name not in _NOT_COLUMNS}
+    names = dict.fromkeys(name for row in rows for name in row if name not in _NOT_COLUMNS)
     columns: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
-    chats = [row.get("messages") for row in rows]
-    texts: tuple[list[Any], list[Any]] = list(prompts), list(completions)
-    if arguments.chat or any(chats):
-        texts = (
-            [[{"role": "user", "content": prompt}] for prompt in prompts],
-            [
-                messages or [{"role": "assistant", "content": completion}]
-                for messages, completion in zip(chats, completions, strict=True)
-            ],
-        )
+    asked, said = list[Any](prompts), list[Any](completions)
+    if arguments.chat or any(row.get("messages") for row in rows):
+        asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        said = [
+            row.get("messages") or [{"role": "assistant", "content": completion}]
+            for row, completion in zip(rows, completions, strict=True)
+        ]
     rewards = _found(arguments.function)(
-        prompts=texts[0],
-        completions=texts[1],
+        prompts=asked,
+        completions=said,
         log_extra=lambda *_: None,
         log_metric=metrics.__setitem__,
         **columns | {arguments.answer_column: list(answers)} | (arguments.model_extra or {}),
@@ -120,7 +106,7 @@ async def trl(
     return [reward if reward is None else VerifyResult(reward, metrics=metrics) for reward in rewards]
 
 
-@prepared_by(_load)
+@prepared_by(lambda arguments: _found(arguments.function))
 @with_arguments(VerlArguments)
 async def verl(
     prompt: str,
@@ -141,9 +127,9 @@ async def verl(
         completion: `solution_str`.
         answer: `ground_truth`, where the row has no `reward_model` of verl's form, `{"ground_truth": ...}`.
         arguments: The recipe's.
-        data_source: The row's column of this name.
-        reward_model: The row's column of this name.
-        extra_info: The row's column of this name; where it has none, all its other columns.
+        data_source: A column, like the next two.
+        reward_model: With `ground_truth`.
+        extra_info: Where the row has none, all its other columns.
 
     Returns:
         The number returned, or `score` of the mapping returned, whose other numbers become metrics.
@@ -179,13 +165,8 @@ def reasoning_gym(
 ) -> VerifyResult:
     """Score with the own scorer of a task family of reasoning-gym; many give parts of a point.
 
-    Args:
-        prompt: Not looked at.
-        completion: Holds the answer: between the last `<answer>` tags, else behind the last `####`, else all of it.
-        answer: Not looked at; several answers may be right.
-        arguments: The recipe's.
-        reasoning_gym_dataset: Name of the family, a column that `data.source: reasoning_gym` makes.
-        reasoning_gym_entry: The task as generated, likewise.
+    The answer is what stands between the last `<answer>` tags, else behind the last `####`, else all of the completion.
+    The two columns, the family's name and the task as generated, are those that `data.source: reasoning_gym` makes.
 
     Raises:
         PluginError: The package is not installed, or has no such family.
@@ -193,7 +174,10 @@ def reasoning_gym(
     given = _answer_in(completion, arguments.extract)
     if given is None:
         return VerifyResult(0.0, feedback="no answer found")
-    score, entry = _scorer(reasoning_gym_dataset), _as_generated(reasoning_gym_dataset, reasoning_gym_entry)
+    score, entry = _scorer(reasoning_gym_dataset), dict(reasoning_gym_entry)
+    if reasoning_gym_dataset in _TUPLE_FAMILIES:
+        output = tuple(map(tuple, entry["metadata"]["output"]))
+        entry["metadata"] = {**entry["metadata"], "output": output}
     try:
         return VerifyResult(score(given, entry))
     except Exception as error:
@@ -213,13 +197,6 @@ def _scorer(family: str) -> Callable[[str, Any], float]:
     except ValueError as error:
         raise PluginError(f"reasoning-gym must know the family {family!r} of the row: {error}") from error
     return score
-
-
-def _as_generated(family: str, entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    if family not in _TUPLE_FAMILIES:
-        return entry
-    metadata = entry["metadata"]
-    return {**entry, "metadata": {**metadata, "output": tuple(map(tuple, metadata["output"]))}}
 
 
 def _answer_in(completion: str, extract: str | None) -> str | None:

@@ -16,7 +16,7 @@ import math
 import numbers
 import struct
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,8 +62,9 @@ class Reply(VerifyResult):
 
 
 def failed(failure: str, detail: str) -> Reply:
-    """Return the reply to a call that failed."""
-    return Reply(None, failure=failure, detail=_shorten(detail))
+    """Return the reply to a call that failed; of a long detail the end, where a traceback names the error."""
+    is_long = len(detail) > _DETAIL_CHARS
+    return Reply(None, failure=failure, detail="..." + detail[-_DETAIL_CHARS:] if is_long else detail)
 
 
 def checked(reply: Reply) -> Reply:
@@ -113,7 +114,7 @@ def answer(function: VerifyFunction, calls: Sequence[Call], *, arguments: Mappin
     try:
         value = _invoke(function, calls, arguments)
         if inspect.isawaitable(value):
-            value = _event_loop().run(_awaited(value))
+            value = _event_loop().run_until_complete(value)
         return _replies(function, value, calls)
     except BaseException as error:  # a verifier that calls sys.exit() failed like any other
         return [_failed(error)]
@@ -214,13 +215,9 @@ def _is_lack_of_memory(error: BaseException) -> bool:
 
 
 @functools.cache
-def _event_loop() -> asyncio.Runner:
+def _event_loop() -> asyncio.AbstractEventLoop:
     """One loop for all calls, so that an async verifier can keep its connections."""
-    return asyncio.Runner()
-
-
-async def _awaited(value: Awaitable[Any]) -> Any:
-    return await value
+    return asyncio.new_event_loop()
 
 
 def _type_name(value: object) -> str:
@@ -230,8 +227,3 @@ def _type_name(value: object) -> str:
 
 def _describe(error: BaseException) -> str:
     return "".join(traceback.format_exception(error)).strip()
-
-
-def _shorten(text: str) -> str:
-    """Keep the end, where a traceback names the error."""
-    return text if len(text) <= _DETAIL_CHARS else "..." + text[-_DETAIL_CHARS:]

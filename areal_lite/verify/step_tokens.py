@@ -29,10 +29,8 @@ def token_of(end_character: int, token_ids: Sequence[int], decode: Decode) -> in
         2
     """
     wanted = decode(token_ids)[:end_character]
-    first = bisect.bisect_left(
-        range(1, len(token_ids)), True, key=lambda n: decode(token_ids[:n])[:end_character] == wanted
-    )
-    return first
+    prefixes = range(1, len(token_ids))
+    return bisect.bisect_left(prefixes, True, key=lambda n: decode(token_ids[:n])[:end_character] == wanted)
 
 
 def decoder_of(model_folder: str) -> Decode:

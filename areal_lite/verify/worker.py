@@ -5,7 +5,6 @@ pool's processes stay busy. Knows nothing of verify functions (`verifier_set.py`
 """
 
 import asyncio
-import functools
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,7 @@ class VerifierWorker:
         decode: Decode,
         heartbeat_s: float = 2.0,
     ) -> None:
-        """Prepare a worker.
+        """Prepare.
 
         Args:
             client: Connected to the sample queue; the caller closes it.
@@ -52,12 +51,8 @@ class VerifierWorker:
             decode: Gives a sample's text back from its tokens; called where a verifier rewards steps, in a thread.
             heartbeat_s: Seconds between heartbeats; well below the queue's lease time-out.
         """
-        self._client = client
-        self._pool = pool
-        self._name = name
-        self._events = events
-        self._lease_limit, self._decode = lease_limit, decode
-        self._heartbeat_s = heartbeat_s
+        self._client, self._pool, self._name, self._events = client, pool, name, events
+        self._lease_limit, self._decode, self._heartbeat_s = lease_limit, decode, heartbeat_s
         self._held: dict[str, asyncio.Task[None]] = {}
         self._num_groups = 0
         self._stopping = asyncio.Event()
@@ -107,10 +102,7 @@ class VerifierWorker:
                 continue
             for lease in leases:
                 self._held[lease.lease_id] = task = tasks.create_task(self._score(lease))
-                task.add_done_callback(functools.partial(self._release, lease.lease_id))
-
-    def _release(self, lease_id: str, _: "asyncio.Task[None]") -> None:
-        del self._held[lease_id]
+                task.add_done_callback(lambda _, lease_id=lease.lease_id: self._held.pop(lease_id))  # type: ignore[misc]
 
     async def _score(self, lease: Lease) -> None:
         start = time.time()
@@ -131,11 +123,12 @@ class VerifierWorker:
             [sample.text for sample in group.samples],
             messages=[sample.messages for sample in group.samples],
         )
-        pairs = zip(group.samples, replies, strict=True)
-        if any(reply.step_rewards for reply in replies):
-            # The first one loads a tokenizer: heartbeats and deadlines must not wait for that.
-            return await asyncio.to_thread(lambda: [score_of(reply, sample, self._decode) for sample, reply in pairs])
-        return [score_of(reply, sample, self._decode) for sample, reply in pairs]
+        if not any(reply.step_rewards for reply in replies):
+            return [score_of(*pair, self._decode) for pair in zip(replies, group.samples, strict=True)]
+        # The first one loads a tokenizer: heartbeats and deadlines must not wait for that.
+        return await asyncio.to_thread(
+            lambda: [score_of(*pair, self._decode) for pair in zip(replies, group.samples, strict=True)]
+        )
 
     async def _beat(self) -> None:
         while True:
@@ -153,12 +146,9 @@ class VerifierWorker:
 
 
 def score_of(reply: Reply, sample: Sample, decode: Decode) -> Score:
-    """Turn a verifier's reply into a score: step rewards move from characters to tokens.
+    """Turn a verifier's reply about `sample.text` into a score: step rewards move from characters to tokens.
 
-    Args:
-        reply: About `sample.text`.
-        sample: As it was generated.
-        decode: Called only where there are step rewards.
+    `decode` is called only where there are step rewards.
     """
     if reply.failure is not None:
         return Score(failure=reply.failure)

@@ -12,7 +12,7 @@ from places import FIXTURES
 from user_run import UserRun, adopting_orphans
 
 from areal_lite.cli import main as cli
-from areal_lite.cli.trial import Case, Outcome, load_cases
+from areal_lite.cli.trial import Case, load_cases
 from areal_lite.cli.trial_report import summarise
 from areal_lite.errors import DataError
 from areal_lite.types import Prompt
@@ -39,9 +39,9 @@ def prompts(*texts: str) -> list[Prompt]:
     return [Prompt(prompt_id=f"verify/0/{n}", text=text, token_ids=(), answer=f"a{n}") for n, text in enumerate(texts)]
 
 
-def outcome(index: int, **reply: Any) -> Outcome:
+def tried(index: int, **reply: Any) -> Case:
     (prompt,) = prompts(f"q{index}")
-    return Outcome(case=Case(index=index, prompt=prompt, completion=f"c{index}"), reply=Reply(**reply))
+    return Case(index=index, prompt=prompt, completion=f"c{index}", reply=Reply(**reply))
 
 
 def joined(tmp_path: Path, *rows: Any) -> list[tuple[int, str]]:
@@ -84,19 +84,20 @@ def test_a_prompt_that_two_rows_have_needs_an_index(tmp_path: Path) -> None:
         load_cases(prompts("q", "q"), path)
 
 
-def test_figures_of_outcomes() -> None:
+def test_figures_of_cases() -> None:
     """Rewards 1, 0, 0.5 + 0.25 of a step, and a failure: mean 1.75 / 3. Part p is there twice: (1 + 0.5) / 2.
 
     Seen failing with step rewards left out, and with means over all samples instead of those that have a part.
     """
-    outcomes = [
-        outcome(2, reward=0.5, parts={"p": 0.5}, step_rewards=[(1, 0.25)]),
-        outcome(1, reward=0.0),
-        outcome(0, reward=1.0, parts={"p": 1.0}),
-        outcome(3, reward=None, failure="nan", detail="trace"),
-        outcome(4, reward=None, failure="nan", detail="another"),
+    cases = [
+        tried(2, reward=0.5, parts={"p": 0.5}, step_rewards=[(1, 0.25)]),
+        tried(1, reward=0.0),
+        tried(0, reward=1.0, parts={"p": 1.0}),
+        tried(3, reward=None, failure="nan", detail="trace"),
+        tried(4, reward=None, failure="nan", detail="another"),
+        Case(index=5, prompt=prompts("q")[0], completion="not tried"),
     ]
-    summary = summarise(outcomes, cases=6, wall_s=2.0, gauges={})
+    summary = summarise(cases, wall_s=2.0, gauges={})
     assert summary["reward"] == {
         "mean": 1.75 / 3, "min": 0.0, "max": 1.0, "ones": 1 / 3, "zeros": 1 / 3,
         "histogram": [[0.0, 0.0, 1], [0.75, 0.75, 1], [1.0, 1.0, 1]],
@@ -111,8 +112,7 @@ def test_figures_of_outcomes() -> None:
 
 def test_many_different_scores_are_put_into_bins() -> None:
     """0, 1, ..., 20 in ten bins of width 2: two in each, and 20 with the last."""
-    outcomes = [outcome(n, reward=float(n)) for n in range(21)]
-    histogram = summarise(outcomes, cases=21, wall_s=1.0, gauges={})["reward"]["histogram"]
+    histogram = summarise([tried(n, reward=float(n)) for n in range(21)], wall_s=1.0, gauges={})["reward"]["histogram"]
     assert [count for *_, count in histogram] == [2] * 9 + [3]
     assert histogram[0] == [0.0, 2.0, 2]
     assert histogram[-1] == [18.0, 20.0, 3]

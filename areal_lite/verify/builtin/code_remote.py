@@ -57,13 +57,9 @@ def encode(value: Any, objects: dict[int, Any] | None = None) -> Any:
             return ["value", kind(value)]
     if isinstance(value, dict):
         return ["dict", [[encode(item, objects) for item in pair] for pair in value.items()]]
-    for sequence in (list, tuple, set, frozenset):
+    for name, sequence in _SEQUENCES.items():
         if isinstance(value, sequence):
-            return [sequence.__name__, [encode(item, objects) for item in value]]
-    if isinstance(value, bytes):
-        return ["literal", repr(bytes(value))]
-    if isinstance(value, complex):
-        return ["literal", repr(complex(value))]
+            return [name, [encode(item, objects) for item in value]]
     for plain, parts in _PARTS.items():
         if isinstance(value, plain):
             return [plain.__name__, [encode(part) for part in parts(value)]]
@@ -77,6 +73,8 @@ def encode(value: Any, objects: dict[int, Any] | None = None) -> Any:
 
 # A datetime is a date as well: it goes first.
 _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    bytes: lambda value: [bytes.decode(value, "latin-1"), "latin-1"],
+    complex: lambda value: [value.real, value.imag],
     Decimal: lambda value: [str(value)],
     Fraction: lambda value: [value.numerator, value.denominator],
     range: lambda value: [value.start, value.stop, value.step],
@@ -85,6 +83,7 @@ _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
     datetime.time: lambda value: [value.isoformat()],
     datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],
 }
+_SEQUENCES: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
 _MAKERS: dict[str, Callable[..., Any]] = {kind.__name__: getattr(kind, "fromisoformat", kind) for kind in _PARTS}
 
 
@@ -95,13 +94,11 @@ def decode(packed: Any, objects: Any) -> Any:
         return content
     if kind == "object":
         return objects[content]
-    if kind == "literal":
-        return ast.literal_eval(content)
     if kind == "dict":
         return {decode(key, objects): decode(value, objects) for key, value in content}
     if kind in _MAKERS:
         return _MAKERS[kind](*(decode(part, objects) for part in content))
-    return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind](decode(v, objects) for v in content)
+    return _SEQUENCES[kind](decode(item, objects) for item in content)
 
 
 # --- the candidate's side ---
@@ -166,7 +163,7 @@ class _Asker:
             if "value" in reply:
                 return decode(reply["value"], self)
             name, text = reply["error"]
-        except (OSError, ArithmeticError, ValueError, TypeError, KeyError, RecursionError, SyntaxError) as error:
+        except (OSError, ArithmeticError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise CandidateEnded(f"no proper answer came ({type(error).__name__})") from None
         kind = getattr(builtins, str(name), None)
         # To Python the end of an iterator is an answer: raised by anything else, it would end a loop of the tests'.
