@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_lite.cli.options import Overrides, Recipe
-from areal_lite.config.offline import OfflineCommand, OfflineConfig, load_offline_config
-from areal_lite.config.recipe import Config, load_config
+from areal_lite.config.offline import load_any_config
 from areal_lite.config.sections import COMMANDS
 
 __all__ = ["SUMMARY_KEYS", "dpo", "reward_model", "sft", "train"]
@@ -27,7 +26,7 @@ def train(recipe: Recipe, overrides: Overrides) -> int:
 
     Ctrl-C finishes the step, saves, and says how to go on.
     """
-    return _run(load_config(recipe, overrides), recipe, overrides, keys=SUMMARY_KEYS)
+    return _run("train", recipe, overrides, keys=SUMMARY_KEYS)
 
 
 def sft(recipe: Recipe, overrides: Overrides) -> int:
@@ -35,7 +34,7 @@ def sft(recipe: Recipe, overrides: Overrides) -> int:
 
     The rows are prompts with completions, or chats. Ctrl-C finishes the step, saves, and says how to go on.
     """
-    return _run_offline("sft", recipe, overrides)
+    return _run("sft", recipe, overrides, keys=_OFFLINE_KEYS)
 
 
 def reward_model(recipe: Recipe, overrides: Overrides) -> int:
@@ -44,7 +43,7 @@ def reward_model(recipe: Recipe, overrides: Overrides) -> int:
     It learns to score completions from pairs of a better and a worse one. The result can be a recipe's verifier:
     reward_model. Ctrl-C finishes the step, saves, and says how to go on.
     """
-    return _run_offline("reward_model", recipe, overrides)
+    return _run("reward_model", recipe, overrides, keys=_OFFLINE_KEYS)
 
 
 def dpo(recipe: Recipe, overrides: Overrides) -> int:
@@ -53,24 +52,19 @@ def dpo(recipe: Recipe, overrides: Overrides) -> int:
     It learns from pairs of a better and a worse completion, without a reward model: DPO, IPO or SimPO. Ctrl-C finishes
     the step, saves, and says how to go on.
     """
-    return _run_offline("dpo", recipe, overrides)
+    return _run("dpo", recipe, overrides, keys=_OFFLINE_KEYS)
 
 
-def _run_offline(command: OfflineCommand, recipe: str, overrides: list[str]) -> int:
-    config = load_offline_config(recipe, overrides, command=command)
-    return _run(config, recipe, overrides, keys=_OFFLINE_KEYS)
-
-
-def _run(config: Config | OfflineConfig, recipe: str, overrides: list[str], *, keys: Iterable[str]) -> int:
+def _run(command: str, recipe: str, overrides: list[str], *, keys: Iterable[str]) -> int:
+    config, console = load_any_config(recipe, overrides, command=command), Console()
     from areal_lite.launch.run.controller import Interrupted
     from areal_lite.launch.run.train import train
 
-    console = Console()
     try:
         summary = train(config, recipe_name=Path(recipe).stem, console=console)
     except Interrupted as stop:
         kept = [text for text in overrides if not text.startswith(("run.resume=", "run.dir="))]
-        again = shlex.join(["areal-lite", COMMANDS[config.command], recipe, *kept, f"run.resume={stop}"])
+        again = shlex.join(["areal-lite", COMMANDS[command], recipe, *kept, f"run.resume={stop}"])
         console.print("stopped and saved. To go on:", highlight=False)
         console.print(f"  {again}", highlight=False, markup=False, soft_wrap=True)
         return 130

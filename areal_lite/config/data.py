@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from areal_lite.config.fields import FunctionName, Refers
 from areal_lite.config.plugins import known_names, name_problems
-from areal_lite.config.section import HERE, Section
+from areal_lite.config.section import HERE, FunctionName, Refers, Section
 from areal_lite.config.suggestion import suggestion
 
 __all__ = [

@@ -9,25 +9,20 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from areal_lite.config.data import ArithConfig
-from areal_lite.config.fields import Refers
 from areal_lite.config.reading import parse_section, read_recipe
 from areal_lite.config.recipe import Config
-from areal_lite.config.section import Section
+from areal_lite.config.section import Refers, Section
 from areal_lite.config.sections import ModelConfig, RunConfig, TrainerConfig
 from areal_lite.errors import ConfigError
 
 __all__ = [
-    "OfflineCommand",
     "OfflineConfig",
     "OfflineDataConfig",
     "PreferenceConfig",
     "SftConfig",
     "load_any_config",
-    "load_offline_config",
     "parse_any_config",
 ]
-
-OfflineCommand = Literal["sft", "reward_model", "dpo"]
 
 _UNREAD = {
     "sigmoid": ("simpo_margin",),
@@ -131,7 +126,7 @@ class PreferenceConfig(SftConfig):
 class OfflineConfig(Section):
     """A whole recipe of an offline command."""
 
-    command: OfflineCommand
+    command: Literal["sft", "reward_model", "dpo"]
     """what the recipe is for"""
     run: OfflineRunConfig = OfflineRunConfig()
     model: ModelConfig = ModelConfig()
@@ -179,43 +174,25 @@ class OfflineConfig(Section):
             yield from preference.unread(_UNREAD[preference.loss], because, where="preference", to_do=to_do)
 
 
-def load_offline_config(recipe: str, overrides: Iterable[str] = (), *, command: OfflineCommand) -> OfflineConfig:
-    """Read a recipe of an offline command and apply overrides.
-
-    Args:
-        recipe: Path of a YAML file, or the name of a shipped recipe.
-        overrides: `section.field=value` words; the value is read as YAML.
-        command: The command that is to run it.
+def load_any_config(
+    recipe: str, overrides: Iterable[str] = (), *, command: str | None = None
+) -> Config | OfflineConfig:
+    """Read a recipe of whichever command it is for, or of the given one, a key of `COMMANDS`.
 
     Raises:
-        ConfigError: The file is missing or unreadable, or for another command; a key is unknown, a value or
-            combination impossible.
+        ConfigError: As `load_config`, or the recipe is for another command.
     """
-    return _parse(read_recipe(recipe, overrides, command=command))
-
-
-def load_any_config(recipe: str, overrides: Iterable[str] = ()) -> Config | OfflineConfig:
-    """Read a recipe of whichever command it is for.
-
-    Raises:
-        ConfigError: As `load_config`.
-    """
-    return parse_any_config(read_recipe(recipe, overrides, command=None))
+    return parse_any_config(read_recipe(recipe, overrides, command=command))
 
 
 def parse_any_config(raw: Mapping[str, Any]) -> Config | OfflineConfig:
-    """Turn nested mappings into a checked recipe of whichever command they are for.
+    """Turn what a user wrote into a checked recipe; unlike it, a saved recipe holds steps beside epochs.
 
     Raises:
         ConfigError: With one line per problem.
     """
     if raw.get("command") in (None, "train"):
         return parse_section(raw, Config)
-    return _parse(raw)
-
-
-def _parse(raw: Mapping[str, Any]) -> OfflineConfig:
-    """Check what a user wrote; unlike it, the recipe that a run folder keeps holds steps beside epochs."""
     config = parse_section(raw, OfflineConfig)
     if config.batch.epochs is not None and "steps" in config.run.model_fields_set:
         section = "sft" if config.command == "sft" else "preference"

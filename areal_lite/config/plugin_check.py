@@ -16,7 +16,7 @@ from areal_lite.config.reading import explained
 from areal_lite.config.recipe import Config
 from areal_lite.config.suggestion import suggestion
 from areal_lite.config.verifier import VerifierSettings
-from areal_lite.errors import ConfigError, PluginError
+from areal_lite.errors import ConfigError
 
 __all__ = ["check_plugins", "plugin_problems"]
 
@@ -71,11 +71,7 @@ def _verifiers(config: Config) -> Iterable[tuple[str, str, VerifierSettings]]:
 
 
 def _missing(key: str, name: str, *, kind: str) -> Iterable[str]:
-    try:
-        location, attribute = split_name(name, kind=kind)
-    except PluginError as error:
-        yield f"{key}: {error}"
-        return
+    location, attribute = split_name(name, kind=kind)  # of the right form, as the recipe's sections saw to
     if attribute and not location.endswith(".py"):
         # Only the outermost package is looked for: finding an inner one would import it.
         package = location.partition(".")[0]

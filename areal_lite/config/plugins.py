@@ -96,7 +96,9 @@ def find_function(name: str, *, kind: str) -> Callable[..., Any]:
     location, attribute = split_name(name, kind=kind)
     try:
         if not attribute:
-            return _unpickled(Path(location))
+            import cloudpickle
+
+            return cloudpickle.loads(Path(location).read_bytes())  # type: ignore[no-any-return]
         module = _load_file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
     except BaseException as error:  # user code runs here, sys.exit() included
         raise PluginError(f"the {kind} {name!r} cannot be imported: {type(error).__name__}: {error}") from error
@@ -147,13 +149,6 @@ def reference_to(function: Callable[..., Any], folder: Path) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return str(path)
-
-
-def _unpickled(path: Path) -> Callable[..., Any]:
-    import cloudpickle
-
-    function: Callable[..., Any] = cloudpickle.loads(path.read_bytes())
-    return function
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from areal_lite.config.fields import Refers
 from areal_lite.config.plugins import name_problems
-from areal_lite.config.section import Section
+from areal_lite.config.section import Refers, Section
 
 __all__ = ["PRESETS", "ObjectiveConfig", "expand_preset"]
 

@@ -1,14 +1,38 @@
-"""The base of a recipe's sections: typed settings, and the checks that stand beside them."""
+"""The base of a recipe's sections: typed settings, marks of what they refer to, and checks beside them."""
 
 from collections.abc import Iterable
-from typing import Any, Self
+from enum import Enum
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-__all__ = ["HERE", "Section"]
+__all__ = ["HERE", "FunctionName", "ModelFolder", "Refers", "Section"]
 
 HERE = "<here>"
 """Stands in a section's messages for its own place in the recipe, such as `data.mix.easy`."""
+
+
+class Refers(Enum):
+    """Marks a setting by what it names outside the recipe, so that it is found wherever an actor runs.
+
+    As `path: Annotated[str | None, Refers.FILE]`, or by a short form below, also in the model of a verifier's
+    arguments. Relative paths start in the folder where the command was typed.
+    """
+
+    FILE = "file"
+    """Or a folder."""
+    FILE_OR_HUB = "file or hub id"
+    """The latter of `source: dataset` alone."""
+    MODEL = "folder"
+    """Of a model, or of the run that made it."""
+    FUNCTION = "function"
+    """Wherever a text in it, its lists and its mappings has the form path.py:function."""
+    ARGUMENTS = "arguments"
+    """Whatever the `function` beside it says of them."""
+
+
+ModelFolder = Annotated[str, Refers.MODEL]
+FunctionName = Annotated[str, Refers.FUNCTION]
 
 
 class Section(BaseModel):

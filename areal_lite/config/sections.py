@@ -5,9 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from areal_lite.config.fields import FunctionName, ModelFolder, Refers
 from areal_lite.config.plugins import name_problems
-from areal_lite.config.section import Section
+from areal_lite.config.section import FunctionName, ModelFolder, Refers, Section
 
 __all__ = [
     "COMMANDS",

@@ -5,9 +5,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from areal_lite.config.fields import FunctionName, Refers
 from areal_lite.config.plugins import known_names, name_problems
-from areal_lite.config.section import Section
+from areal_lite.config.section import FunctionName, Refers, Section
 
 __all__ = ["VerifierConfig", "VerifierSettings"]
 

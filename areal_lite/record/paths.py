@@ -1,6 +1,6 @@
 """Files, models and functions that a recipe names: actors run in other folders, so they are made absolute first.
 
-What a setting refers to is marked in its section (`config/fields.py`), and in the model of a verifier's arguments.
+What a setting refers to is marked in its section (`config/section.py`), and in the model of a verifier's arguments.
 """
 
 from collections.abc import Iterable
@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from areal_lite.config.data import is_hub_id
-from areal_lite.config.fields import Refers
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.plugins import arguments_model
 from areal_lite.config.recipe import Config
-from areal_lite.config.section import Section
+from areal_lite.config.section import Refers, Section
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.record.run_folder import RunFolder
 

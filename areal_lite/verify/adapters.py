@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic import ConfigDict, Field
 
-from areal_lite.config.fields import FunctionName
 from areal_lite.config.plugins import find_function
+from areal_lite.config.section import FunctionName
 from areal_lite.errors import PluginError
 from areal_lite.verify.arguments import Arguments
 from areal_lite.verify.result import VerifyResult, batched, prepared_by, with_arguments

@@ -9,7 +9,7 @@ class Arguments(BaseModel):
     """Frozen; no unknown names, no number for a text nor a boolean for a number, no infinity.
 
     What a field means stands in a docstring below it; one that names something outside the recipe is marked as in
-    `config/fields.py`.
+    `config/section.py`.
     """
 
     model_config = ConfigDict(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from areal_lite.cli.main import main
-from areal_lite.config.offline import OfflineConfig, load_any_config, load_offline_config
+from areal_lite.config.offline import OfflineConfig, load_any_config
 from areal_lite.config.reading import parse_section
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.errors import CheckpointError, ConfigError
@@ -27,10 +27,10 @@ def test_the_shipped_rlhf_recipes_are_for_their_commands() -> None:
 def test_the_rlhf_recipes_are_chained_and_share_the_task() -> None:
     """Four commands in a row find each other's results."""
     sft, reward = (
-        load_offline_config("rlhf_sft", command="sft"),
-        load_offline_config("rlhf_reward_model", command="reward_model"),
+        load_any_config("rlhf_sft", command="sft"),
+        load_any_config("rlhf_reward_model", command="reward_model"),
     )
-    dpo, ppo = load_offline_config("rlhf_dpo", command="dpo"), load_config("rlhf_ppo")
+    dpo, ppo = load_any_config("rlhf_dpo", command="dpo"), load_config("rlhf_ppo")
     assert [recipe.model.path for recipe in (reward, dpo, ppo)] == [sft.run.dir] * 3
     assert ppo.verifier.arguments == {"model": reward.run.dir}
     assert ppo.verifier.eval_function == "last_number"
@@ -126,7 +126,7 @@ def test_a_recipe_may_name_its_command_as_one_types_it(command: str, tmp_path: P
     """Seen failing with "is a recipe of areal-lite reward-model: run it with that", said to just that command."""
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"command: {command}\ndata: {{carelessness: 0.5}}\n")
-    assert load_offline_config(str(recipe), command="reward_model").command == "reward_model"
+    assert load_any_config(str(recipe), command="reward_model").command == "reward_model"
     assert load_any_config(str(recipe)).command == "reward_model"
 
 
@@ -141,7 +141,7 @@ def test_epochs_and_steps_exclude_each_other(tmp_path: Path) -> None:
     """Seen failing with epochs winning over steps that the command line asked for."""
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("command: sft\nsft: {epochs: 2}\n")
-    for load in (load_any_config, partial(load_offline_config, command="sft")):
+    for load in (load_any_config, partial(load_any_config, command="sft")):
         assert load(str(recipe)).batch.epochs == 2.0
         with pytest.raises(
             ConfigError, match=r"either run\.steps or sft\.epochs .* got run\.steps=7 and sft\.epochs=2: "

@@ -14,7 +14,7 @@ from rich.console import Console
 from user_run import UserRun
 
 from areal_lite.cli.main import main
-from areal_lite.config.offline import OfflineCommand, load_offline_config
+from areal_lite.config.offline import load_any_config
 from areal_lite.config.recipe import load_config
 from areal_lite.record.run_folder import RunFolder
 
@@ -27,10 +27,10 @@ SFT = [
 ]  # fmt: skip
 
 
-def run_offline(recipe: str, command: OfflineCommand, *words: str) -> dict[str, Any]:
+def run_offline(recipe: str, command: str, *words: str) -> dict[str, Any]:
     from areal_lite.launch.run.train import train
 
-    config = load_offline_config(recipe, words, command=command)
+    config = load_any_config(recipe, words, command=command)
     return train(config, recipe_name=recipe, console=Console(file=io.StringIO()))
 
 

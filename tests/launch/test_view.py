@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from areal_lite.config.offline import load_offline_config
+from areal_lite.config.offline import load_any_config
 from areal_lite.config.recipe import load_config
 from areal_lite.launch.run.view import View, sparkline
 
@@ -208,7 +208,7 @@ def test_a_sparkline_spans_its_bounds(values: list[float], width: int, drawn: st
 
 def test_an_offline_run_has_the_same_panel() -> None:
     """Of its own metrics: the loss with its curve, held-out figures, and no groups."""
-    config = load_offline_config("rlhf_sft", ["run.steps=4"], command="sft")
+    config = load_any_config("rlhf_sft", ["run.steps=4"], command="sft")
     console = Console(file=io.StringIO(), width=100)
     view = View(config, console=console)
     rows = {"loss": 0.5, "grad_norm": 1.0, "tokens": 90.0}

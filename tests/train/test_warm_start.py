@@ -10,7 +10,7 @@ from source_builders import ROWS, recipe, source_of, write_parquet
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lite.config.data import ArithConfig
-from areal_lite.config.offline import load_offline_config
+from areal_lite.config.offline import load_any_config
 from areal_lite.config.recipe import load_config
 from areal_lite.data.arith import CHARACTERS, worked_solutions
 from areal_lite.data.demonstrations import PRINTABLE, Demonstration, alphabet, demonstrations, turn_examples
@@ -42,7 +42,7 @@ def test_chained_sums_alone_give_the_model_they_always_gave(tmp_path: Path, monk
     """
     demo = load_config("arith_cpu")
     assert folder_name(demo, tmp_path, monkeypatch) == "46da1eb1a9b95f7f"
-    sft = load_offline_config("rlhf_sft", command="sft")
+    sft = load_any_config("rlhf_sft", command="sft")
     assert folder_name(sft, tmp_path, monkeypatch) == "3d01ad1396bd80ea"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
-from areal_lite.config.fields import ModelFolder
+from areal_lite.config.section import ModelFolder
 from areal_lite.record.paths import find_model_folder
 from areal_lite.verify.arguments import Arguments
 from areal_lite.verify.result import batched, prepared_by, with_arguments
