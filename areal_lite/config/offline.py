@@ -20,6 +20,7 @@ __all__ = [
     "OfflineDataConfig",
     "PreferenceConfig",
     "SftConfig",
+    "check_resources",
     "load_any_config",
     "parse_any_config",
 ]
@@ -201,3 +202,33 @@ def parse_any_config(raw: Mapping[str, Any]) -> Config | OfflineConfig:
             f"{section}.epochs={config.batch.epochs:g}: leave one out, or set {section}.epochs=null"
         )
     return config
+
+
+def check_resources(config: Config | OfflineConfig, *, num_cores: int, num_gpus: int) -> str:
+    """Compare a recipe with what the machine or cluster has; returns a warning where the run would be slow.
+
+    Raises:
+        ConfigError: There are fewer GPUs than it needs.
+    """
+    ranks = needed = config.trainer.ranks
+    if config.run.device == "cpu":
+        return (
+            ""
+            if ranks <= num_cores
+            else (
+                f"trainer.ranks={ranks} on {num_cores} CPU cores: ranks will wait for each other; set "
+                f"trainer.ranks={num_cores} or fewer"
+            )
+        )
+    settings = f"trainer.ranks {ranks}"
+    if isinstance(config, Config):
+        workers, parallel = config.rollout.workers, config.rollout.tensor_parallel
+        engines = workers * parallel
+        needed = max(engines, ranks) if config.weights.transport == "ipc" else engines + ranks
+        settings = f"rollout.workers {workers} x rollout.tensor_parallel {parallel}, {settings}"
+    if needed > num_gpus:
+        raise ConfigError(
+            f"the recipe needs {needed} GPUs ({settings}), got {num_gpus}: lower them, or join more nodes to the Ray "
+            "cluster"
+        )
+    return ""

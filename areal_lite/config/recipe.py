@@ -22,7 +22,7 @@ from areal_lite.config.sections import (
 from areal_lite.config.suggestion import suggestion
 from areal_lite.config.verifier import VerifierConfig
 
-__all__ = ["Config", "load_config", "parse_config", "resource_problems"]
+__all__ = ["Config", "load_config", "parse_config"]
 
 _COMPARED = ("group_mean", "leave_one_out", "group_std", "best_of_group", "varied_groups")
 """Choices that compare the samples of a group."""
@@ -151,11 +151,7 @@ class Config(Section):
 
 
 def load_config(recipe: str, overrides: Iterable[str] = ()) -> Config:
-    """Read a recipe and apply overrides.
-
-    Args:
-        recipe: Path of a YAML file, or the name of a shipped recipe.
-        overrides: `section.field=value`; the value is read as YAML.
+    """Read a recipe, a YAML file or a shipped one's name, and apply overrides as `read_recipe` does.
 
     Raises:
         ConfigError: The file is missing or unreadable, a key is unknown, a value or combination impossible.
@@ -170,28 +166,3 @@ def parse_config(raw: Mapping[str, Any]) -> Config:
         ConfigError: With one line per problem.
     """
     return parse_section(raw, Config)
-
-
-def resource_problems(config: Config, *, num_cores: int, num_gpus: int) -> tuple[list[str], list[str]]:
-    """Compare a recipe with what the machine or cluster has.
-
-    Returns:
-        Errors (nothing may start) and warnings (it will be slow), one sentence each.
-    """
-    errors, warnings = [], []
-    if config.run.device == "cuda":
-        shared = config.weights.transport == "ipc"
-        rollout_gpus = config.rollout.workers * config.rollout.tensor_parallel
-        needed = max(rollout_gpus, config.trainer.ranks) if shared else rollout_gpus + config.trainer.ranks
-        if needed > num_gpus:
-            errors.append(
-                f"the recipe needs {needed} GPUs (rollout.workers {config.rollout.workers} x rollout.tensor_parallel "
-                f"{config.rollout.tensor_parallel}, trainer.ranks {config.trainer.ranks}), got {num_gpus}: lower them, "
-                "or join more nodes to the Ray cluster"
-            )
-    elif config.trainer.ranks > num_cores:
-        warnings.append(
-            f"trainer.ranks={config.trainer.ranks} on {num_cores} CPU cores: ranks will wait for each other; "
-            f"set trainer.ranks={num_cores} or fewer"
-        )
-    return errors, warnings

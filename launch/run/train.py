@@ -17,9 +17,9 @@ import transformers
 from rich.console import Console
 from rich.progress import Progress
 
-from areal_lite.config.offline import OfflineConfig
+from areal_lite.config.offline import OfflineConfig, check_resources
 from areal_lite.config.plugin_check import check_plugins
-from areal_lite.config.recipe import Config, resource_problems
+from areal_lite.config.recipe import Config
 from areal_lite.data.completions import load_offline
 from areal_lite.data.prompts import load_source, load_sources
 from areal_lite.errors import ConfigError
@@ -179,15 +179,5 @@ def check_arguments(config: Config, prompts: Iterable[Prompt]) -> None:
 def _check_resources(config: Config | OfflineConfig, console: Console) -> None:
     resources = ray.cluster_resources()
     num_cores, num_gpus = int(resources.get("CPU", os.cpu_count() or 1)), int(resources.get("GPU", 0))
-    if isinstance(config, OfflineConfig):
-        if config.run.device == "cuda" and config.trainer.ranks > num_gpus:
-            raise ConfigError(
-                f"the recipe needs {config.trainer.ranks} GPUs (trainer.ranks), got {num_gpus}: lower it, or join more "
-                "nodes to the Ray cluster"
-            )
-        return
-    errors, warnings = resource_problems(config, num_cores=num_cores, num_gpus=num_gpus)
-    for warning in warnings:
+    if warning := check_resources(config, num_cores=num_cores, num_gpus=num_gpus):
         console.print(f"[yellow]warning:[/] {warning}", highlight=False)
-    if errors:
-        raise ConfigError("\n".join(errors))

@@ -10,9 +10,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from areal_lite.cli.main import main
-from areal_lite.config.offline import OfflineConfig, load_any_config
+from areal_lite.config.offline import OfflineConfig, check_resources, load_any_config, parse_any_config
 from areal_lite.config.reading import parse_section, recipe_folder, shipped_recipes
-from areal_lite.config.recipe import Config, load_config, parse_config, resource_problems
+from areal_lite.config.recipe import Config, load_config, parse_config
 from areal_lite.errors import ConfigError
 
 GPU = {"run": {"device": "cuda"}, "weights": {"transport": "nccl"}}
@@ -51,8 +51,9 @@ def test_every_shipped_recipe_parses_by_name_and_by_path(name: str) -> None:
 def test_the_one_node_recipe_uses_exactly_8_gpus() -> None:
     config = load_config("gsm8k_1node")
     assert config.compute_dtype == "bfloat16"
-    assert resource_problems(config, num_cores=64, num_gpus=8) == ([], [])
-    assert resource_problems(config, num_cores=64, num_gpus=7)[0]
+    assert check_resources(config, num_cores=64, num_gpus=8) == ""
+    with pytest.raises(ConfigError, match="needs 8 GPUs"):
+        check_resources(config, num_cores=64, num_gpus=7)
 
 
 def test_defaults_are_a_whole_recipe() -> None:
@@ -266,12 +267,12 @@ def test_a_wrong_override_is_named(word: str, message: str) -> None:
 # --- the machine ---
 
 
-def test_more_trainer_ranks_than_cores_is_a_warning_on_cpu() -> None:
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_more_trainer_ranks_than_cores_is_a_warning_on_cpu(command: str) -> None:
     """Seen failing with the warning among the errors, and with `>=`."""
-    config = parse_config({"trainer": {"ranks": 3}})
-    assert resource_problems(config, num_cores=3, num_gpus=0) == ([], [])
-    errors, (warning,) = resource_problems(config, num_cores=2, num_gpus=0)
-    assert errors == []
+    config = parse_any_config({"command": command, "trainer": {"ranks": 3}})
+    assert check_resources(config, num_cores=3, num_gpus=0) == ""
+    warning = check_resources(config, num_cores=2, num_gpus=0)
     assert "trainer.ranks=3 on 2 CPU cores" in warning
     assert "set trainer.ranks=2" in warning
 
@@ -287,11 +288,16 @@ def test_more_gpus_than_there_are_is_an_error(
     raw = copy.deepcopy(GPU) | {"weights": {"transport": transport}}
     raw |= {"rollout": {"workers": workers, "tensor_parallel": tensor_parallel}, "trainer": {"ranks": ranks}}
     config = parse_config(raw)
-    assert resource_problems(config, num_cores=1, num_gpus=needed) == ([], [])
-    (error,), warnings = resource_problems(config, num_cores=1, num_gpus=needed - 1)
-    assert f"needs {needed} GPUs" in error
-    assert f"got {needed - 1}: lower them" in error
-    assert warnings == []
+    assert check_resources(config, num_cores=1, num_gpus=needed) == ""
+    with pytest.raises(ConfigError, match=rf"needs {needed} GPUs \(.*\), got {needed - 1}: lower them"):
+        check_resources(config, num_cores=1, num_gpus=needed - 1)
+
+
+def test_an_offline_run_needs_a_gpu_for_each_rank() -> None:
+    config = parse_any_config({"command": "sft", "run": {"device": "cuda"}, "trainer": {"ranks": 2}})
+    assert check_resources(config, num_cores=1, num_gpus=2) == ""
+    with pytest.raises(ConfigError, match=r"needs 2 GPUs \(trainer\.ranks 2\), got 1: lower them"):
+        check_resources(config, num_cores=1, num_gpus=1)
 
 
 # --- check-config ---

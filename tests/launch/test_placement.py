@@ -24,7 +24,7 @@ def test_a_laptop_reserves_nothing(kind: str) -> None:
 
 
 def test_engines_and_ranks_reserve_gpus_and_the_others_none() -> None:
-    """Together as many as `resource_problems` counts."""
+    """Together as many as `check_resources` counts."""
     config = gpu_config(rollout={"tensor_parallel": 2})
     assert [actor_options(config, kind).get("num_gpus", 0) for kind in KINDS] == [0, 2, 0, 1]
 
