@@ -188,31 +188,22 @@ class ObjectiveConfig(Section):
 _NO_CLIP: dict[str, Any] = {"clip_low": None, "clip_high": None}
 _KL_REWARD: dict[str, Any] = {"kl": "reward", "kl_estimator": "k1", "kl_coef": 0.05}
 
-PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+PRESETS: dict[str, dict[str, Any]] = {
     "areal": {},
-    "grpo": {"objective": {"aggregation": "sequence_mean", "kl": "loss", "kl_estimator": "k3", "kl_coef": 0.04}},
-    "dr_grpo": {"objective": {"scale": "none", "aggregation": "constant"}},
-    "dapo": {
-        "objective": {"clip_high": 0.28, "mask_truncated": True, "overlong_buffer": 0.2},
-        "queue": {"reject": "zero_variance"},
-    },
-    "rloo": {
-        "objective": {"baseline": "leave_one_out", "scale": "none", "aggregation": "sequence_sum"}
-        | _NO_CLIP
-        | _KL_REWARD
-    },
-    "reinforce": {"objective": {"baseline": "batch_mean", "scale": "none"} | _NO_CLIP},
-    "ppo": {"objective": {"baseline": "critic", "scale": "batch_std"} | _KL_REWARD},
-    "gspo": {
-        "objective": {"aggregation": "sequence_mean", "ratio_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}
-    },
-    "cispo": {"objective": {"surrogate": "weighted_likelihood", "clip_low": None, "clip_high": 5.0}},
-    "raft": {
-        "objective": {"sample_filter": "best_of_group", "baseline": "none", "scale": "none", "surrogate": "likelihood"}
-        | _NO_CLIP
-    },
+    "grpo": {"aggregation": "sequence_mean", "kl": "loss", "kl_estimator": "k3", "kl_coef": 0.04},
+    "dr_grpo": {"scale": "none", "aggregation": "constant"},
+    "dapo": {"clip_high": 0.28, "mask_truncated": True, "overlong_buffer": 0.2},
+    "rloo": {"baseline": "leave_one_out", "scale": "none", "aggregation": "sequence_sum", **_NO_CLIP, **_KL_REWARD},
+    "reinforce": {"baseline": "batch_mean", "scale": "none", **_NO_CLIP},
+    "ppo": {"baseline": "critic", "scale": "batch_std", **_KL_REWARD},
+    "gspo": {"aggregation": "sequence_mean", "ratio_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"surrogate": "weighted_likelihood", "clip_low": None, "clip_high": 5.0},
+    "raft": {"sample_filter": "best_of_group", "baseline": "none", "scale": "none", "surrogate": "likelihood"}
+    | _NO_CLIP,
 }
-"""What each preset sets, by section; everything else has the defaults above."""
+"""What each preset sets of the objective; everything else has the defaults above."""
+_QUEUE = {"dapo": {"reject": "zero_variance"}}
+"""What presets set of the queue."""
 
 
 def _without_unread(knobs: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,10 +221,10 @@ def expand_preset(raw: Any) -> Any:
     if not isinstance(raw, Mapping):
         return raw
     objective = raw.get("objective")
-    preset = objective.get("preset", "areal") if isinstance(objective, Mapping) else "areal"
+    preset = str(objective.get("preset", "areal")) if isinstance(objective, Mapping) else "areal"
     expanded = dict(raw)
-    for section, knobs in PRESETS.get(str(preset), {}).items():
-        given = raw.get(section) or {}
-        if isinstance(given, Mapping):
+    for section, presets in (("objective", PRESETS), ("queue", _QUEUE)):
+        knobs, given = presets.get(preset, {}), raw.get(section) or {}
+        if knobs and isinstance(given, Mapping):
             expanded[section] = _without_unread(knobs, given) | dict(given)
     return expanded

@@ -18,7 +18,7 @@ Result = tuple[float, np.ndarray]
 
 
 def knobs_of(preset: str, **changes: Any) -> ObjectiveConfig:
-    return ObjectiveConfig(**PRESETS[preset].get("objective", {}) | changes)
+    return ObjectiveConfig(**PRESETS[preset] | changes)
 
 
 def rows_of(case: Case) -> list[tuple[int, np.ndarray]]:
