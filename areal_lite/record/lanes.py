@@ -16,18 +16,12 @@ __all__ = ["PAUSE_PARTS", "LaneClocks", "Slice", "Stretch", "first_moment", "lan
 PAUSE_PARTS = ("pausing", "transferring", "reloading", "stamping")
 """States of a rollout lane that make up a pause, from the pause call to the resume."""
 
-_ROLLOUT_STATES = {
-    "pause": "pausing",
-    "drain": "draining",
-    "paused": "transferring",
-    "update_received": "reloading",
-    "update_loaded": "stamping",
-    "resumed": "generating",
-    "lost": "lost",
-}
-"""The state after an event; a worker that was lost neither idles nor is busy."""
-
-_TRAINER_STATES = {"wait": "waiting", "train": "training", "trained": "publishing", "published": "other"}
+_STATES = {
+    "pause": "pausing", "drain": "draining", "paused": "transferring", "update_received": "reloading",
+    "update_loaded": "stamping", "resumed": "generating", "lost": "lost",
+    "wait": "waiting", "train": "training", "trained": "publishing", "published": "other",
+}  # fmt: skip
+"""The state after an event, of a worker or of the trainer; a worker that was lost neither idles nor is busy."""
 
 _SLICES = {
     "pause": ("pause", "resumed"),
@@ -95,20 +89,19 @@ class _LaneClock:
     `{"generating": 4.0, "pausing": 1.0, "slot_seconds": 10.0}`.
     """
 
-    def __init__(self, states: Mapping[str, str], initial: str) -> None:
-        self._states, self._state = states, initial
-        self._running = 0
+    def __init__(self, state: str) -> None:
+        self._state, self._running = state, 0
         self._time: float | None = None
         self._totals: dict[str, float] = {}
 
     def feed(self, event: Event) -> None:
         """Take the next event of the lane, in order of time; kinds it does not know change nothing."""
         time, kind = event["time"], event["kind"]
-        if kind != "running" and kind not in self._states:
+        if kind != "running" and kind not in _STATES:
             return
         self._totals = self.read(time)
         self._time = time if self._time is None else max(time, self._time)
-        self._state = self._states.get(kind, self._state)
+        self._state = _STATES.get(kind, self._state)
         if kind in ("running", "lost"):
             self._running = event.get("n", 0)
 
@@ -126,14 +119,14 @@ class LaneClocks:
     """A clock for the trainer and one for each rollout lane that is heard of."""
 
     def __init__(self) -> None:
-        self._clocks = {"trainer": _LaneClock(_TRAINER_STATES, "other")}
+        self._clocks = {"trainer": _LaneClock("other")}
 
     def feed(self, events: Iterable[Event]) -> None:
         """Take events of any lanes, each lane's in order of time."""
         for event in events:
             lane = _lane(event)
             if lane.startswith("rollout/") and lane not in self._clocks and event["kind"] != "lost":
-                self._clocks[lane] = _LaneClock(_ROLLOUT_STATES, "generating")
+                self._clocks[lane] = _LaneClock("generating")
             if lane in self._clocks:
                 self._clocks[lane].feed(event)
 

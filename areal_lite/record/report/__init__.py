@@ -26,8 +26,8 @@ def write_report(run_folder: Path, *, out: Path | None = None) -> Path:
         DataError: It is no run folder.
     """
     run = read_run(run_folder)
-    sections = list(run_sections(run))
-    return write_page(out or run_folder / "report.html", title=run.name, subtitle=_subtitle(run), sections=sections)
+    path, sections = out or run_folder / "report.html", run_sections(run)
+    return write_page(path, title=run.name, subtitle=_subtitle(run), sections=sections)
 
 
 def write_comparison(run_folders: Sequence[Path], *, out: Path) -> Path:
@@ -43,8 +43,7 @@ def write_comparison(run_folders: Sequence[Path], *, out: Path) -> Path:
     names = [path.resolve().name for path in run_folders]
     distinct = names if len(set(names)) == len(names) else [str(path) for path in run_folders]
     runs = [read_run(path, name=name) for path, name in zip(run_folders, distinct, strict=True)]
-    sections = list(comparison_sections(runs))
-    return write_page(out, title=" · ".join(distinct), subtitle="runs compared", sections=sections)
+    return write_page(out, title=" · ".join(distinct), subtitle="runs compared", sections=comparison_sections(runs))
 
 
 def write_bench(folder: Path, *, out: Path | None = None) -> Path:
@@ -57,10 +56,8 @@ def write_bench(folder: Path, *, out: Path | None = None) -> Path:
     results = read_json(folder / "results.json", notes)
     if notes:
         raise DataError(f"expected the results of areal-lite bench in {folder}, but {notes[0]}: run it again")
-    sections = list(bench_sections(results))
-    return write_page(
-        out or folder / "report.html", title=folder.resolve().name, subtitle="benchmark", sections=sections
-    )
+    path, title = out or folder / "report.html", folder.resolve().name
+    return write_page(path, title=title, subtitle="benchmark", sections=bench_sections(results))
 
 
 def _subtitle(run: RunFiles) -> str:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from areal_lite.record.report.charts import COLOURS, Chart, Line, bars, lines
+from areal_lite.record.report.charts import COLOURS, Chart, Line, as_shares, bars, lines
 from areal_lite.record.report.page import Block, Section, charts_block, figure_text
 from areal_lite.record.report.read import Row, numbers, table
 
@@ -42,14 +42,9 @@ def _spread_text(spread: Mapping[str, float]) -> str:
 
 def _mode_charts(modes: Sequence[Row]) -> Iterator[Chart | None]:
     for key in dict.fromkeys(key for mode in modes for key in table(mode.get("figures"))):
-        yield _spread_chart(
-            key.replace("_", " "),
-            {str(mode.get("mode")): numbers(table(mode.get("figures")).get(key)) for mode in modes},
-        )
-    shares = {}
-    for mode in modes:
-        ages = numbers(mode.get("ages"))
-        shares[str(mode.get("mode"))] = {age: tokens / sum(ages.values()) for age, tokens in ages.items()}
+        spreads = {str(mode.get("mode")): numbers(table(mode.get("figures")).get(key)) for mode in modes}
+        yield _spread_chart(key.replace("_", " "), spreads)
+    shares = {str(mode.get("mode")): as_shares(numbers(mode.get("ages"))) for mode in modes}
     yield bars("ages of the trained tokens", shares, x="versions", y="share of tokens")
 
 
@@ -67,10 +62,8 @@ def _spread_chart(title: str, spreads: Mapping[str, Mapping[str, float]]) -> Cha
 
 
 def _curve(run: Row) -> Line:
-    curve = numbers(run.get("curve"))
-    return Line(
-        name=str(run.get("name")), x=list(map(float, curve)), y=list(curve.values()), style={"mode": "lines+markers"}
-    )
+    curve, style = numbers(run.get("curve")), {"mode": "lines+markers"}
+    return Line(name=str(run.get("name")), x=list(map(float, curve)), y=list(curve.values()), style=style)
 
 
 def _plain(rows: Sequence[Row]) -> list[Row]:

@@ -1,10 +1,10 @@
 """Charts as plain Plotly figures (`data`, `layout`); the colours of text and ground are the page's."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = ["COLOURS", "Chart", "Line", "bars", "lines", "smoothed", "stacked"]
+__all__ = ["COLOURS", "Chart", "Line", "as_shares", "bars", "lines", "smoothed", "stacked"]
 
 COLOURS = ("#3f87c9", "#e07b39", "#35a06f", "#b065c6", "#c79a1e", "#d5505f", "#3da7ab", "#8d8072")
 """Told apart on white, on black, and by most colour-blind eyes."""
@@ -70,23 +70,19 @@ def smoothed(curves: Sequence[Line], *, window: int = 10) -> list[Line]:
     for index, curve in enumerate(curves):
         colour, points = _colour(index), curve.points
         if len(points) < 3 * window:
-            style: dict[str, Any] = {"line": {"width": 2, **colour}, "marker": colour}
-            found.append(Line(name=curve.name, x=curve.x, y=curve.y, style=style))
+            found.append(replace(curve, style={"line": {"width": 2, **colour}, "marker": colour}))
             continue
         parts = [[y for _, y in points[max(0, at - window + 1) : at + 1]] for at in range(len(points))]
         means = [sum(part) / len(part) for part in parts]
         faint = {"line": {"width": 1, **colour}, "opacity": 0.4, "showlegend": False}
-        bold = {"line": {"width": 2.5, **colour}}
-        found += [Line(name=curve.name, x=curve.x, y=curve.y, style=faint)]
-        found += [Line(name=f"{curve.name}, mean of {window}", x=[x for x, _ in points], y=means, style=bold)]
+        bold, name = {"line": {"width": 2.5, **colour}}, f"{curve.name}, mean of {window}"
+        found += [replace(curve, style=faint), Line(name=name, x=[x for x, _ in points], y=means, style=bold)]
     return found
 
 
 def stacked(title: str, curves: Sequence[Line], *, x: str, y: str, **axis: Any) -> Chart | None:
     """Draw curves on top of each other, filled."""
-    filled = [
-        Line(name=curve.name, x=curve.x, y=curve.y, style={"stackgroup": "all", "mode": "lines"}) for curve in curves
-    ]
+    filled = [replace(curve, style={"stackgroup": "all", "mode": "lines"}) for curve in curves]
     return lines(title, filled, x=x, y=y, rangemode="tozero", **axis)
 
 
@@ -98,13 +94,16 @@ def bars(title: str, groups: Mapping[str, Mapping[Any, float]], *, x: str, y: st
         if values
     ]
     layout = {
-        "xaxis": {"title": {"text": x}, "type": "category"},
-        "yaxis": {"title": {"text": y}},
-        "barmode": "group",
-        "bargap": 0.15,
-        "showlegend": len(data) > 1,
-    }
+        "xaxis": {"title": {"text": x}, "type": "category"}, "yaxis": {"title": {"text": y}},
+        "barmode": "group", "bargap": 0.15, "showlegend": len(data) > 1,
+    }  # fmt: skip
     return Chart(title=title, data=data, layout=layout, note=note) if data else None
+
+
+def as_shares(counts: Mapping[str, float]) -> dict[str, float]:
+    """Return what part of all each count is; empty where there is nothing."""
+    total = sum(counts.values())
+    return {name: count / total for name, count in counts.items()} if total else {}
 
 
 def _colour(index: int) -> dict[str, str]:

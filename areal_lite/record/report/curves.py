@@ -4,20 +4,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from areal_lite.record.metrics import METRICS, OFFLINE_METRICS, Metric
-from areal_lite.record.report.charts import Chart, Line, bars, lines, smoothed, stacked
+from areal_lite.record.report.charts import Chart, Line, as_shares, bars, lines, smoothed, stacked
 from areal_lite.record.report.read import RunFiles, number, numbers, table
 
-__all__ = [
-    "age_charts",
-    "age_histogram",
-    "constants",
-    "diagnostics",
-    "learning",
-    "ledger_charts",
-    "metric_charts",
-    "metric_line",
-    "step_times",
-]
+__all__ = ["age_charts", "age_histogram", "constants", "diagnostics", "learning", "ledger_charts", "metric_charts",
+           "step_times"]  # fmt: skip
 
 STEPS = "trainer step"
 _AXES = {"step": (STEPS, "steps"), "time_s": ("seconds, warm-up included", "time")}
@@ -25,20 +16,11 @@ _WAITING = ("waiting", "leased_rollout", "generated", "leased_verify", "ready", 
 _ENDED = ("trained", "rejected", "failed", "stale", "abandoned")
 
 
-def metric_line(run: RunFiles, key: str, *, x: str = "step", name: str = "", within: str = "") -> Line:
-    """Return one figure of every step.
-
-    Args:
-        run: Read from its folder.
-        key: Of the row, or of the mapping `within` it.
-        x: `step` or `time_s`.
-        name: Of the curve; the key where empty.
-        within: Key of the mapping that holds `key`.
-    """
+def _line(run: RunFiles, key: str, *, x: str = "step", name: str = "", within: str = "") -> Line:
+    """Return one figure of every step, by a key of the row, or of the mapping `within` it."""
+    places = [number(row.get(x)) for row in run.metrics]
     rows = [table(row.get(within)) if within else row for row in run.metrics]
-    return Line(
-        name=name or key, x=[number(row.get(x)) for row in run.metrics], y=[number(row.get(key)) for row in rows]
-    )
+    return Line(name=name or key, x=places, y=[number(row.get(key)) for row in rows])
 
 
 def learning(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
@@ -61,10 +43,8 @@ def _by_source(run: RunFiles) -> Iterator[Chart | None]:
         yield lines(f"reward by source over {over}", rewards, x=axis, y="mean of the batch")
         curves = [_evaluated(run, name, x, within="by_source") for name in sources]
         yield lines(f"held-out accuracy by source over {over}", curves, x=axis, y="accuracy")
-    for title, key in (
-        ("parts of the reward", "reward_parts"),
-        ("further figures of the verifiers", "verifier_metrics"),
-    ):
+    parts = {"reward_parts": "parts of the reward", "verifier_metrics": "further figures of the verifiers"}
+    for key, title in parts.items():
         yield lines(title, _parts(run, key, "step"), x=STEPS, y="mean", legend=True)
 
 
@@ -97,7 +77,7 @@ def _measured(runs: Sequence[RunFiles], section: str) -> Iterator[tuple[Metric, 
 
 def age_charts(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
     """How old tokens were when they trained: all over, and how that moved."""
-    histograms = {run.name: _shares(age_histogram(run)) for run in runs}
+    histograms = {run.name: as_shares(age_histogram(run)) for run in runs}
     note = "age: trainer version when the batch was taken, minus the version that produced the token"
     yield bars("ages of the trained tokens", histograms, x="age, versions", y="share of tokens", note=note)
     if len(runs) > 1:
@@ -105,13 +85,13 @@ def age_charts(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
         return
     (run,) = runs
     steps = [number(row.get("step")) for row in run.metrics]
-    shares = [_shares(numbers(row.get("age_histogram"))) for row in run.metrics]
+    shares = [as_shares(numbers(row.get("age_histogram"))) for row in run.metrics]
     curves = [Line(name=f"age {age}", x=steps, y=[row.get(age, 0.0) for row in shares]) for age in age_histogram(run)]
     yield stacked("ages over steps", curves, x=STEPS, y="share of tokens", range=[0, 1])
     bound = number(table(run.config.get("queue")).get("max_staleness"))
     dashed = {"mode": "lines", "line": {"dash": "dash", "color": "#8d8072"}}
     limit = Line(name="allowed", x=steps, y=[bound] * len(steps), style=dashed)
-    oldest = [metric_line(run, "age_mean", name="mean"), metric_line(run, "age_max", name="oldest"), limit]
+    oldest = [_line(run, "age_mean", name="mean"), _line(run, "age_max", name="oldest"), limit]
     yield lines("age of a batch", oldest, x=STEPS, y="versions", rangemode="tozero")
 
 
@@ -125,8 +105,8 @@ def age_histogram(run: RunFiles) -> dict[str, float]:
 
 def ledger_charts(run: RunFiles) -> Iterator[Chart | None]:
     """Groups on their way, and how they ended."""
-    in_flight = [metric_line(run, state, within="ledger") for state in _WAITING]
-    ended = [metric_line(run, state, within="ledger") for state in _ENDED]
+    in_flight = [_line(run, state, within="ledger") for state in _WAITING]
+    ended = [_line(run, state, within="ledger") for state in _ENDED]
     yield stacked("groups on their way", in_flight, x=STEPS, y="groups")
     seen = [curve for curve in ended if any(curve.y)]
     yield lines("groups that ended", seen, x=STEPS, y="groups so far", rangemode="tozero")
@@ -135,12 +115,12 @@ def ledger_charts(run: RunFiles) -> Iterator[Chart | None]:
 def step_times(run: RunFiles) -> Chart | None:
     """Where the trainer's step went."""
     parts = {"trainer_wait_s": "waiting for a batch", "train_s": "training", "publish_s": "publishing"}
-    spent = [metric_line(run, key, name=name) for key, name in parts.items()]
+    spent = [_line(run, key, name=name) for key, name in parts.items()]
     return stacked("seconds of a trainer step", spent, x=STEPS, y="seconds")
 
 
 def _named(runs: Sequence[RunFiles], key: str, x: str = "step") -> list[Line]:
-    return [metric_line(run, key, x=x, name=run.name) for run in runs]
+    return [_line(run, key, x=x, name=run.name) for run in runs]
 
 
 def _evaluated(run: RunFiles, figure: str, x: str, *, name: str = "", within: str = "") -> Line:
@@ -152,9 +132,4 @@ def _evaluated(run: RunFiles, figure: str, x: str, *, name: str = "", within: st
 
 def _parts(run: RunFiles, within: str, x: str) -> list[Line]:
     names = sorted({name for row in run.metrics for name in table(row.get(within))})
-    return [metric_line(run, name, x=x, within=within) for name in names]
-
-
-def _shares(histogram: dict[str, float]) -> dict[str, float]:
-    total = sum(histogram.values())
-    return {name: value / total for name, value in histogram.items()} if total else {}
+    return [_line(run, name, x=x, within=within) for name in names]

@@ -4,7 +4,7 @@ Everything that comes from a run is escaped by the template; the page never asks
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ class Section:
         return self.title.lower().replace(" ", "-").replace(",", "")
 
 
-def write_page(path: Path, *, title: str, subtitle: str, sections: Sequence[Section]) -> Path:
+def write_page(path: Path, *, title: str, subtitle: str, sections: Iterable[Section]) -> Path:
     """Write a page whole or not at all, and return its path."""
     from plotly.offline import get_plotlyjs
 
@@ -61,16 +61,13 @@ def write_page(path: Path, *, title: str, subtitle: str, sections: Sequence[Sect
     environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["figure"] = figure_text
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    text = environment.get_template("page.html").render(
-        title=title,
-        subtitle=subtitle,
-        sections=shown,
-        data=data,
-        style=_file("page.css"),
-        plotly=Markup(get_plotlyjs()),
-        script=Markup("\n").join(map(_file, _SCRIPTS)),
-    )
-    write_whole(path, text)
+    files = {
+        "style": _file("page.css"),
+        "plotly": Markup(get_plotlyjs()),
+        "script": Markup("\n").join(map(_file, _SCRIPTS)),
+    }
+    page = environment.get_template("page.html")
+    write_whole(path, page.render(title=title, subtitle=subtitle, sections=shown, data=data, **files))
     return path
 
 

@@ -10,9 +10,9 @@ from areal_lite.record.report.page import Block, Section, charts_block, pairs_bl
 from areal_lite.record.report.read import RunFiles, number, numbers, table
 from areal_lite.record.report.timeline import timeline
 
-__all__ = ["MAX_GROUPS", "comparison_sections", "different_settings", "run_sections"]
+__all__ = ["comparison_sections", "different_settings", "run_sections"]
 
-MAX_GROUPS = 800
+_MAX_GROUPS = 800
 """Sampled groups in the page, evenly chosen over the run: about a megabyte."""
 
 
@@ -24,7 +24,7 @@ def run_sections(run: RunFiles) -> Iterator[Section]:
     if run.command == "train":
         yield from _online_sections(run)
     yield Section("Loss diagnostics", _diagnostics([run]))
-    stride = -(-len(run.samples) // MAX_GROUPS)
+    stride = -(-len(run.samples) // _MAX_GROUPS)
     yield Section("Samples", [Block("samples", run.samples[:: stride or 1])])
     yield Section("Settings", list(_settings(run)))
 
@@ -67,11 +67,8 @@ def _headline(run: RunFiles) -> dict[str, str]:
             figures[name] = f"{share:.1%}"
     if "age_max_trained" in summary:
         figures["oldest token of allowed"] = f"{summary['age_max_trained']} of {summary.get('max_staleness', '?')}"
-    return {
-        name: f"{value:,.0f}" if isinstance(value, float) else value
-        for name, value in figures.items()
-        if value is not None
-    }
+    known = {name: value for name, value in figures.items() if value is not None}
+    return {name: f"{value:,.0f}" if isinstance(value, float) else value for name, value in known.items()}
 
 
 def _settings(run: RunFiles) -> Iterator[Block]:

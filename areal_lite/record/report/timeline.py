@@ -13,28 +13,18 @@ from areal_lite.events import Event
 from areal_lite.record.lanes import first_moment, lane_events, slices
 from areal_lite.types import GIVEN
 
-__all__ = [
-    "KINDS",
-    "MAX_LANES",
-    "MAX_ROWS",
-    "MAX_SEGMENTS",
-    "Segment",
-    "sample_segments",
-    "slots",
-    "timeline",
-    "versions_alive",
-]
+__all__ = ["KINDS", "Segment", "sample_segments", "slots", "timeline", "versions_alive"]
 
 KINDS = ("pause", "drain", "verify", "train", "publish", "wait")
 """Kinds of segments beside samples. On the wire a segment's kind is its version, or `-1 -` the place in this list."""
 
-MAX_ROWS = 48
+_MAX_ROWS = 48
 """Rows of a lane; more could not be told apart on a screen."""
 
-MAX_SEGMENTS = 120_000
+_MAX_SEGMENTS = 120_000
 """Segments of all rollout lanes, and of all verifier lanes, in the page: about 4 MB."""
 
-MAX_LANES = {"rollout": 12, "verifier": 6, "trainer": 1}
+_MAX_LANES = {"rollout": 12, "verifier": 6, "trainer": 1}
 """Workers of a kind; more would not fit on a screen."""
 
 _UNIT_S = 1e-4
@@ -59,7 +49,13 @@ class Segment(NamedTuple):
     label: str
 
 
-def timeline(events: Sequence[Event], *, max_rows: int = MAX_ROWS, max_segments: int = MAX_SEGMENTS) -> dict[str, Any]:
+Lives = Mapping[int, tuple[float, float]]
+"""From when to when an engine generated with each version."""
+
+
+def timeline(
+    events: Sequence[Event], *, max_rows: int = _MAX_ROWS, max_segments: int = _MAX_SEGMENTS
+) -> dict[str, Any]:
     """Return the lanes as JSON: times in units of 0.1 ms since the first event.
 
     Args:
@@ -78,7 +74,7 @@ def timeline(events: Sequence[Event], *, max_rows: int = MAX_ROWS, max_segments:
     start, end = first_moment(events), max(event["time"] for event in events)
     labels: dict[str, int] = {}
     packed, left_out = [], 0
-    for kind, most in MAX_LANES.items():
+    for kind, most in _MAX_LANES.items():
         names = [name for name in by_name if name.partition("/")[0] == kind]
         left_out += len(names[most:])
         lanes = {name: list(_segments(kind, by_name[name])) for name in names[:most]}
@@ -120,11 +116,7 @@ def slots(spans: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def versions_alive(events: Iterable[Event]) -> dict[int, tuple[float, float]]:
-    """Return from when to when an engine generated with each version: from a resume to the next pause.
-
-    Args:
-        events: Of one rollout lane, in order of time.
-    """
+    """Return the lives of a rollout lane's versions, from a resume to the next pause; its events in order of time."""
     alive: dict[int, tuple[float, float]] = {}
     version: int | None = None
     for event in events:
@@ -138,13 +130,7 @@ def versions_alive(events: Iterable[Event]) -> dict[int, tuple[float, float]]:
 
 
 def sample_segments(
-    spans: Sequence[Sequence[int]],
-    *,
-    start: float,
-    end: float,
-    alive: Mapping[int, tuple[float, float]],
-    row: int,
-    label: str,
+    spans: Sequence[Sequence[int]], *, start: float, end: float, alive: Lives, row: int, label: str
 ) -> list[Segment]:
     """Split a sample at the changes of weights; before its first version it waited in the engine.
 
@@ -156,8 +142,8 @@ def sample_segments(
         start: Of generation, seconds.
         end: Of generation, seconds.
         alive: From `versions_alive`.
-        row: Of the segments.
-        label: Of the segments.
+        row: Of the segments, as is the label.
+        label: Group of the sample.
     """
     tokens: dict[int, int] = {}
     for version, first, last in spans:

@@ -126,9 +126,6 @@ def _added(run: RunFiles, key: str) -> list[dict[str, float]]:
     """Return by how much each step raised the counts of its row, which begin anew with a resume."""
     rows = [numbers(row.get(key)) for row in run.metrics]
     return [
-        {
-            reason: times - (before.get(reason, 0.0) if times >= before.get(reason, 0.0) else 0.0)
-            for reason, times in row.items()
-        }
+        {name: times - so_far if times >= (so_far := before.get(name, 0.0)) else times for name, times in row.items()}
         for before, row in itertools.pairwise([{}, *rows])
     ]
