@@ -158,26 +158,21 @@ def _in_order(counts: Mapping[Any, int]) -> dict[str, int]:
 
 def _readable(step: int, group: Group) -> dict[str, Any]:
     """Return a group as a row of `samples.jsonl`, of the step that trained it."""
-    samples = [
-        {
-            "text": sample.text,
-            "reward": None if sample.score is None else sample.score.reward,
-            "failure": None if sample.score is None else sample.score.failure,
-            **_further(sample),
-            "stop_reason": sample.stop_reason.value,
-            "tokens": sample.num_tokens,
-            "spans": [[span.version, span.start, span.end] for span in sample.spans],
-        }
-        for sample in group.samples
-    ]
-    prompt = group.prompt
+    prompt, samples = group.prompt, [_readable_sample(sample) for sample in group.samples]
     return {"step": step, "group": group.group_id, "prompt": prompt.text, "answer": prompt.answer, "samples": samples}
 
 
-def _further(sample: Sample) -> dict[str, Any]:
-    """Return what only some samples have: turns, and a verifier's further words."""
-    fields: dict[str, Any] = {"messages": list(sample.messages)}
+def _readable_sample(sample: Sample) -> dict[str, Any]:
+    further: dict[str, Any] = {"messages": list(sample.messages)}  # only of samples that have some
     if (score := sample.score) is not None:
-        fields["step_rewards"] = [[step.token, step.value] for step in score.step_rewards]
-        fields |= {"parts": dict(score.parts), "metrics": dict(score.metrics), "feedback": score.feedback}
-    return {name: value for name, value in fields.items() if value}
+        further["step_rewards"] = [[step.token, step.value] for step in score.step_rewards]
+        further |= {"parts": dict(score.parts), "metrics": dict(score.metrics), "feedback": score.feedback}
+    return {
+        "text": sample.text,
+        "reward": score and score.reward,
+        "failure": score and score.failure,
+        **{name: value for name, value in further.items() if value},
+        "stop_reason": sample.stop_reason.value,
+        "tokens": sample.num_tokens,
+        "spans": [[span.version, span.start, span.end] for span in sample.spans],
+    }

@@ -91,12 +91,8 @@ class RunFolder:
             )
         checkpoint = folder.newest_checkpoint()
         meta = json.loads((checkpoint / "meta.json").read_text())
-        for name, is_kept in (
-            ("metrics.jsonl", lambda row: row["step"] <= meta["step"]),
-            ("samples.jsonl", lambda row: row["step"] <= meta["step"]),
-            ("events.jsonl", lambda row: row["time"] <= meta["time"]),
-        ):
-            folder._orphan_rows(name, is_kept)
+        for name, key in (("metrics.jsonl", "step"), ("samples.jsonl", "step"), ("events.jsonl", "time")):
+            folder._orphan_rows(name, key, last=meta[key])
         folder.write_json("config.json", config.model_dump())
         return folder
 
@@ -162,14 +158,11 @@ class RunFolder:
         events: list[Event] = self.read("events.jsonl")
         write_whole(self.path / "trace.json", json.dumps(to_trace(events)))
 
-    def _orphan_rows(self, name: str, is_kept: Callable[[Row], bool]) -> None:
-        path = self.path / name
-        rows = self.read(name)
-        kept = [row for row in rows if is_kept(row)]
-        if len(kept) < len(rows):
-            self.append(f"{path.stem}.orphaned.jsonl", (row for row in rows if not is_kept(row)))
+    def _orphan_rows(self, name: str, key: str, *, last: float) -> None:
+        path, rows = self.path / name, self.read(name)
+        self.append(f"{path.stem}.orphaned.jsonl", (row for row in rows if row[key] > last))
         if path.is_file():
-            write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+            write_whole(path, "".join(json.dumps(row) + "\n" for row in rows if row[key] <= last))
 
 
 def write_whole(path: Path, text: str) -> None:

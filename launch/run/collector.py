@@ -21,13 +21,9 @@ class Collector:
     def __init__(
         self, cluster: Cluster, *, recorder: OnlineRecorder, view: View, logs: str, own: list[EventBuffer]
     ) -> None:
-        """Take note of whom to ask.
+        """Take note of whom to ask, of whom to tell, and of the folder that notices point to.
 
         Args:
-            cluster: Whose workers are asked.
-            recorder: Gets the events.
-            view: Gets the notices.
-            logs: Folder that the notices point to.
             own: Lanes of the controller itself; the last one gets `lost`.
         """
         self._cluster, self._recorder, self._view = cluster, recorder, view
