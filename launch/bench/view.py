@@ -80,7 +80,7 @@ COLUMNS: dict[str, Columns] = {
     "rollout": {
         "generating": lambda row: ROLLOUT_CASES[row["case"]],
         "tokens/s": cell("tokens_per_s", ".0f", ranged=True),
-        "hand-over s": cell("handovers_s", ".3f"),
+        "weight sync s": cell("handovers_s", ".3f"),
         "over line above": cell("over", ".2f"),
     },
     "train": {
