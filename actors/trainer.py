@@ -22,7 +22,7 @@ __all__ = ["OfflineTrainerActor", "OnlineTrainerActor", "TrainerActor"]
 class TrainerActor:
     """Delegates to a trainer, in which all ranks do everything together; `progress` may be called beside it."""
 
-    _trainer: Trainer | OfflineTrainer | None = None
+    _trainer: Any = None
 
     def __init__(self, config: Any, *, rank: int, log_folder: str) -> None:
         log_to_file(log_folder, f"trainer/{rank}")
@@ -43,30 +43,25 @@ class TrainerActor:
         join_process_group(address, device=run.device, timeout_s=run.stall_timeout_s, **place)
         return place
 
-    @property
-    def _started(self) -> Any:
-        assert self._trainer is not None, "start comes first"
-        return self._trainer
-
     def progress(self) -> int:
         """Return a number that grows while this rank works."""
-        return 0 if self._trainer is None else self._trainer.progress
+        return 0 if self._trainer is None else int(self._trainer.progress)
 
     def ping(self) -> None:
         """Answer once this rank is free."""
 
     def load(self, checkpoint: str) -> int:
         """Load a checkpoint; returns the version."""
-        self._started.load(Path(checkpoint))
-        return int(self._started.version)
+        self._trainer.load(Path(checkpoint))
+        return int(self._trainer.version)
 
     def save(self, folder: str) -> None:
         """Write a checkpoint."""
-        self._started.save(Path(folder))
+        self._trainer.save(Path(folder))
 
     def export(self, folder: str) -> None:
         """Write a Hugging Face folder."""
-        self._started.export(Path(folder))
+        self._trainer.export(Path(folder))
 
     def stop(self) -> None:
         """Leave the process group."""
@@ -77,6 +72,7 @@ class OnlineTrainerActor(TrainerActor):
     """Takes its batches from the sample queue, and publishes weights to the engines."""
 
     _config: Config
+    _trainer: Trainer
 
     def start(self, *, address: str, model_folder: str, endpoint: str) -> None:
         """Join the other ranks and build the model."""
@@ -107,8 +103,7 @@ class OnlineTrainerActor(TrainerActor):
 
     def step(self, batch_id: str) -> dict[str, Any]:
         """Fetch this rank's shard of a taken batch and train it."""
-        figures: dict[str, Any] = self._started.train_step(self._queue.fetch(batch_id=batch_id, rank=self._rank))
-        return figures
+        return self._trainer.train_step(self._queue.fetch(batch_id=batch_id, rank=self._rank))
 
     def publish(self) -> dict[str, str | None]:
         """Send the present weights to all engines; returns per engine None or why it failed."""
@@ -116,7 +111,7 @@ class OnlineTrainerActor(TrainerActor):
 
     def score(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Any]:
         """Log-probabilities of stored sequences under the present weights."""
-        return list(self._started.score(sequences))
+        return list(self._trainer.score(sequences))
 
     def stop(self) -> None:
         """Leave the process group."""
@@ -128,6 +123,7 @@ class OfflineTrainerActor(TrainerActor):
     """Takes its batches from rows that every rank has."""
 
     _config: OfflineConfig
+    _trainer: OfflineTrainer
 
     def start(self, *, address: str, model_folder: str) -> None:
         """Join the other ranks, load models and data."""
@@ -135,14 +131,12 @@ class OfflineTrainerActor(TrainerActor):
 
     def prepare(self) -> None:
         """Run the reference model."""
-        self._started.prepare()
+        self._trainer.prepare()
 
     def step(self) -> dict[str, float]:
         """Train one batch."""
-        figures: dict[str, float] = self._started.step()
-        return figures
+        return self._trainer.step()
 
     def evaluate(self) -> dict[str, float]:
         """Measure on the held-out rows."""
-        figures: dict[str, float] = self._started.evaluate()
-        return figures
+        return self._trainer.evaluate()

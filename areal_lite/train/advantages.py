@@ -7,7 +7,6 @@ Shape letters: `N` groups of the batch, `G` samples of a group, `B` rows and `T`
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from areal_lite.errors import PluginError
 from areal_lite.train.batch import PolicyBatch, Tokens, described
 from areal_lite.train.distributed import max_over_ranks, sum_over_ranks
 
-__all__ = ["AdvantageFigures", "batch_advantages", "find_advantage_function"]
+__all__ = ["batch_advantages", "find_advantage_function"]
 
 Compare = Callable[..., Tensor]
 """`sample_advantages`, or a function like it."""
@@ -39,19 +38,9 @@ _EPS = 1e-6
 """Added to a group's standard deviation; a smaller one of the batch is rounding, and nothing is divided by it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdvantageFigures:
-    """What is logged of a batch's advantages."""
-
-    std: float
-    """Standard deviation of the advantages over the loss-mask tokens of all ranks, before any division by it."""
-    reward_shaped_mean: float
-    """Mean shaped reward of all scored samples, overlong penalties included; 0 when none is scored."""
-
-
 def batch_advantages(
     batch: PolicyBatch, *, config: Config, kl_coef: float, compare: Compare = sample_advantages
-) -> AdvantageFigures:
+) -> dict[str, float]:
     """Shape rewards, compare returns, and fill advantages and targets of the batch's tokens in; collective.
 
     Args:
@@ -59,6 +48,10 @@ def batch_advantages(
         config: The recipe.
         kl_coef: The weight of the KL to the reference, where that is charged in the reward.
         compare: The recipe's own function in place of `sample_advantages`, see `find_advantage_function`.
+
+    Returns:
+        What is logged: `advantage_std`, over the loss-mask tokens of all ranks, before any division by it; and
+        `reward_shaped_mean` of all scored samples, overlong penalties included, 0 when none is scored.
     """
     objective, tokens = config.objective, batch.tokens
     rewards_NG = _shaped_rewards(batch, config)
@@ -73,7 +66,7 @@ def batch_advantages(
     # Not centred: the baseline has done that, and a shift would reward or punish every token alike.
     tokens.advantages_T = advantages_T / std if objective.scale == "batch_std" and std > _EPS else advantages_T
     shaped = rewards_NG[~rewards_NG.isnan()]
-    return AdvantageFigures(std=std, reward_shaped_mean=float(shaped.mean()) if len(shaped) else 0.0)
+    return {"advantage_std": std, "reward_shaped_mean": float(shaped.mean()) if len(shaped) else 0.0}
 
 
 def find_advantage_function(objective: ObjectiveConfig) -> Compare:

@@ -1,4 +1,4 @@
-"""Trainer checkpoints with torch DCP, and export to a Hugging Face folder. Called by the trainer.
+"""Trainer checkpoints with torch DCP, and export to a Hugging Face folder.
 
     folder/  .metadata, *.distcp   model and optimiser, sharded; any number of ranks can read them
              critic/               the same of the critic, where there is one
@@ -30,7 +30,7 @@ from transformers import AutoTokenizer
 from areal_lite.errors import CheckpointError
 from areal_lite.train.optimiser import Learner
 
-__all__ = ["export_model", "load_checkpoint", "load_coefficients", "save_checkpoint"]
+__all__ = ["export_model", "load_checkpoint", "save_checkpoint"]
 
 _CRITIC = "critic"
 
@@ -48,10 +48,7 @@ def save_checkpoint(
 
     Args:
         folder: Created if missing; the same on all ranks.
-        learner: The model and its optimiser, between updates.
         version: Completed trainer steps; the learning rate follows from it.
-        rank: This rank.
-        critic: The value model and its optimiser, if there is one.
         coefficients: Numbers that follow from the steps done; none by default.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,22 +62,24 @@ def save_checkpoint(
         (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
-def load_checkpoint(folder: Path, learner: Learner, *, rank: int, critic: Learner | None = None) -> int:
+def load_checkpoint(
+    folder: Path, learner: Learner, *, rank: int, critic: Learner | None = None
+) -> tuple[int, dict[str, float]]:
     """Load what `save_checkpoint` wrote, with the same or another number of ranks; collective.
 
     A rank that did not exist when it was written keeps its own random state. A critic in the checkpoint is passed over
     where none is given.
 
     Returns:
-        The version, completed trainer steps.
+        The version, completed trainer steps; and the coefficients, none where none were saved.
 
     Raises:
         CheckpointError: The checkpoint is missing or broken, of another model, or without the critic that is given.
     """
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        version = int(meta["version"])
-        saved = {key: _saved_fingerprint(meta[key]) for key in ("model", _CRITIC) if key in meta or key == "model"}
+        version, coefficients = int(meta["version"]), dict(meta.get("coefficients", {}))
+        saved = {key: dict(meta[key]) for key in ("model", _CRITIC) if key in meta or key == "model"}
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(
             f"expected a trainer checkpoint in {folder}, got {error!r}: resume from an older checkpoint"
@@ -97,13 +96,7 @@ def load_checkpoint(folder: Path, learner: Learner, *, rank: int, critic: Learne
     _load_learner(folder, learner)
     if (random_file := folder / f"rng-{rank}.pt").exists():
         _set_random_state(torch.load(random_file, weights_only=True))
-    return version
-
-
-def load_coefficients(folder: Path) -> dict[str, float]:
-    """Return the coefficients of a checkpoint that `load_checkpoint` has accepted; none from one that has none."""
-    meta = json.loads((folder / "meta.json").read_text())
-    return {name: float(value) for name, value in meta.get("coefficients", {}).items()}
+    return version, coefficients
 
 
 def _load_learner(folder: Path, learner: Learner) -> None:
@@ -125,7 +118,6 @@ def export_model(folder: Path, model: nn.Module, *, tokenizer_folder: str, rank:
         folder: Created if missing.
         model: A transformers model, sharded or not; its weights are written in their own dtype.
         tokenizer_folder: Where the tokenizer is copied from.
-        rank: This rank.
     """
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank == 0:
@@ -147,10 +139,6 @@ def _state(learner: Learner) -> dict[str, Any]:
 def _fingerprint(model: nn.Module) -> dict[str, list[Any]]:
     """Return the global shape and dtype of every parameter."""
     return {name: [list(value.shape), str(value.dtype)] for name, value in model.named_parameters()}
-
-
-def _saved_fingerprint(names: dict[str, Any]) -> dict[str, list[Any]]:
-    return {name: list(kind) for name, kind in names.items()}
 
 
 def _check_same_model(

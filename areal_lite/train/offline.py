@@ -1,6 +1,6 @@
 """One trainer rank of an offline run: model, reference, data, checkpoints, export; the loop is `offline_loop.py`.
 
-A Ray actor wraps it; every method is collective (the properties are not): all ranks call it. It knows nothing of Ray.
+A Ray actor wraps it; every method is collective: all ranks call it.
 """
 
 from pathlib import Path
@@ -66,7 +66,8 @@ class OfflineTrainer(OfflineLoop):
         Raises:
             CheckpointError: It is missing or broken, or of another model.
         """
-        self.seek(load_checkpoint(checkpoint, self.learner, rank=self._rank))
+        version, _ = load_checkpoint(checkpoint, self.learner, rank=self._rank)
+        self.seek(version)
 
     def evaluate(self) -> dict[str, float]:
         """Return loss and figures over the held-out rows; empty where there are none."""

@@ -61,8 +61,6 @@ class OfflineLoop:
             seed: Of the order of examples, which are shuffled anew in each epoch.
             settings: Optimiser, learning rate and micro-batches.
             padding: Token id behind shorter rows.
-            rank: 0 .. world_size - 1.
-            world_size: Ranks.
         """
         if not world_size <= batch_size <= len(rows.examples):
             raise ValueError(
@@ -78,14 +76,10 @@ class OfflineLoop:
         self._device = next(model.parameters()).device
         self.seek(0)
 
-    @property
-    def version(self) -> int:
-        """Completed steps."""
-        return self._version
-
     def seek(self, version: int) -> None:
         """Go on with the batch that follows so many steps; the order depends on the seed alone."""
-        self._version = version
+        self.version = version
+        """Completed steps."""
         self._batches = islice(self._all_batches(), version, None)
 
     def run(self, progress: Callable[[int, int, float], None] | None = None) -> None:
@@ -94,10 +88,10 @@ class OfflineLoop:
         Args:
             progress: Called after each step with (steps done, steps in all, loss of the step).
         """
-        while self._version < self._steps:
+        while self.version < self._steps:
             loss = self.step()["loss"]
             if progress is not None:
-                progress(self._version, self._steps, loss)
+                progress(self.version, self._steps, loss)
 
     def step(self) -> dict[str, float]:
         """Train one batch; collective.
@@ -106,7 +100,7 @@ class OfflineLoop:
             `loss` and the objective's figures, means over the batch before the update; `tokens` trained on; `lr`,
             `grad_norm` before clipping, and `step_skipped`, 1 where it was not finite and nothing was learned.
         """
-        lr = learning_rate(self._version, total_steps=self._steps, settings=self._settings)
+        lr = learning_rate(self.version, total_steps=self._steps, settings=self._settings)
         parts = self._parts(self._rows, next(self._batches))
         weight, num_tokens = self._weigh(parts)
         sums: list[Tensor] = []
@@ -118,7 +112,7 @@ class OfflineLoop:
             return loss, {}
 
         update = self.learner.update([partial(loss_of, part) for part in parts], lr=lr)
-        self._version += 1
+        self.version += 1
         return {
             **self._figures(sums),
             "tokens": num_tokens,

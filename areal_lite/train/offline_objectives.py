@@ -1,7 +1,7 @@
 """What the offline commands minimise: supervised learning, the reward model, and direct preference learning.
 
 An objective runs the model on one forward pass and returns sums, which the loop adds up over micro-batches and ranks
-and divides by its weight. Called by `offline_loop.py`; keeps no state.
+and divides by its weight.
 
 Shape letters: `E` examples of a forward pass, `B` its rows (an example's completions one after another), `T`
 completion tokens, `F` figures.
@@ -9,7 +9,7 @@ completion tokens, `F` figures.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -38,21 +38,6 @@ class Part:
     """[E, 2] float32 log-probabilities of both completions under the reference; None where there is none."""
 
 
-class Objective(Protocol):
-    """One of the classes below."""
-
-    figures: ClassVar[tuple[str, ...]]
-    """Names of what it measures beside the loss."""
-
-    def weight(self, part: Part) -> int:
-        """Return what the sums of a pass are divided by, before adding up over passes and ranks."""
-        ...
-
-    def sums(self, model: nn.Module, part: Part) -> tuple[Tensor, Tensor]:
-        """Run the model; return the loss, a scalar that can be differentiated, and the [F] figures, detached."""
-        ...
-
-
 class Supervised:
     """Cross-entropy of the completion tokens, in nats per token; prompts are left out."""
 
@@ -71,15 +56,17 @@ class Supervised:
         return -logprobs_T.sum(), correct.unsqueeze(0)
 
 
-class RewardModel:
-    """Bradley-Terry likelihood of the preferences, in nats per pair."""
-
+class _OfPairs:
     figures: ClassVar[tuple[str, ...]] = ("accuracy", "margin")
     """Share of the pairs in the right order (a tie is half), and how much better the chosen completion scores."""
 
     def weight(self, part: Part) -> int:
         """Pairs."""
         return len(part.places_E)
+
+
+class RewardModel(_OfPairs):
+    """Bradley-Terry likelihood of the preferences, in nats per pair."""
 
     def sums(self, model: nn.Module, part: Part) -> tuple[Tensor, Tensor]:
         """Score both completions of each pair at their last token."""
@@ -88,18 +75,11 @@ class RewardModel:
         return bradley_terry_loss(chosen_E, rejected_E).sum(), _margins(chosen_E - rejected_E)
 
 
-class DirectPreference:
-    """DPO, IPO or SimPO, per pair: the policy's own log-probabilities are its reward."""
-
-    figures: ClassVar[tuple[str, ...]] = ("accuracy", "margin")
-    """As the reward model's, of the implicit reward: beta times log-probability over the reference's."""
+class DirectPreference(_OfPairs):
+    """DPO, IPO or SimPO, per pair; a completion scores beta times its log-probability over the reference's."""
 
     def __init__(self, settings: PreferenceConfig) -> None:
         self._settings = settings
-
-    def weight(self, part: Part) -> int:
-        """Pairs."""
-        return len(part.places_E)
 
     def sums(self, model: nn.Module, part: Part) -> tuple[Tensor, Tensor]:
         """Compare the log-probabilities of both completions of each pair."""
@@ -125,6 +105,11 @@ class DirectPreference:
         if settings.loss == "simpo" or settings.length_normalised:
             chosen_E, rejected_E = chosen_E / lengths["chosen_lengths_P"], rejected_E / lengths["rejected_lengths_P"]
         return losses_E.sum(), _margins(settings.beta * (chosen_E - rejected_E))
+
+
+Objective = Supervised | RewardModel | DirectPreference
+"""`sums` runs the model: the loss, a scalar that can be differentiated, and detached [F] `figures`; `weight` is what
+they are divided by, when both are added up over passes and ranks."""
 
 
 def row_logprobs(model: nn.Module, part: Part) -> Tensor:

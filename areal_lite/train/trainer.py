@@ -1,9 +1,8 @@
-"""One trainer rank, and the trainer step from a shard of a batch to new weights.
+"""One trainer rank, and the trainer step from a shard of a batch to new weights; a Ray actor wraps it.
 
 The step reads from top to bottom: rows become tensors (`batch.py`), the models score them (`score.py`), rewards become
 advantages (`advantages.py`), tokens get their weights, and each minibatch has an update of the policy (`objective.py`,
-`optimiser.py`) and of the critic. A Ray actor wraps it; every method is collective (the properties are not): all ranks
-call it. It does not fetch batches, publish weights, or know that Ray exists.
+`optimiser.py`) and of the critic. Every method is collective: all ranks call it.
 """
 
 import time
@@ -22,7 +21,7 @@ from areal_lite.config.recipe import Config
 from areal_lite.errors import LedgerError
 from areal_lite.train.advantages import batch_advantages, find_advantage_function
 from areal_lite.train.batch import PolicyBatch
-from areal_lite.train.checkpoint import export_model, load_checkpoint, load_coefficients, save_checkpoint
+from areal_lite.train.checkpoint import export_model, load_checkpoint, save_checkpoint
 from areal_lite.train.critic import Critic, explained_variance
 from areal_lite.train.micro_batch import TokenRows, split_micro_batches
 from areal_lite.train.model import load_model
@@ -55,8 +54,9 @@ class Trainer:
         self._config, self._rank, self._model_folder = config, rank, model_folder
         self._device = torch.device(config.run.device)
         self._policy_term, self._compare = find_loss_function(objective), find_advantage_function(objective)
-        self._model = load_model(model_folder, config, world_size=world_size)
-        self._learner = Learner(self._model, settings=config.trainer, world_size=world_size)
+        self.model = load_model(model_folder, config, world_size=world_size)
+        """The transformers model; its parameters are DTensors where FSDP2 is on."""
+        self._learner = Learner(self.model, settings=config.trainer, world_size=world_size)
         self._reference: nn.Module | None = None
         if objective.kl != "none":
             # Loaded and cast as the policy is: equal weights must give equal logprobs.
@@ -70,26 +70,13 @@ class Trainer:
             self._ptx = PtxDocuments(config, tokenizer_folder=model_folder, rank=rank, world_size=world_size)
         self._kl = KLCoefficient(objective.kl_coef, target=objective.kl_target)
         self._proximal_kl = KLCoefficient(objective.proximal_kl_coef, target=objective.proximal_kl_target)
-        self._version = 0
-        self._progress = 0
-        for model in (self._model, self._reference, None if self._critic is None else self._critic.model):
+        self.version = 0
+        """Number of completed trainer steps."""
+        self.progress = 0
+        """Grows with every forward pass, for whoever watches for stalls."""
+        for model in (self.model, self._reference, None if self._critic is None else self._critic.model):
             if model is not None:
                 model.register_forward_pre_hook(self._count_pass)
-
-    @property
-    def model(self) -> nn.Module:
-        """The transformers model; its parameters are DTensors where FSDP2 is on."""
-        return self._model
-
-    @property
-    def version(self) -> int:
-        """Number of completed trainer steps."""
-        return self._version
-
-    @property
-    def progress(self) -> int:
-        """Grows with every forward pass, for whoever watches for stalls."""
-        return self._progress
 
     def train_step(self, shard: Shard) -> dict[str, Any]:
         """Train one batch: `trainer.minibatches` optimiser updates, after which the version is one higher.
@@ -100,9 +87,9 @@ class Trainer:
         Raises:
             LedgerError: The batch was taken at another version.
         """
-        if shard.version != self._version:
+        if shard.version != self.version:
             raise LedgerError(
-                f"a batch must be taken at the trainer's version {self._version}, got {shard.version} for batch "
+                f"a batch must be taken at the trainer's version {self.version}, got {shard.version} for batch "
                 f"{shard.batch_id}: restore queue and trainer from the same checkpoint"
             )
         config, tally = self._config, StepTally()
@@ -111,7 +98,7 @@ class Trainer:
                 batch = PolicyBatch.from_shard(shard, config=config, device=self._device)
             with _timed(tally, "proximal_s"):
                 critic = None if self._critic is None else self._critic.model
-                score_batch(batch, policy=self._model, reference=self._reference, critic=critic, config=config)
+                score_batch(batch, policy=self.model, reference=self._reference, critic=critic, config=config)
             with _timed(tally, "prepare_s"):
                 figures = batch_advantages(batch, config=config, kl_coef=self._kl.value, compare=self._compare)
                 is_empty = weigh_tokens(batch, config)
@@ -122,14 +109,14 @@ class Trainer:
                     else:
                         self._update(batch, number, tally)
                 if config.objective.proximal_kl_target is not None and tally["policy_updates"]:
-                    tally.add(proximal_kl=proximal_kl(batch, policy=self._model, config=config))
+                    tally.add(proximal_kl=proximal_kl(batch, policy=self.model, config=config))
         tally.add_shard(shard)
-        tally.add(advantage_std=figures.std, reward_shaped_mean=figures.reward_shaped_mean)
+        tally.add(**figures)
         self._add_facts(tally, batch)
         stats = tally.reduce(self._device)
         self._kl.adapt(stats["kl_ref"])
         self._proximal_kl.adapt(stats["proximal_kl"])
-        self._version += 1
+        self.version += 1
         return stats
 
     def score(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[npt.NDArray[np.float32]]:
@@ -146,7 +133,7 @@ class Trainer:
         max_tokens = self._config.trainer.micro_batch_tokens
         (parts,) = split_micro_batches(rows, [range(len(rows))], max_tokens=max_tokens, device=self._device)
         unknown_T = torch.empty(len(token_ids_T), device=self._device)
-        logprobs_T = fill_in(unknown_T, parts, model=self._model, output=logprobs_of(token_ids_T, temperature=1.0))
+        logprobs_T = fill_in(unknown_T, parts, model=self.model, output=logprobs_of(token_ids_T, temperature=1.0))
         return rows.split(logprobs_T.cpu().numpy())
 
     def save(self, folder: Path) -> None:
@@ -154,7 +141,7 @@ class Trainer:
         save_checkpoint(
             folder,
             self._learner,
-            version=self._version,
+            version=self.version,
             rank=self._rank,
             critic=self._critic_learner,
             coefficients={"kl": self._kl.value, "proximal_kl": self._proximal_kl.value},
@@ -166,36 +153,35 @@ class Trainer:
         Raises:
             CheckpointError: It is missing or broken, of another model, or without the critic that the recipe has.
         """
-        self._version = load_checkpoint(folder, self._learner, rank=self._rank, critic=self._critic_learner)
-        saved = load_coefficients(folder)
+        self.version, saved = load_checkpoint(folder, self._learner, rank=self._rank, critic=self._critic_learner)
         self._kl.restore(saved.get("kl"))
         self._proximal_kl.restore(saved.get("proximal_kl"))
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder with weights (float32) and tokenizer."""
-        export_model(folder, self._model, tokenizer_folder=self._model_folder, rank=self._rank)
+        export_model(folder, self.model, tokenizer_folder=self._model_folder, rank=self._rank)
 
     @property
     def _critic_learner(self) -> Learner | None:
         return None if self._critic is None else self._critic.learner
 
     def _count_pass(self, *_: object) -> None:
-        self._progress += 1
+        self.progress += 1
 
     def _update(self, batch: PolicyBatch, number: int, tally: StepTally) -> None:
         """Update policy and critic on a minibatch in which some token trains."""
         # A critic that knows nothing yet would make noise of the rewards.
-        if self._critic is None or self._version >= self._config.critic.warmup_steps:
+        if self._critic is None or self.version >= self._config.critic.warmup_steps:
             self._update_policy(batch, number, tally)
         if self._critic is not None:
-            update = self._critic.update(batch, batch.updates[number], version=self._version)
+            update = self._critic.update(batch, batch.updates[number], version=self.version)
             tally.add_figures(update.figures, applied=update.applied)
             tally.add(**({"critic_updates": 1} if update.applied else {"step_skipped": 1}))
 
     def _update_policy(self, batch: PolicyBatch, number: int, tally: StepTally) -> None:
         loss_of = UpdateLoss(
             batch=batch,
-            model=self._model,
+            model=self.model,
             config=self._config,
             is_first=number == 0,
             kl_coef=self._kl.value,
@@ -204,7 +190,7 @@ class Trainer:
         )
         shares: list[Share] = [partial(loss_of, part) for part in batch.updates[number]]
         if self._ptx is not None:
-            shares += self._ptx.shares(self._model, version=self._version, minibatch=number)
+            shares += self._ptx.shares(self.model, version=self.version, minibatch=number)
         update = self._learner.update(shares, lr=self._lr)
         tally.add_figures(update.figures, applied=update.applied)
         if not update.applied:
@@ -216,7 +202,7 @@ class Trainer:
 
     @property
     def _lr(self) -> float:
-        return learning_rate(self._version, total_steps=self._config.run.steps, settings=self._config.trainer)
+        return learning_rate(self.version, total_steps=self._config.run.steps, settings=self._config.trainer)
 
     def _add_facts(self, tally: StepTally, batch: PolicyBatch) -> None:
         """Add what is known beside the updates; collective."""

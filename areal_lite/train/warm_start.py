@@ -1,7 +1,6 @@
 """The built-in model: a tiny Qwen3 that a short supervised run has shown how the recipe's tasks are done.
 
-Called by the command line before a run with `model.path: builtin:arith` starts. The result is an ordinary Hugging
-Face folder, cached under a hash of everything that shapes it.
+The result is an ordinary Hugging Face folder, cached under a hash of everything that shapes it.
 """
 
 import hashlib
@@ -28,6 +27,9 @@ from areal_lite.train.offline_objectives import Supervised
 
 __all__ = ["ensure_warm_start"]
 
+Progress = Callable[[int, int, float], None]
+"""Called after each step with (steps done, steps in all, loss)."""
+
 _RECIPE_VERSION = 1
 """Raised when the code below changes what comes out."""
 _HEAD_DIM = 32
@@ -36,15 +38,13 @@ _MAX_THREADS = 4
 """Matrices of this model are too small for more."""
 
 
-def ensure_warm_start(
-    config: Config | OfflineConfig, *, cache_dir: Path, progress: Callable[[int, int, float], None] | None = None
-) -> Path:
+def ensure_warm_start(config: Config | OfflineConfig, *, cache_dir: Path, progress: Progress | None = None) -> Path:
     """Return the folder of the warm-started model, training it when it is not in the cache.
 
     Args:
         config: The recipe: `model.warm_start`, `model.max_context` and the sources' demonstrations shape the result.
         cache_dir: Created if missing.
-        progress: Called after each step with (steps done, steps in all, loss); not called on a cache hit.
+        progress: Not called on a cache hit.
 
     Returns:
         `cache_dir/<hash>`, complete: it appears in one piece.
@@ -60,7 +60,12 @@ def ensure_warm_start(
     cache_dir.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=cache_dir))
     try:
-        _train(config, shown, folder=unfinished, progress=progress)
+        tokenizer = build_char_tokenizer(alphabet(config))
+        model = _build_model(config, tokenizer)
+        if config.model.warm_start.steps > 0:
+            _learn(model, turn_examples(shown, tokenizer), settings=config.model.warm_start, progress=progress)
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
         _move_into_place(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -78,29 +83,7 @@ def _content_hash(config: Config | OfflineConfig, shown: Sequence[Demonstration]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _train(
-    config: Config | OfflineConfig,
-    shown: Sequence[Demonstration],
-    *,
-    folder: Path,
-    progress: Callable[[int, int, float], None] | None,
-) -> None:
-    warm_start = config.model.warm_start
-    tokenizer = build_char_tokenizer(alphabet(config))
-    model = _build_model(config, tokenizer)
-    if warm_start.steps > 0:
-        _learn(model, turn_examples(shown, tokenizer), settings=warm_start, progress=progress)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def _learn(
-    model: Any,
-    examples: Sequence[Example],
-    *,
-    settings: WarmStartConfig,
-    progress: Callable[[int, int, float], None] | None,
-) -> None:
+def _learn(model: Any, examples: Sequence[Example], *, settings: WarmStartConfig, progress: Progress | None) -> None:
     trainer = TrainerConfig(
         lr=settings.lr, schedule="cosine", warmup_steps=min(20, settings.steps), micro_batch_tokens=1024
     )

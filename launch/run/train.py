@@ -71,12 +71,10 @@ def train(
 
 def _online(config: Config, console: Console) -> tuple[Config, Callable[[RunFolder], Controller]]:
     """Load everything, so that bad data is found before any actor starts."""
-    from transformers import AutoTokenizer
-
     check_plugins(config)
     config = with_absolute_paths(config)
     model_folder = prepare_model(config, console=console)
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)
     if config.objective.ptx_coef > 0 and config.objective.ptx_path is not None:
         load_documents(config.objective.ptx_path, tokenizer=tokenizer, max_tokens=config.model.max_context)
     prompts = load_sources(config, tokenizer, "train")
@@ -89,11 +87,9 @@ def _online(config: Config, console: Console) -> tuple[Config, Callable[[RunFold
 
 def _offline(config: OfflineConfig, console: Console) -> tuple[OfflineConfig, Callable[[RunFolder], Controller]]:
     """Load the data, and turn `epochs` into steps; the rows behind an epoch's last full batch are passed over."""
-    from transformers import AutoTokenizer
-
     config = with_absolute_paths(config)
     model_folder = prepare_model(config, console=console)
-    data = load_offline(config, AutoTokenizer.from_pretrained(model_folder))
+    data = load_offline(config, transformers.AutoTokenizer.from_pretrained(model_folder))
     if config.batch.epochs is not None:
         steps = max(1, round(config.batch.epochs * (len(data.train) // config.batch.batch_size)))
         config = config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from areal_lite.config.recipe import Config, load_config, parse_config
-from areal_lite.launch.run.placement import actor_options
+from areal_lite.launch.run.lifetime import actor_options
 
 KINDS = ["queue", "rollout", "verifier", "trainer"]
 

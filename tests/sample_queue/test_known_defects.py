@@ -38,7 +38,7 @@ def recipe(**sections: Any) -> Config:
 
 def make_trainer(model_folder: str, config: Config) -> Trainer:
     trainer = Trainer(config, model_folder=model_folder, rank=0, world_size=1)
-    trainer._version = VERSION
+    trainer.version = VERSION
     return trainer
 
 

@@ -57,7 +57,7 @@ def row_logprobs(model: nn.Module, row: Row, temperature: float = 0.8) -> torch.
 
 def make_trainer(model_folder: str, config: Config) -> Trainer:
     trainer = Trainer(config, model_folder=model_folder, rank=0, world_size=1)
-    trainer._version = 5
+    trainer.version = 5
     return trainer
 
 
