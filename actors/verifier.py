@@ -66,8 +66,6 @@ class VerifierActor:
         """Score evaluation completions, one per prompt, with the evaluation's own verifier if there is one.
 
         Args:
-            prompts: Held out.
-            completions: As text.
             messages: The turns of each, none where it has just one; None = none has.
 
         Returns:

@@ -77,7 +77,6 @@ def worked_solutions(settings: ArithConfig, count: int, *, seed: int, carelessne
 
     Args:
         settings: The task; its held-out split is the one excluded.
-        count: Number of problems.
         seed: Picks the stream.
         carelessness: Probability, 0..1, with which a solution forgets a carry or a borrow (`7+5=2`, `12-5=17`) and
             goes on from the wrong total; `answer` stays the right one. 0 = gold solutions.
@@ -107,7 +106,6 @@ def preference_pairs(settings: ArithConfig, split: Literal["train", "eval"], *, 
     than `train_size` and `eval_size`. The splits have no prompt in common.
 
     Args:
-        settings: The task.
         split: `train`, from a stream of problems of its own, or `eval`, the held-out problems.
         carelessness: Above 0, as in `worked_solutions`.
 

@@ -7,7 +7,7 @@ held out depends on the data alone, not on a seed: runs can be compared.
 import logging
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -88,20 +88,19 @@ def _examples(
     return list(_fitting(examples, path=path, policy=data.too_long, max_tokens=config.model.max_context))
 
 
-def _arith_rows(config: OfflineConfig, split: Split) -> Iterable[dict[str, Any]]:
+def _arith_rows(config: OfflineConfig, split: Split) -> list[dict[str, Any]]:
     arith, carelessness, data = config.data.arith, config.data.carelessness, config.data
     if config.command != "sft":
-        for pair in preference_pairs(arith, split, carelessness=carelessness):
-            columns = {data.prompt_column: "prompt", data.chosen_column: "chosen", data.rejected_column: "rejected"}
-            yield {column: asdict(pair)[name] for column, name in columns.items()}
-        return
+        return [
+            {data.prompt_column: pair.prompt, data.chosen_column: pair.chosen, data.rejected_column: pair.rejected}
+            for pair in preference_pairs(arith, split, carelessness=carelessness)
+        ]
     problems = (
         held_out_solutions(arith, carelessness=carelessness)
         if split == "eval"
         else worked_solutions(arith, arith.train_size, seed=arith.seed, carelessness=carelessness)
     )
-    for problem in problems:
-        yield {data.prompt_column: problem.prompt, data.completion_column: problem.solution}
+    return [{data.prompt_column: problem.prompt, data.completion_column: problem.solution} for problem in problems]
 
 
 def _columns(config: OfflineConfig, rows: Rows) -> dict[str, str]:

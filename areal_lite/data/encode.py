@@ -21,9 +21,7 @@ def encode_texts(
     """Return the token ids of each text.
 
     Args:
-        texts: Any number.
         origins: Names each text's row in a message.
-        tokenizer: The model's.
         add_special_tokens: Whether the tokenizer may put its own around a text.
 
     Raises:
@@ -70,10 +68,7 @@ def render_chat(
     """Return a chat as the model's chat template writes it.
 
     Args:
-        messages: With `role` and `content`.
-        tokenizer: The model's.
         add_generation_prompt: Whether to end where the assistant's next message begins.
-        where: The recipe's section, for messages.
 
     Raises:
         ConfigError: The model has no chat template.

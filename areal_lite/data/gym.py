@@ -29,11 +29,6 @@ def gym_tasks(settings: GymConfig, split: Literal["train", "eval"], *, where: st
     Held-out questions differ from each other; training questions may repeat where a family has only few. A task's
     demonstration is the answer alone.
 
-    Args:
-        settings: The family.
-        split: `train` or `eval`.
-        where: The recipe's section, for messages.
-
     Raises:
         ConfigError: The package or the family is missing, its arguments are wrong, or it has too few questions.
         DataError: A task holds what cannot travel between processes.

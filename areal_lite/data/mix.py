@@ -102,7 +102,6 @@ def make_cursor(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> Prom
     """Build the walk over the training prompts that a recipe asks for.
 
     Args:
-        config: The recipe.
         prompts: Of each source, by its name.
 
     Raises:

@@ -29,8 +29,6 @@ def load_source(config: Config, tokenizer: "PreTrainedTokenizerBase", split: Spl
     """Load and tokenise the prompts of a split, of all sources one after another.
 
     Args:
-        config: The recipe.
-        tokenizer: The model's tokenizer.
         split: `eval` gives at most `eval_size` prompts of each source, none where files have no `eval_path`.
 
     Returns:

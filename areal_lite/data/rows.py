@@ -192,13 +192,11 @@ def make_each(
     """Make something of each row, and log the broken ones.
 
     Args:
-        rows: With their numbers.
         make: From a row's number and columns; raises `ValueError` where the row is broken.
         problems: Rows that could not be read, as (number, what is wrong).
         name: Of the file, or whatever the rows came from.
         max_bad_fraction: Share of broken rows that is tolerated.
         unit: What the numbers count.
-        where: The recipe's section, for messages.
 
     Returns:
         What was made, with the rows' numbers.

@@ -24,7 +24,6 @@ def load_tasks(source: SourceConfig, split: Split, *, where: str) -> list[Task]:
     """Make or read the tasks of a split, the same ones for the same settings.
 
     Args:
-        source: Of any kind.
         split: No task of `eval` is in `train` where the source is built in; `eval` may be empty where it is not.
         where: The recipe's section, for messages: `data` or `data.mix.<name>`.
 

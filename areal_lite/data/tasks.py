@@ -49,7 +49,6 @@ def make_task(
     """Take a row of a file apart.
 
     Args:
-        row: Columns by name.
         origin: Names the row in messages.
         prompt_column: Column with the prompt, a non-empty text or a list of chat messages.
         answer_column: Column with the reference answer, a text or a number.
@@ -109,9 +108,7 @@ def in_ranges(tasks: Sequence[Task], ranges: Mapping[str, tuple[float, float]], 
     """Return the tasks whose columns lie in all ranges; a cell that is empty or no number lies in none.
 
     Args:
-        tasks: Of one split.
         ranges: Lowest and highest value by column.
-        where: The recipe's section, for messages.
 
     Raises:
         DataError: No task has such a column, or none lies in the ranges.

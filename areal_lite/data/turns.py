@@ -51,7 +51,6 @@ class TurnTokenizer:
         """Prepare for one model.
 
         Args:
-            tokenizer: The model's.
             chat: Plain texts too become messages of user and assistant.
 
         Raises:

@@ -32,8 +32,6 @@ def reply_ids(
 
     Args:
         messages: The turns so far, without the prompt; the last is the model's answer.
-        reply: The environment's words.
-        tokenizer: The model's.
         end: The end-of-sequence token that the model produced; None where its answer was cut off.
 
     Raises:

@@ -72,8 +72,6 @@ class EpisodeEngine:
         """Prepare one episode.
 
         Args:
-            engine: Generates.
-            prompt_ids: Tokens of the prompt.
             sampling: Temperature, and the tokens that the whole sample may have.
             seed_of: From the number of a `generate` call to its seed; None where nothing is random.
             is_chat: Whether the prompt went through the model's chat template.
@@ -149,7 +147,6 @@ class EpisodeEngine:
 
         Args:
             messages_before: `messages_of` the turns so far, the model's last.
-            reply_text: The environment's words.
 
         Raises:
             ValueError: The last message is not the model's, or the reply cannot be encoded.

@@ -1,7 +1,7 @@
 """Runs the workflows of a recipe: from a prompt to a sample.
 
-`RolloutWorker` does so for training, `complete_greedily` for evaluation. Workflows that a recipe names
-are loaded before the first prompt; a data row chooses among them by its column `workflow`.
+Workflows that a recipe names are loaded before the first prompt; a data row chooses among them by its column
+`workflow`.
 """
 
 import asyncio
@@ -49,7 +49,6 @@ class Workflows:
         """Run one episode.
 
         Args:
-            engine: Generates.
             prompt: What the episode begins with; its row chooses the workflow.
             sampling: Temperature, and the tokens that a sample may have where its row does not say.
             seed_of: From the number of a request of this episode to its seed; None where nothing is random.
@@ -131,7 +130,7 @@ def load_workflows(config: Config) -> Workflows:
     return Workflows(
         default=rollout.workflow,
         loaded=loaded,
-        is_chat=lambda prompt: _source_is_chat(config, prompt),
+        is_chat=lambda prompt: config.data.mix.get(prompt.prompt_id.split("/")[0], config.data).chat,
         turn_timeout_s=rollout.turn_timeout_s,
     )
 
@@ -163,11 +162,6 @@ def _row(prompt: Prompt) -> dict[str, Any]:
     columns = {name: value for name, value in prompt.row.items() if name not in ("verifier", "workflow")}
     # A copy down to the last list: the samples of a group must not see what an environment notes in another's row.
     return {**copy.deepcopy(columns), "prompt": prompt.text, "answer": prompt.answer}
-
-
-def _source_is_chat(config: Config, prompt: Prompt) -> bool:
-    source = config.data.mix.get(prompt.prompt_id.split("/")[0], config.data)
-    return source.chat
 
 
 def _load(name: str, arguments: Mapping[str, Any]) -> tuple[Function, Mapping[str, Any]]:

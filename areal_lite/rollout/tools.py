@@ -52,10 +52,7 @@ async def tools(
     worker's process with its rights: what a model may not do, they must not offer.
 
     Args:
-        engine: Of this episode.
-        row: The data row.
         functions: `module:function` or `path.py:function`; the model calls them by the part behind the colon.
-        max_turns: Turns of the model's at most.
         max_characters: Longest result shown; the rest of a longer one is cut off.
     """
     found = _find_functions(functions=functions, max_turns=max_turns, max_characters=max_characters)

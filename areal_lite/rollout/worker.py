@@ -1,8 +1,7 @@
 """The rollout worker's loop: keep one engine full, without a batch barrier.
 
-The rollout actor owns one of these. It pulls prompts from the sample queue whenever the engine has a free
-slot, returns each group as soon as its last sample ends, and tells the queue by heartbeat which work it
-still holds. It knows neither Ray nor vLLM nor weights.
+It pulls prompts from the sample queue whenever the engine has a free slot, returns each group as soon as its last
+sample ends, and tells the queue by heartbeat which work it still holds.
 """
 
 import asyncio
@@ -11,7 +10,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from areal_lite.errors import EpisodeError, QueueTimeout, WireError
 from areal_lite.events import EventBuffer
@@ -19,21 +18,15 @@ from areal_lite.rollout.engine import GenerationEngine, Sampling
 from areal_lite.rollout.runner import Workflows, complete_greedily
 from areal_lite.types import Lease, Prompt, Sample
 
-__all__ = ["RolloutQueue", "RolloutWorker", "sample_seed"]
+if TYPE_CHECKING:
+    from areal_lite.sample_queue.client import AsyncQueueClient
+
+__all__ = ["RolloutWorker", "sample_seed"]
 
 logger = logging.getLogger(__name__)
 
 _LEASE_WAIT_S = 1.0
 _OCCUPANCY_RESOLUTION_S = 0.005
-
-
-class RolloutQueue(Protocol):
-    """The part of the queue client that a rollout worker uses."""
-
-    def lease_rollout(self, *, worker: str, limit: int, wait_s: float) -> Awaitable[list[Lease]]: ...  # noqa: D102
-    def complete_rollout(self, *, lease_id: str, samples: Sequence[Sample]) -> Awaitable[bool]: ...  # noqa: D102
-    def heartbeat(self, *, worker: str, lease_ids: Sequence[str], progress: int) -> Awaitable[list[str]]: ...  # noqa: D102
-    def fail(self, *, lease_id: str, reason: str) -> Awaitable[bool]: ...  # noqa: D102
 
 
 def sample_seed(run_seed: int, group_id: str, sample_index: int, call: int = 0) -> int:
@@ -62,7 +55,7 @@ class RolloutWorker:
 
     def __init__(
         self,
-        client: RolloutQueue,
+        client: "AsyncQueueClient",
         engine: GenerationEngine,
         *,
         name: str,
@@ -92,17 +85,14 @@ class RolloutWorker:
         Raises:
             EngineError: The engine died; held leases come back to the queue by their missing heartbeats.
         """
-        waits = (self._lease_loop(), self._heartbeat_loop(), self._stopping.wait())
-        loops: list[asyncio.Task[Any]] = [asyncio.create_task(wait) for wait in waits]
         try:
-            ended, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
-            for loop in ended:
-                loop.result()
-        finally:
-            tasks = [*loops, *self._groups.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            async with asyncio.TaskGroup() as tasks:
+                loops = [tasks.create_task(self._lease_loop(tasks)), tasks.create_task(self._heartbeat_loop())]
+                await self._stopping.wait()
+                for task in [*loops, *self._groups.values()]:
+                    task.cancel()
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
 
     async def stop(self) -> None:
         """End `run`: nothing more is leased, samples in flight are cut off."""
@@ -118,17 +108,16 @@ class RolloutWorker:
         """Figures of this moment."""
         return {"running": self._running, "slots": self._slots, "tokens": self._engine.tokens_generated}
 
-    async def _lease_loop(self) -> None:
+    async def _lease_loop(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             self._changed.clear()
-            self._raise_if_engine_died()
             free = self._slots - self._running
             if free > 0:
-                await self._lease(limit=-(-free // self._samples_per_group))
+                await self._lease(tasks, limit=-(-free // self._samples_per_group))
             else:
                 await self._changed.wait()
 
-    async def _lease(self, *, limit: int) -> None:
+    async def _lease(self, tasks: asyncio.TaskGroup, *, limit: int) -> None:
         try:
             leases = await self._client.lease_rollout(worker=self._name, limit=limit, wait_s=_LEASE_WAIT_S)
         except QueueTimeout:
@@ -136,9 +125,11 @@ class RolloutWorker:
             return
         for lease in leases:
             self._count_running(self._samples_per_group)
-            task = asyncio.create_task(self._serve(lease))
-            self._groups[lease.lease_id] = task
-            task.add_done_callback(lambda _: self._changed.set())
+            self._groups[lease.lease_id] = task = tasks.create_task(self._serve(lease))
+            task.add_done_callback(functools.partial(self._release, lease.lease_id))
+
+    def _release(self, lease_id: str, _: asyncio.Task[None]) -> None:
+        del self._groups[lease_id]
 
     async def _serve(self, lease: Lease) -> None:
         """Generate one group. Episodes that fail leave lost samples, or none of the group; a dead engine is raised."""
@@ -160,7 +151,6 @@ class RolloutWorker:
         except WireError as error:
             logger.error("the queue refused lease %s: %s", lease.lease_id, error)
             await self._client.fail(lease_id=lease.lease_id, reason=f"refused:{type(error).__name__}")
-        self._groups.pop(lease.lease_id, None)
 
     def _hand_in(self, lease_id: str, samples: Sequence[Sample]) -> Awaitable[bool]:
         if all(sample.is_lost for sample in samples):
@@ -190,15 +180,8 @@ class RolloutWorker:
                 logger.warning("the queue did not answer a heartbeat")
                 continue
             for lease_id in dead:
-                if (task := self._groups.get(lease_id)) is not None and not task.done():
-                    self._groups.pop(lease_id).cancel()
-
-    def _raise_if_engine_died(self) -> None:
-        for lease_id, task in list(self._groups.items()):
-            if task.done():
-                del self._groups[lease_id]
-                if not task.cancelled():
-                    task.result()
+                if task := self._groups.get(lease_id):
+                    task.cancel()
 
     def _count_running(self, change: int) -> None:
         self._running += change

@@ -58,12 +58,9 @@ async def multi_turn(
     (the environment is not asked again), when a turn was cut off, and when a reply leaves no room for an answer.
 
     Args:
-        engine: Of this episode.
-        row: The data row.
         step: `step(messages, row) -> (reply, done)`, or its name, `module:function` or `path.py:function`. Messages are
             the turns so far, without the prompt: `{"role": "assistant" | "environment", "content": text}`. A sync
             function runs in a thread of its own; one that never returns keeps its thread after the deadline.
-        max_turns: Turns of the model's at most.
 
     Raises:
         TimeoutError: A step took longer than `rollout.turn_timeout_s`.

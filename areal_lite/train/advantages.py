@@ -44,8 +44,6 @@ def batch_advantages(
     """Shape rewards, compare returns, and fill advantages and targets of the batch's tokens in; collective.
 
     Args:
-        batch: The shard, scored.
-        config: The recipe.
         kl_coef: The weight of the KL to the reference, where that is charged in the reward.
         compare: The recipe's own function in place of `sample_advantages`, see `find_advantage_function`.
 

@@ -126,9 +126,7 @@ class PolicyBatch:
         """Lay out the shard's own rows, and decide on whole groups which of them train; collective.
 
         Args:
-            shard: From the sample queue.
             config: The recipe: staleness bound, minibatches, filters.
-            device: Where the tensors go.
         """
         rows = TokenRows((row.prompt_token_ids, row.sample.token_ids) for row in shard.rows)
         minibatches = [

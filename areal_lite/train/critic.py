@@ -27,7 +27,6 @@ class Critic:
         Args:
             config: The recipe: `critic`, and `trainer` for all that the critic shares with the policy.
             model_folder: The initial policy, whose body the critic starts from unless the recipe names another.
-            world_size: Trainer ranks.
         """
         self._config = config
         self._settings = config.trainer.model_copy(update={"lr": config.critic.lr})
@@ -39,7 +38,6 @@ class Critic:
 
         Args:
             batch: The shard, scored, with targets and weights.
-            micro_batches: Those of the policy's update.
             version: Completed trainer steps, for the learning rate.
         """
 

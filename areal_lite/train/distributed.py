@@ -36,8 +36,6 @@ def join_process_group(address: str, *, rank: int, world_size: int, device: str,
 
     Args:
         address: `host:port` of an open store (`open_store`), the same on all ranks.
-        rank: 0 .. world_size - 1.
-        world_size: Trainer ranks.
         device: `cpu` or `cuda`; a rank sees one GPU, or takes the one of its number.
         timeout_s: Seconds that joining, and later any collective, may take.
 

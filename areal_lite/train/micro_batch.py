@@ -100,10 +100,8 @@ def split_micro_batches(
     """Build the micro-batches of each optimiser update, equally many on every rank; collective.
 
     Args:
-        rows: All rows.
         updates: Indices of the rows of each.
         max_tokens: Padded tokens of one forward pass at most.
-        device: Where the tensors go.
     """
     split = []
     for chosen in updates:
@@ -120,16 +118,15 @@ def equalise(updates: Sequence[list[MicroBatch]], *, device: torch.device) -> li
     """
     counts = torch.tensor([len(batches) for batches in updates], device=device)
     missing = (max_over_ranks(counts) - counts).tolist()
-    return [[*batches, *[_empty(device)] * number] for batches, number in zip(updates, missing, strict=True)]
+    empty = micro_batch(TokenRows([([0], [])]), [0], device=device)
+    return [[*batches, *[empty] * number] for batches, number in zip(updates, missing, strict=True)]
 
 
 def micro_batch(rows: TokenRows, chosen: Sequence[int], *, device: torch.device, padding: int = 0) -> MicroBatch:
     """Put rows into one forward pass, in the order given.
 
     Args:
-        rows: All rows.
         chosen: Indices of at least one of them.
-        device: Where the tensors go.
         padding: Token id behind shorter rows; 0 where nothing looks at it.
     """
     width = max(len(rows.sequences[row]) for row in chosen)
@@ -144,11 +141,4 @@ def micro_batch(rows: TokenRows, chosen: Sequence[int], *, device: torch.device,
         input_ids_RS=torch.from_numpy(input_ids).to(device),
         predictors_T=torch.from_numpy(np.concatenate(predictors)).to(device),
         tokens_T=torch.from_numpy(np.concatenate(tokens)).to(device),
-    )
-
-
-def _empty(device: torch.device) -> MicroBatch:
-    nothing = torch.empty(0, dtype=torch.int64, device=device)
-    return MicroBatch(
-        input_ids_RS=torch.zeros((1, 1), dtype=torch.int64, device=device), predictors_T=nothing, tokens_T=nothing
     )

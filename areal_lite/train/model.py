@@ -40,7 +40,6 @@ def load_model(folder: str, config: Recipe, *, world_size: int) -> nn.Module:
     """Load a causal language model, the master weights in float32, and spread it over the ranks; collective.
 
     Args:
-        folder: Hugging Face folder.
         config: The recipe: `run.device`, `model.compute_dtype`, `trainer.activation_checkpointing`.
         world_size: Trainer ranks; each holds the whole model for a moment, before it is sharded.
     """
@@ -124,7 +123,6 @@ def completion_logits(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Run the model and return the logits that predict the completion tokens, prompt and padding left out.
 
     Args:
-        model: From `load_model`.
         batch: One micro-batch with T completion tokens.
 
     Returns:
@@ -138,7 +136,6 @@ def completion_values(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Run the value model and return the value of the state before each completion token.
 
     Args:
-        model: From `load_value_model`.
         batch: One micro-batch with T completion tokens.
 
     Returns:

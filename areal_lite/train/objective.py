@@ -4,7 +4,7 @@ The arithmetic itself is in `algo/`. Shape letters: `T` completion tokens of the
 vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,8 +133,13 @@ class UpdateLoss:
         entropies_T = token_entropies(logits_TV, temperature=temperature, differentiable=objective.entropy_coef > 0)
         tokens = everything.at(places_T)
         weights_T, above_cap_T = self._behaviour_weights(tokens)
-        loss, logged = self._policy_term(current_T, tokens, weights_T)
-        loss = loss + self._kl_terms(current_T, tokens, weights_T)
+        weighting = {
+            "behaviour_weights_T": weights_T,
+            "loss_mask_T": tokens.loss_mask_T,
+            "token_weights_T": tokens.weights_T,
+        }
+        loss, logged = self._policy_term(current_T, tokens, weighting)
+        loss = loss + self._kl_terms(current_T, tokens, weighting)
         if objective.entropy_coef > 0:
             bonus = entropy_bonus(entropies_T, loss_mask_T=tokens.loss_mask_T, token_weights_T=tokens.weights_T)
             loss = loss - objective.entropy_coef * bonus
@@ -176,31 +181,26 @@ class UpdateLoss:
         )
         return torch.where(tokens.kept_T, weights_T, 0.0), above_cap_T
 
-    def _policy_term(self, current_T: Tensor, tokens: Tokens, weights_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _policy_term(
+        self, current_T: Tensor, tokens: Tokens, weighting: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         objective = self.config.objective
         return self.policy_term(
             current_T,
             proximal_logprobs_T=tokens.proximal_logprobs_T,
-            behaviour_weights_T=weights_T,
             advantages_T=tokens.advantages_T,
-            loss_mask_T=tokens.loss_mask_T,
-            token_weights_T=tokens.weights_T,
             rows_T=tokens.rows_T,
             num_rows=len(self.batch.lengths_B),
             surrogate=objective.surrogate,
             ratio_level=objective.ratio_level,
             clip_low=objective.clip_low,
             clip_high=objective.clip_high,
+            **weighting,
         )
 
-    def _kl_terms(self, current_T: Tensor, tokens: Tokens, weights_T: Tensor) -> Tensor:
+    def _kl_terms(self, current_T: Tensor, tokens: Tokens, weighting: Mapping[str, Tensor]) -> Tensor:
         """Return the weighted distances to the reference and to the proximal policy, as far as they are asked for."""
         objective = self.config.objective
-        shared: dict[str, Any] = {
-            "behaviour_weights_T": weights_T,
-            "loss_mask_T": tokens.loss_mask_T,
-            "token_weights_T": tokens.weights_T,
-        }
         terms = current_T.new_zeros(())
         if objective.kl == "loss" and (reference_T := tokens.reference_logprobs_T) is not None:
             terms = terms + self.kl_coef * kl_penalty(
@@ -208,7 +208,7 @@ class UpdateLoss:
                 other_logprobs_T=reference_T,
                 estimator=objective.kl_estimator,
                 direction="to_other",
-                **shared,
+                **weighting,
             )
         if objective.proximal_kl_coef > 0:
             terms = terms + self.proximal_kl_coef * kl_penalty(
@@ -216,7 +216,7 @@ class UpdateLoss:
                 other_logprobs_T=tokens.proximal_logprobs_T,
                 estimator="k3",
                 direction="from_other",
-                **shared,
+                **weighting,
             )
         return terms
 

@@ -28,8 +28,6 @@ class OfflineTrainer(OfflineLoop):
         Args:
             config: The recipe; `run.steps` is the number of steps whatever `epochs` says.
             model_folder: Hugging Face folder with the initial weights and the tokenizer.
-            rank: 0 .. world_size - 1.
-            world_size: Trainer ranks.
         """
         self._config, self._model_folder = config, model_folder
         tokenizer = AutoTokenizer.from_pretrained(model_folder)

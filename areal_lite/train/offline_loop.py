@@ -54,7 +54,6 @@ class OfflineLoop:
 
         Args:
             model: A transformers model, sharded over the ranks if there are several; trained in place.
-            objective: What is minimised.
             rows: At least `batch_size` examples; all with one completion, or all with two.
             steps: Optimiser updates of the whole run.
             batch_size: Examples of an update over all ranks, at least `world_size`.

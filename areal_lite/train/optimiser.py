@@ -63,7 +63,6 @@ class Learner:
         Args:
             shares: Their losses, of all micro-batches and all ranks, add up to the loss of the update. Equally many on
                 every rank.
-            lr: Learning rate of this update.
         """
         figures = []
         for share in shares:

@@ -83,13 +83,7 @@ class PtxDocuments:
         )
 
     def shares(self, model: nn.Module, *, version: int, minibatch: int) -> list[Share]:
-        """Return this rank's shares of `ptx_coef * mean of - log pi(token)` over an update's documents; collective.
-
-        Args:
-            model: The policy.
-            version: Completed trainer steps.
-            minibatch: Number of the update in its step.
-        """
+        """Return this rank's shares of `ptx_coef * mean of - log pi(token)` over an update's documents; collective."""
         chosen = self._choose(version=version, minibatch=minibatch)
         mine = TokenRows((document[:1], document[1:]) for document in chosen[self._rank :: self._world_size])
         max_tokens = self._config.trainer.micro_batch_tokens

@@ -32,7 +32,6 @@ def fill_in(values_T: Tensor, micro_batches: Iterable[MicroBatch], *, model: nn.
         values_T: [T]; slots that no micro-batch names stay as they are.
         micro_batches: Equally many on every rank.
         model: Its gathered parameters are dropped afterwards.
-        output: What is written.
 
     Returns:
         `values_T`.

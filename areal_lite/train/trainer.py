@@ -42,10 +42,7 @@ class Trainer:
         """Load the models and spread them over the ranks; the process group exists, or there is one float32 rank.
 
         Args:
-            config: The recipe.
             model_folder: Hugging Face folder with the initial weights and the tokenizer.
-            rank: 0 .. world_size - 1.
-            world_size: Trainer ranks.
 
         Raises:
             PluginError: A function of the recipe's own cannot be found.

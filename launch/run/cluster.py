@@ -49,9 +49,7 @@ class Cluster:
         """Start the queue and the trainer ranks.
 
         Args:
-            config: The recipe.
             model_folder: Hugging Face folder with the initial weights and the tokenizer.
-            log_folder: Gets a log per actor.
             queue_state: Of the checkpoint to go on from.
             prompts: To train on, by source; None = the queue loads them, for which it needs seconds more.
             rollout_actor: What a benchmark measures may be more than a run needs.

@@ -44,14 +44,7 @@ class Controller(ABC):
     _ranks: Ranks
 
     def __init__(self, config: Any, *, folder: RunFolder, recorder: Any, view: View) -> None:
-        """Prepare a run; nothing starts before `run`.
-
-        Args:
-            config: The recipe.
-            folder: Gets every file.
-            recorder: Writes most of them.
-            view: Shows how it goes.
-        """
+        """Prepare a run; nothing starts before `run`."""
         self._config, self._folder, self._recorder, self._view = config, folder, recorder, view
         self._trainer_lane, self._controller_lane = EventBuffer("trainer"), EventBuffer("controller")
         self._watchdog = Watchdog(config.run.stall_timeout_s)

@@ -22,11 +22,7 @@ class Evaluations:
         """Take note of whom to ask and whom to tell.
 
         Args:
-            cluster: Its engines and verifiers work.
             prompts: Held out; none = there is nothing to evaluate.
-            recorder: Gets each result.
-            lane: Gets each result as an event.
-            view: Gets each result in words.
         """
         self._cluster, self._prompts = cluster, prompts
         self._recorder, self._lane, self._view = recorder, lane, view

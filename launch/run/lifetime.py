@@ -24,7 +24,6 @@ def actor_options(config: Config | OfflineConfig, kind: str) -> dict[str, Any]:
     recipe's thread counts share them out, and a laptop has fewer cores than the run has processes.
 
     Args:
-        config: The recipe.
         kind: `queue`, `rollout`, `verifier` or `trainer`.
     """
     environment = {"TOKENIZERS_PARALLELISM": "false", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
@@ -62,10 +61,7 @@ def wait_until_started(
     """Wait for the answers of starting actors, and return them by lane name.
 
     Args:
-        starting: The calls.
-        timeout_s: `run.start_timeout_s`.
         logs: Folder of the actors' logs, for messages.
-        on_progress: Told of every actor that is ready.
 
     Raises:
         StallError: Actors are late; names them.

@@ -27,9 +27,7 @@ class OfflineController(Controller):
 
         Args:
             config: The recipe, its paths absolute and its steps known.
-            folder: Gets every file.
             model_folder: Hugging Face folder with the initial weights and the tokenizer.
-            view: Shows how it goes.
         """
         super().__init__(config, folder=folder, recorder=OfflineRecorder(config, folder), view=view)
         self._model_folder = model_folder

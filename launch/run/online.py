@@ -55,12 +55,9 @@ class OnlineController(Controller):
         """Prepare a run; nothing starts before `run`.
 
         Args:
-            config: The recipe.
-            folder: Gets every file.
             model_folder: Hugging Face folder with the initial weights and the tokenizer.
             prompts: To train on, by source.
             eval_prompts: Held-out prompts; none = no evaluation.
-            view: Shows how it goes.
         """
         super().__init__(config, folder=folder, recorder=OnlineRecorder(config, folder), view=view)
         self._model_folder, self._prompts, self._eval_prompts = model_folder, prompts, eval_prompts

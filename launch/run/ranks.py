@@ -22,13 +22,7 @@ class Ranks:
     """Trainer actors by lane name; each has `progress`, which it answers beside its work."""
 
     def __init__(self, kind: type, config: Config | OfflineConfig, *, log_folder: Path) -> None:
-        """Start the processes.
-
-        Args:
-            kind: The actor's class.
-            config: The recipe.
-            log_folder: Gets a log per rank.
-        """
+        """Start the processes."""
         self._config, self._logs = config, str(log_folder)
         self.handles = {
             f"trainer/{rank}": spawn(kind, f"trainer/{rank}", config, rank=rank, log_folder=self._logs)

@@ -48,9 +48,7 @@ def train(
     """Run a recipe and return its summary, with the path of its `folder`, and of its `report` where there is one.
 
     Args:
-        config: The recipe.
         recipe_name: Names the run folder where the recipe does not.
-        console: Shows how it goes.
         on_step: Gets the row of every step; returning False ends the run like Ctrl-C.
 
     Raises:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from train_builders import make_config
@@ -49,3 +50,12 @@ def assert_same(got: nn.Module, expected: nn.Module, *, atol: float = 2e-4) -> N
         torch.testing.assert_close(
             got.get_parameter(name), value, atol=atol, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def assert_same_stats(got: Any, expected: Any) -> None:
+    assert got.keys() == expected.keys()
+    for name, wanted in expected.items():
+        if wanted is None or name.endswith("_s"):
+            assert (got[name] is None) == (wanted is None), name
+        else:
+            assert got[name] == pytest.approx(wanted, rel=1e-3, abs=1e-5), name

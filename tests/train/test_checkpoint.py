@@ -24,11 +24,6 @@ from areal_lite.types import Shard
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 PPO = {"objective": {"preset": "ppo", "kl_target": 1e-3}, "critic": {"lr": 1e-2}}
 """With a critic and a KL coefficient that moves at every step of these tests."""
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from preset_builders import config_of, make_trainer, save_model_near
-from train_builders import make_rows, make_shard, save_tiny_model
+from train_builders import make_rows, make_shard
 
 from areal_lite.config.plugin_check import check_plugins
 from areal_lite.errors import ConfigError, PluginError
@@ -49,11 +49,6 @@ def in_doubles(returns_NG, **knobs):
 def a_list(returns_NG, **knobs):
     return returns_NG.tolist()
 """
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

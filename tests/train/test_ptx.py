@@ -9,18 +9,13 @@ import pytest
 import torch
 from preset_builders import assert_same, config_of, make_trainer
 from torch import nn
-from train_builders import make_rows, make_shard, save_tiny_model
+from train_builders import make_rows, make_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError, DataError
 from areal_lite.train.ptx import PtxDocuments, load_documents
 from areal_lite.types import Row
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

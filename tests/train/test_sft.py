@@ -126,7 +126,7 @@ def test_warm_start_is_cached_by_content(tmp_path: Path, monkeypatch: pytest.Mon
     assert ensure_warm_start(tiny_config(), cache_dir=tmp_path, progress=lambda *call: calls.append(1)) == folder
     assert calls == []
     assert folder.stat().st_mtime_ns == before
-    monkeypatch.setattr(warm_start, "_train", lambda *arguments, **keywords: None)
+    monkeypatch.setattr(warm_start, "_learn", lambda *arguments, **keywords: None)
     base = tiny_config().model_dump()
     base["model"]["max_context"] = 256
     terms = tiny_config().model_dump()

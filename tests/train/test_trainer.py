@@ -10,8 +10,9 @@ import msgpack
 import numpy as np
 import pytest
 import torch
+from preset_builders import assert_same_stats
 from torch import nn
-from train_builders import make_config, make_rows, make_shard, save_tiny_model
+from train_builders import make_config, make_rows, make_shard
 from transformers import AutoModelForCausalLM
 
 from areal_lite.config.recipe import Config
@@ -23,11 +24,6 @@ from areal_lite.types import Row, Shard
 
 NAN = float("nan")
 REWARDS = np.array([[1, 0, NAN, 1], [0, 0, 0, 1], [1, 1, 1, 1]], np.float32)
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +67,6 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor],
         torch.testing.assert_close(
             got[name], value, atol=atol, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
         )
-
-
-def assert_same_stats(got: Any, expected: Any) -> None:
-    assert got.keys() == expected.keys()
-    for name, wanted in expected.items():
-        if wanted is None or name.endswith("_s"):
-            assert (got[name] is None) == (wanted is None), name
-        else:
-            assert got[name] == pytest.approx(wanted, rel=1e-3, abs=1e-5), name
 
 
 def step(model_folder: str, shard: Shard, **sections: Any) -> tuple[dict[str, torch.Tensor], Any]:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from plain_trainer import PlainTrainer, row_logprobs
-from preset_builders import assert_same, config_of, make_trainer, save_model_near
+from preset_builders import assert_same, assert_same_stats, config_of, make_trainer
 from torch import nn
-from train_builders import make_config, make_rows, make_shard, save_tiny_model
+from train_builders import make_config, make_rows, make_shard
 from transformers import AutoModelForCausalLM
 
 from areal_lite.config.presets import PRESETS
@@ -38,16 +38,6 @@ KNOBS: dict[str, dict[str, Any]] = {
     "monte-carlo": {"objective": {"preset": "ppo", "gamma": 0.9}, "critic": {"target": "monte_carlo"}},
     "value-clip": {"objective": {"preset": "ppo"}, "critic": {"value_clip": 0.01}},
 }
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def reference_folder(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model_near(model_folder, tmp_path_factory.mktemp("reference"))
 
 
 @pytest.fixture(scope="module")
@@ -87,15 +77,6 @@ def test_a_step_equals_a_second_implementation(
 
 
 # --- relations --------------------------------------------------------------------------------------------------------
-
-
-def assert_same_stats(got: Any, expected: Any) -> None:
-    assert got.keys() == expected.keys()
-    for name, wanted in expected.items():
-        if wanted is None or name.endswith("_s"):
-            assert (got[name] is None) == (wanted is None), name
-        else:
-            assert got[name] == pytest.approx(wanted, rel=1e-3, abs=1e-5), name
 
 
 MECHANISMS = ["rloo", "ppo", "gspo", "dapo", "m2po", "geometric", "entropy", "sequence-weights"]

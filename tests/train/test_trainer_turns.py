@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from plain_trainer import PlainTrainer, row_logprobs
-from preset_builders import assert_same, config_of, make_trainer, save_model_near
-from train_builders import make_rows, make_shard, save_tiny_model
+from preset_builders import assert_same, config_of, make_trainer
+from train_builders import make_rows, make_shard
 from transformers import AutoModelForCausalLM
 
 from areal_lite.train.advantages import batch_advantages
@@ -40,16 +40,6 @@ def with_turns(row: Row, *, scored: bool) -> Row:
         score=Score(reward=0.0, step_rewards=steps) if scored else None,
     )
     return dataclasses.replace(row, sample=changed)
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def reference_folder(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model_near(model_folder, tmp_path_factory.mktemp("reference"))
 
 
 @pytest.fixture(scope="module")

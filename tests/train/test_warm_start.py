@@ -31,7 +31,7 @@ def episode(*turns: tuple[bool, str]) -> Demonstration:
 
 def folder_name(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The hash of a warm start, without its training."""
-    monkeypatch.setattr(warm_start, "_train", lambda *arguments, **keywords: None)
+    monkeypatch.setattr(warm_start, "_learn", lambda *arguments, **keywords: None)
     return ensure_warm_start(config, cache_dir=tmp_path).name
 
 
