@@ -80,7 +80,6 @@ def load_cases(prompts: Sequence[Prompt], completions: Path | None) -> list[Case
     """Join prompts with their completions.
 
     Args:
-        prompts: The data's rows.
         completions: One JSON object a line, with `completion`, a text or a list of them. It belongs to the row of
             number `index` (from 0), or with that `prompt`, or else to the row that stands as far down as the line does.
             None = the data's own answers.

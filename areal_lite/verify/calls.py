@@ -47,12 +47,7 @@ class Calls:
         return await call.reply
 
     def take(self, process: VerifierProcess, *, limit: int) -> list[Call]:
-        """Return what a process may do next, one call or a batch; nothing where that must wait.
-
-        Args:
-            process: What it has done so far, and does at present, matters to some calls.
-            limit: Jobs it may have at a time.
-        """
+        """Return what a process, of at most `limit` jobs, may do next: a call or a batch; nothing where that waits."""
         for calls in (self._needing_fresh, self._waiting):
             for call in [call for call in calls if call.reply.done()]:  # whoever waited was cancelled meanwhile
                 calls.remove(call)

@@ -20,13 +20,7 @@ from typing import Any
 
 from areal_lite.config.plugins import find_function
 from areal_lite.errors import ArealLiteError
-from areal_lite.verify.descendants import (
-    adopt_orphans,
-    descendants,
-    die_with_parent,
-    end_descendants,
-    resident_bytes,
-)
+from areal_lite.verify.descendants import adopt_orphans, descendants, die_with_parent, end_descendants, resident_bytes
 from areal_lite.verify.fork_gate import ask_before_forks
 from areal_lite.verify.frames import MAX_REPLY_BYTES, messages, pack, unpack, unpacker
 from areal_lite.verify.guardian import watch
@@ -47,13 +41,7 @@ _WORN_SHARE = 0.8
 
 
 def main(function_name: str, channel: socket.socket, options: Mapping[str, Any]) -> None:
-    """Split into guardian and worker.
-
-    Args:
-        function_name: For `find_function`.
-        channel: To whoever started this process.
-        options: `arguments` of every call, and `memory_mb`.
-    """
+    """Split into guardian and worker; `options` are `arguments` of every call, and `memory_mb`."""
     adopt_orphans()
     guardians_end, reports = socket.socketpair(type=socket.SOCK_SEQPACKET)
     me = os.getpid()
@@ -110,10 +98,7 @@ def _serve(
 async def _serve_async(
     channel: socket.socket, function: VerifyFunction, arguments: Mapping[str, Any], is_worn: Callable[[], bool]
 ) -> None:
-    """Answer several jobs at a time.
-
-    Consumes jobs, produces replies; waits for the parent; unblocked when it hangs up.
-    """
+    """Answer several jobs at a time until the parent hangs up."""
     me = os.getpid()
     reader, writer = await asyncio.open_unix_connection(sock=channel)
     running: dict[int, asyncio.Task[None]] = {}

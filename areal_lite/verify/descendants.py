@@ -99,12 +99,7 @@ def kill_below(pid: int, *, spare: Callable[[int], bool] = lambda _: False) -> s
     A process is stopped before its children are read: what is stopped forks no more. Only a whole look that finds
     nobody new ends the collecting, then all are killed.
 
-    Args:
-        pid: The process, which is left alone itself.
-        spare: Which of its children to leave alone, with all below them.
-
-    Returns:
-        Whom it found.
+    Left alone are the process itself, and the children to `spare`, with all below them. Returns whom it found.
     """
     stopped: set[int] = set()
     while True:

@@ -82,9 +82,7 @@ def _filter(architecture: int, _: int, clone: int, forks: tuple[int, ...]) -> by
 def decide(listener: int, *, is_allowed: Callable[[], bool]) -> bool:
     """Answer one question that waits on the descriptor.
 
-    Args:
-        listener: From `ask_before_forks`.
-        is_allowed: Whether another process may start; if not, the one who asked is told to try again later.
+    Where another process may not start, the one who asked is told to try again later.
 
     Returns:
         What was decided; True where whoever asked is gone.

@@ -39,7 +39,6 @@ def watch(worker: int, *, lifeline: int, reports: socket.socket, memory_bytes: i
     """Watch a worker until there is a reason to end.
 
     Args:
-        worker: The child that runs the verify function.
         lifeline: A descriptor whose other end the parent closes to ask for the end, as does its own.
         reports: From it comes, at the worker's start, the descriptor of `ask_before_forks`, and later what memory it
             took once it was ready.

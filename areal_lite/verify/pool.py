@@ -1,8 +1,8 @@
 """Killable processes that run one verify function, with a hard deadline per call.
 
-Lives inside one event loop. A call that outlives its deadline costs its process, which is killed
-with everything it started and replaced, while the others go on. What a verifier fails at becomes a `Reply` with a
-reason, never a reward and never an exception; a verifier that does little but fail ends the run.
+A call that outlives its deadline costs its process, which is killed with everything it started and replaced, while
+the others go on. What a verifier fails at becomes a `Reply` with a reason, never a reward and never an exception; a
+verifier that does little but fail ends the run.
 
 Who is tried again:
 1. a call that its process had not begun: up to `retries` times, after a growing pause, then it is `lost`;
@@ -17,11 +17,12 @@ Who is tried again:
 
 import asyncio
 import logging
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from areal_lite.config.plugins import split_name
 from areal_lite.config.verifier import VerifierSettings
@@ -51,7 +52,7 @@ class VerifierPool:
     """Scores completions with a verify function that is not trusted to return."""
 
     def __init__(self, settings: VerifierSettings, *, start_timeout_s: float = 60.0, name: str | None = None) -> None:
-        """Prepare a pool; nothing runs before `start`.
+        """Prepare; nothing runs before `start`.
 
         Args:
             settings: The function and its processes. A deadline counts from when a process is given a call.
@@ -94,12 +95,7 @@ class VerifierPool:
     async def score(
         self, prompt: Prompt, completions: Sequence[str], *, messages: Sequence[Messages] | None = None
     ) -> list[Reply]:
-        """Score the completions of one prompt, spread over the free processes.
-
-        Args:
-            prompt: Its row's columns `verifier` and `workflow` are not passed on.
-            completions: As text.
-            messages: The turns of each completion, none where it has just one; None = none has.
+        """Score the completions of one prompt, spread over the free processes, as `VerifierSet.score` is asked to.
 
         Returns:
             One reply per completion, in order. Failures are those of `protocol.py`, and `timeout`, `crashed`,
@@ -304,5 +300,4 @@ def _pause_s(num_tries: int) -> float:
 
 def quantile(values: Sequence[float], share: float) -> float:
     """Return the smallest value that at least `share` of them do not exceed; 0 where there are none."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
+    return float(np.quantile(values, share, method="inverted_cdf")) if values else 0.0

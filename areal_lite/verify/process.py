@@ -1,7 +1,7 @@
 """One verifier process seen from outside: start it, give it jobs, kill it with everything it started.
 
-Lives inside one event loop. The process is a guardian with the worker below it (`child.py`), in sessions of their own,
-so that Ctrl-C does not reach them. Knows nothing of scores, retries or restarts.
+The process is a guardian with the worker below it (`child.py`), in sessions of their own, so that Ctrl-C does not reach
+them. Knows nothing of scores, retries or restarts.
 """
 
 import asyncio
@@ -42,12 +42,7 @@ class VerifierProcess:
     """A running `areal_lite.verify.child`; whoever starts one kills it, whatever happens in between."""
 
     def __init__(self, settings: VerifierSettings, *, when_ended: Callable[[], None] = lambda: None) -> None:
-        """Prepare; nothing runs before `start`.
-
-        Args:
-            settings: Function, arguments and memory limit; the rest is the pool's.
-            when_ended: Called once it is gone, in the event loop.
-        """
+        """Prepare; nothing runs before `start`. `when_ended` is called once it is gone, in the event loop."""
         self._settings, self._when_ended = settings, when_ended
         self._jobs: dict[int, _Job] = {}
         self._numbers = itertools.count()
@@ -135,11 +130,7 @@ class VerifierProcess:
         return job.replies.result()
 
     async def kill(self, *, wait_s: float = 0.0) -> Ending:
-        """Kill the process and everything it started, and say how it ended; idempotent.
-
-        Args:
-            wait_s: Seconds it may take to end by itself.
-        """
+        """Kill the process and everything it started, if it does not end by itself in time; idempotent."""
         self.is_over = True
         if self._killing is None:
             self._killing = asyncio.create_task(self._end(wait_s))

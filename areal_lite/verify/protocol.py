@@ -5,7 +5,7 @@
 or the same with `async def`, or `@batched` with a list of each. `row` holds the data row's other columns, `messages`
 where the sample has several turns, and what the recipe says in `arguments`. What takes long to load goes into a
 function of those arguments, named by `@prepared_by`: it runs once in each process, and no call's deadline counts it.
-Used by `child.py`, in the process that runs the function; imports nothing heavy, as every restart pays for it.
+Imports nothing heavy, as every restart of a process pays for it.
 """
 
 import asyncio
@@ -91,8 +91,7 @@ def prepare_verifier(function: VerifyFunction, arguments: Mapping[str, Any]) -> 
 
 def batch_size(function: VerifyFunction) -> int | None:
     """Return how many completions one call takes, as `batched` says; None for a function of one."""
-    size: int | None = getattr(function, "_verifier_batch", None)
-    return size
+    return getattr(function, "_verifier_batch", None)
 
 
 def is_async(function: VerifyFunction) -> bool:
@@ -104,7 +103,6 @@ def answer(function: VerifyFunction, calls: Sequence[Call], *, arguments: Mappin
     """Call a verify function, and turn whatever it does into replies.
 
     Args:
-        function: From `find_function`.
         calls: One, or what a `@batched` function gets at once.
         arguments: The recipe's; a column of the same name fails the call.
 

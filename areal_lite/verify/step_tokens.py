@@ -1,4 +1,4 @@
-"""Where a step's reward belongs: the token at which the step ends. Used by the verifier worker."""
+"""Where a step's reward belongs: the token at which the step ends."""
 
 import bisect
 import functools

@@ -1,6 +1,6 @@
 """The verifiers of a recipe, each in a pool of its own, and the choice among them for each row.
 
-Used by the verifier worker and by evaluations, inside one event loop. One slow verifier holds up nobody else's calls.
+One slow verifier holds up nobody else's calls.
 """
 
 import asyncio
@@ -24,7 +24,6 @@ class VerifierSet:
         """Prepare; nothing runs before `start`.
 
         Args:
-            config: The recipe's section.
             also: Further verifiers that rows are known to choose: they start with the others. One that only a row
                 names starts when that is scored.
             start_timeout_s: Seconds that importing and preparing one function may take.
@@ -69,16 +68,12 @@ class VerifierSet:
         messages: Sequence[Messages] | None = None,
         held_out: bool = False,
     ) -> list[Reply]:
-        """Score the completions of one prompt.
+        """Score the completions of one prompt; one reply each, in order.
 
         Args:
             prompt: Its row's column `verifier` chooses, where it has one.
-            completions: As text.
             messages: The turns of each completion, none where it has just one; None = none has.
             held_out: Use `verifier.eval_function`, where the recipe has one, whatever the row says.
-
-        Returns:
-            One reply per completion, in order.
 
         Raises:
             VerifierError: A pool cannot start, is broken or closed, or its verifier fails too often.
@@ -140,10 +135,6 @@ class VerifierSet:
 
 def weighted_sum(replies: Mapping[str, Reply], weights: Mapping[str, float]) -> Reply:
     """Return one reply for several: `reward = sum of weight * reward`, and step rewards likewise.
-
-    Args:
-        replies: By verifier.
-        weights: By verifier, of the same names.
 
     Returns:
         A reward, with each verifier's own, unweighted, among `parts`; or a failure, where any verifier failed: a part

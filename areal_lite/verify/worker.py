@@ -1,7 +1,6 @@
 """The verifier worker: leases generated groups, has them scored, reports the scores.
 
-Wrapped by a Ray actor. Pulls only what it has room for; several groups are scored at the same time, so that the
-pool's processes stay busy. Knows nothing of verify functions (`verifier_set.py` does) or of rewards' use.
+Pulls only what it has room for; several groups are scored at the same time, so that the pool's processes stay busy.
 """
 
 import asyncio

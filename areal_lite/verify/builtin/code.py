@@ -70,17 +70,12 @@ def code(
     function that works in place must return its result; an object of the candidate's own class equals nothing.
 
     Args:
-        prompt: Not looked at.
-        completion: What the model wrote.
-        answer: Not looked at.
-        arguments: The recipe's.
         tests: Column: `[{"input": text for standard input, "output": text expected}]`, or the same as JSON. White
             space at the ends of lines and of the output is left out.
         test_code: Column: Python whose statements at top level that assert or call something are the cases. Where it
             defines `check` and there is an `entry_point`, `check(entry_point)` is one.
         asserts: Column: a list of such statements, each a case, or the same as JSON.
         entry_point: Column: the function to be tested.
-        **row: Not looked at.
 
     Returns:
         The reward; metrics: the shares of cases that ended as `passed`, `wrong`, `crash`, `timeout`, `cpu`, `memory`,

@@ -46,9 +46,7 @@ def run_examples(
     """Run a program once for each standard input, and compare what it writes.
 
     Args:
-        program: Python.
         tests: `[{"input", "output"}]`, or the same as JSON.
-        kind: Of the sandbox.
         limits: Of each case.
         total_s: Processor seconds of all cases, a case that is ended from outside counted by its wall time.
 

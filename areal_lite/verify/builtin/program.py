@@ -60,8 +60,6 @@ class Program:
             arguments: Of the interpreter; `{folder}` stands for where the program sees its files.
             files: Texts by name.
             channel: It inherits this descriptor, which is closed here, so that the other end learns of its end.
-            kind: From `choose_kind`.
-            limits: What it may take.
             is_runner: Whether it is `code_runner.py`, see `launch`.
 
         Raises:
@@ -193,12 +191,11 @@ class CaseRunner(Program):
     def run(self, stdin: str, *, more_output_bytes: int) -> Outcome:
         """Run a case.
 
+        Once it `has_ended`, at a limit that is met from outside, nothing runs any more.
+
         Args:
             stdin: What the case can read.
             more_output_bytes: How much more it may write than the limits say.
-
-        Returns:
-            What came of it. Once it `has_ended`, at a limit that is met from outside, nothing runs any more.
         """
         self._write("stdin", stdin)
         for file in self._written:

@@ -68,10 +68,6 @@ def reward_model(
 
     Args:
         prompts: As the policy saw them, chat template included.
-        completions: What the policy wrote.
-        answers: Not looked at.
-        rows: Not looked at.
-        arguments: The recipe's.
 
     Returns:
         A score each; only differences between completions of one prompt mean something.

@@ -120,7 +120,6 @@ def launch(
         folder: With the program's files and `stdin`; only read in bubblewrap, the working folder of a plain process.
         arguments: Of the interpreter; `{folder}` stands for where the program sees the folder.
         outputs: Files for its standard output and error.
-        kind: From `choose_kind`.
         limits: Wall time, output and the memory of all processes are the caller's to watch.
         descriptors: A pipe's end that gets one byte once the sandbox stands, and one that the program inherits.
         is_runner: It starts processes of its own for what is to be limited: its own processor time is not limited, it

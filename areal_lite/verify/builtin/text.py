@@ -154,12 +154,8 @@ def multiple_choice(
         1.0
 
     Args:
-        prompt: Not looked at.
-        completion: What the model wrote.
         answer: A letter, also as "(B)" or "B. text", or the text of a choice.
-        arguments: The recipe's.
         choices: A column of the row, in place of `arguments.choices`.
-        **row: Not looked at.
 
     Raises:
         ValueError: The reference is none of the choices; that is no fault of the completion's.
