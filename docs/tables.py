@@ -91,7 +91,11 @@ def together(columns: Columns, *names: str) -> Columns:
 RECIPES = {"longtail_cpu": 2.2, "arith_cpu": 1.4}
 """Of `bench modes`, and what the best asynchronous mode is to reach over the best synchronous one."""
 NOTHING = "Not measured in this state."
+CARRIERS = ("areal-lite", "ray", "zeromq")
 NARROW = COLUMNS | {
+    "queue": {name: COLUMNS["queue"][name] for name in ("samples", "clients")}
+    | {f"{name}, groups/s": cell(f"{name}.groups_per_s", ".0f", ranged=True) for name in CARRIERS}
+    | {name: cell(f"areal-lite.{name.replace(' ', '.')}", ".2f") for name in ("over ray", "over zeromq")},
     "train": together(COLUMNS["train"], "side and pass", "lengths, work"),
     "handover": together(together(COLUMNS["handover"], "model", "parameters", "MB"), "copy", "over copy"),
     "peers": together(COLUMNS["peers"], "s to it", "steps to it"),
@@ -154,13 +158,23 @@ def performance(content: Row) -> Parts:
         versions = ", ".join(f"{package} {number}" for package, number in results.get("versions", {}).items())
         repeats = results["settings"].get("repeats", 1)
         head = f"{where(results)} {versions}. {repeats} repeat{'s' * (repeats != 1)}." if versions else NOTHING
-        made[name] = f"{head}\n\n{markdown(columns, results['rows'])}"
+        rows = by_carrier(results["rows"]) if name == "queue" else results["rows"]
+        made[name] = f"{head}\n\n{markdown(columns, rows)}"
     for name in ("rollout", "train", "queue", "handover", "peers"):
         targets += content.get(name, {}).get("targets", [])
     for name in (f"modes {recipe}" for recipe in RECIPES):
         modes = content.get(name)
         made[name] = modes_of_one(modes) if modes else NOTHING
     return made | {"targets": markdown(TARGETS, targets)}
+
+
+def by_carrier(rows: Sequence[Row]) -> list[Row]:
+    """Return a row for each size and number of clients, with what each carrier did in it by the carrier's name."""
+    found: dict[tuple[int, int], dict[str, Any]] = {}
+    for row in rows:
+        place = {"tokens": row["tokens"], "clients": row["clients"]}
+        found.setdefault((row["tokens"], row["clients"]), place)[row["contender"]] = row
+    return list(found.values())
 
 
 def mode_targets(content: Row | None, recipe: str) -> list[dict[str, Any]]:
