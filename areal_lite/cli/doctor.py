@@ -12,7 +12,7 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from areal_lite.cli.machine import (
@@ -148,9 +148,8 @@ def _ending(text: str) -> str:
 
 def report(checks: Iterable[Check]) -> Table:
     """Draw the checks as a table."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("", "checked", "found", "to do"):
-        table.add_column(title, overflow="fold")
+    titles = ("", "checked", "found", "to do")
+    table = Table(*(Column(title, overflow="fold") for title in titles), box=None, pad_edge=False, header_style="bold")
     for check in checks:
         # Text, because an error message may hold what rich takes for markup.
         table.add_row(Text(check.level, _STYLES[check.level]), check.name, Text(check.found), Text(check.remedy))

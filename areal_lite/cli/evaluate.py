@@ -33,14 +33,11 @@ _POLL_S = 0.25
 
 
 def evaluate(config: Config, *, model: str) -> list[Reply]:
-    """Complete the held-out prompts greedily and score them.
+    """Complete the held-out prompts greedily, score them, and return what each prompt's completion got.
 
     Args:
-        config: A recipe of `areal-lite train`: its data, rollout and verifier sections say how.
+        config: Its data, rollout and verifier sections say how.
         model: A model folder, or the folder of a run that has ended.
-
-    Returns:
-        What each prompt's completion got.
 
     Raises:
         ArealLiteError: With what to do about it.
@@ -127,12 +124,7 @@ def _reading(verifiers: VerifierSet) -> tuple[int, ...]:
 
 
 async def _watched(
-    work: Awaitable[T],
-    *,
-    progress: Callable[[], Hashable],
-    waiting_for: str,
-    late: Callable[[], str],
-    timeout_s: float,
+    work: Awaitable[T], *, progress: Callable[[], Hashable], waiting_for: str, late: Callable[[], str], timeout_s: float
 ) -> T:
     """Await work as long as it makes progress (invariant I6).
 

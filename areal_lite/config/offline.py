@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from areal_lite.config.data import ArithConfig
 from areal_lite.config.reading import parse_section, read_recipe
 from areal_lite.config.recipe import Config
-from areal_lite.config.section import Refers, Section
+from areal_lite.config.section import HERE, Refers, Section
 from areal_lite.config.sections import ModelConfig, RunConfig, TrainerConfig
 from areal_lite.errors import ConfigError
 
@@ -123,6 +123,10 @@ class PreferenceConfig(SftConfig):
         """SimPO compares means over tokens, which differ far less than the sums that DPO and IPO compare."""
         return {"beta": 2.0, **raw} if isinstance(raw, Mapping) and raw.get("loss") == "simpo" else raw
 
+    def _problems(self) -> Iterable[str]:
+        to_do = "leave it out, or choose another loss"
+        yield from self.unread(_UNREAD[self.loss], f"with {HERE}.loss={self.loss}", to_do=to_do)
+
 
 class OfflineConfig(Section):
     """A whole recipe of an offline command."""
@@ -164,15 +168,10 @@ class OfflineConfig(Section):
             )
         if self.changed([other]):
             yield f"the section {other} is not read with command={self.command}: remove it, or correct the command"
-        preference = self.preference
-        dpo_only = preference.changed(PreferenceConfig.model_fields.keys() - SftConfig.model_fields.keys())
         if self.command == "reward_model":
+            dpo_only = self.preference.changed(PreferenceConfig.model_fields.keys() - SftConfig.model_fields.keys())
             for key in sorted(dpo_only)[:1]:
                 yield f"preference.{key} is of command=dpo, got command=reward_model: remove it"
-        if self.command == "dpo":
-            because = f"with preference.loss={preference.loss}"
-            to_do = "leave it out, or choose another loss"
-            yield from preference.unread(_UNREAD[preference.loss], because, where="preference", to_do=to_do)
 
 
 def load_any_config(
@@ -187,10 +186,9 @@ def load_any_config(
 
 
 def parse_any_config(raw: Mapping[str, Any]) -> Config | OfflineConfig:
-    """Turn what a user wrote into a checked recipe; unlike it, a saved recipe holds steps beside epochs.
+    """Turn what a user wrote into a checked recipe; a `ConfigError` has one line per problem.
 
-    Raises:
-        ConfigError: With one line per problem.
+    Unlike it, a saved recipe holds steps beside epochs.
     """
     if raw.get("command") in (None, "train"):
         return parse_section(raw, Config)

@@ -84,11 +84,7 @@ def with_a_colon(name: str) -> list[str]:
 
 
 def find_function(name: str, *, kind: str) -> Callable[..., Any]:
-    """Import what a name names.
-
-    Args:
-        name: As for `split_name`; a path is taken from the working folder.
-        kind: As for `split_name`.
+    """Import what a name, as for `split_name`, names; a path is taken from the working folder.
 
     Raises:
         PluginError: The name is wrong, or what it names cannot be imported or called; user code may have raised.

@@ -111,11 +111,7 @@ def set_value(raw: dict[str, Any], key: str, value: Any) -> None:
 
 
 def parse_section(raw: Mapping[str, Any], kind: type[Recipe]) -> Recipe:
-    """Turn a nested mapping into a checked recipe of any kind.
-
-    Raises:
-        ConfigError: With one line per problem.
-    """
+    """Turn a nested mapping into a checked recipe; a `ConfigError` has one line per problem."""
     try:
         return kind.model_validate(raw)
     except ValidationError as error:

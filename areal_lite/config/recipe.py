@@ -160,9 +160,5 @@ def load_config(recipe: str, overrides: Iterable[str] = ()) -> Config:
 
 
 def parse_config(raw: Mapping[str, Any]) -> Config:
-    """Turn a nested mapping into a checked `Config`.
-
-    Raises:
-        ConfigError: With one line per problem.
-    """
+    """Turn a nested mapping into a checked `Config`; a `ConfigError` has one line per problem."""
     return parse_section(raw, Config)

@@ -65,8 +65,8 @@ class Section(BaseModel):
         defaults = {key: type(self).model_fields[key].get_default() for key in keys}
         return {key: value for key in defaults if (value := getattr(self, key)) != defaults[key]}
 
-    def unread(self, keys: Iterable[str], because: str, *, where: str = HERE, to_do: str = "") -> Iterable[str]:
+    def unread(self, keys: Iterable[str], because: str, *, to_do: str = "") -> Iterable[str]:
         """Yield a sentence for each of these settings that was made, though nothing reads it."""
         for key, value in self.changed(keys).items():
-            setting = f"{where}.{key}" if isinstance(value, Section) else f"{where}.{key}={value}"
+            setting = f"{HERE}.{key}" if isinstance(value, Section) else f"{HERE}.{key}={value}"
             yield f"{setting} is not read {because}: {to_do or 'set that too, or leave it out'}"
