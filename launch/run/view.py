@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from areal_lite.config.offline import OfflineConfig
@@ -17,6 +17,8 @@ from areal_lite.config.recipe import Config
 from areal_lite.record.metrics import METRICS, OFFLINE_METRICS, SHARES, Metric
 
 __all__ = ["View", "sparkline"]
+
+Row = Mapping[str, Any]
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_WIDTH = 40
@@ -40,8 +42,8 @@ class View:
         self._live: Live | None = None
         self._plain_every_s, self._plain_at = plain_every_s, -plain_every_s
         self._started, self._first_step = time.monotonic(), 0
-        self._rows: list[Mapping[str, Any]] = []
-        self._evaluations: Mapping[int, Mapping[str, Any]] = {}
+        self._rows: list[Row] = []
+        self._evaluations: Mapping[int, Row] = {}
 
     def say(self, text: str, *, style: str = "") -> None:
         """Print a line, above the live panel if there is one; brackets in the text are only brackets."""
@@ -51,18 +53,10 @@ class View:
         """Start showing steps."""
         self._started, self._first_step = time.monotonic(), first_step
         if self._console.is_terminal:
-            self._live = Live(
-                get_renderable=self._render, console=self._console, refresh_per_second=_REFRESH_PER_S, transient=False
-            )
+            self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=_REFRESH_PER_S)
             self._live.start()
 
-    def step(
-        self,
-        row: Mapping[str, Any],
-        *,
-        evaluations: Mapping[int, Mapping[str, Any]],
-        shares: Mapping[str, float] | None = None,
-    ) -> None:
+    def step(self, row: Row, *, evaluations: Mapping[int, Row], shares: Row | None = None) -> None:
         """Show one more completed step.
 
         Args:
@@ -99,9 +93,8 @@ class View:
 
     def _render(self) -> RenderableType:
         """Draw the panel; its height never changes, so that it does not jump."""
-        table = Table.grid(padding=(0, 2), expand=True)
-        table.add_column(style="dim", no_wrap=True)
-        table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+        columns = Column(style="dim", no_wrap=True), Column(no_wrap=True, overflow="ellipsis", ratio=1)
+        table = Table.grid(*columns, padding=(0, 2), expand=True)
         (label, text), *others = self._facts().items()
         if self._rows:
             goal = next(metric.name for metric in self._metrics if metric.panel)
@@ -116,10 +109,8 @@ class View:
 
     def _head(self) -> Table:
         total, step = self._config.run.steps, self._first_step + len(self._rows)
-        head = Table.grid(padding=(0, 2), expand=True)
-        head.add_column(no_wrap=True)
-        head.add_column(ratio=1)
-        head.add_column(no_wrap=True)
+        columns = Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True)
+        head = Table.grid(*columns, padding=(0, 2), expand=True)
         head.add_row(
             Text(f"step {step} of {total}", style="bold"),
             ProgressBar(total=total, completed=step),
@@ -155,7 +146,7 @@ def sparkline(values: Sequence[float], width: int = _SPARKLINE_WIDTH) -> str:
     return f"{low:.2f} " + "".join(_SPARKS[round((value - low) * scale)] for value in means) + f" {high:.2f}"
 
 
-def _scoring(row: Mapping[str, Any]) -> str:
+def _scoring(row: Row) -> str:
     """Each verifier's latency, what waits for it, and what failed."""
     verifiers = [
         f"{name} {1000 * figures['latency_p50_s']:.0f} ms (95 %: {1000 * figures['latency_p95_s']:.0f} ms)"

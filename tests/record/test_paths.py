@@ -1,13 +1,15 @@
-"""Files that a recipe names become absolute; names that are no files stay as they are."""
+"""Files that a recipe names become absolute, names that are no files stay; what may be called a model."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from areal_lite.config.offline import OfflineConfig
+from areal_lite.config.reading import parse_section
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.errors import ConfigError
-from areal_lite.record.paths import EVALUATED, with_absolute_paths
+from areal_lite.record.paths import EVALUATED, find_model_folder, with_absolute_paths
 
 
 @pytest.fixture
@@ -110,3 +112,115 @@ def test_own_losses_and_advantages_are_found(here: Path) -> None:
     objective = with_absolute_paths(parse_config({"objective": own}), ["objective"]).objective
     assert objective.loss_function == f"{here}/mine.py:loss"
     assert objective.advantage_function == f"{here}/mine.py:advantage"
+
+
+# --- models ---
+
+
+def make_run(folder: Path, *, steps: list[int], with_model: list[int]) -> Path:
+    """Lay out a run folder: the resolved recipe is a config.json too."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    for step in steps:
+        checkpoint = folder / "checkpoints" / f"step-{step:06d}"
+        (checkpoint / "model").mkdir(parents=True)
+        (checkpoint / "meta.json").write_text("{}")
+        if step in with_model:
+            (checkpoint / "model" / "config.json").write_text("{}")
+    return folder
+
+
+def make_model(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_a_model_folder_and_a_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative ones too. Seen failing with a run's own config.json taken for a model's."""
+    make_model(tmp_path / "model")
+    run = make_run(tmp_path / "run", steps=[5, 10], with_model=[10])
+    monkeypatch.chdir(tmp_path)
+    assert find_model_folder("model", option="model.path") == tmp_path / "model"
+    assert find_model_folder("run", option="model.path") == run / "checkpoints" / "step-000010" / "model"
+
+
+def test_a_run_that_has_not_ended_gives_no_older_model(tmp_path: Path) -> None:
+    """An older model is not the one that the user means. Seen failing with the newest that there is."""
+    run = make_run(tmp_path / "run", steps=[5, 10], with_model=[5])
+    with pytest.raises(
+        ConfigError, match=r"model\.path=.*run must be a run that has ended, got .*step-000010, holds no"
+    ):
+        find_model_folder(run, option="model.path")
+
+
+def test_a_run_without_checkpoints_and_no_folder_at_all(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=[], with_model=[])
+    (run / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match="is a run without a model"):
+        find_model_folder(run, option="critic.path")
+    with pytest.raises(ConfigError, match=r"critic\.path must be a Hugging Face model folder, or the folder of a run"):
+        find_model_folder(tmp_path / "nowhere", option="critic.path")
+
+
+def recipe(**sections: Any) -> Config:
+    return parse_config(sections)
+
+
+def test_every_model_of_a_recipe_may_be_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path / "run", steps=[10], with_model=[10])
+    monkeypatch.chdir(tmp_path)
+    config = recipe(
+        model={"path": "run"},
+        critic={"path": "run"},
+        objective={"preset": "ppo", "reference_path": "run"},
+        verifier={"function": "reward_model", "arguments": {"model": "run", "device": "cpu"}},
+    )
+    model, resolved = str(tmp_path / "run" / "checkpoints" / "step-000010" / "model"), with_absolute_paths(config)
+    assert resolved.model.path == resolved.critic.path == resolved.objective.reference_path == model
+    assert resolved.verifier.arguments == {"model": model, "device": "cpu"}
+
+
+def test_an_offline_recipe_names_its_models_and_rows_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run starts from, and is held near, the same model, whatever became of the earlier run.
+
+    Seen failing with `model.path` left as it was written.
+    """
+    make_run(tmp_path / "run", steps=[10], with_model=[10])
+    monkeypatch.chdir(tmp_path)
+    data = {"source": "jsonl", "path": "rows.jsonl"}
+    raw = {"command": "dpo", "model": {"path": "run"}, "data": data, "preference": {"reference_path": "run"}}
+    resolved = with_absolute_paths(parse_section(raw, OfflineConfig))
+    model = str(tmp_path / "run" / "checkpoints" / "step-000010" / "model")
+    assert resolved.model.path == resolved.preference.reference_path == model
+    assert (resolved.data.path, resolved.data.eval_path) == (str(tmp_path / "rows.jsonl"), None)
+
+
+def test_the_built_in_model_is_no_folder() -> None:
+    assert with_absolute_paths(recipe()).model.path == "builtin:arith"
+
+
+def test_an_evaluation_needs_no_model_that_only_training_reads() -> None:
+    """Seen failing with every path of the recipe resolved."""
+    config = recipe(model={"path": "gone"}, objective={"preset": "ppo", "reference_path": "gone"})
+    with pytest.raises(ConfigError, match=r"model\.path must be"):
+        with_absolute_paths(config)
+    assert with_absolute_paths(config, EVALUATED).objective == config.objective
+
+
+def test_a_users_own_verifier_gets_absolute_paths_and_plain_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something that is no path here stays as it is."""
+    (tmp_path / "judge").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for given, expected in (("judge", str(tmp_path / "judge")), ("name-of-a-model", "name-of-a-model"), (3, 3)):
+        config = recipe(verifier={"function": "mine:verify", "arguments": {"model": given}})
+        assert with_absolute_paths(config).verifier.arguments == {"model": expected}
+
+
+def test_a_learned_reward_needs_its_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"needs verifier\.arguments: \{model: folder\}"):
+        with_absolute_paths(recipe(verifier={"function": "reward_model"}))
+    with pytest.raises(ConfigError, match=r"verifier\.arguments\.model must be a Hugging Face model folder"):
+        with_absolute_paths(recipe(verifier={"function": "reward_model", "arguments": {"model": str(tmp_path)}}))

@@ -13,14 +13,7 @@ __all__ = ["write_bench", "write_comparison", "write_report"]
 
 
 def write_report(run_folder: Path, *, out: Path | None = None) -> Path:
-    """Write the page of a run that has ended or is still going.
-
-    Args:
-        run_folder: Of `areal-lite train`, `sft`, `reward-model` or `dpo`.
-        out: The file; `report.html` in the folder where None.
-
-    Returns:
-        Its path.
+    """Write the page of a run, ended or still going, to `out` or `report.html` in its folder, and return its path.
 
     Raises:
         DataError: It is no run folder.
@@ -31,11 +24,7 @@ def write_report(run_folder: Path, *, out: Path | None = None) -> Path:
 
 
 def write_comparison(run_folders: Sequence[Path], *, out: Path) -> Path:
-    """Write a page that compares runs.
-
-    Args:
-        run_folders: At least two; the first is what the others are compared with.
-        out: The file.
+    """Write a page that compares at least two runs, the others with the first.
 
     Raises:
         DataError: One is no run folder.

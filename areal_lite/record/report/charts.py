@@ -40,13 +40,9 @@ class Line:
 def lines(
     title: str, curves: Sequence[Line], *, x: str, y: str = "", legend: bool = False, **axis: Any
 ) -> Chart | None:
-    """Draw curves; None where all of them are empty.
+    """Draw curves in colours by their order; None where all of them are empty.
 
     Args:
-        title: Of the chart.
-        curves: Colours follow their order.
-        x: Title of the axis, with its unit.
-        y: Title of the axis, with its unit.
         legend: Also where there is but one curve.
         **axis: Further settings of the y axis.
     """

@@ -165,10 +165,9 @@ def _segments(kind: str, events: Sequence[Event]) -> Iterator[Segment]:
     """Yield what a lane did; a rollout lane's pauses lie over all of its rows."""
     for name, begin, stop, label in slices(events):
         yield Segment(-1 if kind == "rollout" else 0, begin, stop, _kind(name), label)
-    if kind == "verifier":
-        verified = [event for event in events if event["kind"] == "verify"]
-        for row, event in zip(slots([(event["start"], event["end"]) for event in verified]), verified, strict=True):
-            yield Segment(row, event["start"], event["end"], _kind("verify"), event["group_id"])
+    verified = [(event["start"], event["end"], event["group_id"]) for event in events if event["kind"] == "verify"]
+    for row, (start, end, label) in zip(slots([times[:2] for times in verified]), verified, strict=True):
+        yield Segment(row, start, end, _kind("verify"), label)
     alive = versions_alive(events)
     samples = [
         (event["start"], max(event["start"], sample["end"]), sample["spans"], event["group"])
