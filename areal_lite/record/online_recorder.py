@@ -119,8 +119,8 @@ class OnlineRecorder(Recorder):
             "max_staleness": self._config.queue.max_staleness,
             "ledger": dict(ledger),
             **self.shares(),
-            "publish_s_median": _median([row["publish_s"] for row in rows]),
-            "pause_s_median": _median(pauses),
+            "publish_s_median": statistics.median([row["publish_s"] for row in rows] or [0.0]),
+            "pause_s_median": statistics.median(pauses or [0.0]),
             "parity_max_abs_logprob_diff": max((value for value in parity if value is not None), default=None),
         }
         return self.sum_up(status, figures)
@@ -146,10 +146,6 @@ class _Moment(NamedTuple):
     """Rows written by this process."""
     lanes: Mapping[str, Mapping[str, float]]
     """A reading of every clock."""
-
-
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(values) if values else 0.0
 
 
 def _in_order(counts: Mapping[Any, int]) -> dict[str, int]:

@@ -42,9 +42,7 @@ class RunFolder:
     """Paths and append-only files of one run."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.logs = path / "logs"
-        self.checkpoints = path / "checkpoints"
+        self.path, self.logs, self.checkpoints = path, path / "logs", path / "checkpoints"
 
     @classmethod
     def create(cls, config: Config | OfflineConfig, *, recipe_name: str) -> Self:

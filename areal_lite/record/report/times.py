@@ -86,8 +86,8 @@ def verifier_charts(run: RunFiles) -> Iterator[Chart | None]:
     places = [(index + 0.5) * width for index in sorted(bins)]
     curves = []
     for name, share in (("median", 0.5), ("95 of 100", 0.95), ("slowest", 1.0)):
-        slowest = [float(np.quantile(bins[index], share, method="inverted_cdf")) for index in sorted(bins)]
-        curves.append(Line(name=name, x=places, y=slowest))
+        found_ms = [float(np.quantile(bins[index], share, method="inverted_cdf")) for index in sorted(bins)]
+        curves.append(Line(name=name, x=places, y=found_ms))
     yield lines("verification of a group", curves, x="seconds since the first event", y="milliseconds", type="log")
     failures = _added(run, "verifier_failures")
     steps = [number(row.get("step")) for row in run.metrics]
