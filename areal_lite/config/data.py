@@ -153,11 +153,11 @@ class SourceConfig(Section):
             yield from self.unread(_PATH_KEYS + _ROW_KEYS if kind in _MADE else _PATH_KEYS, is_read, to_do=to_do)
         if kind in (*_PATHS, *_MADE):
             yield from self.unread(("arguments",), is_read, to_do="leave them out, they are of a plug-in's function")
-        # Who names another source than the default one, on the command line, need not undo the recipe's settings of it.
-        default = SourceConfig.model_fields["source"].default
-        for other in (name for name in _MADE if name not in (kind, default)):
-            yield from self.unread([other], is_read, to_do=f"leave it out, or set {HERE}.source={other}")
-        if kind == "reasoning_gym" and self.reasoning_gym.dataset is None:
+        # Not so arith, the default: who names another source on the command line need not undo the recipe's settings.
+        if kind != "reasoning_gym":
+            to_do = f"leave it out, or set {HERE}.source=reasoning_gym"
+            yield from self.unread(["reasoning_gym"], is_read, to_do=to_do)
+        elif self.reasoning_gym.dataset is None:
             yield f"{HERE}.source={kind} needs {HERE}.reasoning_gym.dataset, got none: name a family, e.g. chain_sum"
         if "{prompt}" not in self.template:
             to_do = "put {prompt} where the prompt goes"
