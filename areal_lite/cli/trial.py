@@ -13,7 +13,6 @@ from typing import Any
 
 from areal_lite.config.recipe import Config
 from areal_lite.config.suggestion import suggestion
-from areal_lite.config.verifier import VerifierConfig
 from areal_lite.data.prompts import with_names
 from areal_lite.data.rows import check_columns, read_jsonl
 from areal_lite.data.tasks import make_task
@@ -139,13 +138,11 @@ def _completions(row: Mapping[str, Any], where: str) -> list[str]:
     return texts
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Trial:
     """One try; what is known so far may be read at any time, also after `run` was cancelled."""
 
-    settings: VerifierConfig
-    start_timeout_s: float
-    """Seconds that loading and preparing a verifier may take."""
+    config: Config
     cases: Sequence[Case]
     gauges: Mapping[str, Any] = field(default_factory=dict)
     """The pools' own figures by verifier, once `run` has ended."""
@@ -160,14 +157,15 @@ class Trial:
         """
         from areal_lite.verify.verifier_set import VerifierSet
 
-        verifiers, waiting = VerifierSet(self.settings, start_timeout_s=self.start_timeout_s), iter(self.cases)
+        settings, waiting = self.config.verifier, iter(self.cases)
+        verifiers = VerifierSet(settings, start_timeout_s=self.config.run.start_timeout_s)
 
         async def work() -> None:
             for case in waiting:
                 (case.reply,) = await verifiers.score(case.prompt, [case.completion])
                 on_reply()
 
-        at_once = self.settings.processes * self.settings.concurrency + _IN_FLIGHT
+        at_once = settings.processes * settings.concurrency + _IN_FLIGHT
         try:
             await verifiers.start()
             began = time.monotonic()

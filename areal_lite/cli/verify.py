@@ -1,6 +1,8 @@
 """The command `areal-lite verify`."""
 
+import asyncio
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -95,7 +97,8 @@ def verify(
     from areal_lite.cli.trial import Trial, load_cases, load_prompts
     from areal_lite.cli.trial_report import show, summarise
 
-    given = {"processes": processes, "timeout_s": timeout}
+    # A try is there to show failures: it never stops because of them.
+    given = {"processes": processes, "timeout_s": timeout, "max_failure_share": 1.0}
     changes = {key: value for key, value in given.items() if value is not None}
     is_recipe, config = _config(verifier, arguments, changes)
     check_plugins(config, verifiers_only=True)
@@ -105,10 +108,7 @@ def verify(
     columns |= {kind: [name] for kind, name in (("prompt", prompt_column), ("answer", answer_column)) if name}
     prompts = load_prompts(data, columns=columns, config=config, rows_choose=is_recipe)
     cases = [case for case in load_cases(prompts, completions) if limit is None or case.index < limit]
-    # A try is there to show failures: it never stops because of them.
-    never_stopping = _changed(config.verifier, {"max_failure_share": 1.0})
-    trial = Trial(settings=never_stopping, start_timeout_s=config.run.start_timeout_s, cases=cases)
-    console = Console()
+    trial, console = Trial(config, cases), Console()
     code = _run(trial, console)
     summary = summarise(cases, wall_s=trial.wall_s, gauges=trial.gauges)
     show(summary, console)
@@ -124,9 +124,6 @@ def verify(
 
 def _run(trial: Any, console: Console) -> int:
     """Score with a progress bar; 0 when done, 130 when stopped by Ctrl-C."""
-    import asyncio
-    import logging
-
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     logging.getLogger("areal_lite.verify").addHandler(logging.NullHandler())  # the tables show each failure
@@ -151,7 +148,9 @@ def _config(name: str, arguments: dict[str, Any] | None, changes: dict[str, Any]
         if arguments is not None:
             raise ConfigError(f"--arguments are those of one verifier, got the recipe {name}: set them there")
         config = load_config(name)
-        return True, config.model_copy(update={"verifier": _changed(config.verifier, changes)})
+        named = {key: settings.model_copy(update=changes) for key, settings in config.verifier.named.items()}
+        verifier = config.verifier.model_copy(update={**changes, "named": named})
+        return True, config.model_copy(update={"verifier": verifier})
     try:
         split_name(name, kind="verifier")
     except PluginError as error:
@@ -160,8 +159,3 @@ def _config(name: str, arguments: dict[str, Any] | None, changes: dict[str, Any]
     # Longer than in training: whoever tries a verifier would rather wait than see it cut off.
     verifier = VerifierConfig(function=name, arguments=arguments or {}, **{"timeout_s": 30.0} | changes)
     return False, parse_config({"verifier": verifier.model_dump()})
-
-
-def _changed(verifier: VerifierConfig, changes: dict[str, Any]) -> VerifierConfig:
-    named = {name: settings.model_copy(update=changes) for name, settings in verifier.named.items()}
-    return verifier.model_copy(update={**changes, "named": named})

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from areal_lite.verify.builtin.code_cases import STATUSES, Verdict, run_asserts, run_examples, split_asserts
-from areal_lite.verify.builtin.sandbox import Limits, choose_kind, sweeping
+from areal_lite.verify.builtin.sandbox import Limits, sweeping
 from areal_lite.verify.result import VerifyResult, prepared_by, with_arguments
 
 __all__ = ["CodeArguments", "code", "find_program"]
@@ -24,8 +24,6 @@ class CodeArguments(Limits):
 
     reward: Literal["share", "all"] = "share"
     """share of the cases passed, or 1 only for all"""
-    sandbox: Literal["auto", "bubblewrap", "plain"] = "bubblewrap"
-    """plain = limits alone; auto = plain where bubblewrap does not work"""
     total_s: float = Field(5.0, gt=0)
     """processor seconds for all tests; behind it, cases count as timed out if one met a limit before, else it is an
     error, as the program may be right"""
@@ -39,7 +37,7 @@ class CodeArguments(Limits):
         return self.total_s + 2 * self.wall_s + 2
 
 
-@prepared_by(lambda arguments: choose_kind(arguments.sandbox))
+@prepared_by(lambda arguments: arguments.kind)
 @with_arguments(CodeArguments)
 def code(
     prompt: str,
@@ -89,17 +87,17 @@ def code(
     """
     if tests is None and test_code is None and asserts is None:
         raise ValueError("a row must have a column tests, test_code or asserts, got none of them")
-    program, kind = find_program(completion), choose_kind(arguments.sandbox)
+    program = find_program(completion)
     verdicts: list[Verdict] = []
     with sweeping():
         if tests is not None:
-            verdicts += run_examples(program, tests, kind=kind, limits=arguments, total_s=arguments.total_s)
+            verdicts += run_examples(program, tests, limits=arguments, total_s=arguments.total_s)
         if test_code is not None or asserts is not None:
             cases = split_asserts(test_code, asserts, entry_point)
-            verdicts += run_asserts(program, cases, entry_point=entry_point, kind=kind, limits=arguments)
+            verdicts += run_asserts(program, cases, entry_point=entry_point, limits=arguments)
     result = _result(verdicts, arguments.reward)
     if arguments.sandbox == "auto":
-        result = replace(result, metrics={**result.metrics, "sandbox_plain": kind == "plain"})
+        result = replace(result, metrics={**result.metrics, "sandbox_plain": arguments.kind == "plain"})
     return result
 
 

@@ -12,7 +12,7 @@ from areal_lite.errors import VerifierError
 from areal_lite.verify.builtin import code_remote
 from areal_lite.verify.builtin.code_remote import ENDED
 from areal_lite.verify.builtin.program import CaseRunner, Outcome, Program
-from areal_lite.verify.builtin.sandbox import Kind, Limits
+from areal_lite.verify.builtin.sandbox import Limits
 
 __all__ = ["STATUSES", "Case", "Verdict", "run_asserts", "run_examples", "split_asserts"]
 
@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
 
 def run_examples(
-    program: str, tests: Sequence[Mapping[str, str]] | str, *, kind: Kind, limits: Limits, total_s: float
+    program: str, tests: Sequence[Mapping[str, str]] | str, *, limits: Limits, total_s: float
 ) -> list[Verdict]:
     """Run a program once for each standard input, and compare what it writes.
 
@@ -66,7 +66,7 @@ def run_examples(
             if left_s <= 0:
                 return verdicts + _not_run(verdicts, total_s, number=len(examples) - len(verdicts))
             if runner is None or runner.has_ended:  # the case before broke its sandbox
-                runner = CaseRunner(program, kind=kind, limits=limits)
+                runner = CaseRunner(program, limits=limits)
                 stack.enter_context(runner)
             expected = str(example["output"])
             outcome = runner.run(str(example["input"]), more_output_bytes=len(expected.encode(errors="replace")))
@@ -135,15 +135,14 @@ def _is_case(statement: ast.stmt) -> bool:
     return calls or any(isinstance(node, ast.Assert) for node in ast.walk(statement))
 
 
-def run_asserts(
-    program: str, cases: Sequence[Case], *, entry_point: str | None, kind: Kind, limits: Limits
-) -> list[Verdict]:
+def run_asserts(program: str, cases: Sequence[Case], *, entry_point: str | None, limits: Limits) -> list[Verdict]:
     """Run assert-style tests against a program, each side in a sandbox of its own.
 
     Raises:
         VerifierError: The tests' own side broke.
     """
     content = json.dumps({"cases": cases, "entry_point": entry_point})
+    sides = (("serve", "candidate.py", program), ("test", "cases.json", content))
     with ExitStack() as stack:
         candidate, tests = (
             stack.enter_context(
@@ -151,17 +150,10 @@ def run_asserts(
                     ["{folder}/remote.py", do, str(end.fileno()), f"{{folder}}/{name}"],
                     files={"remote.py": _REMOTE, name: text},
                     channel=stack.enter_context(end),
-                    kind=kind,
                     limits=limits,
                 )
             )
-            for end, do, name, text in zip(
-                socket.socketpair(),
-                ("serve", "test"),
-                ("candidate.py", "cases.json"),
-                (program, content),
-                strict=True,
-            )
+            for end, (do, name, text) in zip(socket.socketpair(), sides, strict=True)
         )
         outcome = tests.wait(beside=[candidate])
         return _verdicts(outcome, candidate.end(), number=sum(case.counts for case in cases))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from areal_lite.errors import VerifierUnavailable
 from areal_lite.verify.builtin import code_runner
-from areal_lite.verify.builtin.sandbox import Kind, Limits, launch
+from areal_lite.verify.builtin.sandbox import Limits, launch
 from areal_lite.verify.descendants import descendants, kill_with_all_below, resident_bytes
 
 __all__ = ["CaseRunner", "Outcome", "Program"]
@@ -50,7 +50,6 @@ class Program:
         *,
         files: Mapping[str, str],
         channel: socket.socket,
-        kind: Kind,
         limits: Limits,
         is_runner: bool = False,
     ) -> None:
@@ -69,7 +68,7 @@ class Program:
         for name, text in {**files, "stdin": ""}.items():
             self._write(name, text)
         Path(self._folder.name).chmod(0o755)
-        self._limits, self._kind, self._is_runner = limits, kind, is_runner
+        self._limits, self._is_runner = limits, is_runner
         self._output_bytes = limits.output_kb * 1024
         self._status: str | None = None
         self._written = [os.fdopen(os.memfd_create(name), "w+b", 0) for name in ("stdout", "stderr")]
@@ -82,7 +81,6 @@ class Program:
                     Path(self._folder.name),
                     arguments,
                     outputs=self._written,
-                    kind=kind,
                     limits=limits,
                     descriptors=(theirs, channel.fileno()),
                     is_runner=is_runner,
@@ -90,7 +88,7 @@ class Program:
             if not (_can_be_read(ready, _START_TIMEOUT_S) and pipe.read(1)):
                 self._process.kill()
                 trouble = self.end().stderr.strip()[-500:]
-                raise VerifierUnavailable(f"the sandbox ({kind}) must start a program, it did not: {trouble}")
+                raise VerifierUnavailable(f"the sandbox ({limits.kind}) must start a program, it did not: {trouble}")
         self._start = time.monotonic()
 
     def __enter__(self) -> "Program":
@@ -154,7 +152,7 @@ class Program:
             return "timeout"
         pids = [self._process.pid, *descendants(self._process.pid)]
         # In bubblewrap the kernel counts them. Outside it counts all of the user's, so that only looking helps.
-        if self._kind == "plain" and len(pids) - self._is_runner > self._limits.processes:
+        if self._limits.kind == "plain" and len(pids) - self._is_runner > self._limits.processes:
             return "processes"
         return "memory" if resident_bytes(pids, with_shared=False) > self._limits.memory_mb * 2**20 else None
 
@@ -168,7 +166,7 @@ class Program:
 class CaseRunner(Program):
     """A sandbox in which a program runs case by case."""
 
-    def __init__(self, program: str, *, kind: Kind, limits: Limits) -> None:
+    def __init__(self, program: str, *, limits: Limits) -> None:
         """Start `code_runner.py`.
 
         Raises:
@@ -180,7 +178,6 @@ class CaseRunner(Program):
             ["{folder}/runner.py", str(theirs.fileno()), *paths, str(limits.cpu_s)],
             files={"candidate.py": program, "runner.py": _RUNNER},
             channel=theirs,
-            kind=kind,
             limits=limits,
             is_runner=True,
         )

@@ -67,6 +67,13 @@ class Limits(Arguments):
     """a file, what it prints included, and in bubblewrap the whole temporary folder, in MiB"""
     processes: int = Field(8, gt=0)
     """processes and threads at once"""
+    sandbox: Literal["auto", "bubblewrap", "plain"] = "bubblewrap"
+    """plain = limits alone; auto = plain where bubblewrap does not work"""
+
+    @property
+    def kind(self) -> Kind:
+        """What `sandbox` comes to here."""
+        return choose_kind(self.sandbox)
 
 
 @functools.cache
@@ -109,7 +116,6 @@ def launch(
     arguments: Sequence[str],
     *,
     outputs: Sequence[IO[bytes]],
-    kind: Kind,
     limits: Limits,
     descriptors: tuple[int, int],
     is_runner: bool = False,
@@ -128,6 +134,7 @@ def launch(
     Raises:
         VerifierError: The machine gives no more processes.
     """
+    kind = limits.kind
     inside = FOLDER if kind == "bubblewrap" else str(folder)
     # In bubblewrap two of its own processes count as well, of which a runner takes the place of one. Outside, the limit
     # would count all of the user's.
