@@ -15,15 +15,14 @@ from typing import Any
 
 import openai
 import pytest
+from pool_builders import running_pool
 from train_builders import save_tiny_model
 
-from areal_lite.config.verifier import VerifierSettings
 from areal_lite.data.tokenizer import PAD
 from areal_lite.errors import VerifierError, VerifierUnavailable
 from areal_lite.types import Prompt
 from areal_lite.verify import VerifyResult
 from areal_lite.verify.builtin.judge import JudgeArguments, judge
-from areal_lite.verify.pool import VerifierPool
 from areal_lite.verify.protocol import prepare_verifier
 
 PATIENCE_S = 120.0
@@ -215,18 +214,10 @@ def test_wrong_arguments_fail_when_the_verifier_is_prepared(arguments: dict[str,
 
 def score_in_pool(completions: list[str], arguments: dict[str, Any], **settings: Any) -> list[Any]:
     async def run() -> list[Any]:
-        pool = VerifierPool(
-            VerifierSettings(
-                **{"function": "judge", "arguments": arguments, "timeout_s": 60.0, "max_failure_share": 1.0, **settings}
-            )
-        )
-        async with asyncio.timeout(PATIENCE_S):
-            try:
-                await pool.start()
-                prompt = Prompt(prompt_id="train/0/0", text="12", token_ids=(1,), answer="3", row={})
-                return await pool.score(prompt, completions)
-            finally:
-                await pool.close()
+        options = {"function": "judge", "arguments": arguments, "timeout_s": 60.0} | settings
+        async with running_pool(within_s=PATIENCE_S, **options) as pool:
+            prompt = Prompt(prompt_id="train/0/0", text="12", token_ids=(1,), answer="3", row={})
+            return await pool.score(prompt, completions)
 
     return asyncio.run(run())
 

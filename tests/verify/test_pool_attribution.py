@@ -3,15 +3,13 @@
 import asyncio
 import os
 import signal
-from contextlib import asynccontextmanager
 
 import pytest
 from places import FIXTURES
+from pool_builders import running_pool
 
-from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import VerifierError
 from areal_lite.types import Prompt
-from areal_lite.verify.pool import VerifierPool
 from areal_lite.verify.protocol import Reply
 from areal_lite.verify.quarantine import Quarantine
 
@@ -21,16 +19,8 @@ CROWD = FIXTURES / "crowd_verifiers.py"
 PATIENCE_S = 60.0
 
 
-@asynccontextmanager
-async def running(function, **options):
-    defaults = {"timeout_s": 1.5, "max_failure_share": 1.0}
-    pool = VerifierPool(VerifierSettings(function=f"{CROWD}:{function}", **defaults | options))
-    async with asyncio.timeout(PATIENCE_S):
-        await pool.start()
-        try:
-            yield pool
-        finally:
-            await pool.close()
+def running(function, **options):
+    return running_pool(f"{CROWD}:{function}", within_s=PATIENCE_S, **{"timeout_s": 1.5} | options)
 
 
 def make_prompt(answer="", row=None):

@@ -16,11 +16,10 @@ from pathlib import Path
 
 import pytest
 from places import FIXTURES
+from pool_builders import running_pool
 
-from areal_lite.config.verifier import VerifierSettings
 from areal_lite.types import Prompt
 from areal_lite.verify.descendants import proportional_bytes, resident_bytes
-from areal_lite.verify.pool import VerifierPool
 
 pytestmark = pytest.mark.slow
 
@@ -68,15 +67,9 @@ def marked(mark):
     return found
 
 
-@asynccontextmanager
-async def running(function, **options):
-    defaults = {"timeout_s": 1.0, "max_failure_share": 1.0, "memory_mb": 160}
-    pool = VerifierPool(VerifierSettings(function=f"{HOGS}:{function}", **defaults | options))
-    await pool.start()
-    try:
-        yield pool
-    finally:
-        await pool.close()
+def running(function, **options):
+    defaults = {"timeout_s": 1.0, "memory_mb": 160}
+    return running_pool(f"{HOGS}:{function}", within_s=PATIENCE_S, **defaults | options)
 
 
 def run(scenario):

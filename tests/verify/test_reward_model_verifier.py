@@ -7,16 +7,15 @@ from typing import Any
 import pytest
 import torch
 from offline_builders import offline_config, offline_trainer
+from pool_builders import running_pool
 from train_builders import save_tiny_model
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from areal_lite.config.recipe import parse_config
-from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import ConfigError, VerifierError
 from areal_lite.types import Prompt, Score
 from areal_lite.verify.builtin import reward_model as reward_model_module
 from areal_lite.verify.builtin.reward_model import RewardModelArguments, reward_model
-from areal_lite.verify.pool import VerifierPool
 from areal_lite.verify.protocol import prepare_verifier
 
 SLOW = """
@@ -44,17 +43,12 @@ def score(
 ) -> list[Score]:
     """Score completions of the prompt 12 in one process, one batch after another; "34" where none is given."""
     prompt = Prompt(prompt_id="train/0/0", text="12", token_ids=(1,), answer="3", row=row or {})
-    settings = VerifierSettings(function=function, arguments=arguments, timeout_s=timeout_s, max_failure_share=1.0)
+    options = {"arguments": arguments, "timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
 
     async def run() -> list[Score]:
-        pool = VerifierPool(settings, start_timeout_s=start_timeout_s)
-        async with asyncio.timeout(120):
-            try:
-                await pool.start()
-                replies = [reply for batch in batches or (["34"],) for reply in await pool.score(prompt, batch)]
-                return [Score(reward=reply.reward, failure=reply.failure) for reply in replies]
-            finally:
-                await pool.close()
+        async with running_pool(function, within_s=120, **options) as pool:
+            replies = [reply for batch in batches or (["34"],) for reply in await pool.score(prompt, batch)]
+            return [Score(reward=reply.reward, failure=reply.failure) for reply in replies]
 
     return asyncio.run(run())
 

@@ -6,11 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from places import FIXTURES
+from pool_builders import running_pool
 
 from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import VerifierError
@@ -32,15 +32,8 @@ def settings(function=BEHAVE, **options):
     return VerifierSettings(function=function, **{"timeout_s": 1.0, "max_failure_share": 1.0, **options})
 
 
-@asynccontextmanager
-async def running(function=BEHAVE, **options):
-    pool = VerifierPool(settings(function, **options))
-    async with asyncio.timeout(PATIENCE_S):
-        await pool.start()
-        try:
-            yield pool
-        finally:
-            await pool.close()
+def running(function=BEHAVE, **options):
+    return running_pool(function, within_s=PATIENCE_S, **{"timeout_s": 1.0} | options)
 
 
 def score(completions, *, function=BEHAVE, prompt=None, **options):
