@@ -111,11 +111,6 @@ def parse_size(text: str) -> Size:
 def measure_handovers(settings: HandoverBench, size: Size, *, logs: Path) -> dict[str, Any]:
     """Return a model's row; needs a `ray_session`.
 
-    Args:
-        settings: How often, and what is generated meanwhile.
-        size: The model, which is made first.
-        logs: Gets a log per process.
-
     Raises:
         ArealLiteError: Something does not start, or an engine is lost.
     """

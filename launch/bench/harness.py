@@ -104,17 +104,7 @@ def finish(
     out: Path,
     console: Console,
 ) -> None:
-    """Write `results.json` of a benchmark that has rows, and show them as `view.COLUMNS` says.
-
-    Args:
-        benchmark: Its name, as typed.
-        title: Of the table.
-        settings: What was run.
-        rows: What was measured.
-        targets: Entries from `target`.
-        out: Folder of the file.
-        console: Gets the table.
-    """
+    """Write `results.json` of a benchmark that has rows, and show them as `view.COLUMNS` says."""
     installed = {found.name: found.version for found in metadata.distributions()}
     versions = {name: installed[name] for name in _PACKAGES if name in installed}
     content = {"benchmark": benchmark, **surroundings(), "versions": versions, "settings": dict(settings)}

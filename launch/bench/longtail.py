@@ -35,13 +35,9 @@ def _check(*, median: float, sigma: float) -> None:
 
 @checked_by(_check)
 async def drawn_length(engine: EpisodeEngine, row: Mapping[str, Any], *, median: float, sigma: float) -> list[Turn]:
-    """Generate one completion of a drawn length; in an evaluation, a plain one.
+    """Generate one completion of a length that `draw_length` draws, at most the room there is.
 
-    Args:
-        engine: Of this episode; its room is the longest there is.
-        row: Not looked at.
-        median: Of the lengths, in tokens.
-        sigma: Standard deviation of their logarithm.
+    In an evaluation it is a plain one.
     """
     if engine.seed is None:
         return [await engine.generate(engine.prompt_ids)]

@@ -29,15 +29,7 @@ __all__ = ["bench", "collect_modes", "run_entry"]
 
 
 def bench(recipe: str, overrides: Sequence[str], *, repeats: int, only: Sequence[str], out: Path | None) -> int:
-    """Search, choose, measure.
-
-    Args:
-        recipe: Path or name.
-        overrides: `section.field=value` words for all runs.
-        repeats: Measured runs of each mode.
-        only: Names or patterns of modes; empty = all.
-        out: Folder of all files; None = runs/modes-<recipe>.
-    """
+    """Search, choose, measure."""
     cores, console = len(os.sched_getaffinity(0)), Console()
     search = search_runs(recipe, choose(list(MODES), only, what="mode"), cores=cores, extra=overrides)
     out = (out or Path("runs") / f"modes-{Path(recipe).stem}").resolve()
@@ -110,15 +102,7 @@ def run_entry(run: ModeRun, folder: Path) -> dict[str, Any]:
 def collect_modes(
     recipe: str, *, search: Sequence[ModeRun], measured: Sequence[ModeRun], overrides: Sequence[str], out: Path
 ) -> dict[str, Any]:
-    """Read all run folders, write `results.json`, and return its content.
-
-    Args:
-        recipe: Path or name.
-        search: The runs that chose the threads.
-        measured: The runs that figures are taken from.
-        overrides: Of the command line.
-        out: Holds the run folders; gets the file.
-    """
+    """Read all run folders, write `results.json`, and return its content."""
     entries = [run_entry(run, out / run.planned.name) for run in measured]
     done = [entry for entry in entries if "seconds" in entry]
     shortest = min((entry["seconds"] for entry in done), default=0.0)

@@ -145,15 +145,12 @@ def best_setting(entries: Iterable[Row]) -> str | None:
 
 def best_synchronous(entries: Sequence[Row]) -> str | None:
     """Return the synchronous mode with the highest median of samples per second; None where none was measured."""
-    rates = {mode: _rates(entries, mode).values() for mode in MODES if MODES[mode].is_synchronous}
+    rates = {mode: _rates(entries, mode).values() for mode in MODES if not MODES[mode].eta}
     return max(filter(rates.get, rates), key=lambda mode: statistics.median(rates[mode]), default=None)
 
 
 def compare(entries: Sequence[Row]) -> list[dict[str, Any]]:
     """Return one line per measured mode, in the order of `MODES`.
-
-    Args:
-        entries: The measured runs, unfinished ones included.
 
     Returns:
         Per mode `figures`: the spread of each over the repeats, `ratio`: that of its samples per second to the best
@@ -180,17 +177,12 @@ def compare(entries: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def findings(lines: Sequence[Row], *, best: str | None) -> list[str]:
-    """Say in words what the table shows, above all where asynchrony does not help.
-
-    Args:
-        lines: Of `compare`.
-        best: The best synchronous mode.
-    """
+    """Say in words what the table shows, above all where asynchrony does not help."""
     base = next((line for line in lines if line["mode"] == best), None)
     if base is None:
         return ["No synchronous mode was measured, so nothing can be said about what asynchrony gains."]
     texts = [f"The best synchronous mode is {best} ({_of(base['figures']['samples_per_s'], '.1f')} samples/s)."]
-    others = [line for line in lines if not MODES[line["mode"]].is_synchronous and line["ratio"] is not None]
+    others = [line for line in lines if MODES[line["mode"]].eta and line["ratio"] is not None]
     if (fewest := min(line["repeats"] for line in lines)) < _REPEATS:
         texts.append(f"{fewest} of at least {_REPEATS} repeats: the spread is hardly known: take figures with care.")
     said = [*map(_gain, others), *map(_bottleneck, others), *(_reward(line, base) for line in others)]

@@ -4,8 +4,7 @@ Every mode has the recipe's model, data, batch and objective, and the same machi
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from areal_lite.config.reading import parse_override
 from areal_lite.errors import ConfigError
@@ -22,33 +21,27 @@ _SEARCH_STEPS = 4
 """Of a search run at least; else it has a quarter of the steps."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mode:
+class Mode(NamedTuple):
     """One way to run a recipe."""
 
-    settings: Mapping[str, Any]
-    """What it changes."""
-    is_synchronous: bool = False
-    """Generation and training take turns: asynchrony is compared with the best of these."""
+    eta: int
+    """0 = generation and training take turns: asynchrony is compared with the best of these."""
+    interrupt: str | None = None
+    """None = the recipe's."""
     has_split: bool = True
     """Cores are split between generation and training; else each phase may have all of them."""
 
 
-def _mode(eta: int, interrupt: str = "recompute", **kind: bool) -> Mode:
-    return Mode(settings={"queue.max_staleness": eta, "rollout.interrupt": interrupt} if eta else
-                {"queue.max_staleness": 0}, **kind)  # fmt: skip
-
-
 MODES: dict[str, Mode] = {
-    "sync-colocated": _mode(0, is_synchronous=True, has_split=False),
-    "sync-split": _mode(0, is_synchronous=True),
+    "sync-colocated": Mode(0, has_split=False),
+    "sync-split": Mode(0),
     # At eta 1 a trained batch makes room for exactly one batch, and by then `drain` has finished the one before: no
     # further rule is needed for a whole batch to be admitted at once.
-    "one-step-off": _mode(1, "drain"),
-    "async-eta1": _mode(1),
-    "async-eta4": _mode(MAX_STALENESS),
-    "keep_kv-eta4": _mode(MAX_STALENESS, "keep_kv"),
-    "drain-eta4": _mode(MAX_STALENESS, "drain"),
+    "one-step-off": Mode(1, "drain"),
+    "async-eta1": Mode(1, "recompute"),
+    "async-eta4": Mode(MAX_STALENESS, "recompute"),
+    "keep_kv-eta4": Mode(MAX_STALENESS, "keep_kv"),
+    "drain-eta4": Mode(MAX_STALENESS, "drain"),
 }
 """In the order in which tables show them."""
 
@@ -86,7 +79,7 @@ def thread_settings(mode: Mode, *, cores: int) -> list[Threads]:
     ['1+1', '1+2']
     """
     half = max(1, cores // 2)
-    split = [Threads(half, max(1, cores - half)), *([] if mode.is_synchronous else [Threads(half, cores)])]
+    split = [Threads(half, max(1, cores - half)), *([Threads(half, cores)] if mode.eta else [])]
     return list(dict.fromkeys(split if mode.has_split else [Threads(cores, cores), Threads(half, cores)]))
 
 
@@ -101,30 +94,23 @@ def search_runs(recipe: str, modes: Iterable[str], *, cores: int, extra: Sequenc
 
 
 def measured_runs(recipe: str, chosen: Mapping[str, Threads], *, repeats: int, extra: Sequence[str]) -> list[ModeRun]:
-    """Return the runs that are measured: every mode once, then every mode again, so that all see the same drift.
+    """Return the runs that are measured: rounds of every mode, each with a seed of its own.
 
-    Args:
-        recipe: Path or name.
-        chosen: Threads of each mode.
-        repeats: Rounds; each has a seed of its own. Every second one goes backwards, so that the machine's getting
-            slower or faster favours nobody, and engines are started anew less often.
-        extra: Overrides of all runs.
+    Every second round goes backwards, so that the machine's getting slower or faster favours nobody.
 
     Raises:
         ConfigError: Some recipe is wrong, or not for a CPU.
     """
-    runs: list[ModeRun] = []
-    for repeat in range(repeats):
-        one_round = _runs(recipe, list(chosen.items()), repeat=repeat, extra=extra)
-        # The search went forwards, so the first round begins with the engine that the search ended with.
-        runs += one_round if repeat % 2 else reversed(one_round)
-    return runs
+    wanted = list(chosen.items())
+    rounds = (
+        _runs(recipe, wanted[:: -1 if repeat % 2 else 1], repeat=repeat, extra=extra) for repeat in range(repeats)
+    )
+    return [run for one_round in rounds for run in one_round]
 
 
 def _runs(
     recipe: str, wanted: Sequence[tuple[str, Threads]], *, repeat: int | None, extra: Sequence[str]
 ) -> list[ModeRun]:
-    """Plan one run each; those with the same processes are side by side, as others have to be started anew."""
     overrides = dict(map(parse_override, extra))
     config = planned_run(recipe, "recipe", overrides).config
     if config.run.device != "cpu":
@@ -132,8 +118,8 @@ def _runs(
     steps = config.run.steps if "run.steps" in overrides else min(config.run.steps, _STEPS)
     runs = []
     for mode, threads in wanted:
-        changes = {
-            **MODES[mode].settings,
+        changes: dict[str, object] = {
+            "queue.max_staleness": MODES[mode].eta,
             "rollout.threads": max(1, threads.generation // config.rollout.workers),
             "trainer.threads": max(1, threads.training // config.trainer.ranks),
             "run.steps": max(_SEARCH_STEPS, steps // 4) if repeat is None else steps,
@@ -142,10 +128,9 @@ def _runs(
             "run.eval_every": 0,
             "run.checkpoint_every": 0,
         }
+        if MODES[mode].interrupt is not None:
+            changes["rollout.interrupt"] = MODES[mode].interrupt
         name = f"search_{mode}_{threads.generation}-{threads.training}" if repeat is None else f"{mode}_{repeat}"
         planned = planned_run(recipe, name, changes, before=overrides)
         runs.append(ModeRun(mode=mode, threads=threads, repeat=repeat, planned=planned))
-    # Without a prefix cache, which keep_kv needs, it is another engine.
-    return sorted(runs, key=lambda run: (
-        run.threads.generation, run.planned.config.rollout.interrupt == "keep_kv", run.threads.training
-    ))  # fmt: skip
+    return runs

@@ -30,11 +30,6 @@ MakeRequests = Callable[[Config, Any], Iterator[tuple[list[int], Sampling]]]
 def one_engine(config: Config, *, model_folder: Path, logs: Path) -> Iterator[tuple[Cluster, Any]]:
     """Yield the processes of a run, and its rollout actor; needs a `ray_session`.
 
-    Args:
-        config: The recipe, with one worker.
-        model_folder: Hugging Face folder.
-        logs: Gets a log per process.
-
     Raises:
         ArealLiteError: Something does not start.
     """

@@ -39,12 +39,7 @@ class PaddedLoop:
     """A policy and its optimiser."""
 
     def __init__(self, config: Config, model_folder: str) -> None:
-        """Load the model.
-
-        Args:
-            config: The recipe; `bench.train.check_recipe` says which will do.
-            model_folder: Hugging Face folder.
-        """
+        """Load the model of a Hugging Face folder; `bench.train.check_recipe` says which recipes will do."""
         self._config = config
         self.model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).train()
         settings = config.trainer

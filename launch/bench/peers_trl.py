@@ -35,14 +35,9 @@ def last_number(completion: str, answer: str) -> float:
 def greedy_accuracy(
     model: Any, tokenizer: Any, problems: Sequence[Sequence[str]], *, max_new_tokens: int, batch_size: int = 128
 ) -> float:
-    """Complete problems greedily with transformers and return the share that ends in the right number.
+    """Complete problems (prompt, answer) greedily with transformers; return the share that ends in the right number.
 
-    Args:
-        model: A causal language model; it is back in its mode, training or not, when this returns.
-        tokenizer: Its tokenizer; pads on the left from now on.
-        problems: Pairs of prompt and answer.
-        max_new_tokens: Of a completion, at most.
-        batch_size: Problems completed at once.
+    The model is back in its mode, training or not, when this returns; the tokenizer pads on the left from now on.
     """
     import torch
 

@@ -7,6 +7,8 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
 from areal_lite.launch.bench.harness import changed_objective, ratios, target
@@ -65,15 +67,7 @@ def check_comparable(config: Config) -> None:
 
 
 def our_settings(side: str, threads: Threads, *, steps: int, every: int, seed: int) -> dict[str, Any]:
-    """Return what a run of ours changes in the recipe.
-
-    Args:
-        side: `async` or `sync`.
-        threads: Of engines and trainer.
-        steps: Of the run.
-        every: Steps between two snapshots, whose accuracy is measured after the run; 0 = none.
-        seed: Of the run.
-    """
+    """Return what a run of ours changes in the recipe; `every` so many steps there is a snapshot, 0 = none."""
     return {
         "queue.max_staleness": MAX_STALENESS if side == "async" else 0,
         # Equal gradient work: one optimiser step per batch, and no pass for a proximal policy.
@@ -97,9 +91,7 @@ def our_settings(side: str, threads: Threads, *, steps: int, every: int, seed: i
 def trl_settings(config: Config, *, per_device: int) -> dict[str, Any]:
     """Return the arguments of TRL's `GRPOConfig`: one optimiser step per generated batch, on-policy, without KL.
 
-    Args:
-        config: Of the same run of ours.
-        per_device: Samples of one forward and backward pass.
+    `per_device` samples make one forward and backward pass.
     """
     return {
         # What is compared: the same as in the recipe.
@@ -162,12 +154,7 @@ def micro_batches(samples: int) -> list[int]:
 
 
 def samples_per_s(seconds: Sequence[float], *, samples_per_step: int) -> float:
-    """Return the rate over the steps that count, the same on both sides.
-
-    Args:
-        seconds: After each step, the one of step 1 first.
-        samples_per_step: B.
-    """
+    """Return the rate over the steps that count, the same on both sides; `seconds` as in `Learning`."""
     first, last = measured_steps(len(seconds), max_staleness=MAX_STALENESS)
     return (last - first) * samples_per_step / (seconds[last - 1] - seconds[first - 1])
 
@@ -190,15 +177,10 @@ def reached(accuracies: Mapping[int, float], accuracy: float) -> float | None:
 def seconds_at(seconds: Sequence[float], steps: float) -> float:
     """Return the time at which so many steps were done, linear between two.
 
-    Args:
-        seconds: After each step, the one of step 1 first.
-        steps: 0 to as many.
-
     >>> seconds_at([4.0, 5.0], 1.5), seconds_at([4.0, 5.0], 0.5), seconds_at([4.0, 5.0], 2)
     (4.5, 2.0, 5.0)
     """
-    times, below = [0.0, *seconds], int(steps)
-    return times[below] + (times[min(below + 1, len(seconds))] - times[below]) * (steps - below)
+    return float(np.interp(steps, range(len(seconds) + 1), [0.0, *seconds]))
 
 
 def summarise(

@@ -61,14 +61,7 @@ class Plan(Section):
 
 
 def bench(plan_name: str, overrides: Sequence[str], *, only: Sequence[str], out: Path | None) -> int:
-    """Run a plan and sum it up.
-
-    Args:
-        plan_name: Path, or name of a shipped plan.
-        overrides: `section.field=value` words for all runs.
-        only: Names or patterns of the runs; empty = all.
-        out: Folder of the run folders; None = runs/bench-<plan>.
-    """
+    """Run a plan and sum it up."""
     plan, name, console = load_plan(plan_name), Path(plan_name).stem, Console()
     runs = planned_runs(plan, extra=overrides)
     by_name = {run.name: run for run in runs}
@@ -99,9 +92,6 @@ def shipped_plans() -> list[str]:
 def load_plan(plan: str) -> Plan:
     """Read a plan.
 
-    Args:
-        plan: Path of a YAML file, or the name of a shipped plan.
-
     Raises:
         ConfigError: It is missing, unreadable, or no plan.
     """
@@ -119,11 +109,7 @@ def load_plan(plan: str) -> Plan:
 
 
 def planned_runs(plan: Plan, *, extra: Iterable[str] = ()) -> list[PlannedRun]:
-    """Return the runs of a plan in order, every recipe checked.
-
-    Args:
-        plan: The plan.
-        extra: `section.field=value` words, which come last and win.
+    """Return the runs of a plan in order, every recipe checked; the overrides in `extra` win.
 
     Raises:
         ConfigError: Some recipe is wrong, or a name cannot be a folder's.
@@ -140,14 +126,7 @@ def planned_runs(plan: Plan, *, extra: Iterable[str] = ()) -> list[PlannedRun]:
 def planned_run(
     recipe: str, name: str, overrides: Settings, *, before: Settings | None = None, after: Settings | None = None
 ) -> PlannedRun:
-    """Return one run, its recipe checked.
-
-    Args:
-        recipe: Path or name.
-        name: Of the run.
-        overrides: What sets it apart from others.
-        before: Settings that yield to these.
-        after: Settings that win over these.
+    """Return one run, its recipe checked; `before` yields to the overrides, `after` wins over them.
 
     Raises:
         ConfigError: Its recipe is wrong, or says where it goes.

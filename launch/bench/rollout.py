@@ -142,12 +142,7 @@ class _Cursor(Protocol):
 
 
 def plain_requests(config: Config, cursor: _Cursor) -> Iterator[tuple[list[int], Sampling]]:
-    """Yield prompt and sampling of each request that a worker would make, in the order of its leases, without end.
-
-    Args:
-        config: The recipe.
-        cursor: Like that of the worker's queue.
-    """
+    """Yield prompt and sampling of each request that a worker would make, in the order of its leases, without end."""
     lengths = _lengths_of(config)
     while True:
         prompt = cursor.next()

@@ -198,12 +198,7 @@ def check_recipe(config: Config) -> None:
 
 
 def run_steps(settings: TrainBench, measured: Measured, step: Callable[[str, int], Step]) -> None:
-    """Let the sides take turns on the same batches, and check each repeat's gradients.
-
-    Args:
-        settings: Of the bench.
-        measured: Takes what is measured.
-        step: Trains a side one step on the batch of that number; 0 was the step that warmed up.
+    """Let the sides take turns on the same batches (0 was the one that warmed up), and check each repeat's gradients.
 
     Raises:
         TrainerError: The norms of the sides' gradients, or their trained tokens, differ: no figure counts.
@@ -296,9 +291,7 @@ class _Side:
     def step(self, number: int, rows_per_pass: int | None) -> Step:
         """Train one step on the batch of that number, every token of it at age 0.
 
-        Args:
-            number: Of the batch.
-            rows_per_pass: Rows of the padded loop's micro-batches; None for the trainer, which has its own rule.
+        The trainer, which has its own rule of micro-batches, gets None for `rows_per_pass`.
         """
         torch.set_num_threads(self._threads)  # here, as the thread that answers is not the one that made this
         shard, self._positions = self._batches[number % len(self._batches)], 0

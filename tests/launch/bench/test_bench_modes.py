@@ -1,7 +1,6 @@
 """`bench modes`: which runs there are and in which order, and what its figures say about them."""
 
 import io
-import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -57,20 +56,11 @@ def test_modes_change_the_recipe_and_nothing_else() -> None:
     assert [interrupts[mode] for mode in MODES][2:] == ["drain", "recompute", "recompute", "keep_kv", "drain"]
 
 
-def test_rounds_turn_back_so_that_few_engines_are_started_anew() -> None:
-    """Three kinds of engines: the search starts each once, and each round begins with the one before it ended with.
-
-    Every round has a seed of its own, and the search another. Seen failing with every round going forwards.
-    """
+def test_every_second_round_goes_backwards() -> None:
+    """Every round has a seed of its own, and the search another. Seen failing with every round going forwards."""
     search = search_runs("arith_cpu", MODES, cores=2, extra=[])
     chosen = {mode: thread_settings(MODES[mode], cores=2)[0] for mode in MODES}
     measured = measured_runs("arith_cpu", chosen, repeats=2, extra=[])
-    engines = [
-        (run.planned.config.rollout.threads, run.planned.config.rollout.interrupt == "keep_kv")
-        for run in [*search, *measured]
-    ]
-    changes = sum(one != other for one, other in itertools.pairwise(engines))
-    assert changes == 2 + 2 * 2
     rounds = [measured[start : start + len(MODES)] for start in range(0, len(measured), len(MODES))]
     assert all({run.mode for run in one} == set(MODES) for one in rounds)
     assert words(rounds[0]) == words(rounds[1])[::-1]
