@@ -58,24 +58,20 @@ class VerifierActor:
         self._client.close()
 
     async def score(
-        self,
-        prompts: list[Prompt],
-        completions: list[str],
-        messages: Sequence[Sequence[Mapping[str, str]]] | None = None,
+        self, prompts: list[Prompt], completions: list[str], messages: Sequence[Sequence[Mapping[str, str]]]
     ) -> list[Score]:
         """Score evaluation completions, one per prompt, with the evaluation's own verifier if there is one.
 
         Args:
-            messages: The turns of each, none where it has just one; None = none has.
+            messages: The turns of each, none where it has just one.
 
         Returns:
             Of each completion the total, its step rewards included, as `reward`; or the failure.
         """
-        turns = messages or [()] * len(prompts)
         replies = await asyncio.gather(
             *(
                 self._verifiers.score(prompt, [text], messages=[said], held_out=True)
-                for prompt, text, said in zip(prompts, completions, turns, strict=True)
+                for prompt, text, said in zip(prompts, completions, messages, strict=True)
             )
         )
         return [Score(reward=reply.total, failure=reply.failure) for (reply,) in replies]

@@ -1,9 +1,7 @@
 """The built-in task: chained sums, answered step by step.
 
-`7+25-13=?` is answered `7+25=32;32-13=19#19`: one step per operator, separated by `;`, and the answer after
-`#`. Numbers are at least 1, and a minus is drawn only
-where the running total stays at zero or above: the minus sign is always an operator, never part of a number,
-so a tokenizer of single characters needs no rule for it.
+`7+25-13=?` is answered `7+25=32;32-13=19#19`: one step per operator, and the answer after `#`. The running total stays
+at zero or above: a minus is always an operator, so a tokenizer of single characters needs no rule for it.
 """
 
 import itertools
@@ -66,10 +64,7 @@ def arith_problems(settings: ArithConfig, split: Literal["train", "eval"]) -> li
     Raises:
         ConfigError: The settings allow too few different problems.
     """
-    held_out = _held_out(settings)
-    if split == "eval":
-        return list(held_out.values())
-    return _training(settings, held_out, stream="train", count=settings.train_size)
+    return _problems(settings, split, stream="train", count=settings.train_size)
 
 
 def worked_solutions(settings: ArithConfig, count: int, *, seed: int, carelessness: float) -> list[ArithProblem]:
@@ -84,7 +79,7 @@ def worked_solutions(settings: ArithConfig, count: int, *, seed: int, carelessne
     Raises:
         ConfigError: The settings allow too few different problems.
     """
-    problems = _training(settings, _held_out(settings), stream=f"gold/{seed}", count=count)
+    problems = _problems(settings, "train", stream=f"gold/{seed}", count=count)
     rng = random.Random(f"careless/{seed}")
     return [_work_out(problem, rng, carelessness) for problem in problems]
 
@@ -96,7 +91,7 @@ def held_out_solutions(settings: ArithConfig, *, carelessness: float) -> list[Ar
         ConfigError: The settings allow too few different problems.
     """
     rng = random.Random("careless/held-out")
-    return [_work_out(problem, rng, carelessness) for problem in _held_out(settings).values()]
+    return [_work_out(problem, rng, carelessness) for problem in arith_problems(settings, "eval")]
 
 
 def preference_pairs(settings: ArithConfig, split: Literal["train", "eval"], *, carelessness: float) -> list[ArithPair]:
@@ -112,12 +107,7 @@ def preference_pairs(settings: ArithConfig, split: Literal["train", "eval"], *, 
     Raises:
         ConfigError: The settings allow too few different problems, or none that can be got wrong.
     """
-    held_out = _held_out(settings)
-    problems = (
-        list(held_out.values())
-        if split == "eval"
-        else _training(settings, held_out, stream="pairs", count=settings.train_size)
-    )
+    problems = _problems(settings, split, stream="pairs", count=settings.train_size)
     rng = random.Random(f"pairs/{split}")
     pairs = [pair for problem in problems if (pair := _pair(problem, rng, carelessness))]
     if not pairs:
@@ -136,19 +126,17 @@ def _pair(problem: ArithProblem, rng: random.Random, carelessness: float) -> Ari
     return None
 
 
-def _held_out(settings: ArithConfig) -> dict[str, ArithProblem]:
-    """Return the held-out problems by prompt."""
+def _problems(settings: ArithConfig, split: Literal["train", "eval"], *, stream: str, count: int) -> list[ArithProblem]:
+    """Return the held-out problems, or `count` others from a stream."""
     held_out: dict[str, ArithProblem] = {}
     for problem in _draws(settings, stream="eval", count=settings.eval_size):
         held_out[problem.prompt] = problem
         if len(held_out) == settings.eval_size:
-            return held_out
-    raise _too_few(settings, f"{settings.eval_size} different held-out problems")
-
-
-def _training(
-    settings: ArithConfig, held_out: dict[str, ArithProblem], *, stream: str, count: int
-) -> list[ArithProblem]:
+            break
+    else:
+        raise _too_few(settings, f"{settings.eval_size} different held-out problems")
+    if split == "eval":
+        return list(held_out.values())
     draws = _draws(settings, stream=stream, count=count)
     problems = list(itertools.islice((problem for problem in draws if problem.prompt not in held_out), count))
     if len(problems) < count:

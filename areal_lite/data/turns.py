@@ -1,8 +1,7 @@
 """From the prompt and the completion of a row to token ids, as plain text or through the model's chat template.
 
-Prompt and completion are tokenised apart and put together: that is the very boundary that generation has, where the
-engine is given the prompt's tokens and samples from there, and no row can fail at it. (One text tokenised as a whole
-may merge characters across the boundary, into tokens that sampling would never meet there.)
+Prompt and completion are tokenised apart: that is the boundary that generation has. (One text tokenised as a whole may
+merge characters across it, into tokens that sampling would never meet there.)
 
 A completion ends in exactly one end-of-sequence token, where generation stops: a plain text gets one, and what a chat
 template writes behind its own is left out.

@@ -213,7 +213,6 @@ def _to_go(rewards_T: Tensor, batch: PolicyBatch, *, gamma: float) -> Tensor:
 
 
 def _own_lengths(batch: PolicyBatch) -> Tensor:
-    """Return how many tokens of each row the model produced, [B]."""
     return torch.zeros_like(batch.lengths_B).index_add(0, batch.tokens.rows_T, batch.tokens.own_T.long())
 
 

@@ -1,8 +1,5 @@
 """What the offline commands minimise: supervised learning, the reward model, and direct preference learning.
 
-An objective runs the model on one forward pass and returns sums, which the loop adds up over micro-batches and ranks
-and divides by its weight.
-
 Shape letters: `E` examples of a forward pass, `B` its rows (an example's completions one after another), `T`
 completion tokens, `F` figures.
 """

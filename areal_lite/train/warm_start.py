@@ -8,8 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +95,12 @@ def _learn(model: Any, examples: Sequence[Example], *, settings: WarmStartConfig
         seed=settings.seed,
         settings=trainer,
     )
-    with _threads(_MAX_THREADS):
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(min(num_threads, _MAX_THREADS))
+    try:
         loop.run(progress)
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _build_model(config: Config | OfflineConfig, tokenizer: PreTrainedTokenizerFast) -> Any:
@@ -120,16 +123,6 @@ def _build_model(config: Config | OfflineConfig, tokenizer: PreTrainedTokenizerF
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(warm_start.seed)
         return Qwen3ForCausalLM(architecture).train()
-
-
-@contextmanager
-def _threads(limit: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(before, limit))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _move_into_place(unfinished: Path, folder: Path) -> None:
