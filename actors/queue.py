@@ -8,7 +8,6 @@ import ray
 from areal_lite.actors.process import log_to_file
 from areal_lite.config.recipe import Config
 from areal_lite.data.mix import make_cursor
-from areal_lite.data.prompts import load_sources
 from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
 from areal_lite.sample_queue.server import QueueServer
 from areal_lite.sample_queue.service import restore
@@ -24,17 +23,12 @@ class QueueActor:
         self,
         config: Config,
         *,
-        model_folder: str,
         log_folder: str,
         state: bytes | None,
-        prompts: Mapping[str, list[Prompt]] | None,
+        prompts: Mapping[str, list[Prompt]],
     ) -> None:
-        """Make the ledger and serve; load the data where nobody hands it over."""
+        """Make the ledger and serve."""
         log_to_file(log_folder, "queue")
-        if prompts is None:
-            from transformers import AutoTokenizer
-
-            prompts = load_sources(config, AutoTokenizer.from_pretrained(model_folder), "train")
         cursor = make_cursor(config, prompts)
         settings = LedgerSettings(
             max_staleness=config.queue.max_staleness,

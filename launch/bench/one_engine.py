@@ -10,8 +10,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from areal_lite.actors.rollout import RolloutActor
 from areal_lite.config.recipe import Config
+from areal_lite.data.prompts import load_sources
 from areal_lite.events import EventBuffer
 from areal_lite.launch.run.cluster import Cluster
 from areal_lite.rollout.engine import Interrupt, Sampling
@@ -35,7 +38,10 @@ def one_engine(config: Config, *, model_folder: Path, logs: Path) -> Iterator[tu
     """
     logs = logs.resolve()
     logs.mkdir(parents=True, exist_ok=True)
-    cluster = Cluster(config, model_folder=model_folder, log_folder=logs, queue_state=None, rollout_actor=_Rollout)
+    prompts = load_sources(config, AutoTokenizer.from_pretrained(model_folder), "train")
+    cluster = Cluster(
+        config, model_folder=model_folder, log_folder=logs, queue_state=None, prompts=prompts, rollout_actor=_Rollout
+    )
     try:
         cluster.start(checkpoint=None, on_progress=lambda _: None)
         yield cluster, cluster.engines.handles[LANE]

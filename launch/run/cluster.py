@@ -43,7 +43,7 @@ class Cluster:
         model_folder: Path,
         log_folder: Path,
         queue_state: bytes | None,
-        prompts: Mapping[str, list[Prompt]] | None = None,
+        prompts: Mapping[str, list[Prompt]],
         rollout_actor: type = RolloutActor,
     ) -> None:
         """Start the queue and the trainer ranks.
@@ -51,7 +51,7 @@ class Cluster:
         Args:
             model_folder: Hugging Face folder with the initial weights and the tokenizer.
             queue_state: Of the checkpoint to go on from.
-            prompts: To train on, by source; None = the queue loads them, for which it needs seconds more.
+            prompts: To train on, by source.
             rollout_actor: What a benchmark measures may be more than a run needs.
         """
         self._config, self._rollout_actor = config, rollout_actor
@@ -62,7 +62,6 @@ class Cluster:
             QueueActor,
             "queue",
             config,
-            model_folder=self._model_folder,
             log_folder=self._logs,
             state=queue_state,
             prompts=prompts,
