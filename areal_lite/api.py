@@ -76,7 +76,7 @@ def run(
     Args:
         recipe: What `load_recipe` returned, or what it takes.
         overrides: As for `load_recipe`; only for a recipe that is not loaded yet.
-        on_step: Called after every trainer step.
+        on_step: Called after every trainer step; what it raises ends the run, saved, and is raised here.
         quiet: Print nothing.
 
     Raises:

@@ -68,7 +68,7 @@ class RunFolder:
         """Open the folder of `run.resume`; rows beyond its newest checkpoint move to `*.orphaned.jsonl`.
 
         Raises:
-            CheckpointError: There is no checkpoint, or the recipe differs in what is learned.
+            CheckpointError: There is no checkpoint, another version wrote the recipe, or it differs in what is learned.
         """
         assert config.run.resume is not None
         folder = cls(Path(config.run.resume).resolve())
@@ -80,7 +80,14 @@ class RunFolder:
                 f"run.resume must name a run of command: {config.command}, got {folder.path}, which is one of "
                 f"command: {purpose}"
             )
-        saved = parse_section(raw, type(config))
+        try:
+            saved = parse_section(raw, type(config))
+        except ConfigError as error:
+            raise CheckpointError(
+                f"run.resume must name a run that this version of areal-lite can read, got {folder.path}, whose "
+                "config.json was written by an earlier version, or beside plug-ins that are not installed now: "
+                f"{error}: resume with those, or start anew without run.resume"
+            ) from error
         found = differences([saved.model_dump(), config.model_dump()]).items()
         if different := [f"{key} was {was!r}, is {now!r}" for key, (was, now) in found if key not in _FREE_ON_RESUME]:
             raise CheckpointError(

@@ -14,10 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from areal_lite.actors.calls import call_all
-from areal_lite.errors import ArealLiteError, CheckpointError
+from areal_lite.errors import CheckpointError
 from areal_lite.events import EventBuffer
 from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.ranks import Ranks
@@ -53,6 +51,8 @@ class Controller(ABC):
         self._at_boundary = False
         """The weights are those of a completed step, so that they can be saved."""
         self._on_step: Callable[[Mapping[str, Any]], object] | None = None
+        self._callback_error: BaseException | None = None
+        """What `on_step` raised; it ends the run, like any other error, once the step under way is trained."""
         self._unwritten: dict[str, Any] | None = None
         """What is known of the last step, until its row is written."""
 
@@ -64,7 +64,7 @@ class Controller(ABC):
 
         Raises:
             Interrupted: After Ctrl-C, once everything is saved.
-            ArealLiteError: What ended the run early; what could be saved is saved.
+            Exception: What ended the run early, or what `on_step` raised; what could be saved is saved.
         """
         self._on_step = on_step
         checkpoint = self._folder.newest_checkpoint() if self._config.run.resume else None
@@ -75,7 +75,9 @@ class Controller(ABC):
                 self._interrupts.work_begins()
                 self._prepare(checkpoint)
                 return self._finish(self._steps())
-        except (ArealLiteError, ray.exceptions.RayError) as error:
+        except Interrupted:
+            raise
+        except (Exception, SystemExit) as error:
             self._rescue(error)
             raise
         finally:
@@ -127,6 +129,8 @@ class Controller(ABC):
             self._tick()
         finally:
             self._view.end()
+        if self._callback_error is not None:
+            raise self._callback_error
         return "interrupted" if self._version < steps else "done"
 
     def _is_due(self, every: int) -> bool:
@@ -151,9 +155,16 @@ class Controller(ABC):
         if self._unwritten is not None:
             row = self._write(self._unwritten)
             self._unwritten = None
+            self._call_back(row)
+        self._look_after()
+
+    def _call_back(self, row: Mapping[str, Any]) -> None:
+        try:
             if self._on_step is not None and self._on_step(row) is False:
                 self._interrupts.ask()
-        self._look_after()
+        except (Exception, SystemExit) as error:
+            self._callback_error, self._on_step = error, None
+            self._interrupts.ask()
 
     def _save(self) -> Path:
         """Write a checkpoint of this step boundary."""
@@ -183,7 +194,7 @@ class Controller(ABC):
             raise Interrupted(str(self._folder.path))
         return summary
 
-    def _rescue(self, error: Exception) -> None:
+    def _rescue(self, error: BaseException) -> None:
         """After a failure: save if the weights are those of a step boundary, write the summary, say how to go on."""
         self._view.end()
         with contextlib.suppress(Exception):

@@ -170,3 +170,35 @@ def test_a_checkpoint_is_read_under_the_deadline_of_a_start(offline: OfflineCont
     assert offline._ranks.asked == [("load", str(tmp_path / "step-000007" / "trainer"), 321.0)]
     assert offline._version == 7
     assert asked == ["prepare", "evaluate"]
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("in a callback"), SystemExit("of a callback")])
+def test_what_a_callback_raises_ends_the_run_saved(
+    offline: OfflineController, tmp_path: Path, error: BaseException
+) -> None:
+    """Once the step under way is trained; the caller gets what was raised.
+
+    Seen failing with it raised where the callback is called: amid a step, without a checkpoint or a summary.
+    """
+
+    def ask(method: str, *_: Any, waiting_for: str) -> list[Any]:
+        offline._tick()  # a wait, in which the step before is told of
+        return [FIGURES]
+
+    def on_step(row: Any) -> None:
+        told.append(row["step"])
+        raise error
+
+    told: list[int] = []
+    processes = SimpleNamespace(kill=lambda: None)
+    vars(offline).update(_ask=ask, _spawn=lambda _: processes, _start=lambda _: None, _prepare=lambda _: None)
+    offline._config = offline._config.model_copy(
+        update={"run": offline._config.run.model_copy(update={"eval_every": 0})}
+    )
+    with pytest.raises(type(error), match="a callback"):
+        offline.run(on_step)
+    assert told == [1]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+    assert offline._folder.newest_checkpoint().name == "step-000002"
+    status = json.loads((tmp_path / "run" / "summary.json").read_text())["status"]
+    assert status == f"failed: {type(error).__name__}: {error}"

@@ -221,3 +221,13 @@ def test_another_recipe_is_refused_with_the_difference(
     assert difference in str(caught.value)
     assert "resume with the recipe and overrides of the first start" in str(caught.value)
     assert folder.read("metrics.jsonl") == [{"step": 1}], "a refused resume changes nothing"
+
+
+def test_a_run_of_an_earlier_version_is_named_as_one(folder: RunFolder, tmp_path: Path) -> None:
+    """Its recipe holds settings that are gone. Seen failing with a ConfigError about the recipe given."""
+    checkpoint(folder, 1)
+    saved = json.loads((folder.path / "config.json").read_text())
+    saved["data"] |= {"guess_number": {"low": 1}, "gridworld": {"size": 4}}
+    folder.write_json("config.json", saved)
+    with pytest.raises(CheckpointError, match=r"written by an earlier version.*unknown key data\.guess_number"):
+        resumed(tmp_path)
