@@ -188,10 +188,7 @@ def _config(settings: HandoverBench, size: Size) -> Config:
 
 
 def parts(events: Iterable[Event]) -> dict[str, float]:
-    """Return the seconds of each part of one hand-over.
-
-    Args:
-        events: Of the hand-over's lane and of one engine's, from its start to its end.
+    """Return the seconds of each part of one hand-over, from the events of its lane and of one engine's.
 
     Raises:
         KeyError: An event is missing.
@@ -203,15 +200,7 @@ def parts(events: Iterable[Event]) -> dict[str, float]:
 def row(
     size: Size, *, parameters: int, size_bytes: int, handovers: Sequence[Mapping[str, float]], copies_s: Sequence[float]
 ) -> dict[str, Any]:
-    """Return a model's row.
-
-    Args:
-        size: The model.
-        parameters: How many it has.
-        size_bytes: Of what is handed over.
-        handovers: From `parts`, one per hand-over.
-        copies_s: Median time of a memory copy of the same bytes behind each hand-over.
-    """
+    """Return a model's row: `handovers` from `parts`, and the time of a memory copy of the same bytes behind each."""
     return {
         **size._asdict(),
         "parameters": parameters,

@@ -233,17 +233,9 @@ def run_all(
     console: Console,
     after_each: Callable[[], object],
 ) -> dict[str, str]:
-    """Run what is not done yet, in order.
+    """Run what is not done yet, in order, each in a folder below `out`; return why each failed run failed, by name.
 
-    Args:
-        runs: Each gets a folder below `out`.
-        out: Folder of all.
-        train: Trains one recipe, into `run.dir` or going on in `run.resume`.
-        console: Gets what happens.
-        after_each: Called after each run, failed ones included.
-
-    Returns:
-        Why each failed run failed, by name.
+    `train` trains one recipe, into `run.dir` or going on in `run.resume`; `after_each` is called after failed runs too.
 
     Raises:
         ConfigError: Before anything starts: some folder holds a run of other settings.

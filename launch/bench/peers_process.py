@@ -39,13 +39,9 @@ _SHOWN_LINES = 8
 def run_trl(
     settings: Mapping[str, Any], *, command: Sequence[str], folder: Path, progress: Callable[[int], None]
 ) -> Learning:
-    """Train with TRL in a process of its own.
+    """Train with TRL in a process of its own, whose command gets the path of `settings.json` as its last word.
 
-    Args:
-        settings: What `peers_trl.py` reads.
-        command: Gets the path of a file with the settings as its last word.
-        folder: Gets that file, and the log of the process.
-        progress: Called with the steps done.
+    `folder` gets that file, and the log of the process; `progress` is called with the steps done.
 
     Raises:
         TrainerError: The process failed; the message has the end of its log.

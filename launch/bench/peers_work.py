@@ -162,7 +162,7 @@ def samples_per_s(seconds: Sequence[float], *, samples_per_step: int) -> float:
 def reached(accuracies: Mapping[int, float], accuracy: float) -> float | None:
     """Return the steps after which an accuracy was first reached, linear between two measurements; None if never.
 
-    >>> reached({0: 0.2, 10: 0.6, 20: 0.8}, 0.7), reached({0: 0.2, 10: 0.6}, 0.7), reached({0: 0.8}, 0.7)
+    >>> reached({0: 0.25, 10: 0.5, 20: 1.0}, 0.75), reached({0: 0.2, 10: 0.6}, 0.7), reached({0: 0.8}, 0.7)
     (15.0, None, 0.0)
     """
     points = sorted(accuracies.items())
