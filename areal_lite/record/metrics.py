@@ -1,7 +1,8 @@
 """Every figure of a run, declared once: its key in `metrics.jsonl`, how ranks and updates make one number of it, its
 unit, and where it is shown.
 
-To add one: a declaration here, and the line that computes it (`tally.add(name=value)` in the trainer). Rows, curves in
+To add one: a declaration here, and the line that computes it (`tally.add(name=value)` in the trainer; a new
+divisor goes into `COUNTS` of `train/stats.py`). Rows, curves in
 TensorBoard and in the report, the terminal's panel and `docs/metrics.md` follow; the last is written by
 `python -m areal_lite.record.metrics > docs/metrics.md`.
 """
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 __all__ = ["METRICS", "OFFLINE_METRICS", "SHARES", "Metric", "Reduction", "metrics_page"]
 
@@ -48,8 +49,8 @@ class Metric:
     """Its group in TensorBoard; none where empty. Of a mapping every entry is shown."""
     curve: str = ""
     """Title of its curve in the report; none where empty."""
-    section: str = "Loss diagnostics"
-    """The part of the report with the curve."""
+    section: Literal["Loss diagnostics", "Lengths", "Speed and idle time"] = "Loss diagnostics"
+    """The part of the report with the curve: those that draw declared metrics."""
     panel: tuple[str, str] | None = None
     """Row of the terminal's panel, and what it says there."""
 
