@@ -15,14 +15,15 @@ setup: ## make .venv ready; instant when it is (EXTRA=gpu for the CUDA build)
 demo: setup ## watch a language model learn arithmetic by asynchronous RL, on this CPU
 	@.venv/bin/areal-lite train arith_cpu $(ARGS)
 
-# What needs neither Ray nor vLLM, no real deadline and nothing that a machine may lack: side by side, in two minutes.
-FAST := not slow and not loop and not gpu and not browser and not examples and not gym and not sandbox and not data
-PYTEST_FAST := $(PYTHON) -m pytest -n auto --maxprocesses 4 -m "$(FAST)"
+# Tests that do not look at time run side by side. ALONE do; the others wait for nothing but processors.
+ALONE := loop or deadline or sandbox or browser or gpu
+FAST := not slow and not examples and not gym and not data and not ($(ALONE))
+SIDE_BY_SIDE := $(PYTHON) -m pytest -n auto --maxprocesses 4
 
 test-fast: setup ## run what needs no Ray, vLLM or real deadline: under two minutes
-	@$(PYTEST_FAST) $(ARGS)
+	@$(SIDE_BY_SIDE) -m "$(FAST)" $(ARGS)
 
-# Left out are only the tests that this machine cannot run; which and why is said first. What looks at time runs alone.
+# Left out are only the tests that this machine cannot run; which and why is said first.
 test: setup ## run the tests (ARGS="-k ledger" for some of them)
 	@out=; keep=; leave() { out="$$out, $$1 ($$2)"; keep="$$keep and not $$1"; }; \
 	if ! grep -qs ^gpu .venv/made-for; then leave gpu "needs the CUDA build: make setup EXTRA=gpu"; \
@@ -34,8 +35,8 @@ test: setup ## run the tests (ARGS="-k ledger" for some of them)
 	[ -n "$$AREAL_LITE_GSM8K_DIR" ] || leave data "AREAL_LITE_GSM8K_DIR names no folder with the GSM8K files"; \
 	out="$${out#, }"; echo "tests left out: $${out:-none}"; \
 	case " $(ARGS) " in *" -m "*) exec $(PYTHON) -m pytest $(ARGS);; esac; \
-	$(PYTEST_FAST) $(ARGS) || [ $$? = 5 ] || exit 1; \
-	$(PYTHON) -m pytest -m "not ($(FAST))$$keep" $(ARGS) || [ $$? = 5 ]
+	$(SIDE_BY_SIDE) -m "not ($(ALONE))$$keep" $(ARGS) || [ $$? = 5 ] || exit 1; \
+	$(PYTHON) -m pytest -m "($(ALONE))$$keep" $(ARGS) || [ $$? = 5 ]
 
 examples: setup ## run the classic algorithms of examples/classic, pictures to docs/classic (ARGS="ppo" for one)
 	@$(PYTHON) examples/classic/run_all.py --out docs/classic $(ARGS)

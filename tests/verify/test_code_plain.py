@@ -11,7 +11,7 @@ from code_programs import ATTACKS, run_code
 
 from areal_lite.verify.descendants import descendants
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deadline
 
 PROCESSES = 6
 LIMITS = {"wall_s": 1.0, "total_s": 3.0, "cpu_s": 5, "memory_mb": 256, "disk_mb": 8, "processes": PROCESSES}

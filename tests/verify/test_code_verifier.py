@@ -17,7 +17,7 @@ from areal_lite.verify.builtin.code_cases import split_asserts
 from areal_lite.verify.builtin.sandbox import choose_kind
 from areal_lite.verify.protocol import answer, prepare_verifier
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deadline
 
 SUM = "a, b = map(int, input().split())\nprint(a + b)"
 SUM_TESTS = [{"input": "1 2\n", "output": "3"}, {"input": "5 5", "output": "10\n\n"}, {"input": "0 3", "output": "3  "}]

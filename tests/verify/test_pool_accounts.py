@@ -19,7 +19,7 @@ from areal_lite.verify.protocol import Reply
 from areal_lite.verify.verifier_set import VerifierSet
 from areal_lite.verify.worker import VerifierWorker
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deadline
 
 HOGS = FIXTURES / "hog_verifiers.py"
 PATIENCE_S = 120.0

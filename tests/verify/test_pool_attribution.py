@@ -13,7 +13,7 @@ from areal_lite.types import Prompt
 from areal_lite.verify.protocol import Reply
 from areal_lite.verify.quarantine import Quarantine
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deadline
 
 CROWD = FIXTURES / "crowd_verifiers.py"
 PATIENCE_S = 60.0

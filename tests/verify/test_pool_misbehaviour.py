@@ -21,7 +21,7 @@ from pool_builders import running_pool
 from areal_lite.types import Prompt
 from areal_lite.verify.descendants import proportional_bytes, resident_bytes
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deadline
 
 HOGS = FIXTURES / "hog_verifiers.py"
 MARK = "AREAL_LITE_TEST_MARK"

@@ -17,7 +17,7 @@ from areal_lite.errors import VerifierError
 from areal_lite.types import Prompt, Score
 from areal_lite.verify.pool import VerifierPool
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deadline
 
 BEHAVE = f"{FIXTURES / 'verifiers.py'}:behave"
 PATIENCE_S = 30.0
