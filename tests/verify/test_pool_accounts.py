@@ -113,4 +113,4 @@ def test_an_evaluation_beside_training_counts_step_rewards() -> None:
     actor = VerifierActor.__new__(VerifierActor)
     vars(actor)["_verifiers"] = SimpleNamespace(score=score)
     prompt = Prompt(prompt_id="p/0/0", text="p", token_ids=(1,), answer="a")
-    assert asyncio.run(actor.score([prompt], ["c"])) == [Score(reward=1.5)]
+    assert asyncio.run(actor.score([prompt], ["c"], [()])) == [Score(reward=1.5)]
