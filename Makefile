@@ -16,7 +16,7 @@ demo: setup ## watch a language model learn arithmetic by asynchronous RL, on th
 	@.venv/bin/areal-lite train arith_cpu $(ARGS)
 
 # Tests that do not look at time run side by side. ALONE do; the others wait for nothing but processors.
-ALONE := loop or deadline or sandbox or browser or gpu
+ALONE := loop or deadline or sandbox or browser or gpu or cluster
 FAST := not slow and not examples and not gym and not data and not ($(ALONE))
 SIDE_BY_SIDE := $(PYTHON) -m pytest -n auto --maxprocesses 4
 
@@ -29,6 +29,10 @@ test: setup ## run the tests (ARGS="-k ledger" for some of them)
 	if ! grep -qs ^gpu .venv/made-for; then leave gpu "needs the CUDA build: make setup EXTRA=gpu"; \
 	else leave loop "needs the CPU build: make setup EXTRA=cpu"; nvidia-smi -L >/dev/null 2>&1 || leave gpu "no NVIDIA GPU"; fi; \
 	bwrap --ro-bind / / --unshare-all true 2>/dev/null || leave sandbox "bubblewrap is missing or not allowed"; \
+	unshare --net --mount --uts --ipc --pid --fork --mount-proc ip link add type bridge 2>/dev/null || \
+	leave cluster "nodes on one machine need root and the command ip: apt-get install iproute2"; \
+	[ -x /usr/sbin/sshd ] || leave sshd "sshd is missing: apt-get install openssh-server"; \
+	{ command -v slurmctld && command -v munged; } >/dev/null || leave slurm "Slurm is missing: apt-get install slurm-wlm munge"; \
 	$(PYTHON) -c "import reasoning_gym" 2>/dev/null || leave gym "reasoning-gym is missing: see .venv/setup.log"; \
 	{ command -v chromium || command -v google-chrome; } >/dev/null && command -v chromedriver >/dev/null || \
 	leave browser "Chromium or its chromedriver is missing: apt-get install chromium chromium-driver"; \

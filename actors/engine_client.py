@@ -1,22 +1,37 @@
 """vLLM's weight-sync client over the rollout actors: what a trainer rank drives the engines with."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
-from areal_lite.actors.calls import Calls, call_all
-from areal_lite.errors import HandoverError
+import ray
+
+from areal_lite.actors.calls import Calls, call_all, describe
+from areal_lite.errors import EngineError, HandoverError
 
 __all__ = ["EngineClient"]
+
+_DEATHS = (EngineError, ray.exceptions.RayActorError)
+_LET_GO_S = 5.0
+"""How long engines may take to answer once they have been let go."""
 
 
 class EngineClient:
     """Speaks to one or several rollout actors at once, with a deadline, failing by name.
 
-    Implements vLLM's `VLLMWeightSyncClient` protocol.
+    Implements vLLM's `VLLMWeightSyncClient` protocol. A `HandoverError` has the engines to blame. Several may wait for
+    each other in a collective: when one fails, the others are let go and heard, so that only those are blamed that
+    died, or stay silent.
     """
 
-    def __init__(self, handles: Mapping[str, Any], *, timeout_s: float, ranks_per_engine: int) -> None:
-        self._handles, self._timeout_s, self._ranks_per_engine = handles, timeout_s, ranks_per_engine
+    def __init__(
+        self, handles: Mapping[str, Any], *, timeout_s: float, join_timeout_s: float, ranks_per_engine: int
+    ) -> None:
+        self._handles, self._ranks_per_engine = handles, ranks_per_engine
+        self._timeout_s, self._join_timeout_s = timeout_s, join_timeout_s
+        self.let_go: Callable[[], None] = lambda: None
+        """Wakes all who wait for an engine that failed, the trainer among them; set by the sender of a group."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Have every engine join; in one common group each gets ranks of its own."""
@@ -26,7 +41,12 @@ class EngineClient:
             if "rank_offset" in info:
                 info["rank_offset"] += index * self._ranks_per_engine
             references[name] = handle.init_weight_transfer_engine.remote(info)
-        self._finish(Calls(references), "init_weight_transfer_engine")
+        self._finish(
+            Calls(references),
+            "init_weight_transfer_engine",
+            timeout_s=self._join_timeout_s,
+            setting="weights.join_timeout_s",
+        )
 
     def start_weight_update(self) -> None:
         """Open the update."""
@@ -41,13 +61,34 @@ class EngineClient:
         self._call("finish_weight_update")
 
     def _call(self, method: str, *args: Any) -> None:
-        self._finish(call_all(self._handles, method, *args), method)
+        calls = call_all(self._handles, method, *args)
+        self._finish(calls, method, timeout_s=self._timeout_s, setting="weights.timeout_s")
 
-    def _finish(self, calls: Calls, method: str) -> None:
-        for name, error in calls.answers(self._timeout_s):
-            if error is not None:
-                raise HandoverError(f"{name} failed in {method}: {type(error).__name__}: {error}") from error
-        if late := ", ".join(calls.pending):
-            raise HandoverError(
-                f"{late} must finish {method} within weights.timeout_s={self._timeout_s:g} s, it did not"
-            )
+    def _finish(self, calls: Calls, method: str, *, timeout_s: float, setting: str) -> None:
+        deadline = time.monotonic() + timeout_s
+        errors = dict(islice(_errors(calls, timeout_s), 1))
+        late = set(calls.pending) if not errors else set()
+        if not errors and not late:
+            return
+        self.let_go()
+        others: dict[str, Exception] = {}
+        if len(self._handles) > 1:
+            # Those that join cannot be told: they give up when their own time is over.
+            left_s = max(0.0, deadline - time.monotonic()) if method.startswith("init") else 0.0
+            others = dict(_errors(calls, left_s + _LET_GO_S))
+            if method == "update_weights":  # An update that came through must be closed before there is another.
+                received = {name: self._handles[name] for name in calls.values}
+                list(call_all(received, "finish_weight_update").answers(self._timeout_s))
+        errors |= {name: error for name, error in others.items() if isinstance(error, _DEATHS)}
+        lost = {name for name, error in errors.items() if isinstance(error, _DEATHS)} | calls.pending.keys()
+        engines = {
+            name: f"{method}: {describe(errors[name])}"
+            if name in errors
+            else f"it must finish {method} within {setting}={timeout_s:g} s, it did not"
+            for name in sorted(lost or errors or late)
+        }
+        raise HandoverError("; ".join(f"{name}: {reason}" for name, reason in engines.items()), engines=engines)
+
+
+def _errors(calls: Calls, timeout_s: float) -> Iterator[tuple[str, Exception]]:
+    return ((name, error) for name, error in calls.answers(timeout_s) if error is not None)

@@ -3,10 +3,16 @@
 import faulthandler
 import logging
 import os
+import re
+import socket
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["log_path", "log_to_file"]
+__all__ = ["HOME", "log_path", "log_to_file", "position"]
+
+HOME = re.compile(r" on (\S+), process \d+$")
+"""The node, in a log's first line."""
 
 
 def log_path(folder: str, name: str) -> str:
@@ -14,8 +20,12 @@ def log_path(folder: str, name: str) -> str:
     return f"{folder}/{name.replace('/', '-')}.log"
 
 
-def log_to_file(folder: str, name: str) -> None:
-    """Send stdout, stderr, logging and crash traces of this process and its children to a lane's log."""
+def log_to_file(folder: str, name: str, *, environment: Iterable[str] = ()) -> None:
+    """Send stdout, stderr, logging and crash traces of this process and its children to a lane's log.
+
+    Args:
+        environment: Variables whose values are the first that it says.
+    """
     path = Path(log_path(folder, name))
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -26,3 +36,15 @@ def log_to_file(folder: str, name: str) -> None:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
+    logging.getLogger(__name__).info("%s on %s, process %d", name, socket.gethostname(), os.getpid())
+    for variable in environment:
+        logging.getLogger(__name__).info("%s=%s", variable, os.environ.get(variable))
+
+
+def position(thread: int) -> str:
+    """Say which call a thread of this process is in, and the line of ours that made it."""
+    frame = sys._current_frames().get(thread)
+    innermost = frame.f_code.co_name if frame else ""
+    while frame is not None and not str(frame.f_globals.get("__name__")).startswith("areal_lite."):
+        frame = frame.f_back
+    return innermost + (f", {frame.f_globals['__name__']}:{frame.f_lineno}" if frame else "")

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Mapping
-
-import ray
+from dataclasses import replace
 
 from areal_lite.actors.process import log_to_file
 from areal_lite.config.recipe import Config
 from areal_lite.data.mix import make_cursor
+from areal_lite.network import local_address, port_range
+from areal_lite.sample_queue.access import QueueAccess, QueueKeys, Role
 from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
 from areal_lite.sample_queue.server import QueueServer
 from areal_lite.sample_queue.service import restore
@@ -28,7 +29,8 @@ class QueueActor:
         prompts: Mapping[str, list[Prompt]],
     ) -> None:
         """Make the ledger and serve."""
-        log_to_file(log_folder, "queue")
+        log_to_file(log_folder, "queue", environment=config.run.env)
+        self._address = local_address(config.run.network)
         cursor = make_cursor(config, prompts)
         settings = LedgerSettings(
             max_staleness=config.queue.max_staleness,
@@ -52,14 +54,20 @@ class QueueActor:
             num_minibatches=config.trainer.minibatches,
             num_ranks=config.trainer.ranks,
             seed=config.run.seed,
-            bind=config.queue.bind,
+            bind=self._address if config.queue.bind == "auto" else config.queue.bind,
+            ports=port_range(config.run.ports),
             max_message_bytes=config.queue.max_message_mb * 2**20,
+            keys=QueueKeys(),
         )
-        self._endpoint = self._server.start()
+        self._server.start()
 
-    def endpoint(self) -> str:
-        """Address that workers connect to: from anywhere, where the recipe binds to every interface."""
-        return self._endpoint.replace("//0.0.0.0:", f"//{ray.util.get_node_ip_address()}:")
+    def access(self) -> dict[Role, QueueAccess]:
+        """What the clients of each role connect with: from anywhere, where the recipe binds to every interface."""
+        accesses = {role: self._server.access(role) for role in Role}
+        return {
+            role: replace(access, endpoint=access.endpoint.replace("//0.0.0.0:", f"//{self._address}:"))
+            for role, access in accesses.items()
+        }
 
     def stop(self) -> None:
         """Stop serving."""

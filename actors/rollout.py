@@ -6,10 +6,12 @@ from typing import Any
 from areal_lite.actors.process import log_to_file
 from areal_lite.config.recipe import Config
 from areal_lite.events import Event, EventBuffer
+from areal_lite.network import local_address, use_interface_of
 from areal_lite.rollout.engine import Interrupt, Sampling
 from areal_lite.rollout.runner import Workflows, load_workflows
 from areal_lite.rollout.vllm_engine import VllmEngine
 from areal_lite.rollout.worker import RolloutWorker
+from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.client import AsyncQueueClient
 from areal_lite.types import Prompt, Sample
 
@@ -19,12 +21,12 @@ __all__ = ["RolloutActor"]
 class RolloutActor:
     """Delegates to `RolloutWorker` and `VllmEngine`; every call of the hand-over leaves an event."""
 
-    def __init__(self, config: Config, *, name: str, model_folder: str, endpoint: str, log_folder: str) -> None:
-        log_to_file(log_folder, name)
+    def __init__(self, config: Config, *, name: str, model_folder: str, access: QueueAccess, log_folder: str) -> None:
+        log_to_file(log_folder, name, environment=config.run.env)
         self._opens_update = False
         self._resuming: asyncio.Task[None] | None = None
         self._config, self._name = config, name
-        self._model_folder, self._endpoint = model_folder, endpoint
+        self._model_folder, self._access = model_folder, access
         self._events = EventBuffer(name)
 
     async def start(self) -> None:
@@ -35,6 +37,8 @@ class RolloutActor:
             PluginError: A workflow of the recipe cannot be loaded.
         """
         workflows = load_workflows(self._config)  # first, as a wrong name should not cost the start of an engine
+        if self._config.weights.transport == "nccl" and self._config.run.network is not None:
+            use_interface_of(local_address(self._config.run.network))  # as the ranks, for its processes inherit it
         self._engine = await VllmEngine.start(self._config, model_folder=self._model_folder)
         self._make_worker(workflows)
 
@@ -46,7 +50,7 @@ class RolloutActor:
 
     def _make_worker(self, workflows: Workflows) -> None:
         config = self._config
-        self._client = AsyncQueueClient(self._endpoint, timeout_s=config.queue.lease_timeout_s)
+        self._client = AsyncQueueClient(self._access, timeout_s=config.queue.lease_timeout_s)
         self._worker = RolloutWorker(
             self._client,
             self._engine,

@@ -1,16 +1,20 @@
 """The process of one trainer rank, of a reinforcement-learning or an offline run."""
 
-from collections.abc import Sequence
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import ray
 import torch
 
 from areal_lite.actors.engine_client import EngineClient
-from areal_lite.actors.process import log_to_file
+from areal_lite.actors.process import log_to_file, position
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
+from areal_lite.network import local_address, port_range
+from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.client import QueueClient
 from areal_lite.train.distributed import join_process_group, leave_process_group, open_store
 from areal_lite.train.offline import OfflineTrainer
@@ -19,13 +23,32 @@ from areal_lite.train.trainer import Trainer
 __all__ = ["OfflineTrainerActor", "OnlineTrainerActor", "TrainerActor"]
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _work(method: Method) -> Method:
+    """Mark what a rank does one at a time; `ping` tells of it while it lasts."""
+
+    @functools.wraps(method)
+    def wrapper(self: "TrainerActor", *args: Any, **kwargs: Any) -> Any:
+        words = " ".join([method.__name__, *(arg for arg in args if isinstance(arg, str))])
+        self._working = words, time.monotonic(), threading.get_ident()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self._working = None
+
+    return wrapper  # type: ignore[return-value]
+
+
 class TrainerActor:
-    """Delegates to a trainer, in which all ranks do everything together; `progress` may be called beside it."""
+    """Delegates to a trainer, in which all ranks do everything together; `progress` and `ping` may be called beside."""
 
     _trainer: Any = None
+    _working: tuple[str, float, int] | None = None
 
     def __init__(self, config: Any, *, rank: int, log_folder: str) -> None:
-        log_to_file(log_folder, f"trainer/{rank}")
+        log_to_file(log_folder, f"trainer/{rank}", environment=config.run.env)
         torch.manual_seed(config.run.seed)
         self._config, self._rank = config, rank
         if config.run.device == "cpu":
@@ -33,32 +56,39 @@ class TrainerActor:
 
     def open_store(self) -> str:
         """Open the store at which the ranks meet (rank 0 is asked); returns its address."""
-        self._store = open_store(ray.util.get_node_ip_address())
+        self._store = open_store(local_address(self._config.run.network), port_range(self._config.run.ports))
         return f"{self._store.host}:{self._store.port}"
 
     def _join(self, address: str) -> dict[str, int]:
         """Meet the other ranks; returns this one's place."""
         place = {"rank": self._rank, "world_size": self._config.trainer.ranks}
-        run = self._config.run
-        join_process_group(address, device=run.device, timeout_s=run.stall_timeout_s, **place)
+        device, timeout_s = self._config.run.device, self._config.trainer.collective_timeout_s
+        join_process_group(address, device=device, timeout_s=timeout_s, **place)
         return place
 
     def progress(self) -> int:
         """Return a number that grows while this rank works."""
         return 0 if self._trainer is None else int(self._trainer.progress)
 
-    def ping(self) -> None:
-        """Answer once this rank is free."""
+    def ping(self) -> str:
+        """Say what this rank is busy with, since when, and where it is; nothing when it is free."""
+        if (working := self._working) is None:
+            return ""
+        words, since, thread = working
+        return f"in {words} since {time.monotonic() - since:.0f} s ({position(thread)})"
 
+    @_work
     def load(self, checkpoint: str) -> int:
         """Load a checkpoint; returns the version."""
         self._trainer.load(Path(checkpoint))
         return int(self._trainer.version)
 
+    @_work
     def save(self, folder: str) -> None:
         """Write a checkpoint."""
         self._trainer.save(Path(folder))
 
+    @_work
     def export(self, folder: str) -> None:
         """Write a Hugging Face folder."""
         self._trainer.export(Path(folder))
@@ -74,41 +104,49 @@ class OnlineTrainerActor(TrainerActor):
     _config: Config
     _trainer: Trainer
 
-    def start(self, *, address: str, model_folder: str, endpoint: str) -> None:
+    @_work
+    def start(self, *, address: str, model_folder: str, access: QueueAccess) -> None:
         """Join the other ranks and build the model."""
         # Imported here: the controller's process imports this module too, and has no use for vLLM.
         from areal_lite.weights.publisher import WeightPublisher
 
         config = self._config
         self._trainer = Trainer(config, model_folder=model_folder, **self._join(address))
-        self._queue = QueueClient(endpoint, timeout_s=config.run.stall_timeout_s)
+        self._queue = QueueClient(access, timeout_s=config.run.stall_timeout_s)
         self._publisher = WeightPublisher(
             self._trainer.model,
             transport=config.weights.transport,
             dtype=getattr(torch, config.compute_dtype),
             rank=self._rank,
-            host=ray.util.get_node_ip_address(),
+            host=local_address(config.run.network),
+            ports=port_range(config.run.ports),
             timeout_s=config.weights.timeout_s,
+            join_timeout_s=config.weights.join_timeout_s,
         )
 
+    @_work
     def connect(self, engines: dict[str, Any]) -> dict[str, str | None]:
         """Make exactly these rollout actors the receivers of publications."""
-        timeout_s, ranks = self._config.weights.timeout_s, self._config.rollout.tensor_parallel
+        weights, ranks = self._config.weights, self._config.rollout.tensor_parallel
 
         def client(handles: dict[str, Any]) -> EngineClient:
-            return EngineClient(handles, timeout_s=timeout_s, ranks_per_engine=ranks)
+            timeouts = {"timeout_s": weights.timeout_s, "join_timeout_s": weights.join_timeout_s}
+            return EngineClient(handles, ranks_per_engine=ranks, **timeouts)
 
         clients = {name: client({name: handle}) for name, handle in engines.items()}
         return self._publisher.connect(clients, group_client=client(engines), num_engine_ranks=ranks * len(engines))
 
+    @_work
     def step(self, batch_id: str) -> dict[str, Any]:
         """Fetch this rank's shard of a taken batch and train it."""
         return self._trainer.train_step(self._queue.fetch(batch_id=batch_id, rank=self._rank))
 
+    @_work
     def publish(self) -> dict[str, str | None]:
         """Send the present weights to all engines; returns per engine None or why it failed."""
         return self._publisher.publish()
 
+    @_work
     def score(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Any]:
         """Log-probabilities of stored sequences under the present weights."""
         return list(self._trainer.score(sequences))
@@ -125,18 +163,22 @@ class OfflineTrainerActor(TrainerActor):
     _config: OfflineConfig
     _trainer: OfflineTrainer
 
+    @_work
     def start(self, *, address: str, model_folder: str) -> None:
         """Join the other ranks, load models and data."""
         self._trainer = OfflineTrainer(self._config, model_folder=model_folder, **self._join(address))
 
+    @_work
     def prepare(self) -> None:
         """Run the reference model."""
         self._trainer.prepare()
 
+    @_work
     def step(self) -> dict[str, float]:
         """Train one batch."""
         return self._trainer.step()
 
+    @_work
     def evaluate(self) -> dict[str, float]:
         """Measure on the held-out rows."""
         return self._trainer.evaluate()

@@ -11,6 +11,7 @@ from typing import Any
 from areal_lite.actors.process import log_to_file
 from areal_lite.config.recipe import Config
 from areal_lite.events import Event, EventBuffer
+from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.client import AsyncQueueClient
 from areal_lite.types import Prompt, Score
 from areal_lite.verify.step_tokens import decoder_of
@@ -23,9 +24,9 @@ __all__ = ["VerifierActor"]
 class VerifierActor:
     """Delegates to `VerifierSet` and `VerifierWorker`."""
 
-    def __init__(self, config: Config, *, name: str, endpoint: str, log_folder: str, model_folder: str) -> None:
-        log_to_file(log_folder, name)
-        self._config, self._name, self._endpoint = config, name, endpoint
+    def __init__(self, config: Config, *, name: str, access: QueueAccess, log_folder: str, model_folder: str) -> None:
+        log_to_file(log_folder, name, environment=config.run.env)
+        self._config, self._name, self._access = config, name, access
         self._decode = decoder_of(model_folder)
         self._events = EventBuffer(name)
 
@@ -36,7 +37,7 @@ class VerifierActor:
             config.verifier, also=config.data.chosen_verifiers, start_timeout_s=config.run.start_timeout_s
         )
         await self._verifiers.start()
-        self._client = AsyncQueueClient(self._endpoint, timeout_s=self._config.queue.lease_timeout_s)
+        self._client = AsyncQueueClient(self._access, timeout_s=self._config.queue.lease_timeout_s)
         self._worker = VerifierWorker(
             self._client,
             self._verifiers,

@@ -92,6 +92,11 @@ class TrainerError(ArealLiteError, RuntimeError):
 class HandoverError(ArealLiteError, RuntimeError):
     """A weight hand-over failed; the message names the engines concerned."""
 
+    def __init__(self, message: str = "", *, engines: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.engines = dict(engines or {})
+        """Those to give up, each with why, where they are known."""
+
 
 class EngineError(ArealLiteError, RuntimeError):
     """A generation engine died, or refused a request."""

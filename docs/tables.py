@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from areal_lite.launch.bench.modes_view import ages, draw_modes
+from areal_lite.launch.bench.modes import ages, draw_modes
 from areal_lite.launch.bench.view import COLUMNS, Columns, Row, cell, markdown, picture
 
 HERE = Path(__file__).parent

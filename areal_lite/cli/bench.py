@@ -95,7 +95,7 @@ def peers(
     """The arithmetic task in TRL's GRPOTrainer, beside ours (about 14 minutes on 2 idle cores).
 
     Trains the same model on the same prompts with TRL and with areal-lite, in turns, and compares samples/s and the
-    time to an accuracy. TRL is installed into an environment of its own when it is first needed (2 MB). Writes
+    time to an accuracy. TRL is installed into a folder of its own when it is first needed (2 MB). Writes
     results.json and peers.svg.
     """
     from areal_lite.launch.bench.peers import PeersBench, bench

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
     from pydantic.fields import FieldInfo
 
-__all__ = ["check_config"]
+__all__ = ["check_config", "explained_section"]
 
 
 def check_config(recipe: Recipe, overrides: Overrides) -> int:
@@ -28,7 +28,7 @@ def check_config(recipe: Recipe, overrides: Overrides) -> int:
     config = load_any_config(recipe, overrides)
     if isinstance(config, Config):
         check_plugins(config)
-    print(*_explained(config), sep="\n")
+    print(*explained_section(config), sep="\n")
     size = (
         f"{config.batch.batch_size} rows" if isinstance(config, OfflineConfig) else f"{config.samples_per_step} samples"
     )
@@ -37,7 +37,7 @@ def check_config(recipe: Recipe, overrides: Overrides) -> int:
     return 0
 
 
-def _explained(section: "BaseModel", indent: str = "") -> Iterable[str]:
+def explained_section(section: "BaseModel", indent: str = "") -> Iterable[str]:
     """Render a section as YAML with each field's meaning behind it."""
     from pydantic import BaseModel
 
@@ -46,7 +46,7 @@ def _explained(section: "BaseModel", indent: str = "") -> Iterable[str]:
         meaning = f"  # {' '.join(str(field.description).split())}"
         if isinstance(value, BaseModel):
             yield f"{indent}{name}:"
-            yield from _explained(value, indent + "  ")
+            yield from explained_section(value, indent + "  ")
         elif isinstance(value, dict) and any(isinstance(item, BaseModel) for item in value.values()):
             yield f"{indent}{name}:".ljust(44) + meaning
             # Sources, verifiers or workflows: only what they set, as there may be many.

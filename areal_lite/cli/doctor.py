@@ -9,7 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
 
+import typer
 from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Column, Table
@@ -25,6 +28,11 @@ from areal_lite.cli.machine import (
     probes_for,
     run_probe,
 )
+from areal_lite.cli.options import Overrides
+from areal_lite.config.offline import load_any_config
+from areal_lite.config.recipe import Config
+from areal_lite.errors import ConfigError
+from areal_lite.record.paths import with_absolute_paths
 
 __all__ = ["Check", "Level", "doctor", "machine_checks", "package_check", "probe_check", "report", "verdict"]
 
@@ -54,11 +62,26 @@ class Check:
     """What to do; empty when there is nothing to do."""
 
 
-def doctor() -> int:
+def doctor(
+    recipe: Annotated[
+        str,
+        typer.Argument(metavar="[RECIPE]", default_factory=str, show_default=False, help="with --cluster: what to run"),
+    ],
+    overrides: Overrides,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="look at every node of the Ray cluster that RAY_ADDRESS names")
+    ] = False,
+) -> int:
     """Say what this machine can run, and what to do about what is missing.
 
     Ends with 1 if anything stands in the way of the recipes of the installed build (the CPU demo, for the CPU build).
+    With --cluster: of every node versions, code, GPUs, disk and clock, whether they share the run's folder, and how
+    fast their links are; 1 if anything stands in the way of a run.
     """
+    if cluster:
+        return _cluster(recipe, overrides)
+    if recipe:
+        raise ConfigError(f"a recipe is read with --cluster alone, got {recipe!r}: add --cluster, or leave it out")
     console, machine = Console(), measure()
     probes = list(probes_for(machine.build))
     with console.status("trying the engine, Ray and the rest (some seconds) ..."), ThreadPoolExecutor(2) as pool:
@@ -71,6 +94,18 @@ def doctor() -> int:
     console.print(report(checks))
     console.print(verdict(checks, build=machine.build))
     return int(any(check.level is Level.PROBLEM for check in checks))
+
+
+def _cluster(recipe: str, overrides: list[str]) -> int:
+    loaded: Any = load_any_config(recipe, overrides) if recipe else Config()
+    config = with_absolute_paths(loaded)
+    from areal_lite.launch.run.preflight import check_cluster
+    from areal_lite.launch.run.train import ray_session
+
+    model_folder = None if config.model.path.startswith("builtin:") else Path(config.model.path)
+    with ray_session():
+        check_cluster(config, model_folder=model_folder, console=Console())
+    return 0
 
 
 def machine_checks(machine: Machine) -> Iterable[Check]:

@@ -1,7 +1,4 @@
-"""One model on a recipe's held-out prompts: the run's own engine and verifiers, without a run.
-
-Everything happens in this process and its children; nothing is written.
-"""
+"""One model on a recipe's held-out prompts, without a run: in this process and its children, nothing is written."""
 
 import asyncio
 import os
@@ -38,9 +35,6 @@ def evaluate(config: Config, *, model: str) -> list[Reply]:
     Args:
         config: Its data, rollout and verifier sections say how.
         model: A model folder, or the folder of a run that has ended.
-
-    Raises:
-        ArealLiteError: With what to do about it.
     """
     from transformers import AutoTokenizer
 
@@ -126,11 +120,7 @@ def _reading(verifiers: VerifierSet) -> tuple[int, ...]:
 async def _watched(
     work: Awaitable[T], *, progress: Callable[[], Hashable], waiting_for: str, late: Callable[[], str], timeout_s: float
 ) -> T:
-    """Await work as long as it makes progress (invariant I6).
-
-    Raises:
-        StallError: It has not for `timeout_s`.
-    """
+    """Await work as long as it makes progress (invariant I6); a `StallError` where it has not for `timeout_s`."""
     watchdog, task = Watchdog(timeout_s), asyncio.ensure_future(work)
     try:
         while not task.done():

@@ -1,7 +1,6 @@
-"""What a machine has, and which of the heavy packages work on it; `doctor.py` judges what is found here.
+"""What a machine has, and which of the heavy packages work on it. Nothing is installed, started or changed.
 
-Heavy packages are tried in child processes, each with a deadline: a broken one is a finding, not a crash. Nothing is
-installed, started or changed.
+Heavy packages are tried in child processes, each with a deadline: a broken one is a finding, not a crash.
 """
 
 import os

@@ -14,6 +14,8 @@ from areal_lite.cli.bench import bench
 from areal_lite.cli.check_config import check_config
 from areal_lite.cli.doctor import doctor
 from areal_lite.cli.eval import eval_model
+from areal_lite.cli.launch import launch
+from areal_lite.cli.rehearse import rehearse
 from areal_lite.cli.report import report
 from areal_lite.cli.train import dpo, reward_model, sft, train
 from areal_lite.cli.verify import verify
@@ -28,6 +30,8 @@ COMMANDS: dict[str, Callable[..., int] | typer.Typer] = {
     "reward-model": reward_model,
     "dpo": dpo,
     "eval": eval_model,
+    "launch": launch,
+    "rehearse": rehearse,
     "check-config": check_config,
     "verify": verify,
     "bench": bench,
@@ -68,7 +72,8 @@ for _name, _command in COMMANDS.items():
     if isinstance(_command, typer.Typer):
         app.add_typer(_command, name=_name)
     else:
-        app.command(_name)(_command)
+        # What stands behind the command that is launched is its own, options too.
+        app.command(_name, context_settings={"allow_interspersed_args": _command is not launch})(_command)
 
 
 def _show_version(is_wanted: bool) -> None:

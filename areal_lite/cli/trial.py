@@ -1,7 +1,4 @@
-"""A verifier tried outside training: completions from files, scored by the pool that a run would use.
-
-Reads files and runs processes; what is shown of it is `trial_report.py`'s.
-"""
+"""A verifier tried outside training: completions from files, scored by the pool that a run would use."""
 
 import asyncio
 import time
@@ -40,10 +37,9 @@ class Case:
 def load_prompts(
     path: Path, *, columns: Mapping[str, Sequence[str]], config: Config, rows_choose: bool
 ) -> list[Prompt]:
-    """Read the data's rows, with ids `verify/0/<index>`.
+    """Read the data's rows, one JSON object a line, with ids `verify/0/<index>`.
 
     Args:
-        path: One JSON object a line.
         columns: What the columns with `prompt` and `answer`, the reference, may be called: the first that there is.
         config: Its `data.columns` names further columns; it has the verifiers that rows may choose.
         rows_choose: Whether rows choose their verifiers, as in a run; if not, what they say of it is left out.
@@ -76,15 +72,12 @@ def load_prompts(
 
 
 def load_cases(prompts: Sequence[Prompt], completions: Path | None) -> list[Case]:
-    """Join prompts with their completions.
+    """Join prompts with their completions; a `DataError` for a broken file, or for a line that belongs to no row.
 
     Args:
         completions: One JSON object a line, with `completion`, a text or a list of them. It belongs to the row of
             number `index` (from 0), or with that `prompt`, or else to the row that stands as far down as the line does.
             None = the data's own answers.
-
-    Raises:
-        DataError: The file is missing or broken, or a line belongs to no row.
     """
     if completions is None:
         return [Case(index=index, prompt=prompt, completion=prompt.answer) for index, prompt in enumerate(prompts)]
@@ -150,32 +143,24 @@ class Trial:
     """Seconds of scoring, once `run` has ended; the start of the processes is left out."""
 
     async def run(self, *, on_reply: Callable[[], object]) -> None:
-        """Score all cases; `on_reply` is called after each.
-
-        Raises:
-            VerifierError: A verifier cannot be loaded or started.
-        """
+        """Score all cases; `on_reply` is called after each. A `VerifierError` where a verifier cannot be started."""
         from areal_lite.verify.verifier_set import VerifierSet
 
-        settings, waiting = self.config.verifier, iter(self.cases)
+        settings = self.config.verifier
         verifiers = VerifierSet(settings, start_timeout_s=self.config.run.start_timeout_s)
+        room = asyncio.Semaphore(settings.processes * settings.concurrency + _IN_FLIGHT)
 
-        async def work() -> None:
-            for case in waiting:
+        async def score(case: Case) -> None:
+            async with room:
                 (case.reply,) = await verifiers.score(case.prompt, [case.completion])
-                on_reply()
+            on_reply()
 
-        at_once = settings.processes * settings.concurrency + _IN_FLIGHT
         try:
             await verifiers.start()
             began = time.monotonic()
             try:
-                async with asyncio.TaskGroup() as tasks:
-                    for _ in range(min(len(self.cases), at_once)):
-                        tasks.create_task(work())
+                await asyncio.gather(*map(score, self.cases))
             finally:
                 self.wall_s, self.gauges = time.monotonic() - began, verifiers.gauges()["verifiers"]
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
         finally:
             await verifiers.close()

@@ -1,7 +1,4 @@
-"""What a try of a verifier came to: figures as plain values, and the tables that show them.
-
-`summarise` is a pure function; `show` prints what it returned.
-"""
+"""What a try of a verifier came to: figures as plain values, and the tables that show them."""
 
 import math
 from collections import Counter

@@ -138,12 +138,7 @@ def _run(trial: Any, console: Console) -> int:
 
 
 def _config(name: str, arguments: dict[str, Any] | None, changes: dict[str, Any]) -> tuple[bool, Config]:
-    """Return whether VERIFIER is a recipe, and the recipe: itself, or one with nothing but that verifier.
-
-    Raises:
-        PluginError: It is neither a recipe nor a verifier's name.
-        ConfigError: The recipe or an option is wrong.
-    """
+    """Return whether VERIFIER is a recipe, and the recipe: itself, or one with nothing but that verifier."""
     if name.endswith((".yaml", ".yml")) or (name in shipped_recipes() and name not in known_names("verifier")):
         if arguments is not None:
             raise ConfigError(f"--arguments are those of one verifier, got the recipe {name}: set them there")

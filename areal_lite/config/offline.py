@@ -1,7 +1,4 @@
-"""Recipes of `areal-lite sft`, `reward-model` and `dpo`: `run`, `model` and `trainer` are those of `areal-lite train`.
-
-A recipe says what it is for (`command: sft`), so that none is run by the wrong command.
-"""
+"""Recipes of `areal-lite sft`, `reward-model` and `dpo`; some of their sections are those of `areal-lite train`."""
 
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
@@ -12,7 +9,7 @@ from areal_lite.config.data import ArithConfig
 from areal_lite.config.reading import parse_section, read_recipe
 from areal_lite.config.recipe import Config
 from areal_lite.config.section import HERE, Refers, Section
-from areal_lite.config.sections import ModelConfig, RunConfig, TrainerConfig
+from areal_lite.config.sections import LaunchConfig, ModelConfig, RunConfig, TrainerConfig
 from areal_lite.errors import ConfigError
 
 __all__ = [
@@ -134,6 +131,7 @@ class OfflineConfig(Section):
     command: Literal["sft", "reward_model", "dpo"]
     """what the recipe is for"""
     run: OfflineRunConfig = OfflineRunConfig()
+    launch: LaunchConfig = LaunchConfig()
     model: ModelConfig = ModelConfig()
     data: OfflineDataConfig = OfflineDataConfig()
     sft: SftConfig = SftConfig()
@@ -177,19 +175,12 @@ class OfflineConfig(Section):
 def load_any_config(
     recipe: str, overrides: Iterable[str] = (), *, command: str | None = None
 ) -> Config | OfflineConfig:
-    """Read a recipe of whichever command it is for, or of the given one, a key of `COMMANDS`.
-
-    Raises:
-        ConfigError: As `load_config`, or the recipe is for another command.
-    """
+    """Read, as `load_config`, a recipe of whichever command it is for, or of the given one, a key of `COMMANDS`."""
     return parse_any_config(read_recipe(recipe, overrides, command=command))
 
 
 def parse_any_config(raw: Mapping[str, Any]) -> Config | OfflineConfig:
-    """Turn what a user wrote into a checked recipe; a `ConfigError` has one line per problem.
-
-    Unlike it, a saved recipe holds steps beside epochs.
-    """
+    """Check what a user wrote; a `ConfigError` has one line per problem. A saved recipe holds steps beside epochs."""
     if raw.get("command") in (None, "train"):
         return parse_section(raw, Config)
     config = parse_section(raw, OfflineConfig)
@@ -203,26 +194,16 @@ def parse_any_config(raw: Mapping[str, Any]) -> Config | OfflineConfig:
 
 
 def check_resources(config: Config | OfflineConfig, *, num_cores: int, num_gpus: int) -> str:
-    """Compare a recipe with what the machine or cluster has; returns a warning where the run would be slow.
-
-    Raises:
-        ConfigError: There are fewer GPUs than it needs.
-    """
+    """Return a warning where a run would be slow on what there is; raise a `ConfigError` where GPUs are too few."""
     ranks = needed = config.trainer.ranks
     if config.run.device == "cpu":
-        return (
-            ""
-            if ranks <= num_cores
-            else (
-                f"trainer.ranks={ranks} on {num_cores} CPU cores: ranks will wait for each other; set "
-                f"trainer.ranks={num_cores} or fewer"
-            )
-        )
+        slow = f"trainer.ranks={ranks} on {num_cores} CPU cores: ranks will wait for each other; set "
+        return f"{slow}trainer.ranks={num_cores} or fewer" if ranks > num_cores else ""
     settings = f"trainer.ranks {ranks}"
     if isinstance(config, Config):
         workers, parallel = config.rollout.workers, config.rollout.tensor_parallel
         engines = workers * parallel
-        needed = max(engines, ranks) if config.weights.transport == "ipc" else engines + ranks
+        needed = ranks if config.weights.transport == "ipc" else engines + ranks
         settings = f"rollout.workers {workers} x rollout.tensor_parallel {parallel}, {settings}"
     if needed > num_gpus:
         raise ConfigError(

@@ -22,11 +22,7 @@ __all__ = ["check_plugins", "plugin_problems"]
 
 
 def check_plugins(config: Config, *, verifiers_only: bool = False) -> None:
-    """Refuse a recipe whose functions cannot be there, or do not take their arguments.
-
-    Raises:
-        ConfigError: With one line per problem.
-    """
+    """Raise a `ConfigError`, a line per problem, for a recipe whose functions are missing or refuse their arguments."""
     if problems := list(_verifier_problems(config) if verifiers_only else plugin_problems(config)):
         raise ConfigError("\n".join(problems))
 

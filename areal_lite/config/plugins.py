@@ -1,8 +1,7 @@
 """Functions that a recipe names: verifiers, workflows, environments. Called where they run, not where recipes are read.
 
-A name is `module:function`, `path.py:function`, or that of an entry point, so that any installed package can bring its
-own; ours are found in the same way. A function without a module, such as a notebook's, is handed on as a file
-(`reference_to`). A function may carry the pydantic model of its arguments as an attribute `arguments_model`.
+An entry point gives a function a name, so that any installed package can bring its own; ours are found in the same way.
+A function may carry the pydantic model of its arguments as an attribute `arguments_model`.
 """
 
 import hashlib
@@ -48,7 +47,6 @@ def split_name(name: str, *, kind: str) -> tuple[str, str]:
 
     Args:
         name: `module:function`, `path.py:function`, a known name, or a path from `reference_to`, which has no function.
-        kind: What it names; a kind in `PLUGIN_GROUPS` has known names.
 
     Raises:
         PluginError: It has another form, or is not known.
@@ -63,7 +61,7 @@ def split_name(name: str, *, kind: str) -> tuple[str, str]:
     known = known_names(kind)
     raise PluginError(
         f"a {kind} is named module:function or path.py:function"
-        + (f", or is one of {', '.join(known)}" if known else "")
+        + (f", or is one of {', '.join(known)} (a new one in pyproject.toml: after `make setup`)" if known else "")
         + f"; got {name!r}{suggestion(name, [*known, *with_a_colon(name)])}"
     )
 
@@ -106,21 +104,15 @@ def find_function(name: str, *, kind: str) -> Callable[..., Any]:
 
 
 def arguments_model(name: str, *, kind: str) -> "type[BaseModel] | None":
-    """Return what a function says of its arguments, if it is known by a name: code of a user's runs in workers alone.
-
-    Raises:
-        PluginError: As `find_function`.
-    """
+    """Return what a function known by a name says of its arguments; a user's own code runs in workers alone."""
     return getattr(find_function(name, kind=kind), "arguments_model", None) if name in known_names(kind) else None
 
 
 def reference_to(function: Callable[..., Any], folder: Path) -> str:
     """Return a name under which workers find a function, for a recipe.
 
-    Args:
-        function: At the top of a module: `module:function`, or `path.py:function` of a module outside packages. Any
-            other one, of a notebook, a script or another function, is written to a file with all it refers to.
-        folder: Where to.
+    One at the top of a module is named `module:function`, or `path.py:function` outside packages. Any other one, of a
+    notebook, a script or another function, is written to a file in `folder`, with all it refers to.
 
     Raises:
         PluginError: It refers to what cannot be written to a file.

@@ -1,7 +1,6 @@
 """The objective's section: the knobs of one general loss, and the named presets that set them.
 
-`expand_preset` fills in what a preset says and the recipe does not; from there on only the knobs count, so that a
-preset is nothing but a row of this table. docs/objective.md explains every knob.
+A preset is a row of this table; behind `expand_preset` only the knobs count. docs/objective.md explains them.
 """
 
 from collections.abc import Iterable, Mapping

@@ -45,7 +45,7 @@ def read_recipe(recipe: str, overrides: Iterable[str] = (), *, command: str | No
         command: What the recipe must be for, a key of `COMMANDS`; None = anything.
 
     Raises:
-        ConfigError: The file is missing or unreadable, holds no sections, or is for another command or an unknown one.
+        ConfigError: The file is unreadable or holds no sections, or is for another command or an unknown one.
     """
     path = next((path for path in (Path(recipe), recipe_folder() / f"{recipe}.yaml") if path.is_file()), None)
     if path is None:
@@ -65,11 +65,7 @@ def read_recipe(recipe: str, overrides: Iterable[str] = (), *, command: str | No
 
 
 def read_yaml(path: Path, *, holding: str) -> dict[str, Any]:
-    """Read a YAML file that is a mapping; `holding` says of what.
-
-    Raises:
-        ConfigError: It is unreadable, or holds something else.
-    """
+    """Read a YAML file that must be a mapping, `holding` says of what; a `ConfigError` where it cannot be read so."""
     try:
         raw = yaml.safe_load(path.read_text()) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -80,11 +76,7 @@ def read_yaml(path: Path, *, holding: str) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Split `section.field=value`; the value is read as YAML.
-
-    Raises:
-        ConfigError: It has another form.
-    """
+    """Split `section.field=value`, whose value is YAML; a `ConfigError` where it has another form."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"an override is section.field=value, got {text!r}")
@@ -95,11 +87,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def set_value(raw: dict[str, Any], key: str, value: Any) -> None:
-    """Set `section.field` of an unchecked recipe.
-
-    Raises:
-        ConfigError: The key reaches into a value.
-    """
+    """Set `section.field` of an unchecked recipe; a `ConfigError` where the key reaches into a value."""
     *parents, last = key.split(".")
     for parent in parents:
         if raw.get(parent) is None:

@@ -12,6 +12,7 @@ from areal_lite.config.reading import parse_section, read_recipe
 from areal_lite.config.section import Section
 from areal_lite.config.sections import (
     CriticConfig,
+    LaunchConfig,
     ModelConfig,
     QueueConfig,
     RolloutConfig,
@@ -24,6 +25,8 @@ from areal_lite.config.verifier import VerifierConfig
 
 __all__ = ["Config", "load_config", "parse_config"]
 
+PARITY_LIMITS = {"float32": 0.03, "bfloat16": 1.0}
+"""Nats, by dtype: far over what is seen, and under what broken weights cost (docs/design.md, weight sync)."""
 _COMPARED = ("group_mean", "leave_one_out", "group_std", "best_of_group", "varied_groups")
 """Choices that compare the samples of a group."""
 
@@ -34,6 +37,7 @@ class Config(Section):
     command: Literal["train"] = "train"
     """what the recipe is for"""
     run: RunConfig = RunConfig()
+    launch: LaunchConfig = LaunchConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -59,12 +63,17 @@ class Config(Section):
         """The dtype behind `auto`."""
         return self.model.dtype_on(self.run.device)
 
+    @property
+    def parity_limit(self) -> float:
+        """Nats by which engines and trainer may differ; 0 = any."""
+        limit = self.weights.parity_limit
+        return PARITY_LIMITS[self.compute_dtype] if limit == "auto" else limit or 0.0
+
     def row_name_problems(self, kind: str, name: Any, *, place: str, at: str = "") -> Iterable[str]:
         """Yield what is wrong with a row's verifier or workflow, if anything. Data must not choose code.
 
         Args:
             kind: `verifier` or `workflow`.
-            name: One of the recipe's own, or known without a module.
             place: Begins the message: `data.verifier must be`.
             at: Which row it is.
         """
@@ -86,6 +95,7 @@ class Config(Section):
                 if (name := getattr(source, kind)) is not None:
                     yield from self.row_name_problems(kind, name, place=f"{self.data.place_of(key)}.{kind} must be")
         yield from self._device_problems()
+        yield from self._timeout_problems()
         if self.rollout.max_new_tokens >= self.model.max_context:
             yield (
                 "rollout.max_new_tokens must leave room for a prompt in model.max_context, got "
@@ -135,6 +145,18 @@ class Config(Section):
                 "one or raise the other"
             )
 
+    def _timeout_problems(self) -> Iterable[str]:
+        """Of deadlines, of which one must come first, that which finds who is late."""
+        for name, first_s in {
+            "run.stall_timeout_s": self.run.stall_timeout_s,
+            "weights.timeout_s": self.weights.timeout_s,
+        }.items():
+            if self.trainer.ranks > 1 and self.trainer.collective_timeout_s <= first_s:
+                yield (
+                    f"trainer.collective_timeout_s must be more than {name}={first_s:g}, got "
+                    f"{self.trainer.collective_timeout_s:g}: or ranks give up before it is known who is late; raise it"
+                )
+
     def _device_problems(self) -> Iterable[str]:
         device, transport = self.run.device, self.weights.transport
         if device == "cpu" and self.rollout.tensor_parallel > 1:
@@ -144,6 +166,17 @@ class Config(Section):
             )
         if device == "cpu" and transport != "gloo":
             yield f"weights.transport={transport} needs run.device=cuda, got cpu: set weights.transport=gloo"
+        if transport == "ipc" and self.rollout.tensor_parallel > 1:
+            yield (
+                f"weights.transport=ipc needs engines of one GPU, got rollout.tensor_parallel="
+                f"{self.rollout.tensor_parallel}: a rank and an engine share it; set 1, or weights.transport=nccl"
+            )
+        if transport == "ipc" and self.rollout.workers > self.trainer.ranks:
+            yield (
+                f"over weights.transport=ipc each engine shares the GPU of a rank, got rollout.workers="
+                f"{self.rollout.workers} and trainer.ranks={self.trainer.ranks}: raise trainer.ranks, or set "
+                "weights.transport=nccl"
+            )
         if device == "cuda" and transport == "gloo":
             yield (
                 "weights.transport=gloo is the CPU transport, got run.device=cuda: set weights.transport=nccl (or ipc)"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-__all__ = ["HERE", "FunctionName", "ModelFolder", "Refers", "Section"]
+__all__ = ["HERE", "Arguments", "FunctionName", "ModelFolder", "Refers", "Section"]
 
 HERE = "<here>"
 """Stands in a section's messages for its own place in the recipe, such as `data.mix.easy`."""
@@ -33,6 +33,18 @@ class Refers(Enum):
 
 ModelFolder = Annotated[str, Refers.MODEL]
 FunctionName = Annotated[str, Refers.FUNCTION]
+
+
+class Arguments(BaseModel):
+    """A verifier's arguments: what a recipe may say in `verifier.arguments`, checked as it is read.
+
+    Frozen; no unknown names, no number for a text nor a boolean for a number, no infinity. What a field means stands in
+    a docstring below it.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class Section(BaseModel):

@@ -7,10 +7,12 @@ from pydantic import Field
 
 from areal_lite.config.plugins import name_problems
 from areal_lite.config.section import FunctionName, ModelFolder, Refers, Section
+from areal_lite.network import port_range
 
 __all__ = [
     "COMMANDS",
     "CriticConfig",
+    "LaunchConfig",
     "ModelConfig",
     "QueueConfig",
     "RolloutConfig",
@@ -50,8 +52,37 @@ class RunConfig(Section):
     """seconds without any progress after which the run stops"""
     start_timeout_s: float = Field(300.0, gt=0)
     """seconds that actors may take to start"""
+    save_timeout_s: float = Field(600.0, gt=0)
+    """seconds that writing a checkpoint may take"""
     device: Literal["cpu", "cuda"] = "cpu"
     """where engines and trainer ranks compute"""
+    network: str | None = None
+    """of several nodes: subnet, interface, or an address that each looks up the route to; null = that of Ray's head"""
+    ports: str = "20000-21999"
+    """the ports that queue and trainer listen on; gloo, NCCL and Ray choose further ones"""
+    env: dict[str, str] = {}
+    """environment variables of every process of the run; kept in its folder, so no place for secrets"""
+    preflight: bool = True
+    """look at every node first, where there are several; areal-lite doctor --cluster does it at any time"""
+    min_bandwidth_mb_s: float = Field(10.0, ge=0)
+    """MB/s that links, an all-reduce and a broadcast must reach in preflight; 0 = any"""
+    prometheus_port: int | None = Field(None, ge=1, le=65535)
+    """port at which Prometheus reads the last step's figures; null = none"""
+
+    def _problems(self) -> Iterable[str]:
+        try:
+            port_range(self.ports)
+        except ValueError as error:
+            yield f"run.ports: {error}"
+
+
+class LaunchConfig(Section):
+    """What `areal-lite launch` does when the run fails."""
+
+    max_attempts: int = Field(1, ge=1)
+    """runs at most, each from the newest checkpoint of the one before"""
+    pause_s: float = Field(10.0, ge=0)
+    """seconds before the second; doubled after each, up to ten minutes"""
 
 
 class WarmStartConfig(Section):
@@ -173,8 +204,8 @@ class QueueConfig(Section):
     """attempts at a prompt before it counts as failed(too_slow)"""
     lease_timeout_s: float = Field(10.0, gt=0)
     """seconds without a heartbeat after which work is lent anew"""
-    bind: str = "127.0.0.1"
-    """address the queue listens on"""
+    bind: str = "auto"
+    """address the queue listens on; auto = loopback with one node, with several that in run.network"""
     max_message_mb: int = Field(64, ge=1)
     """largest message accepted, in MiB"""
 
@@ -227,17 +258,23 @@ class TrainerConfig(Section):
     """recompute activations in the backward pass"""
     threads: int = Field(1, ge=1)
     """CPU threads of one rank"""
+    collective_timeout_s: float = Field(600.0, gt=0)
+    """seconds a rank waits for the others in one operation; more than stall_timeout_s"""
 
 
 class WeightsConfig(Section):
     """The hand-over of weights from trainer to engines."""
 
     transport: Literal["gloo", "nccl", "ipc"] = "gloo"
-    """gloo = CPU; nccl = GPUs; ipc = one shared GPU"""
+    """gloo = CPU; nccl = GPUs; ipc = GPUs that an engine and a rank share"""
     timeout_s: float = Field(30.0, gt=0)
     """seconds one transfer may take before its engine is given up"""
+    join_timeout_s: float = Field(30.0, gt=0)
+    """seconds engines may take to join the transfer; those that do not are given up"""
     parity_every: int = Field(20, ge=0)
-    """publications between logprob parity checks; 0 = never"""
+    """publications between logprob parity checks, after that of the first; 0 = never"""
+    parity_limit: Literal["auto"] | Annotated[float, Field(ge=0)] | None = "auto"
+    """nats over which the run stops; auto = 0.03 in float32, 1 in bfloat16; 0 or null = report"""
     parity_sequences: int = Field(8, ge=1)
     """stored sequences compared in one parity check"""
 

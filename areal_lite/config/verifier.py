@@ -57,11 +57,9 @@ class VerifierConfig(VerifierSettings):
         return {*self.named, *known_names("verifier")}
 
     def settings_of(self, name: str) -> VerifierSettings:
-        """Return how a verifier is run.
+        """Return how a verifier is run: one of `named` by its own settings, any other function by this section's.
 
-        Args:
-            name: Of `named`, whose settings are its own; else a function, which runs as this section says. The
-                section's `arguments` are for `function` alone, where that is one function.
+        The section's `arguments` are for `function` alone, where that is one function.
         """
         if name in self.named:
             return self.named[name]

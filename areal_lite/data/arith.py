@@ -20,7 +20,6 @@ __all__ = [
     "ArithPair",
     "ArithProblem",
     "arith_problems",
-    "held_out_solutions",
     "preference_pairs",
     "worked_solutions",
 ]
@@ -59,39 +58,23 @@ def arith_problems(settings: ArithConfig, split: Literal["train", "eval"]) -> li
     """Make the problems of a split, the same ones for the same settings.
 
     Held-out problems differ from each other, and their prompts never occur in training. Training problems may
-    repeat where the settings allow only few.
-
-    Raises:
-        ConfigError: The settings allow too few different problems.
+    repeat where the settings allow only few; a `ConfigError` where they allow too few.
     """
     return _problems(settings, split, stream="train", count=settings.train_size)
 
 
-def worked_solutions(settings: ArithConfig, count: int, *, seed: int, carelessness: float) -> list[ArithProblem]:
-    """Make problems for supervised training, from a stream of their own, never held-out ones.
+def worked_solutions(
+    settings: ArithConfig, count: int, *, seed: int, carelessness: float, split: Literal["train", "eval"] = "train"
+) -> list[ArithProblem]:
+    """Make problems for supervised training, from a stream of their own that the seed picks; or the held-out ones.
 
     Args:
-        settings: The task; its held-out split is the one excluded.
-        seed: Picks the stream.
         carelessness: Probability, 0..1, with which a solution forgets a carry or a borrow (`7+5=2`, `12-5=17`) and
             goes on from the wrong total; `answer` stays the right one. 0 = gold solutions.
-
-    Raises:
-        ConfigError: The settings allow too few different problems.
     """
-    problems = _problems(settings, "train", stream=f"gold/{seed}", count=count)
-    rng = random.Random(f"careless/{seed}")
+    problems = _problems(settings, split, stream=f"gold/{seed}", count=count)
+    rng = random.Random(f"careless/{seed if split == 'train' else 'held-out'}")
     return [_work_out(problem, rng, carelessness) for problem in problems]
-
-
-def held_out_solutions(settings: ArithConfig, *, carelessness: float) -> list[ArithProblem]:
-    """Work out the held-out problems, as carelessly as `worked_solutions` its own.
-
-    Raises:
-        ConfigError: The settings allow too few different problems.
-    """
-    rng = random.Random("careless/held-out")
-    return [_work_out(problem, rng, carelessness) for problem in arith_problems(settings, "eval")]
 
 
 def preference_pairs(settings: ArithConfig, split: Literal["train", "eval"], *, carelessness: float) -> list[ArithPair]:
@@ -99,10 +82,6 @@ def preference_pairs(settings: ArithConfig, split: Literal["train", "eval"], *, 
 
     Problems without a carry or a borrow cannot be got wrong that way and make no pair, so that there are fewer pairs
     than `train_size` and `eval_size`. The splits have no prompt in common.
-
-    Args:
-        split: `train`, from a stream of problems of its own, or `eval`, the held-out problems.
-        carelessness: Above 0, as in `worked_solutions`.
 
     Raises:
         ConfigError: The settings allow too few different problems, or none that can be got wrong.

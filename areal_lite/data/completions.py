@@ -1,7 +1,6 @@
 """From a recipe to the token rows of the offline objectives: prompts with completions, or with pairs of them.
 
-Every mistake in the data shows before anything expensive starts; every trainer rank loads them again. Which rows are
-held out depends on the data alone, not on a seed: runs can be compared.
+Every trainer rank loads them, so which rows are held out depends on the data alone. No seed: runs can be compared.
 """
 
 import logging
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from areal_lite.config.offline import OfflineConfig
-from areal_lite.data.arith import held_out_solutions, preference_pairs, worked_solutions
+from areal_lite.data.arith import preference_pairs, worked_solutions
 from areal_lite.data.rows import RowReader, Rows, check_columns, make_each
 from areal_lite.data.turns import TurnTokenizer, is_whole_chat, split_pair
 from areal_lite.errors import DataError
@@ -95,11 +94,7 @@ def _arith_rows(config: OfflineConfig, split: Split) -> list[dict[str, Any]]:
             {data.prompt_column: pair.prompt, data.chosen_column: pair.chosen, data.rejected_column: pair.rejected}
             for pair in preference_pairs(arith, split, carelessness=carelessness)
         ]
-    problems = (
-        held_out_solutions(arith, carelessness=carelessness)
-        if split == "eval"
-        else worked_solutions(arith, arith.train_size, seed=arith.seed, carelessness=carelessness)
-    )
+    problems = worked_solutions(arith, arith.train_size, seed=arith.seed, carelessness=carelessness, split=split)
     return [{data.prompt_column: problem.prompt, data.completion_column: problem.solution} for problem in problems]
 
 

@@ -1,9 +1,8 @@
 """The seeded, resumable walk over a source's training prompts: a shuffle for each epoch, and a preference within it.
 
-A prompt's id is `source/epoch/index`, so that it can be found again after a resume. With `data.curriculum`, prompts are
-preferred that are neither too easy nor too hard for the policy as it is: a prompt's pass rate p is observed whenever a
-group of it is scored, and its variance p (1 - p) is largest at 1/2: that is where samples differ, and a group can teach
-something. What nobody has seen counts as 1/2.
+With `data.curriculum`, prompts are preferred that are neither too easy nor too hard for the policy as it is: a prompt's
+pass rate p is observed whenever a group of it is scored, and its variance p (1 - p) is largest at 1/2: that is where
+samples differ, and a group can teach something. What nobody has seen counts as 1/2.
 """
 
 import dataclasses
@@ -39,13 +38,10 @@ class PromptCursor:
         """Start before the first prompt of epoch 0, without observations.
 
         Args:
-            prompts: At least one.
-            source: First part of every prompt id, without a slash.
+            prompts: At least one, else a `DataError`.
+            source: First part of every prompt id, `source/epoch/index`; without a slash.
             seed: Of the shuffles, and of the draws that say which prompts are picked.
             curriculum: None, or a strength of 0, is the plain shuffle.
-
-        Raises:
-            DataError: There are no prompts.
         """
         if not prompts:
             raise DataError(f"the cursor over {source!r} needs at least one prompt, got none: check the data source")
@@ -80,11 +76,7 @@ class PromptCursor:
         return self._prompt(*chosen)
 
     def get(self, prompt_id: str) -> Prompt:
-        """Return the prompt of an id given out before, in this run or the one it continues.
-
-        Raises:
-            DataError: The id is not one of this source.
-        """
+        """Return the prompt of an id given out before, by this run or the one it continues; `DataError` for others."""
         source, _, rest = prompt_id.partition("/")
         epoch, _, index = rest.partition("/")
         known = source == self._identity["source"] and epoch.isdecimal() and index.isdecimal()
@@ -112,11 +104,7 @@ class PromptCursor:
         return {**place, "curriculum": {"num_given": self._num_given, **lists}}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken; without observations where it is a plain shuffle's.
-
-        Raises:
-            CheckpointError: The state belongs to other prompts, or to another seed.
-        """
+        """Continue where `state` was taken; a `CheckpointError` where it belongs to other prompts or another seed."""
         different = [name for name, value in self._identity.items() if state.get(name) != value]
         if different:
             raise CheckpointError(

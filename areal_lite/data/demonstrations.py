@@ -43,11 +43,7 @@ class Demonstration:
 
 
 def demonstrations(config: Config | OfflineConfig, *, count: int) -> list[Demonstration]:
-    """Return worked tasks of the recipe's sources, in the shares that training has; a short source is repeated.
-
-    Args:
-        config: The recipe. Offline recipes show chained sums.
-        count: Number over all sources.
+    """Return `count` worked tasks of the recipe's sources, in the shares that training has; a short source is repeated.
 
     Raises:
         ConfigError: No source has any, and `model.warm_start.steps` is not 0.
@@ -80,9 +76,6 @@ def turn_examples(shown: Sequence[Demonstration], tokenizer: "PreTrainedTokenize
 
     So only the model's own words are learned, and behind them the end-of-sequence token that generation stops at; an
     environment's reply follows that token as plain text, as it does in an episode.
-
-    Raises:
-        DataError: A character is not in the vocabulary.
     """
     texts = [(text, item.origin) for item in shown for text in (item.prompt, *(text for _, text in item.turns))]
     ids = iter(encode_texts([text for text, _ in texts], origins=[origin for _, origin in texts], tokenizer=tokenizer))

@@ -18,15 +18,7 @@ def encode_texts(
     tokenizer: "PreTrainedTokenizerBase",
     add_special_tokens: bool = True,
 ) -> list[list[int]]:
-    """Return the token ids of each text.
-
-    Args:
-        origins: Names each text's row in a message.
-        add_special_tokens: Whether the tokenizer may put its own around a text.
-
-    Raises:
-        DataError: The tokenizer has no token for a character, or fails otherwise.
-    """
+    """Return the token ids of each text; `origins` name the texts' rows in the `DataError` about one that has none."""
     if not texts:  # tokenizers refuse an empty batch
         return []
     try:
@@ -42,11 +34,7 @@ def encode_texts(
 
 
 def encode_text(text: str, tokenizer: "PreTrainedTokenizerBase", *, add_special_tokens: bool = False) -> list[int]:
-    """Return the token ids of one text.
-
-    Raises:
-        ValueError: The tokenizer has no token for a character, or fails otherwise.
-    """
+    """Return the token ids of one text; a `ValueError` where the tokenizer has no token for a character."""
     try:
         ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
     except Exception as error:  # as above
@@ -66,9 +54,6 @@ def render_chat(
     where: str = "data",
 ) -> str:
     """Return a chat as the model's chat template writes it.
-
-    Args:
-        add_generation_prompt: Whether to end where the assistant's next message begins.
 
     Raises:
         ConfigError: The model has no chat template.

@@ -1,6 +1,4 @@
-"""Tasks of the families that the package reasoning-gym generates, with what their own scorers need.
-
-The verifier `reasoning_gym` reads the two columns made here. The package is optional.
+"""Tasks of the families that the package reasoning-gym generates, with what their own scorers need as two columns.
 
 A family makes item `i` from `seed + i`, so that seeds close to each other give the same items: the seeds here are
 hashes. A question held out is never among the training ones, whatever the seeds give.

@@ -1,7 +1,4 @@
-"""Several sources of prompts as one, each with its own epochs and shuffles, in exact shares.
-
-The queue's actor makes its cursor here.
-"""
+"""Several sources of prompts as one, each with its own epochs and shuffles, in exact shares."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,12 +20,7 @@ class MixedCursor:
     """
 
     def __init__(self, cursors: Mapping[str, PromptCursor], *, weights: Mapping[str, float]) -> None:
-        """Start before the first prompt of every source.
-
-        Args:
-            cursors: By name; a name is the first part of its prompts' ids.
-            weights: Above 0, by the same names.
-        """
+        """Start before the first prompt of every source: names begin their prompts' ids, weights are above 0."""
         self._cursors, self._weights = cursors, weights
         self._num_given = dict.fromkeys(cursors, 0)
 
@@ -40,11 +32,7 @@ class MixedCursor:
         return self._cursors[name].next()
 
     def get(self, prompt_id: str) -> Prompt:
-        """Return the prompt of an id given out before, in this run or the one it continues.
-
-        Raises:
-            DataError: The id is not one of these sources.
-        """
+        """Return the prompt of an id given out before, by this run or the one it continues; `DataError` for others."""
         return self._find(prompt_id).get(prompt_id)
 
     def observe(self, prompt_id: str, pass_rate: float) -> None:
@@ -60,11 +48,7 @@ class MixedCursor:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken.
-
-        Raises:
-            CheckpointError: The state belongs to other sources or prompts, other weights, or to another seed.
-        """
+        """Continue where `state` was taken; a `CheckpointError` where sources, prompts, weights or the seed differ."""
         if "sources" not in state:
             raise CheckpointError(
                 f"the checkpoint's data cursor belongs to the source {state.get('source')!r} alone, this recipe has a "
@@ -99,14 +83,7 @@ class MixedCursor:
 
 
 def make_cursor(config: Config, prompts: Mapping[str, Sequence[Prompt]]) -> PromptCursor | MixedCursor:
-    """Build the walk over the training prompts that a recipe asks for.
-
-    Args:
-        prompts: Of each source, by its name.
-
-    Raises:
-        DataError: A source has no prompts.
-    """
+    """Build the walk over the training prompts, given by the source's name, that a recipe asks for."""
     seed, curriculum = config.run.seed, config.data.curriculum
     cursors = {
         name: PromptCursor(of_source, source=name, seed=seed, curriculum=curriculum)

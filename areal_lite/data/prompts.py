@@ -1,7 +1,6 @@
 """From a recipe to tokenised prompts: every source's tasks, filtered, with one template and one length check.
 
-All of it is done before anything expensive starts, so that every mistake in the data shows at once. Data must not
-choose code: a row may only name a verifier or workflow that the recipe or an installed package offers.
+Data must not choose code: a row may only name a verifier or workflow that the recipe or an installed package offers.
 """
 
 from collections.abc import Sequence
@@ -128,11 +127,7 @@ def _check_lengths(config: Config, pairs: Sequence[tuple[Task, Sequence[int]]]) 
 
 
 def with_names(tasks: Sequence[Task], *, source: SourceConfig, config: Config) -> list[Task]:
-    """Return the tasks with the source's verifier and workflow where their rows name none.
-
-    Raises:
-        DataError: A row names something else than a known verifier or workflow.
-    """
+    """Give rows that name no verifier or workflow their source's; a `DataError` where one names what is not known."""
     defaults = {"verifier": source.verifier, "workflow": source.workflow}
     fill = {column: name for column, name in defaults.items() if name is not None}
     named = [replace(task, row={**fill, **task.row}) for task in tasks] if fill else list(tasks)

@@ -1,7 +1,6 @@
 """Raw rows: a JSONL file, Parquet files, a folder of the `datasets` library, or one of its hub ids.
 
-A broken row is counted, named by file and number, and tolerated up to a share. Only a hub id is fetched from a network,
-and only where the caller allows it; nothing is cached but what `datasets` fetched, in its own cache.
+Nothing is cached but what `datasets` fetched from the hub, in its own cache.
 """
 
 import json
@@ -46,10 +45,9 @@ class RowReader:
         self._datasets: dict[Path, dict[str, Any]] = {}
 
     def read(self, path: Path, *, split: Literal["train", "eval"]) -> tuple[Rows, list[tuple[int, str]]]:
-        """Read all rows of a file or folder, and what is wrong with those that cannot be read.
+        """Read all rows of a file, folder or hub id, and what is wrong with those that cannot be read.
 
         Args:
-            path: The file, folder or hub id.
             split: Which of a folder's splits: `train`; or the first of validation, eval and test, or the only one.
 
         Raises:
@@ -81,11 +79,7 @@ class RowReader:
 
 
 def read_jsonl(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[tuple[int, str]]]:
-    """Split a file into rows and problems, each with its line number (from 1).
-
-    Raises:
-        DataError: There is no file, or nothing in it.
-    """
+    """Split a file into rows and problems, each with its line number (from 1); a `DataError` where nothing is there."""
     if not path.is_file():
         raise DataError(
             f"a JSONL file is needed, there is none at {path.absolute()}: correct data.path or data.eval_path"
@@ -194,15 +188,13 @@ def make_each(
     Args:
         make: From a row's number and columns; raises `ValueError` where the row is broken.
         problems: Rows that could not be read, as (number, what is wrong).
-        name: Of the file, or whatever the rows came from.
-        max_bad_fraction: Share of broken rows that is tolerated.
         unit: What the numbers count.
 
     Returns:
         What was made, with the rows' numbers.
 
     Raises:
-        DataError: There are too many broken rows.
+        DataError: The share of broken rows is above `max_bad_fraction`.
     """
     made, broken = [], list(problems)
     for number, row in rows:

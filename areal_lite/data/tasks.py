@@ -52,7 +52,6 @@ def make_task(
         origin: Names the row in messages.
         prompt_column: Column with the prompt, a non-empty text or a list of chat messages.
         answer_column: Column with the reference answer, a text or a number.
-        demonstration: As of `Task`.
 
     Raises:
         ValueError: The row is none of the kind, or holds what cannot travel between processes.
@@ -105,10 +104,7 @@ def _check_columns_travel(columns: Mapping[str, Any]) -> None:
 
 
 def in_ranges(tasks: Sequence[Task], ranges: Mapping[str, tuple[float, float]], *, where: str) -> list[Task]:
-    """Return the tasks whose columns lie in all ranges; a cell that is empty or no number lies in none.
-
-    Args:
-        ranges: Lowest and highest value by column.
+    """Return the tasks whose columns lie in all ranges, ends included; a cell that is empty or no number lies in none.
 
     Raises:
         DataError: No task has such a column, or none lies in the ranges.
@@ -133,11 +129,7 @@ def in_ranges(tasks: Sequence[Task], ranges: Mapping[str, tuple[float, float]], 
 
 
 def report_left_out(num_left_out: int, *, num_rows: int, option: str) -> None:
-    """Log how many rows a filter left out.
-
-    Raises:
-        DataError: All of them.
-    """
+    """Log how many rows a filter left out; a `DataError` where it is all of them."""
     if not num_left_out:
         return
     if num_left_out == num_rows:

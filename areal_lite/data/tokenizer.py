@@ -1,7 +1,4 @@
-"""The tokenizer of the built-in model: one token per character.
-
-The supervised warm start saves it beside the model, where `AutoTokenizer` and vLLM find it.
-"""
+"""The tokenizer of the built-in model: one token per character; saved with it, `AutoTokenizer` and vLLM find it."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -13,16 +10,10 @@ EOS = "<eos>"
 
 
 def build_char_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """Build a tokenizer that maps each character to one token and adds nothing.
+    """Build a tokenizer that maps each of some different characters to one token and adds nothing.
 
     Token ids: padding 0, end of sequence 1, then the characters in the order given. A character outside the
     vocabulary is an error when encoding, never a silent gap.
-
-    Args:
-        characters: The vocabulary, each character once.
-
-    Raises:
-        ValueError: A character is given twice, or none at all.
     """
     if not characters or len(set(characters)) != len(characters):
         raise ValueError(f"characters must be different ones, at least one, got {characters!r}")

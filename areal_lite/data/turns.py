@@ -47,14 +47,7 @@ class TurnTokenizer:
     """Tokenises prompts with completions for one model."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, chat: bool) -> None:
-        """Prepare for one model.
-
-        Args:
-            chat: Plain texts too become messages of user and assistant.
-
-        Raises:
-            ConfigError: The tokenizer has no end-of-sequence token.
-        """
+        """Prepare for one model; with `chat`, plain texts too become messages of user and assistant."""
         if tokenizer.eos_token_id is None:
             raise ConfigError(
                 "completions must end with the model's end-of-sequence token, its tokenizer names none: set eos_token "

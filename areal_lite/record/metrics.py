@@ -2,9 +2,8 @@
 unit, and where it is shown.
 
 To add one: a declaration here, and the line that computes it (`tally.add(name=value)` in the trainer; a new
-divisor goes into `COUNTS` of `train/stats.py`). Rows, curves in
-TensorBoard and in the report, the terminal's panel and `docs/metrics.md` follow; the last is written by
-`python -m areal_lite.record.metrics > docs/metrics.md`.
+divisor goes into `COUNTS` of `train/stats.py`). Rows, curves, the terminal's panel and `docs/metrics.md` follow; the
+last is written by `python -m areal_lite.record.metrics > docs/metrics.md`.
 """
 
 from collections.abc import Iterable, Mapping

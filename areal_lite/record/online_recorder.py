@@ -25,7 +25,7 @@ class OnlineRecorder(Recorder):
     """Everything that is written about one run of `train`."""
 
     def __init__(self, config: Config, folder: RunFolder) -> None:
-        super().__init__(folder, METRICS)
+        super().__init__(folder, METRICS, config.run)
         self._config = config
         self._clocks = LaneClocks()
         self._last = self._first = _Moment(time.time(), tokens=0.0, steps=0, lanes={})
@@ -54,7 +54,7 @@ class OnlineRecorder(Recorder):
         ledger: Mapping[str, int],
         **timings: float,
     ) -> dict[str, Any]:
-        """Write the row of one completed trainer step.
+        """Write and return the row of one completed trainer step.
 
         Args:
             stats: From the trainer.
@@ -62,9 +62,6 @@ class OnlineRecorder(Recorder):
             tokens_generated: By all engines since their start.
             ledger: Groups by state as the row is written, which may be when the next batch is taken.
             **timings: `trainer_wait_s`, `train_s`, `publish_s`.
-
-        Returns:
-            The row.
         """
         now, before = time.time(), self._last
         self._last = _Moment(now, tokens_generated, before.steps + 1, self._clocks.read(now))

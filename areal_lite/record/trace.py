@@ -17,11 +17,7 @@ Row = dict[str, Any]
 
 
 def to_trace(events: Sequence[Event]) -> dict[str, Any]:
-    """Return the trace as a JSON object.
-
-    Args:
-        events: Rows of `events.jsonl`.
-    """
+    """Return the trace of the rows of `events.jsonl` as a JSON object."""
     lanes = lane_events(events)
     start, rows = first_moment(events), []
     for pid, (lane, found) in enumerate(lanes.items(), start=1):

@@ -20,7 +20,7 @@ def engine_environment(config: Config) -> dict[str, str]:
         environment["OMP_NUM_THREADS"] = str(config.rollout.threads)
         # Computing log-probabilities would call the inductor, which needs a C++ compiler and takes seconds.
         environment["TORCH_COMPILE_DISABLE"] = "1"
-    return environment
+    return environment | config.run.env
 
 
 def engine_arguments(config: Config, *, model_folder: str) -> dict[str, Any]:
@@ -39,6 +39,8 @@ def engine_arguments(config: Config, *, model_folder: str) -> dict[str, Any]:
         else {
             "gpu_memory_utilization": config.rollout.gpu_memory_fraction,
             "tensor_parallel_size": config.rollout.tensor_parallel,
+            # Beside Ray vLLM would ask it for further actors; an engine's GPUs are all its own process's, on one node.
+            "distributed_executor_backend": "mp" if config.rollout.tensor_parallel > 1 else "uni",
         }
     )
     return {

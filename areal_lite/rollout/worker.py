@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal_lite.errors import EpisodeError, QueueTimeout, WireError
 from areal_lite.events import EventBuffer
+from areal_lite.leases import LeaseWorker
 from areal_lite.rollout.engine import GenerationEngine, Sampling
 from areal_lite.rollout.runner import Workflows, complete_greedily
 from areal_lite.types import Lease, Prompt, Sample
@@ -42,15 +43,12 @@ def sample_seed(run_seed: int, group_id: str, sample_index: int, call: int = 0) 
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
 
 
-class RolloutWorker:
+class RolloutWorker(LeaseWorker):
     """Leases prompts, generates groups, returns them.
 
     Every sample is an episode of its prompt's workflow, and takes one slot from the lease to its end: also while an
     environment thinks, when the engine has nothing to do for it. More slots than the engine decodes well at once are
     no remedy, as all of them may speak at the same time; a slow environment wants more rollout workers.
-
-    `run` consumes leases and produces finished groups; it waits for a free slot (unblocked by a finished
-    sample) and for the queue's answer (unblocked by admission, at most `_LEASE_WAIT_S`). `stop` ends it.
     """
 
     def __init__(
@@ -67,36 +65,14 @@ class RolloutWorker:
         events: EventBuffer,
         workflows: Workflows | None = None,
     ) -> None:
-        self._client, self._engine, self._name = client, engine, name
+        super().__init__(client, name=name, heartbeat_s=heartbeat_s)
+        self._engine, self._events = engine, events
         self._samples_per_group, self._slots = samples_per_group, slots
         self._sampling, self._run_seed = sampling, run_seed
-        self._heartbeat_s, self._events = heartbeat_s, events
         self._workflows = workflows or Workflows()
-        self._groups: dict[str, asyncio.Task[None]] = {}
         self._running = 0
         self._emitted_running = 0
         self._emit_pending = False
-        self._changed = asyncio.Event()
-        self._stopping = asyncio.Event()
-
-    async def run(self) -> None:
-        """Serve until `stop`.
-
-        Raises:
-            EngineError: The engine died; held leases come back to the queue by their missing heartbeats.
-        """
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                loops = [tasks.create_task(self._lease_loop(tasks)), tasks.create_task(self._heartbeat_loop())]
-                await self._stopping.wait()
-                for task in [*loops, *self._groups.values()]:
-                    task.cancel()
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
-
-    async def stop(self) -> None:
-        """End `run`: nothing more is leased, samples in flight are cut off."""
-        self._stopping.set()
 
     async def evaluate(self, prompts: Sequence[Prompt]) -> list[Sample | None]:
         """Run the episodes of prompts greedily, beside whatever else the engine does; None for one that failed."""
@@ -108,28 +84,16 @@ class RolloutWorker:
         """Figures of this moment."""
         return {"running": self._running, "slots": self._slots, "tokens": self._engine.tokens_generated}
 
-    async def _lease_loop(self, tasks: asyncio.TaskGroup) -> None:
-        while True:
-            self._changed.clear()
-            free = self._slots - self._running
-            if free > 0:
-                await self._lease(tasks, limit=-(-free // self._samples_per_group))
-            else:
-                await self._changed.wait()
+    def _room(self) -> int:
+        return -(-(self._slots - self._running) // self._samples_per_group)
 
-    async def _lease(self, tasks: asyncio.TaskGroup, *, limit: int) -> None:
-        try:
-            leases = await self._client.lease_rollout(worker=self._name, limit=limit, wait_s=_LEASE_WAIT_S)
-        except QueueTimeout:
-            logger.warning("the queue did not answer a lease request; asking again")
-            return
-        for lease in leases:
-            self._count_running(self._samples_per_group)
-            self._groups[lease.lease_id] = task = tasks.create_task(self._serve(lease))
-            task.add_done_callback(functools.partial(self._release, lease.lease_id))
+    async def _ask(self, limit: int) -> list[Lease]:
+        leases = await self._client.lease_rollout(worker=self._name, limit=limit, wait_s=_LEASE_WAIT_S)
+        self._count_running(len(leases) * self._samples_per_group)
+        return leases
 
-    def _release(self, lease_id: str, _: asyncio.Task[None]) -> None:
-        del self._groups[lease_id]
+    def _progress(self) -> int:
+        return self._engine.tokens_generated
 
     async def _serve(self, lease: Lease) -> None:
         """Generate one group. Episodes that fail leave lost samples, or none of the group; a dead engine is raised."""
@@ -169,23 +133,9 @@ class RolloutWorker:
             self._count_running(-1)
         return sample, time.time()
 
-    async def _heartbeat_loop(self) -> None:
-        while True:
-            await asyncio.sleep(self._heartbeat_s)
-            try:
-                dead = await self._client.heartbeat(
-                    worker=self._name, lease_ids=list(self._groups), progress=self._engine.tokens_generated
-                )
-            except QueueTimeout:
-                logger.warning("the queue did not answer a heartbeat")
-                continue
-            for lease_id in dead:
-                if task := self._groups.get(lease_id):
-                    task.cancel()
-
     def _count_running(self, change: int) -> None:
         self._running += change
-        self._changed.set()
+        self._room_changed.set()
         if not self._emit_pending:
             self._emit_pending = True
             asyncio.get_running_loop().call_later(_OCCUPANCY_RESOLUTION_S, self._emit_running)

@@ -2,8 +2,8 @@
 
 Rollout workers, verifier workers, trainer ranks and the controller use them. Both have one method per
 request of `QueueRequests`, with its fields as keyword arguments. They raise `QueueTimeout` when no answer
-came in time, `WireError` when the message was refused, and `LedgerError` when the request was. What can be
-repeated is sent a second time before they give up.
+came in time or earlier ones were not read, `WireError` when the message was refused, and `LedgerError` when
+the request was. What can be repeated is sent a second time before they give up.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import zmq
 
 from areal_lite.errors import ArealLiteError, DataError, LedgerError, QueueTimeout, WireError
+from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.requests import NOT_REPEATABLE, QueueRequests, answer_type
 from areal_lite.wire import Raw, as_type, decode, encode
 
@@ -28,7 +29,9 @@ R = TypeVar("R")
 
 _SLICE_S = 0.1
 """How often a waiting call looks whether the client was closed."""
-_ERRORS: dict[str, type[ArealLiteError]] = {cls.__name__: cls for cls in (DataError, LedgerError, WireError)}
+_ERRORS: dict[str, type[ArealLiteError]] = {
+    cls.__name__: cls for cls in (DataError, LedgerError, QueueTimeout, WireError)
+}
 
 
 def _blocking(request: Callable[Concatenate[QueueRequests, P], R]) -> Callable[Concatenate["QueueClient", P], R]:
@@ -56,19 +59,19 @@ def _awaited(
 class QueueClient:
     """Plain calls, one at a time: safe from several threads, but a waiting call holds up the others."""
 
-    def __init__(self, endpoint: str, *, timeout_s: float) -> None:
+    def __init__(self, access: QueueAccess, *, timeout_s: float) -> None:
         """Connect, without waiting for the queue to be there.
 
         Args:
-            endpoint: As `QueueServer.start` returned it.
+            access: As `QueueServer.access` returned it.
             timeout_s: Seconds to wait for each answer, beyond the request's own `wait_s`.
         """
-        self._endpoint, self._timeout_s = endpoint, timeout_s
+        self._endpoint, self._timeout_s = access.endpoint, timeout_s
         self._request_ids = itertools.count()
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._context = zmq.Context()
-        self._socket = _connect(self._context, endpoint)
+        self._socket = _connect(self._context, access)
 
     def close(self) -> None:
         """Let go of the connection; a call that waits in another thread raises `LedgerError`. Idempotent."""
@@ -127,18 +130,18 @@ class QueueClient:
 class AsyncQueueClient:
     """Coroutines, many requests in flight at once; for one event loop."""
 
-    def __init__(self, endpoint: str, *, timeout_s: float) -> None:
+    def __init__(self, access: QueueAccess, *, timeout_s: float) -> None:
         """Connect, without waiting for the queue to be there.
 
         Args:
-            endpoint: As `QueueServer.start` returned it.
+            access: As `QueueServer.access` returned it.
             timeout_s: Seconds to wait for each answer, beyond the request's own `wait_s`.
         """
-        self._endpoint, self._timeout_s = endpoint, timeout_s
+        self._endpoint, self._timeout_s = access.endpoint, timeout_s
         self._request_ids = itertools.count()
         # Not zmq.asyncio, whose futures and polling take most of the time of a short request.
         self._context = zmq.Context()
-        self._socket = _connect(self._context, endpoint)
+        self._socket = _connect(self._context, access)
         self._answers: dict[bytes, asyncio.Future[bytes]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
@@ -210,11 +213,15 @@ class AsyncQueueClient:
     save = _awaited(QueueRequests.save)
 
 
-def _connect(context: Any, endpoint: str) -> Any:
+def _connect(context: Any, access: QueueAccess) -> Any:
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.set_hwm(0)
-    socket.connect(endpoint)
+    if access.keys is not None:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, access.server_key)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, access.keys.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, access.keys.secret)
+    socket.connect(access.endpoint)
     return socket
 
 

@@ -4,7 +4,7 @@ The ledger calls them and moves the groups; nothing is changed here.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from areal_lite.sample_queue import staleness
 from areal_lite.sample_queue.groups import GroupRecord, GroupState
@@ -50,26 +50,31 @@ def is_over_age(group: GroupRecord, *, version: int, max_staleness: int) -> bool
 
 
 def may_take(
-    chosen: Sequence[GroupRecord], outstanding: Iterable[GroupRecord], *, version: int, max_staleness: int
+    chosen: Sequence[GroupRecord],
+    outstanding: Mapping[int, Collection[GroupRecord]],
+    *,
+    version: int,
+    max_staleness: int,
 ) -> bool:
     """Tell whether taking `chosen` lets every group left behind be trained within the bound (`on_stale: wait`).
 
     When no older group is missing from the batch, waiting could not improve it. This matters only after a resume with a
     smaller bound or another policy, when some groups are over age whatever is done: the trainer masks their tokens.
+    Costs a look at each version's number; at the groups of one version only then, when none of an older one is missing.
 
     Args:
         chosen: The groups of the batch, oldest admitted first.
-        outstanding: All groups that have not ended, the chosen ones included.
+        outstanding: All groups that have not ended, the chosen ones included, by the version they were admitted at.
         version: Trainer version.
         max_staleness: eta >= 0.
     """
-    chosen_ids = {group.group_id for group in chosen}
-    left_behind = [group for group in outstanding if group.group_id not in chosen_ids]
-    if all(group.age_order > chosen[-1].age_order for group in left_behind):
+    left_behind = Counter({admitted: len(groups) for admitted, groups in outstanding.items()})
+    left_behind.subtract(group.admitted_version for group in chosen)
+    if staleness.may_leave_behind(
+        left_behind, version=version, max_staleness=max_staleness, groups_per_step=len(chosen)
+    ):
         return True
-    return staleness.may_leave_behind(
-        [group.admitted_version for group in left_behind],
-        version=version,
-        max_staleness=max_staleness,
-        groups_per_step=len(chosen),
-    )
+    newest = chosen[-1]
+    if any(number for admitted, number in left_behind.items() if admitted < newest.admitted_version):
+        return False
+    return all(group.sequence > newest.sequence or group in chosen for group in outstanding[newest.admitted_version])

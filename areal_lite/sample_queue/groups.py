@@ -7,7 +7,7 @@ moves is the ledger's business.
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -15,6 +15,11 @@ from typing import Any
 from areal_lite.errors import LedgerError
 from areal_lite.types import Sample
 from areal_lite.wire import as_type
+
+_MAX_REASON = 200
+"""Characters of a reason: it is a key of the counts."""
+_MAX_REASONS = 200
+"""Reasons that are told apart; what comes with yet another is counted as `other`."""
 
 __all__ = ["ENDED", "OUTSTANDING", "STATE_BEFORE", "GroupRecord", "GroupState", "GroupTable"]
 
@@ -92,6 +97,14 @@ class GroupRecord:
         return min((version for version in versions if version is not None), default=self.admitted_version)
 
 
+_LEAVE_ORDER: Mapping[GroupState, Callable[[GroupRecord], tuple[int, int]]] = {
+    GroupState.WAITING: lambda group: (group.sequence, 0),
+    GroupState.GENERATED: lambda group: (group.sequence, 0),
+    GroupState.READY: lambda group: group.age_order,
+}
+"""Sort keys of the groups in the states that are left first come first served."""
+
+
 class GroupTable:
     """Every group of a run: the outstanding ones by state, the ended ones as counts by state and reason."""
 
@@ -100,6 +113,11 @@ class GroupTable:
         self.num_moves = 0
         """Admissions and changes of state so far."""
         self._by_state: dict[GroupState, dict[str, GroupRecord]] = {state: {} for state in OUTSTANDING}
+        self._by_version: dict[int, set[GroupRecord]] = {}
+        # In the order in which they leave; a group that left another way stays until its turn, and is passed over then.
+        self._orders: dict[GroupState, list[tuple[tuple[int, int], GroupRecord]]] = {
+            state: [] for state in _LEAVE_ORDER
+        }
         self._ended: Counter[tuple[GroupState, str]] = Counter()
 
     @property
@@ -122,23 +140,29 @@ class GroupTable:
             )
         self.num_admitted += 1
         self.num_moves += 1
-        self._by_state[group.state][group_id] = group
+        self._enter(group)
         return group
 
     def move(self, group: GroupRecord, state: GroupState) -> None:
         """Bring an outstanding group into another outstanding state."""
-        group_id = group.group_id
-        del self._by_state[group.state][group_id]
+        self._leave(group)
         group.state = state
-        self._by_state[state][group_id] = group
+        self._enter(group)
         self.num_moves += 1
+
+    def begin_anew(self, group: GroupRecord, *, version: int) -> None:
+        """Note that the tokens of a leased group will be of this version or later."""
+        self._leave(group)
+        group.admitted_version = version
+        self._enter(group)
 
     def end(self, group: GroupRecord, state: GroupState, *, reason: str = "") -> None:
         """Bring an outstanding group into a terminal state: it is counted, and its samples are let go."""
         assert state in ENDED
-        del self._by_state[group.state][group.group_id]
+        self._leave(group)
         group.state = state
-        self._ended[state, reason] += 1
+        key = (state, reason[:_MAX_REASON])
+        self._ended[key if key in self._ended or len(self._ended) < _MAX_REASONS else (state, "other")] += 1
         self.num_moves += 1
 
     def in_state(self, state: GroupState) -> Collection[GroupRecord]:
@@ -149,12 +173,28 @@ class GroupTable:
         """Yield every outstanding group, in no particular order."""
         return itertools.chain.from_iterable(groups.values() for groups in self._by_state.values())
 
-    def first_admitted(self, state: GroupState, *, limit: int) -> list[GroupRecord]:
-        """Return up to `limit` groups in one outstanding state in the order of admission.
+    def by_version(self) -> Mapping[int, Collection[GroupRecord]]:
+        """Return the outstanding groups by the version they were admitted at, in no particular order."""
+        return self._by_version
 
-        Groups are lent in this order, so one that came back from a lost worker precedes all that were never lent.
+    def pop_first(self, state: GroupState, *, limit: int) -> list[GroupRecord]:
+        """Return up to `limit` groups that are to leave a state first; the caller moves them, or calls `put_back`.
+
+        Groups are lent in the order of admission, so one that came back from a lost worker precedes all that were never
+        lent; ready ones leave by age. Costs what is returned, however many there are.
         """
-        return heapq.nsmallest(limit, self.in_state(state), key=lambda group: group.sequence)
+        order = self._orders[state]
+        popped: list[GroupRecord] = []
+        while order and len(popped) < limit:
+            _, group = heapq.heappop(order)
+            if group.state is state:
+                popped.append(group)
+        return popped
+
+    def put_back(self, groups: Sequence[GroupRecord]) -> None:
+        """Have groups that `pop_first` returned stay in their state."""
+        for group in groups:
+            heapq.heappush(self._orders[group.state], (_LEAVE_ORDER[group.state](group), group))
 
     def counts(self) -> dict[str, int]:
         """Return groups per state, ended ones also by reason, and `admitted` and `outstanding`."""
@@ -188,8 +228,21 @@ class GroupTable:
         for fields in state["outstanding"]:
             samples = as_type(fields["samples"], tuple[Sample, ...])
             group = GroupRecord(**fields | {"state": GroupState(fields["state"]), "samples": samples})
-            table._by_state[group.state][group.group_id] = group
+            table._enter(group)
         return table
+
+    def _enter(self, group: GroupRecord) -> None:
+        self._by_state[group.state][group.group_id] = group
+        self._by_version.setdefault(group.admitted_version, set()).add(group)
+        if group.state in _LEAVE_ORDER:
+            self.put_back([group])
+
+    def _leave(self, group: GroupRecord) -> None:
+        del self._by_state[group.state][group.group_id]
+        of_version = self._by_version[group.admitted_version]
+        of_version.remove(group)
+        if not of_version:
+            del self._by_version[group.admitted_version]
 
 
 def _group_state(group: GroupRecord, *, version: int) -> dict[str, Any]:

@@ -4,7 +4,8 @@ Only the ledger uses it. The table knows who holds what until when; what becomes
 was lost is the ledger's business.
 """
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from areal_lite.sample_queue.groups import GroupRecord
@@ -35,7 +36,8 @@ class LeaseTable:
         self._timeout_s = timeout_s
         self._clock = clock
         # Timeouts are all equal and the clock never goes back, so inserting at the end keeps the order of deadlines.
-        self._leases: dict[str, HeldLease] = {}
+        self._leases: OrderedDict[str, HeldLease] = OrderedDict()
+        self._by_worker: dict[str, dict[str, float]] = {}  # when each lease was given, oldest first
 
     def give(self, worker: str, group: GroupRecord) -> HeldLease:
         """Lend a group to a worker."""
@@ -49,6 +51,7 @@ class LeaseTable:
             deadline=now + self._timeout_s,
         )
         self._leases[lease.lease_id] = lease
+        self._by_worker.setdefault(worker, {})[lease.lease_id] = now
         return lease
 
     def find(self, lease_id: str) -> HeldLease | None:
@@ -59,9 +62,19 @@ class LeaseTable:
         """Return the living leases."""
         return list(self._leases.values())
 
-    def end(self, lease_id: str) -> None:
-        """Forget a living lease: its work is done."""
-        del self._leases[lease_id]
+    def held_by(self, worker: str) -> tuple[int, float | None]:
+        """Return how many leases a worker holds, and when the oldest was given."""
+        given_at = self._by_worker.get(worker, {})
+        return len(given_at), next(iter(given_at.values()), None)
+
+    def end(self, lease_id: str) -> HeldLease:
+        """Forget a living lease: its work is done. Returns it."""
+        lease = self._leases.pop(lease_id)
+        held = self._by_worker[lease.worker]
+        del held[lease_id]
+        if not held:
+            del self._by_worker[lease.worker]
+        return lease
 
     def renew(self, worker: str, lease_ids: Sequence[str]) -> list[str]:
         """Move the deadlines of a worker's leases; return those that it does not hold any more."""
@@ -72,8 +85,8 @@ class LeaseTable:
             if lease is None or lease.worker != worker:
                 dead.append(lease_id)
                 continue
-            del self._leases[lease_id]
             self._leases[lease_id] = replace(lease, deadline=deadline)
+            self._leases.move_to_end(lease_id)
         return dead
 
     def end_expired(self) -> list[HeldLease]:
@@ -83,14 +96,16 @@ class LeaseTable:
         for lease in self._leases.values():
             if lease.deadline > now:
                 break
-            expired.append(lease)
-        for lease in expired:
-            self.end(lease.lease_id)
-        return expired
+            expired.append(lease.lease_id)
+        return self._end_all(expired)
+
+    def end_all_of(self, worker: str) -> list[HeldLease]:
+        """End and return the leases of a worker."""
+        return self._end_all(self._by_worker.get(worker, ()))
 
     def end_where(self, condition: Callable[[HeldLease], bool]) -> list[HeldLease]:
         """End and return the leases for which `condition` holds."""
-        ended = [lease for lease in self._leases.values() if condition(lease)]
-        for lease in ended:
-            self.end(lease.lease_id)
-        return ended
+        return self._end_all(lease.lease_id for lease in self._leases.values() if condition(lease))
+
+    def _end_all(self, lease_ids: Iterable[str]) -> list[HeldLease]:
+        return [self.end(lease_id) for lease_id in list(lease_ids)]

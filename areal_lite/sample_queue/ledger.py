@@ -91,14 +91,15 @@ class Ledger:
 
     def lease_rollout(self, worker: str, *, limit: int) -> list[HeldLease]:
         """Lend up to `limit` waiting groups for generation, those that came back from a lost worker first."""
-        waiting = self._groups.first_admitted(GroupState.WAITING, limit=limit)
+        waiting = self._groups.pop_first(GroupState.WAITING, limit=limit)
+        leases = [self._lend(group, GroupState.LEASED_ROLLOUT, worker=worker) for group in waiting]
         for group in waiting:
-            group.admitted_version = self._version
-        return [self._lend(group, GroupState.LEASED_ROLLOUT, worker=worker) for group in waiting]
+            self._groups.begin_anew(group, version=self._version)
+        return leases
 
     def lease_verify(self, worker: str, *, limit: int) -> list[HeldLease]:
         """Lend up to `limit` generated groups for verification, in the order of admission."""
-        generated = self._groups.first_admitted(GroupState.GENERATED, limit=limit)
+        generated = self._groups.pop_first(GroupState.GENERATED, limit=limit)
         return [self._lend(group, GroupState.LEASED_VERIFY, worker=worker) for group in generated]
 
     def renew(self, worker: str, lease_ids: Sequence[str]) -> list[str]:
@@ -115,11 +116,19 @@ class Ledger:
 
     def forget(self, worker: str) -> list[str]:
         """End all leases of a worker known to be dead; their groups go back to the state before. Returns lease ids."""
-        return self._give_back(self._leases.end_where(lambda lease: lease.worker == worker))
+        return self._give_back(self._leases.end_all_of(worker))
 
     def leases(self) -> list[HeldLease]:
         """Return the living leases: who holds what, since when."""
         return self._leases.all()
+
+    def find_lease(self, lease_id: str) -> HeldLease | None:
+        """Return a living lease, None for one that ended or never was."""
+        return self._leases.find(lease_id)
+
+    def held_by(self, worker: str) -> tuple[int, float | None]:
+        """Return how many leases a worker holds, and when the oldest was given (clock reading, seconds)."""
+        return self._leases.held_by(worker)
 
     # Results
 
@@ -142,7 +151,7 @@ class Ledger:
         """Take the scores of a group: it becomes ready, rejected or failed.
 
         Raises:
-            ValueError: There is not one score per sample.
+            ValueError: There is not one score per sample, or one does not fit its sample.
         """
         group = self._leased(lease_id, GroupState.LEASED_VERIFY)
         if group is None:
@@ -151,12 +160,14 @@ class Ledger:
             raise ValueError(
                 f"expected one score per sample of {group.group_id}: {len(group.samples)}, got {len(scores)}"
             )
-        self._leases.end(lease_id)
-        group.samples = tuple(
+        samples = tuple(
             sample if sample.is_lost else sample.scored(score)
             for sample, score in zip(group.samples, scores, strict=True)
         )
-        state, reason = decisions.verdict(group.samples, reject=self._settings.reject)
+        state, reason = decisions.verdict(samples, reject=self._settings.reject)
+        # Last, as a score that does not fit its sample has raised by now: the group must not be lost with it.
+        self._leases.end(lease_id)
+        group.samples = samples
         if state is GroupState.READY:
             self._groups.move(group, state)
         else:
@@ -317,35 +328,40 @@ class Ledger:
         for lease in leases:
             before = STATE_BEFORE[lease.group.state]
             if before is GroupState.WAITING:
-                lease.group.admitted_version = self._version
+                self._groups.begin_anew(lease.group, version=self._version)
             self._groups.move(lease.group, before)
         return [lease.lease_id for lease in leases]
 
     def _choose(self) -> list[GroupRecord] | None:
         """Pick the groups of the next batch, or None; ends the groups that turn out to be stale."""
         size, max_staleness = self._settings.groups_per_step, self._settings.max_staleness
-        ready = self._groups.in_state(GroupState.READY)
-        if len(ready) < size:
+        if self.missing():
             return None
         chosen: list[GroupRecord] = []
-        for group in sorted(ready, key=lambda group: group.age_order):
-            if not decisions.has_trainable_token(group, version=self._version, max_staleness=max_staleness):
-                self._groups.end(group, GroupState.STALE)
-                continue
-            chosen.append(group)
-            if len(chosen) == size:
-                return chosen if self._may_take(chosen) else None
+        while len(chosen) < size and (oldest := self._groups.pop_first(GroupState.READY, limit=1)):
+            if decisions.has_trainable_token(oldest[0], version=self._version, max_staleness=max_staleness):
+                chosen += oldest
+            else:
+                self._groups.end(oldest[0], GroupState.STALE)
+        if len(chosen) == size and self._may_take(chosen):
+            return chosen
+        self._groups.put_back(chosen)
         return None
 
     def _may_take(self, chosen: Sequence[GroupRecord]) -> bool:
         return self._settings.on_stale != "wait" or decisions.may_take(
-            chosen, self._groups.outstanding(), version=self._version, max_staleness=self._settings.max_staleness
+            chosen, self._groups.by_version(), version=self._version, max_staleness=self._settings.max_staleness
         )
 
     def _drop_over_age(self) -> list[str]:
         """End the groups that are over age, start the next attempts; return the prompts that had their last."""
-        over_age = sorted(filter(self._is_over_age, self._groups.outstanding()), key=lambda group: group.sequence)
-        self._leases.end_where(lambda lease: self._is_over_age(lease.group))
+        bound = self._version - self._settings.max_staleness
+        # No token is older than its group's admission, so that the others need no look.
+        old = [group for version, groups in self._groups.by_version().items() if version < bound for group in groups]
+        over_age = sorted(filter(self._is_over_age, old), key=lambda group: group.sequence)
+        if over_age:
+            ended = set(over_age)
+            self._leases.end_where(lambda lease: lease.group in ended)
         too_slow = []
         for group in over_age:
             if group.attempt + 1 < self._settings.max_attempts:

@@ -12,7 +12,7 @@ seconds are over, so that nobody polls. Every request may be sent twice without 
 import inspect
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Protocol, TypedDict, get_type_hints
+from typing import Annotated, Any, Protocol, TypedDict, get_type_hints
 
 import msgspec
 
@@ -30,6 +30,13 @@ __all__ = [
     "answer_type",
     "read_fields",
 ]
+
+
+Name = Annotated[str, msgspec.Meta(max_length=200)]
+"""Of a worker or a batch."""
+LeaseId = Annotated[str, msgspec.Meta(max_length=2000)]
+LeaseIds = Annotated[Sequence[LeaseId], msgspec.Meta(max_length=2**16)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class BatchInfo(TypedDict):
@@ -82,49 +89,49 @@ class QueueStatus(TypedDict):
 class QueueRequests(Protocol):
     """The requests. All fields are keyword-only; clients raise `QueueTimeout`, `LedgerError` or `WireError`."""
 
-    def lease_rollout(self, *, worker: str, limit: int, wait_s: float) -> list[Lease]:
+    def lease_rollout(self, *, worker: Name, limit: Count, wait_s: float) -> list[Lease]:
         """Borrow up to `limit` groups to generate, admitting new prompts where the ledger has capacity.
 
         Empty when nothing came up within `wait_s` seconds, which is always so while admission is closed.
         """
 
-    def lease_verify(self, *, worker: str, limit: int, wait_s: float) -> list[Lease]:
+    def lease_verify(self, *, worker: Name, limit: Count, wait_s: float) -> list[Lease]:
         """Borrow up to `limit` generated groups to score; empty when none came up within `wait_s` seconds."""
 
-    def heartbeat(self, *, worker: str, lease_ids: Sequence[str], progress: int) -> list[str]:
+    def heartbeat(self, *, worker: Name, lease_ids: LeaseIds, progress: Count) -> list[str]:
         """Keep the named leases alive; return those that are not (any more): stop working on them.
 
         `progress` is any number of the worker that grows while it works, such as tokens generated.
         """
 
-    def complete_rollout(self, *, lease_id: str, samples: Sequence[Sample]) -> bool:
+    def complete_rollout(self, *, lease_id: LeaseId, samples: Sequence[Sample]) -> bool:
         """Hand in the samples of a group. False: the lease was no longer alive, and the samples are ignored."""
 
-    def complete_verify(self, *, lease_id: str, scores: Sequence[Score]) -> bool:
+    def complete_verify(self, *, lease_id: LeaseId, scores: Sequence[Score]) -> bool:
         """Hand in one score per sample. False: the lease was no longer alive, and the scores are ignored."""
 
-    def reject(self, *, lease_id: str, reason: str) -> bool:
+    def reject(self, *, lease_id: LeaseId, reason: str) -> bool:
         """End a leased group as rejected. False: the lease was no longer alive."""
 
-    def fail(self, *, lease_id: str, reason: str) -> bool:
+    def fail(self, *, lease_id: LeaseId, reason: str) -> bool:
         """End a leased group as failed. False: the lease was no longer alive."""
 
-    def take(self, *, batch_id: str, wait_s: float) -> BatchInfo | None:
+    def take(self, *, batch_id: Name, wait_s: float) -> BatchInfo | None:
         """Take the next batch under a name the caller chose; None when none was complete within `wait_s` seconds."""
 
-    def fetch(self, *, batch_id: str, rank: int) -> Shard:
+    def fetch(self, *, batch_id: Name, rank: int) -> Shard:
         """Return one trainer rank's part of the batch taken."""
 
-    def batch_groups(self, *, batch_id: str, limit: int) -> list[Group]:
+    def batch_groups(self, *, batch_id: Name, limit: Count) -> list[Group]:
         """Return the first `limit` groups of the batch taken, whole, for display."""
 
-    def return_batch(self, *, batch_id: str) -> None:
+    def return_batch(self, *, batch_id: Name) -> None:
         """Put the batch back (the trainer was lost); nothing happens when it is not the one taken."""
 
-    def complete_step(self, *, batch_id: str) -> int:
+    def complete_step(self, *, batch_id: Name) -> int:
         """The batch is trained and its weights are published: move the version, and return it."""
 
-    def forget(self, *, worker: str) -> list[str]:
+    def forget(self, *, worker: Name) -> list[str]:
         """Take back every lease of a worker known to be dead, and return their ids; its waiting requests end empty."""
 
     def open_admission(self) -> None:
@@ -173,7 +180,7 @@ def read_fields(op: str, fields: Raw) -> dict[str, Any]:
 
 @cache
 def _fields_type(op: str) -> Any:
-    hints = get_type_hints(getattr(QueueRequests, op))
+    hints = get_type_hints(getattr(QueueRequests, op), include_extras=True)
     return msgspec.defstruct(
         op, [(name, hint) for name, hint in hints.items() if name != "return"], forbid_unknown_fields=True
     )

@@ -7,15 +7,21 @@ are two frames each, after the ROUTER's own:
     request  [request id, {"op": name, "fields": {...}}]
     answer   [request id, {"result": value}]   or   [request id, {"error": class, "message": text}]
 
-No message can take the server down: what is not a request is refused with an error, and counted by reason in
-`status()["refused"]`: oversized, version, malformed, unknown_op, bad_fields, and internal for our own mistakes.
+With keys it speaks CURVE, and a client may do what its role may. No message can take the server down: what is not a
+request is refused with an error, and counted by reason in `status()["refused"]`:
+
+    unauthenticated   a connection without a key of the run: it gets nothing
+    forbidden         a request that is not its client's
+    oversized         too long a message, or one without end: that connection is cut
+    unread            answers to a client that does not read them: they are dropped
+    version, malformed, unknown_op, bad_fields, and internal for our own mistakes
 """
 
 import logging
 import math
 import threading
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +29,9 @@ from typing import Any
 
 import zmq
 
-from areal_lite.errors import ArealLiteError, ConfigError, LedgerError, WireError
+from areal_lite.errors import ArealLiteError, ConfigError, LedgerError, QueueTimeout, WireError
+from areal_lite.sample_queue.access import ALLOWED, QueueAccess, QueueKeys, Role
+from areal_lite.sample_queue.connections import COPIED_BYTES, Connection, Connections, Gatekeeper
 from areal_lite.sample_queue.ledger import Ledger
 from areal_lite.sample_queue.requests import REQUESTS, read_fields
 from areal_lite.sample_queue.service import Cursor, QueueService, Traffic
@@ -37,6 +45,25 @@ _TICK_S = 0.1
 """Longest sleep: leases are looked at, and `close` is noticed, this often."""
 _BURST = 64
 """Messages that are read in a row before the clock is looked at."""
+_FLOOD_BURSTS = 16
+"""After so many bursts without a pause nobody's heartbeat waits any more, as ZeroMQ reads peers in turn."""
+_MAX_WAIT_S = 60.0
+"""Longest time a request is held back, whatever it says."""
+_MAX_PARKED = 1024
+"""Requests of one client that wait for an answer."""
+_RECEIVE_HWM = 4
+"""Messages of one client that are read ahead; the others stay with it."""
+_SEND_HWM = 1024
+"""Short answers of one client that are not read; more are dropped."""
+_MAX_UNREAD_BYTES = 64 * 2**20
+"""Likewise long ones, behind the first."""
+_HANDSHAKE_MS = 5000
+"""Longest time until a new connection has shown its key."""
+_UNFINISHED_SLACK_BYTES = 2**24
+"""Bytes of a next message that may have arrived while ZeroMQ still deciphers one of the greatest length.
+
+Linux may hold 32 MiB for a connection (`tcp_rmem`), half of it payload.
+"""
 _SLACK_BYTES = 2**20
 """ZeroMQ cuts the connection of a peer whose message is longer than our limit and this; below, we answer it."""
 _FAREWELL_MS = 200
@@ -51,14 +78,20 @@ class _Refusal(WireError):
         self.reason = reason
 
 
-_Kind = tuple[str, Any]
-"""What is asked for, and how much of it where that is said."""
+_Kind = tuple[str, bool]
+"""What is asked for, and whether any of it."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Sender:
+    peer: bytes
+    request_id: bytes
+    connection: Connection
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Request:
-    peer: bytes
-    request_id: bytes
+    sender: _Sender
     kind: _Kind
     worker: str | None
     """Who asks, in the requests that say so."""
@@ -79,7 +112,9 @@ class QueueServer:
         num_ranks: int,
         seed: int,
         bind: str = "127.0.0.1",
+        ports: range | None = None,
         max_message_bytes: int = 64 * 2**20,
+        keys: QueueKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare; nothing is open before `start`.
@@ -91,7 +126,9 @@ class QueueServer:
             num_ranks: Trainer ranks that will fetch.
             seed: Of the run; orders the rows of a batch.
             bind: Address to listen on.
+            ports: One of them is taken; None = any free one.
             max_message_bytes: Longer requests are refused; answers may be longer.
+            keys: Of the run; None = anybody may do anything, in measurements and tests.
             clock: The ledger's clock.
         """
         self._traffic = Traffic()
@@ -104,42 +141,64 @@ class QueueServer:
             traffic=self._traffic,
             clock=clock,
         )
-        self._bind, self._max_message_bytes = bind, max_message_bytes
-        self._parked: dict[_Kind, deque[_Request]] = {}
+        self._bind, self._ports, self._max_message_bytes, self._keys = bind, ports, max_message_bytes, keys
+        self._parked: dict[_Kind, OrderedDict[_Request, None]] = {}
+        self._num_bursts = 0  # without a pause
         self._next_deadline = math.inf  # of the parked requests; too early once that one was answered
         self._closing = threading.Event()
         self._context = zmq.Context()
         self._thread: threading.Thread | None = None
+        self._gatekeeper: Gatekeeper | None = None
 
-    def start(self) -> str:
+    def start(self) -> QueueAccess:
         """Open the socket on a free port and serve it from a new thread.
 
         Returns:
-            The endpoint, `tcp://address:port`.
+            The controller's access; `access` returns the others'.
 
         Raises:
             ConfigError: The address is none of this machine's.
         """
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes + _SLACK_BYTES)
-        # No limit on queued messages, since ZeroMQ drops what exceeds it; peers have few requests in flight.
-        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.RCVHWM, _RECEIVE_HWM)
+        self._socket.setsockopt(zmq.SNDHWM, _SEND_HWM)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer that cannot leave is an error here, not silence
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        if self._keys is not None:
+            self._gatekeeper = Gatekeeper(self._context, self._keys)
+            self._gatekeeper.start()
+            self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.server.secret)
+        self._connections = Connections(
+            self._socket, max_unfinished_bytes=self._max_message_bytes + _UNFINISHED_SLACK_BYTES
+        )
         try:
-            port = self._socket.bind_to_random_port(f"tcp://{self._bind}")
+            ends = {"min_port": self._ports.start, "max_port": self._ports.stop} if self._ports else {}
+            port = self._socket.bind_to_random_port(f"tcp://{self._bind}", **ends)
+        except zmq.ZMQBindError as error:
+            raise ConfigError(f"a port of run.ports must be free on {self._bind}: {error}; choose others") from error
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"queue.bind must be a numeric address of this machine, got {self._bind!r} ({error}): use "
-                "127.0.0.1, or the address that the other nodes reach"
+                f"queue.bind must be a numeric address of this machine, got {self._bind!r} ({error}): use auto, or the "
+                "address that the other nodes reach"
             ) from error
         self._thread = threading.Thread(target=self._serve, name="sample-queue", daemon=True)
         self._thread.start()
-        return f"tcp://{self._bind}:{port}"
+        self._endpoint = f"tcp://{self._bind}:{port}"
+        return self.access(Role.CONTROLLER)
+
+    def access(self, role: Role) -> QueueAccess:
+        """Return what clients of a role connect with, once the server has started."""
+        return QueueAccess(self._endpoint) if self._keys is None else self._keys.access(role, self._endpoint)
 
     def close(self) -> None:
         """Stop serving; parked requests are answered with an error. Idempotent, ends within a second."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
+        if self._gatekeeper is not None:
+            self._gatekeeper.stop()
         self._context.destroy(linger=_FAREWELL_MS)
 
     def _serve(self) -> None:
@@ -150,35 +209,61 @@ class QueueServer:
         """
         while not self._closing.is_set():
             self._socket.poll(self._patience_ms())
+            self._note_connections()
             # Heartbeats that have arrived count first: a busy server must not take leases for dead.
-            if self._receive_burst():
+            self._num_bursts += 1
+            if self._receive_burst() or self._num_bursts >= _FLOOD_BURSTS:
+                self._num_bursts = 0
                 self._service.expire()
                 self._answer_parked()
                 self._answer_overdue()
+                self._connections.cut_endless()
         for request in self._all_parked():
             farewell = self._failure(LedgerError("the sample queue has closed: the run has ended"))
-            self._send(request.peer, request.request_id, farewell)
+            self._send(request.sender, farewell)
+        self._connections.close()
+
+    def _note_connections(self) -> None:
+        """Forget what clients wait for that are gone, and count whom the socket turned away."""
+        if self._connections.note_events():
+            for request in self._all_parked():
+                if request.sender.connection.is_gone:
+                    self._unpark(request)
+        for reason, number in (("unauthenticated", self._connections.num_strangers),
+                               ("oversized", self._connections.num_cut)):  # fmt: skip
+            if number:
+                self._traffic.refused[reason] += number
+        self._connections.num_strangers = self._connections.num_cut = 0
 
     def _receive_burst(self) -> bool:
         """Answer the messages that have arrived, up to a number; True when none is left."""
         for _ in range(_BURST):
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                first = self._socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return True
-            self._receive(frames)
+            self._receive(first)
             self._answer_parked()
         return False
 
+    def _read_rest(self, more: bool) -> tuple[list[bytes], int, int]:
+        """Return the first frames of a message, the number of all and their bytes: however many come, few are kept."""
+        kept: list[bytes] = []
+        number = size = 0
+        while more:
+            frame = self._socket.recv()
+            number, size = number + 1, size + len(frame)
+            if number <= 2 and size <= self._max_message_bytes:
+                kept.append(frame)
+            more = bool(self._socket.get(zmq.RCVMORE))
+        return kept, number, size
+
     def _answer_parked(self) -> None:
         """Answer the parked requests for which there is something now."""
-        for kind, waiting in list(self._parked.items()):
+        for waiting in list(self._parked.values()):
             # What there is not for one, there is not for the next that asks for the same.
-            while waiting and self._answer(waiting[0]):
-                waiting.popleft()
-            if not waiting:
-                del self._parked[kind]
-        self._traffic.parked = sum(map(len, self._parked.values()))
+            while waiting and self._answer(request := next(iter(waiting))):
+                self._unpark(request)
 
     def _answer_overdue(self) -> None:
         """Answer the parked requests whose time is over."""
@@ -187,8 +272,30 @@ class QueueServer:
             for request in self._all_parked():
                 if request.deadline <= now:
                     self._answer(request)
-                    self._parked[request.kind].remove(request)
+                    self._unpark(request)
             self._next_deadline = min((request.deadline for request in self._all_parked()), default=math.inf)
+
+    def _park(self, request: _Request) -> None:
+        """Hold a request back, unless its client is gone: it would be lent the next work."""
+        connection = request.sender.connection
+        if connection.is_gone:
+            return
+        if connection.num_parked == _MAX_PARKED:
+            error = LedgerError(f"a client may wait for {_MAX_PARKED} answers at once, got one more: ask later")
+            self._send(request.sender, self._failure(error))
+            return
+        self._parked.setdefault(request.kind, OrderedDict())[request] = None
+        connection.num_parked += 1
+        self._traffic.parked += 1
+        self._next_deadline = min(self._next_deadline, request.deadline)
+
+    def _unpark(self, request: _Request) -> None:
+        waiting = self._parked[request.kind]
+        del waiting[request]
+        if not waiting:
+            del self._parked[request.kind]
+        request.sender.connection.num_parked -= 1
+        self._traffic.parked -= 1
 
     def _all_parked(self) -> list[_Request]:
         return [request for waiting in self._parked.values() for request in waiting]
@@ -196,48 +303,67 @@ class QueueServer:
     def _patience_ms(self) -> int:
         return int(1000 * min(max(self._next_deadline - time.monotonic(), 0.0), _TICK_S)) + 1
 
-    def _receive(self, frames: list[bytes]) -> None:
-        """Answer one message, or park it."""
+    def _receive(self, first: Any) -> None:
+        """Answer the message that begins with this frame, or park it."""
+        frames, number, size = self._read_rest(first.more)
+        size += len(first)
         self._traffic.messages += 1
-        self._traffic.bytes_in += sum(map(len, frames))
-        peer, request_id = frames[0], frames[1] if len(frames) > 1 else b""
+        self._traffic.bytes_in += size
+        sender = _Sender(
+            peer=first.bytes,
+            request_id=frames[0] if frames else b"",
+            connection=self._connections.find(first.get(zmq.SRCFD)),
+        )
+        connection = sender.connection
+        connection.had_message = True
+        if connection.is_deaf and connection.unread:
+            connection.is_deaf = connection.num_unread_bytes(0) > 0
+        if connection.is_deaf:
+            # What it asks for costs others time, and would be lent in vain.
+            self._send(sender, self._failure(QueueTimeout("answers must be read, earlier ones were not: ask again")))
+            return
         try:
-            op, fields = self._read(frames)
+            op, fields = self._read(frames, number, size)
+            if self._keys is not None:
+                self._authorise(first.get("User-Id"), op, fields)
         except Exception as error:
-            self._send(peer, request_id, self._failure(error))
+            self._send(sender, self._failure(error))
             return
         request = _Request(
-            peer=peer,
-            request_id=request_id,
-            kind=(op, fields.get("limit")),
+            sender=sender,
+            kind=(op, fields.get("limit", 1) > 0),
             worker=fields.get("worker"),
             run=partial(getattr(self._service, op), **fields),
-            deadline=time.monotonic() + fields.get("wait_s", 0.0),
+            deadline=time.monotonic() + min(fields.get("wait_s", 0.0), _MAX_WAIT_S),
         )
         if op == "forget":
             self._dismiss(request.worker)
         if not self._answer(request):
-            self._parked.setdefault(request.kind, deque()).append(request)
-            self._next_deadline = min(self._next_deadline, request.deadline)
+            self._park(request)
+
+    def _authorise(self, role: str, op: str, fields: dict[str, Any]) -> None:
+        """Raise when a request is not its client's, by its kind or by whom the work is lent to."""
+        lent_to = self._service.lent_to(fields["lease_id"]) if "lease_id" in fields else None
+        if op not in ALLOWED[role] or (role != Role.CONTROLLER and lent_to not in (None, role)):
+            raise _Refusal("forbidden", f"a {role} may ask for its own work, got {op}: use the clients of its actors")
 
     def _dismiss(self, worker: str | None) -> None:
         """Answer what a worker waits for with nothing: it is dead, and would be lent the next work."""
         for request in [request for request in self._all_parked() if request.worker == worker]:
-            self._send(request.peer, request.request_id, encode({"result": []}))
-            self._parked[request.kind].remove(request)
+            self._send(request.sender, encode({"result": []}))
+            self._unpark(request)
 
-    def _read(self, frames: list[bytes]) -> tuple[str, dict[str, Any]]:
+    def _read(self, frames: list[bytes], number: int, size: int) -> tuple[str, dict[str, Any]]:
         """Return the request and the checked fields of a message, or raise the refusal."""
-        size = sum(map(len, frames))
         if size > self._max_message_bytes:
             raise _Refusal(
                 "oversized",
                 f"a request may have {self._max_message_bytes} bytes, got {size}: send less, or raise "
                 "queue.max_message_mb",
             )
-        if len(frames) != 3:
-            raise _Refusal("malformed", f"a request has 2 frames, got {len(frames) - 1}: use the clients of areal_lite")
-        return _read_payload(frames[2])
+        if number != 2:
+            raise _Refusal("malformed", f"a request has 2 frames, got {number}: use the clients of areal_lite")
+        return _read_payload(frames[1])
 
     def _answer(self, request: _Request) -> bool:
         """Carry out a request and send its answer; False when there is nothing to answer yet."""
@@ -248,7 +374,7 @@ class QueueServer:
             answer = encode({"result": result})
         except Exception as error:
             answer = self._failure(error)
-        self._send(request.peer, request.request_id, answer)
+        self._send(request.sender, answer)
         return True
 
     def _failure(self, error: Exception) -> bytes:
@@ -266,9 +392,25 @@ class QueueServer:
             self._traffic.refused[reason] += 1
         return encode({"error": kind, "message": message})
 
-    def _send(self, peer: bytes, request_id: bytes, answer: bytes) -> None:
-        self._traffic.bytes_out += len(answer)
-        self._socket.send_multipart([peer, request_id, answer])
+    def _send(self, to: _Sender, answer: bytes) -> None:
+        """Send an answer; drop it when its receiver is gone, or leaves too much unread."""
+        connection, is_long = to.connection, len(answer) >= COPIED_BYTES
+        frames = [to.peer, to.request_id, answer]
+        try:
+            if is_long and connection.num_unread_bytes(len(answer)) > _MAX_UNREAD_BYTES:
+                raise zmq.Again
+            tracker = self._socket.send_multipart(frames, zmq.NOBLOCK, copy=not is_long, track=is_long)
+        except zmq.Again:
+            connection.is_deaf = True
+            self._traffic.refused["unread"] += 1
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+        else:
+            connection.is_deaf = connection.is_deaf and bool(connection.unread)
+            self._traffic.bytes_out += len(answer)
+            if is_long:
+                connection.unread.append((tracker, len(answer)))
 
 
 def _read_payload(payload: bytes) -> tuple[str, dict[str, Any]]:

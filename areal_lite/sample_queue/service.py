@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from areal_lite.errors import CheckpointError, LedgerError, WireError
+from areal_lite.sample_queue.groups import GroupState
 from areal_lite.sample_queue.ledger import HeldLease, Ledger, LedgerSettings
 from areal_lite.sample_queue.requests import BatchInfo, QueueRequests, QueueStatus, WorkerStatus
 from areal_lite.sample_queue.shards import ShardedBatch
@@ -21,6 +22,11 @@ from areal_lite.types import Group, Lease, Prompt, Sample, Score, Shard
 from areal_lite.wire import decode, encode
 
 __all__ = ["Cursor", "QueueService", "Traffic", "restore"]
+
+
+_LENT_TO = {GroupState.LEASED_ROLLOUT: "rollout", GroupState.LEASED_VERIFY: "verifier"}
+_MAX_PROGRESS = 2**62
+_MAX_WORKERS = 4096
 
 
 class Cursor(Protocol):
@@ -100,6 +106,11 @@ class QueueService(QueueRequests):
         """Take back the leases whose heartbeats stopped; to be called often."""
         self._ledger.expire()
 
+    def lent_to(self, lease_id: str) -> str | None:
+        """Return the kind of worker that a living lease was given to, `rollout` or `verifier`; None without one."""
+        held = self._ledger.find_lease(lease_id)
+        return None if held is None else _LENT_TO[held.group.state]
+
     # Workers
 
     def lease_rollout(self, *, worker: str, limit: int, wait_s: float) -> list[Lease]:
@@ -117,7 +128,8 @@ class QueueService(QueueRequests):
         seen = self._find_worker(worker)
         seen.heard_at = self._clock()
         # A worker that was restarted under its old name counts from 0 again.
-        self._reported_progress += progress - seen.progress if progress >= seen.progress else progress
+        grown = progress - seen.progress if progress >= seen.progress else progress
+        self._reported_progress = (self._reported_progress + grown) % _MAX_PROGRESS  # what is sent has 64 bits
         seen.progress = progress
         return self._ledger.renew(worker, lease_ids)
 
@@ -125,11 +137,11 @@ class QueueService(QueueRequests):
         return self._ledger.complete_rollout(lease_id, samples)
 
     def complete_verify(self, *, lease_id: str, scores: Sequence[Score]) -> bool:
-        prompt_id = next((held.group.prompt_id for held in self._ledger.leases() if held.lease_id == lease_id), None)
+        held = self._ledger.find_lease(lease_id)
         counts = self._ledger.complete_verify(lease_id, scores)
         pass_rate = _pass_rate(scores)
-        if counts and prompt_id is not None and pass_rate is not None:
-            self._cursor.observe(prompt_id, pass_rate)
+        if counts and held is not None and pass_rate is not None:
+            self._cursor.observe(held.group.prompt_id, pass_rate)
         return counts
 
     def reject(self, *, lease_id: str, reason: str) -> bool:
@@ -143,6 +155,10 @@ class QueueService(QueueRequests):
         return self._ledger.forget(worker)
 
     def _find_worker(self, worker: str) -> _Worker:
+        if worker not in self._workers and len(self._workers) == _MAX_WORKERS:
+            raise LedgerError(
+                f"the queue knows {_MAX_WORKERS} workers by name, got one more: name workers as others were"
+            )
         return self._workers.setdefault(worker, _Worker(heard_at=self._clock()))
 
     def _admit(self, *, until_waiting: int) -> None:
@@ -241,12 +257,12 @@ class QueueService(QueueRequests):
 
     def _worker_status(self, name: str) -> WorkerStatus:
         worker, now = self._workers[name], self._clock()
-        given_at = [lease.given_at for lease in self._ledger.leases() if lease.worker == name]
+        num_leases, oldest = self._ledger.held_by(name)
         return WorkerStatus(
             role=worker.role,
             heartbeat_age_s=now - worker.heard_at,
-            leases=len(given_at),
-            oldest_lease_age_s=now - min(given_at, default=now),
+            leases=num_leases,
+            oldest_lease_age_s=0.0 if oldest is None else now - oldest,
             progress=worker.progress,
         )
 

@@ -6,8 +6,8 @@ trainable token; the trainer asks it which tokens of a batch may carry a gradien
 Shape letter: `T` output tokens of one sample.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -141,7 +141,7 @@ def num_trainable(spans: Sequence[VersionSpan], *, version: int, max_staleness: 
 
 
 def may_leave_behind(
-    admitted_versions: Iterable[int], *, version: int, max_staleness: int, groups_per_step: int
+    admitted_versions: Iterable[int] | Mapping[int, int], *, version: int, max_staleness: int, groups_per_step: int
 ) -> bool:
     """Tell whether a batch may be taken at `version` although these groups stay behind (`on_stale: wait`).
 
@@ -150,7 +150,7 @@ def may_leave_behind(
     that many of those left behind may be due by `version + k`. Otherwise a later step would be forced over the bound.
 
     Args:
-        admitted_versions: One per group left behind, in any order; no token of the group is older.
+        admitted_versions: One per group left behind, in any order, or how many of each; no token of the group is older.
         version: Trainer version at which the batch would be taken.
         max_staleness: eta >= 0.
         groups_per_step: Groups that one trainer step trains.
@@ -162,5 +162,11 @@ def may_leave_behind(
     >>> may_leave_behind([4, 4, 4], version=4, max_staleness=1, groups_per_step=2)
     False
     """
-    due_versions = sorted(admitted + max_staleness for admitted in admitted_versions)
-    return all(bisect_right(due_versions, version + k) <= k * groups_per_step for k in range(max_staleness + 1))
+    numbers, num_due = Counter(admitted_versions), 0
+    for admitted in sorted(numbers):
+        # Those due by version + k; between two versions the number stays and the room grows.
+        num_due += numbers[admitted]
+        k = max(0, admitted + max_staleness - version)
+        if k <= max_staleness and num_due > k * groups_per_step:
+            return False
+    return True

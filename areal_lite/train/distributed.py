@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing from torch's stubs
 
+from areal_lite.network import address_towards, listen, use_interface_of
+
 __all__ = [
     "gather_over_ranks",
     "join_process_group",
@@ -21,12 +23,21 @@ __all__ = [
 ]
 
 
-def open_store(host: str) -> TCPStore:
-    """Open the store at which the ranks meet, on a free port of this machine; it lives as long as the returned object.
+def open_store(host: str, ports: range, *, timeout_s: float = 300.0) -> TCPStore:
+    """Open a store at which processes meet; it listens from now on, and lives as long as the returned object.
 
-    It listens from now on: a port that was only looked up might be another's by the time the ranks come.
+    Args:
+        host: An address of this machine; the store is reached at no other.
+        ports: One of them is taken.
+        timeout_s: Seconds that a wait at the store may take.
+
+    Raises:
+        ConfigError: No port is free.
     """
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    listener = listen(host, ports)
+    port, timeout = listener.getsockname()[1], datetime.timedelta(seconds=timeout_s)
+    descriptor = listener.detach()  # the store closes it
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor)
 
 
 def join_process_group(address: str, *, rank: int, world_size: int, device: str, timeout_s: float) -> None:
@@ -46,6 +57,7 @@ def join_process_group(address: str, *, rank: int, world_size: int, device: str,
         torch.cuda.set_device(rank % torch.cuda.device_count())
     host, _, port = address.rpartition(":")
     timeout = datetime.timedelta(seconds=timeout_s)
+    use_interface_of(address_towards(host))
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         store=TCPStore(host, int(port), is_master=False, timeout=timeout),

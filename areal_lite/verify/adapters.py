@@ -1,9 +1,4 @@
-"""Reward functions written for other libraries, as verifiers: `trl`, `verl` and `reasoning_gym`.
-
-    verifier: {function: trl, arguments: {function: "rewards.py:reward_func"}}
-
-TRL and verl themselves are not needed; the package reasoning-gym is.
-"""
+"""Reward functions written for other libraries, as verifiers: `trl`, `verl` and `reasoning_gym`."""
 
 import functools
 import inspect
@@ -15,9 +10,8 @@ from typing import Any
 from pydantic import ConfigDict, Field
 
 from areal_lite.config.plugins import find_function
-from areal_lite.config.section import FunctionName
+from areal_lite.config.section import Arguments, FunctionName
 from areal_lite.errors import PluginError
-from areal_lite.verify.arguments import Arguments
 from areal_lite.verify.result import VerifyResult, batched, prepared_by, with_arguments
 
 __all__ = ["GymArguments", "TrlArguments", "VerlArguments", "reasoning_gym", "trl", "verl"]
@@ -122,14 +116,8 @@ async def verl(
 ) -> VerifyResult:
     """Score with a reward function for verl: `f(data_source=, solution_str=, ground_truth=, extra_info=)`.
 
-    Args:
-        prompt: Not handed on; verl's functions do not see it.
-        completion: `solution_str`.
-        answer: `ground_truth`, where the row has no `reward_model` of verl's form, `{"ground_truth": ...}`.
-        arguments: The recipe's.
-        data_source: A column, like the next two.
-        reward_model: With `ground_truth`.
-        extra_info: Where the row has none, all its other columns.
+    A row without a column `reward_model` of verl's form, `{"ground_truth": ...}`, gives its answer; one without
+    `extra_info` all its other columns. The prompt is not handed on; verl's functions do not see it.
 
     Returns:
         The number returned, or `score` of the mapping returned, whose other numbers become metrics.
@@ -167,9 +155,6 @@ def reasoning_gym(
 
     The answer is what stands between the last `<answer>` tags, else behind the last `####`, else all of the completion.
     The two columns, the family's name and the task as generated, are those that `data.source: reasoning_gym` makes.
-
-    Raises:
-        PluginError: The package is not installed, or has no such family.
     """
     given = _answer_in(completion, arguments.extract)
     if given is None:

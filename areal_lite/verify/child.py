@@ -1,9 +1,10 @@
 """Main of the process that runs a verify function, and that may be killed at any moment, and of its guardian.
 
-`process.py` starts `python -m areal_lite.verify.child FUNCTION CHANNEL OPTIONS`; CHANNEL is the descriptor of a socket,
-OPTIONS are JSON. It forks: the parent half becomes the guardian (`guardian.py`), which ends when standard input does,
-and writes how it all ended on standard output; the child half, the worker, loads the function and answers the jobs that
-come in on the socket (`frames.py`). Neither knows a deadline: the process that started them does.
+    python -m areal_lite.verify.child FUNCTION CHANNEL OPTIONS
+
+CHANNEL is the descriptor of a socket, OPTIONS are JSON. It forks: the parent half becomes the guardian (`guardian.py`),
+which ends when standard input does, and writes how it all ended on standard output; the child half, the worker, answers
+the jobs that come in on the socket (`frames.py`). Neither knows a deadline: the process that started them does.
 """
 
 import asyncio
@@ -119,12 +120,9 @@ async def _serve_async(
 
 
 def _packed(job: int, replies: list[Reply], is_worn: bool) -> bytes:
-    packed = []
-    for reply in replies:
-        if len(pack(astuple(reply))) > MAX_REPLY_BYTES:
-            reply = failed("reply_too_large", f"more than {MAX_REPLY_BYTES} bytes for one completion")
-        packed.append(astuple(reply))
-    return pack([job, packed, is_worn])
+    too_large = failed("reply_too_large", f"more than {MAX_REPLY_BYTES} bytes for one completion")
+    fitting = [reply if len(pack(astuple(reply))) <= MAX_REPLY_BYTES else too_large for reply in replies]
+    return pack([job, list(map(astuple, fitting)), is_worn])
 
 
 def _limit_memory(memory_bytes: int, reports: socket.socket) -> Callable[[], bool]:

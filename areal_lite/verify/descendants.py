@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 __all__ = [
@@ -20,8 +20,7 @@ __all__ = [
     "die_with_parent",
     "end_adopted",
     "end_descendants",
-    "kill_below",
-    "kill_with_all_below",
+    "kill_trees",
     "proportional_bytes",
     "resident_bytes",
 ]
@@ -93,17 +92,15 @@ def proportional_bytes(pids: list[int]) -> int:
     return total
 
 
-def kill_below(pid: int, *, spare: Callable[[int], bool] = lambda _: False) -> set[int]:
-    """Kill everything below a process that is alive now or appears while this looks.
+def kill_trees(roots: Callable[[], Iterable[int]]) -> set[int]:
+    """Kill processes and everything below them that is alive now or appears while this looks; returns whom it found.
 
-    A process is stopped before its children are read: what is stopped forks no more. Only a whole look that finds
-    nobody new ends the collecting, then all are killed.
-
-    Left alone are the process itself, and the children to `spare`, with all below them. Returns whom it found.
+    A process is stopped before its children are read: what is stopped forks no more. Only a whole look, which asks for
+    the roots again, that finds nobody new ends the collecting; then all are killed.
     """
     stopped: set[int] = set()
     while True:
-        found = [child for child in children(pid) if not spare(child)]
+        found = list(roots())
         for number in found:  # grows while it is read
             if number not in stopped:
                 _send(number, signal.SIGSTOP)
@@ -116,18 +113,11 @@ def kill_below(pid: int, *, spare: Callable[[int], bool] = lambda _: False) -> s
     return stopped
 
 
-def kill_with_all_below(pid: int) -> None:
-    """Kill a process and everything below it."""
-    _send(pid, signal.SIGSTOP)
-    kill_below(pid)
-    _send(pid, signal.SIGKILL)
-
-
 def end_descendants(*, spare: Callable[[int], bool] = lambda _: False) -> None:
-    """Kill all below this process, as `kill_below` does, until nobody is left; orphans are adopted."""
+    """Kill all below this process, adopted orphans too, until nobody is left but children to spare, and all below."""
     num_empty_looks = 0
     while num_empty_looks < _EMPTY_LOOKS:
-        killed = kill_below(os.getpid(), spare=spare)
+        killed = kill_trees(lambda: [child for child in children(os.getpid()) if not spare(child)])
         for pid in killed:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)

@@ -80,9 +80,7 @@ def _filter(architecture: int, _: int, clone: int, forks: tuple[int, ...]) -> by
 
 
 def decide(listener: int, *, is_allowed: Callable[[], bool]) -> bool:
-    """Answer one question that waits on the descriptor.
-
-    Where another process may not start, the one who asked is told to try again later.
+    """Answer one question that waits on the descriptor; who may not start a process is told to try again later.
 
     Returns:
         What was decided; True where whoever asked is gone.

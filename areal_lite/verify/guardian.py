@@ -13,7 +13,7 @@ import socket
 import time
 from typing import NamedTuple
 
-from areal_lite.verify.descendants import children, descendants, kill_with_all_below, proportional_bytes, resident_bytes
+from areal_lite.verify.descendants import children, descendants, kill_trees, proportional_bytes, resident_bytes
 from areal_lite.verify.fork_gate import decide
 
 __all__ = ["MAX_PROCESSES", "Ending", "watch"]
@@ -94,9 +94,9 @@ class _Limits:
         is_long_full = self._full_since is not None and time.monotonic() - self._full_since > _FULL_S
         if is_long_full or len(members) > 2 * MAX_PROCESSES:  # the latter only where forks cannot be refused
             return Ending("processes", f"more than {MAX_PROCESSES} at a time")
-        for orphan in set(children(os.getpid())) - {self._worker}:
-            # Its parent ended without it: a daemon, which nobody waits for.
-            kill_with_all_below(orphan)
+        orphans = set(children(os.getpid())) - {self._worker}
+        kill_trees(lambda: orphans)  # daemons: their parents ended without them, and nobody waits for them
+        for orphan in orphans:
             os.waitpid(orphan, os.WNOHANG)
         if self.base_bytes is None:
             return None

@@ -218,11 +218,7 @@ class VerifierPool:
     # --- the processes ---
 
     async def _serve(self, process: VerifierProcess | None) -> None:
-        """Keep one process busy.
-
-        Consumes calls, produces replies; waits for calls, for replies (hard deadlines) and for the process to start
-        (`start_timeout_s`); unblocked by `close`.
-        """
+        """Keep one process busy, and replace it, until `close`."""
         try:
             while True:
                 process = process or await self._relaunch()

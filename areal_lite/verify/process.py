@@ -1,7 +1,7 @@
 """One verifier process seen from outside: start it, give it jobs, kill it with everything it started.
 
 The process is a guardian with the worker below it (`child.py`), in sessions of their own, so that Ctrl-C does not reach
-them. Knows nothing of scores, retries or restarts.
+them.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import Any
 
 from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import VerifierError
-from areal_lite.verify.descendants import adopt_orphans, end_adopted, kill_with_all_below
+from areal_lite.verify.descendants import adopt_orphans, end_adopted, kill_trees
 from areal_lite.verify.frames import MAX_REPLY_BYTES, messages, pack, unpack
 from areal_lite.verify.guardian import Ending
 from areal_lite.verify.protocol import Reply, failed
@@ -63,8 +63,7 @@ class VerifierProcess:
         """Start the process, and wait until it has loaded the function.
 
         Raises:
-            VerifierError: The machine gives no more processes; the function cannot be loaded, or loading it takes too
-                long or ends the process.
+            VerifierError: It cannot be started, or the function not be loaded in time, or loading ends the process.
         """
         adopt_orphans()
         function = self._settings.function
@@ -146,7 +145,8 @@ class VerifierProcess:
             self._process.stdin.close()
             if not await self._ends_within(_END_TIMEOUT_S):
                 # The guardian is stopped or starved; its number is its own until it is waited for.
-                await asyncio.to_thread(kill_with_all_below, self._process.pid)
+                pid = self._process.pid
+                await asyncio.to_thread(kill_trees, lambda: [pid])
                 await self._ends_within(_END_TIMEOUT_S)
         self._process.stdin.close()
         self._writer.close()
@@ -163,10 +163,7 @@ class VerifierProcess:
         return self._process.returncode is not None
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """Hand replies to those who wait for them.
-
-        Consumes replies, produces results of jobs; waits for the process; unblocked by its end.
-        """
+        """Hand replies to those who wait for them, until the process ends."""
         max_bytes, is_readable = 2 * MAX_REPLY_BYTES * (self.batch_size or 1), True
         try:
             async for number, replies, is_worn in messages(reader, max_bytes=max_bytes):

@@ -75,16 +75,12 @@ def checked(reply: Reply) -> Reply:
 
 
 def prepare_verifier(function: VerifyFunction, arguments: Mapping[str, Any]) -> None:
-    """Check the arguments of a function with a model for them, and run what `prepared_by` names, if anything.
-
-    Raises:
-        VerifierError: It failed.
-    """
-    model, prepare = getattr(function, "arguments_model", None), getattr(function, "_verifier_prepare", None)
+    """Check the arguments by the function's model, and run what `prepared_by` names; a `VerifierError` if one fails."""
+    prepare = getattr(function, "_verifier_prepare", None)
     try:
-        checked = model.model_validate(arguments) if model else None
+        checked, named = _given(function, arguments)
         if prepare is not None:
-            prepare(checked) if model else prepare(**arguments)
+            prepare(*checked, **named)
     except BaseException as error:  # user code runs here, sys.exit() included
         raise VerifierError(f"the verifier cannot be prepared with {dict(arguments)}: {_describe(error)}") from error
 
@@ -127,13 +123,17 @@ async def answer_async(function: VerifyFunction, calls: Sequence[Call], *, argum
 
 
 def _invoke(function: VerifyFunction, calls: Sequence[Call], arguments: Mapping[str, Any]) -> Any:
-    model = getattr(function, "arguments_model", None)
-    checked = [model.model_validate(arguments)] if model else []
-    named = {} if model else arguments
+    checked, named = _given(function, arguments)
     if batch_size(function) is not None:
         return function(*map(list, zip(*calls, strict=True)), *checked, **named)
     ((*texts, row),) = calls
     return function(*texts, *checked, **row, **named)
+
+
+def _given(function: VerifyFunction, arguments: Mapping[str, Any]) -> tuple[list[Any], Mapping[str, Any]]:
+    """Return the recipe's arguments as a call has them: a checked model, where the function has one, or keywords."""
+    model = getattr(function, "arguments_model", None)
+    return ([model.model_validate(arguments)], {}) if model else ([], arguments)
 
 
 def _replies(function: VerifyFunction, value: Any, calls: Sequence[Call]) -> list[Reply]:

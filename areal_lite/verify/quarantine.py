@@ -21,8 +21,7 @@ class Quarantine:
         """Begin with no calls.
 
         Args:
-            name: The verifier's, for the message.
-            max_share: Share of failures above which it is not trusted any more; 1 = never end a run.
+            max_share: Share of failures above which the verifier is not trusted any more; 1 = never end a run.
             unavailable_s: How long a service that does not answer was asked, for the message.
         """
         self._name, self._max_share, self._unavailable_s = name, max_share, unavailable_s

@@ -10,19 +10,15 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def token_of(end_character: int, token_ids: Sequence[int], decode: Decode) -> int:
-    """Return the first token with which the text's first `end_character` characters are there.
+    """Return the first token, 0..T-1, with which the text's first `end_character` characters, from 1, are there.
 
     A prefix counts once it spells these characters as the whole does: a character whose bytes are spread over several
     tokens is complete with the last of them. Special tokens that are left out of the text spell nothing, so a step
     never ends at one behind it.
 
     Args:
-        end_character: 1..characters of the text; the end of the text where it is more.
         token_ids: [T] of the whole completion.
         decode: Turns token ids into text; prefixes of ids must yield prefixes of text, but for a broken last character.
-
-    Returns:
-        0..T-1.
 
     Example:
         >>> token_of(3, [72, 101, 121, 33], lambda ids: "".join(map(chr, ids)))

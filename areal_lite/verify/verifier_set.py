@@ -42,9 +42,7 @@ class VerifierSet:
         self._starts: dict[str, asyncio.Task[None]] = {}
 
     def _add_held_out(self, function: str) -> str:
-        settings = self._config.settings_of(function)
-        if function not in self._config.named:
-            settings = settings.model_copy(update={"arguments": {}})
+        settings = self._config.for_evaluation().settings_of(function)
         for name, others in self._settings.items():
             if others == settings:
                 return name
@@ -53,11 +51,7 @@ class VerifierSet:
         return name
 
     async def start(self) -> None:
-        """Start the pools of all verifiers that the recipe and its sources name.
-
-        Raises:
-            VerifierError: One cannot be found, imported or prepared.
-        """
+        """Start the pools of all verifiers that the recipe and its sources name; `VerifierError` where one cannot."""
         await asyncio.gather(*(self._pool(name) for name in self._settings))
 
     async def score(

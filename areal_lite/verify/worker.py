@@ -1,7 +1,4 @@
-"""The verifier worker: leases generated groups, has them scored, reports the scores.
-
-Pulls only what it has room for; several groups are scored at the same time, so that the pool's processes stay busy.
-"""
+"""The verifier worker: leases the generated groups it has room for, has several scored at a time, reports scores."""
 
 import asyncio
 import logging
@@ -10,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal_lite.errors import QueueTimeout
 from areal_lite.events import EventBuffer
+from areal_lite.leases import LeaseWorker
 from areal_lite.types import Group, Lease, Sample, Score, StepReward
 from areal_lite.verify.protocol import Reply
 from areal_lite.verify.step_tokens import Decode, token_of
@@ -25,7 +23,7 @@ logger = logging.getLogger(__name__)
 _LEASE_WAIT_S = 5.0
 
 
-class VerifierWorker:
+class VerifierWorker(LeaseWorker):
     """Moves groups from `generated` to `ready`."""
 
     def __init__(
@@ -39,71 +37,33 @@ class VerifierWorker:
         decode: Decode,
         heartbeat_s: float = 2.0,
     ) -> None:
-        """Prepare.
+        """Prepare, as a `LeaseWorker`.
 
         Args:
-            client: Connected to the sample queue; the caller closes it.
             pool: Started; the caller closes it.
-            name: Name at the queue, unique among workers.
             events: Gets one `verify` event per scored group.
             lease_limit: Groups held at the same time.
             decode: Gives a sample's text back from its tokens; called where a verifier rewards steps, in a thread.
-            heartbeat_s: Seconds between heartbeats; well below the queue's lease time-out.
         """
-        self._client, self._pool, self._name, self._events = client, pool, name, events
-        self._lease_limit, self._decode, self._heartbeat_s = lease_limit, decode, heartbeat_s
-        self._held: dict[str, asyncio.Task[None]] = {}
+        super().__init__(client, name=name, heartbeat_s=heartbeat_s)
+        self._pool, self._events = pool, events
+        self._lease_limit, self._decode = lease_limit, decode
         self._num_groups = 0
-        self._stopping = asyncio.Event()
-        self._ended = asyncio.Event()
-        self._ended.set()
-
-    async def run(self) -> None:
-        """Work until `stop`.
-
-        Consumes leases, produces scores. Waits for leases (`wait_s`), for room (the pool's deadlines) and for the
-        next heartbeat (`heartbeat_s`); unblocked by `stop`.
-
-        Raises:
-            VerifierError: The pool is broken.
-        """
-        self._ended.clear()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                loops = [tasks.create_task(self._beat()), tasks.create_task(self._lease(tasks))]
-                await self._stopping.wait()
-                for task in [*loops, *self._held.values()]:
-                    task.cancel()
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
-        finally:
-            self._ended.set()
-
-    async def stop(self) -> None:
-        """Let go of all leases and end `run`; idempotent. The queue lends the groups anew once heartbeats stop."""
-        self._stopping.set()
-        await self._ended.wait()
 
     def gauges(self) -> dict[str, Any]:
         """Return the pool's gauges, the groups scored and the groups held."""
         return {**self._pool.gauges(), "groups": self._num_groups, "held": len(self._held)}
 
-    async def _lease(self, tasks: asyncio.TaskGroup) -> None:
-        while True:
-            if len(self._held) == self._lease_limit:
-                await asyncio.wait(self._held.values(), return_when=asyncio.FIRST_COMPLETED)
-                continue
-            limit = self._lease_limit - len(self._held)
-            try:
-                leases = await self._client.lease_verify(worker=self._name, limit=limit, wait_s=_LEASE_WAIT_S)
-            except QueueTimeout:
-                logger.warning("the queue did not answer a lease request; asking again")
-                continue
-            for lease in leases:
-                self._held[lease.lease_id] = task = tasks.create_task(self._score(lease))
-                task.add_done_callback(lambda _, lease_id=lease.lease_id: self._held.pop(lease_id))  # type: ignore[misc]
+    def _room(self) -> int:
+        return self._lease_limit - len(self._held)
 
-    async def _score(self, lease: Lease) -> None:
+    async def _ask(self, limit: int) -> list[Lease]:
+        return await self._client.lease_verify(worker=self._name, limit=limit, wait_s=_LEASE_WAIT_S)
+
+    def _progress(self) -> int:
+        return int(self._pool.gauges()["calls"])
+
+    async def _serve(self, lease: Lease) -> None:
         start = time.time()
         group = lease.group
         scores = await self._scores(group)
@@ -122,26 +82,13 @@ class VerifierWorker:
             [sample.text for sample in group.samples],
             messages=[sample.messages for sample in group.samples],
         )
-        if not any(reply.step_rewards for reply in replies):
-            return [score_of(*pair, self._decode) for pair in zip(replies, group.samples, strict=True)]
-        # The first one loads a tokenizer: heartbeats and deadlines must not wait for that.
-        return await asyncio.to_thread(
-            lambda: [score_of(*pair, self._decode) for pair in zip(replies, group.samples, strict=True)]
-        )
 
-    async def _beat(self) -> None:
-        while True:
-            try:
-                dead = await self._client.heartbeat(
-                    worker=self._name, lease_ids=list(self._held), progress=int(self._pool.gauges()["calls"])
-                )
-            except QueueTimeout:
-                logger.warning("the queue did not answer a heartbeat")
-                dead = []
-            for lease_id in dead:
-                if task := self._held.get(lease_id):
-                    task.cancel()
-            await asyncio.sleep(self._heartbeat_s)
+        def scores() -> list[Score]:
+            return [score_of(*pair, self._decode) for pair in zip(replies, group.samples, strict=True)]
+
+        # The first step loads a tokenizer: heartbeats and deadlines must not wait for that.
+        has_steps = any(reply.step_rewards for reply in replies)
+        return await asyncio.to_thread(scores) if has_steps else scores()
 
 
 def score_of(reply: Reply, sample: Sample, decode: Decode) -> Score:

@@ -34,6 +34,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from areal_lite.errors import HandoverError
+from areal_lite.network import address_towards
+from areal_lite.train.distributed import open_store
 from areal_lite.weights.prepared import PreparedWeights, is_plain
 
 __all__ = ["GlooTrainerInitInfo", "GlooTrainerWeightTransferEngine", "GlooWeightTransferEngine"]
@@ -49,6 +51,7 @@ class GlooInitInfo(WeightTransferInitInfo):
     host: str
     port: int
     timeout_s: float
+    join_timeout_s: float
 
 
 @dataclass
@@ -64,6 +67,16 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
         """One entry per parameter, in the order sent."""
         fields = zip(self.names, self.dtype_names, self.shapes, strict=True)
         return [ParamMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in fields]
+
+
+def _join(store: TCPStore, rank: int, info: "GlooInitInfo | GlooTrainerInitInfo") -> ProcessGroupGloo:
+    """Join a pair from the address on the way to its store: gloo would take that of the host name, often 127.0.1.1."""
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from torch's stubs
+    options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(store.host))]
+    options._timeout = timedelta(seconds=info.join_timeout_s)
+    group = ProcessGroupGloo(store, rank, 2, options)
+    group._set_default_timeout(timedelta(seconds=info.timeout_s))
+    return group
 
 
 def _size_bytes(meta: ParamMeta) -> int:
@@ -103,9 +116,9 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         """Form a new pair with the trainer; an earlier one is given up."""
-        timeout = timedelta(seconds=init_info.timeout_s)
+        timeout = timedelta(seconds=init_info.join_timeout_s)
         store = TCPStore(init_info.host, init_info.port, world_size=2, is_master=False, timeout=timeout)
-        self._group = ProcessGroupGloo(store, 1, 2, timeout)
+        self._group = _join(store, 1, init_info)
         self._receiving = None
 
     def start_weight_update(self) -> None:
@@ -233,7 +246,9 @@ class GlooTrainerInitInfo(TrainerInitInfo):
     backend: ClassVar[str] = "gloo"
 
     host: str
+    ports: range
     timeout_s: float
+    join_timeout_s: float
 
 
 class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
@@ -256,13 +271,13 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         """Form the pair: open a store, have the engine join it, join as rank 0."""
         assert source is not None, "a pair needs a source"
         assert init_info.is_sender, "pairs are formed by rank 0"
-        timeout = timedelta(seconds=init_info.timeout_s)
-        store = TCPStore(init_info.host, 0, world_size=2, is_master=True, timeout=timeout, wait_for_workers=False)
-        engine_info = GlooInitInfo(host=init_info.host, port=store.port, timeout_s=init_info.timeout_s)
+        store = open_store(init_info.host, init_info.ports, timeout_s=init_info.join_timeout_s)
+        timeouts = {"timeout_s": init_info.timeout_s, "join_timeout_s": init_info.join_timeout_s}
+        engine_info = GlooInitInfo(host=init_info.host, port=store.port, **timeouts)
         with ThreadPoolExecutor(max_workers=1) as pool:
             joined = pool.submit(client.init_weight_transfer_engine, asdict(engine_info))
             try:
-                group = ProcessGroupGloo(store, 0, 2, timeout)
+                group = _join(store, 0, init_info)
             finally:
                 joined.result()  # The engine's own error says more than "timed out" here.
         return cls(group=group, client=client, source=source)

@@ -7,7 +7,7 @@ Over a transport that stages (`gloo`) the engines receive while they generate, a
 
 Over one that loads as it receives (`nccl`, `ipc`):
 
-    1 pause all engines      2 send every parameter; the engines load them
+    1 pause all engines      2 send every parameter; the engines load them; where one fails, without it once more
     3 stamp the version (engines, then the ledger)      4 resume, at once
 
 Nobody waits for the answer to `resume`, which comes late from an engine that has just got busy: it is heard at the next
@@ -46,6 +46,14 @@ class EngineGroup(Protocol):
         """Give an engine up: end it, and let its work return to the queue."""
         ...
 
+    def raise_if_none(self) -> None:
+        """Raise when there is nobody left.
+
+        Raises:
+            HandoverError: No engine is left.
+        """
+        ...
+
 
 def hand_over(
     engines: EngineGroup,
@@ -61,7 +69,7 @@ def hand_over(
 
     Args:
         engines: The live engines.
-        publish: Sends the weights; returns per engine None or why it failed.
+        publish: Sends the weights to the live engines; returns per engine None or why it failed.
         staged: Whether an engine that was sent the weights has them staged only, or loaded.
         stamp_ledger: Moves the ledger's version.
         version: The new version.
@@ -73,13 +81,15 @@ def hand_over(
     """
     events.emit("handover_start", version=version)
     if staged:
-        _publish(engines, publish)
+        _drop_failed(engines, publish())
         events.emit("handover_published", version=version)
         engines.each("install", interrupt, version)
     else:
         engines.each("pause", interrupt)
         events.emit("handover_paused", version=version)
-        _publish(engines, publish)
+        # They are one group: what broke for one has broken for all, and nobody has the weights whole.
+        while _drop_failed(engines, publish()):
+            engines.raise_if_none()
         events.emit("handover_published", version=version)
         engines.each("stamp", version)
     stamp_ledger()
@@ -88,7 +98,9 @@ def hand_over(
     events.emit("handover_end", version=version)
 
 
-def _publish(engines: EngineGroup, publish: Callable[[], Mapping[str, str | None]]) -> None:
-    for name, failure in publish().items():
-        if failure is not None:
-            engines.drop(name, failure)
+def _drop_failed(engines: EngineGroup, failures: Mapping[str, str | None]) -> bool:
+    """Drop who failed; whether there was anybody."""
+    failed = {name: reason for name, reason in failures.items() if reason is not None}
+    for name, reason in failed.items():
+        engines.drop(name, reason)
+    return bool(failed)

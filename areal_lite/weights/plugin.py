@@ -1,7 +1,7 @@
-"""Registers the gloo transport with vLLM.
+"""Registers our transports with vLLM: `gloo`, and `nccl` in the place of its own.
 
 vLLM calls `register` in every process it starts (entry point `vllm.general_plugins`), so that the
-engine-core process knows the transport as well.
+engine-core process knows them as well.
 """
 
 import multiprocessing
@@ -10,20 +10,21 @@ import threading
 
 __all__ = ["register"]
 
-_NAME = "gloo"
-_MODULE = "areal_lite.weights.gloo"
+_CLASSES = {"gloo": "Gloo", "nccl": "Nccl"}
+"""Transports, by the module in this folder, and how the names of their classes begin."""
 
 
 def register() -> None:
-    """Make `WeightTransferConfig(backend="gloo")` and its trainer side known; calling it again is harmless."""
+    """Make `WeightTransferConfig(backend=...)` and the trainer's side known; calling it again is harmless."""
     from vllm.distributed.weight_transfer import factory
 
-    for registry, class_name in (
-        (factory.WeightTransferEngineFactory, "GlooWeightTransferEngine"),
-        (factory.WeightTransferTrainerFactory, "GlooTrainerWeightTransferEngine"),
-    ):
-        if _NAME not in registry._registry:
-            registry.register_engine(_NAME, _MODULE, class_name)
+    for name, prefix in _CLASSES.items():
+        for registry, class_name in (
+            (factory.WeightTransferEngineFactory, f"{prefix}WeightTransferEngine"),
+            (factory.WeightTransferTrainerFactory, f"{prefix}TrainerWeightTransferEngine"),
+        ):
+            registry._registry.pop(name, None)
+            registry.register_engine(name, f"areal_lite.weights.{name}", class_name)
     _die_with_parent()
 
 

@@ -4,9 +4,9 @@ Each trainer rank has one `WeightPublisher`; all ranks call `publish` together, 
 parameter is a collective. Which transport is in use is known here and nowhere else in the trainer.
 """
 
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch import nn
 from vllm.distributed.weight_transfer import factory
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, materialize_full_tensor
 
+from areal_lite.errors import HandoverError
+from areal_lite.network import listen
 from areal_lite.weights.gloo import GlooTrainerInitInfo
 from areal_lite.weights.plugin import register
 
@@ -25,6 +27,7 @@ class CastSource(WeightSource):
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self._model, self._dtype = model, dtype
+        self._pairs = self._gather()
 
     def metadata(self) -> list[ParamMeta]:
         """Names and full shapes; gathers nothing."""
@@ -32,8 +35,23 @@ class CastSource(WeightSource):
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather parameter after parameter: a collective."""
+        self._pairs = self._gather()
+        return self._pairs
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Gather in the end what a sender that broke off has not: the other ranks do not know of it."""
+        iter(self)
+        try:
+            yield
+        finally:
+            for _ in self._pairs:
+                pass
+
+    def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._model.named_parameters():
-            yield name, materialize_full_tensor(parameter.detach()).to(self._dtype)
+            # Cast first: the ranks then send each other what the engines get, and no more.
+            yield name, materialize_full_tensor(parameter.detach().to(self._dtype))
 
 
 class SnapshotSource(WeightSource):
@@ -56,18 +74,60 @@ class SnapshotSource(WeightSource):
         return iter(self._tensors)
 
 
+class _PatientClient:
+    """Keeps the first failure of a transfer to itself until it is over, and calls nobody after it.
+
+    Over `ipc` the trainer's ranks wait for each other between the calls, and would wait for ever for one that raised.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._failure: Exception | None = None
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            if self._failure is None:
+                try:
+                    getattr(self._client, method)(*arguments)
+                except Exception as error:
+                    self._failure = error
+
+        return call
+
+    def raise_failure(self) -> None:
+        """Raise what was kept."""
+        if self._failure is not None:
+            raise self._failure
+
+
 class WeightPublisher:
     """Sends the trainer's parameters to all connected engines.
 
     Over `gloo` trainer rank 0 forms one pair with each engine, so that a dead engine touches nobody else. Over
-    `nccl` and `ipc` there is one group of rank 0 and all engines, as vLLM ships it.
+    `nccl` and `ipc` there is one group of rank 0 and all engines, which is formed anew when one of them fails.
     """
 
     def __init__(
-        self, model: nn.Module, *, transport: str, dtype: torch.dtype, rank: int, host: str, timeout_s: float
+        self,
+        model: nn.Module,
+        *,
+        transport: str,
+        dtype: torch.dtype,
+        rank: int,
+        host: str,
+        ports: range,
+        timeout_s: float,
+        join_timeout_s: float = 30.0,
     ) -> None:
+        """Connect nobody yet.
+
+        Args:
+            host: Address of this machine at which engines find rank 0.
+            ports: Rank 0 listens on some of them.
+        """
         register()
-        self._transport, self._rank, self._host, self._timeout_s = transport, rank, host, timeout_s
+        self._transport, self._rank, self._host, self._ports = transport, rank, host, ports
+        self._timeout_s, self._join_timeout_s = timeout_s, join_timeout_s
         self._source = CastSource(model, dtype)
         self._snapshot = SnapshotSource(self._source)
         self._senders: dict[str, Any] = {}
@@ -81,22 +141,27 @@ class WeightPublisher:
             num_engine_ranks: Processes that hold a model, over all engines.
 
         Returns:
-            Per engine None, or why it could not be connected.
+            Per engine None, or why it could not be connected; in a group nobody is then.
         """
+        failures: dict[str, str | None] = dict.fromkeys(clients)
         if self._transport != "gloo":
             for sender in self._senders.values():
                 sender.shutdown()
-            self._senders = {"": self._connect_group(group_client, num_engine_ranks)}
             self._members = list(clients)
-            return dict.fromkeys(clients)
-        failures: dict[str, str | None] = dict.fromkeys(clients)
+            try:
+                self._senders = {"": self._connect_group(group_client, num_engine_ranks)}
+            except Exception as error:
+                failures |= self._blamed(error)
+            return failures
         self._senders = {name: sender for name, sender in self._senders.items() if name in clients}
-        for name, client in clients.items():
-            if self._rank == 0 and name not in self._senders:
-                try:
-                    self._senders[name] = self._connect_pair(client)
-                except Exception as error:
-                    failures[name] = f"{type(error).__name__}: {error}"
+        new = {name: client for name, client in clients.items() if self._rank == 0 and name not in self._senders}
+        with ThreadPoolExecutor(max_workers=max(1, len(new))) as pool:
+            joining = {name: pool.submit(self._connect_pair, client) for name, client in new.items()}
+        for name, pair in joining.items():
+            try:
+                self._senders[name] = pair.result()
+            except Exception as error:
+                failures[name] = f"{type(error).__name__}: {error}"
         return failures
 
     def publish(self) -> dict[str, str | None]:
@@ -105,33 +170,61 @@ class WeightPublisher:
         Over `gloo` the engines only stage them, and may generate meanwhile; over `nccl` and `ipc` they load them.
 
         Returns:
-            Per engine None, or why it failed (on rank 0; other ranks return nothing).
+            Per engine None, or why it failed (on rank 0; what others return says nothing). Where one of a group failed,
+            the others have loaded nothing whole.
         """
         if self._transport != "gloo":
-            return dict.fromkeys(self._members, _failure(self._senders[""].send_weights))
+            failures: dict[str, str | None] = dict.fromkeys(self._members)
+            with self._source.whole():
+                try:
+                    (sender := self._senders[""]).send_weights()
+                    if isinstance(sender.client, _PatientClient):
+                        sender.client.raise_failure()
+                except Exception as error:
+                    failures |= self._blamed(error)
+            return failures
         self._snapshot.gather()
         if not self._senders:
             return {}
         with ThreadPoolExecutor(max_workers=len(self._senders)) as pool:
-            failures = pool.map(_failure, [sender.stage_weights for sender in self._senders.values()])
-            return dict(zip(self._senders, failures, strict=True))
+            stages = pool.map(_failure, [sender.stage_weights for sender in self._senders.values()])
+            return dict(zip(self._senders, stages, strict=True))
+
+    def _blamed(self, error: Exception) -> Mapping[str, str]:
+        """Return who failed and why: of a group that broke, all where nobody is named."""
+        named = error.engines if isinstance(error, HandoverError) else {}
+        return named or dict.fromkeys(self._members, f"{type(error).__name__}: {error}")
 
     def _connect_pair(self, client: Any) -> Any:
-        info = GlooTrainerInitInfo(host=self._host, timeout_s=self._timeout_s, rank=self._rank)
+        timeouts = {"timeout_s": self._timeout_s, "join_timeout_s": self._join_timeout_s}
+        info = GlooTrainerInitInfo(host=self._host, ports=self._ports, rank=self._rank, **timeouts)
         return factory.WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._snapshot)
 
     def _connect_group(self, client: Any, num_engine_ranks: int) -> Any:
         if self._transport == "nccl":
-            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+            from areal_lite.weights.nccl import BUFFER_BYTES, NcclTrainerInitInfo
 
-            info = NCCLTrainerInitInfo(
-                master_address=self._host, master_port=_free_port(), world_size=1 + num_engine_ranks, rank=self._rank
+            info = NcclTrainerInitInfo(
+                master_address=self._host,
+                master_port=self._free_port(),
+                world_size=1 + num_engine_ranks,
+                packed_buffer_size_bytes=BUFFER_BYTES,
+                join_timeout_s=self._join_timeout_s,
+                rank=self._rank,
             )
         else:
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
             info = IPCTrainerInitInfo(rank=self._rank)
-        return factory.WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._source)
+        sender = factory.WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._source)
+        if self._transport == "ipc":
+            sender.client = _PatientClient(client)
+        return sender
+
+    def _free_port(self) -> int:
+        """Look a port up; vLLM takes none that is bound already."""
+        with listen(self._host, self._ports) as probe:
+            return int(probe.getsockname()[1])
 
 
 def _failure(send: Callable[[], None]) -> str | None:
@@ -141,9 +234,3 @@ def _failure(send: Callable[[], None]) -> str | None:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

@@ -18,10 +18,9 @@ import torch
 import transformers
 from rich.console import Console
 
-from areal_lite.actors.calls import result
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.errors import ConfigError
-from areal_lite.events import Event, EventBuffer
+from areal_lite.events import Event
 from areal_lite.launch.bench.harness import finish, ratios
 from areal_lite.rollout.engine import Sampling
 from areal_lite.train.warm_start import ensure_warm_start
@@ -84,7 +83,7 @@ def bench(settings: HandoverBench, *, out: Path) -> int:
             ms = {part: 1e3 * statistics.median(line[part]) for part in ("staging_s", "paused_s", "copy_s")}
             times = f"staged in {ms['staging_s']:.1f} ms, paused for {ms['paused_s']:.1f} ms"
             console.print(f"{size}: {times}; memory copy {ms['copy_s']:.1f} ms", highlight=False)
-    finish(
+    return finish(
         "handover",
         title=f"hand-over of weights to an engine with {settings.requests} requests in flight; milliseconds",
         settings=asdict(settings) | {"sizes": [size._asdict() for size in settings.sizes]},
@@ -93,15 +92,10 @@ def bench(settings: HandoverBench, *, out: Path) -> int:
         out=out,
         console=console,
     )
-    return 0
 
 
 def parse_size(text: str) -> Size:
-    """Return the size that `WIDTHxLAYERS` names.
-
-    Raises:
-        ConfigError: It names none.
-    """
+    """Return the size that `WIDTHxLAYERS` names; a `ConfigError` says so where it names none."""
     width, _, layers = text.partition("x")
     if not (width.isdecimal() and layers.isdecimal() and int(width) >= 64 and int(width) % 64 == 0 and int(layers) > 0):
         raise ConfigError(f"a model is WIDTHxLAYERS, the width a multiple of 64, got {text!r}: try 256x4")
@@ -109,11 +103,7 @@ def parse_size(text: str) -> Size:
 
 
 def measure_handovers(settings: HandoverBench, size: Size, *, logs: Path) -> dict[str, Any]:
-    """Return a model's row; needs a `ray_session`.
-
-    Raises:
-        ArealLiteError: Something does not start, or an engine is lost.
-    """
+    """Return a model's row; needs a `ray_session`."""
     from areal_lite.launch.bench.one_engine import one_engine  # imports vLLM
 
     config = _config(settings, size)
@@ -122,35 +112,28 @@ def measure_handovers(settings: HandoverBench, size: Size, *, logs: Path) -> dic
         folder = ensure_warm_start(config, cache_dir=Path(cache))
         tensors = list(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).parameters())
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-        with one_engine(config, model_folder=folder, logs=logs) as (cluster, actor):
-            handovers = list(_handovers(settings, config, cluster, actor, flat=flat))
+        with one_engine(config, model_folder=folder, logs=logs) as engine:
+            handovers = list(_handovers(settings, engine, flat=flat))
     events, copies_s = zip(*handovers[settings.warm :], strict=True)
     return row(size, parameters=flat.numel(), size_bytes=flat.numel() * flat.itemsize,
                handovers=list(map(parts, events)), copies_s=copies_s)  # fmt: skip
 
 
-def _handovers(
-    settings: HandoverBench, config: Config, cluster: Any, actor: Any, *, flat: Any
-) -> Iterator[tuple[list[Event], float]]:
+def _handovers(settings: HandoverBench, engine: Any, *, flat: Any) -> Iterator[tuple[list[Event], float]]:
     """Yield the events of each hand-over, and the time of a memory copy of the same bytes behind it."""
-    from areal_lite.launch.bench.one_engine import publish
-
     requests = functools.partial(_requests, settings.requests, settings.new_tokens)
-    serving = actor.fill.remote(requests, settings.requests, alone=False)
-    while result(actor.count.remote())[0] < settings.requests:
-        time.sleep(0.01)
-    copy = torch.empty_like(flat)
-    for number in range(settings.warm + settings.repeats):
-        time.sleep(settings.every_s)
-        lane = EventBuffer("handover")
-        result(actor.collect.remote())
-        publish(cluster, config, version=number + 1, interrupt="recompute", stamp_ledger=cluster.queue.status,
-                events=lane)  # fmt: skip
-        events, _ = result(actor.collect.remote())
-        copies_s = [_timed_copy(flat, copy) for _ in range(settings.copies)]
-        yield [*lane.drain(), *events], statistics.median(copies_s)
-    result(actor.empty.remote())
-    result(serving)
+    with engine.filled(requests, settings.requests, alone=False):
+        while engine.ask("count")[0] < settings.requests:
+            time.sleep(0.01)
+        copy = torch.empty_like(flat)
+        for version in range(1, 1 + settings.warm + settings.repeats):
+            time.sleep(settings.every_s)
+            engine.ask("collect")
+            stamp = engine.cluster.queue.status
+            published = engine.publish(version=version, interrupt="recompute", stamp_ledger=stamp)
+            events, _ = engine.ask("collect")
+            copies_s = [_timed_copy(flat, copy) for _ in range(settings.copies)]
+            yield [*published, *events], statistics.median(copies_s)
 
 
 def _requests(
@@ -188,11 +171,7 @@ def _config(settings: HandoverBench, size: Size) -> Config:
 
 
 def parts(events: Iterable[Event]) -> dict[str, float]:
-    """Return the seconds of each part of one hand-over, from the events of its lane and of one engine's.
-
-    Raises:
-        KeyError: An event is missing.
-    """
+    """Return the seconds of each part of one hand-over, from the events of its lane and of one engine's."""
     times = {event["kind"]: event["time"] for event in events}
     return {part: times[end] - times[start] for part, (start, end) in PARTS.items()}
 

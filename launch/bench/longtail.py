@@ -19,11 +19,7 @@ __all__ = ["draw_length", "drawn_length"]
 def draw_length(seed: int, *, median: float, sigma: float, longest: int) -> int:
     """Draw one length, `exp(N(log median, sigma^2))`, rounded and cut to `1..longest`; the same seed, the same length.
 
-    Args:
-        seed: Of the sample.
-        median: In tokens.
-        sigma: Standard deviation of the logarithm, 0 = all alike. At 0.9 one of ten is longer than 3.2 medians.
-        longest: In tokens.
+    At `sigma` 0 all are alike, at 0.9 one of ten is longer than 3.2 medians.
     """
     return min(longest, max(1, round(random.Random(seed).lognormvariate(math.log(median), sigma))))
 

@@ -1,31 +1,33 @@
 """`areal-lite bench modes`: one recipe, synchronous and asynchronous, on the same machine.
 
-A short search chooses the threads of each mode, then all modes take turns, several times.
+A short search chooses the threads of each mode, then all modes take turns, several times. What they did is shown from
+`results.json`: tables for the terminal and for pages, and a picture.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from areal_lite.config.reading import parse_override
+from areal_lite.errors import ConfigError
 from areal_lite.launch.bench import modes_figures as figures
-from areal_lite.launch.bench.harness import run_to_the_end, say, summary, surroundings, write_results
-from areal_lite.launch.bench.modes_runs import (
-    MAX_STALENESS,
-    MODES,
-    ModeRun,
-    Threads,
-    measured_runs,
-    search_runs,
-    thread_settings,
-)
-from areal_lite.launch.bench.modes_view import draw_modes, modes_markdown, modes_tables
-from areal_lite.launch.bench.plan import choose
+from areal_lite.launch.bench.harness import PlannedRun, run_to_the_end, say, summary, surroundings, turns, write_results
+from areal_lite.launch.bench.modes_figures import MAX_STALENESS, MODES, Mode
+from areal_lite.launch.bench.plan import choose, planned_config
+from areal_lite.launch.bench.view import Columns, Row, cell, markdown, picture, table
 from areal_lite.record.run_folder import RunFolder
 
-__all__ = ["bench", "collect_modes", "run_entry"]
+__all__ = ["ModeRun", "Threads", "ages", "bench", "collect_modes", "draw_modes", "fastest_threads", "measured_runs",
+           "modes_markdown", "modes_tables", "search_runs", "thread_settings"]  # fmt: skip
+
+_STEPS = 30
+"""A run's steps at most, unless the command line says otherwise: a recipe is made for learning, not for a benchmark."""
+_SEARCH_STEPS = 4
+"""Of a search run at least; else it has a quarter of the steps."""
 
 
 def bench(recipe: str, overrides: Sequence[str], *, repeats: int, only: Sequence[str], out: Path | None) -> int:
@@ -36,15 +38,14 @@ def bench(recipe: str, overrides: Sequence[str], *, repeats: int, only: Sequence
     measured: list[ModeRun] = []
 
     def work(run: Any) -> None:
-        tried = {one.mode: " or ".join(map(str, thread_settings(MODES[one.mode], cores=cores))) for one in search}
-        listed = ", ".join(f"{mode} {settings}" for mode, settings in tried.items())
-        say(console, f"searching {len(search)} splits of {cores} cores, threads of generation + training: {listed}")
-        run([one.planned for one in search])
-        chosen = _chosen_threads(search, out=out, cores=cores)
+        tried = ", ".join(f"{one.mode} {one.threads}" for one in search)
+        say(console, f"searching {len(search)} splits of {cores} cores, threads of generation + training: {tried}")
+        run(search)
+        chosen = fastest_threads(search, [_entry(one, out / one.name) for one in search])
         listed = ", ".join(f"{mode} {threads}" for mode, threads in chosen.items())
         say(console, f"measuring with the fastest threads: {listed}")
         measured.extend(measured_runs(recipe, chosen, repeats=repeats, extra=overrides))
-        run([one.planned for one in measured])
+        run(measured)
 
     def show(content: dict[str, Any]) -> None:
         if content["modes"]:
@@ -61,41 +62,97 @@ def bench(recipe: str, overrides: Sequence[str], *, repeats: int, only: Sequence
     return run_to_the_end(work, out=out, collect=collect, show=show, console=console)
 
 
-def _chosen_threads(search: Sequence[ModeRun], *, out: Path, cores: int) -> dict[str, Threads]:
+# ---------------------------------------------------------------- runs
+
+
+class Threads(NamedTuple):
+    """How many threads generation (all engines together) and training (all ranks) have."""
+
+    generation: int
+    training: int
+
+    def __str__(self) -> str:
+        """Return `1+2`: generation, training."""
+        return f"{self.generation}+{self.training}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModeRun(PlannedRun):
+    """One run of a mode."""
+
+    mode: str
+    threads: Threads
+    repeat: int | None
+    """From 0; None = a run of the search, which no figure is taken from."""
+
+
+def thread_settings(mode: Mode, *, cores: int) -> list[Threads]:
+    """Return the thread settings that are tried in a mode, two at most.
+
+    A split halves the cores, or halves them and lets training use all when generation leaves some free. Without a
+    split both phases get all cores, or generation half of them, as decoding few sequences gains little from threads.
+    In turns the second setting of a split is that of no split, so it is tried once: the best synchronous mode is the
+    best of three settings, the others are the best of two.
+
+    >>> [str(threads) for threads in thread_settings(MODES["async-eta1"], cores=2)]
+    ['1+1', '1+2']
+    """
+    half = max(1, cores // 2)
+    split = [Threads(half, max(1, cores - half)), *([Threads(half, cores)] if mode.eta else [])]
+    return list(dict.fromkeys(split if mode.has_split else [Threads(cores, cores), Threads(half, cores)]))
+
+
+def search_runs(recipe: str, modes: Iterable[str], *, cores: int, extra: Sequence[str]) -> list[ModeRun]:
+    """Return one short run for each mode and thread setting, of a quarter of the steps and a seed of its own.
+
+    Raises:
+        ConfigError: Some recipe is wrong, or not for a CPU.
+    """
+    tried = [(mode, threads) for mode in modes for threads in thread_settings(MODES[mode], cores=cores)]
+    return _runs(recipe, [(None, setting) for setting in tried], extra=extra)
+
+
+def measured_runs(recipe: str, chosen: Mapping[str, Threads], *, repeats: int, extra: Sequence[str]) -> list[ModeRun]:
+    """Return the runs that are measured: in turns, every repeat with a seed of its own."""
+    return _runs(recipe, turns(chosen.items(), repeats), extra=extra)
+
+
+def _runs(
+    recipe: str, wanted: Iterable[tuple[int | None, tuple[str, Threads]]], *, extra: Sequence[str]
+) -> list[ModeRun]:
+    overrides = dict(map(parse_override, extra))
+    config = planned_config(recipe, "recipe", [overrides])
+    if config.run.device != "cpu":
+        raise ConfigError(f"bench modes compares threads of a CPU, got run.device={config.run.device}: set it to cpu")
+    steps = config.run.steps if "run.steps" in overrides else min(config.run.steps, _STEPS)
+    runs = []
+    for repeat, (mode, threads) in wanted:
+        changes: dict[str, object] = {
+            "queue.max_staleness": MODES[mode].eta,
+            "rollout.interrupt": MODES[mode].interrupt or config.rollout.interrupt,
+            "rollout.threads": max(1, threads.generation // config.rollout.workers),
+            "trainer.threads": max(1, threads.training // config.trainer.ranks),
+            "run.steps": max(_SEARCH_STEPS, steps // 4) if repeat is None else steps,
+            "run.seed": config.run.seed + (0 if repeat is None else 1 + repeat),
+            # Neither belongs to what is compared; both are done at the start and the end of a run all the same.
+            "run.eval_every": 0,
+            "run.checkpoint_every": 0,
+        }
+        name = f"search_{mode}_{threads.generation}-{threads.training}" if repeat is None else f"{mode}_{repeat}"
+        changed = planned_config(recipe, name, [overrides, changes])
+        runs.append(ModeRun(name=name, overrides=changes, config=changed, mode=mode, threads=threads, repeat=repeat))
+    return runs
+
+
+# ---------------------------------------------------------------- results
+
+
+def fastest_threads(search: Sequence[ModeRun], entries: Sequence[Row]) -> dict[str, Threads]:
     """Return each mode's fastest thread setting; the first one where no search run is done."""
-    entries = [run_entry(run, out / run.planned.name) for run in search]
-    chosen = {}
-    for mode in dict.fromkeys(run.mode for run in search):
-        settings = thread_settings(MODES[mode], cores=cores)
-        best = figures.best_setting(entry for entry in entries if entry["mode"] == mode)
-        chosen[mode] = next((threads for threads in settings if str(threads) == best), settings[0])
-    return chosen
-
-
-def run_entry(run: ModeRun, folder: Path) -> dict[str, Any]:
-    """Return what is known of one run; its figures only when it is done."""
-    found, config = summary(folder), run.planned.config
-    entry: dict[str, Any] = {
-        "name": run.planned.name,
-        "mode": run.mode,
-        "threads": str(run.threads),
-        "repeat": run.repeat,
-        "seed": config.run.seed,
-        "status": found.get("status", "not run"),
-    }
-    if entry["status"] != "done":
-        return entry
-    rows, events = RunFolder(folder).read("metrics.jsonl"), RunFolder(folder).read("events.jsonl")
-    steps = figures.measured_steps(config.run.steps, max_staleness=MAX_STALENESS)
-    slots, samples = config.rollout.slots, config.samples_per_step
+    rates = {entry["name"]: entry.get("samples_per_s", 0.0) for entry in entries}
     return {
-        **entry,
-        "commit": found.get("commit"),
-        "versions": found["versions"],
-        "measured_steps": list(steps),
-        **figures.measure(rows, events, first=steps[0], last=steps[1], samples_per_step=samples, slots=slots),
-        "reward_equal_steps": figures.reward_at(rows, events),
-        "accuracy_end": found["eval"].get(str(config.run.steps)),
+        mode: max((run for run in search if run.mode == mode), key=lambda run: rates[run.name]).threads
+        for mode in dict.fromkeys(run.mode for run in search)
     }
 
 
@@ -103,13 +160,11 @@ def collect_modes(
     recipe: str, *, search: Sequence[ModeRun], measured: Sequence[ModeRun], overrides: Sequence[str], out: Path
 ) -> dict[str, Any]:
     """Read all run folders, write `results.json`, and return its content."""
-    entries = [run_entry(run, out / run.planned.name) for run in measured]
+    entries = [_entry(run, out / run.name) for run in measured]
     done = [entry for entry in entries if "seconds" in entry]
     shortest = min((entry["seconds"] for entry in done), default=0.0)
     for entry in done:
-        folder = RunFolder(out / entry["name"])
-        rows, events = folder.read("metrics.jsonl"), folder.read("events.jsonl")
-        entry["reward_equal_time"] = figures.reward_at(rows, events, seconds=shortest)
+        entry["reward_equal_time"] = figures.reward_at(*_log(out / entry["name"]), seconds=shortest)
     best, lines = figures.best_synchronous(entries), figures.compare(entries)
     content = {
         "benchmark": "modes",
@@ -123,9 +178,146 @@ def collect_modes(
         "best_synchronous": best,
         "modes": lines,
         "findings": figures.findings(lines, best=best),
-        "search": [run_entry(run, out / run.planned.name) for run in search],
+        "search": [_entry(run, out / run.name) for run in search],
         "runs": entries,
-        "config": {run.mode: run.planned.config.model_dump() for run in measured if run.repeat == 0},
+        "config": {run.mode: run.config.model_dump() for run in measured if run.repeat == 0},
     }
     write_results(content, out=out)
     return content
+
+
+def _entry(run: ModeRun, folder: Path) -> dict[str, Any]:
+    """Return what is known of one run; its figures only when it is done."""
+    found, config = summary(folder), run.config
+    entry: dict[str, Any] = {
+        "name": run.name,
+        "mode": run.mode,
+        "threads": str(run.threads),
+        "repeat": run.repeat,
+        "seed": config.run.seed,
+        "status": found.get("status", "not run"),
+    }
+    if entry["status"] != "done":
+        return entry
+    rows, events = _log(folder)
+    first, last = figures.measured_steps(config.run.steps, max_staleness=MAX_STALENESS)
+    slots, samples = config.rollout.slots, config.samples_per_step
+    return {
+        **entry,
+        "commit": found.get("commit"),
+        "versions": found["versions"],
+        "measured_steps": [first, last],
+        **figures.measure(rows, events, first=first, last=last, samples_per_step=samples, slots=slots),
+        "reward_equal_steps": figures.reward_at(rows, events),
+        "accuracy_end": found["eval"].get(str(config.run.steps)),
+    }
+
+
+def _log(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    return RunFolder(folder).read("metrics.jsonl"), RunFolder(folder).read("events.jsonl")
+
+
+# ---------------------------------------------------------------- tables
+
+
+def ages(line: Row) -> str:
+    """Return the trained tokens of age 0, 1, 2 ... in percent."""
+    total, oldest = max(1, sum(line["ages"].values())), max(map(int, line["ages"]), default=-1)
+    return " ".join(f"{100 * line['ages'].get(str(age), 0) / total:.0f}" for age in range(oldest + 1))
+
+
+_MODE: Columns = {"mode": lambda line: f"{line['mode']}\n{line['threads']}"}
+_SPEED: Columns = _MODE | {
+    "x best sync": cell("ratio", ".2f", ranged=True),
+    "samples/s": cell("figures.samples_per_s", ".1f", ranged=True),
+    "s/step": cell("figures.seconds_per_step", ".2f", ranged=True),
+    "gen tok/s": cell("figures.generated_tokens_per_s", ".0f", ranged=True),
+    "train tok/s": cell("figures.trained_tokens_per_s", ".0f", ranged=True),
+}
+_TIME: Columns = _MODE | {
+    "slots full": cell("figures.occupancy", ".0%", ranged=True),
+    "gen idle": cell("figures.generator_idle", ".0%", ranged=True),
+    "paused": cell("figures.generator_paused", ".1%", ranged=True),
+    "train idle": cell("figures.trainer_idle", ".0%", ranged=True),
+}
+_SAMPLES: Columns = _MODE | {
+    "reward": cell("figures.reward_equal_steps", ".3f", ranged=True),
+    "in time": cell("figures.reward_equal_time", ".3f", ranged=True),
+    "ages 0 1 2 ..., %": ages,
+    "p50 p90 max": lambda line: " ".join(str(line["lengths"][key]) for key in ("p50", "p90", "p100")),
+}
+_TIME_PARTS = {"idle": "#d9a441", "draining": "#c25a00", "paused": "#7a3b8f"}
+
+
+def modes_tables(content: Row) -> list[Any]:
+    """Render a line per mode in three tables, each within 80 columns; with several repeats the spread is below."""
+    lines, best = content["modes"], content["best_synchronous"]
+    return [
+        table(_SPEED, lines, title=_title(content), caption="Median, lowest-highest. Below a mode: threads of "
+              f"generation + training. x best sync: over samples/s of {best} in the same repeat."),
+        table(_TIME, lines, caption="Shares of the time. slots full: running samples over slots."),
+        table(_SAMPLES, lines, caption=f"reward: of the last steps; in time: after {content['equal_time_s']:.0f} s. "
+              "Ages: of the trained tokens. p50 p90 max: tokens of a sample."),
+    ]  # fmt: skip
+
+
+def modes_markdown(content: Row) -> str:
+    """Render the three tables in Markdown, with the findings below them."""
+    shown = [text for columns in (_SPEED, _TIME, _SAMPLES) for text in (markdown(columns, content["modes"]), "")]
+    return "\n".join([f"{_title(content)}.", "", *shown, *(f"- {text}" for text in content["findings"]), ""])
+
+
+# ---------------------------------------------------------------- the picture
+
+
+def draw_modes(content: Row, path: Path) -> None:
+    """Draw rates, shares of the time and ages of the modes into one SVG file."""
+    lines = content["modes"]
+    with picture(path, size=(11, 1.6 + 0.36 * len(lines)), ncols=3, sharey=True) as (figure, (rates, shares, ages)):
+        rates.set_yticks(range(len(lines)), [f"{line['mode']} ({line['threads']})" for line in lines])
+        rates.invert_yaxis()
+        _draw_rates(rates, [line["figures"]["samples_per_s"] for line in lines])
+        _draw_shares(shares, lines)
+        _draw_ages(ages, lines)
+        for axes, columns in ((shares, 2), (ages, 5)):
+            axes.legend(frameon=False, fontsize=8, ncols=columns, loc="lower center", bbox_to_anchor=(0.5, 1.0),
+                        handlelength=1.0, columnspacing=1.0)  # fmt: skip
+        figure.suptitle(_title(content), fontsize=10)
+
+
+def _draw_rates(axes: Any, rates: Sequence[Row]) -> None:
+    medians = [rate["median"] for rate in rates]
+    errors = [[rate["median"] - rate["low"] for rate in rates], [rate["high"] - rate["median"] for rate in rates]]
+    axes.barh(range(len(rates)), medians, xerr=errors, color="#1f5fa8", height=0.6, error_kw={"capsize": 3})
+    axes.set_xlabel("samples/s (median, lowest to highest)")
+
+
+def _draw_shares(axes: Any, lines: Sequence[Row]) -> None:
+    for place, line in enumerate(lines):
+        left = 0.0
+        for part, color in _TIME_PARTS.items():
+            share, label = line["figures"][f"generator_{part}"]["median"], None if place else f"generator {part}"
+            axes.barh(place - 0.17, share, left=left, height=0.3, color=color, label=label)
+            left += share
+        waiting = line["figures"]["trainer_idle"]["median"]
+        axes.barh(place + 0.17, waiting, height=0.3, color="#8a8a8a", label=None if place else "trainer idle")
+    axes.set_xlabel("share of the time")
+
+
+def _draw_ages(axes: Any, lines: Sequence[Row]) -> None:
+    import matplotlib.pyplot as plt
+
+    oldest = max((int(age) for line in lines for age in line["ages"]), default=0)
+    lefts = [0.0] * len(lines)
+    for age in range(oldest + 1):
+        shares = [line["ages"].get(str(age), 0) / max(1, sum(line["ages"].values())) for line in lines]
+        color = plt.get_cmap("viridis")(1 - age / max(1, oldest))
+        axes.barh(range(len(lines)), shares, left=lefts, height=0.6, color=color, label=f"age {age}")
+        lefts = [left + share for left, share in zip(lefts, shares, strict=True)]
+    axes.set_xlabel("share of the trained tokens")
+
+
+def _title(content: Row) -> str:
+    steps = content["measured_steps"]
+    window = f", steps {steps[0] + 1} to {steps[1]}" if steps else ""
+    return f"{Path(content['recipe']).stem}: modes on {content['cores']} cores, commit {content['commit']}{window}"

@@ -1,6 +1,6 @@
-"""The arithmetic of `bench modes`: from a run's rows and events to its figures, and from runs to what they say.
+"""The modes of `bench modes`, and its arithmetic: from a run's log to its figures, from runs to what they say.
 
-Pure functions. A run is measured from the publication of one step to that of another, the same steps in every mode:
+A run is measured from the publication of one step to that of another, the same steps in every mode:
 before them queues fill, behind them nothing new is admitted. An *entry* is one run: `mode`, `repeat`, `threads`, and
 the figures of `measure` where it is done.
 """
@@ -9,19 +9,18 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from areal_lite.events import Event
 from areal_lite.launch.bench.harness import ratios
-from areal_lite.launch.bench.modes_runs import MODES
 from areal_lite.launch.bench.view import Row, spread
-from areal_lite.record.lanes import PAUSE_PARTS, Stretch
+from areal_lite.record.lanes import PAUSE_PARTS, Stretch, sample_lengths
 
-__all__ = ["best_setting", "best_synchronous", "compare", "findings", "measure", "measured_steps", "percentiles",
-           "reward_at"]  # fmt: skip
+__all__ = ["MAX_STALENESS", "MODES", "Mode", "best_synchronous", "compare", "findings", "measure", "measured_steps",
+           "percentiles", "published", "reward_at", "work_begins"]  # fmt: skip
 
 FIGURES = (
     "samples_per_s", "generated_tokens_per_s", "trained_tokens_per_s", "seconds_per_step", "occupancy",
@@ -36,6 +35,34 @@ _REPEATS = 3
 """Fewer say little about the spread, and nothing about rewards."""
 _GAIN = 1.02
 """A median ratio up to this one is no gain worth a word."""
+MAX_STALENESS = 4
+"""The largest of the modes."""
+
+
+class Mode(NamedTuple):
+    """One way to run a recipe."""
+
+    eta: int
+    """0 = generation and training take turns: asynchrony is compared with the best of these."""
+    interrupt: str | None = None
+    """None = the recipe's."""
+    has_split: bool = True
+    """Cores are split between generation and training; else each phase may have all of them."""
+
+
+MODES: dict[str, Mode] = {
+    "sync-colocated": Mode(0, has_split=False),
+    "sync-split": Mode(0),
+    # At eta 1 a trained batch makes room for exactly one batch, and by then `drain` has finished the one before: no
+    # further rule is needed for a whole batch to be admitted at once.
+    "one-step-off": Mode(1, "drain"),
+    "async-eta1": Mode(1, "recompute"),
+    "async-eta4": Mode(MAX_STALENESS, "recompute"),
+    "keep_kv-eta4": Mode(MAX_STALENESS, "keep_kv"),
+    "drain-eta4": Mode(MAX_STALENESS, "drain"),
+}
+"""In the order in which tables show them."""
+
 
 # ---------------------------------------------------------------- one run
 
@@ -63,14 +90,10 @@ def measure(
         events: Of `events.jsonl`, each lane's in order of time.
         first: Step at whose publication measuring begins.
         last: Step at whose publication it ends.
-        samples_per_step: B.
-        slots: Of one engine.
-
-    Returns:
-        Rates per second, shares of the time (of one engine, on average), and histograms.
+        slots: Of one engine; shares are those of one engine, on average.
     """
-    published, steps = _published(events), rows[first:last]
-    begin, end = published[first], published[last]
+    times, steps = published(events), rows[first:last]
+    begin, end = times[first], times[last]
     seconds = end - begin
     generated = sum(
         row["gen_tokens_per_s"] * (row["time_s"] - before["time_s"])
@@ -79,7 +102,7 @@ def measure(
     ages = Counter[int]()
     for row in steps:
         ages.update({int(age): count for age, count in row["age_histogram"].items()})
-    lengths = [sample["tokens"] for event in events if event["kind"] == "group" for sample in event["samples"]]
+    lengths = list(sample_lengths(events))
     return {
         "seconds_per_step": seconds / len(steps),
         "samples_per_s": len(steps) * samples_per_step / seconds,
@@ -88,7 +111,7 @@ def measure(
         **_shares(events, begin=begin, end=end, slots=slots),
         "age_histogram": {str(age): ages[age] for age in sorted(ages)},
         "lengths": {"mean": statistics.fmean(lengths) if lengths else None, **percentiles(lengths)},
-        "seconds": published[len(rows)] - _work_begins(events),
+        "seconds": times[len(rows)] - work_begins(events),
     }
 
 
@@ -97,8 +120,8 @@ def reward_at(rows: Sequence[Row], events: Sequence[Event], *, seconds: float = 
 
     The seconds count from when the trainer began to wait for its first batch.
     """
-    deadline, published = _work_begins(events) + seconds, _published(events)
-    rewards = [row["reward_mean"] for row in rows if published[row["step"]] <= deadline]
+    deadline, times = work_begins(events) + seconds, published(events)
+    rewards = [row["reward_mean"] for row in rows if times[row["step"]] <= deadline]
     return statistics.fmean(rewards[-_REWARD_STEPS:]) if rewards else None
 
 
@@ -126,21 +149,17 @@ def _shares(events: Sequence[Event], *, begin: float, end: float, slots: int) ->
     }
 
 
-def _published(events: Sequence[Event]) -> dict[int, float]:
+def published(events: Sequence[Event]) -> dict[int, float]:
+    """Return when each version was published."""
     return {event["version"]: event["time"] for event in events if event["kind"] == "published"}
 
 
-def _work_begins(events: Sequence[Event]) -> float:
+def work_begins(events: Sequence[Event]) -> float:
+    """Return when the trainer began to wait for its first batch."""
     return min(float(event["time"]) for event in events if event["lane"] == "trainer")
 
 
 # ---------------------------------------------------------------- many runs
-
-
-def best_setting(entries: Iterable[Row]) -> str | None:
-    """Return the threads of the fastest of one mode's search runs; None where none is done."""
-    done = [entry for entry in entries if "samples_per_s" in entry]
-    return str(max(done, key=lambda entry: entry["samples_per_s"])["threads"]) if done else None
 
 
 def best_synchronous(entries: Sequence[Row]) -> str | None:
@@ -152,9 +171,8 @@ def best_synchronous(entries: Sequence[Row]) -> str | None:
 def compare(entries: Sequence[Row]) -> list[dict[str, Any]]:
     """Return one line per measured mode, in the order of `MODES`.
 
-    Returns:
-        Per mode `figures`: the spread of each over the repeats, `ratio`: that of its samples per second to the best
-        synchronous mode's of the same repeat, and the histograms of all repeats together.
+    It has the spread of each figure over the repeats, that of the ratio of its samples per second to the best
+    synchronous mode's of the same repeat, and the histograms of all repeats together.
     """
     base = _rates(entries, best_synchronous(entries))
     lines = []
@@ -182,41 +200,35 @@ def findings(lines: Sequence[Row], *, best: str | None) -> list[str]:
     if base is None:
         return ["No synchronous mode was measured, so nothing can be said about what asynchrony gains."]
     texts = [f"The best synchronous mode is {best} ({_of(base['figures']['samples_per_s'], '.1f')} samples/s)."]
-    others = [line for line in lines if MODES[line["mode"]].eta and line["ratio"] is not None]
     if (fewest := min(line["repeats"] for line in lines)) < _REPEATS:
         texts.append(f"{fewest} of at least {_REPEATS} repeats: the spread is hardly known: take figures with care.")
-    said = [*map(_gain, others), *map(_bottleneck, others), *(_reward(line, base) for line in others)]
-    return [*texts, *filter(None, said)]
+    others = [line for line in lines if MODES[line["mode"]].eta and line["ratio"] is not None]
+    return texts + [text for line in others for text in _finding(line, base)]
 
 
-def _gain(line: Row) -> str:
-    ratio = line["ratio"]
+def _finding(line: Row, base: Row) -> Iterator[str]:
+    """Say whether one mode is faster than the best synchronous one, what limits it, and whether it learns less."""
+    mode, ratio, figures = line["mode"], line["ratio"], line["figures"]
     times = f"{_of(ratio, '.2f')} times the best synchronous mode"
     if ratio["median"] <= _GAIN:
-        return f"{line['mode']} does not help: {times}."
-    return f"{line['mode']} may not help: {times}, within the spread." if ratio["low"] <= 1 else (
-        f"{line['mode']} is faster: {times}.")  # fmt: skip
-
-
-def _bottleneck(line: Row) -> str | None:
-    medians = {name: line["figures"][name]["median"] for name in ("trainer_idle", "generator_idle", "occupancy")}
-    if medians["trainer_idle"] < _BUSY:
-        return f"In {line['mode']} the trainer hardly waits: more asynchrony cannot make it faster."
-    if medians["generator_idle"] < _BUSY and medians["occupancy"] > 1 - 2 * _BUSY:
-        return f"In {line['mode']} the engines are full: more asynchrony cannot make it faster."
-    return None
-
-
-def _reward(line: Row, base: Row) -> str | None:
-    if min(line["repeats"], base["repeats"]) < _REPEATS:
-        return None
-    for name, what in (("reward_equal_steps", "after as many steps"), ("reward_equal_time", "after as much time")):
-        own, other = line["figures"].get(name), base["figures"].get(name)
+        yield f"{mode} does not help: {times}."
+    elif ratio["low"] <= 1:
+        yield f"{mode} may not help: {times}, within the spread."
+    else:
+        yield f"{mode} is faster: {times}."
+    if figures["trainer_idle"]["median"] < _BUSY:
+        yield f"In {mode} the trainer hardly waits: more asynchrony cannot make it faster."
+    elif figures["generator_idle"]["median"] < _BUSY and figures["occupancy"]["median"] > 1 - 2 * _BUSY:
+        yield f"In {mode} the engines are full: more asynchrony cannot make it faster."
+    rewards = {"reward_equal_steps": "after as many steps", "reward_equal_time": "after as much time"}
+    for name in rewards if min(line["repeats"], base["repeats"]) >= _REPEATS else ():
+        own, other = figures.get(name), base["figures"].get(name)
         if own and other:
             width = max(value["high"] - value["low"] for value in (own, other))
             if other["median"] - own["median"] > 2 * width:
-                return f"{line['mode']} learns less {what}: reward {_of(own, '.3f')}, against {_of(other, '.3f')}."
-    return None
+                against = f"reward {_of(own, '.3f')}, against {_of(other, '.3f')}"
+                yield f"{mode} learns less {rewards[name]}: {against}."
+                break
 
 
 def _of(value: Mapping[str, float], spec: str) -> str:

@@ -12,58 +12,84 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from areal_lite.actors.calls import result
 from areal_lite.actors.rollout import RolloutActor
 from areal_lite.config.recipe import Config
 from areal_lite.data.prompts import load_sources
-from areal_lite.events import EventBuffer
+from areal_lite.events import Event, EventBuffer
 from areal_lite.launch.run.cluster import Cluster
+from areal_lite.launch.run.places import places_for
 from areal_lite.rollout.engine import Interrupt, Sampling
 from areal_lite.rollout.runner import load_workflows
 from areal_lite.rollout.vllm_engine import sampling_params
 from areal_lite.weights.handover import hand_over
 
-__all__ = ["LANE", "one_engine", "publish"]
+__all__ = ["OneEngine", "one_engine"]
 
-LANE = "rollout/0"
+_LANE = "rollout/0"
 MakeRequests = Callable[[Config, Any], Iterator[tuple[list[int], Sampling]]]
 """From the recipe and the engine's tokenizer to prompts and samplings, without end."""
 
 
 @contextmanager
-def one_engine(config: Config, *, model_folder: Path, logs: Path) -> Iterator[tuple[Cluster, Any]]:
-    """Yield the processes of a run, and its rollout actor; needs a `ray_session`.
-
-    Raises:
-        ArealLiteError: Something does not start.
-    """
+def one_engine(config: Config, *, model_folder: Path, logs: Path) -> Iterator["OneEngine"]:
+    """Start the processes of a run, and end them behind the block; needs a `ray_session`."""
     logs = logs.resolve()
     logs.mkdir(parents=True, exist_ok=True)
     prompts = load_sources(config, AutoTokenizer.from_pretrained(model_folder), "train")
-    cluster = Cluster(
-        config, model_folder=model_folder, log_folder=logs, queue_state=None, prompts=prompts, rollout_actor=_Rollout
-    )
-    try:
-        cluster.start(checkpoint=None, on_progress=lambda _: None)
-        yield cluster, cluster.engines.handles[LANE]
-    finally:
-        cluster.stop()
+    kept: dict[str, Any] = {"log_folder": logs, "queue_state": None, "prompts": prompts, "rollout_actor": _Rollout}
+    with places_for(config, say=lambda _: None) as places:
+        cluster = Cluster(config, places=places, model_folder=model_folder, **kept)
+        try:
+            cluster.start(checkpoint=None, on_progress=lambda _: None)
+            yield OneEngine(config, cluster)
+        finally:
+            cluster.stop()
 
 
-def publish(
-    cluster: Cluster, config: Config, *, version: int, interrupt: Interrupt, stamp_ledger: Callable[[], None],
-    events: EventBuffer,
-) -> None:  # fmt: skip
-    """Hand the trainer's weights over once more, and wait until the engine goes on."""
-    hand_over(
-        cluster.engines,
-        publish=cluster.publish,
-        staged=config.weights.staged,
-        stamp_ledger=stamp_ledger,
-        version=version,
-        interrupt=interrupt,
-        events=events,
-    )
-    cluster.engines.finish()
+class OneEngine:
+    """The engine and what surrounds it."""
+
+    def __init__(self, config: Config, cluster: Cluster) -> None:
+        self._config, self.cluster, self._actor = config, cluster, cluster.engines.handles[_LANE]
+
+    def ask(self, method: str) -> Any:
+        """Call the rollout actor."""
+        return result(getattr(self._actor, method).remote())
+
+    @contextmanager
+    def filled(self, make_requests: MakeRequests, in_flight: int, *, alone: bool) -> Iterator[Any]:
+        """Keep so many requests in flight (see `_Rollout.fill`); yield a reference that is ready when this fails."""
+        filling = self._actor.fill.remote(make_requests, in_flight, alone=alone)
+        yield filling
+        self.ask("empty")
+        result(filling)
+
+    @contextmanager
+    def serving_queue(self) -> Iterator[Any]:
+        """Let a rollout worker fill the engine; yield a reference that is ready when this fails."""
+        self.ask("begin_worker")
+        serving = self._actor.run.remote()
+        self.ask("resume")
+        yield serving
+        self.ask("end_worker")
+        result(serving)
+        self.cluster.queue.forget(worker=_LANE)
+
+    def publish(self, *, version: int, interrupt: Interrupt, stamp_ledger: Callable[[], None]) -> list[Event]:
+        """Hand the trainer's weights over once more, and wait until the engine goes on; return its lane's events."""
+        events = EventBuffer("handover")
+        hand_over(
+            self.cluster.engines,
+            publish=self.cluster.publish,
+            staged=self._config.weights.staged,
+            stamp_ledger=stamp_ledger,
+            version=version,
+            interrupt=interrupt,
+            events=events,
+        )
+        self.cluster.engines.finish()
+        return events.drain()
 
 
 class _Rollout(RolloutActor):
@@ -94,10 +120,7 @@ class _Rollout(RolloutActor):
     async def fill(self, make_requests: MakeRequests, in_flight: int, *, alone: bool) -> None:
         """Keep so many requests in flight until `empty`; what comes out is let go.
 
-        Args:
-            make_requests: Called once; a later call goes on where the one before ended.
-            in_flight: How many.
-            alone: Whether vLLM is asked, or our engine around it.
+        A later call goes on with the requests of the first. `alone`: vLLM is asked, not our engine around it.
         """
         if not hasattr(self, "_requests"):
             self._requests = enumerate(make_requests(self._config, self._engine.tokenizer))

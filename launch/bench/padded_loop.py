@@ -51,12 +51,7 @@ class PaddedLoop:
         )
 
     def train_step(self, shard: Shard, *, rows_per_pass: int) -> tuple[int, float]:
-        """Train one batch; return its completion tokens and the mean norm of its updates' gradients.
-
-        Args:
-            shard: Scored samples, all of them younger than the bound.
-            rows_per_pass: Rows of a micro-batch, in the order in which they come.
-        """
+        """Train one batch; return its completion tokens and the mean norm of its updates' gradients."""
         advantages = _advantages(shard.rewards)
         minibatches = [
             list(_micro_batches([row for row in shard.rows if row.minibatch == number], advantages, rows_per_pass))
@@ -104,19 +99,17 @@ def _advantages(rewards_NG: Float32) -> Tensor:
 
 def _micro_batches(rows: Sequence[Row], advantages: Tensor, rows_per_pass: int) -> Iterator[_Batch]:
     for start in range(0, len(rows), rows_per_pass):
-        chosen = rows[start : start + rows_per_pass]
-        ids, masks, behaviour, values = [], [], [], []
-        for row in chosen:
-            num_given, num_own = len(row.prompt_token_ids), row.sample.num_tokens
-            given = torch.zeros(num_given - 1)
-            ids.append(torch.tensor([*row.prompt_token_ids, *row.sample.token_ids.tolist()]))
-            masks.append(torch.cat([given, torch.ones(num_own)]))
-            behaviour.append(torch.cat([given, torch.tensor(row.sample.logprobs)]))
-            values.append(advantages[row.group_index, row.sample_index])
-        yield _Batch(
-            input_ids=pad_sequence(ids, batch_first=True),
-            attention_mask=pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
-            mask=pad_sequence(masks, batch_first=True),
-            behaviour=pad_sequence(behaviour, batch_first=True),
-            advantages=torch.stack(values)[:, None],
-        )
+        chosen = [_tensors(row, advantages) for row in rows[start : start + rows_per_pass]]
+        yield _Batch(**{name: pad_sequence([one[name] for one in chosen], batch_first=True) for name in chosen[0]})
+
+
+def _tensors(row: Row, advantages: Tensor) -> dict[str, Tensor]:
+    given, sample = torch.zeros(len(row.prompt_token_ids) - 1), row.sample
+    input_ids = torch.tensor([*row.prompt_token_ids, *sample.token_ids.tolist()])
+    return {
+        "input_ids": input_ids,
+        "attention_mask": torch.ones_like(input_ids),
+        "mask": torch.cat([given, torch.ones(sample.num_tokens)]),
+        "behaviour": torch.cat([given, torch.tensor(sample.logprobs)]),
+        "advantages": advantages[row.group_index, row.sample_index].reshape(1),
+    }

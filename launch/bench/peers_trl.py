@@ -1,35 +1,167 @@
-"""The arithmetic task in TRL's `GRPOTrainer`: what `areal-lite bench peers` runs beside its own trainer.
+"""The arithmetic task in TRL's `GRPOTrainer`: its packages, its process, and what the process does.
 
-    python -P peers_trl.py SETTINGS.json    trains; each line on stdout is a JSON object, see `tell`
-    python -P peers_trl.py                  only imports what it would use: whether the environment is whole
+    python -P -m areal_lite.launch.bench.peers_trl SETTINGS.json    trains; tells by JSON lines on stdout, see `tell`
+    python -P -m areal_lite.launch.bench.peers_trl                  only imports TRL: whether its packages are whole
 
-The first runs in the environment that `peers_process.py` makes and imports nothing of areal_lite. `last_number` and
-`greedy_accuracy` are used for both sides.
+TRL and accelerate alone, pinned, are installed into a folder of their own when they are first needed. That folder is
+on the path of TRL's process and of no other; everything else (torch, transformers, datasets, numpy) is what this
+project runs with. So both sides compute with the same builds, TRL changes nothing here, and 2 MB are downloaded in
+place of 1 GB.
 """
 
+import asyncio
+import importlib
 import json
-import re
+import os
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from decimal import Decimal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-__all__ = ["Clock", "greedy_accuracy", "last_number", "read_line", "tell"]
+from areal_lite.errors import ConfigError, StallError, TrainerError
+from areal_lite.verify.builtin.text import last_number
 
-_NUMBER = re.compile(r"(?:(?<![0-9])-)?(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)")
+__all__ = ["COMMAND", "PINS", "Clock", "Learning", "ensure_trl", "greedy_accuracy", "read_line", "run_trl", "tell"]
+
+PINS = {"trl": "1.16.0", "accelerate": "1.15.0"}
+"""TRL's trainer changes its defaults between minor versions; accelerate is the one that was tried with it."""
+# -P: this file's folder has a queue.py, which must not be taken for Python's.
+COMMAND = (sys.executable, "-P", "-m", "areal_lite.launch.bench.peers_trl")
+_INSTALL_S = 600.0
+_SILENCE_S = 300.0
+"""Seconds without a line after which TRL's process is given up; a step takes one, its start ten."""
+_SHOWN_LINES = 8
 
 
-def last_number(completion: str, answer: str) -> float:
-    """Score 1 where the number behind the last `#` is that of the answer, else 0: the verifier `last_number`.
+@dataclass(frozen=True, kw_only=True)
+class Learning:
+    """What one run shows."""
 
-    >>> last_number("7+25=32;32+13=45#45", "45"), last_number("7+25=32#", "32")
-    (1.0, 0.0)
+    seconds: tuple[float, ...]
+    """After each step, the one of step 1 first; evaluations and start-up are left out."""
+    accuracies: Mapping[int, float]
+    """By steps done, from 0 on; empty in a run of the search."""
+    tokens: float
+    """Mean completion tokens of a sample."""
+
+
+# ---------------------------------------------------------------- its packages
+
+
+def ensure_trl(cache: Path, *, say: Callable[[str], None]) -> Path:
+    """Return the folder of TRL's packages, which is below `cache`; made, whole or not at all, where it is missing.
+
+    Raises:
+        ConfigError: It cannot be made; the message has the end of what went wrong.
     """
-    found, expected = (_NUMBER.findall(text.rpartition("#")[2])[-1:] for text in (completion, answer))
-    return float([_value(number) for number in found] == [_value(number) for number in expected])
+    folder = cache / "_".join(["packages", *(f"{name}-{pin}" for name, pin in PINS.items())])
+    if folder.is_dir():
+        return folder
+    say(f"installing TRL {PINS['trl']} into {folder} (once; under a minute on a good network) ...")
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as made:
+        packages, pins = Path(made) / "packages", [f"{name}=={pin}" for name, pin in PINS.items()]
+        # Without dependencies: the project's packages serve, and pip must not bring a second torch.
+        options = ["--target", str(packages), "--no-deps", "--no-input", "--disable-pip-version-check", "--quiet"]
+        _run([sys.executable, "-m", "pip", "install", *options, *pins], doing=f"install {' and '.join(pins)}")
+        _run(list(COMMAND), doing="import TRL", packages=packages)
+        packages.rename(folder)
+    return folder
+
+
+def _run(command: list[str], *, doing: str, packages: Path | None = None) -> None:
+    environment = _environment(packages) if packages else None
+    try:
+        subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_INSTALL_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        output = "".join(str(text or "") for text in (getattr(error, "stdout", ""), getattr(error, "stderr", "")))
+        # pip names every local index folder that lacks a package: noise that would hide the cause.
+        lines = [line for line in output.splitlines() if "is ignored: it is neither" not in line] or [repr(error)]
+        end = "\n".join(lines[-_SHOWN_LINES:])
+        raise ConfigError(
+            f"bench peers must be able to {doing} for TRL's side, got:\n{end}\nSee to its cause (network? disk? "
+            "pip's configured index?) and run this again: it starts over"
+        ) from error
+
+
+def _environment(packages: Path) -> dict[str, str]:
+    """Return the environment of TRL's process; nothing is looked up on the hub: model and data are here."""
+    path = os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+
+
+# ---------------------------------------------------------------- its process, from outside
+
+
+def run_trl(
+    settings: Mapping[str, Any],
+    *,
+    packages: Path,
+    folder: Path,
+    progress: Callable[[int], None],
+    command: Sequence[str] = COMMAND,
+) -> Learning:
+    """Train with TRL in a process of its own, and return what it told.
+
+    `folder` gets `settings.json` and the log of the process; `progress` is called with the steps done.
+
+    Raises:
+        TrainerError: The process failed; the message has the end of its log.
+        StallError: It said nothing for too long.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path, log = folder / "settings.json", folder / "log"
+    path.write_text(json.dumps(settings))
+    seconds, tokens, accuracies = [], [], {}
+
+    def hear(told: Mapping[str, Any]) -> None:
+        if told["peer"] == "step":
+            seconds.append(told["seconds"])
+            tokens.append(told["tokens"])
+            progress(told["step"])
+        else:
+            accuracies[told["step"]] = told["accuracy"]
+
+    environment = _environment(packages) | {"OMP_NUM_THREADS": str(settings["threads"])}
+    asyncio.run(_listen([*command, str(path)], environment, log=log, hear=hear))
+    if len(seconds) != (steps := settings["grpo"]["max_steps"]):
+        raise TrainerError(f"TRL must do {steps} steps, it ended after {len(seconds)}: see {log}")
+    return Learning(seconds=tuple(seconds), accuracies=accuracies, tokens=statistics.fmean(tokens))
+
+
+async def _listen(
+    command: Sequence[str], environment: Mapping[str, str], *, log: Path, hear: Callable[[dict[str, Any]], None]
+) -> None:
+    """Run a process and pass on what it tells; it does not outlive this."""
+    with log.open("w") as stderr:
+        process = await asyncio.create_subprocess_exec(
+            *command, env=environment, stdout=asyncio.subprocess.PIPE, stderr=stderr
+        )
+    assert process.stdout is not None
+    try:
+        while line := await asyncio.wait_for(process.stdout.readline(), _SILENCE_S):
+            if told := read_line(line.decode(errors="replace")):
+                hear(told)
+        code = await asyncio.wait_for(process.wait(), _SILENCE_S)
+    except TimeoutError:
+        late = f"TRL's process must do a step within {_SILENCE_S:.0f} s, got nothing: see {log}"
+        raise StallError(late) from None
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+    if code != 0:
+        end = "\n".join(log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
+        raise TrainerError(f"TRL's process must end with 0, got {code}:\n{end}\nAll of it: {log}")
+
+
+# ---------------------------------------------------------------- what the process does
 
 
 def greedy_accuracy(
@@ -55,7 +187,7 @@ def greedy_accuracy(
                 max_new_tokens=max_new_tokens,
             )
         texts = tokenizer.batch_decode(out[:, words["input_ids"].shape[1] :], skip_special_tokens=True)
-        right += sum(last_number(text, answer) for text, (_, answer) in zip(texts, part, strict=True))
+        right += sum(last_number("", text, answer) for text, (_, answer) in zip(texts, part, strict=True))
     model.train(was_training)
     return right / len(problems)
 
@@ -81,7 +213,7 @@ class Clock:
 def tell(kind: str, **content: Any) -> None:
     """Print one JSON line, for `read_line`.
 
-    `step`       step, seconds of training so far, reward (mean of the batch), tokens (mean of its completions)
+    `step`       step, seconds of training so far, tokens (mean of the batch's completions)
     `accuracy`   step, accuracy on the held-out problems; while it is measured the clock of `step` stands still
     """
     print(json.dumps({"peer": kind, **content}), flush=True)
@@ -103,16 +235,14 @@ def main(arguments: Sequence[str]) -> None:
         with open(arguments[0]) as file:
             _train(json.load(file))
     else:
-        from trl import GRPOTrainer  # type: ignore[import-not-found]  # lives in another environment
-
-        assert GRPOTrainer is not None
+        importlib.import_module("trl").GRPOTrainer  # noqa: B018  # TRL imports its parts when they are asked for
 
 
 def _train(settings: Mapping[str, Any]) -> None:
     import torch
     from datasets import Dataset, disable_progress_bars
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]  # on the path of this process alone
 
     torch.set_num_threads(settings["threads"])
     disable_progress_bars()
@@ -120,10 +250,8 @@ def _train(settings: Mapping[str, Any]) -> None:
     latest: dict[str, float] = {}
 
     def reward(completions: list[str], answer: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        scores = [last_number(*pair) for pair in zip(completions, answer, strict=True)]
-        latest["reward"] = sum(scores) / len(scores)
         latest["tokens"] = sum(map(len, completion_ids)) / len(completion_ids)
-        return scores
+        return [last_number("", *pair) for pair in zip(completions, answer, strict=True)]
 
     class Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
         """Reads the clock after every optimiser step, and stops it for an evaluation."""
@@ -156,10 +284,6 @@ def _train(settings: Mapping[str, Any]) -> None:
             callbacks=[Watch()],
         )
         trainer.train()
-
-
-def _value(number: str) -> Decimal:
-    return Decimal(number.replace(",", ""))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pydantic import Field
 from rich.console import Console
 
 from areal_lite.config.reading import parse_override, parse_section, read_recipe, read_yaml, set_value
-from areal_lite.config.recipe import parse_config
+from areal_lite.config.recipe import Config, parse_config
 from areal_lite.config.section import Section
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError
@@ -30,7 +30,7 @@ from areal_lite.launch.bench.harness import (
 )
 from areal_lite.launch.bench.view import Columns, Row, cell, table
 
-__all__ = ["COLUMNS", "Plan", "bench", "choose", "collect_results", "load_plan", "planned_run", "planned_runs"]
+__all__ = ["COLUMNS", "Plan", "bench", "choose", "collect_results", "load_plan", "planned_config", "planned_runs"]
 
 Settings = dict[str, Any]
 """`section.field` -> value."""
@@ -90,11 +90,7 @@ def shipped_plans() -> list[str]:
 
 
 def load_plan(plan: str) -> Plan:
-    """Read a plan.
-
-    Raises:
-        ConfigError: It is missing, unreadable, or no plan.
-    """
+    """Read a plan; a `ConfigError` where it is missing, unreadable, or no plan."""
     path = Path(plan) if Path(plan).is_file() else PLANS / f"{plan}.yaml"
     if not path.is_file():
         raise ConfigError(
@@ -119,29 +115,27 @@ def planned_runs(plan: Plan, *, extra: Iterable[str] = ()) -> list[PlannedRun]:
     for name, overrides in _combinations(plan):
         if not _NAME.fullmatch(name) or name in runs:
             raise ConfigError(f"a run needs a name of its own, of letters, digits and . _ = -, got {name!r}")
-        runs[name] = planned_run(plan.recipe, name, overrides, before=plan.settings, after=extras)
+        config = planned_config(plan.recipe, name, [plan.settings, overrides, extras])
+        runs[name] = PlannedRun(name=name, overrides=overrides, config=config)
     return list(runs.values())
 
 
-def planned_run(
-    recipe: str, name: str, overrides: Settings, *, before: Settings | None = None, after: Settings | None = None
-) -> PlannedRun:
-    """Return one run, its recipe checked; `before` yields to the overrides, `after` wins over them.
+def planned_config(recipe: str, name: str, changes: Iterable[Settings]) -> Config:
+    """Return the checked recipe of one run; of several changes of a setting the last one counts.
 
     Raises:
         ConfigError: Its recipe is wrong, or says where it goes.
     """
     raw = read_recipe(recipe, command="train")
     try:
-        for settings in (before or {}, overrides, after or {}):
-            for key, value in settings.items():
-                set_value(raw, key, value)
+        for key, value in itertools.chain.from_iterable(settings.items() for settings in changes):
+            set_value(raw, key, value)
         config = parse_config(raw)
     except ConfigError as error:
         raise ConfigError(f"run {name}: {error}") from None
     if config.run.dir is not None or config.run.resume is not None:
         raise ConfigError(f"run {name}: run.dir and run.resume are set by the bench itself: leave them out")
-    return PlannedRun(name=name, overrides=overrides, config=config)
+    return config
 
 
 def choose(names: Sequence[str], only: Sequence[str], *, what: str) -> list[str]:
@@ -181,11 +175,7 @@ def _combinations(plan: Plan) -> Iterator[tuple[str, Settings]]:
 
 
 def collect_results(plan_name: str, plan: Plan, runs: Sequence[PlannedRun], *, out: Path) -> dict[str, Any]:
-    """Read all run folders and write `results.json`.
-
-    Returns:
-        Its content: where it was measured, the plan, and one entry per run, in the order of the plan.
-    """
+    """Read all run folders, write `results.json`, and return its content: an entry per run, in the plan's order."""
     found = [summary(out / run.name) for run in runs]
     content = {
         "plan": plan_name,

@@ -4,7 +4,8 @@ Every carrier gets the same processes, Ray actors that stay alive: two workers w
 and one in the middle (Ray's queue brings its own). A client generates a group, then verifies one, in an endless round;
 what it generates was made beforehand. The trainer counts what reaches it, 16 groups at a time.
 
-    areal-lite  lease_rollout, complete_rollout, lease_verify, complete_verify; take, fetch, complete_step
+    areal-lite  lease_rollout, complete_rollout, lease_verify, complete_verify; take, fetch, complete_step; with keys
+    in the clear  the same without keys: nothing is encrypted
     ray         put, get, put, get through two queues of `ray.util.queue`, which keeps nothing that was read
     zeromq      the sample queue's messages with bytes in place of samples, into which nobody looks
 """
@@ -29,7 +30,9 @@ from ray.util.queue import Queue
 from rich.console import Console
 
 from areal_lite.data.cursor import PromptCursor
-from areal_lite.launch.bench.harness import finish, in_turns, ratios, target
+from areal_lite.launch.bench.harness import finish, in_turns, ratios, say, target
+from areal_lite.launch.bench.queue_cost import cost_targets
+from areal_lite.sample_queue.access import QueueAccess, QueueKeys
 from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
 from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
 from areal_lite.sample_queue.server import QueueServer
@@ -38,7 +41,7 @@ from areal_lite.wire import encode
 
 __all__ = ["CONTENDERS", "Case", "QueueBench", "QueuePeers", "bench", "cases", "summarise"]
 
-CONTENDERS = ("areal-lite", "ray", "zeromq")
+CONTENDERS = ("areal-lite", "in the clear", "ray", "zeromq")
 SAMPLES_PER_GROUP = 8
 _BYTES_PER_TOKEN = 12
 """What a token must bring: 4 bytes of id, 4 of log-probability and 4 of text."""
@@ -88,6 +91,9 @@ def bench(settings: QueueBench, *, out: Path) -> int:
     ours = [row for row in rows if row["contender"] == "areal-lite" and row["tokens"] == 1000]
     over = "queue over ray.util.queue.Queue, 8 x 1,000 tokens, {} clients"
     targets = [target(over.format(row["clients"]), row["over"]["ray"], at_least=5.0) for row in ours]
+    targets += cost_targets(_make_samples(1), repeats=settings.repeats)
+    for row in targets[len(ours) :]:
+        say(console, f"{row['measure']}: x {row['median']:.2f}")
     finish("queue", title="groups from rollout to trainer", settings=asdict(settings), rows=rows, targets=targets,
            out=out, console=console)  # fmt: skip
     return 0
@@ -161,15 +167,18 @@ class _Peer:
         self._settings = settings
         self._work: asyncio.Future[Any] | None = None
 
-    async def open(self, case: Case) -> str:
-        self._server = (_RawServer if case.contender == "zeromq" else _queue_server)(self._settings)
-        return str(self._server.start())
+    async def open(self, case: Case) -> Any:
+        keys = QueueKeys() if case.contender == "areal-lite" else None
+        self._server = _RawServer(self._settings) if case.contender == "zeromq" else _queue_server(self._settings, keys)
+        return self._server.start()
 
     async def close(self) -> None:
         self._server.close()
 
     async def work(self, case: Case, meeting: Any, num_clients: int) -> None:
-        work = {"areal-lite": _queue_work, "ray": _ray_work, "zeromq": _raw_work}[case.contender]
+        work: Any = {"areal-lite": _queue_work, "in the clear": _queue_work, "ray": _ray_work, "zeromq": _raw_work}[
+            case.contender
+        ]
         name = ray.get_runtime_context().get_actor_id()
         clients = work(meeting, name, num_clients, _make_samples(case.tokens))
         self._work = asyncio.gather(asyncio.Event().wait(), *clients)
@@ -181,7 +190,12 @@ class _Peer:
             self._work.cancel()
 
     async def train(self, case: Case, meeting: Any) -> float:
-        batches = {"areal-lite": _queue_batches, "ray": _ray_batches, "zeromq": _raw_batches}[case.contender]
+        batches: Any = {
+            "areal-lite": _queue_batches,
+            "in the clear": _queue_batches,
+            "ray": _ray_batches,
+            "zeromq": _raw_batches,
+        }[case.contender]
         num_groups, started, begins = 0, 0.0, time.monotonic() + self._settings.warm_s
         async with aclosing(batches(meeting, self._settings.groups_per_step)) as sizes:
             async for size in sizes:
@@ -217,15 +231,15 @@ def _make_scores() -> list[Score]:
 # ---------------------------------------------------------------- the sample queue
 
 
-def _queue_server(settings: QueueBench) -> QueueServer:
+def _queue_server(settings: QueueBench, keys: QueueKeys | None) -> QueueServer:
     ledger = LedgerSettings(max_staleness=settings.max_staleness, on_stale="mask", total_steps=10**9,
                             groups_per_step=settings.groups_per_step, samples_per_group=SAMPLES_PER_GROUP)  # fmt: skip
     prompt = Prompt(prompt_id="bench", text="7+25=?" * 50, token_ids=tuple(range(100)), answer="32")
     prompts = PromptCursor([prompt] * 1000, source="bench", seed=0)
-    return QueueServer(Ledger(ledger), prompts, num_minibatches=1, num_ranks=1, seed=0)
+    return QueueServer(Ledger(ledger), prompts, num_minibatches=1, num_ranks=1, seed=0, keys=keys)
 
 
-def _queue_work(endpoint: str, name: str, num_clients: int, samples: Any) -> Iterator[Awaitable[Any]]:
+def _queue_work(access: QueueAccess, name: str, num_clients: int, samples: Any) -> Iterator[Awaitable[Any]]:
     scores = _make_scores()
 
     @functools.lru_cache(maxsize=16)
@@ -234,7 +248,7 @@ def _queue_work(endpoint: str, name: str, num_clients: int, samples: Any) -> Ite
         return [replace(sample, spans=(span,)) for sample in samples]
 
     async def client(worker: str) -> None:
-        queue = AsyncQueueClient(endpoint, timeout_s=_TIMEOUT_S)
+        queue = AsyncQueueClient(access, timeout_s=_TIMEOUT_S)
         try:
             await queue.open_admission()
             while True:
@@ -248,8 +262,8 @@ def _queue_work(endpoint: str, name: str, num_clients: int, samples: Any) -> Ite
     return (client(f"{name}/{place}") for place in range(num_clients))
 
 
-async def _queue_batches(endpoint: str, groups_per_step: int) -> AsyncGenerator[int, None]:
-    queue = QueueClient(endpoint, timeout_s=_TIMEOUT_S)
+async def _queue_batches(access: QueueAccess, groups_per_step: int) -> AsyncGenerator[int, None]:
+    queue = QueueClient(access, timeout_s=_TIMEOUT_S)
 
     def batch(batch_id: str) -> int:
         while (info := queue.take(batch_id=batch_id, wait_s=1.0)) is None:

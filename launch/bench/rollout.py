@@ -6,11 +6,10 @@ by a plain loop. Both take the prompts of the recipe in the same order, with the
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from rich.console import Console
@@ -20,7 +19,6 @@ from areal_lite.config.recipe import Config, load_config
 from areal_lite.data.mix import make_cursor
 from areal_lite.data.prompts import load_sources
 from areal_lite.errors import ConfigError
-from areal_lite.events import EventBuffer
 from areal_lite.launch.bench.harness import finish, in_turns, ratios, target
 from areal_lite.launch.bench.longtail import draw_length, drawn_length
 from areal_lite.launch.bench.view import ROLLOUT_CASES as CASES
@@ -85,10 +83,10 @@ def bench(settings: RolloutBench, recipe: str, overrides: Sequence[str], *, out:
             console.print(f"{CASES[case]}: {rate:,.0f} tokens/s", highlight=False)
             return measurement
 
-        with one_engine(config, model_folder=model_folder, logs=out / "logs") as (cluster, actor):
-            rollout = _MeasuredRollout(settings, config, cluster, actor)
+        with one_engine(config, model_folder=model_folder, logs=out / "logs") as engine:
+            rollout = _MeasuredRollout(settings, config, engine)
             rows = summarise(in_turns(CASES, repeats=settings.repeats, measure=measure))
-    finish(
+    return finish(
         "rollout",
         title="tokens/s of one engine",
         settings={"recipe": recipe, "overrides": list(overrides), **asdict(settings)},
@@ -97,7 +95,6 @@ def bench(settings: RolloutBench, recipe: str, overrides: Sequence[str], *, out:
         out=out,
         console=console,
     )
-    return 0
 
 
 def bench_config(recipe: str, overrides: Sequence[str]) -> Config:
@@ -137,15 +134,11 @@ def targets(rows: Sequence[Row]) -> list[Any]:
 # ---------------------------------------------------------------- the requests of a worker, without the worker
 
 
-class _Cursor(Protocol):
-    def next(self) -> Prompt: ...
-
-
-def plain_requests(config: Config, cursor: _Cursor) -> Iterator[tuple[list[int], Sampling]]:
+def plain_requests(config: Config, next_prompt: Callable[[], Prompt]) -> Iterator[tuple[list[int], Sampling]]:
     """Yield prompt and sampling of each request that a worker would make, in the order of its leases, without end."""
     lengths = _lengths_of(config)
     while True:
-        prompt = cursor.next()
+        prompt = next_prompt()
         longest = token_limit(prompt, default=config.rollout.max_new_tokens)
         for index in range(config.queue.samples_per_group):
             seed = sample_seed(config.run.seed, f"{prompt.prompt_id}#0", index)
@@ -161,11 +154,7 @@ def plain_requests(config: Config, cursor: _Cursor) -> Iterator[tuple[list[int],
 
 
 def _lengths_of(config: Config) -> Any:
-    """Return what the recipe's workflow draws lengths with; None where its one request ends by itself.
-
-    Raises:
-        ConfigError: The workflow makes other requests.
-    """
+    """Return what the recipe's workflow draws lengths with; None where its one request ends by itself."""
     workflows = load_workflows(config)
     function, arguments = workflows.loaded[workflows.default]
     if function not in (single_turn, drawn_length):
@@ -177,7 +166,7 @@ def _lengths_of(config: Config) -> Any:
 
 
 def _requests(config: Config, tokenizer: Any) -> Iterator[tuple[list[int], Sampling]]:
-    return plain_requests(config, make_cursor(config, load_sources(config, tokenizer, "train")))
+    return plain_requests(config, make_cursor(config, load_sources(config, tokenizer, "train")).next)
 
 
 # ---------------------------------------------------------------- measuring
@@ -186,24 +175,30 @@ def _requests(config: Config, tokenizer: Any) -> Iterator[tuple[list[int], Sampl
 class _MeasuredRollout:
     """Measures one case after another on the same engine."""
 
-    def __init__(self, settings: RolloutBench, config: Config, cluster: Any, actor: Any) -> None:
-        self._settings, self._config, self._cluster, self._actor = settings, config, cluster, actor
+    def __init__(self, settings: RolloutBench, config: Config, engine: Any) -> None:
+        self._settings, self._config, self._engine, self._queue = settings, config, engine, engine.cluster.queue
         self._version = 0
         self._batches = (f"step-{number}" for number in itertools.count(1))
-        self._verifying = [verifier.run.remote() for verifier in cluster.verifiers.values()]
-        cluster.queue.open_admission()
+        self._verifying = [verifier.run.remote() for verifier in engine.cluster.verifiers.values()]
+        self._queue.open_admission()
         self._publish("recompute")
-        self._ask("end_worker")
+        engine.ask("end_worker")
 
     def measure(self, case: str) -> Measurement:
         """Fill the engine in one way, and count its tokens once it is warm."""
-        with self._alone() if case == "vllm" else self._worker():
+        while (batch_id := self._take()) is not None:  # what the case before left is forgotten
+            self._queue.complete_step(batch_id=batch_id)
+        if case == "vllm":
+            generating = self._engine.filled(_requests, self._config.rollout.slots, alone=True)
+        else:
+            generating = self._engine.serving_queue()
+        with generating as self._serving:
             self._wait(time.monotonic() + self._settings.warm_s)
             if case == "drain" or case == "recompute":
                 return self._measure_publishing("drain" if case == "drain" else "recompute")
-            before = self._ask("count")
+            before = self._engine.ask("count")
             self._wait(time.monotonic() + self._settings.measured_s)
-            return _between(before, self._ask("count"))
+            return _between(before, self._engine.ask("count"))
 
     def _measure_publishing(self, interrupt: Interrupt) -> Measurement:
         """Publish at the cadence, and count from the beginning of the second publication to that of the last."""
@@ -213,7 +208,7 @@ class _MeasuredRollout:
         while True:
             self._wait(begins)
             begins = max(begins, time.monotonic())
-            counts.append(self._ask("count"))
+            counts.append(self._engine.ask("count"))
             if len(counts) > 2 and counts[-1][1] - counts[1][1] >= self._settings.measured_s:
                 return _between(counts[1], counts[-1], handovers_s=tuple(handovers_s[1:]))
             self._publish(interrupt)
@@ -222,42 +217,21 @@ class _MeasuredRollout:
 
     def _publish(self, interrupt: Interrupt) -> None:
         """Publish the same weights once more, as a new version where there is a batch that could have been trained."""
-        from areal_lite.launch.bench.one_engine import publish
-
-        queue, batch_id = self._cluster.queue, next(self._batches)
-        is_taken = queue.take(batch_id=batch_id, wait_s=0.0) is not None
-        self._version += is_taken
+        batch_id = self._take()
 
         def stamp_ledger() -> None:
-            if is_taken:
-                queue.complete_step(batch_id=batch_id)
+            if batch_id is not None:
+                self._queue.complete_step(batch_id=batch_id)
 
-        version, events = self._version, EventBuffer("handover")
-        publish(self._cluster, self._config, version=version, interrupt=interrupt, stamp_ledger=stamp_ledger,
-                events=events)  # fmt: skip
+        self._engine.publish(version=self._version, interrupt=interrupt, stamp_ledger=stamp_ledger)
 
-    @contextmanager
-    def _worker(self) -> Iterator[None]:
-        from areal_lite.launch.bench.one_engine import LANE
-
-        self._ask("begin_worker")
-        self._serving = self._actor.run.remote()
-        self._ask("resume")
-        yield
-        self._ask("end_worker")
-        result(self._serving)
-        queue = self._cluster.queue
-        queue.forget(worker=LANE)
-        while queue.take(batch_id=(batch_id := next(self._batches)), wait_s=0.0) is not None:  # forget what is done
-            queue.complete_step(batch_id=batch_id)
-            self._version += 1
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        self._serving = self._actor.fill.remote(_requests, self._config.rollout.slots, alone=True)
-        yield
-        self._ask("empty")
-        result(self._serving)
+    def _take(self) -> str | None:
+        """Take a batch if there is one, and count the version that training it would make."""
+        batch_id = next(self._batches)
+        if self._queue.take(batch_id=batch_id, wait_s=0.0) is None:
+            return None
+        self._version += 1
+        return batch_id
 
     def _wait(self, until: float) -> None:
         """Collect events as a controller does, until a time; raise what ended generation or verification."""
@@ -265,10 +239,7 @@ class _MeasuredRollout:
             ended, _ = ray.wait([self._serving, *self._verifying], timeout=min(left, _POLL_S))
             for reference in ended:
                 result(reference)
-            self._cluster.collect()
-
-    def _ask(self, method: str) -> Any:
-        return result(getattr(self._actor, method).remote())
+            self._engine.cluster.collect()
 
 
 def _between(

@@ -13,9 +13,9 @@ import multiprocessing
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.managers import BaseManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +38,10 @@ from areal_lite.train.trainer import Trainer
 from areal_lite.types import Prompt, Sample, Shard, StopReason, VersionSpan
 from areal_lite.types import Row as SampleRow
 
-__all__ = ["Measured", "Step", "TrainBench", "bench", "check_recipe", "measure", "run_steps", "summarise", "targets"]
+__all__ = ["Step", "TrainBench", "bench", "check_recipe", "measure", "rows_of", "rows_tried", "run_steps", "targets"]
+
+Steps = dict[str, list[list["Step"]]]
+"""By side and repeat."""
 
 OURS, PADDED, FASTEST = "areal-lite", "padded", "fastest"
 """The sides: the trainer; the padded loop with `TrainBench.rows`; and with the rows with which it is fastest here."""
@@ -82,33 +85,14 @@ class TrainBench:
     searches: bool = True
     """Whether the padded loop also runs with the number of rows with which it is fastest on this machine."""
 
-    def rows_tried(self, rows_per_minibatch: int) -> list[int]:
-        """Return the sizes among which the fastest is chosen: powers of two up to a whole minibatch."""
-        return [2**power for power in range(int(math.log2(rows_per_minibatch)) + 1)]
-
-
-@dataclass(kw_only=True)
-class Measured:
-    """One recipe's lengths with one kind of work, on all sides."""
-
-    recipe: str
-    work: str
-    is_longtail: bool
-    micro_batch: dict[str, str]
-    """What each side puts into one pass, in words; the sides take turns in this order."""
-    steps: dict[str, list[list[Step]]] = field(default_factory=dict)
-    """By repeat."""
-    peak_mb: dict[str, float] = field(default_factory=dict)
-
 
 def bench(settings: TrainBench, recipes: Sequence[str], overrides: Sequence[str], *, out: Path) -> int:
     """Measure recipe after recipe."""
     for recipe in recipes:
         check_recipe(load_config(recipe, overrides))
     console = Console()
-    measured = [one for recipe in recipes for one in measure(settings, recipe, overrides, console=console)]
-    rows = summarise(measured)
-    finish(
+    rows = [row for recipe in recipes for row in measure(settings, recipe, overrides, console=console)]
+    return finish(
         "train",
         title="trained tokens per second",
         settings=asdict(settings) | {"overrides": list(overrides)},
@@ -117,49 +101,55 @@ def bench(settings: TrainBench, recipes: Sequence[str], overrides: Sequence[str]
         out=out,
         console=console,
     )
-    return 0
 
 
-def measure(settings: TrainBench, recipe: str, overrides: Sequence[str], *, console: Console) -> list[Measured]:
-    """Measure a recipe's lengths with each kind of work, with a line on the console for each side."""
+def measure(
+    settings: TrainBench, recipe: str, overrides: Sequence[str], *, console: Console
+) -> Iterator[dict[str, Any]]:
+    """Measure a recipe's lengths with each kind of work; yield a row for each side, which the console shows too."""
     from areal_lite.launch.run.train import prepare_model
 
     configs = {work: load_config(recipe, [*overrides, *WORK[work]]) for work in settings.work}
     first = settings.work[0]
     folder, name = prepare_model(configs[first], console=console), Path(recipe).stem
     batches = {work: _make_batches(config, folder, count=settings.steps) for work, config in configs.items()}
-    rows = {PADDED: settings.rows}
+    rows_per_pass = {OURS: None, PADDED: settings.rows}
     if settings.searches:
-        rows[FASTEST] = _fastest_rows(settings, configs[first], folder, batches[first])
-        console.print(f"{name}: the padded loop is fastest with micro-batches of {_in_words(rows[FASTEST])}")
-    measured = []
+        rows_per_pass[FASTEST] = fastest = _fastest_rows(configs[first], folder, batches[first])
+        console.print(f"{name}: the padded loop is fastest with micro-batches of {_in_words(fastest)}")
     for work, config in configs.items():
-        one = Measured(
-            recipe=name,
-            work=work,
-            is_longtail=config.rollout.workflow == LONGTAIL,
-            micro_batch={OURS: f"{config.trainer.micro_batch_tokens} tokens"}
-            | {side: _in_words(count) for side, count in rows.items()},
-        )
-        with _sides(one.micro_batch, config, folder, batches[work]) as sides:
-            for side, peer in sides.items():
-                peer.step(0, rows.get(side))
-            run_steps(settings, one, lambda side, number: sides[side].step(number, rows.get(side)))
-            one.peak_mb = {side: peer.peak_mb() for side, peer in sides.items()}
-        measured.append(one)
-        for row in summarise([one]):
-            figures = f"{row['median']:.0f} tokens/s, {row['peak_mb']:.0f} MB"
-            console.print(f"{name}, {work}: {row['side']} {figures}", highlight=False, markup=False, soft_wrap=True)
-    return measured
+        with _sides(rows_per_pass, config, folder, batches[work]) as sides:
+            for side, process in sides.items():
+                process.step(0, rows_per_pass[side])
+            steps = run_steps(settings, sides, lambda side, number: sides[side].step(number, rows_per_pass[side]))
+            peaks = {side: process.peak_mb() for side, process in sides.items()}
+        for side, row in rows_of(steps).items():
+            words = _in_words(rows_per_pass[side]) if side != OURS else f"{config.trainer.micro_batch_tokens} tokens"
+            figures = f"{row['median']:.0f} tokens/s, {peaks[side]:.0f} MB"
+            console.print(f"{name}, {work}: {side} {figures}", highlight=False, markup=False, soft_wrap=True)
+            yield {
+                "side": side,
+                "recipe": name,
+                "work": work,
+                "is_longtail": config.rollout.workflow == LONGTAIL,
+                "micro_batch": words,
+                "peak_mb": peaks[side],
+                **row,
+            }
 
 
-def _in_words(num_rows: int) -> str:
-    return f"{num_rows} row{'s' if num_rows > 1 else ''}"
+def _in_words(num_rows: int | None) -> str:
+    return f"{num_rows} row" if num_rows == 1 else f"{num_rows} rows"
 
 
-def _fastest_rows(settings: TrainBench, config: Config, folder: Path, batches: Sequence[Shard]) -> int:
-    """Give the padded loop the size that suits it best, in a process that is not measured."""
-    sizes = settings.rows_tried(config.samples_per_step // config.trainer.minibatches)
+def rows_tried(rows_per_minibatch: int) -> list[int]:
+    """Return the sizes of a padded pass among which the fastest is chosen: powers of two up to a whole minibatch."""
+    return [2**power for power in range(int(math.log2(rows_per_minibatch)) + 1)]
+
+
+def _fastest_rows(config: Config, folder: Path, batches: Sequence[Shard]) -> int:
+    """Give the padded loop the size that suits it best on this machine, in a process that is not measured."""
+    sizes = rows_tried(config.samples_per_step // config.trainer.minibatches)
     with _sides([PADDED], config, folder, batches[:1]) as sides:
         sides[PADDED].step(0, sizes[-1])
         seconds = dict.fromkeys(sizes, math.inf)
@@ -197,39 +187,48 @@ def check_recipe(config: Config) -> None:
 # ---------------------------------------------------------------- figures
 
 
-def run_steps(settings: TrainBench, measured: Measured, step: Callable[[str, int], Step]) -> None:
-    """Let the sides take turns on the same batches (0 was the one that warmed up), and check each repeat's gradients.
+def run_steps(settings: TrainBench, sides: Iterable[str], step: Callable[[str, int], Step]) -> Steps:
+    """Let the sides take turns on the same batches (0 was the one that warmed up), and check their gradients.
 
     Raises:
         TrainerError: The norms of the sides' gradients, or their trained tokens, differ: no figure counts.
     """
+    numbers = {side: itertools.count(1) for side in sides}
 
     def repeat(side: str) -> list[Step]:
-        begin = 1 + settings.steps * len(done[side])
-        done[side].append([step(side, number) for number in range(begin, begin + settings.steps)])
-        _check_gradients(done)
-        return done[side][-1]
+        return [step(side, next(numbers[side])) for _ in range(settings.steps)]
 
-    done: dict[str, list[list[Step]]] = {side: [] for side in measured.micro_batch}
-    measured.steps = in_turns(measured.micro_batch, repeats=settings.repeats, measure=repeat)
-
-
-def _check_gradients(done: Mapping[str, Sequence[Sequence[Step]]]) -> None:
-    if len({len(repeats) for repeats in done.values()}) > 1:
-        return  # some side's turn is still to come
-    for side in done.keys() - {OURS}:
-        for number, (mine, other) in enumerate(zip(done[OURS][-1], done[side][-1], strict=True)):
+    steps = in_turns(numbers, repeats=settings.repeats, measure=repeat)
+    for side in steps:
+        for number, (mine, other) in enumerate(zip(_flat(steps[OURS]), _flat(steps[side]), strict=True), start=1):
             if mine.tokens != other.tokens or not _difference(mine, other) <= TOLERANCE:
                 raise TrainerError(
-                    f"in step {number} of a repeat our gradient has the norm {mine.grad_norm:.7g} over {mine.tokens} "
-                    f"tokens, the padded loop's {other.grad_norm:.7g} over {other.tokens}: they do not compute the "
-                    "same, so that no figure counts; report it"
+                    f"in step {number} our gradient has the norm {mine.grad_norm:.7g} over {mine.tokens} tokens, the "
+                    f"padded loop's {other.grad_norm:.7g} over {other.tokens}: they do not compute the same, so that "
+                    "no figure counts; report it"
                 )
+    return steps
 
 
-def summarise(measured: Iterable[Measured]) -> list[dict[str, Any]]:
-    """Return a row per case and side: tokens/s of all repeats, and the ratios inside each repeat."""
-    return [_row(one, side) for one in measured for side in one.micro_batch]
+def rows_of(steps: Steps) -> dict[str, dict[str, Any]]:
+    """Return the figures of each side: tokens/s of all repeats, and the ratios inside each repeat."""
+    tokens = {side: [sum(step.tokens for step in repeat) for repeat in steps[side]] for side in steps}
+    seconds = {side: [sum(step.seconds for step in repeat) for repeat in steps[side]] for side in steps}
+    rates = {side: ratios(tokens[side], seconds[side]) for side in steps}
+    rows = {}
+    for side, repeats in steps.items():
+        pairs = list(zip(_flat(repeats), _flat(steps[PADDED]), strict=True))
+        rows[side] = {
+            "seconds": seconds[side],
+            "tokens_per_s": rates[side],
+            "median": statistics.median(rates[side]),
+            "over": {other: ratios(rates[side], rates[other]) for other in rates if other not in (side, OURS)},
+            "tokens": tokens[side][0],
+            "positions_per_token": sum(step.positions for step in _flat(repeats)) / sum(tokens[side]),
+            "grad_norm": repeats[0][0].grad_norm,
+            "gradient_difference": max(_difference(mine, other) for mine, other in pairs),
+        }
+    return rows
 
 
 def targets(rows: Iterable[Row]) -> list[Any]:
@@ -241,27 +240,8 @@ def targets(rows: Iterable[Row]) -> list[Any]:
     return [*speed, target("relative difference of the gradient norms", differences, at_most=TOLERANCE)]
 
 
-def _row(one: Measured, side: str) -> dict[str, Any]:
-    seconds = {other: [sum(step.seconds for step in repeat) for repeat in one.steps[other]] for other in one.steps}
-    tokens = [sum(step.tokens for step in repeat) for repeat in one.steps[side]]
-    rates = {other: ratios(tokens, seconds[other]) for other in seconds}
-    steps, theirs = (list(itertools.chain.from_iterable(one.steps[other])) for other in (side, PADDED))
-    return {
-        "side": side,
-        "recipe": one.recipe,
-        "work": one.work,
-        "is_longtail": one.is_longtail,
-        "micro_batch": one.micro_batch[side],
-        "seconds": seconds[side],
-        "tokens_per_s": rates[side],
-        "median": statistics.median(rates[side]),
-        "over": {other: ratios(rates[side], rates[other]) for other in rates if other not in (side, OURS)},
-        "tokens": tokens[0],
-        "positions_per_token": sum(step.positions for step in steps) / sum(tokens),
-        "peak_mb": one.peak_mb[side],
-        "grad_norm": steps[0].grad_norm,
-        "gradient_difference": max(_difference(mine, other) for mine, other in zip(steps, theirs, strict=True)),
-    }
+def _flat(repeats: Iterable[Iterable[Step]]) -> list[Step]:
+    return list(itertools.chain.from_iterable(repeats))
 
 
 def _difference(mine: Step, other: Step) -> float:
@@ -349,50 +329,42 @@ def _status_kb(name: str) -> int:
 
 def _make_batches(config: Config, folder: Path, *, count: int) -> list[Shard]:
     """Draw batches of the recipe's size; `run.seed` seeds what is drawn."""
-    rng = np.random.default_rng(config.run.seed)
+    rng, queue = np.random.default_rng(config.run.seed), config.queue
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    prompts = load_source(config, tokenizer, "train")
-    drawn = [_draw(config, prompts, vocabulary=len(tokenizer), rng=rng) for _ in range(count)]
+    prompts, shape = load_source(config, tokenizer, "train"), (queue.groups_per_step, queue.samples_per_group)
     torch.set_num_threads(config.trainer.threads)
     trainer = Trainer(config, model_folder=str(folder), rank=0, world_size=1)
-    pairs = [(row.prompt_token_ids, row.sample.token_ids.tolist()) for rows in drawn for row in rows]
-    scores, batches = iter(trainer.score(pairs)), []
-    for number, rows in enumerate(drawn):
-        rewards = rng.integers(0, 2, (config.queue.groups_per_step, config.queue.samples_per_group)).astype(np.float32)
-        noisy = [next(scores) + rng.normal(0, _NOISE, row.sample.num_tokens) for row in rows]
-        scored = (
-            replace(row, sample=replace(row.sample, logprobs=logprobs.astype(np.float32)))
-            for row, logprobs in zip(rows, noisy, strict=True)
+    batches = []
+    for number in range(count):
+        chosen = np.repeat(rng.integers(0, len(prompts), queue.groups_per_step), queue.samples_per_group)
+        lengths = _lengths(config, [prompts[place] for place in chosen], rng=rng)
+        given = [prompts[place].token_ids for place in chosen]
+        drawn = [rng.integers(0, len(tokenizer), length, dtype=np.int32) for length in lengths]
+        scores = trainer.score([(ids, tokens.tolist()) for ids, tokens in zip(given, drawn, strict=True)])
+        minibatches, _ = assign_rows(
+            [len(ids) + length for ids, length in zip(given, lengths, strict=True)],
+            num_minibatches=config.trainer.minibatches,
+            num_ranks=1,
+            seed=int(rng.integers(2**31)),
         )
-        batches.append(Shard(batch_id=f"batch-{number}", rank=0, version=0, rewards=rewards, rows=tuple(scored)))
+        rows = tuple(
+            SampleRow(
+                group_index=place // queue.samples_per_group,
+                sample_index=place % queue.samples_per_group,
+                minibatch=minibatches[place],
+                prompt_token_ids=given[place],
+                sample=Sample(
+                    token_ids=tokens,
+                    logprobs=(scores[place] + rng.normal(0, _NOISE, len(tokens))).astype(np.float32),
+                    spans=_whole(len(tokens), version=0),
+                    stop_reason=StopReason.STOP,
+                ),
+            )
+            for place, tokens in enumerate(drawn)
+        )
+        rewards = rng.integers(0, 2, shape).astype(np.float32)
+        batches.append(Shard(batch_id=f"batch-{number}", rank=0, version=0, rewards=rewards, rows=rows))
     return batches
-
-
-def _draw(config: Config, prompts: Sequence[Prompt], *, vocabulary: int, rng: np.random.Generator) -> list[SampleRow]:
-    num_groups, num_samples = config.queue.groups_per_step, config.queue.samples_per_group
-    chosen = [prompts[place] for place in rng.integers(0, len(prompts), num_groups) for _ in range(num_samples)]
-    lengths = _lengths(config, chosen, rng=rng)
-    minibatches, _ = assign_rows(
-        [len(prompt.token_ids) + length for prompt, length in zip(chosen, lengths, strict=True)],
-        num_minibatches=config.trainer.minibatches,
-        num_ranks=1,
-        seed=int(rng.integers(2**31)),
-    )
-    return [
-        SampleRow(
-            group_index=place // num_samples,
-            sample_index=place % num_samples,
-            minibatch=minibatch,
-            prompt_token_ids=prompt.token_ids,
-            sample=Sample(
-                token_ids=rng.integers(0, vocabulary, length, dtype=np.int32),
-                logprobs=np.zeros(length, np.float32),
-                spans=_whole(length, version=0),
-                stop_reason=StopReason.STOP,
-            ),
-        )
-        for place, (prompt, length, minibatch) in enumerate(zip(chosen, lengths, minibatches, strict=True))
-    ]
 
 
 def _lengths(config: Config, prompts: Sequence[Prompt], *, rng: np.random.Generator) -> list[int]:

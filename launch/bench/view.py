@@ -76,6 +76,7 @@ COLUMNS: dict[str, Columns] = {
         "MB/s": cell("mb_per_s", ".1f"),
         "over ray": cell("over.ray", ".2f"),
         "over zeromq": cell("over.zeromq", ".2f"),
+        "over clear": cell("over.in the clear", ".2f"),
     },
     "rollout": {
         "generating": lambda row: ROLLOUT_CASES[row["case"]],

@@ -20,8 +20,10 @@ from areal_lite.config.recipe import Config
 from areal_lite.errors import EngineError, VerifierError
 from areal_lite.events import Event
 from areal_lite.launch.run.engines import RayEngines
-from areal_lite.launch.run.lifetime import kill_all, spawn, stop_all, wait_until_started
+from areal_lite.launch.run.lifetime import kill_all, stop_all, wait_until_started
+from areal_lite.launch.run.places import Places
 from areal_lite.launch.run.ranks import Ranks
+from areal_lite.sample_queue.access import QueueAccess, Role
 from areal_lite.sample_queue.client import QueueClient
 from areal_lite.types import Prompt
 
@@ -40,6 +42,7 @@ class Cluster:
         self,
         config: Config,
         *,
+        places: Places,
         model_folder: Path,
         log_folder: Path,
         queue_state: bytes | None,
@@ -49,24 +52,24 @@ class Cluster:
         """Start the queue and the trainer ranks.
 
         Args:
+            places: Reserved for this run.
             model_folder: Hugging Face folder with the initial weights and the tokenizer.
             queue_state: Of the checkpoint to go on from.
             prompts: To train on, by source.
             rollout_actor: What a benchmark measures may be more than a run needs.
         """
-        self._config, self._rollout_actor = config, rollout_actor
+        self._config, self._places, self._rollout_actor = config, places, rollout_actor
         self._logs, self._model_folder = str(log_folder), str(model_folder)
         self.lost: dict[str, str] = {}
         """Rollout workers given up, with the reason."""
-        self._queue_actor = spawn(
+        self._queue_actor = places.spawn(
             QueueActor,
             "queue",
-            config,
             log_folder=self._logs,
             state=queue_state,
             prompts=prompts,
         )
-        self.ranks = Ranks(OnlineTrainerActor, config, log_folder=log_folder)
+        self.ranks = Ranks(OnlineTrainerActor, config, places=places, log_folder=log_folder)
         self.verifiers: dict[str, Any] = {}
         self.engines = RayEngines({}, timeout_s=config.run.stall_timeout_s, on_drop=self._note_lost)
         self._serving = Calls({})
@@ -81,23 +84,17 @@ class Cluster:
             EngineError, VerifierError, CheckpointError: As the actor said.
         """
         config = self._config
-        endpoint = self._wait(Calls({"queue": self._queue_actor.endpoint.remote()}), on_progress)["queue"]
-        self.queue = QueueClient(endpoint, timeout_s=config.queue.lease_timeout_s)
-        self.engines.handles |= self._spawn_workers(self._rollout_actor, "rollout", config.rollout.workers, endpoint)
-        self.verifiers |= self._spawn_workers(VerifierActor, "verifier", config.verifier.workers, endpoint)
-        ranks = self.ranks.start(model_folder=self._model_folder, endpoint=endpoint)
+        access = self._wait(Calls({"queue": self._queue_actor.access.remote()}), on_progress)["queue"]
+        self.queue = QueueClient(access[Role.CONTROLLER], timeout_s=config.queue.lease_timeout_s)
+        self.engines.handles |= self._spawn_workers(self._rollout_actor, Role.ROLLOUT, config.rollout.workers, access)
+        self.verifiers |= self._spawn_workers(VerifierActor, Role.VERIFIER, config.verifier.workers, access)
+        ranks = self.ranks.start(model_folder=self._model_folder, access=access[Role.TRAINER])
         self._wait(Calls(ranks.pending | call_all(self._workers, "start").pending), on_progress)
         version = 0 if checkpoint is None else self.ranks.load(checkpoint)
-        self.connect_weights()
-        return version
-
-    def connect_weights(self) -> None:
-        """Form the transfer groups with the engines that are alive."""
-        self._connected = set(self.engines.handles)
-        failures, *_ = self.ranks.ask("connect", dict(self.engines.handles), timeout_s=self._config.run.start_timeout_s)
-        for name, failure in failures.items():
+        for name, failure in self._connect().items():
             if failure is not None:
                 self.engines.drop(name, failure)
+        return version
 
     def serve(self) -> None:
         """Let the workers ask for work."""
@@ -118,12 +115,26 @@ class Cluster:
         self.engines.raise_if_none()
 
     def publish(self) -> dict[str, str | None]:
-        """Have all ranks send the present weights, to the engines that are alive now."""
+        """Have all ranks send the present weights, to the engines that are alive now.
+
+        Returns:
+            Per engine None or why it failed: to join, or in the transfer.
+        """
+        failures: dict[str, str | None] = {}
         if self._connected != set(self.engines.handles):
-            self.connect_weights()
+            failures = self._connect()
+            if any(failures.values()) and not self._config.weights.staged:
+                return failures  # There is no group to send to.
         # The engines' own deadlines (open, receive, load) come first, so that a late engine is blamed and not a rank.
         timeout_s = 3 * self._config.weights.timeout_s + self._config.run.stall_timeout_s
-        failures, *_ = self.ranks.ask("publish", timeout_s=timeout_s)
+        sent, *_ = self.ranks.ask("publish", timeout_s=timeout_s)
+        return {**failures, **sent}
+
+    def _connect(self) -> dict[str, str | None]:
+        """Form the transfer groups with the engines that are alive; returns per engine None or why it failed."""
+        self._connected = set(self.engines.handles)
+        timeout_s = self._config.run.start_timeout_s + 2 * self._config.weights.join_timeout_s
+        failures, *_ = self.ranks.ask("connect", dict(self.engines.handles), timeout_s=timeout_s)
         return dict(failures)
 
     def collect(self) -> tuple[list[Event], dict[str, dict[str, Any]]]:
@@ -162,10 +173,10 @@ class Cluster:
         self._serving.pending.pop(name, None)
         self.queue.forget(worker=name)
 
-    def _spawn_workers(self, kind: type, role: str, count: int, endpoint: str) -> dict[str, Any]:
-        common = {"endpoint": endpoint, "model_folder": self._model_folder, "log_folder": self._logs}
+    def _spawn_workers(self, kind: type, role: Role, count: int, access: Mapping[Role, QueueAccess]) -> dict[str, Any]:
+        common = {"access": access[role], "model_folder": self._model_folder, "log_folder": self._logs}
         names = [f"{role}/{index}" for index in range(count)]
-        return {name: spawn(kind, name, self._config, name=name, **common) for name in names}
+        return {name: self._places.spawn(kind, name, name=name, **common) for name in names}
 
     def _wait(self, starting: Calls, on_progress: Callable[[str], None]) -> dict[str, Any]:
         timeout_s = self._config.run.start_timeout_s

@@ -18,6 +18,7 @@ from areal_lite.actors.calls import call_all
 from areal_lite.errors import CheckpointError
 from areal_lite.events import EventBuffer
 from areal_lite.launch.run.cluster import Cluster
+from areal_lite.launch.run.places import Places
 from areal_lite.launch.run.ranks import Ranks
 from areal_lite.launch.run.signals import Interrupts
 from areal_lite.launch.run.view import View
@@ -28,8 +29,6 @@ __all__ = ["POLL_S", "Controller", "Interrupted"]
 
 POLL_S = 0.25
 """How often a wait looks around."""
-_PING_TIMEOUT_S = 10.0
-_SAVE_TIMEOUT_S = 600.0
 
 
 class Interrupted(Exception):
@@ -40,6 +39,7 @@ class Controller(ABC):
     """One run: owns the processes, the run folder and the order of everything."""
 
     _ranks: Ranks
+    _places: Places
 
     def __init__(self, config: Any, *, folder: RunFolder, recorder: Any, view: View) -> None:
         """Prepare a run; nothing starts before `run`."""
@@ -78,8 +78,11 @@ class Controller(ABC):
         except Interrupted:
             raise
         except (Exception, SystemExit) as error:
-            self._rescue(error)
-            raise
+            located = self._places.whereabouts.located(error)
+            self._rescue(located)
+            if located is error:
+                raise
+            raise located from error
         finally:
             self._view.end()
             self._processes.kill()
@@ -145,7 +148,9 @@ class Controller(ABC):
         while late := self._ranks.wait(calls, POLL_S):
             self._tick()
             progress = (len(late), self._ranks.progress())
-            self._watchdog.check(progress, waiting_for=waiting_for, culprit=functools.partial(", ".join, late))
+            self._watchdog.check(
+                progress, waiting_for=waiting_for, culprit=functools.partial(self._ranks.describe, late)
+            )
         return [calls.values[name] for name in self._ranks.handles]
 
     def _tick(self) -> None:
@@ -171,7 +176,7 @@ class Controller(ABC):
         self._tick()
 
         def save_trainer(path: Path) -> None:
-            self._ranks.ask("save", str(path), timeout_s=_SAVE_TIMEOUT_S)
+            self._ranks.ask("save", str(path), timeout_s=self._config.run.save_timeout_s)
 
         path = self._folder.write_checkpoint(
             self._version,
@@ -187,7 +192,7 @@ class Controller(ABC):
         status = self._wind_up(status)
         self._view.say("saving ...")
         checkpoint = self._save()
-        self._ranks.ask("export", str(checkpoint / "model"), timeout_s=_SAVE_TIMEOUT_S)
+        self._ranks.ask("export", str(checkpoint / "model"), timeout_s=self._config.run.save_timeout_s)
         summary = self._sum_up(status, failed=False)
         self._processes.stop()
         if status != "done":
@@ -200,8 +205,8 @@ class Controller(ABC):
         with contextlib.suppress(Exception):
             self._tick()
         with contextlib.suppress(Exception):
-            if self._at_boundary and self._version > 0:
-                self._ranks.ask("ping", timeout_s=_PING_TIMEOUT_S)  # a hung rank would make saving wait for nothing
+            # A rank that is in the middle of something hangs: saving would wait for nothing.
+            if self._at_boundary and self._version > 0 and not self._ranks.busy():
                 self._view.say(f"the run failed; saving step {self._version} ...")
                 self._save()
         self._sum_up(f"failed: {type(error).__name__}: {error}", failed=True)

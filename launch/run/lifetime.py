@@ -12,7 +12,7 @@ from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ArealLiteError, EngineError, StallError, TrainerError
 
-__all__ = ["actor_options", "kill_all", "spawn", "stop_all", "wait_until_started"]
+__all__ = ["actor_options", "kill_all", "stop_all", "wait_until_started"]
 
 _STOP_TIMEOUT_S = 20.0
 
@@ -20,8 +20,8 @@ _STOP_TIMEOUT_S = 20.0
 def actor_options(config: Config | OfflineConfig, kind: str) -> dict[str, Any]:
     """Return the `ray.remote(...).options` of one actor.
 
-    GPUs are reserved, so that Ray spreads engines and ranks over the nodes of a cluster. CPU cores are not: the
-    recipe's thread counts share them out, and a laptop has fewer cores than the run has processes.
+    An actor takes its GPUs from what is reserved for it (`places.py`). CPU cores are not reserved: the recipe's thread
+    counts share them out, and a laptop has fewer cores than the run has processes.
 
     Args:
         kind: `queue`, `rollout`, `verifier` or `trainer`.
@@ -46,13 +46,7 @@ def actor_options(config: Config | OfflineConfig, kind: str) -> dict[str, Any]:
             options["max_concurrency"] = 1000
         case _:
             environment["OMP_NUM_THREADS"] = "1"
-    return {**options, "runtime_env": {"env_vars": environment}}
-
-
-def spawn(kind: type, lane: str, config: Config | OfflineConfig, **arguments: Any) -> Any:
-    """Start the actor of a lane such as `rollout/0`; returns its handle, while it is still being made."""
-    remote = ray.remote(kind).options(**actor_options(config, lane.partition("/")[0]))
-    return remote.remote(config, **arguments)
+    return {**options, "runtime_env": {"env_vars": environment | config.run.env}}
 
 
 def wait_until_started(

@@ -9,6 +9,7 @@ from areal_lite.actors.trainer import OfflineTrainerActor
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.launch.run.controller import Controller
 from areal_lite.launch.run.lifetime import wait_until_started
+from areal_lite.launch.run.places import Places
 from areal_lite.launch.run.ranks import Ranks
 from areal_lite.launch.run.view import View
 from areal_lite.record.recorder import OfflineRecorder
@@ -22,7 +23,9 @@ class OfflineController(Controller):
 
     _config: OfflineConfig
 
-    def __init__(self, config: OfflineConfig, *, folder: RunFolder, model_folder: Path, view: View) -> None:
+    def __init__(
+        self, config: OfflineConfig, *, folder: RunFolder, places: Places, model_folder: Path, view: View
+    ) -> None:
         """Prepare a run; nothing starts before `run`.
 
         Args:
@@ -30,10 +33,10 @@ class OfflineController(Controller):
             model_folder: Hugging Face folder with the initial weights and the tokenizer.
         """
         super().__init__(config, folder=folder, recorder=OfflineRecorder(config, folder), view=view)
-        self._model_folder = model_folder
+        self._places, self._model_folder = places, model_folder
 
     def _spawn(self, checkpoint: Path | None) -> Ranks:
-        self._ranks = Ranks(OfflineTrainerActor, self._config, log_folder=self._folder.logs)
+        self._ranks = Ranks(OfflineTrainerActor, self._config, places=self._places, log_folder=self._folder.logs)
         return self._ranks
 
     def _start(self, checkpoint: Path | None) -> None:

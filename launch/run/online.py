@@ -9,18 +9,20 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from areal_lite.actors.calls import call_all
 from areal_lite.config.recipe import Config
-from areal_lite.errors import ArealLiteError, StallError
+from areal_lite.errors import ArealLiteError, HandoverError, StallError
 from areal_lite.events import EventBuffer
 from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.collector import Collector
 from areal_lite.launch.run.controller import POLL_S, Controller
 from areal_lite.launch.run.evaluation import Evaluations
-from areal_lite.launch.run.parity import largest_difference, stored_sequences
+from areal_lite.launch.run.parity import largest_differences, prompt_sequences, stored_sequences
+from areal_lite.launch.run.places import Places
 from areal_lite.launch.run.view import View
 from areal_lite.record.online_recorder import OnlineRecorder
 from areal_lite.record.run_folder import RunFolder
@@ -47,6 +49,7 @@ class OnlineController(Controller):
         config: Config,
         *,
         folder: RunFolder,
+        places: Places,
         model_folder: Path,
         prompts: Mapping[str, list[Prompt]],
         eval_prompts: list[Prompt],
@@ -60,13 +63,16 @@ class OnlineController(Controller):
             eval_prompts: Held-out prompts; none = no evaluation.
         """
         super().__init__(config, folder=folder, recorder=OnlineRecorder(config, folder), view=view)
+        self._places = places
         self._model_folder, self._prompts, self._eval_prompts = model_folder, prompts, eval_prompts
         self._handover_lane = EventBuffer("handover")
         self._at_boundary = True
+        self._first_version = 0
 
     def _spawn(self, checkpoint: Path | None) -> Cluster:
         self._cluster = Cluster(
             self._config,
+            places=self._places,
             model_folder=self._model_folder,
             log_folder=self._folder.logs,
             queue_state=(checkpoint / "queue.msgpack").read_bytes() if checkpoint else None,
@@ -93,6 +99,10 @@ class OnlineController(Controller):
         self._view.say("starting the sample queue, engines, verifiers and trainer ranks (about half a minute) ...")
         self._version = self._cluster.start(checkpoint=checkpoint, on_progress=self._view.say)
         self._hand_over(stamp_ledger=lambda: None)
+        self._first_version = self._version
+        if self._config.weights.parity_every:
+            prompts = chain.from_iterable(self._prompts.values())
+            self._check_parity(prompt_sequences(prompts, self._config.weights.parity_sequences))
         if not self._recorder.evaluations:
             self._evaluate_now()
 
@@ -195,21 +205,37 @@ class OnlineController(Controller):
     def _compare(self, groups: list[Group]) -> None:
         """Take up what stands in the row of this step: the parity of engines and trainer, and a finished evaluation."""
         every = self._config.weights.parity_every
-        if every and self._version % every == 0:
-            self._check_parity(groups)
+        # The weights of the start are in the engines' own files as well: the first that are not show what arrives.
+        if every and (self._version % every == 0 or self._version == self._first_version + 1):
+            self._check_parity(stored_sequences(groups, self._config.weights.parity_sequences))
         self._evaluations.poll()
 
-    def _check_parity(self, groups: list[Group]) -> None:
-        sequences = stored_sequences(groups, self._config.weights.parity_sequences)
+    def _check_parity(self, sequences: list[tuple[list[int], list[int]]]) -> None:
+        """Measure invariant I4.
+
+        Raises:
+            HandoverError: An engine is further from the trainer than `weights.parity_limit`.
+        """
         engines = call_all(self._cluster.engines.handles, "score", sequences)
         (expected, *_) = self._ask("score", sequences, waiting_for="the trainer's logprobs")
         failed = {name: error for name, error in engines.answers(self._config.run.stall_timeout_s) if error is not None}
         for name, reason in (failed | dict.fromkeys(engines.pending, "it is late")).items():
             logger.warning("%s gave no logprobs for the parity check: %s", name, reason)
-        worst = largest_difference(engines.values.values(), expected)
-        if worst is not None:
-            self._recorder.parity(worst)
-            self._controller_lane.emit("parity", step=self._version, max_abs_logprob_diff=worst)
+        differences = largest_differences(engines.values, expected)
+        if not differences:
+            return
+        worst, name = max((difference, name) for name, difference in differences.items())
+        self._recorder.parity(worst)
+        self._controller_lane.emit("parity", step=self._version, max_abs_logprob_diff=worst)
+        limit, weights = self._config.parity_limit, self._config.weights
+        if limit and worst > limit:
+            raise HandoverError(
+                f"right after a publication, engines and trainer must give the same log-probabilities within "
+                f"weights.parity_limit={limit:g} nats, got a difference of {worst:.3g} from {name} at version "
+                f"{self._version}: check that vLLM and transformers agree on this model at all (areal-lite eval of the "
+                f"start), then what weights.transport={weights.transport} left out, and model.compute_dtype; a limit "
+                "of 0 only reports"
+            )
 
     def _look_after(self) -> None:
         self._collector.collect()

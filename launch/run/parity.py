@@ -1,14 +1,15 @@
 """Invariant I4, measured: right after a publication, engines and trainer give a sequence the same log-probabilities."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from areal_lite.types import Group
+from areal_lite.types import Group, Prompt
 
-__all__ = ["largest_difference", "stored_sequences"]
+__all__ = ["largest_differences", "prompt_sequences", "stored_sequences"]
 
 
 def stored_sequences(groups: Iterable[Group], limit: int) -> list[tuple[list[int], list[int]]]:
@@ -17,19 +18,25 @@ def stored_sequences(groups: Iterable[Group], limit: int) -> list[tuple[list[int
     return [(list(prompt), output.tolist()) for prompt, output in samples[:limit]]
 
 
-def largest_difference(scored: Iterable[Sequence[Any]], expected: Sequence[Any]) -> float | None:
+def prompt_sequences(prompts: Iterable[Prompt], limit: int) -> list[tuple[list[int], list[int]]]:
+    """Return what can be scored before there are samples: prompts, as if all but the first token were drawn."""
+    long_enough = (list(prompt.token_ids) for prompt in prompts if len(prompt.token_ids) > 1)
+    return [(token_ids[:1], token_ids[1:]) for token_ids in islice(long_enough, limit)]
+
+
+def largest_differences(scored: Mapping[str, Sequence[Any]], expected: Sequence[Any]) -> dict[str, float]:
     """Compare log-probabilities of the same sequences.
 
     Args:
-        scored: Per engine, per sequence [T] nats.
+        scored: By engine, per sequence [T] nats.
         expected: Per sequence the trainer's, [T] nats.
 
     Returns:
-        The largest difference in nats; the largest float when one is not finite (JSON knows no infinity); None where no
-        engine has scored.
+        By engine the largest difference in nats; the largest float when one is not finite (JSON knows no infinity).
     """
-    pairs = [pair for engine in scored for pair in zip(engine, expected, strict=True)]
-    if not pairs:
-        return None
+    return {name: _largest(list(zip(engine, expected, strict=True))) for name, engine in scored.items() if expected}
+
+
+def _largest(pairs: Sequence[tuple[Any, Any]]) -> float:
     differences = np.concatenate([np.abs(np.asarray(left) - np.asarray(right)) for left, right in pairs])
     return float(differences.max()) if np.isfinite(differences).all() else sys.float_info.max

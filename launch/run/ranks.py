@@ -1,16 +1,18 @@
 """The trainer ranks as one: every question goes to all of them, and whoever dies or is late is named."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from areal_lite.actors.calls import Calls, Question, call_all, describe, result
+from areal_lite.actors.calls import Calls, Question, call_all, describe
 from areal_lite.actors.process import log_path
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.errors import StallError, TrainerError
-from areal_lite.launch.run.lifetime import kill_all, spawn, stop_all
+from areal_lite.launch.run.lifetime import kill_all, stop_all, wait_until_started
+from areal_lite.launch.run.places import Places
 
 __all__ = ["Ranks"]
 
@@ -19,23 +21,28 @@ _ANSWER_TIMEOUT_S = 5.0
 
 
 class Ranks:
-    """Trainer actors by lane name; each has `progress`, which it answers beside its work."""
+    """Trainer actors by lane name; each has `progress` and `ping`, which it answers beside its work."""
 
-    def __init__(self, kind: type, config: Config | OfflineConfig, *, log_folder: Path) -> None:
+    def __init__(self, kind: type, config: Config | OfflineConfig, *, places: Places, log_folder: Path) -> None:
         """Start the processes."""
         self._config, self._logs = config, str(log_folder)
         self.handles = {
-            f"trainer/{rank}": spawn(kind, f"trainer/{rank}", config, rank=rank, log_folder=self._logs)
+            f"trainer/{rank}": places.spawn(kind, f"trainer/{rank}", rank=rank, log_folder=self._logs)
             for rank in range(config.trainer.ranks)
         }
         self._question = Question("progress")
         self._readings: dict[str, int] = {}
 
     def start(self, **arguments: Any) -> Calls:
-        """Have all ranks meet and load what they need; returns the calls, which are under way."""
-        store = self.handles["trainer/0"].open_store.remote()
-        address = result(store, timeout_s=self._config.run.start_timeout_s)
-        return call_all(self.handles, "start", address=address, **arguments)
+        """Have all ranks meet and load what they need; returns the calls, which are under way.
+
+        Raises:
+            StallError: The first rank's process does not come up.
+        """
+        opening = call_all({"trainer/0": self.handles["trainer/0"]}, "open_store")
+        timeout_s = self._config.run.start_timeout_s
+        opened = wait_until_started(opening, timeout_s=timeout_s, logs=self._logs, on_progress=lambda _: None)
+        return call_all(self.handles, "start", address=opened["trainer/0"], **arguments)
 
     def load(self, checkpoint: Path) -> int:
         """Load a checkpoint: one long read without a sign of life. Returns the version."""
@@ -51,7 +58,7 @@ class Ranks:
         """
         calls = call_all(self.handles, method, *args)
         if late := self.wait(calls, timeout_s):
-            raise StallError(f"the trainer ranks must {method} within {timeout_s:g} s; late: {', '.join(late)}")
+            raise StallError(f"the trainer ranks must {method} within {timeout_s:g} s; late: {self.describe(late)}")
         return [calls.values[name] for name in self.handles]
 
     def wait(self, calls: Calls, timeout_s: float) -> list[str]:
@@ -64,6 +71,18 @@ class Ranks:
             if error is not None:
                 raise self._blame(name, error) from error
         return list(calls.pending)
+
+    def busy(self) -> dict[str, str]:
+        """Return what ranks are in the middle of, in their own words, by name; nothing of those that are free."""
+        calls = call_all(self.handles, "ping")
+        list(calls.answers(_ANSWER_TIMEOUT_S))
+        said = {name: calls.values.get(name, "does not answer") for name in self.handles}
+        return {name: words for name, words in said.items() if words}
+
+    def describe(self, late: Iterable[str]) -> str:
+        """Say of each rank that is late what it does."""
+        busy = self.busy()
+        return "; ".join(f"{name} {busy.get(name, 'is free')}" for name in late)
 
     def progress(self) -> tuple[int, ...]:
         """One growing number per rank, as far as they answer.

@@ -4,9 +4,11 @@ Everything that can be checked is, before anything heavy starts.
 """
 
 import contextlib
+import functools
 import json
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 import ray
 import transformers
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from rich.console import Console
 from rich.progress import Progress
 
@@ -26,6 +29,8 @@ from areal_lite.errors import ConfigError
 from areal_lite.launch.run.controller import Controller
 from areal_lite.launch.run.offline import OfflineController
 from areal_lite.launch.run.online import OnlineController
+from areal_lite.launch.run.places import Places, places_for
+from areal_lite.launch.run.preflight import check_cluster
 from areal_lite.launch.run.view import View
 from areal_lite.record.paths import find_model_folder, with_absolute_paths
 from areal_lite.record.run_folder import RunFolder
@@ -36,6 +41,7 @@ from areal_lite.types import Prompt
 __all__ = ["check_arguments", "prepare_model", "ray_session", "train"]
 
 _CACHE = Path(".cache") / "areal-lite"
+_PROBE_TIMEOUT_S = 5.0
 
 
 def train(
@@ -56,18 +62,22 @@ def train(
         Interrupted: After Ctrl-C, saved.
     """
     made = _online(config, console) if isinstance(config, Config) else _offline(config, console)
-    config, make_controller = made
-    with ray_session():
+    config, model_folder, make_controller = made
+    with ray_session(), contextlib.ExitStack() as stack:
+        say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
+        if config.run.preflight and len(ray.nodes()) > 1:
+            check_cluster(config, model_folder=model_folder, console=console)
+        places = stack.enter_context(places_for(config, say=say))
         _check_resources(config, console)
         folder = RunFolder.resume(config) if config.run.resume else RunFolder.create(config, recipe_name=recipe_name)
         console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
-        summary = make_controller(folder).run(on_step) | {"folder": str(folder.path)}
+        summary = make_controller(folder, places).run(on_step) | {"folder": str(folder.path)}
     if config.run.report:
         summary |= {"report": _report_of(folder, console=console)}
     return summary
 
 
-def _online(config: Config, console: Console) -> tuple[Config, Callable[[RunFolder], Controller]]:
+def _online(config: Config, console: Console) -> tuple[Config, Path, Callable[[RunFolder, Places], Controller]]:
     """Load everything, so that bad data is found before any actor starts."""
     check_plugins(config)
     config = with_absolute_paths(config)
@@ -78,12 +88,24 @@ def _online(config: Config, console: Console) -> tuple[Config, Callable[[RunFold
     prompts = load_sources(config, tokenizer, "train")
     check_arguments(config, chain.from_iterable(prompts.values()))
     held_out, view = load_source(config, tokenizer, "eval"), View(config, console=console)
-    return config, lambda folder: OnlineController(
-        config, folder=folder, model_folder=model_folder, prompts=prompts, eval_prompts=held_out, view=view
+    return (
+        config,
+        model_folder,
+        lambda folder, places: OnlineController(
+            config.model_copy(update={"run": places.run}),
+            folder=folder,
+            places=places,
+            model_folder=model_folder,
+            prompts=prompts,
+            eval_prompts=held_out,
+            view=view,
+        ),
     )
 
 
-def _offline(config: OfflineConfig, console: Console) -> tuple[OfflineConfig, Callable[[RunFolder], Controller]]:
+def _offline(
+    config: OfflineConfig, console: Console
+) -> tuple[OfflineConfig, Path, Callable[[RunFolder, Places], Controller]]:
     """Load the data, and turn `epochs` into steps; the rows behind an epoch's last full batch are passed over."""
     config = with_absolute_paths(config)
     model_folder = prepare_model(config, console=console)
@@ -93,7 +115,17 @@ def _offline(config: OfflineConfig, console: Console) -> tuple[OfflineConfig, Ca
         config = config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
     view = View(config, console=console)
     view.say(f"{len(data.train)} training rows, {len(data.held_out)} held out")
-    return config, lambda folder: OfflineController(config, folder=folder, model_folder=model_folder, view=view)
+    return (
+        config,
+        model_folder,
+        lambda folder, places: OfflineController(
+            config.model_copy(update={"run": places.run}),
+            folder=folder,
+            places=places,
+            model_folder=model_folder,
+            view=view,
+        ),
+    )
 
 
 def _report_of(folder: RunFolder, *, console: Console) -> str | None:
@@ -117,11 +149,43 @@ def ray_session() -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         # Without an address Ray would join whatever cluster this machine happens to run.
-        address = os.environ.get("RAY_ADDRESS") or "local"
-        ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        _join(os.environ.get("RAY_ADDRESS") or "local")
         yield
     finally:
         ray.shutdown()
+
+
+def _join(address: str) -> None:
+    """Start a private Ray (`local`), or join one.
+
+    Raises:
+        ConfigError: It refuses this machine, or nobody answers.
+    """
+    if address != "local":
+        # The head of a cluster asks for a token wherever an earlier start left one; who joins by address is not told.
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+        if ":" in address and not _listens(address):
+            raise ConfigError(
+                f"a Ray cluster must answer at {address} (RAY_ADDRESS), nobody does; correct it, or start Ray there "
+                "and here; unset RAY_ADDRESS to run on this machine alone"
+            )
+    try:
+        ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    except (ray.exceptions.AuthenticationError, ConnectionError) as error:
+        raise ConfigError(
+            f"Ray at {address} must let this machine in, got: {error}; where it asks for a token, copy the head's "
+            "~/.ray/auth_token to every node, or start all of Ray, and this command, with RAY_AUTH_MODE=disabled"
+        ) from error
+
+
+def _listens(address: str) -> bool:
+    """Whether somebody is there; Ray would try for minutes, and end as it does where a token is refused."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_PROBE_TIMEOUT_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def prepare_model(config: Config | OfflineConfig, *, console: Console) -> Path:

@@ -40,15 +40,16 @@ def silent() -> Reference:
     return Reference(lambda: None, is_ready=lambda: False)
 
 
-def actor(*references: Reference) -> Any:
-    """Answers any method, with one reference after another, the last again and again."""
+def actor(*references: Reference, busy: str | None = "") -> Any:
+    """Answers any method, with one reference after another, the last again and again; with None no ping."""
     following = itertools.chain(references, itertools.repeat(references[-1]))
 
     def remote(*_: Any, **__: Any) -> Reference:
         return next(following)
 
     method = SimpleNamespace(remote=remote)
-    return SimpleNamespace(progress=method, work=method)
+    ping = SimpleNamespace(remote=lambda: silent() if busy is None else answering(busy))
+    return SimpleNamespace(progress=method, work=method, ping=ping)
 
 
 def test_answers_come_by_name_and_one_that_fails_takes_nothing_from_the_others() -> None:
@@ -107,10 +108,21 @@ def test_a_rank_that_died_is_blamed_though_another_failed_first() -> None:
         ranks.ask("work", timeout_s=5.0)
 
 
-def test_ranks_that_are_late_are_named() -> None:
-    ranks = make_ranks(rank_0=actor(answering(1)), rank_1=actor(silent()))
-    with pytest.raises(StallError, match=r"the trainer ranks must work within 5 s; late: trainer/1"):
+def test_ranks_that_are_late_are_named_with_what_they_do() -> None:
+    """One that does not even answer that is the one that hangs. Seen failing with the names alone."""
+    waits = actor(silent(), busy="in work since 5 s (all_reduce)")
+    ranks = make_ranks(rank_0=actor(answering(1)), rank_1=waits, rank_2=actor(silent(), busy=None))
+    with pytest.raises(
+        StallError, match=r"must work within 5 s; late: trainer/1 in work .*\(all_reduce\); trainer/2 do"
+    ):
         ranks.ask("work", timeout_s=5.0)
+
+
+def test_a_first_rank_that_does_not_come_up_is_named() -> None:
+    """On a busy cluster. Seen failing with Ray's own bare `GetTimeoutError`."""
+    ranks = make_ranks(rank_0=SimpleNamespace(open_store=SimpleNamespace(remote=silent)))
+    with pytest.raises(StallError, match=r"run\.start_timeout_s=300 s; still missing: trainer/0; see /logs"):
+        ranks.start()
 
 
 def test_calling_all_waits_for_nobody(clock: FakeClock) -> None:

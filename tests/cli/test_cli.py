@@ -16,7 +16,10 @@ from areal_lite.config.reading import shipped_recipes
 from areal_lite.config.recipe import Config
 from areal_lite.errors import StallError
 
-COMMANDS = ["train", "sft", "reward-model", "dpo", "eval", "check-config", "verify", "bench", "report", "doctor"]
+COMMANDS = [
+    "train", "sft", "reward-model", "dpo", "eval", "launch", "rehearse", "check-config", "verify", "bench",
+    "report", "doctor",
+]  # fmt: skip
 SUMMARY: dict[str, Any] = dict.fromkeys(SUMMARY_KEYS, 0.5) | {"eval": {"0": 0.21, "50": 0.3, "100": 0.41}}
 
 

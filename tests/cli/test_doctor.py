@@ -152,7 +152,7 @@ def test_the_verdict_counts_problems_only():
 def test_the_machine_that_runs_the_tests_can_run_the_demo():
     """The whole doctor, in a fresh interpreter: exit code 0, and no heavy package imported beside the probes."""
     code = (
-        "import sys; from areal_lite.cli.doctor import doctor; code = doctor();"
+        "import sys; from areal_lite.cli.main import main; code = main(['doctor']);"
         "heavy = {'ray', 'vllm', 'torch', 'zmq', 'transformers'} & set(sys.modules);"
         "assert not heavy, heavy; sys.exit(code)"
     )

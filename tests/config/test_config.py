@@ -56,6 +56,29 @@ def test_the_one_node_recipe_uses_exactly_8_gpus() -> None:
         check_resources(config, num_cores=64, num_gpus=7)
 
 
+def test_a_collective_may_take_longer_than_a_stall_or_nobody_knows_who_is_late() -> None:
+    """Seen failing without the check."""
+    run, trainer = {"stall_timeout_s": 700}, {"ranks": 2}
+    assert "trainer.collective_timeout_s must be more than run.stall_timeout_s=700, got 600" in error_of(
+        {"run": run, "trainer": trainer}
+    )
+    parse_config({"run": run, "trainer": {"ranks": 1}})
+    parse_config({"run": run, "trainer": trainer | {"collective_timeout_s": 800}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [({}, 0.03), ({"parity_limit": 0.2}, 0.2), ({"parity_limit": 0}, 0.0), ({"parity_limit": None}, 0.0)],
+)
+def test_the_limit_of_parity_is_that_of_the_dtype_unless_the_recipe_has_its_own(
+    settings: dict[str, Any], limit: float
+) -> None:
+    assert parse_config({"weights": settings}).parity_limit == limit
+    if not settings:
+        assert parse_config({"model": {"compute_dtype": "bfloat16"}}).parity_limit == 1.0
+    assert "parity_limit" in error_of({"weights": {"parity_limit": -1}})
+
+
 def test_defaults_are_a_whole_recipe() -> None:
     config = parse_config({})
     assert config.samples_per_step == 16 * 8
@@ -279,7 +302,7 @@ def test_more_trainer_ranks_than_cores_is_a_warning_on_cpu(command: str) -> None
 
 @pytest.mark.parametrize(
     ("transport", "workers", "tensor_parallel", "ranks", "needed"),
-    [("nccl", 2, 1, 1, 3), ("nccl", 2, 2, 2, 6), ("ipc", 2, 1, 1, 2), ("ipc", 1, 1, 2, 2)],
+    [("nccl", 2, 1, 1, 3), ("nccl", 2, 2, 2, 6), ("ipc", 2, 1, 2, 2), ("ipc", 1, 1, 2, 2)],
 )
 def test_more_gpus_than_there_are_is_an_error(
     transport: str, workers: int, tensor_parallel: int, ranks: int, needed: int

@@ -6,6 +6,7 @@ import pytest
 
 from areal_lite.config.plugin_check import plugin_problems
 from areal_lite.config.recipe import load_config, parse_config
+from areal_lite.errors import ConfigError
 
 FILE = """
 import math as maths
@@ -28,6 +29,14 @@ def file(tmp_path: Path) -> str:
 
 def problems(**sections: object) -> list[str]:
     return list(plugin_problems(parse_config(sections)))
+
+
+def test_an_unknown_name_may_be_a_new_one() -> None:
+    """Seen failing with the old message."""
+    with pytest.raises(
+        ConfigError, match=r"code, .*verl \(a new one in pyproject.toml: after `make setup`\); got 'coed'"
+    ):
+        parse_config({"verifier": {"function": "coed"}})
 
 
 def test_shipped_recipes_name_what_is_there() -> None:

@@ -183,7 +183,7 @@ def test_the_queue_tells_the_cursor_each_result_once() -> None:
     """
     cursor = FakeCursor()
     half = Score(reward=0.5, step_rewards=(StepReward(token=0, value=-0.25),))
-    with serving(cursor=cursor) as endpoint, connected(endpoint) as client:
+    with serving(cursor=cursor) as access, connected(access) as client:
         client.open_admission()
         generate(client, 3)
         (lease,) = verify(client, 1, scores=[Score(reward=1.5), half, Score(failure="timeout")])

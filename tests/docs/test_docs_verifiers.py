@@ -21,6 +21,7 @@ from typing import Any, Literal
 import pytest
 from episode_builders import TOKENIZER, Speaker, load, make_prompt, play
 from pages import blocks
+from places import ROOT
 
 from areal_lite.config.plugins import find_function, split_name
 from areal_lite.config.recipe import load_config
@@ -273,6 +274,16 @@ def test_a_line_of_the_pages_can_be_typed(line: str) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     if "judge.yaml" in words:
         assert "0.8" in result.stdout  # 4 of 5
+
+
+def test_every_built_in_verifier_is_listed() -> None:
+    """Seen failing with `exact` taken out of the table."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    table = (ROOT / "docs/verifiers.md").read_text().partition("## What is built in")[2].partition("\n#")[0]
+    listed = {
+        name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1] if "|" in row else "")
+    }
+    assert listed == project["entry-points"]["areal_lite.verifiers"].keys()
 
 
 def test_other_blocks_are_what_they_seem() -> None:

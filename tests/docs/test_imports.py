@@ -11,7 +11,10 @@ LINKS = {path.resolve(): path.name for path in (ROOT / "areal_lite").iterdir() i
 HEAVY = {
     "ray": ("areal_lite.actors", "areal_lite.launch"),
     "vllm": ("areal_lite.rollout.vllm_engine", "areal_lite.weights"),
-    "zmq": ("areal_lite.sample_queue.server", "areal_lite.sample_queue.client", "areal_lite.launch.bench"),
+    "zmq": (
+        *(f"areal_lite.sample_queue.{name}" for name in ("access", "client", "connections", "server")),
+        "areal_lite.launch.bench",
+    ),
 }
 """Where each heavy package may be imported at all."""
 

@@ -3,10 +3,13 @@
 import io
 import itertools
 import json
+import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from offline_builders import offline_config
 from rich.console import Console
@@ -18,12 +21,16 @@ from areal_lite.launch.run.collector import Collector
 from areal_lite.launch.run.evaluation import Evaluations
 from areal_lite.launch.run.offline import OfflineController
 from areal_lite.launch.run.online import OnlineController
+from areal_lite.launch.run.parity import largest_differences
 from areal_lite.launch.run.ranks import Ranks
 from areal_lite.launch.run.view import View
+from areal_lite.launch.run.whereabouts import Whereabouts
 from areal_lite.record.metrics import METRICS
 from areal_lite.record.run_folder import RunFolder
 
 FIGURES = {"loss": 0.5, "accuracy": 0.9, "tokens": 12.0, "lr": 1e-3, "grad_norm": 1.0, "step_skipped": 0.0}
+NO_PLACES: Any = SimpleNamespace(whereabouts=Whereabouts([], []))
+"""No process is started here."""
 STATS = {metric.name: 1 for metric in METRICS if metric.reduction} | {"age_histogram": {0: 30}, "age_max": 0}
 
 
@@ -33,6 +40,10 @@ class FakeRanks(Ranks):
     def __init__(self, config: Any) -> None:
         self._config = config
         self.asked: list[tuple[Any, ...]] = []
+        self.doing: dict[str, str] = {}
+
+    def busy(self) -> dict[str, str]:
+        return self.doing
 
     def ask(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         self.asked.append((method, *args, timeout_s))
@@ -66,16 +77,24 @@ def offline(tmp_path: Path) -> OfflineController:
     run = {"dir": str(tmp_path / "run"), "eval_every": 1, "start_timeout_s": 321.0}
     config = offline_config(tmp_path, run=run)
     folder, view = RunFolder.create(config, recipe_name="x"), View(config, console=Console(file=io.StringIO()))
-    controller = OfflineController(config, folder=folder, model_folder=tmp_path / "model", view=view)
+    controller = OfflineController(config, folder=folder, places=NO_PLACES, model_folder=tmp_path / "model", view=view)
     controller._ranks = FakeRanks(config)
     return controller
+
+
+def answers_of(handles: dict[str, Any], method: str, *arguments: Any) -> Any:
+    """What `call_all` returns, where everybody has answered at once."""
+    values = {name: getattr(handle, method).remote(*arguments) for name, handle in handles.items()}
+    return SimpleNamespace(values=values, pending={}, answers=lambda _: dict.fromkeys(values).items())
 
 
 @pytest.fixture
 def rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnlineController:
     config = parse_config({"run": {"dir": str(tmp_path / "run"), "steps": 5}, "weights": {"parity_every": 1}})
     folder, view = RunFolder.create(config, recipe_name="x"), View(config, console=Console(file=io.StringIO()))
-    controller = OnlineController(config, folder=folder, model_folder=tmp_path, prompts={}, eval_prompts=[], view=view)
+    controller = OnlineController(
+        config, folder=folder, places=NO_PLACES, model_folder=tmp_path, prompts={}, eval_prompts=[], view=view
+    )
     cluster: Any = FakeCluster()
     controller._cluster = cluster
     controller._collector = Collector(cluster, recorder=controller._recorder, view=view, logs="", own=[])
@@ -83,9 +102,20 @@ def rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnlineController:
         cluster, [], recorder=controller._recorder, lane=controller._controller_lane, view=view
     )
     vars(controller)["_ask"] = lambda method, *_, waiting_for: [dict(STATS) if method == "step" else []]
+    monkeypatch.setattr(online, "call_all", answers_of)
     monkeypatch.setattr(online, "hand_over", lambda *_, stamp_ledger, **__: stamp_ledger())
-    monkeypatch.setattr(online, "largest_difference", lambda *_: 1e-6)
+    monkeypatch.setattr(online, "largest_differences", lambda *_: {"rollout/0": 1e-6})
     return controller
+
+
+def limit_parity(controller: OnlineController, limit: Any, *, every: int = 1) -> None:
+    weights = controller._config.weights.model_copy(update={"parity_limit": limit, "parity_every": every})
+    controller._config = controller._config.model_copy(update={"weights": weights})
+
+
+def scoring(difference: float) -> Any:
+    """A rollout actor that gives three tokens log-probabilities that are off."""
+    return SimpleNamespace(score=SimpleNamespace(remote=lambda _: [np.array([0.0, difference, 0.0])]))
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -122,6 +152,61 @@ def test_a_step_whose_hand_over_fails_is_complete_and_has_its_row(
     assert rl._cluster.completed == ["step-1"]
     assert rl._at_boundary
     assert [row["step"] for row in rows(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize(("limit", "difference"), [("auto", 0.031), (0.5, 0.6), ("auto", math.inf)])
+def test_an_engine_too_far_from_the_trainer_ends_the_run(
+    rl: OnlineController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: Any, difference: float
+) -> None:
+    """Named, with the figure; the step is complete, so that the rescue saves it. Seen failing with a figure alone."""
+    limit_parity(rl, limit)
+    rl._cluster.engines.handles = {"rollout/0": scoring(0.0), "rollout/1": scoring(difference)}
+    monkeypatch.setattr(online, "largest_differences", largest_differences)
+    vars(rl)["_ask"] = lambda method, *_, waiting_for: [dict(STATS) if method == "step" else [np.zeros(3)]]
+    with pytest.raises(
+        HandoverError, match=r"parity_limit=\S+ nats, got a difference of .* from rollout/1 at version 1: c"
+    ):
+        rl._step()
+    rl._tick()
+    assert rl._at_boundary
+    assert rows(tmp_path)[0]["parity_max_abs_logprob_diff"] == min(difference, sys.float_info.max)
+
+
+@pytest.mark.parametrize("limit", [0, None, 0.7])
+def test_parity_without_a_limit_or_within_it_is_only_reported(
+    rl: OnlineController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: Any
+) -> None:
+    limit_parity(rl, limit)
+    monkeypatch.setattr(online, "largest_differences", lambda *_: {"rollout/0": 0.6})
+    assert rl._step()
+    rl._tick()
+    assert rows(tmp_path)[0]["parity_max_abs_logprob_diff"] == 0.6
+
+
+def test_parity_is_measured_at_the_first_publication_of_trained_weights_and_then_as_often_as_the_recipe_says(
+    rl: OnlineController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a resumed run. Seen failing with the modulo alone."""
+    limit_parity(rl, "auto", every=4)
+    rl._version = rl._first_version = 2
+    measured: list[int] = []
+    monkeypatch.setattr(online, "largest_differences", lambda *_: measured.append(rl._version) or {})
+    for _ in range(3):
+        rl._step()
+    assert measured == [3, 4]
+
+
+@pytest.mark.parametrize(("doing", "asked"), [("", ["save"]), ("in step step-8 since 31 s (wait)", [])])
+def test_a_failed_run_is_not_saved_while_a_rank_hangs(
+    rl: OnlineController, monkeypatch: pytest.MonkeyPatch, doing: str, asked: list[str]
+) -> None:
+    """An actor with two threads answers beside the one that hangs. Seen failing with any answer to `ping` taken."""
+    ranks = FakeRanks(rl._config)
+    ranks.doing = {"trainer/1": doing} if doing else {}
+    rl._ranks, rl._version = ranks, 7
+    rl._cluster.queue.save = lambda: b""
+    rl._rescue(StallError("late: trainer/1"))
+    assert [method for method, *_ in ranks.asked] == asked
 
 
 def test_a_start_that_fails_leaves_a_summary_that_says_why(rl: OnlineController, tmp_path: Path) -> None:

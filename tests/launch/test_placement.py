@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from areal_lite.config.recipe import Config, load_config, parse_config
+from areal_lite.errors import ConfigError
 from areal_lite.launch.run.lifetime import actor_options
+from areal_lite.rollout.engine_settings import engine_arguments
 
 KINDS = ["queue", "rollout", "verifier", "trainer"]
 
@@ -33,6 +35,33 @@ def test_over_ipc_an_engine_and_a_rank_share_each_gpu() -> None:
     """Seen failing with whole GPUs: a rank would wait for a second GPU for ever."""
     config = gpu_config(weights={"transport": "ipc"})
     assert actor_options(config, "rollout")["num_gpus"] + actor_options(config, "trainer")["num_gpus"] == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_recipes_environment_reaches_every_actor_and_comes_first(kind: str) -> None:
+    """Seen failing without it: a raylet's environment is that of whoever started it."""
+    config = parse_config({"run": {"env": {"HF_HOME": "/data", "TOKENIZERS_PARALLELISM": "true"}}})
+    environment = actor_options(config, kind)["runtime_env"]["env_vars"]
+    assert {key: environment[key] for key in config.run.env} == config.run.env
+
+
+def test_an_engine_of_several_gpus_starts_its_processes_itself() -> None:
+    """In a placement group vLLM would ask Ray for actors. Seen failing with vLLM's own choice."""
+    arguments = {n: engine_arguments(gpu_config(rollout={"tensor_parallel": n}), model_folder="m") for n in (1, 2)}
+    assert {n: found["distributed_executor_backend"] for n, found in arguments.items()} == {1: "uni", 2: "mp"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"rollout": {"tensor_parallel": 2}}, r"needs engines of one GPU, got rollout\.tensor_parallel=2: .*=nccl"),
+        ({"rollout": {"workers": 2}}, r"shares the GPU of a rank, got rollout\.workers=2 and trainer\.ranks=1: raise"),
+    ],
+)
+def test_ipc_is_refused_in_shapes_that_do_not_work(sections: dict[str, Any], message: str) -> None:
+    """Seen failing without the checks: Ray gives two halves as one GPU; an engine without a rank finds no weights."""
+    with pytest.raises(ConfigError, match=message):
+        gpu_config(weights={"transport": "ipc"}, **sections)
 
 
 def test_thread_counts_are_the_recipes() -> None:

@@ -26,6 +26,7 @@ from areal_lite.data.prompts import load_source
 from areal_lite.events import EventBuffer
 from areal_lite.rollout.engine import GenerationEngine, Sampling
 from areal_lite.rollout.worker import RolloutWorker, sample_seed
+from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
 from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
 from areal_lite.sample_queue.server import QueueServer
@@ -126,9 +127,9 @@ def make_server(config: Config) -> QueueServer:
 
 
 @asynccontextmanager
-async def working(config: Config, engine: GenerationEngine, endpoint: str) -> AsyncIterator[None]:
+async def working(config: Config, engine: GenerationEngine, access: QueueAccess) -> AsyncIterator[None]:
     """A rollout worker and a verifier worker, the latter with child processes, at a queue."""
-    client = AsyncQueueClient(endpoint, timeout_s=SOON_S)
+    client = AsyncQueueClient(access, timeout_s=SOON_S)
     pool = VerifierSet(config.verifier.model_copy(update={"processes": 2, "timeout_s": SOON_S}))
     await pool.start()
     rollout = RolloutWorker(
@@ -160,15 +161,15 @@ async def run_system(config: Config, trainer: Trainer, engine: TorchEngine) -> l
     """Train through the sample queue, with the steps and the hand-over in a thread beside the workers."""
     server = make_server(config)
     try:
-        endpoint = server.start()
+        access = server.start()
         engines = LocalEngines({"rollout/0": engine}, asyncio.get_running_loop())
 
         def publish() -> dict[str, str | None]:
             engine.load(trainer.model.state_dict())
             return {"rollout/0": None}
 
-        async with working(config, engine, endpoint):
-            return await asyncio.to_thread(drive, config, trainer, endpoint, engines, publish)
+        async with working(config, engine, access):
+            return await asyncio.to_thread(drive, config, trainer, access, engines, publish)
     finally:
         server.close()
 
@@ -176,12 +177,12 @@ async def run_system(config: Config, trainer: Trainer, engine: TorchEngine) -> l
 def drive(
     config: Config,
     trainer: Trainer,
-    endpoint: str,
+    access: QueueAccess,
     engines: LocalEngines,
     publish: Callable[[], dict[str, str | None]],
 ) -> list[float]:
     """What the controller does."""
-    queue, losses = QueueClient(endpoint, timeout_s=SOON_S), []
+    queue, losses = QueueClient(access, timeout_s=SOON_S), []
     try:
         queue.open_admission()
         for version in range(1, config.run.steps + 1):
@@ -245,7 +246,13 @@ def test_eta_0_with_vllm_is_the_plain_loop(ray_cluster: None, loop_folder: Path)
     _, folder = run_loop(config)
     trainer = make_trainer(config)
     publisher = WeightPublisher(
-        trainer.model, transport="gloo", dtype=torch.float32, rank=0, host="127.0.0.1", timeout_s=SOON_S
+        trainer.model,
+        transport="gloo",
+        dtype=torch.float32,
+        rank=0,
+        host="127.0.0.1",
+        ports=range(20000, 22000),
+        timeout_s=SOON_S,
     )
     with vllm_engine(config, config.model.path) as (engine, background):
         client = SyncClient(engine, background.loop)

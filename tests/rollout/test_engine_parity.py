@@ -140,6 +140,7 @@ class Pair:
             dtype=torch.float32,
             rank=0,
             host="127.0.0.1",
+            ports=range(20000, 22000),
             timeout_s=timeout_s,
         )
         assert publisher.connect({"engine": client}, group_client=client, num_engine_ranks=1) == {"engine": None}

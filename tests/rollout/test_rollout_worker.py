@@ -13,6 +13,7 @@ from areal_lite.errors import EngineError, LedgerError, QueueTimeout, WireError
 from areal_lite.events import EventBuffer
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.worker import RolloutWorker, sample_seed
+from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.client import AsyncQueueClient
 from areal_lite.types import Group, Lease, Prompt, Sample, Score, StopReason
 
@@ -489,8 +490,8 @@ def test_stop_ends_run_at_every_stage(stage: str) -> None:
 def test_groups_reach_a_real_queue() -> None:
     """The protocol that the fake stands for is the client's."""
 
-    async def scenario(endpoint: str) -> None:
-        client = AsyncQueueClient(endpoint, timeout_s=PATIENCE_S)
+    async def scenario(access: QueueAccess) -> None:
+        client = AsyncQueueClient(access, timeout_s=PATIENCE_S)
         worker, _ = make_worker(client, ScriptedEngine(), samples_per_group=3)
         try:
             running = asyncio.create_task(worker.run())
@@ -501,9 +502,9 @@ def test_groups_reach_a_real_queue() -> None:
         finally:
             client.close()
 
-    with serving() as endpoint, connected(endpoint) as plain:
+    with serving() as access, connected(access) as plain:
         plain.open_admission()
-        run(lambda: scenario(endpoint))
+        run(lambda: scenario(access))
         leases = plain.lease_verify(worker="verifier/0", limit=4, wait_s=0.0)
     assert [len(lease.group.samples) for lease in leases] == [3] * 4
 

@@ -406,6 +406,23 @@ def test_drop_discards_at_publication_and_tries_again() -> None:
     assert_conserved(ledger)
 
 
+def test_drop_ends_the_leases_of_the_groups_that_it_ends_alone() -> None:
+    """One whose tokens are older than its admission is ended later; until then it is lent.
+
+    Seen failing with the leases of all groups over age ended: nobody could hand it in or get it any more.
+    """
+    ledger = Ledger(make_settings(on_stale="drop"))
+    straggle(ledger, steps=1)
+    ledger.admit("old")
+    (lease,) = ledger.lease_rollout("r", limit=1)
+    assert ledger.complete_rollout(lease.lease_id, make_samples([0], [0]))
+    (lease,) = ledger.lease_verify("v", limit=1)
+    do_step(ledger)
+    assert ledger.counts()["stale"] == 1  # the straggler
+    assert ledger.counts()["leased_verify"] == 1
+    assert ledger.complete_verify(lease.lease_id, make_scores(0.0, 1.0))
+
+
 def test_drop_leaves_groups_that_wait_for_a_worker() -> None:
     """Nothing of a waiting group is old, however long it waits (here: since a resume with a smaller bound).
 

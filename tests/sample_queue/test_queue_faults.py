@@ -28,6 +28,8 @@ from queue_builders import (
 )
 
 from areal_lite.errors import ConfigError, LedgerError, QueueTimeout, WireError
+from areal_lite.network import listen
+from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
 from areal_lite.sample_queue.ledger import Ledger
 from areal_lite.sample_queue.server import QueueServer
@@ -35,16 +37,17 @@ from areal_lite.types import Prompt
 from areal_lite.wire import SCHEMA_VERSION, decode, encode
 
 BIND = "tcp://127.0.0.1"
+NOBODY = QueueAccess(f"{BIND}:9")
 MAX_BYTES = 10_000
 
 
 @contextmanager
-def raw_socket(endpoint: str) -> Iterator[Any]:
+def raw_socket(access: QueueAccess) -> Iterator[Any]:
     """A DEALER that sends whatever it is told to."""
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(endpoint)
+    socket.connect(access.endpoint)
     try:
         yield socket
     finally:
@@ -98,7 +101,7 @@ def request(op: Any, **fields: Any) -> bytes:
 )
 def test_what_is_no_request_is_refused_and_counted(frames: list[bytes], reason: str, message: str) -> None:
     """Seen failing with any method of the service taken for a request, and with each check left out."""
-    with serving(max_message_bytes=MAX_BYTES) as endpoint, raw_socket(endpoint) as socket:
+    with serving(max_message_bytes=MAX_BYTES) as access, raw_socket(access) as socket:
         answer = ask(socket, *frames)
         assert answer["error"] == "WireError"
         assert re.search(message, answer["message"])
@@ -109,7 +112,7 @@ def test_what_is_no_request_is_refused_and_counted(frames: list[bytes], reason: 
 
 @pytest.fixture(scope="module")
 def fuzzed() -> Iterator[Any]:
-    with serving() as endpoint, raw_socket(endpoint) as socket:
+    with serving() as access, raw_socket(access) as socket:
         yield socket
 
 
@@ -122,8 +125,8 @@ def test_random_messages_are_answered_and_never_the_last(fuzzed: Any, frames: li
 
 
 def test_a_message_far_over_the_limit_costs_its_sender_the_connection_and_nobody_else() -> None:
-    with serving(max_message_bytes=MAX_BYTES) as endpoint, connected(endpoint) as other:
-        with raw_socket(endpoint) as socket:
+    with serving(max_message_bytes=MAX_BYTES) as access, connected(access) as other:
+        with raw_socket(access) as socket:
             socket.send_multipart([b"id", bytes(3 * 2**20)])
             assert other.status()["version"] == 0
             assert not socket.poll(100)
@@ -131,7 +134,7 @@ def test_a_message_far_over_the_limit_costs_its_sender_the_connection_and_nobody
 
 
 def test_a_wait_of_strange_length_does_no_harm() -> None:
-    with serving() as endpoint, raw_socket(endpoint) as socket, connected(endpoint) as client:
+    with serving() as access, raw_socket(access) as socket, connected(access) as client:
         for wait_s in (float("nan"), -1.0):
             lease = request("lease_verify", worker="w", limit=1, wait_s=wait_s)
             assert ask(socket, b"id", lease) == {"result": []}
@@ -150,7 +153,7 @@ def test_heartbeats_that_arrived_while_the_server_was_busy_count() -> None:
                 clock.now = 11.0
             return super().next()
 
-    with serving(cursor=SlowCursor(), clock=clock) as endpoint, raw_socket(endpoint) as socket:
+    with serving(cursor=SlowCursor(), clock=clock) as access, raw_socket(access) as socket:
         ask(socket, b"1", request("open_admission"))
         (held,) = ask(socket, b"2", request("lease_rollout", worker="w", limit=1, wait_s=0.0))["result"]
         socket.send_multipart([b"3", request("lease_rollout", worker="w", limit=1, wait_s=0.0)])
@@ -160,7 +163,7 @@ def test_heartbeats_that_arrived_while_the_server_was_busy_count() -> None:
 
 
 def test_wrong_results_are_refused_and_the_lease_lives_on() -> None:
-    with serving() as endpoint, connected(endpoint) as client:
+    with serving() as access, connected(access) as client:
         client.open_admission()
         (lease,) = client.lease_rollout(worker="rollout/0", limit=1, wait_s=0.0)
         with pytest.raises(WireError, match=r"expected 3 samples of fake/0/0#0, got 2"):
@@ -178,7 +181,7 @@ def test_a_mistake_of_our_own_is_told_logged_and_survived(caplog: pytest.LogCapt
         def next(self) -> Prompt:
             raise KeyError("row 7")
 
-    with serving(cursor=BrokenCursor()) as endpoint, connected(endpoint) as client:
+    with serving(cursor=BrokenCursor()) as access, connected(access) as client:
         client.open_admission()
         with pytest.raises(LedgerError, match="KeyError: 'row 7'"):
             client.lease_rollout(worker="rollout/0", limit=1, wait_s=LONG_WAIT_S)
@@ -187,7 +190,7 @@ def test_a_mistake_of_our_own_is_told_logged_and_survived(caplog: pytest.LogCapt
 
 
 def test_a_client_refuses_to_send_what_does_not_travel() -> None:
-    with connected(f"{BIND}:9") as client, pytest.raises(WireError, match="convert it"):
+    with connected(NOBODY) as client, pytest.raises(WireError, match="convert it"):
         client.forget(worker=object())  # type: ignore[arg-type]
 
 
@@ -195,11 +198,11 @@ def test_a_client_refuses_to_send_what_does_not_travel() -> None:
 
 
 def test_a_client_of_nobody_times_out_by_name() -> None:
-    with connected(f"{BIND}:9", timeout_s=0.05) as client, pytest.raises(QueueTimeout, match=r"127\.0\.0\.1:9 .*take"):
+    with connected(NOBODY, timeout_s=0.05) as client, pytest.raises(QueueTimeout, match=r"127\.0\.0\.1:9 .*take"):
         client.take(batch_id="b", wait_s=0.05)
 
     async def scenario() -> None:
-        client = AsyncQueueClient(f"{BIND}:9", timeout_s=0.05)
+        client = AsyncQueueClient(NOBODY, timeout_s=0.05)
         with pytest.raises(QueueTimeout, match=r"127\.0\.0\.1:9 .*heartbeat"):
             await client.heartbeat(worker="w", lease_ids=[], progress=0)
         client.close()
@@ -209,17 +212,17 @@ def test_a_client_of_nobody_times_out_by_name() -> None:
 
 def test_a_client_times_out_by_name_when_the_server_has_gone() -> None:
     server = make_queue()
-    endpoint = server.start()
-    with connected(endpoint, timeout_s=0.2) as client:
+    access = server.start()
+    with connected(access, timeout_s=0.2) as client:
         assert client.status()["version"] == 0
         server.close()
-        with pytest.raises(QueueTimeout, match=rf"{endpoint} .* answer status"):
+        with pytest.raises(QueueTimeout, match=rf"{access} .* answer status"):
             client.status()
 
 
 @contextmanager
-def lossy_server(answer: Callable[[int, bytes], list[bytes]]) -> Iterator[tuple[str, list[str]]]:
-    """A stand-in that sends `answer(number of the message, its request id)`; yields endpoint and requests seen."""
+def lossy_server(answer: Callable[[int, bytes], list[bytes]]) -> Iterator[tuple[QueueAccess, list[str]]]:
+    """A stand-in that sends `answer(number of the message, its request id)`; yields access and requests seen."""
     context, seen, ended = zmq.Context(), [], threading.Event()
     socket = context.socket(zmq.ROUTER)
     port = socket.bind_to_random_port(BIND)
@@ -236,16 +239,16 @@ def lossy_server(answer: Callable[[int, bytes], list[bytes]]) -> Iterator[tuple[
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        yield f"{BIND}:{port}", seen
+        yield QueueAccess(f"{BIND}:{port}"), seen
     finally:
         ended.set()
         thread.join()
         context.term()
 
 
-def call_async(endpoint: str, op: str, *, timeout_s: float, **fields: Any) -> Any:
+def call_async(access: QueueAccess, op: str, *, timeout_s: float, **fields: Any) -> Any:
     async def scenario() -> Any:
-        client = AsyncQueueClient(endpoint, timeout_s=timeout_s)
+        client = AsyncQueueClient(access, timeout_s=timeout_s)
         try:
             return await getattr(client, op)(**fields)
         finally:
@@ -254,20 +257,20 @@ def call_async(endpoint: str, op: str, *, timeout_s: float, **fields: Any) -> An
     return asyncio.run(scenario())
 
 
-def call_plain(endpoint: str, op: str, *, timeout_s: float, **fields: Any) -> Any:
-    with connected(endpoint, timeout_s=timeout_s) as client:
+def call_plain(access: QueueAccess, op: str, *, timeout_s: float, **fields: Any) -> Any:
+    with connected(access, timeout_s=timeout_s) as client:
         return getattr(client, op)(**fields)
 
 
 @pytest.mark.parametrize("call", [call_plain, call_async])
 def test_what_may_be_repeated_is_sent_a_second_time(call: Callable[..., Any]) -> None:
     """Seen failing with one attempt for every request, and with two for leases."""
-    with lossy_server(lambda number, request_id: [request_id] if number == 2 else []) as (endpoint, seen):
-        assert call(endpoint, "forget", timeout_s=0.3, worker="w") == ["2"]
+    with lossy_server(lambda number, request_id: [request_id] if number == 2 else []) as (access, seen):
+        assert call(access, "forget", timeout_s=0.3, worker="w") == ["2"]
         assert seen == ["forget", "forget"]
-    with lossy_server(lambda number, request_id: []) as (endpoint, seen):
+    with lossy_server(lambda number, request_id: []) as (access, seen):
         with pytest.raises(QueueTimeout, match=r"lease_verify .* 1 attempt"):
-            call(endpoint, "lease_verify", timeout_s=0.1, worker="w", limit=1, wait_s=0.1)
+            call(access, "lease_verify", timeout_s=0.1, worker="w", limit=1, wait_s=0.1)
         assert seen == ["lease_verify"]
 
 
@@ -278,8 +281,8 @@ def test_answers_to_other_requests_are_dropped(call: Callable[..., Any]) -> None
     def answer(number: int, request_id: bytes) -> list[bytes]:
         return [b"an earlier one"] if number == 1 else [b"an earlier one", request_id, request_id]
 
-    with lossy_server(answer) as (endpoint, seen):
-        assert call(endpoint, "forget", timeout_s=0.3, worker="w") == ["2"]
+    with lossy_server(answer) as (access, seen):
+        assert call(access, "forget", timeout_s=0.3, worker="w") == ["2"]
         assert seen == ["forget", "forget"]
 
 
@@ -305,8 +308,8 @@ def start_batch(client: QueueClient) -> None:
 def test_closing_the_server_ends_promptly_and_wakes_who_waits(start: Callable[[QueueClient], None]) -> None:
     """Seen failing with parked requests forgotten at closing: their clients wait for their own time-out."""
     server = make_queue()
-    endpoint = server.start()
-    with connected(endpoint) as client, connected(endpoint) as waiting, ThreadPoolExecutor(2) as pool:
+    access = server.start()
+    with connected(access) as client, connected(access) as waiting, ThreadPoolExecutor(2) as pool:
         start(client)
         parked = pool.submit(waiting.lease_verify, worker="verifier/0", limit=1, wait_s=LONG_WAIT_S)
         try:
@@ -335,10 +338,24 @@ def test_an_address_of_another_machine_is_refused_by_name() -> None:
     server.close()
 
 
+def test_a_port_is_taken_from_the_range_or_the_range_is_named() -> None:
+    """Seen failing with any free port, which a firewall between nodes may not let through."""
+    options: dict[str, Any] = {"num_minibatches": 1, "num_ranks": 1, "seed": 0}
+    with listen("127.0.0.1", range(20000, 22000)) as other:
+        taken = other.getsockname()[1]
+        server = QueueServer(Ledger(make_settings()), FakeCursor(), ports=range(taken, taken + 1), **options)
+        with pytest.raises(ConfigError, match=r"a port of run\.ports must be free on 127\.0\.0\.1"):
+            server.start()
+        server.close()
+    server = QueueServer(Ledger(make_settings()), FakeCursor(), ports=range(20000, 22000), **options)
+    assert int(server.start().endpoint.rpartition(":")[2]) in range(20000, 22000)
+    server.close()
+
+
 def test_closing_a_client_wakes_its_waiting_call() -> None:
     """Seen failing with the whole of `wait_s` slept in one go."""
-    with serving() as endpoint, connected(endpoint) as other, ThreadPoolExecutor(1) as pool:
-        client = QueueClient(endpoint, timeout_s=SOON_S)
+    with serving() as access, connected(access) as other, ThreadPoolExecutor(1) as pool:
+        client = QueueClient(access, timeout_s=SOON_S)
         parked = pool.submit(client.lease_verify, worker="verifier/0", limit=1, wait_s=LONG_WAIT_S)
         await_parked(other, 1)
         client.close()
@@ -364,16 +381,16 @@ def test_closing_an_async_client_wakes_its_waiting_calls() -> None:
         with pytest.raises(LedgerError, match="open client"):
             await client.status()
 
-    with serving() as endpoint:
-        asyncio.run(scenario(AsyncQueueClient(endpoint, timeout_s=SOON_S)))
+    with serving() as access:
+        asyncio.run(scenario(AsyncQueueClient(access, timeout_s=SOON_S)))
 
 
 def test_an_async_client_can_be_closed_without_its_loop() -> None:
     async def use(client: AsyncQueueClient) -> None:
         assert (await client.status())["version"] == 0
 
-    with serving() as endpoint:
-        client = AsyncQueueClient(endpoint, timeout_s=SOON_S)
+    with serving() as access:
+        client = AsyncQueueClient(access, timeout_s=SOON_S)
         asyncio.run(use(client))
         client.close()
-        AsyncQueueClient(endpoint, timeout_s=SOON_S).close()
+        AsyncQueueClient(access, timeout_s=SOON_S).close()

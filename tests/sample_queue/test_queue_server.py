@@ -26,6 +26,7 @@ from queue_builders import (
 )
 
 from areal_lite.errors import CheckpointError, LedgerError
+from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
 from areal_lite.sample_queue.requests import REQUESTS, QueueRequests
 from areal_lite.sample_queue.service import restore
@@ -35,7 +36,7 @@ from areal_lite.wire import SCHEMA_VERSION
 @pytest.fixture
 def queue() -> Iterator[QueueClient]:
     """A client of a fresh queue with open admission."""
-    with serving() as endpoint, connected(endpoint) as client:
+    with serving() as access, connected(access) as client:
         client.open_admission()
         yield client
 
@@ -102,7 +103,7 @@ async def whole_path(queue: Any) -> None:
 
 def test_a_group_goes_from_prompt_to_trained_by_the_plain_client() -> None:
     """Seen failing with work lent while admission is closed, and with a row's group taken for its sample."""
-    with serving() as endpoint, connected(endpoint) as client:
+    with serving() as access, connected(access) as client:
         asyncio.run(whole_path(Awaitably(client)))
 
 
@@ -111,9 +112,9 @@ def test_a_group_goes_from_prompt_to_trained_by_the_async_client() -> None:
         await whole_path(client)
         client.close()
 
-    with serving() as endpoint:
+    with serving() as access:
         # Actors make their client before their event loop runs.
-        asyncio.run(scenario(AsyncQueueClient(endpoint, timeout_s=SOON_S)))
+        asyncio.run(scenario(AsyncQueueClient(access, timeout_s=SOON_S)))
 
 
 def test_the_async_client_has_many_requests_in_flight() -> None:
@@ -126,8 +127,8 @@ def test_the_async_client_has_many_requests_in_flight() -> None:
         assert len(await asyncio.wait_for(parked, SOON_S)) == 1
         client.close()
 
-    with serving() as endpoint:
-        asyncio.run(scenario(AsyncQueueClient(endpoint, timeout_s=SOON_S)))
+    with serving() as access:
+        asyncio.run(scenario(AsyncQueueClient(access, timeout_s=SOON_S)))
 
 
 def test_both_clients_have_every_request() -> None:
@@ -186,7 +187,7 @@ def test_a_parked_request_is_answered_when(kind: str) -> None:
         "take": {"batch_id": "b", "wait_s": LONG_WAIT_S},
     }
     clock = FakeClock()
-    with serving(clock=clock) as endpoint, connected(endpoint) as client, connected(endpoint) as waiting:
+    with serving(clock=clock) as access, connected(access) as client, connected(access) as waiting:
         name, change = parked_and_change(kind, client, clock)
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(getattr(waiting, name), **requests[name])
@@ -211,8 +212,8 @@ def test_parked_requests_are_answered_in_the_order_they_came() -> None:
         assert [lease.group.group_id for (lease,) in answers] == [f"fake/0/{i}#0" for i in range(4)]
         client.close()
 
-    with serving() as endpoint:
-        asyncio.run(scenario(AsyncQueueClient(endpoint, timeout_s=SOON_S)))
+    with serving() as access:
+        asyncio.run(scenario(AsyncQueueClient(access, timeout_s=SOON_S)))
 
 
 def test_parked_requests_end_empty_at_their_deadline(queue: QueueClient) -> None:
@@ -235,7 +236,7 @@ def test_a_request_behind_one_for_the_same_ends_at_its_own_deadline(queue: Queue
         with pytest.raises(LedgerError, match="open client"):
             await wait
 
-    asyncio.run(scenario(AsyncQueueClient(queue._endpoint, timeout_s=SOON_S)))
+    asyncio.run(scenario(AsyncQueueClient(QueueAccess(queue._endpoint), timeout_s=SOON_S)))
 
 
 def test_work_is_admitted_as_it_is_asked_for_within_capacity(queue: QueueClient) -> None:
@@ -267,7 +268,7 @@ def test_results_that_come_twice_are_acknowledged_and_ignored(queue: QueueClient
 def test_work_of_a_silent_worker_comes_back_and_its_late_result_is_ignored() -> None:
     """Seen failing with `expire` never called by the server."""
     clock = FakeClock()
-    with serving(clock=clock, lease_timeout_s=10.0) as endpoint, connected(endpoint) as client:
+    with serving(clock=clock, lease_timeout_s=10.0) as access, connected(access) as client:
         client.open_admission()
         lost, *kept = client.lease_rollout(worker="rollout/0", limit=4, wait_s=0.0)  # all there is
         kept_ids = [lease.lease_id for lease in kept]
@@ -286,7 +287,7 @@ def test_work_of_a_silent_worker_comes_back_and_its_late_result_is_ignored() -> 
 
 def test_what_a_forgotten_worker_waits_for_ends_empty() -> None:
     """Seen failing with its request left parked: the dead worker was lent the next group."""
-    with serving() as endpoint, connected(endpoint) as client, connected(endpoint) as dead:
+    with serving() as access, connected(access) as client, connected(access) as dead:
         with ThreadPoolExecutor(1) as pool:
             parked = pool.submit(dead.lease_rollout, worker="rollout/0", limit=1, wait_s=LONG_WAIT_S)
             await_parked(client, 1)
@@ -300,7 +301,7 @@ def test_what_a_forgotten_worker_waits_for_ends_empty() -> None:
 
 def test_status_tells_who_holds_what_since_when() -> None:
     clock = FakeClock()
-    with serving(clock=clock) as endpoint, connected(endpoint) as client:
+    with serving(clock=clock) as access, connected(access) as client:
         client.open_admission()
         client.lease_rollout(worker="rollout/0", limit=1, wait_s=0.0)
         clock.now = 3.0
@@ -337,7 +338,7 @@ def test_progress_grows_with_what_workers_report_and_never_falls(queue: QueueCli
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_ranks_partition_the_batch_and_may_ask_again(num_ranks: int) -> None:
     """Four groups of three samples, two minibatches. Seen failing with the rows split anew at every fetch."""
-    with serving(groups_per_step=4, num_ranks=num_ranks) as endpoint, connected(endpoint) as client:
+    with serving(groups_per_step=4, num_ranks=num_ranks) as access, connected(access) as client:
         client.open_admission()
         make_ready(client, 4)
         client.take(batch_id="b", wait_s=0.0)
@@ -355,7 +356,7 @@ def test_ranks_partition_the_batch_and_may_ask_again(num_ranks: int) -> None:
 def minibatches(seed: int) -> list[list[int]]:
     """Minibatch of each row, for two steps of a run with this seed."""
     steps = []
-    with serving(groups_per_step=4, num_ranks=1, seed=seed) as endpoint, connected(endpoint) as client:
+    with serving(groups_per_step=4, num_ranks=1, seed=seed) as access, connected(access) as client:
         client.open_admission()
         for batch_id in ("a", "b"):
             make_ready(client, 4)
@@ -413,7 +414,7 @@ def test_a_step_completed_again_late_leaves_the_next_batch_alone(queue: QueueCli
 def test_prompts_that_are_too_slow_are_shown_by_their_length() -> None:
     """One group a step at eta 1; the second prompt, of 2 tokens, is still being generated after two steps."""
     changes = {"on_stale": "drop", "max_attempts": 1, "groups_per_step": 1, "num_minibatches": 1}
-    with serving(**changes) as endpoint, connected(endpoint) as client:
+    with serving(**changes) as access, connected(access) as client:
         client.open_admission()
         first, slow = client.lease_rollout(worker="rollout/0", limit=2, wait_s=0.0)
         client.complete_rollout(lease_id=first.lease_id, samples=make_samples())
@@ -432,7 +433,7 @@ def test_prompts_that_are_too_slow_are_shown_by_their_length() -> None:
 
 def test_a_restored_queue_continues_where_it_was_saved() -> None:
     """Seen failing with the cursor's place left out of what is saved: prompts would be generated again."""
-    with serving(groups_per_step=2, max_staleness=2) as endpoint, connected(endpoint) as client:
+    with serving(groups_per_step=2, max_staleness=2) as access, connected(access) as client:
         client.open_admission()
         make_ready(client, 2)
         client.take(batch_id="step-0", wait_s=0.0)
@@ -444,7 +445,7 @@ def test_a_restored_queue_continues_where_it_was_saved() -> None:
 
     cursor = FakeCursor()
     ledger = restore(saved, settings=make_settings(samples_per_group=3, max_staleness=2), cursor=cursor)
-    with serving(ledger=ledger, cursor=cursor) as endpoint, connected(endpoint) as client:
+    with serving(ledger=ledger, cursor=cursor) as access, connected(access) as client:
         status = client.status()
         assert (status["version"], status["admission_open"]) == (1, False)
         expected = {"taken": 0, "ready": 3, "leased_rollout": 0, "waiting": 1}

@@ -87,6 +87,9 @@ class LocalEngines:
     def drop(self, name: str, reason: str) -> None:
         raise AssertionError(f"{name} was lost in the hand-over: {reason}")
 
+    def raise_if_none(self) -> None:
+        assert self._engines
+
 
 async def _install(engine: GenerationEngine, interrupt: Interrupt, version: int) -> None:
     """What `RolloutActor.install` does."""

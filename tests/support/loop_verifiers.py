@@ -1,5 +1,7 @@
 """Verifiers of the integration tests, named in recipes by file and function."""
 
+import time
+
 
 def digit_share(prompt: str, completion: str, answer: str, **row: object) -> float:
     """Share of the completion's characters that equal the answer: random models score now and then."""
@@ -16,3 +18,9 @@ def fails_on_even(prompt: str, completion: str, answer: str, **row: object) -> f
 def always_fails(prompt: str, completion: str, answer: str, **row: object) -> float:
     """What a typo in a verifier does."""
     raise NameError("name 'competion' is not defined")
+
+
+def takes_its_time(prompt: str, completion: str, answer: str, **row: object) -> float:
+    """16 samples a step, two at a time: more than half a second for every step."""
+    time.sleep(0.08)
+    return digit_share(prompt, completion, answer)

@@ -46,10 +46,16 @@ def save_model_near(model_folder: str, folder: Path) -> str:
 
 
 def assert_same(got: nn.Module, expected: nn.Module, *, atol: float = 2e-4) -> None:
+    """Compare all parameters; of each matrix one element in a thousand may differ by five times as much.
+
+    Adam divides a gradient by its size: one that rounding alone decides moves its element as far as any other, and
+    which elements these are depends on the processor.
+    """
     for name, value in expected.named_parameters():
-        torch.testing.assert_close(
-            got.get_parameter(name), value, atol=atol, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        apart = (got.get_parameter(name) - value).abs() - 1e-3 * value.abs()
+        assert apart.max() <= 5 * atol, f"{name}: one element is {apart.max():.2e} off"
+        allowed = value.numel() // 1000
+        assert (apart > atol).sum() <= allowed, f"{name}: {(apart > atol).sum()} of {value.numel()} elements are off"
 
 
 def assert_same_stats(got: Any, expected: Any) -> None:

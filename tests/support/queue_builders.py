@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from ledger_builders import FakeClock, make_scores, make_settings
 
+from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.client import QueueClient
 from areal_lite.sample_queue.ledger import Ledger
 from areal_lite.sample_queue.server import QueueServer
@@ -49,7 +50,13 @@ def make_queue(
     *, ledger: Ledger | None = None, cursor: Any = None, clock: Callable[[], float] | None = None, **changes: Any
 ) -> QueueServer:
     """A server that is not started: two groups of three samples a step, two minibatches, two ranks."""
-    options: dict[str, Any] = {"num_minibatches": 2, "num_ranks": 2, "seed": 0, "max_message_bytes": 2**20}
+    options: dict[str, Any] = {
+        "num_minibatches": 2,
+        "num_ranks": 2,
+        "seed": 0,
+        "max_message_bytes": 2**20,
+        "keys": None,
+    }
     options |= {name: changes.pop(name) for name in options if name in changes}
     clock = clock or FakeClock()
     ledger = ledger or Ledger(make_settings(**{"samples_per_group": 3} | changes), clock=clock)
@@ -57,8 +64,8 @@ def make_queue(
 
 
 @contextmanager
-def serving(**changes: Any) -> Iterator[str]:
-    """Run a server; yields its endpoint."""
+def serving(**changes: Any) -> Iterator[QueueAccess]:
+    """Run a server without keys; yields the access to it."""
     server = make_queue(**changes)
     try:
         yield server.start()
@@ -67,8 +74,8 @@ def serving(**changes: Any) -> Iterator[str]:
 
 
 @contextmanager
-def connected(endpoint: str, *, timeout_s: float = SOON_S) -> Iterator[QueueClient]:
-    client = QueueClient(endpoint, timeout_s=timeout_s)
+def connected(access: QueueAccess, *, timeout_s: float = SOON_S) -> Iterator[QueueClient]:
+    client = QueueClient(access, timeout_s=timeout_s)
     try:
         yield client
     finally:

@@ -17,7 +17,7 @@ def run_ranks(function: Callable[..., None], *arguments: Any, world_size: int = 
 
     A single rank runs in this process, which saves importing torch again.
     """
-    store = open_store("127.0.0.1")
+    store = open_store("127.0.0.1", range(20000, 22000))
     address = f"{store.host}:{store.port}"
     if world_size == 1:
         _rank(0, 1, address, function, arguments)

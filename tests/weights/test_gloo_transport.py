@@ -1,5 +1,7 @@
 """The CPU weight transport: a real gloo pair in one process, vLLM's layer-wise reload, and a model of three layers."""
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -25,6 +27,7 @@ from areal_lite.weights.gloo import (
 from areal_lite.weights.publisher import WeightPublisher
 
 HOST = "127.0.0.1"
+PORTS = range(20000, 22000)
 TIMEOUT_S = 20.0
 SHORT_S = 1.0
 """For transfers that are expected to break off."""
@@ -98,7 +101,7 @@ def make_engine(model: nn.Module) -> GlooWeightTransferEngine:
 def make_sender(
     client: LocalClient, source: WeightSource, *, timeout_s: float = TIMEOUT_S
 ) -> GlooTrainerWeightTransferEngine:
-    info = GlooTrainerInitInfo(host=HOST, timeout_s=timeout_s, rank=0)
+    info = GlooTrainerInitInfo(host=HOST, ports=PORTS, timeout_s=timeout_s, join_timeout_s=timeout_s, rank=0)
     return GlooTrainerWeightTransferEngine.trainer_init(info, client=client, source=source)
 
 
@@ -329,7 +332,9 @@ def test_an_engine_that_cannot_join_is_told_by_its_own_error() -> None:
 
 
 def make_publisher(model: nn.Module) -> WeightPublisher:
-    return WeightPublisher(model, transport="gloo", dtype=torch.float32, rank=0, host=HOST, timeout_s=TIMEOUT_S)
+    return WeightPublisher(
+        model, transport="gloo", dtype=torch.float32, rank=0, host=HOST, ports=PORTS, timeout_s=TIMEOUT_S
+    )
 
 
 def test_an_engine_that_fails_touches_no_other_and_is_named() -> None:
@@ -361,6 +366,36 @@ def test_an_engine_that_fails_touches_no_other_and_is_named() -> None:
     assert clients["b"].calls.count("start") == 1
 
 
+def test_engines_join_side_by_side_within_the_time_of_joining() -> None:
+    """One that never joins costs that time, once, and the others nothing.
+
+    Seen failing with one after another, and with the time of a transfer.
+    """
+    both = threading.Barrier(2)
+
+    class Waiting(LocalClient):
+        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+            both.wait(TIMEOUT_S)
+            super().init_weight_transfer_engine(init_info)
+
+    class Silent(Waiting):
+        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+            both.wait(TIMEOUT_S)
+
+    trainer, engine = TinyModel(seed=1), TinyModel(seed=2)
+    publisher = WeightPublisher(
+        trainer, transport="gloo", dtype=torch.float32, rank=0, host=HOST, ports=PORTS, timeout_s=TIMEOUT_S,
+        join_timeout_s=SHORT_S,
+    )  # fmt: skip
+    clients = {"a": Waiting(make_engine(engine)), "b": Silent(make_engine(TinyModel(seed=3)))}
+    begun = time.monotonic()
+    failures = publisher.connect(clients, group_client=None, num_engine_ranks=2)
+    assert time.monotonic() - begun < TIMEOUT_S
+    assert failures["a"] is None
+    assert failures["b"]
+    assert publisher.publish() == {"a": None}
+
+
 def test_what_is_published_waits_for_the_pause() -> None:
     """The engine goes on with the old weights, whole, until it is told to load. Seen failing with `send_weights`."""
     trainer, engine = TinyModel(seed=1), TinyModel(seed=2)
@@ -377,7 +412,9 @@ def test_what_is_published_waits_for_the_pause() -> None:
 def test_weights_are_cast_once_for_the_engines() -> None:
     """fp32 masters are published in the engines' dtype. Seen failing with the masters' own dtype announced."""
     trainer, engine = TinyModel(seed=1), TinyModel(seed=2).bfloat16()
-    publisher = WeightPublisher(trainer, transport="gloo", dtype=torch.bfloat16, rank=0, host=HOST, timeout_s=TIMEOUT_S)
+    publisher = WeightPublisher(
+        trainer, transport="gloo", dtype=torch.bfloat16, rank=0, host=HOST, ports=PORTS, timeout_s=TIMEOUT_S
+    )
     client = LocalClient(make_engine(engine))
     publisher.connect({"a": client}, group_client=None, num_engine_ranks=1)
     assert publisher.publish() == {"a": None}
@@ -388,9 +425,22 @@ def test_weights_are_cast_once_for_the_engines() -> None:
 
 def test_other_ranks_only_take_part_in_gathering() -> None:
     publisher = WeightPublisher(
-        TinyModel(seed=1), transport="gloo", dtype=torch.float32, rank=1, host=HOST, timeout_s=TIMEOUT_S
+        TinyModel(seed=1), transport="gloo", dtype=torch.float32, rank=1, host=HOST, ports=PORTS, timeout_s=TIMEOUT_S
     )
     client = LocalClient(make_engine(TinyModel(seed=2)))
     assert publisher.connect({"a": client}, group_client=None, num_engine_ranks=1) == {"a": None}
     assert publisher.publish() == {}
     assert client.calls == []
+
+
+def test_a_pair_meets_at_the_addresses_on_the_way_to_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with gloo's own choice, the address of the host name: on Debian 127.0.1.1, which no node reaches."""
+    made, create = list[str](), gloo.ProcessGroupGloo.create_device
+
+    def note(*, hostname: str) -> Any:
+        made.append(hostname)
+        return create(hostname=hostname)
+
+    monkeypatch.setattr(gloo.ProcessGroupGloo, "create_device", staticmethod(note))
+    make_sender(LocalClient(make_engine(TinyModel(seed=2))), ModuleSource(TinyModel(seed=1)))
+    assert made == [HOST, HOST]

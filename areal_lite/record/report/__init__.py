@@ -13,22 +13,14 @@ __all__ = ["write_bench", "write_comparison", "write_report"]
 
 
 def write_report(run_folder: Path, *, out: Path | None = None) -> Path:
-    """Write the page of a run, ended or still going, to `out` or `report.html` in its folder, and return its path.
-
-    Raises:
-        DataError: It is no run folder.
-    """
+    """Write the page of a run, ended or still going, to `out` or `report.html` in its folder, and return its path."""
     run = read_run(run_folder)
     path, sections = out or run_folder / "report.html", run_sections(run)
     return write_page(path, title=run.name, subtitle=_subtitle(run), sections=sections)
 
 
 def write_comparison(run_folders: Sequence[Path], *, out: Path) -> Path:
-    """Write a page that compares at least two runs, the others with the first.
-
-    Raises:
-        DataError: One is no run folder.
-    """
+    """Write a page that compares at least two runs, the others with the first."""
     names = [path.resolve().name for path in run_folders]
     distinct = names if len(set(names)) == len(names) else [str(path) for path in run_folders]
     runs = [read_run(path, name=name) for path, name in zip(run_folders, distinct, strict=True)]
@@ -36,11 +28,7 @@ def write_comparison(run_folders: Sequence[Path], *, out: Path) -> Path:
 
 
 def write_bench(folder: Path, *, out: Path | None = None) -> Path:
-    """Write the page of a benchmark's `results.json`.
-
-    Raises:
-        DataError: It cannot be read.
-    """
+    """Write the page of a benchmark's `results.json`; a `DataError` where that cannot be read."""
     notes: list[str] = []
     results = read_json(folder / "results.json", notes)
     if notes:

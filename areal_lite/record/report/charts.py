@@ -40,12 +40,7 @@ class Line:
 def lines(
     title: str, curves: Sequence[Line], *, x: str, y: str = "", legend: bool = False, **axis: Any
 ) -> Chart | None:
-    """Draw curves in colours by their order; None where all of them are empty.
-
-    Args:
-        legend: Also where there is but one curve.
-        **axis: Further settings of the y axis.
-    """
+    """Draw curves in colours by their order, and a legend if asked for or of several; None where all are empty."""
     data = []
     for index, curve in enumerate(curves):
         if not curve.points:

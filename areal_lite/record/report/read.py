@@ -78,11 +78,7 @@ class RunFiles:
 
 
 def read_run(path: Path, *, name: str = "") -> RunFiles:
-    """Read a run folder; its name is the run's where none is given.
-
-    Raises:
-        DataError: It is no folder, or holds nothing of a run.
-    """
+    """Read a run folder, whose name is the run's by default; a `DataError` where it holds nothing of a run."""
     if not any((path / name).is_file() for name in _FILES):
         what = "no such folder" if not path.is_dir() else f"a folder with none of {', '.join(_FILES)}"
         raise DataError(

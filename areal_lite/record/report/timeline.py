@@ -1,8 +1,7 @@
 """The picture of AReaL's Figure 3 (arXiv 2505.24298) from a run's own events: who did what when, under which version.
 
-A pure function of the event log. A rollout lane holds a row per slot; each sample is drawn where it was generated and
-split where the weights changed. `timeline.js` draws what `timeline` returns, binned to the screen's columns, so that a
-long run stays quick.
+A rollout lane holds a row per slot; each sample is drawn where it was generated and split where the weights changed.
+`timeline.js` draws what `timeline` returns, binned to the screen's columns, so that a long run stays quick.
 """
 
 import heapq
@@ -139,11 +138,8 @@ def sample_segments(
 
     Args:
         spans: `[version, start token, end token]`; tokens that were given have no time of their own.
-        start: Of generation, seconds.
-        end: Of generation, seconds.
+        start: Of generation, seconds, as is `end`.
         alive: From `versions_alive`.
-        row: Of the segments, as is the label.
-        label: Group of the sample.
     """
     tokens: dict[int, int] = {}
     for version, first, last in spans:

@@ -26,11 +26,7 @@ _BINS = 40
 
 
 def lane_shares(events: Sequence[Event]) -> dict[str, dict[str, float]]:
-    """Return each lane's share of time by state, between the first and the last publication.
-
-    Returns:
-        By lane: rollout workers, then the trainer; empty before the second publication.
-    """
+    """Return each lane's share of time by state between the first and the last publication; empty for just one."""
     times = [event["time"] for event in events if event["kind"] == "published"]
     if len(times) < 2:
         return {}

@@ -1,7 +1,4 @@
-"""The verifier `code`: a candidate's program against tests, in a sandbox.
-
-`sandbox.py` contains the program, `program.py` runs it, `code_cases.py` makes cases of a row's tests.
-"""
+"""The verifier `code`: a candidate's program against tests, in a sandbox."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -57,11 +54,8 @@ def code(
     The program is the last ``` block, or the whole completion. It fails a case by a wrong result, and by whatever it
     does to itself: a crash, or a limit met. That is its result and scores; trouble with the sandbox is an error.
 
-    Bubblewrap gives a program no network, no files but the system's and Python's standard library, read only, a
-    temporary folder that is gone afterwards, no environment variables, no sight of other processes, a user of its own.
-    It does not contain an attack on the kernel, and nothing limits what share of a core the limits are spent on.
-    A plain process has the limits alone: it reads and writes what the user may, network and other processes included.
-    docs/isolation.md has the list.
+    Bubblewrap gives a program no network, no files but the system's and a temporary folder, no sight of other processes
+    and a user of its own; a plain process has the limits alone. docs/isolation.md has the list, and what is not on it.
 
     Assert-style tests run in a process of their own, to which the candidate's functions only hand over plain values:
     leaving early, patching functions, or objects that equal everything gain nothing. Arguments are copies, so a

@@ -4,7 +4,7 @@ import ast
 import json
 import socket
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,12 +46,11 @@ def run_examples(
     """Run a program once for each standard input, and compare what it writes.
 
     Args:
-        tests: `[{"input", "output"}]`, or the same as JSON.
+        tests: `[{"input", "output"}]`, or the same as JSON; anything else is a `ValueError`.
         limits: Of each case.
         total_s: Processor seconds of all cases, a case that is ended from outside counted by its wall time.
 
     Raises:
-        ValueError: The tests have another form.
         VerifierError: The total was used up by cases that all kept their limits.
     """
     examples = _listed(tests, "tests")
@@ -66,8 +65,7 @@ def run_examples(
             if left_s <= 0:
                 return verdicts + _not_run(verdicts, total_s, number=len(examples) - len(verdicts))
             if runner is None or runner.has_ended:  # the case before broke its sandbox
-                runner = CaseRunner(program, limits=limits)
-                stack.enter_context(runner)
+                runner = stack.enter_context(closing(CaseRunner(program, limits=limits)))
             expected = str(example["output"])
             outcome = runner.run(str(example["input"]), more_output_bytes=len(expected.encode(errors="replace")))
             left_s -= outcome.seconds
@@ -113,8 +111,7 @@ def split_asserts(test_code: str | None, asserts: Sequence[str] | str | None, en
         entry_point: What `check` is called with, where the tests define it.
 
     Raises:
-        ValueError: There is no case in them.
-        SyntaxError: They are not Python.
+        ValueError: There is no case in them, or they are not Python (`SyntaxError`).
     """
     body = ast.parse(test_code or "").body
     cases = [Case(_is_case(statement), ast.unparse(statement)) for statement in body]
@@ -136,21 +133,19 @@ def _is_case(statement: ast.stmt) -> bool:
 
 
 def run_asserts(program: str, cases: Sequence[Case], *, entry_point: str | None, limits: Limits) -> list[Verdict]:
-    """Run assert-style tests against a program, each side in a sandbox of its own.
-
-    Raises:
-        VerifierError: The tests' own side broke.
-    """
+    """Run assert-style tests against a program, each side in a sandbox; a `VerifierError` where the tests' broke."""
     content = json.dumps({"cases": cases, "entry_point": entry_point})
     sides = (("serve", "candidate.py", program), ("test", "cases.json", content))
     with ExitStack() as stack:
         candidate, tests = (
             stack.enter_context(
-                Program(
-                    ["{folder}/remote.py", do, str(end.fileno()), f"{{folder}}/{name}"],
-                    files={"remote.py": _REMOTE, name: text},
-                    channel=stack.enter_context(end),
-                    limits=limits,
+                closing(
+                    Program(
+                        ["{folder}/remote.py", do, str(end.fileno()), f"{{folder}}/{name}"],
+                        files={"remote.py": _REMOTE, name: text},
+                        channel=stack.enter_context(end),
+                        limits=limits,
+                    )
                 )
             )
             for end, (do, name, text) in zip(socket.socketpair(), sides, strict=True)

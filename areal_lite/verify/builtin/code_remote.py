@@ -40,15 +40,12 @@ ENDED = CandidateEnded.__name__
 
 
 def encode(value: Any, objects: dict[int, Any] | None = None) -> Any:
-    """Turn a value into what JSON holds.
+    """Turn a value into what JSON holds; a `TypeError` for what cannot be sent.
 
     Args:
         value: Built-in values, numbers and dates of the standard library, nested as one likes; of a subclass, what it
             is as one of these.
         objects: Where everything else is kept, by number; None = it is refused.
-
-    Raises:
-        TypeError: Something cannot be sent.
     """
     if value is None:
         return ["value", None]
@@ -230,7 +227,6 @@ def run_cases(channel: socket.socket, cases: list[list[Any]], *, entry_point: st
     """Run the tests in order; yield for each case None where it passed, else what went wrong.
 
     Args:
-        channel: To the candidate's side.
         cases: `[is a case, source]`: what is none prepares the others, and may fail without being counted.
         entry_point: A name that is the candidate's even where Python has it too.
     """

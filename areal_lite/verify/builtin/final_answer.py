@@ -1,7 +1,4 @@
-r"""Where a worked solution says its answer: in the last `\boxed{}`, behind `####`, or behind "the answer is".
-
-Used by the verifiers `math` and `numeric`; knows nothing of what an answer means.
-"""
+r"""Where a worked solution says its answer: in the last `\boxed{}`, behind `####`, or behind "the answer is"."""
 
 import re
 from typing import NamedTuple

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from areal_lite.verify.arguments import Arguments
+from areal_lite.config.section import Arguments
 from areal_lite.verify.result import with_arguments
 
 __all__ = ["FormatArguments", "format_tags"]

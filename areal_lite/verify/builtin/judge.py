@@ -1,7 +1,4 @@
-"""The verifier `judge`: another model's opinion, from any server with an OpenAI-compatible interface.
-
-Runs in the verifier's process, several calls at once where `verifier.concurrency` allows it.
-"""
+"""The verifier `judge`: another model's opinion, from any server with an OpenAI-compatible interface."""
 
 import asyncio
 import functools
@@ -11,8 +8,8 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from areal_lite.config.section import Arguments
 from areal_lite.errors import VerifierUnavailable
-from areal_lite.verify.arguments import Arguments
 from areal_lite.verify.result import VerifyResult, prepared_by, with_arguments
 
 __all__ = ["JudgeArguments", "judge"]

@@ -1,7 +1,4 @@
-r"""The verifier `math`: equal in mathematics, not in letters.
-
-What counts as equal is up to the library math-verify; docs/verifiers.md shows where it agrees with people.
-"""
+r"""The verifier `math`: equal in mathematics, not in letters; docs/verifiers.md shows where it agrees with people."""
 
 import functools
 import logging
@@ -11,7 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
-from areal_lite.verify.arguments import Arguments
+from areal_lite.config.section import Arguments
 from areal_lite.verify.builtin.final_answer import FinalAnswer, final_answer
 from areal_lite.verify.result import prepared_by, with_arguments
 

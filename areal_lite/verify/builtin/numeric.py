@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from areal_lite.verify.arguments import Arguments
+from areal_lite.config.section import Arguments
 from areal_lite.verify.builtin.final_answer import final_answer
 from areal_lite.verify.result import with_arguments
 
@@ -78,16 +78,14 @@ def numeric(prompt: str, completion: str, answer: str, arguments: NumericArgumen
 
     Read is the last number of what `\boxed{}`, `####` or "the answer is" marks, else of the whole text. Thousands
     separators, currency signs, fractions (3/4, 1 3/4, \frac{3}{4}) and powers of ten (1.5e3, 1.5 x 10^3) are
-    understood. Units are left out, not converted: 5 km is 5 m.
+    understood. Units are left out, not converted: 5 km is 5 m. A reference without a number is a `ValueError`, and no
+    fault of the completion's.
 
     Example:
         >>> numeric("", "It weighs 1,250 kg.", "1250", NumericArguments())
         1.0
         >>> numeric("", "9.81", "9.8", NumericArguments()), numeric("", "9.81", "9.8", NumericArguments(relative=0.01))
         (0.0, 1.0)
-
-    Raises:
-        ValueError: The reference holds no number; that is no fault of the completion's.
     """
     expected, given = (read_number(final_answer(text).text) for text in (answer, completion))
     if expected is None:

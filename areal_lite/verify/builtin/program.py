@@ -17,7 +17,7 @@ from typing import NamedTuple
 from areal_lite.errors import VerifierUnavailable
 from areal_lite.verify.builtin import code_runner
 from areal_lite.verify.builtin.sandbox import Limits, launch
-from areal_lite.verify.descendants import descendants, kill_with_all_below, resident_bytes
+from areal_lite.verify.descendants import descendants, kill_trees, resident_bytes
 
 __all__ = ["CaseRunner", "Outcome", "Program"]
 
@@ -53,16 +53,13 @@ class Program:
         limits: Limits,
         is_runner: bool = False,
     ) -> None:
-        """Start it, and wait until its sandbox stands.
+        """Start it, and wait until its sandbox stands; `VerifierUnavailable` where that cannot be set up.
 
         Args:
             arguments: Of the interpreter; `{folder}` stands for where the program sees its files.
             files: Texts by name.
             channel: It inherits this descriptor, which is closed here, so that the other end learns of its end.
             is_runner: Whether it is `code_runner.py`, see `launch`.
-
-        Raises:
-            VerifierUnavailable: The sandbox cannot be set up.
         """
         self._folder = tempfile.TemporaryDirectory()
         for name, text in {**files, "stdin": ""}.items():
@@ -90,12 +87,6 @@ class Program:
                 trouble = self.end().stderr.strip()[-500:]
                 raise VerifierUnavailable(f"the sandbox ({limits.kind}) must start a program, it did not: {trouble}")
         self._start = time.monotonic()
-
-    def __enter__(self) -> "Program":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _write(self, name: str, text: str) -> None:
         Path(self._folder.name, name).write_text(text, encoding="utf-8", errors="surrogatepass")
@@ -125,7 +116,7 @@ class Program:
     def close(self) -> None:
         """Kill it with everything it started; idempotent."""
         if not self.has_ended and self._process.poll() is None:
-            kill_with_all_below(self._process.pid)
+            kill_trees(lambda: [self._process.pid])
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=10)
         for file in self._written:
@@ -143,7 +134,7 @@ class Program:
     def _look(self) -> None:
         if self._status is None and not self.has_ended and (status := self._over_limit()):
             self._status = status
-            kill_with_all_below(self._process.pid)
+            kill_trees(lambda: [self._process.pid])
 
     def _over_limit(self) -> str | None:
         if self._has_written_too_much():
@@ -167,11 +158,7 @@ class CaseRunner(Program):
     """A sandbox in which a program runs case by case."""
 
     def __init__(self, program: str, *, limits: Limits) -> None:
-        """Start `code_runner.py`.
-
-        Raises:
-            VerifierUnavailable: The sandbox cannot be set up.
-        """
+        """Start `code_runner.py`; `VerifierUnavailable` where the sandbox cannot be set up."""
         self._channel, theirs = socket.socketpair()
         paths = [f"{{folder}}/{name}" for name in ("candidate.py", "stdin")]
         super().__init__(
@@ -186,13 +173,9 @@ class CaseRunner(Program):
             raise VerifierUnavailable(f"the sandbox must run Python, it does not: {self.wait().stderr[-500:]}")
 
     def run(self, stdin: str, *, more_output_bytes: int) -> Outcome:
-        """Run a case.
+        """Run a case, which may write so much more than the limits say.
 
         Once it `has_ended`, at a limit that is met from outside, nothing runs any more.
-
-        Args:
-            stdin: What the case can read.
-            more_output_bytes: How much more it may write than the limits say.
         """
         self._write("stdin", stdin)
         for file in self._written:

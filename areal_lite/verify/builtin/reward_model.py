@@ -1,7 +1,6 @@
-"""A learned reward: the score that a model of `areal-lite reward-model` gives a completion.
+"""The verifier `reward_model`: the score that a model of `areal-lite reward-model` gives a completion.
 
-Named in a recipe as `reward_model`, with `verifier.arguments: {model: FOLDER}`, a model's folder or the folder of the
-run that made it. Heavy imports happen inside: a recipe's arguments are checked with this file.
+Heavy imports happen inside: a recipe's arguments are checked with this file.
 """
 
 import functools
@@ -10,9 +9,8 @@ from typing import Any
 
 from pydantic import Field
 
-from areal_lite.config.section import ModelFolder
+from areal_lite.config.section import Arguments, ModelFolder
 from areal_lite.record.paths import find_model_folder
-from areal_lite.verify.arguments import Arguments
 from areal_lite.verify.result import batched, prepared_by, with_arguments
 
 __all__ = ["RewardModelArguments", "reward_model"]

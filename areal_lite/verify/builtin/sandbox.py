@@ -1,7 +1,7 @@
 """Runs a program that nobody vouches for: in bubblewrap, or, where that is asked for, in a plain process with limits.
 
-Used by the verifier `code`; docs/isolation.md says what each kind contains and what it does not. Every program gets
-limits of its own, set inside by a prelude that then becomes the program. Linux only.
+docs/isolation.md says what each kind contains and what it does not. Every program gets limits of its own, set inside by
+a prelude that then becomes the program. Linux only.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from typing import IO, Literal
 
 from pydantic import Field
 
+from areal_lite.config.section import Arguments
 from areal_lite.errors import VerifierError
-from areal_lite.verify.arguments import Arguments
 from areal_lite.verify.descendants import adopt_orphans, children, end_descendants
 
 __all__ = ["FOLDER", "Kind", "Limits", "choose_kind", "launch", "sweeping"]
@@ -78,11 +78,7 @@ class Limits(Arguments):
 
 @functools.cache
 def choose_kind(wanted: Literal["auto", "bubblewrap", "plain"]) -> Kind:
-    """Return what runs here; tries bubblewrap once.
-
-    Raises:
-        VerifierError: Bubblewrap is asked for and does not work here.
-    """
+    """Return what runs here; tries bubblewrap once, a `VerifierError` where that is asked for and does not work."""
     if sys.platform != "linux":
         raise VerifierError(f"the code sandbox needs Linux, got {sys.platform}")
     if wanted == "plain":
@@ -120,7 +116,7 @@ def launch(
     descriptors: tuple[int, int],
     is_runner: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Start `python ARGUMENTS` behind the prelude.
+    """Start `python ARGUMENTS` behind the prelude; a `VerifierError` where the machine gives no more processes.
 
     Args:
         folder: With the program's files and `stdin`; only read in bubblewrap, the working folder of a plain process.
@@ -130,9 +126,6 @@ def launch(
         descriptors: A pipe's end that gets one byte once the sandbox stands, and one that the program inherits.
         is_runner: It starts processes of its own for what is to be limited: its own processor time is not limited, it
             does not count as one of the processes, and in bubblewrap it is process 1, which the others cannot signal.
-
-    Raises:
-        VerifierError: The machine gives no more processes.
     """
     kind = limits.kind
     inside = FOLDER if kind == "bubblewrap" else str(folder)

@@ -1,7 +1,4 @@
-"""Verify functions on text: the last number of an answer, an exact answer, a pattern, a choice of several.
-
-Named in a recipe as `last_number`, `exact`, `regex` and `multiple_choice`.
-"""
+"""Verify functions on text, in a recipe `last_number`, `exact`, `regex` and `multiple_choice`."""
 
 import functools
 import re
@@ -11,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
-from areal_lite.verify.arguments import Arguments
+from areal_lite.config.section import Arguments
 from areal_lite.verify.result import with_arguments
 
 __all__ = [
@@ -33,14 +30,12 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 def last_number(prompt: str, completion: str, answer: str, **row: Any) -> float:
     """Score 1 where the completion's final number equals the reference's, else 0.
 
-    Both are read alike, so the reference may be a bare number or a whole worked solution (`... #### 72`).
+    Both are read alike, so the reference may be a bare number or a whole worked solution (`... #### 72`); one without
+    a number is a `ValueError`, and no fault of the completion's.
 
     Example:
         >>> last_number("7+25=?", "7+25=32#32", "32")
         1.0
-
-    Raises:
-        ValueError: The reference holds no number; that is no fault of the completion's.
     """
     expected = final_number(answer)
     if expected is None:
@@ -97,15 +92,13 @@ def regex(prompt: str, completion: str, answer: str, arguments: RegexArguments, 
     r"""Score 1 where a pattern matches the completion, else 0.
 
     A pattern may take exponential time on some completion. What ends it is the verifier's deadline, as a failure
-    `timeout`; matching holds the interpreter, so nothing in this process could.
+    `timeout`; matching holds the interpreter, so nothing in this process could. An answer that is no pattern is a
+    `re.error`.
 
     Example:
         >>> century = RegexArguments(pattern=r"\b19\d\d\b")
         >>> regex("", "It was 1969.", "", century), regex("", "in 1969", r"19\d\d", RegexArguments(mode="full"))
         (1.0, 0.0)
-
-    Raises:
-        re.error: The row's answer is no pattern.
     """
     pattern = answer if arguments.pattern is None else arguments.pattern.pattern
     compiled = re.compile(pattern, re.IGNORECASE if arguments.ignore_case else 0)
@@ -154,11 +147,8 @@ def multiple_choice(
         1.0
 
     Args:
-        answer: A letter, also as "(B)" or "B. text", or the text of a choice.
+        answer: A letter, also as "(B)" or "B. text", or the text of a choice; else a `ValueError`, no wrong choice.
         choices: A column of the row, in place of `arguments.choices`.
-
-    Raises:
-        ValueError: The reference is none of the choices; that is no fault of the completion's.
     """
     choices = arguments.choices if choices is None else choices
     letters, texts = _letters(choices), () if isinstance(choices, int) else tuple(map(str, choices))

@@ -139,7 +139,7 @@ def test_vllm_alone_gets_the_requests_of_the_worker(workflow: str) -> None:
         await serving
         return engine.asked[:20]
 
-    plain = plain_requests(config, Prompts())
+    plain = plain_requests(config, Prompts().next)
     assert [next(plain) for _ in range(20)] == asyncio.run(asked_by_worker())
 
 

@@ -13,13 +13,13 @@ from areal_lite.errors import ConfigError, TrainerError
 from areal_lite.launch.bench.padded_loop import PaddedLoop
 from areal_lite.launch.bench.train import (
     WORK,
-    Measured,
     Step,
     TrainBench,
     check_recipe,
     measure,
+    rows_of,
+    rows_tried,
     run_steps,
-    summarise,
     targets,
 )
 from areal_lite.launch.bench.view import COLUMNS
@@ -34,13 +34,7 @@ def make_step(seconds: float, *, grad_norm: float = 2.0, positions: int = 100) -
     return Step(seconds=seconds, tokens=100, positions=positions, grad_norm=grad_norm)
 
 
-def make_measured() -> Measured:
-    return Measured(
-        recipe="longtail_cpu",
-        work="one pass",
-        is_longtail=True,
-        micro_batch={"areal-lite": "2048 tokens", "padded": "4 rows"},
-    )
+SIDES = ("areal-lite", "padded")
 
 
 def test_medians_and_ratios_of_figures_with_known_answers() -> None:
@@ -51,14 +45,16 @@ def test_medians_and_ratios_of_figures_with_known_answers() -> None:
     """
     ours = iter([0.5, 0.5, 1.0, 1.0, 0.25, 0.75])
     theirs = iter([1.0, 1.0, 4.0, 4.0, 3.0, 1.0])
-    measured = make_measured()
 
     def step(side: str, _number: int) -> Step:
         return make_step(next(ours)) if side == "areal-lite" else make_step(next(theirs), positions=300)
 
-    run_steps(TrainBench(repeats=3, steps=2, rows=4), measured, step)
-    measured.peak_mb = {"areal-lite": 50.0, "padded": 200.0}
-    mine, other = rows = summarise([measured])
+    found = rows_of(run_steps(TrainBench(repeats=3, steps=2, rows=4), SIDES, step))
+    case = {"recipe": "longtail_cpu", "work": "one pass", "is_longtail": True}
+    mine, other = rows = [
+        {"side": side, "micro_batch": size, "peak_mb": peak_mb, **case, **found[side]}
+        for side, size, peak_mb in zip(SIDES, ("2048 tokens", "4 rows"), (50.0, 200.0), strict=True)
+    ]
     assert mine["tokens_per_s"] == [200.0, 100.0, 200.0]
     assert other["tokens_per_s"] == [100.0, 25.0, 50.0]
     assert mine["over"] == {"padded": [2.0, 4.0, 4.0]}
@@ -76,7 +72,7 @@ def test_sides_take_turns_on_the_same_batches() -> None:
         order.append((side, number))
         return make_step(1.0)
 
-    run_steps(TrainBench(repeats=2, steps=2, rows=4), make_measured(), step)
+    run_steps(TrainBench(repeats=2, steps=2, rows=4), SIDES, step)
     first = [("areal-lite", 1), ("areal-lite", 2), ("padded", 1), ("padded", 2)]
     assert order == [*first, ("padded", 3), ("padded", 4), ("areal-lite", 3), ("areal-lite", 4)]
 
@@ -86,12 +82,12 @@ def test_other_gradients_stop_the_bench(norms: tuple[float, float]) -> None:
     """0.2 % apart, or no number at all. Seen failing with `> TOLERANCE`, which NaN passes."""
     of_side = dict(zip(("areal-lite", "padded"), norms, strict=True))
     with pytest.raises(TrainerError, match="do not compute the same"):
-        run_steps(BENCH, make_measured(), lambda side, _: make_step(1.0, grad_norm=of_side[side]))
+        run_steps(BENCH, SIDES, lambda side, _: make_step(1.0, grad_norm=of_side[side]))
 
 
 def test_sizes_that_the_padded_loop_may_choose_from() -> None:
-    assert BENCH.rows_tried(24) == [1, 2, 4, 8, 16]
-    assert BENCH.rows_tried(32)[-1] == 32
+    assert rows_tried(24) == [1, 2, 4, 8, 16]
+    assert rows_tried(32)[-1] == 32
 
 
 def test_recipes_that_the_padded_loop_cannot_train_are_refused() -> None:
@@ -150,13 +146,14 @@ def test_the_command_measures_both_sides(tmp_path: Path, monkeypatch: pytest.Mon
         "queue.samples_per_group=4",
     ]  # fmt: skip
     console = Console(record=True)
-    measured = measure(
-        TrainBench(repeats=1, steps=1, rows=2, work=("recipe",), searches=False),
-        "longtail_cpu",
-        words,
-        console=console,
+    rows = list(
+        measure(
+            TrainBench(repeats=1, steps=1, rows=2, work=("recipe",), searches=False),
+            "longtail_cpu",
+            words,
+            console=console,
+        )
     )
-    rows = summarise(measured)
     assert [row["side"] for row in rows] == ["areal-lite", "padded"]
     assert all(row["median"] > 0 and row["peak_mb"] > 0 for row in rows)
     assert rows[0]["gradient_difference"] < 1e-3

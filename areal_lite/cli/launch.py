@@ -1,0 +1,174 @@
+"""The command `areal-lite launch`: any other command as a job on a cluster, and what has become of it."""
+
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from areal_lite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from areal_lite.launch.clusters.job import Job
+
+__all__ = ["launch", "run_job"]
+
+_POLL_S = 1.0
+_SILENCE_S = 300.0
+"""How long a cluster may fail to answer before a job is left to itself."""
+_Job = Annotated[str, typer.Option(metavar="JOB", show_default=False)]
+
+
+def launch(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[COMMAND RECIPE [section.field=value]...]",
+            default_factory=list,
+            show_default=False,
+            help="train, sft, reward-model, dpo, eval or bench modes, and what one types behind it",
+        ),
+    ],
+    on: Annotated[str, typer.Option(metavar="KIND", help="local, ray, ssh, slurm or kubernetes")] = "local",
+    profile: Annotated[
+        str | None, typer.Option(metavar="FILE", help="what the cluster has; default one machine")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="name of the job and its run folder; default RECIPE-TIME")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print every artefact, check it, start nothing")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="do not wait for the end")] = False,
+    status: Annotated[str, typer.Option(metavar="JOB", show_default=False, help="where a job stands")] = "",
+    logs: Annotated[str, typer.Option(metavar="JOB", show_default=False, help="what a job has said")] = "",
+    stop: Annotated[str, typer.Option(metavar="JOB", show_default=False, help="save and end a job")] = "",
+    new_profile: Annotated[
+        str, typer.Option(metavar="KIND", show_default=False, help="print a commented profile to begin with")
+    ] = "",
+) -> int:
+    """Run a command as a job on a cluster.
+
+    It waits for the job, shows what it says, and returns its exit code. Ctrl-C has the job save and end.
+    """
+    asked = [(verb, word) for verb, word in (("status", status), ("logs", logs), ("stop", stop)) if word]
+    if new_profile:
+        return _print_profile(new_profile)
+    if asked:
+        return _ask(*asked[0])
+    if not command:
+        raise ConfigError("launch needs a command and a recipe, got none: areal-lite launch train arith_cpu")
+    from areal_lite.launch.clusters.job import Job, job_name
+    from areal_lite.launch.clusters.profile import load_profile
+
+    job = Job(
+        name=name or job_name(command), kind=on, folder=str(Path.cwd()), words=command, profile=load_profile(profile)
+    )
+    return run_job(job, dry_run=dry_run, detach=detach)
+
+
+def run_job(job: "Job", *, dry_run: bool = False, detach: bool = False) -> int:
+    """Check a job, submit it, show what it says, and return its exit code.
+
+    Raises:
+        ConfigError: It does not fit its cluster.
+    """
+    from areal_lite.launch.clusters.fit import problems
+    from areal_lite.launch.clusters.kinds import find_kind
+
+    kind = find_kind(job.kind)
+    found = [*problems(job), *kind.check(job)]
+    if dry_run:
+        for file, text in kind.artefacts(job).items():
+            print(f"# {file}\n{text}")
+    if found:
+        raise ConfigError("\n".join(found))
+    if dry_run:
+        size = f"{job.profile.nodes} x {job.profile.gpus_per_node} GPUs"
+        print(f"# {job.name} is fine for {job.kind}, {size}; nothing was started")
+        return 0
+    if job.record.exists():
+        raise ConfigError(f"a job needs a name of its own, got {job.name}, of {job.record}: choose another --name")
+    job = job.save()
+    try:
+        job = job.model_copy(update={"id": kind.submit(job)}).save()
+    except Exception:
+        job.record.unlink()  # the name is free again
+        raise
+    print(f"job {job.name} is {job.kind} {job.id}; areal-lite launch --status | --logs | --stop {job.name}", flush=True)
+    return 0 if detach else _follow(job)
+
+
+def _follow(job: "Job") -> int:
+    """Show what a job says until it ends; Ctrl-C stops it, a second one leaves it alone."""
+    from areal_lite.launch.clusters.kinds import find_kind
+
+    kind, shown, asked = find_kind(job.kind), 0, False
+    silent_since: float | None = None
+    while True:
+        try:
+            try:
+                status = kind.status(job)  # before the logs, so that the last words are among them
+                text = kind.logs(job)
+            except ConfigError as error:
+                if silent_since is None:
+                    silent_since = time.monotonic()
+                    print(f"{error}; the job goes on, and is asked for again for {_SILENCE_S:g} s", flush=True)
+                elif time.monotonic() > silent_since + _SILENCE_S:
+                    raise
+                time.sleep(_POLL_S)
+                continue
+            silent_since = None
+            sys.stdout.write(text[shown:])
+            sys.stdout.flush()
+            shown = len(text)
+            if status.code is not None:
+                print(status.words)
+                return status.code
+            time.sleep(_POLL_S)
+        except KeyboardInterrupt:
+            if asked:
+                print(f"left alone while it stops: areal-lite launch --status {job.name}")
+                return 130
+            asked = True
+            kind.stop(job)
+
+
+def _ask(verb: str, name: str) -> int:
+    from areal_lite.launch.clusters.job import find_job
+    from areal_lite.launch.clusters.kinds import find_kind
+
+    job = find_job(name)
+    kind = find_kind(job.kind)
+    if verb == "stop":
+        kind.stop(job)
+        print(f"{job.name} was asked to save and end: areal-lite launch --status {job.name}")
+    elif verb == "logs":
+        sys.stdout.write(kind.logs(job))
+    else:
+        status = kind.status(job)
+        print(
+            f"{job.name}: {status.words}",
+            f"command: areal-lite {shlex.join(job.words)}",
+            f"record: {job.files}",
+            sep="\n",
+        )
+        if job.run_folder:
+            print(f"run folder: {job.run_folder}")
+    return 0
+
+
+def _print_profile(kind: str) -> int:
+    from areal_lite.cli.check_config import explained_section
+    from areal_lite.launch.clusters.kinds import KINDS, find_kind
+    from areal_lite.launch.clusters.profile import Profile
+
+    find_kind(kind)
+    hidden = KINDS.keys() - {kind}
+    lines = list(explained_section(Profile()))
+    print(f"# A profile for areal-lite launch --on {kind}: change what differs, leave out what does not.")
+    keep = True
+    for line in lines:
+        if not line.startswith(" "):
+            keep = line.partition(":")[0] not in hidden
+        if keep:
+            print(line)
+    return 0

@@ -1,0 +1,105 @@
+"""A worker's loop at the sample queue: it leases work while it has room, and says by heartbeat what it still holds."""
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from areal_lite.errors import QueueTimeout
+from areal_lite.types import Lease
+
+if TYPE_CHECKING:
+    from areal_lite.sample_queue.client import AsyncQueueClient
+
+__all__ = ["LeaseWorker"]
+
+logger = logging.getLogger(__name__)
+
+
+class LeaseWorker(ABC):
+    """Serves every lease in a task of its own, as many at a time as it has room for."""
+
+    def __init__(self, client: "AsyncQueueClient", *, name: str, heartbeat_s: float) -> None:
+        """Prepare.
+
+        Args:
+            client: Connected to the sample queue; the caller closes it.
+            name: Name at the queue, unique among workers.
+            heartbeat_s: Seconds between heartbeats; well below the queue's lease time-out.
+        """
+        self._client, self._name, self._heartbeat_s = client, name, heartbeat_s
+        self._held: dict[str, asyncio.Task[None]] = {}
+        self._room_changed = asyncio.Event()
+        self._stopping, self._ended = asyncio.Event(), asyncio.Event()
+        self._ended.set()
+
+    @abstractmethod
+    def _room(self) -> int:
+        """Return how many more leases may be held now; `_room_changed` is set where that is not for a lease's end."""
+
+    @abstractmethod
+    async def _ask(self, limit: int) -> list[Lease]:
+        """Ask the queue for at most `limit` leases."""
+
+    @abstractmethod
+    async def _serve(self, lease: Lease) -> None:
+        """Do what a lease is for; what this raises ends the worker."""
+
+    @abstractmethod
+    def _progress(self) -> int:
+        """Return a count that grows while the worker is not stuck."""
+
+    async def run(self) -> None:
+        """Work until `stop`; raises what ends the worker, whose leases then come back by their missing heartbeats.
+
+        Consumes leases. Waits for room, for the queue's answer and for the next heartbeat; unblocked by `stop`.
+        """
+        self._ended.clear()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                loops = [tasks.create_task(self._lease(tasks)), tasks.create_task(self._beat())]
+                await self._stopping.wait()
+                for task in [*loops, *self._held.values()]:
+                    task.cancel()
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            self._ended.set()
+
+    async def stop(self) -> None:
+        """Let go of all leases and end `run`; idempotent. The queue lends the groups anew once heartbeats stop."""
+        self._stopping.set()
+        await self._ended.wait()
+
+    async def _lease(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            self._room_changed.clear()
+            if (limit := self._room()) <= 0:
+                await self._room_changed.wait()
+                continue
+            try:
+                leases = await self._ask(limit)
+            except QueueTimeout:
+                logger.warning("the queue did not answer a lease request; asking again")
+                continue
+            for lease in leases:
+                self._held[lease.lease_id] = task = tasks.create_task(self._serve(lease))
+                task.add_done_callback(lambda _, lease_id=lease.lease_id: self._release(lease_id))  # type: ignore[misc]
+
+    def _release(self, lease_id: str) -> None:
+        self._held.pop(lease_id)
+        self._room_changed.set()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            try:
+                dead = await self._client.heartbeat(
+                    worker=self._name, lease_ids=list(self._held), progress=self._progress()
+                )
+            except QueueTimeout:
+                logger.warning("the queue did not answer a heartbeat")
+                dead = []
+            for lease_id in dead:
+                if task := self._held.get(lease_id):
+                    task.cancel()

@@ -1,0 +1,120 @@
+"""Which addresses and ports of this machine a run's sockets use; nothing here knows Ray.
+
+Who opens a socket for other nodes asks for the machine's address in the run's network (`run.network`); who connects to
+one uses the address that the way there starts from. So nothing depends on host names, which often mean 127.0.0.1.
+"""
+
+import ipaddress
+import os
+import random
+import re
+import socket
+
+import psutil
+
+from areal_lite.errors import ConfigError
+
+__all__ = ["LOOPBACK", "address_towards", "interface_of", "listen", "local_address", "port_range", "use_interface_of"]
+
+LOOPBACK = "127.0.0.1"
+_EPHEMERAL = 32768
+"""Linux hands out ports from here on to whoever asks for any."""
+_CONTAINERS = re.compile(r"docker\d+|br-[0-9a-f]{12}|virbr\d+|podman\d+|cni\d+|lxcbr\d+")
+"""Bridges to containers and virtual machines of one host: other nodes may have the same address there."""
+
+
+def local_address(network: str | None) -> str:
+    """Return this machine's IPv4 address in a network: a subnet, an interface, or where the route to an address starts.
+
+    None = the run has one node, and needs loopback alone.
+
+    Raises:
+        ConfigError: There is none, or one that other nodes do not reach.
+    """
+    if network is None:
+        return LOOPBACK
+    addresses = _addresses()
+    if "/" in network:
+        subnet = ipaddress.ip_network(network, strict=False)
+        found = [address for address in addresses if ipaddress.ip_address(address) in subnet]
+    elif network in psutil.net_if_addrs():
+        found = [address for address, interface in addresses.items() if interface == network]
+    else:
+        found = [address_towards(network)]
+    here, choices = socket.gethostname(), ", ".join(f"{name} ({address})" for address, name in addresses.items())
+    if not found:
+        raise ConfigError(
+            f"run.network={network} must be a network of every node, got a node ({here}) that has only {choices}: "
+            "correct it"
+        )
+    if ipaddress.ip_address(found[0]).is_link_local or _CONTAINERS.fullmatch(interface_of(found[0])):
+        raise ConfigError(
+            f"the nodes must reach each other, got {found[0]} ({interface_of(found[0])}) on {here}, an address that no "
+            f"other machine reaches: set run.network to another of {choices}"
+        )
+    return found[0]
+
+
+def address_towards(peer: str) -> str:
+    """Return the local address that the route to another machine starts from; nothing is sent.
+
+    Raises:
+        ConfigError: There is no route.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((peer, 9))  # of a datagram socket: looks up the route, and no more
+        except OSError as error:
+            here, to_do = socket.gethostname(), "set run.network to a subnet or interface that all nodes share"
+            raise ConfigError(f"{here} must have a route to {peer}, got {error}: {to_do}") from error
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the interface that has an address of this machine; any of 127.0.0.0/8 is the loopback's."""
+    return _addresses()[LOOPBACK if address.startswith("127.") else address]
+
+
+def use_interface_of(address: str) -> None:
+    """Have gloo and NCCL, here and in child processes, use the interface of an address; a user's choice stays."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, interface_of(address))
+
+
+def listen(address: str, ports: range) -> socket.socket:
+    """Return a socket that listens on a free port of a range: bound, as one that was only looked up may get lost.
+
+    Raises:
+        ConfigError: No port is free, or the address is not this machine's.
+    """
+    problem: OSError | None = None
+    for port in random.Random().sample(ports, len(ports)):  # runs side by side seldom try the same one
+        try:
+            return socket.create_server((address, port))
+        except OSError as error:
+            problem = error
+    raise ConfigError(
+        f"one of run.ports={ports[0]}-{ports[-1]} must be free on {address}, got {problem}: choose others"
+    )
+
+
+def port_range(text: str) -> range:
+    """Read a range of ports such as `20000-21999`, both ends included.
+
+    Raises:
+        ValueError: It is none, or reaches up to those that Linux hands out by itself.
+    """
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and 1024 <= int(first) <= int(last) < _EPHEMERAL):
+        raise ValueError(f"a range must be two numbers from 1024 to {_EPHEMERAL - 1}, as in 20000-21999, got {text!r}")
+    return range(int(first), int(last) + 1)
+
+
+def _addresses() -> dict[str, str]:
+    """The interface of each IPv4 address of this machine."""
+    return {
+        entry.address: name
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET
+    }

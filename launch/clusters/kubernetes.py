@@ -1,0 +1,197 @@
+"""Kind kubernetes: one RayJob of the KubeRay operator, with its files in a ConfigMap; spoken to through kubectl."""
+
+import gzip
+import json
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonschema import Draft202012Validator
+
+from areal_lite.errors import ConfigError
+from areal_lite.launch.clusters.job import Job, Status
+from areal_lite.launch.clusters.shipping import entrypoint, shipped, shipped_problems
+
+__all__ = ["Kubernetes", "manifest", "schema_problems"]
+
+_FILES = "/etc/areal-lite"
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,44}[a-z0-9])?")
+"""KubeRay makes further names from it, which end at 63 letters."""
+_TIMEOUT_S = 60.0
+
+
+class _Plain(yaml.SafeDumper):
+    """For people: files as blocks, nothing by reference."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """Write a text of several lines as a block."""
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Plain.add_representer(str, _Plain.represent_text)
+
+
+class Kubernetes:
+    """Head and workers are pods of the same size; the head's is the first node."""
+
+    def artefacts(self, job: Job) -> Mapping[str, str]:
+        """Return the manifest."""
+        return {"rayjob.yaml": yaml.dump_all(manifest(job), Dumper=_Plain, sort_keys=False, width=120)}
+
+    def check(self, job: Job) -> Sequence[str]:
+        """Compare the manifest with KubeRay's schema."""
+        kubernetes, found = job.profile.kubernetes, []
+        if not kubernetes.image:
+            found.append("kubernetes.image must name an image with areal-lite and ray[default], got none: see docker/")
+        if not kubernetes.claim:
+            found.append("kubernetes.claim must name the volume claim behind shared, got none: pods share nothing else")
+        if not _NAME.fullmatch(job.name):
+            found.append(
+                f"a job on kubernetes has at most 46 of a-z, 0-9 and -, got {job.name!r}: choose another --name"
+            )
+        _, rayjob = manifest(job)
+        return [*found, *schema_problems(rayjob), *shipped_problems(job)]
+
+    def submit(self, job: Job) -> str:
+        """Hand the manifest to the cluster."""
+        text = self.artefacts(job)["rayjob.yaml"]
+        (job.files / "rayjob.yaml").write_text(text)
+        _kubectl(job, "apply", "-f", "-", stdin=text)
+        return f"{job.profile.kubernetes.namespace}/{job.name}"
+
+    def status(self, job: Job) -> Status:
+        """Ask the RayJob; KubeRay knows the exit code as a sentence."""
+        state = json.loads(_kubectl(job, "get", "rayjob", job.name, "-o", "json")).get("status", {})
+        words = " ".join(filter(None, [state.get("jobDeploymentStatus"), state.get("jobStatus"), state.get("message")]))
+        if state.get("jobDeploymentStatus") == "Complete" and state.get("jobStatus") == "SUCCEEDED":
+            return Status(words, code=0)
+        if state.get("jobDeploymentStatus") in ("Complete", "Failed"):
+            said = re.search(r"exit code (\d+)", words)
+            return Status(words, code=int(said[1]) if said else 1)
+        return Status(words or "waiting for the operator")
+
+    def logs(self, job: Job) -> str:
+        """Return those of the pod that submitted it, which follows the run."""
+        state = self.status(job)
+        try:
+            return _kubectl(job, "logs", f"job/{job.name}", "--tail=-1")
+        except ConfigError:
+            if state.code is None:
+                return ""  # the pod is not there yet
+            raise
+
+    def stop(self, job: Job) -> None:
+        """Interrupt the supervisor in the head's pod."""
+        there, _ = shipped(job, _FILES)
+        state = json.loads(_kubectl(job, "get", "rayjob", job.name, "-o", "json")).get("status", {})
+        head = f"ray.io/cluster={state.get('rayClusterName')},ray.io/node-type=head"
+        pod = _kubectl(job, "get", "pods", "-l", head, "-o", "name").strip()
+        if not pod:
+            raise ConfigError(f"the head's pod of {job.name} must run, got none: kubectl delete rayjob {job.name}")
+        _kubectl(job, "exec", pod, "--", "sh", "-c", f"kill -INT $(cat {there.files}/pid)")
+
+    def nodes(self, job: Job) -> Mapping[str, Sequence[str]]:
+        """Return none: KubeRay has formed the Ray cluster."""
+        return {}
+
+
+def manifest(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the ConfigMap with the job's files, and the RayJob."""
+    profile, kubernetes = job.profile, job.profile.kubernetes
+    _, files = shipped(job, _FILES)
+    metadata = {"name": job.name, "namespace": kubernetes.namespace}
+    keys = {f"file-{index}": path for index, path in enumerate(sorted(files))}
+    config_map = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata,
+        "data": {key: files[path] for key, path in keys.items()},
+    }
+    group = {"rayStartParams": {"num-gpus": str(profile.gpus_per_node)}, "template": {"spec": _pod(job, keys)}}
+    workers = {"groupName": "workers", "replicas": profile.nodes - 1}
+    bounds = {"minReplicas": profile.nodes - 1, "maxReplicas": profile.nodes - 1}
+    rayjob = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": metadata,
+        "spec": {
+            "entrypoint": entrypoint(_FILES),
+            "backoffLimit": 0,
+            "shutdownAfterJobFinishes": True,
+            "ttlSecondsAfterFinished": 600,
+            "rayClusterSpec": {
+                "rayVersion": version("ray"),
+                "authOptions": {"mode": "token"},
+                "headGroupSpec": group,
+                **({"workerGroupSpecs": [{**workers, **bounds, **group}]} if profile.nodes > 1 else {}),
+            },
+        },
+    }
+    return config_map, rayjob
+
+
+def _pod(job: Job, keys: Mapping[str, str]) -> dict[str, Any]:
+    profile, kubernetes = job.profile, job.profile.kubernetes
+    claims = {**({kubernetes.claim: profile.shared} if kubernetes.claim else {}), **kubernetes.claims}
+    size = {"cpu": str(kubernetes.cpus), "memory": kubernetes.memory}
+    if profile.gpus_per_node:
+        size[kubernetes.gpu] = str(profile.gpus_per_node)
+    items = [{"key": key, "path": path} for key, path in keys.items()]
+    mounts = {"shm": "/dev/shm", "files": _FILES, **claims}
+    container = {
+        "name": "ray",
+        "image": kubernetes.image or "IMAGE",
+        "resources": {"requests": size, "limits": size},
+        "env": [{"name": name, "value": value} for name, value in profile.env.items()],
+        "envFrom": [{"secretRef": {"name": name}} for name in kubernetes.secrets],
+        "volumeMounts": [{"name": name, "mountPath": str(path)} for name, path in mounts.items()],
+    }
+    volumes: list[dict[str, Any]] = [
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": kubernetes.shared_memory}},
+        {"name": "files", "configMap": {"name": job.name, "items": items}},
+        *({"name": name, "persistentVolumeClaim": {"claimName": name}} for name in claims),
+    ]
+    account = {"serviceAccountName": kubernetes.service_account} if kubernetes.service_account else {}
+    return {**account, "containers": [container], "volumes": volumes}
+
+
+def schema_problems(rayjob: Mapping[str, Any]) -> list[str]:
+    """Return what KubeRay's custom resource definition (v1.7.0, ray.io/v1) does not allow, unknown keys too."""
+    packed = Path(__file__).with_name("kuberay") / "rayjob-v1.json.gz"
+    schema = _strict(json.loads(gzip.decompress(packed.read_bytes())))
+    errors = Draft202012Validator(schema).iter_errors(rayjob)
+    return [
+        f"rayjob.yaml must be a RayJob of KubeRay 1.7, got at {error.json_path}: {error.message}" for error in errors
+    ]
+
+
+def _strict(schema: Any) -> Any:
+    """Have an object hold no other keys than it declares, as the API server does under strict validation."""
+    if isinstance(schema, list):
+        return [_strict(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = {key: _strict(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict):
+        inner.setdefault("additionalProperties", False)
+    return inner
+
+
+def _kubectl(job: Job, *words: str, stdin: str | None = None) -> str:
+    kubernetes = job.profile.kubernetes
+    context = [f"--context={kubernetes.context}"] if kubernetes.context else []
+    command = ["kubectl", *context, f"--namespace={kubernetes.namespace}", *words]
+    try:
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"kubectl must be installed and answer within {_TIMEOUT_S:g} s, got {error}") from error
+    if done.returncode:
+        raise ConfigError(f"`{' '.join(command)}` must work, got: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,112 @@
+"""Kind ray: a Ray cluster that runs already, joined by address on one of its nodes, or given a Ray job."""
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_lite.errors import ConfigError
+from areal_lite.launch.clusters.attempts import INTERRUPTED
+from areal_lite.launch.clusters.job import Job, Status
+from areal_lite.launch.clusters.shipping import entrypoint, shipped, shipped_problems
+from areal_lite.launch.clusters.supervised import Supervised
+
+__all__ = ["RayCluster"]
+
+_SAVE_TIMEOUT_S = 900
+
+
+class RayCluster(Supervised):
+    """By address as a command of this machine; by a jobs URL as a Ray job."""
+
+    def artefacts(self, job: Job) -> Mapping[str, str]:
+        """Return the script, or the Ray job's entry point and environment with the files that are shipped."""
+        if not job.ships:
+            return super().artefacts(job)
+        _, files = shipped(job, ".")
+        request = {
+            "entrypoint": entrypoint("."),
+            "submission_id": job.name,
+            "runtime_env": {"env_vars": _env(job)},
+        }
+        return {"job.json": json.dumps(request, indent=2) + "\n", **files}
+
+    def check(self, job: Job) -> Sequence[str]:
+        """Have bash read what is run; the cluster itself is not asked."""
+        profile = job.profile.ray
+        if not (profile.address or profile.jobs):
+            return [
+                "ray needs the address of a cluster's head, or its jobs URL, got neither: set ray.address or ray.jobs"
+            ]
+        if not job.ships:
+            return super().check(job)
+        return shipped_problems(job)
+
+    def submit(self, job: Job) -> str:
+        """Start the supervisor here, or as a Ray job."""
+        if not job.ships:
+            return super().submit(job)
+        request, *files = self.artefacts(job).items()
+        with tempfile.TemporaryDirectory() as folder:
+            for name, text in files:
+                path = Path(folder) / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+            settings = json.loads(request[1])
+            settings["runtime_env"]["working_dir"] = folder
+            return str(_call(job, "submit_job", **settings))
+
+    def status(self, job: Job) -> Status:
+        """Ask the supervisor's record, or Ray."""
+        if not job.ships:
+            return super().status(job)
+        info = _call(job, "get_job_info", job.id)
+        if not info.status.is_terminal():
+            return Status(f"{info.status}")
+        stopped = INTERRUPTED if info.status == "STOPPED" else 1
+        code = 0 if info.status == "SUCCEEDED" else info.driver_exit_code or stopped
+        return Status(f"{info.status}, exit code {code}: {info.message}", code=code)
+
+    def logs(self, job: Job) -> str:
+        """Return the log here, or Ray's of the job."""
+        return str(_call(job, "get_job_logs", job.id)) if job.ships else super().logs(job)
+
+    def stop(self, job: Job) -> None:
+        """Interrupt it."""
+        if job.ships:
+            _call(job, "stop_job", job.id)
+        else:
+            super().stop(job)
+
+
+def _env(job: Job) -> dict[str, str]:
+    """Environment of a Ray job; Ray gives it three seconds to end, and a run needs time to save."""
+    return {**job.profile.env, "RAY_JOB_STOP_WAIT_TIME_S": str(_SAVE_TIMEOUT_S)}
+
+
+def _call(job: Job, method: str, *words: str, **settings: Any) -> Any:
+    client = _client(job)
+    try:
+        return getattr(client, method)(*words, **settings)
+    except (RuntimeError, OSError) as error:  # the latter: of the library below it
+        raise ConfigError(
+            f"Ray's job server must do {method} for {job.name}, got {error}: see its dashboard"
+        ) from error
+
+
+def _client(job: Job) -> Any:
+    try:
+        from ray.job_submission import JobSubmissionClient
+
+        return JobSubmissionClient(job.profile.ray.jobs)
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"Ray jobs need ray[default] here and on the cluster, got {error}: pip install 'areal-lite[jobs]', or use "
+            "ray.address on a node of the cluster"
+        ) from error
+    except ConnectionError as error:
+        raise ConfigError(
+            f"Ray's job server must answer at ray.jobs={job.profile.ray.jobs}, got {error}: correct it, or open a "
+            "tunnel to the head's dashboard port"
+        ) from error

@@ -1,0 +1,104 @@
+"""What the kinds share whose supervisor is a process of this machine: local, ssh, and ray by address."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+import psutil
+
+from areal_lite.errors import ConfigError, StallError
+from areal_lite.launch.clusters.attempts import Attempts, driver_script, end_leftovers
+from areal_lite.launch.clusters.job import Job, Status
+
+__all__ = ["Supervised", "bash_problems"]
+
+_CLOCK_S = 5.0
+"""When a process began is reckoned from the clock, which may have been set since."""
+
+
+class Supervised:
+    """A process of its own session supervises the job, whose id is the process's, the moment it began, and its host."""
+
+    def artefacts(self, job: Job) -> Mapping[str, str]:
+        """Return the line that each attempt runs."""
+        return {"run.sh": driver_script(job, attempt=1, address=None)}
+
+    def check(self, job: Job) -> Sequence[str]:
+        """Have bash read the script."""
+        return bash_problems(self.artefacts(job))
+
+    def submit(self, job: Job) -> str:
+        """Start the supervisor, which outlives this terminal."""
+        command = [sys.executable, "-m", "areal_lite.launch.clusters.attempts", str(job.record)]
+        with job.log.open("ab") as log:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=job.folder, start_new_session=True
+            )
+        return f"{process.pid}@{psutil.Process(process.pid).create_time():.2f}@{os.uname().nodename}"
+
+    def status(self, job: Job) -> Status:
+        """Read the record of the attempts; a supervisor that is gone without a word has failed."""
+        status = Attempts.read(job).status()
+        if status.code is None and (host := _other_host(job)):
+            return Status(f"{status.words}; whether its supervisor still runs, ask on {host}")
+        if status.code is None and self._process(job) is None:
+            status = Attempts.read(job).status()  # it may have ended in between
+        if status.code is None and self._process(job) is None:
+            return Status(f"failed: its supervisor (process {job.id}) is gone; {status.words}; see {job.log}", code=1)
+        return status
+
+    def logs(self, job: Job) -> str:
+        """Read its log."""
+        return job.log.read_text(errors="replace") if job.log.is_file() else ""
+
+    def stop(self, job: Job) -> None:
+        """Interrupt the supervisor, which hands it on; end what one that was killed has left.
+
+        Raises:
+            ConfigError: The supervisor runs on another host.
+            StallError: Something could not be ended.
+        """
+        if host := _other_host(job):
+            raise ConfigError(
+                f"{job.name} is stopped where its supervisor runs, got {os.uname().nodename}: ask on {host}"
+            )
+        if (process := self._process(job)) is not None:
+            process.send_signal(signal.SIGINT)
+        elif problems := end_leftovers(job):
+            raise StallError(f"every process of {job.name} must end, got {'; '.join(problems)}: end them by hand")
+
+    def nodes(self, job: Job) -> Mapping[str, Sequence[str]]:
+        """Return none: the run starts a Ray of its own, or joins one."""
+        return {}
+
+    def _process(self, job: Job) -> psutil.Process | None:
+        number, began, *_ = [*job.id.split("@"), ""]
+        with contextlib.suppress(psutil.Error, ValueError):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(int(number), os.WNOHANG)  # where it is a child of this process
+            process = psutil.Process(int(number))
+            is_it = abs(process.create_time() - float(began)) <= _CLOCK_S
+            if is_it and process.status() != psutil.STATUS_ZOMBIE:
+                return process
+        return None
+
+
+def _other_host(job: Job) -> str:
+    """Name the host of the supervisor where it is not this one."""
+    host = job.id.split("@")[-1]
+    return "" if host == os.uname().nodename else host
+
+
+def bash_problems(scripts: Mapping[str, str]) -> list[str]:
+    """Return what bash cannot read in scripts, by name; nothing of them is run."""
+    found = []
+    for name, text in scripts.items():
+        done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=30)
+        if done.returncode:
+            found.append(
+                f"{name} must be a script that bash reads, got {done.stderr.strip()}: see enter in the profile"
+            )
+    return found

@@ -1,0 +1,166 @@
+"""Slurm on one machine: its real daemons on the nodes of `make_nodes`, and nothing of them outside.
+
+The controller and munge run on the first node. Keys, states and logs lie in a folder of their own, nothing in /etc, and
+the daemons end with their nodes.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from areal_lite.errors import ConfigError, StallError
+from areal_lite.launch.rehearse.namespaces import NETWORK, Node, make_nodes
+
+__all__ = ["Slurm", "make_slurm", "run_job"]
+
+_TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "setpriv")
+_START_TIMEOUT_S = 60.0
+_COMMAND_TIMEOUT_S = 60.0
+_POLL_S = 0.2
+_CONF = """\
+ClusterName=rehearsal
+SlurmctldHost={head.name}({head.address})
+SlurmUser=root
+# A job that is requeued starts again when its credentials have expired, by default after two minutes.
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
+StateSaveLocation={folder}/controller
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+# What a cluster does by control groups, which several nodes on one machine would share.
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+MpiDefault=none
+MailProg=/bin/true
+ReturnToService=2
+SlurmdTimeout=30
+KillWait=20
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+_CGROUP_CONF = "CgroupPlugin=autodetect\nCgroupMountpoint=/sys/fs/cgroup\nIgnoreSystemd=yes\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Slurm:
+    """A cluster that answers."""
+
+    nodes: Sequence[Node]
+    """The first one has the controller, and is where one logs in."""
+    folder: Path
+    """Of its configuration and the daemons' logs."""
+
+    def command(self, argv: Sequence[str], *, cwd: str | Path = "/") -> list[str]:
+        """Return the command that runs another one where a user of the cluster types it."""
+        return self.nodes[0].command(argv, cwd=cwd, env={"SLURM_CONF": str(self.folder / "slurm.conf")})
+
+    def ask(self, *argv: str) -> str:
+        """Return what a command of Slurm says.
+
+        Raises:
+            subprocess.CalledProcessError: It failed.
+        """
+        done = subprocess.run(
+            self.command(argv), check=True, stdout=subprocess.PIPE, text=True, timeout=_COMMAND_TIMEOUT_S
+        )
+        return done.stdout.strip()
+
+
+@contextlib.contextmanager
+def make_slurm(num_nodes: int, *, shared: Sequence[str | Path] = ()) -> Iterator[Slurm]:
+    """Boot nodes with Slurm on them, and end them afterwards.
+
+    Args:
+        shared: As of `make_nodes`.
+
+    Raises:
+        ConfigError: Not root, or Slurm is not installed.
+        StallError: A daemon did not start; shows the logs.
+    """
+    if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
+        raise ConfigError(
+            f"a rehearsal of Slurm needs the commands {', '.join(_TOOLS)}, got no {', '.join(missing)}: "
+            "apt-get install slurm-wlm munge"
+        )
+    names = [f"slurm{number}" for number in range(num_nodes)]
+    with tempfile.TemporaryDirectory(prefix="areal-lite-slurm-") as made, contextlib.ExitStack() as logs:
+        folder = Path(made)
+        folder.chmod(0o711)  # munge has to get through
+        for name in ("munge", "controller", *names):
+            (folder / name).mkdir()
+        (folder / "munge" / "key").write_bytes(secrets.token_bytes(1024))
+        (folder / "munge" / "key").chmod(0o400)
+        for path in (folder / "munge" / "key", folder / "munge"):
+            shutil.chown(path, "munge", "munge")
+        with make_nodes(names, shared=[*shared, folder]) as nodes:
+            described = "\n".join(
+                f"NodeName={node.name} NodeAddr={node.address} CPUs={os.cpu_count()} State=UNKNOWN" for node in nodes
+            )
+            (folder / "slurm.conf").write_text(_CONF.format(folder=folder, head=nodes[0], nodes=described))
+            (folder / "cgroup.conf").write_text(_CGROUP_CONF)
+            slurm = Slurm(nodes, folder)
+
+            def start(node: Node, *argv: str) -> None:
+                log = logs.enter_context((folder / f"{argv[0]}-{node.name}.log").open("w"))
+                environment = {"SLURM_CONF": str(folder / "slurm.conf")}
+                node.popen(argv, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+
+            munge = [f"--{name}={folder}/munge/{name}" for name in ("socket", "pid-file", "log-file", "seed-file")]
+            start(
+                nodes[0],
+                *("setpriv", "--reuid=munge", "--regid=munge", "--clear-groups"),
+                *("munged", "--foreground", f"--key-file={folder}/munge/key", *munge),
+            )
+            _wait(slurm, (folder / "munge" / "socket").exists, "munge")
+            start(nodes[0], "slurmctld", "-D")
+            for node in nodes:
+                start(node, "slurmd", "-D", "-N", node.name)
+            _wait(slurm, lambda: set(slurm.ask("sinfo", "-h", "-N", "-o", "%t").split()) == {"idle"}, "all nodes idle")
+            yield slurm
+
+
+def _wait(slurm: Slurm, condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while True:
+        with contextlib.suppress(subprocess.CalledProcessError):
+            if condition():
+                return
+        if time.monotonic() > deadline:
+            logs = "\n".join(f"{path.name}: {path.read_text()[-1000:]}" for path in slurm.folder.glob("*.log"))
+            raise StallError(f"Slurm must have {what} within {_START_TIMEOUT_S:g} s, got:\n{logs}")
+        time.sleep(_POLL_S)
+
+
+def run_job(slurm: Slurm, name: str, words: Sequence[str]) -> int:
+    """Launch a command as a job on all nodes, with a line for each of its states; returns the exit code of `launch`."""
+    profile = slurm.folder / "profile.yaml"
+    # The nodes share the machine's cores: one each is what Ray is told, so that the processes are spread.
+    env = {"RAY_OVERRIDE_RESOURCES": '{"CPU": 1}'}
+    settings = {"nodes": len(slurm.nodes), "shared": "/", "network": str(NETWORK), "ports": "10000-32767", "env": env}
+    profile.write_text(yaml.safe_dump(settings))
+    launch = [sys.executable, "-m", "areal_lite.cli.main", "launch", "--on", "slurm", "--name", name]
+    process = subprocess.Popen(slurm.command([*launch, "--profile", str(profile), *words], cwd=Path.cwd()))
+    shown, code = "", None
+    try:
+        while code is None:
+            code = process.poll()
+            state = slurm.ask("squeue", "--noheader", "--states=all", "--format=batch job %i: %T %N")
+            if state != shown:
+                print(f"areal-lite rehearse: {state}", flush=True)
+            shown = state
+            time.sleep(_POLL_S)
+    finally:
+        process.wait()  # Ctrl-C reaches it too: the job saves
+    return code

@@ -1,0 +1,142 @@
+"""Where a run's processes and sockets are, given the nodes that Ray has: settled once, before anything starts."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from areal_lite.config.offline import OfflineConfig
+from areal_lite.config.recipe import Config
+from areal_lite.errors import ConfigError, StallError
+from areal_lite.launch.run.lifetime import actor_options
+from areal_lite.launch.run.plan import NOWHERE, Bundle, Node, plan, table
+from areal_lite.launch.run.whereabouts import Whereabouts
+from areal_lite.network import interface_of, local_address
+
+__all__ = ["Places", "places_for", "with_network"]
+
+_RETRY_S = 1.0
+"""How often a run that waits for GPUs looks for free ones."""
+_RESERVE_TIMEOUT_S = 10.0
+"""For GPUs that were free a moment ago."""
+
+
+class Places:
+    """What a run has reserved; starts each process in its place."""
+
+    def __init__(
+        self, config: Config | OfflineConfig, group: PlacementGroup, bundles: list[Bundle], nodes: list[Node]
+    ) -> None:
+        self._config, self._group = config, group
+        self.run = config.run
+        """With its network settled."""
+        self.whereabouts = Whereabouts(nodes, bundles)
+        self._bundle_of = {lane: index for index, bundle in enumerate(bundles) for lane in bundle.lanes}
+
+    def spawn(self, kind: type, lane: str, **arguments: Any) -> Any:
+        """Start the actor of a lane such as `rollout/0`; returns its handle, while it is still being made."""
+        strategy = PlacementGroupSchedulingStrategy(self._group, self._bundle_of[lane])
+        options = actor_options(self._config, lane.partition("/")[0])
+        return ray.remote(kind).options(scheduling_strategy=strategy, **options).remote(self._config, **arguments)
+
+
+@contextlib.contextmanager
+def places_for(config: Config | OfflineConfig, *, say: Callable[[str], object]) -> Iterator[Places]:
+    """Reserve all that a run needs, for as long as the block lasts.
+
+    Waits for GPUs that others hold; unblocked by `run.start_timeout_s`.
+
+    Raises:
+        ConfigError: The cluster has too few GPUs, or too few on one node; or as `with_network`.
+        StallError: Others held them too long.
+    """
+    settled = with_network(config)
+    if settled.run.network is not None:
+        address = local_address(settled.run.network)
+        say(f"nodes speak over {interface_of(address)} (here {address}; run.network), ports {settled.run.ports}")
+    group, bundles, nodes = _reserve(settled, say=say)
+    places = Places(settled, group, bundles, nodes)
+    for line in places.whereabouts.lines():
+        say(line)
+    try:
+        yield places
+    finally:
+        remove_placement_group(group)
+
+
+def _reserve(
+    config: Config | OfflineConfig, *, say: Callable[[str], object]
+) -> tuple[PlacementGroup, list[Bundle], list[Node]]:
+    deadline, told = time.monotonic() + config.run.start_timeout_s, False
+    while True:
+        nodes = _nodes()
+        bundles, most = plan(config, nodes, only_free=True), plan(config, nodes)
+        if any(bundle.node == NOWHERE for bundle in most):
+            raise ConfigError(
+                f"the run must fit into the cluster's GPUs, an engine on one node; it does not:\n{table(most, nodes)}\n"
+                "lower rollout.workers, rollout.tensor_parallel or trainer.ranks, or join more nodes to the Ray cluster"
+            )
+        if all(bundle.node != NOWHERE for bundle in bundles):
+            group = placement_group(
+                [{f"node:{nodes[bundle.node].address}": 0.001, "GPU": bundle.gpus} for bundle in bundles],
+                bundle_label_selector=[{"ray.io/node-id": nodes[bundle.node].key} for bundle in bundles],
+            )
+            if group.wait(_RESERVE_TIMEOUT_S):
+                return group, bundles, nodes
+            remove_placement_group(group)
+        if time.monotonic() > deadline:
+            raise StallError(
+                f"GPUs must be free within run.start_timeout_s={config.run.start_timeout_s:g} s; others hold them:\n"
+                f"{table(most, nodes)}\nwait for them, or raise run.start_timeout_s"
+            )
+        if not told:
+            say(f"waiting for GPUs that others hold:\n{table(most, nodes)}")
+            told = True
+        time.sleep(_RETRY_S)
+
+
+def _nodes() -> list[Node]:
+    """All nodes that are alive, the driver's first."""
+    free = ray._private.state.available_resources_per_node()  # Ray has no public way to ask by node
+    here = ray.get_runtime_context().get_node_id()
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return [
+        Node(
+            address=node["NodeManagerAddress"],
+            name=node["NodeManagerHostname"],
+            port=node["NodeManagerPort"],
+            key=node["NodeID"],
+            cores=int(node["Resources"].get("CPU", 0)),
+            gpus=int(node["Resources"].get("GPU", 0)),
+            free_gpus=int(free.get(node["NodeID"], {}).get("GPU", 0)),
+        )
+        for node in sorted(alive, key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"]))
+    ]
+
+
+def with_network(config: Config | OfflineConfig) -> Config | OfflineConfig:
+    """Settle `run.network`: none with one node, as loopback serves; with several the recipe's, or Ray's head.
+
+    Raises:
+        ConfigError: The other nodes would not reach what this one opens.
+    """
+    if sum(node["Alive"] for node in ray.nodes()) < 2:
+        return config.model_copy(update={"run": config.run.model_copy(update={"network": None})})
+    bind = config.queue.bind if isinstance(config, Config) else "auto"
+    if bind == "localhost" or bind.startswith("127."):
+        raise ConfigError(
+            f"with several nodes the queue must listen where all of them reach it, got queue.bind={bind}: leave it out "
+            "(auto), or set it to an address of this node that the others reach"
+        )
+    head = ray.get_runtime_context().gcs_address.rpartition(":")[0]
+    config = config.model_copy(update={"run": config.run.model_copy(update={"network": config.run.network or head})})
+    if (address := local_address(config.run.network)).startswith("127."):
+        raise ConfigError(
+            f"with several nodes each must have an address that the others reach, got {address} on this one, where the "
+            f"route to {config.run.network} starts: set run.network to a subnet or interface that all nodes share"
+        )
+    return config

@@ -1,0 +1,109 @@
+"""Which node each process of a run goes to. Pure: `places.py` asks Ray for its nodes and reserves what is planned.
+
+Trainer ranks lie together, an engine is never split over nodes, verifiers are spread, and the queue is with the
+driver. On a CPU cores are counted, but shared where there are too few: a laptop has fewer than a run has processes.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from areal_lite.config.offline import OfflineConfig
+from areal_lite.config.recipe import Config
+
+__all__ = ["NOWHERE", "Bundle", "Node", "plan", "table"]
+
+NOWHERE = -1
+"""In the place of a node's number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """What a node has; the driver's is number 0."""
+
+    address: str
+    name: str = ""
+    """of the host"""
+    port: int = 0
+    """at which its Ray answers"""
+    key: str = ""
+    """Ray's name for it"""
+    cores: int
+    gpus: int
+    free_gpus: int
+    """not reserved by others at present"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """Processes that share what they reserve on one node, by lane name: one, or over IPC an engine and its rank."""
+
+    node: int
+    gpus: int
+    lanes: tuple[str, ...]
+
+
+def plan(config: Config | OfflineConfig, nodes: Sequence[Node], *, only_free: bool = False) -> list[Bundle]:
+    """Give every process a node; those that find no room are in bundles at `NOWHERE`.
+
+    Args:
+        only_free: Pass over GPUs that others have reserved at present.
+    """
+    on_gpu = config.run.device == "cuda"
+    ranks: list[tuple[str, ...]] = [(f"trainer/{index}",) for index in range(config.trainer.ranks)]
+    engines, others, engine_size = list[tuple[str, ...]](), list[Bundle](), 1
+    if isinstance(config, Config):
+        engine_size = config.rollout.tensor_parallel if on_gpu else config.rollout.threads
+        engines = [(f"rollout/{index}",) for index in range(config.rollout.workers)]
+        if config.weights.transport == "ipc":  # an engine sees the weights of a rank on its own GPU alone
+            pairs = [rank + engine for rank, engine in zip(ranks, engines, strict=False)]
+            ranks, engines = pairs + ranks[len(pairs) :], []
+        working = [number for number, node in enumerate(nodes) if node.cores] or [0]
+        verifiers = [f"verifier/{index}" for index in range(config.verifier.workers)]
+        others = [Bundle(node=0, gpus=0, lanes=("queue",))]
+        others += [Bundle(node=working[i % len(working)], gpus=0, lanes=(name,)) for i, name in enumerate(verifiers)]
+    rank_size = 1 if on_gpu else config.trainer.threads
+    # Packing the ranks first may leave no node with room for an engine; the other way round finds room if there is any.
+    for engines_first in (False, True):
+        space = [(node.free_gpus if only_free else node.gpus) if on_gpu else node.cores for node in nodes]
+        steps = [(ranks, rank_size, True), (engines, engine_size, False)]
+        bundles = list(others)
+        for lanes, size, together in reversed(steps) if engines_first else steps:
+            at = _nodes_for(len(lanes), size, space, together=together, crowded=not on_gpu)
+            bundles += [
+                Bundle(node=node, gpus=size * on_gpu, lanes=names) for node, names in zip(at, lanes, strict=True)
+            ]
+        if all(bundle.node != NOWHERE for bundle in bundles):
+            break
+    return bundles
+
+
+def _nodes_for(count: int, size: int, space: list[int], *, together: bool, crowded: bool) -> list[int]:
+    """Take room of `size` off `space` `count` times; the first node wins among equal ones."""
+    found: list[int] = []
+    for _ in range(count):
+        roomiest = max(range(len(space)), key=lambda node: space[node])
+        if together and found and found[-1] != NOWHERE and space[found[-1]] >= size:
+            node = found[-1]
+        else:
+            node = roomiest if crowded or space[roomiest] >= size else NOWHERE
+        found.append(node)
+        if node != NOWHERE:
+            space[node] -= size
+    return found
+
+
+def table(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> str:
+    """Say per node what the plan needs there and what is there, in GPUs."""
+    names = {number: node.address for number, node in enumerate(nodes)} | {NOWHERE: "no node"}
+    rows = [("node", "needed", "there", "free", "for")]
+    for number, name in names.items():
+        here = [bundle for bundle in bundles if bundle.node == number and bundle.gpus]
+        kinds = Counter(f"{'+'.join(lane.partition('/')[0] for lane in b.lanes)} of {b.gpus}" for b in here)
+        needed, why = str(sum(b.gpus for b in here)), ", ".join(f"{n} x {kind}" for kind, n in kinds.items())
+        if number != NOWHERE:
+            rows.append((name, needed, str(nodes[number].gpus), str(nodes[number].free_gpus), why))
+        elif here:
+            rows.append((name, needed, "", "", why))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

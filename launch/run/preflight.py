@@ -1,0 +1,274 @@
+"""Looks at every node of a cluster before anything is loaded: `areal-lite doctor --cluster`, and at the start of a run.
+
+A probe on each node says what it has; pairs of probes measure their links, all of them together an all-reduce and a
+broadcast. `find_problems` judges, and knows nothing of Ray.
+"""
+
+import contextlib
+import math
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from rich.console import Console
+from rich.table import Table
+
+from areal_lite.actors.calls import Calls, call_all, describe
+from areal_lite.actors.probe import ProbeActor
+from areal_lite.config.offline import OfflineConfig
+from areal_lite.config.recipe import Config
+from areal_lite.errors import ConfigError
+from areal_lite.launch.run.lifetime import kill_all
+from areal_lite.launch.run.places import with_network
+from areal_lite.network import port_range
+from areal_lite.node import NodeReport, rounds
+
+__all__ = ["ClusterReport", "check_cluster", "find_problems", "look_at_cluster", "preflight_table"]
+
+_TIMEOUT_S = 60.0
+"""For a connection, a round trip, a collective."""
+_MAX_CLOCK_OFFSET_S = 0.5
+_MIN_DISK_GIB = 5.0
+
+
+@dataclass(slots=True, kw_only=True)
+class ClusterReport:
+    """What the probes said; nodes by host name."""
+
+    nodes: dict[str, NodeReport] = field(default_factory=dict)
+    addresses: dict[str, str] = field(default_factory=dict)
+    clock_offsets_s: dict[str, float] = field(default_factory=dict)
+    """Against the controller's clock, as far as the round trip leaves no doubt."""
+    links: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    """Round trip (s) and bandwidth (MB/s) of each pair."""
+    all_reduce: float | None = None
+    """MB/s over all nodes."""
+    broadcast: float | None = None
+    """MB/s from the first node."""
+    failures: list[str] = field(default_factory=list)
+    """What could not be asked or measured; names the node or the link."""
+
+
+def check_cluster(config: Config | OfflineConfig, *, model_folder: Path | None, console: Console) -> None:
+    """Look at every node of the Ray cluster this process has joined, print a table, and judge.
+
+    Args:
+        config: Of any command, with absolute paths.
+        model_folder: Must be the same everywhere; None where every node has its own.
+        console: To print to.
+
+    Raises:
+        ConfigError: The cluster is not fit for the run; with every problem.
+    """
+    config = with_network(config)
+    model: list[str] = [] if model_folder is None else [str(model_folder)]
+    shared = Path(config.run.resume or config.run.dir or "runs").resolve()
+    with console.status("looking at every node ..."):
+        report = look_at_cluster(config, paths=[*model, *sorted(_plug_ins(config.model_dump()))], shared=shared)
+    console.print(preflight_table(report))
+    problems = list(find_problems(report, min_bandwidth=config.run.min_bandwidth_mb_s, environment=config.run.env))
+    if problems:
+        found = "\n".join(f"  - {problem}" for problem in problems)
+        raise ConfigError(f"the cluster is not ready for this run:\n{found}\nlook again: areal-lite doctor --cluster")
+
+
+def _plug_ins(value: Any) -> Iterator[str]:
+    """Yield the files of functions named as `path.py:function`, wherever a recipe names one."""
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _plug_ins(item)
+    elif isinstance(value, str) and value.rpartition(":")[0].endswith(".py"):
+        yield value.rpartition(":")[0]
+
+
+def look_at_cluster(config: Config | OfflineConfig, *, paths: Sequence[str], shared: Path) -> ClusterReport:
+    """Probe every living node; no answer is waited for longer than three times the time-out of one.
+
+    Args:
+        config: Its `run.network` settled (`with_network`).
+        paths: Files and folders that must be the same everywhere.
+        shared: A folder that all nodes must share: a canary is written there, and removed.
+    """
+    report = ClusterReport()
+    with _canary(shared) as canary:
+        started = probes = _start(config)
+        try:
+            # The first answer includes the start of the process.
+            report.addresses = _ask(report, call_all(probes, "address"), 3 * _TIMEOUT_S)
+            probes = {name: probes[name] for name in report.addresses}
+            seen = call_all(probes, "look", [canary, *paths], str(shared), list(config.run.env))
+            report.nodes = _ask(report, seen, 3 * _TIMEOUT_S)
+            report.clock_offsets_s = {name: offset for name, probe in probes.items() for offset in _clock_offset(probe)}
+            _measure_links(report, probes)
+            if config.run.device == "cuda":
+                probes = {name: probes[name] for name, node in report.nodes.items() if node.gpus}
+            if len(probes) > 1:
+                _measure_collectives(report, probes, config.run.device)
+        finally:
+            kill_all(started.values())
+    return report
+
+
+@contextlib.contextmanager
+def _canary(folder: Path) -> Iterator[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f".canary-{secrets.token_hex(8)}"
+    path.write_text(path.name)
+    try:
+        yield str(path)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _start(config: Config | OfflineConfig) -> dict[str, Any]:
+    """Start a probe on each node, by host name, and address where two nodes have the same name."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    names = [node["NodeManagerHostname"] for node in nodes]
+    settings = {"network": config.run.network, "ports": port_range(config.run.ports), "timeout_s": _TIMEOUT_S}
+    # No GPU is reserved: a node may have none, or none free yet.
+    environment = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"} | config.run.env
+    options = {"num_cpus": 0, "max_concurrency": 4, "runtime_env": {"env_vars": environment}}
+
+    def probe(node_id: str) -> Any:
+        place = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+        return ray.remote(ProbeActor).options(**options, scheduling_strategy=place).remote(**settings)
+
+    return {
+        name if names.count(name) == 1 else f"{name} ({node['NodeManagerAddress']})": probe(node["NodeID"])
+        for name, node in zip(names, nodes, strict=True)
+    }
+
+
+def _ask(report: ClusterReport, calls: Calls, timeout_s: float) -> dict[str, Any]:
+    """Return the answers; who failed or is late is noted."""
+    for name, error in calls.answers(timeout_s):
+        if error is not None:
+            report.failures.append(f"{name}: {describe(error)}")
+    report.failures += [f"{name} gave no answer within {timeout_s:g} s" for name in calls.pending]
+    return calls.values
+
+
+def _clock_offset(probe: Any) -> Iterator[float]:
+    """Yield how far a node's clock is off, less what the way of the answer leaves open; nothing without an answer."""
+    before, begun = time.time(), time.perf_counter()
+    calls = Calls({"clock": probe.clock.remote()})
+    for _, error in calls.answers(_TIMEOUT_S):
+        if error is None:
+            half = (time.perf_counter() - begun) / 2
+            apart = calls.values["clock"] - before - half
+            yield math.copysign(max(0.0, abs(apart) - half), apart)
+
+
+def _measure_links(report: ClusterReport, probes: Mapping[str, Any]) -> None:
+    for pairs in rounds(list(probes)):
+        ports = _ask(report, Calls({other: probes[other].serve_link.remote() for _, other in pairs}), _TIMEOUT_S)
+        calls = Calls(
+            {
+                f"{one} -> {other}": probes[one].measure_link.remote(report.addresses[other], ports[other])
+                for one, other in pairs
+                if other in ports
+            }
+        )
+        measured = _ask(report, calls, 3 * _TIMEOUT_S)
+        report.links |= {pair: measured[key] for pair in pairs if (key := " -> ".join(pair)) in measured}
+
+
+def _measure_collectives(report: ClusterReport, probes: Mapping[str, Any], device: str) -> None:
+    first = next(iter(probes))
+    if first not in (stores := _ask(report, Calls({first: probes[first].open_store.remote()}), _TIMEOUT_S)):
+        return
+    ranks = {
+        name: probe.collectives.remote(stores[first], rank, len(probes), device)
+        for rank, (name, probe) in enumerate(probes.items())
+    }
+    rates = _ask(report, Calls(ranks), 3 * _TIMEOUT_S)
+    if len(rates) == len(probes):
+        report.all_reduce, report.broadcast = (min(rate[i] for rate in rates.values()) for i in (0, 1))
+
+
+def find_problems(report: ClusterReport, *, min_bandwidth: float, environment: Mapping[str, str]) -> Iterable[str]:
+    """Yield what stands in the way of a run, each with what to do.
+
+    Args:
+        report: Of all nodes.
+        min_bandwidth: MB/s that any link and collective must reach; 0 = any.
+        environment: Variables and the values that must have arrived.
+    """
+    yield from report.failures
+    for kind, to_do in (("versions", "install the same on every node"), ("contents", "give every node the same files")):
+        of_node = {name: getattr(node, kind) for name, node in report.nodes.items()}
+        for key in sorted({key for found in of_node.values() for key in found}):
+            without = [name for name in of_node if key == "driver" and not report.nodes[name].gpus]
+            values = {name: found.get(key, "missing") for name, found in of_node.items() if name not in without}
+            if Path(key).name.startswith(".canary-"):
+                if alone := [name for name, value in values.items() if value == "missing"]:
+                    yield (
+                        f"{Path(key).parent} must be a folder that all nodes share, got one in which "
+                        f"{', '.join(alone)} cannot see the controller's file: set run.dir to a shared folder"
+                    )
+            elif len(set(values.values())) > 1:
+                yield f"{key} must be the same everywhere, got {_grouped(values)}: {to_do}"
+    for name, node in report.nodes.items():
+        if node.ecc_errors:
+            yield f"{name} has {node.ecc_errors} uncorrected memory errors on its GPUs: reset or drain it"
+        if node.disk_gib < _MIN_DISK_GIB:
+            yield f"{name} has {node.disk_gib:.1f} GiB of free disk for the run, wanted {_MIN_DISK_GIB:g}: free some"
+        if lost := [key for key, value in environment.items() if node.environment.get(key) != value]:
+            yield f"run.env has not arrived on {name}: {', '.join(lost)}: set it in the profile, or where Ray starts"
+    for name, offset_s in report.clock_offsets_s.items():
+        if abs(offset_s) > _MAX_CLOCK_OFFSET_S:
+            yield f"the clock of {name} is {offset_s:+.1f} s off the controller's: start chrony or ntpd there"
+    for (one, other), (_, bandwidth) in report.links.items():
+        if bandwidth < min_bandwidth:
+            yield _too_slow(f"the link between {one} and {other}", bandwidth, min_bandwidth)
+    for what, rate in (("an all-reduce over all nodes", report.all_reduce), ("a broadcast", report.broadcast)):
+        if rate is not None and rate < min_bandwidth:
+            yield _too_slow(what, rate, min_bandwidth)
+
+
+def _too_slow(what: str, rate: float, wanted: float) -> str:
+    return (
+        f"{what} must reach run.min_bandwidth_mb_s={wanted:g}, got {rate:.1f} MB/s: choose the fast interface with "
+        "run.network, or lower the setting"
+    )
+
+
+def _grouped(values: Mapping[str, str]) -> str:
+    groups = {value: [name for name, one in values.items() if one == value] for value in dict.fromkeys(values.values())}
+    return "; ".join(f"{value} on {', '.join(names)}" for value, names in groups.items())
+
+
+def preflight_table(report: ClusterReport) -> Table:
+    """Draw a row for each node."""
+    table = Table("node", "address", "cores", "memory", "free disk", "GPUs", "clock", "slowest link", box=None)
+    for name, node in report.nodes.items():
+        links = {pair: link for pair, link in report.links.items() if name in pair}
+        slowest = min(links, key=lambda pair: links[pair][1], default=None)
+        said = (
+            ""
+            if slowest is None
+            else (f"{links[slowest][1]:,.0f} MB/s, {1000 * links[slowest][0]:.2f} ms to {slowest[slowest[0] == name]}")
+        )
+        table.add_row(
+            name,
+            report.addresses[name],
+            str(node.cores),
+            f"{node.memory_gib:.0f} GiB",
+            f"{node.disk_gib:.0f} GiB",
+            f"{len(node.gpus)} x {node.gpus[0]}" if node.gpus else "none",
+            f"{report.clock_offsets_s.get(name, 0.0):+.2f} s",
+            said,
+        )
+    versions = next((node.versions for node in report.nodes.values()), {})
+    lines = [", ".join(f"{name} {version}" for name, version in versions.items())]
+    if report.all_reduce is not None:
+        lines.append(f"all-reduce {report.all_reduce:,.0f} MB/s, broadcast {report.broadcast:,.0f} MB/s")
+    table.caption, table.caption_justify = "\n".join(lines), "left"
+    return table

@@ -1,0 +1,58 @@
+"""Which processes are on which node, in words: when a run on several nodes begins, and in the error that ends it."""
+
+import contextlib
+import re
+import socket
+from collections.abc import Iterator, Sequence
+
+from areal_lite.errors import ArealLiteError
+from areal_lite.launch.run.plan import Bundle, Node
+
+__all__ = ["Whereabouts"]
+
+_ANSWER_TIMEOUT_S = 3.0
+
+
+class Whereabouts:
+    """The lanes of each node; the driver's node comes first."""
+
+    def __init__(self, nodes: Sequence[Node], bundles: Sequence[Bundle]) -> None:
+        self._lanes = {
+            node: [lane for bundle in bundles if bundle.node == number for lane in bundle.lanes]
+            for number, node in enumerate(nodes)
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield one for each node, where there are several."""
+        for node, lanes in self._lanes.items():
+            if len(self._lanes) > 1:
+                yield f"{_words(node)}: {', '.join(lanes) or 'nothing'}"
+
+    def located(self, error: BaseException) -> BaseException:
+        """Return an error with the nodes of the processes that it names, and the nodes that are out of reach."""
+        if len(self._lanes) < 2 or not isinstance(error, ArealLiteError):
+            return error
+        here, *others = self._lanes
+        parts, text = [], str(error)
+        for node in (here, *others):
+            lanes = self._lanes[node]
+            named = [lane for lane in lanes if re.search(rf"\b{lane}(?!\d)", text)]
+            if lanes and node is not here and not _answers(node):
+                parts.append(
+                    f"{_words(node)} is not reached from {_words(here)}: it, its link or its Ray is down; "
+                    f"there: {', '.join(lanes)}"
+                )
+            elif named:
+                parts.append(f"{', '.join(named)}: on {_words(node)}")
+        return type(error)("; ".join([text, *parts]))
+
+
+def _words(node: Node) -> str:
+    return f"{node.name} ({node.address})"
+
+
+def _answers(node: Node) -> bool:
+    """Whether Ray's port on a node can be connected to: a closed one says that nobody is there either."""
+    with contextlib.suppress(OSError), socket.create_connection((node.address, node.port), timeout=_ANSWER_TIMEOUT_S):
+        return True
+    return False

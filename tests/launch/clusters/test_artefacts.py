@@ -1,0 +1,106 @@
+"""What a cluster is given, as snapshots; and that each kind's own reader takes it.
+
+New snapshots, to be read before they are kept: python tests/launch/clusters/test_artefacts.py
+"""
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from launch_builders import make_job, make_profile
+
+from areal_lite.errors import ConfigError
+from areal_lite.launch.clusters.kinds import find_kind
+from areal_lite.launch.clusters.kubernetes import manifest, schema_problems
+from areal_lite.launch.clusters.ray_nodes import RayNodes
+
+SNAPSHOTS = Path(__file__).parents[2] / "fixtures" / "launch"
+KINDS = ("local", "ray", "ssh", "kubernetes")
+WORDS = "train gsm8k_1node model.path=/models/Qwen3-1.7B"
+
+
+def written(kind: str) -> str:
+    files = find_kind(kind).artefacts(make_job(kind, WORDS))
+    return "".join(f"# {name}\n{text}\n" for name, text in files.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_artefacts_are_those_that_were_read(kind: str) -> None:
+    """Seen failing with the token's variables left out."""
+    assert written(kind) == (SNAPSHOTS / f"{kind}.txt").read_text()
+    assert len(find_kind(kind).check(make_job(kind, WORDS))) == (kind == "local")  # of four nodes
+
+
+@pytest.mark.parametrize("kind", ["ssh", "ray", "kubernetes"])
+def test_a_shell_line_that_bash_cannot_read(kind: str) -> None:
+    job = make_job(kind, profile=make_profile(enter="source 'open"))
+    assert any("must be a script that bash reads" in problem for problem in find_kind(kind).check(job))
+
+
+def test_the_entry_point_of_a_rayjob_is_plain_words() -> None:
+    """KubeRay pastes it into a shell line of its own. Seen failing with the steps themselves in it."""
+    config_map, rayjob = manifest(make_job("kubernetes", WORDS))
+    assert shlex.split(rayjob["spec"]["entrypoint"], comments=True) == ["bash", "/etc/areal-lite/start.sh"]
+    (items,) = [
+        volume["configMap"]["items"]
+        for volume in rayjob["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["volumes"]
+        if "configMap" in volume
+    ]
+    (key,) = [item["key"] for item in items if item["path"] == "start.sh"]
+    assert "areal_lite.launch.clusters.attempts" in config_map["data"][key]
+
+
+@pytest.mark.parametrize(
+    ("breakage", "at"),
+    [
+        ({"entrypont": "x"}, r"at \$\.spec: .*entrypont"),
+        ({"backoffLimit": "none"}, r"at \$\.spec\.backoffLimit"),
+        (
+            {"rayClusterSpec": {"headGroupSpec": {"template": {"spec": {"containers": [{}]}}}}},
+            r"containers\[0\]: 'name'",
+        ),
+    ],
+)
+def test_the_schema_refuses(breakage: Mapping[str, object], at: str) -> None:
+    """Seen failing with a schema that lets unknown keys pass."""
+    _, rayjob = manifest(make_job("kubernetes", WORDS))
+    assert schema_problems(rayjob) == []
+    found = schema_problems({**rayjob, "spec": {**rayjob["spec"], **breakage}})
+    with pytest.raises(ValueError, match=at):
+        raise ValueError(*found[:1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "message"),
+    [
+        ("kubernetes", {"kubernetes": {}}, "kubernetes.image must name an image"),
+        ("local", {}, "--on local is one machine, got nodes=4"),
+        ("ssh", {"ssh": {}}, "ssh.hosts must name nodes=4 hosts, got none"),
+        ("ssh", {"ssh": {"hosts": list("abcd"), "shell": "ssh me"}}, "must say where {host} goes"),
+        ("ray", {"ray": {}}, "got neither: set ray.address or ray.jobs"),
+    ],
+)
+def test_what_a_kind_needs(kind: str, changed: dict[str, object], message: str) -> None:
+    assert message in find_kind(kind).check(make_job(kind, profile=make_profile(**changed)))[0]
+
+
+def test_a_file_that_should_be_shipped_and_is_not_there() -> None:
+    job = make_job("kubernetes", "train gsm8k_1node verifier.function=none.py:f")
+    with pytest.raises(ConfigError, match=r"are shipped, got .*none\.py"):
+        find_kind("kubernetes").artefacts(job)
+
+
+def test_every_node_has_ports_of_its_own_and_the_run_the_rest(tmp_path: Path) -> None:
+    job = make_job()
+    nodes = RayNodes(job, find_kind("ssh").nodes(job), logs=tmp_path)
+    ranges = [nodes._ports(index) for index in range(4)]
+    assert [ports[0] for ports in ranges] == [20000, 21250, 22500, 23750]
+    assert ranges[-1][-1] == 24999
+    assert "run.ports=25000-29999" in find_kind("ssh").artefacts(job)["run.sh"]
+
+
+if __name__ == "__main__":
+    SNAPSHOTS.mkdir(exist_ok=True)
+    for one in KINDS:
+        (SNAPSHOTS / f"{one}.txt").write_text(written(one))

@@ -1,0 +1,350 @@
+"""The supervisor with shell scripts in the place of Ray and the run: what it resumes, ends, records and returns."""
+
+import doctest
+import json
+import os
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from launch_builders import make_job, make_profile
+
+from areal_lite.errors import ConfigError, StallError
+from areal_lite.launch.clusters import attempts, joined, ray_nodes
+from areal_lite.launch.clusters.attempts import Attempt, Attempts, end_leftovers, supervise, verdict
+from areal_lite.launch.clusters.job import Job
+from areal_lite.launch.clusters.local import Local
+from areal_lite.launch.clusters.profile import Profile
+from areal_lite.launch.clusters.ray_nodes import RayNodes
+from areal_lite.launch.clusters.remote import Remote, end_process, script
+
+LOCAL = ("bash", "-c")
+READY = "echo 'areal-lite address 10.0.0.1'; echo 'Ray runtime started.'"
+
+
+def test_the_examples_in_the_docstrings() -> None:
+    assert doctest.testmod(attempts).failed == 0
+
+
+def tried(code: int, step: int = 0) -> Attempt:
+    return Attempt(began=0, ended=1, code=code, step=step, cause="it broke")
+
+
+@pytest.mark.parametrize(
+    ("made", "allowed", "words"),
+    [
+        ([tried(0)], 1, "done after 1 attempt"),
+        ([tried(1, 3), tried(0, 9)], 5, "done after 2 attempts"),
+        ([Attempt(began=0, ended=1, code=130, step=4)], 5, "stopped and saved at step 4"),
+        ([tried(130, 4)], 5, "stopped at step 4: it broke"),
+        ([tried(1, 3)], 1, "failed at step 3, attempt 1 of launch.max_attempts=1: it broke"),
+        ([tried(1, 3)] * 3, 9, "failed 3 times at step 3: it broke"),
+        ([tried(1, 3), tried(1, 4), tried(1, 4)], 9, None),
+        ([tried(1, 3), *[tried(1, 4)] * 3], 9, "failed 3 times at step 4: it broke"),
+        ([tried(2)], 2, None),
+        ([tried(130, 2), tried(1, 3)], 2, None),
+        ([tried(1, 3), tried(130, 3), tried(1, 3)], 9, None),
+    ],
+)
+def test_whether_there_is_another_attempt(made: Sequence[Attempt], allowed: int, words: str | None) -> None:
+    """Seen failing with the same step counted over all attempts instead of the last three."""
+    assert verdict(made, max_attempts=allowed) == words
+
+
+def job_of(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch, *, kind: str = "local", words: str = "") -> Job:
+    """Record a job whose command is a line of shell; `$ATTEMPT` counts."""
+
+    def stand_in(job: Job, *, attempt: int, **_: object) -> str:
+        return script(job, ["bash", "-c", shlex.quote(f"ATTEMPT={attempt}; {command}")])
+
+    monkeypatch.setattr(attempts, "driver_script", stand_in)
+    monkeypatch.setattr(attempts, "_POLL_S", 0.02)
+    profile = Profile(gpus_per_node=8, price_per_gpu_hour=2.0, start_timeout_s=20)
+    if kind == "ssh":
+        ssh = {"hosts": ["one", "two"], "shell": "env NODE={host}"}
+        profile = Profile(nodes=2, ssh=ssh, start_timeout_s=20)  # type: ignore[arg-type]
+    settings = words or "launch.max_attempts=3 launch.pause_s=0.01"
+    return make_job(kind, f"train arith_cpu {settings}", folder=str(folder), profile=profile).save()
+
+
+STEP = 'mkdir -p runs/run-1/logs; echo "{\\"step\\": $ATTEMPT}" >> runs/run-1/metrics.jsonl; '
+
+
+def test_it_goes_on_until_the_command_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line = STEP + "echo '{}' > runs/run-1/summary.json; sleep 0.2; echo TrainerError: rank $ATTEMPT; [ $ATTEMPT = 3 ]"
+    job = job_of(tmp_path, line, monkeypatch)
+    assert supervise(job) == 0
+    record = Attempts.read(job)
+    assert [(one.code, one.step, one.cause) for one in record.attempts] == [
+        (1, 1, "TrainerError: rank 1"),
+        (1, 2, "TrainerError: rank 2"),
+        (0, 3, ""),
+    ]
+    assert record.processes == {}
+    assert record.status().code == 0
+    summary = json.loads((tmp_path / "runs/run-1/summary.json").read_text())
+    wall = sum(one.ended - one.began for one in record.attempts)
+    assert summary["gpu_hours"] == pytest.approx(wall * 8 / 3600)
+    assert summary["cost"] == pytest.approx(summary["gpu_hours"] * 2)
+    assert len(list((tmp_path / "runs/run-1/logs").glob("attempt-*/*-driver.log"))) == 3
+    assert "failed at step 1: TrainerError: rank 1; the next one in 0.01 s" in capfd.readouterr().out
+
+
+def test_a_failure_at_one_step_ends_it_with_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(tmp_path, "exit 7", monkeypatch, words="launch.max_attempts=9 launch.pause_s=0")
+    assert supervise(job) == 7
+    assert Attempts.read(job).outcome == "failed 3 times at step 0: it said nothing"
+
+
+def test_a_job_that_is_started_once_more_goes_on_with_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Slurm does after a requeue. Seen failing with GPU hours below zero, and with the old outcome in the status."""
+    job = job_of(tmp_path, STEP + "echo '{}' > runs/run-1/summary.json", monkeypatch, words="launch.max_attempts=1")
+    Attempts([Attempt(began=time.time() - 9)], {"driver": 1}, "stopped and saved at step 0").save(job)
+    assert supervise(job) == 0
+    record = Attempts.read(job)
+    assert [one.code for one in record.attempts] == [130, 0]
+    assert record.outcome == "done after 2 attempts"
+    assert json.loads((tmp_path / "runs/run-1/summary.json").read_text())["gpu_hours"] > 9 * 8 / 3600 - 1e-6
+
+
+def interrupt_when(path: Path) -> threading.Thread:
+    def wait() -> None:
+        deadline = time.monotonic() + 30
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def test_ctrl_c_is_handed_on_and_there_is_no_other_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with SIGTERM in the place of SIGINT, which the command does not survive to save."""
+    line = "trap 'echo saved > saved; exit 130' INT; touch begun; for i in $(seq 300); do sleep 0.1; done"
+    job = job_of(tmp_path, line, monkeypatch)
+    thread = interrupt_when(tmp_path / "begun")
+    assert supervise(job) == 130
+    thread.join()
+    assert (tmp_path / "saved").exists()
+    assert Attempts.read(job).status().words == "stopped and saved at step 0"
+
+
+def test_a_ray_job_has_its_first_signal_from_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray signals every process of a job; a second one would end the run. Seen failing with it handed on."""
+    line = "trap 'echo signal >> signals' INT; touch begun; for i in $(seq 10); do sleep 0.1; done"
+    job = job_of(tmp_path, line, monkeypatch)
+    ray = job.profile.ray.model_copy(update={"jobs": "http://head:8265"})
+    job = job.model_copy(update={"kind": "ray", "profile": job.profile.model_copy(update={"ray": ray})}).save()
+    thread = interrupt_when(tmp_path / "begun")
+    assert supervise(job) == 0
+    thread.join()
+    assert not (tmp_path / "signals").exists()
+
+
+def test_what_could_not_be_ended_is_ended_before_the_next_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node is out of reach when an attempt ends. Seen failing with its process forgotten, and left running."""
+    shell = tmp_path / "shell"
+    shell.write_text('#!/bin/bash\n[ "$1" = two -a -e off ] && { echo no route >&2; exit 255; }\nshift; exec "$@"\n')
+    shell.chmod(0o755)
+    fake_ray(monkeypatch, worker=f"{READY}; sleep 60")
+    monkeypatch.chdir(tmp_path)
+    job = job_of(tmp_path, "touch off; exit 1", monkeypatch, kind="ssh", words="launch.max_attempts=2 launch.pause_s=0")
+    ssh = job.profile.ssh.model_copy(update={"shell": f"{shell} {{host}}"})
+    job = job.model_copy(update={"profile": job.profile.model_copy(update={"ssh": ssh})}).save()
+    assert supervise(job) == 1
+    record = Attempts.read(job)
+    assert set(record.processes) == {"two"}
+    assert record.attempts[1].cause == "processes of an earlier attempt must end before another, got two: no route"
+    (tmp_path / "off").unlink()
+    assert end_leftovers(job) == []
+    deadline = time.monotonic() + 20
+    while alive(record.processes["two"]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(record.processes["two"])
+
+
+def test_logs_of_a_killed_supervisor_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing: the next attempt made room by deleting them."""
+    job = job_of(tmp_path, "true", monkeypatch, words="launch.max_attempts=1")
+    folder = tmp_path / "runs" / "run-1"
+    (folder / "checkpoints" / "step-000001").mkdir(parents=True)
+    (folder / "logs").mkdir()
+    for path in ("config.json", "checkpoints/step-000001/meta.json", "logs/trainer-0.log"):
+        (folder / path).write_text("{}\n")
+    Attempts([Attempt(began=time.time())]).save(job)
+    assert supervise(job) == 0
+    assert (folder / "logs" / "attempt-1" / "trainer-0.log").exists()
+    assert not (folder / "logs" / "trainer-0.log").exists()
+
+
+def test_a_supervisor_of_another_host_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing: it was said to be gone, and what it had started was ended."""
+    job = job_of(tmp_path, "true", monkeypatch)
+    began, here = psutil.Process().create_time(), os.uname().nodename
+    Attempts([Attempt(began=0)], {"driver": os.getpid()}).save(job)
+    elsewhere = job.model_copy(update={"id": f"{os.getpid()}@{began:.2f}@elsewhere"})
+    status = Local().status(elsewhere)
+    assert status.code is None
+    assert status.words.endswith("ask on elsewhere")
+    with pytest.raises(ConfigError, match="ask on elsewhere"):
+        Local().stop(elsewhere)
+    after_a_set_clock = job.model_copy(update={"id": f"{os.getpid()}@{began + 2:.2f}@{here}"})
+    assert Local().status(after_a_set_clock).code is None
+    somebody_else_s = job.model_copy(update={"id": f"{os.getpid()}@{began - 60:.2f}@{here}"})
+    assert "is gone" in Local().status(somebody_else_s).words
+
+
+def test_a_command_on_a_ray_cluster_waits_for_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a count in the place of Ray's."""
+    ray = {"address": "head:6379"}
+    said = attempts.driver_script(make_job("ray", profile=make_profile(ray=ray)), attempt=1, address=None)
+    assert "python -m areal_lite.launch.clusters.joined 4 300 python -m areal_lite.cli.main train" in said
+    assert "clusters.joined" not in attempts.driver_script(
+        make_job("ray", profile=make_profile(ray=ray, nodes=1, ssh={})), attempt=1, address=None
+    )
+    monkeypatch.setattr(joined, "_POLL_S", 0.01)
+    counts = iter([1, 3, 4])
+    joined.wait_for_nodes(4, 60, alive=lambda: next(counts))
+    with pytest.raises(StallError, match=r"must have nodes=4 within start_timeout_s=0.05, got 3 alive"):
+        joined.wait_for_nodes(4, 0.05, alive=lambda: 3)
+
+
+def test_ctrl_c_between_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(tmp_path, "touch begun; exit 1", monkeypatch, words="launch.max_attempts=3 launch.pause_s=60")
+    thread = interrupt_when(tmp_path / "begun")
+    assert supervise(job) == 130
+    thread.join()
+    assert len(Attempts.read(job).attempts) == 1
+
+
+def fake_ray(monkeypatch: pytest.MonkeyPatch, *, worker: str) -> None:
+    """Shell lines in the place of `ray start`; a worker's is `worker`."""
+
+    def stand_in(job: Job, *, head: str, **_: object) -> str:
+        line = worker if head else f"{READY}; sleep 60"
+        return script(job, ["bash", "-c", shlex.quote(line)])
+
+    monkeypatch.setattr(ray_nodes, "start_script", stand_in)
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists() and b"sleep" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_a_node_that_is_lost_ends_the_job_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command itself hangs. Seen failing without the look at the nodes, and with the nodes left to themselves."""
+    fake_ray(monkeypatch, worker=f"{READY}; until [ -e go ]; do sleep 0.1; done; echo raylet died; exit 3")
+    monkeypatch.setattr(attempts, "_LOST_GRACE_S", 0.2)
+    job = job_of(tmp_path, "touch go; exec sleep 60", monkeypatch, kind="ssh", words="launch.max_attempts=1")
+    pids: dict[str, int] = {}
+    save = Attempts.save
+    monkeypatch.setattr(Attempts, "save", lambda self, job: (pids.update(self.processes), save(self, job))[1])
+    assert supervise(job) == 1
+    (made,) = Attempts.read(job).attempts
+    assert made.cause.startswith("node two was lost: its Ray ended")
+    assert "raylet died" in made.cause
+    assert set(pids) == {"one", "two", "driver"}
+    assert not any(map(alive, pids.values()))
+
+
+@pytest.mark.parametrize(
+    ("worker", "message"),
+    [
+        ("sleep 60", "2 nodes must join within start_timeout_s=1, missing: two"),
+        ("echo bad token; exit 1", "on two it end"),
+    ],
+)
+def test_a_node_that_does_not_join_is_named(
+    worker: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_ray(monkeypatch, worker=worker)
+    job = job_of(tmp_path, "true", monkeypatch, kind="ssh")
+    job = job.model_copy(update={"profile": job.profile.model_copy(update={"start_timeout_s": 1.0})})
+    nodes = RayNodes(job, {"one": LOCAL, "two": LOCAL}, logs=tmp_path)
+    try:
+        with pytest.raises(StallError, match=message):
+            nodes.form(lambda: False, lambda: None)
+    finally:
+        assert nodes.end() == {"one": None, "two": None}
+    assert all(process.code is not None for process in nodes.processes.values())
+
+
+def test_only_processes_of_the_job_are_ended(tmp_path: Path) -> None:
+    """Seen failing without the look at the environment: a process id may be another's by now."""
+    stranger = subprocess.Popen(["sleep", "60"])
+    try:
+        assert end_process("here", LOCAL, stranger.pid, "run-1") is None
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_what_a_killed_supervisor_left_is_ended_from_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of(tmp_path, "true", monkeypatch)
+    left = Remote("here", LOCAL, script(job, ["sleep", "60"]), log=tmp_path / "log")
+    while left.pid is None:
+        time.sleep(0.02)
+    Attempts(processes={"driver": left.pid}).save(job)
+    assert end_leftovers(job) == []
+    assert left._process.wait(timeout=10) != 0
+
+
+def test_the_token_is_in_no_list_of_processes(tmp_path: Path) -> None:
+    job = make_job(folder=str(tmp_path))
+    remote = Remote("here", LOCAL, script(job, ["sleep", "60"], {"RAY_AUTH_TOKEN": "secret-7"}), log=tmp_path / "log")
+    try:
+        while remote.pid is None:
+            time.sleep(0.02)
+        lines = [Path(path).read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+        assert not any(b"secret-7" in line for line in lines)
+    finally:
+        assert remote.end(job.name) is None
+
+
+@pytest.mark.parametrize(
+    ("attempt", "saved", "words", "last"),
+    [
+        (1, False, "", "run.dir={folder}"),
+        (2, True, "", "run.resume={folder}"),
+        (2, False, "", "run.dir={folder}"),
+        (2, True, "run.dir={folder}", "run.resume={folder}"),
+        (1, True, "run.resume={folder}", "run.resume={folder}"),
+    ],
+)
+def test_a_later_attempt_goes_on_where_there_is_a_checkpoint(
+    attempt: int, saved: bool, words: str, last: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "runs" / "run-1"
+    if saved:
+        (folder / "checkpoints" / "step-000002").mkdir(parents=True)
+        (folder / "checkpoints" / "step-000002" / "meta.json").touch()
+    text = f"train arith_cpu {words.format(folder=folder)}"
+    job = make_job("local", text, folder=str(tmp_path), profile=Profile())
+    said = attempts.driver_script(job, attempt=attempt, address=None)
+    given = [word for word in shlex.split(said) if word.startswith(("run.dir=", "run.resume="))]
+    assert given == [last.format(folder=folder)]
+
+
+def test_a_shell_that_is_not_there_is_a_failed_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing as a bare FileNotFoundError of the supervisor."""
+    job = job_of(tmp_path, "true", monkeypatch, kind="ssh", words="launch.max_attempts=1")
+    ssh = job.profile.ssh.model_copy(update={"shell": "no-such-shell {host}"})
+    job = job.model_copy(update={"profile": job.profile.model_copy(update={"ssh": ssh})}).save()
+    assert supervise(job) == 1
+    assert "no-such-shell" in Attempts.read(job).outcome

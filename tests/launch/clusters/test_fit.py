@@ -1,0 +1,91 @@
+"""Recipe against profile: what does not fit is found before anything is asked of a cluster."""
+
+from pathlib import Path
+
+import pytest
+from launch_builders import make_job, make_profile
+
+from areal_lite.cli import main as cli
+from areal_lite.errors import ConfigError
+from areal_lite.launch.clusters.fit import own_files, problems, recipe_of
+
+GPU = "run.device=cuda weights.transport=nccl"
+
+
+@pytest.mark.parametrize(
+    ("words", "changed", "message"),
+    [
+        (f"train arith_cpu {GPU} rollout.workers=24 trainer.ranks=8", {}, None),
+        (f"train arith_cpu {GPU} rollout.workers=25 trainer.ranks=8", {}, "needs 33 GPUs .* got 32.* nodes=4 x"),
+        (f"train arith_cpu {GPU} rollout.tensor_parallel=16", {}, "must fit on a node, got rollout.tensor_parallel=16"),
+        (
+            f"train arith_cpu {GPU} rollout.tensor_parallel=6 rollout.workers=5",
+            {},
+            "hold 4 of rollout.tensor_parallel=6, got rollout.workers=5",
+        ),
+        (f"eval some/model --recipe arith_cpu {GPU} rollout.workers=90", {}, None),
+        (f"eval m --recipe=arith_cpu {GPU} rollout.tensor_parallel=9", {}, "must fit on a node"),
+        ("train arith_cpu", {"shared": None}, "need a folder that all see, got shared: null"),
+        ("train arith_cpu run.dir=/elsewhere/run", {}, "every node must see /elsewhere/run, got shared=/shared"),
+        ("train arith_cpu verifier.function=/elsewhere/v.py:f", {}, "every node must see /elsewhere/v.py"),
+        ("train arith_cpu", {}, None),
+    ],
+)
+def test_what_does_not_fit_is_said(words: str, changed: dict[str, object], message: str | None) -> None:
+    found = list(problems(make_job(words=words, profile=make_profile(**changed))))
+    assert len(found) == (message is not None)
+    if message:
+        with pytest.raises(ConfigError, match=message):
+            raise ConfigError(found[0])
+
+
+def test_a_run_folder_that_holds_a_run(tmp_path: Path) -> None:
+    """A second attempt would go on from it, or rename it."""
+    folder = tmp_path / "runs" / "run-1"
+    folder.mkdir(parents=True)
+    (folder / "config.json").touch()
+    local = make_profile(nodes=1, ssh={})
+    (found,) = problems(make_job("local", "train arith_cpu", folder=str(tmp_path), profile=local))
+    assert found.startswith(f"the run folder must be a new one, got {folder}, which holds a run: choose another --name")
+    words = f"train arith_cpu run.resume={folder}"
+    assert list(problems(make_job("local", words, folder=str(tmp_path), profile=local))) == []
+
+
+def test_a_job_that_ships_its_files_needs_them_below(tmp_path: Path) -> None:
+    job = make_job("kubernetes", "train arith_cpu verifier.function=/abs/v.py:f", profile=make_profile(shared=None))
+    first, second = problems(job)
+    assert first.startswith("files that are shipped must lie below /shared/me, got /abs/v.py")
+    assert second.endswith("shared folder, got none: set shared")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [("verify arith_cpu", "one of train"), ("train run.steps=3", "right behind it"), ("eval model", "right behind it")],
+)
+def test_a_command_that_is_none(words: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        recipe_of(words.split())
+
+
+def test_the_recipe_and_plug_ins_that_are_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with overrides left out."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("rollout: {workflow: flow.py:run}\n")
+    job = make_job(words="train mine.yaml verifier.function=v.py:f")
+    assert own_files("mine.yaml", job) == [Path("mine.yaml"), Path("flow.py"), Path("v.py")]
+    assert own_files("arith_cpu", make_job(words="train arith_cpu")) == []
+
+
+def test_a_dry_run_prints_and_fails_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["launch", "--dry-run", "train", "arith_cpu", "run.steps=3"]) == 0
+    assert "cli.main train arith_cpu run.steps=3 run.dir=" in capsys.readouterr().out
+    assert cli.main(["launch", "--dry-run", "train", "arith_cpu", *GPU.split()]) == 1
+    output = capsys.readouterr()
+    assert "needs 2 GPUs" in output.err
+    assert "# run.sh" in output.out
+    assert cli.main(["launch", "--dry-run", "train", "arith_cpu", "trainer.rank=2"]) == 1
+    assert "unknown key trainer.rank; did you mean trainer.ranks?" in capsys.readouterr().err
+    assert not Path("runs").exists()

@@ -1,0 +1,57 @@
+"""What the commands do around a job: a cluster that does not answer for a while, and a submit that is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from launch_builders import make_job
+
+from areal_lite.cli import launch, rehearse
+from areal_lite.errors import ConfigError
+from areal_lite.launch.clusters.job import Job, Status
+from areal_lite.launch.clusters.local import Local
+from areal_lite.launch.clusters.profile import Profile
+
+
+def follow(silent: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Follow a job whose cluster does not answer so many times."""
+    answers = iter([*[None] * silent, Status("done", code=7)])
+
+    def status(self: Local, job: Job) -> Status:
+        if (answer := next(answers)) is None:
+            raise ConfigError("kubectl must answer")
+        return answer
+
+    monkeypatch.setattr(Local, "status", status)
+    monkeypatch.setattr(launch, "_POLL_S", 0.01)
+    return launch._follow(make_job("local"))
+
+
+def test_a_cluster_that_does_not_answer_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen failing with the exit code 1 of the first such answer, while the job went on."""
+    assert follow(3, monkeypatch) == 7
+    assert capsys.readouterr().out.count("kubectl must answer; the job goes on") == 1
+    monkeypatch.setattr(launch, "_SILENCE_S", 0.05)
+    with pytest.raises(ConfigError, match="kubectl must answer"):
+        follow(1000, monkeypatch)
+
+
+def test_a_submit_that_is_refused_leaves_the_name_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Local, job: Job) -> str:
+        raise ConfigError("refused")
+
+    monkeypatch.setattr(Local, "submit", refuse)
+    job = make_job("local", "train arith_cpu", folder=str(tmp_path), profile=Profile())
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"^refused"):
+            launch.run_job(job)
+    assert not job.record.exists()
+
+
+def test_a_rehearsal_whose_run_never_began_has_no_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen failing with a KeyError."""
+    (tmp_path / "summary.json").write_text(json.dumps({"attempts": 2, "gpu_hours": 0.0}))
+    rehearse._print_summary(tmp_path)
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,77 @@
+"""A profile is typed: what is misspelt or impossible is said in three parts."""
+
+from pathlib import Path
+
+import pytest
+from launch_builders import make_job, make_profile
+
+from areal_lite.cli import main as cli
+from areal_lite.config.reading import parse_section
+from areal_lite.errors import ConfigError
+from areal_lite.launch.clusters.job import find_job, job_name
+from areal_lite.launch.clusters.kinds import find_kind
+from areal_lite.launch.clusters.profile import Profile, load_profile
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"nods": 4}, "unknown key nods; did you mean nodes?"),
+        ({"kubernetes": {"imag": "x"}}, "unknown key kubernetes.imag; did you mean kubernetes.image?"),
+        ({"nodes": 0}, "nodes: input should be greater than or equal to 1, got 0"),
+        ({"ports": "40000-50000"}, "from 1024 to 32767"),
+        ({"ports": "20000-22300"}, "ports must hold 2400 ports for nodes=4, got 20000-22300"),
+        ({"ssh": {"hosts": ["a"]}}, r"ssh.hosts must name nodes=4 hosts, got 1 \(a\)"),
+        ({"ray": {"address": "h:1", "jobs": "http://h:2"}}, "an address or a jobs URL"),
+    ],
+)
+def test_what_is_wrong_is_said(changed: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_profile(**changed)
+
+
+def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--new-profile KIND > .*none\.yaml"):
+        load_profile(str(tmp_path / "none.yaml"))
+    assert load_profile(None) == Profile()
+
+
+@pytest.mark.parametrize("kind", ["local", "ray", "ssh", "kubernetes"])
+def test_a_new_profile_is_one_with_its_own_section_alone(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen failing with the sections of all kinds in it."""
+    assert cli.main(["launch", "--new-profile", kind]) == 0
+    text = capsys.readouterr().out
+    (tmp_path / "new.yaml").write_text(text)
+    assert load_profile(str(tmp_path / "new.yaml")) == Profile()
+    sections = [line.partition(":")[0] for line in text.splitlines() if line.endswith(":")]
+    assert sections == ([] if kind == "local" else [kind])
+    assert all("#" in line for line in text.splitlines() if not line.endswith(":"))
+
+
+def test_an_unknown_kind_or_job_is_told_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="got 'slrum'; did you mean slurm"):
+        find_kind("slrum")
+    with pytest.raises(ConfigError, match="got 'x': one of none yet"):
+        find_job("x")
+    job = make_job(folder=str(tmp_path)).save()
+    assert find_job("run-1") == job
+    with pytest.raises(ConfigError, match="did you mean run-1"):
+        find_job("run-2")
+    dotted = make_job(folder=str(tmp_path), name="run-0.5").save()
+    assert find_job("run-0.5") == find_job("runs/jobs/run-0.5.json") == dotted
+
+
+def test_a_job_is_named_after_its_recipe_and_folder() -> None:
+    assert job_name(["train", "recipes/My_Task.yaml", "run.steps=3"]).startswith("my-task-2")
+    assert job_name(["train", "qwen_0.5b"]).startswith("qwen-0-5b-2")
+    assert make_job().run_folder == Path("/shared/me/runs/run-1")
+    assert make_job(words="train gsm8k_1node run.dir=/shared/out").run_folder == Path("/shared/out")
+    assert make_job(words="bench modes arith_cpu").run_folder is None
+
+
+def test_what_is_recorded_is_read_again() -> None:
+    job = make_job()
+    assert parse_section(job.model_dump(), type(job)) == job

@@ -1,0 +1,155 @@
+"""The batch script of a job, for two profiles, and Slurm's words for how a job stands, turned into ours."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_lite.errors import StallError
+from areal_lite.launch.clusters import slurm
+from areal_lite.launch.clusters.job import Job
+from areal_lite.launch.clusters.profile import Profile
+from areal_lite.launch.clusters.slurm import Slurm, read_state
+from areal_lite.launch.clusters.supervised import bash_problems
+
+FOUR_NODES = """\
+#!/bin/bash
+#SBATCH --job-name=gsm8k
+#SBATCH --chdir='/shared/my work'
+#SBATCH --output='/shared/my work/runs/jobs/gsm8k/log.txt'
+#SBATCH --open-mode=append
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --partition=h200
+#SBATCH --account=rl
+#SBATCH --time=4:00:00
+#SBATCH --signal=B:USR1@600
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --requeue
+#SBATCH --constraint=nvlink
+
+source /shared/venv/bin/activate
+echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $(( ${SLURM_RESTART_COUNT:-0} + 1 ))"
+limit=no
+trap 'limit=near; kill -TERM "$supervisor"' USR1 # the time limit is near
+trap 'kill -TERM "$supervisor"' INT TERM         # asked to stop, or requeued
+python -m areal_lite.launch.clusters.attempts '/shared/my work/runs/jobs/gsm8k.json' &
+supervisor=$!
+# A signal ends a wait, not the supervisor.
+while wait "$supervisor"; code=$?; kill -0 "$supervisor" 2>/dev/null; do :; done
+wait "$supervisor"; code=$?
+if [ "$limit" = near ] && [ "$code" = 130 ]; then
+    if ls '/shared/my work/runs/gsm8k'/checkpoints/step-*/meta.json >/dev/null 2>&1; then
+        echo "the time limit is near: back into the queue, to go on from the newest checkpoint"
+        scontrol requeue "$SLURM_JOB_ID"
+    else
+        echo "the time limit came before the first step was saved: ask for more (slurm.time in the profile)"
+    fi
+fi
+exit "$code"
+"""
+
+ONE_NODE = f"""\
+#!/bin/bash
+#SBATCH --job-name=eval
+#SBATCH --chdir=/shared/me
+#SBATCH --output=/shared/me/runs/jobs/eval/log.txt
+#SBATCH --open-mode=append
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --signal=B:USR1@300
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --requeue
+
+:
+echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $(( ${{SLURM_RESTART_COUNT:-0}} + 1 ))"
+limit=no
+trap 'limit=near; kill -TERM "$supervisor"' USR1 # the time limit is near
+trap 'kill -TERM "$supervisor"' INT TERM         # asked to stop, or requeued
+{sys.executable} -m areal_lite.launch.clusters.attempts /shared/me/runs/jobs/eval.json &
+supervisor=$!
+# A signal ends a wait, not the supervisor.
+while wait "$supervisor"; code=$?; kill -0 "$supervisor" 2>/dev/null; do :; done
+wait "$supervisor"; code=$?
+exit "$code"
+"""
+
+
+def script(job: Job) -> str:
+    artefacts = Slurm().artefacts(job)
+    assert bash_problems(artefacts) == []
+    return artefacts["job.sbatch"]
+
+
+def test_the_script_of_four_nodes_with_gpus() -> None:
+    """Everything of the profile is in it; after the time limit it goes on from a checkpoint. A folder with a blank."""
+    profile = {
+        "nodes": 4,
+        "gpus_per_node": 8,
+        "shared": "/shared",
+        "enter": "source /shared/venv/bin/activate",
+        "slurm": {"partition": "h200", "account": "rl", "time": "4:00:00", "signal_s": 600,
+                  "options": ["--constraint=nvlink"]},
+    }  # fmt: skip
+    words = ["train", "gsm8k_4node"]
+    job = Job(
+        name="gsm8k", kind="slurm", folder="/shared/my work", words=words, profile=Profile.model_validate(profile)
+    )
+    assert script(job) == FOUR_NODES
+
+
+def test_the_script_of_one_node() -> None:
+    """As short as it gets: a command without a run folder has nothing to go on from, and does not requeue itself."""
+    assert script(Job(name="eval", kind="slurm", folder="/shared/me", words=["eval", "/models/a"])) == ONE_NODE
+
+
+@pytest.mark.parametrize(
+    ("shown", "words"),
+    [
+        ("JobState=PENDING ExitCode=0:0 NodeList=(null) Reason=Priority", "job 7 without nodes (Priority), start 1"),
+        ("JobState=PENDING ExitCode=0:0 NodeList= Reason=BeginTime Restarts=1", "without nodes (BeginTime), start 2"),
+        ("JobState=RUNNING ExitCode=0:0 NodeList=n[1-2] Reason=None", "job 7 on n[1-2], start 1"),
+    ],
+)
+def test_a_job_that_waits_says_why(shown: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with `on (null)`."""
+    monkeypatch.setattr(slurm, "_ask", lambda *argv: subprocess.CompletedProcess(argv, 0, shown, ""))
+    job = Job(name="eval", kind="slurm", folder="/shared/me", words=["eval", "/models/a"], id="7")
+    assert Slurm().status(job).words.endswith(words)
+
+
+def test_a_controller_that_does_not_answer_fails_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Seen failing with a TimeoutExpired, and with no nodes where scontrol failed."""
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setattr(slurm, "_TIMEOUT_S", 0.1)
+    job = Job(name="eval", kind="slurm", folder="/shared/me", words=["eval", "/models/a"], id="7")
+    assert "Slurm does not answer" in Slurm().status(job).words
+    with pytest.raises(StallError, match="must name the job's nodes"):
+        Slurm().nodes(job)
+
+
+@pytest.mark.parametrize(
+    ("state", "exit_code", "code"),
+    [
+        ("RUNNING", "0:0", None),
+        ("COMPLETING", "1:0", None),
+        ("REQUEUED", "0:0", None),
+        ("COMPLETED", "0:0", 0),
+        ("FAILED", "3:0", 3),
+        ("FAILED", "0:9", 137),
+        ("TIMEOUT", "0:0", 1),
+        ("CANCELLED", "0:15", 143),
+    ],
+)
+def test_a_job_has_an_exit_code_once_it_has_ended(state: str, exit_code: str, code: int | None) -> None:
+    """One that is being requeued has none; one that Slurm ended has not succeeded, whatever its processes returned."""
+    status = read_state(state, exit_code, "job 7")
+    assert status.code == code
+    assert status.words.startswith(f"{state.lower()}: job 7")

@@ -1,0 +1,101 @@
+"""Kind ssh as it is: real sshd on nodes of their own, real Ray on both, a run that dies once and is gone on with."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from launch_builders import crashing_recipe
+
+from areal_lite.launch.rehearse.namespaces import Node, make_nodes
+
+pytestmark = [pytest.mark.cluster, pytest.mark.sshd]
+_PORT = 2222
+_SSHD = """
+ListenAddress 0.0.0.0:{port}
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/key.pub
+StrictModes no
+UsePAM no
+PidFile none
+PermitRootLogin yes
+"""
+
+
+def make_key(path: Path) -> None:
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True, timeout=30)
+
+
+@contextmanager
+def serving_ssh(nodes: list[Node], folder: Path) -> Iterator[str]:
+    """Run an sshd on each node; yields the command that reaches a host."""
+    for name in ("host_key", "key"):
+        make_key(folder / name)
+    (folder / "sshd_config").write_text(_SSHD.format(port=_PORT, folder=folder))
+    serve = f"mkdir -p /run/sshd && exec /usr/sbin/sshd -D -e -f {folder}/sshd_config"
+    servers = [node.popen(["sh", "-c", serve], stderr=subprocess.DEVNULL) for node in nodes]
+    try:
+        options = "-o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+        shell = f"ssh {options} -o ConnectionAttempts=20 -p {_PORT} -i {folder}/key {{host}}"
+        for node in nodes:
+            asked = nodes[0].command([*shell.replace("{host}", node.name).split(), "true"])
+            subprocess.run(asked, check=True, timeout=60)
+        yield shell
+    finally:
+        for server in servers:
+            server.terminate()
+            server.wait(timeout=10)
+
+
+def of_job(name: str) -> list[str]:
+    """Command lines of all processes of a job, on whichever node."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("AREAL_LITE_JOB") == name:
+                found.append(" ".join(process.cmdline())[:150])
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_a_run_that_dies_on_two_nodes_goes_on_there(tmp_path: Path) -> None:
+    recipe = crashing_recipe(tmp_path)
+    with make_nodes(["lnode1", "lnode2"], shared=[tmp_path]) as nodes, serving_ssh(nodes, tmp_path) as shell:
+        profile = {
+            "nodes": 2,
+            "shared": str(tmp_path),
+            "network": "10.77.0.0/24",
+            "price_per_gpu_hour": 1.0,
+            "ssh": {"hosts": ["lnode1", "lnode2"], "shell": shell},
+        }
+        (tmp_path / "profile.yaml").write_text(yaml.safe_dump(profile))
+        words = f"launch --on ssh --profile profile.yaml --name pair train {recipe}".split()
+        command = nodes[0].command(
+            [sys.executable, "-m", "areal_lite.cli.main", *words], cwd=tmp_path, env={"PATH": os.environ["PATH"]}
+        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=800)
+        deadline = time.monotonic() + 20
+        while (left := of_job("pair")) and time.monotonic() < deadline:
+            time.sleep(0.2)
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0
+    assert left == []
+    attempts = json.loads((tmp_path / "runs/jobs/pair/attempts.json").read_text())
+    assert [one["code"] for one in attempts["attempts"]] == [1, 0]
+    assert "trainer/0 died" in attempts["attempts"][0]["cause"]
+    summary = json.loads((tmp_path / "runs/pair/summary.json").read_text())
+    assert summary["attempts"] == 2
+    assert summary["gpu_hours"] == 0
+    logs = {path.name for path in (tmp_path / "runs/pair/logs/attempt-1").iterdir()}
+    assert {"lnode1-driver.log", "lnode1-ray.log", "lnode2-ray.log"} <= logs
+    assert {name.split("-")[0] for name in logs} <= {"lnode1", "lnode2"}
+    rows = [json.loads(line) for line in (tmp_path / "runs/pair/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]

@@ -1,0 +1,179 @@
+"""Nodes on one machine: what each has of its own, what they share, how they fail, and that nothing stays behind.
+
+Seen failing: without `--mount-proc`, `--uts` (the machine itself is renamed!), a tmpfs on /dev/shm, or the bind of a
+shared folder; without `cut` in `kill`; with a link left down or slow by `mend`; with an init that leaves zombies, or
+does not wait for its input; with a killed node whose link is left to the kernel, so that `boot` finds its name taken.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import psutil
+import pytest
+
+from areal_lite.errors import ConfigError
+from areal_lite.launch.rehearse.namespaces import Node, make_nodes
+
+# Listens on its node, accepts one connection, says so, and then says how it ended.
+LISTEN = """
+import socket
+server = socket.create_server(("0.0.0.0", 7000))
+print("listening", flush=True)
+connection, _ = server.accept()
+connection.settimeout(2)
+print("connected", flush=True)
+try:
+    size = 0
+    while data := connection.recv(65536):
+        size += len(data)
+    print(f"closed after {size}", flush=True)
+except TimeoutError:
+    print("silence", flush=True)
+"""
+CONNECT = "import socket, time; s = socket.create_connection(('one', 7000)); time.sleep(60)"
+
+
+def run(node: Node, command: str, **options: object) -> str:
+    done = subprocess.run(
+        node.command(["sh", "-ec", command], **options), capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_needs_root_and_its_commands(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with (
+        pytest.raises(ConfigError, match=r"need root and the commands ip, .* got user id 1000: run as root"),
+        make_nodes(["one"]),
+    ):
+        pass
+    monkeypatch.setattr("shutil.which", lambda tool: None if tool == "ip" else tool)
+    with pytest.raises(ConfigError, match="got no ip"), make_nodes(["one"]):
+        pass
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    with make_nodes(["one", "two"], shared=[tmp_path_factory.getbasetemp()]) as made:
+        yield made
+
+
+@pytest.mark.cluster
+def test_a_node_has_a_name_processes_and_folders_of_its_own(nodes, tmp_path):
+    one, two = nodes
+    assert [run(node, "hostname") for node in nodes] == ["one", "two"]
+    assert [run(node, "ip -4 -br addr show dev eth0").split()[2] for node in nodes] == ["10.77.0.1/24", "10.77.0.2/24"]
+    assert run(one, "cat /etc/hosts").splitlines() == ["127.0.0.1 localhost", "127.0.1.1 one", "10.77.0.2 two"]
+    for folder in ("/tmp", "/dev/shm"):
+        run(one, f"touch {folder}/only-here")
+        assert "only-here" not in run(two, f"ls {folder}") + "".join(os.listdir(folder))
+    assert int(run(one, "ls /proc | grep -c '^[0-9]'")) < 10
+    # What is asked to be shared is, though it lies in /tmp.
+    (tmp_path / "run").write_text("seen")
+    assert run(one, "cat run; echo too >> run", cwd=tmp_path) == "seen"
+    assert (tmp_path / "run").read_text() == "seentoo\n"
+    assert run(two, "echo $COLOUR", env={"COLOUR": "blue"}) == "blue"
+
+
+@pytest.mark.cluster
+def test_orphans_leave_no_zombies(nodes):
+    run(nodes[0], "(sleep 0.1 &) ; sleep 0.5")
+    assert "Z" not in run(nodes[0], "ps -eo stat")
+
+
+def listening(node: Node) -> "subprocess.Popen[str]":
+    server = node.popen([sys.executable, "-c", LISTEN], stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    assert server.stdout.readline() == "listening\n"
+    return server
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("how", ["cut", "kill"])
+def test_nobody_is_told_of_a_cut_link_or_a_loss_of_power(nodes, how):
+    one, two = nodes
+    server = listening(one)
+    client = two.popen([sys.executable, "-c", CONNECT])
+    run(two, "touch /dev/shm/of-this-life")
+    assert server.stdout.readline() == "connected\n"
+    getattr(two, how)()
+    assert server.stdout.readline() == "silence\n"
+    server.wait(10)
+    if how == "kill":
+        client.wait(10)
+        assert not two.is_up
+        two.boot()
+        assert run(two, "ls /dev/shm") == "hosts"
+    else:
+        with suppress(ProcessLookupError):
+            os.killpg(client.pid, 9)
+        two.mend()
+    server = listening(one)
+    reached = "import socket; socket.create_connection(('one', 7000), timeout=10).sendall(b'x')"
+    run(two, f'{sys.executable} -c "{reached}"')
+    assert server.stdout.readline() + server.stdout.readline() == "connected\nclosed after 1\n"
+
+
+@pytest.mark.cluster
+def test_a_slow_link_is_slow_until_it_is_mended(nodes):
+    one, two = nodes
+    send = "import socket; socket.create_connection(('one', 7000)).sendall(bytes(1_000_000))"
+
+    def sent_in_s() -> float:
+        server, begun = listening(one), time.monotonic()
+        run(two, f'{sys.executable} -c "{send}"')
+        assert server.stdout.read().endswith("closed after 1000000\n")
+        return time.monotonic() - begun
+
+    two.slow(rate_mbit=2)  # 4 s
+    slow_s = sent_in_s()
+    two.mend()
+    assert slow_s > 3 > sent_in_s()
+
+
+@pytest.mark.cluster
+def test_a_kernel_that_cannot_delay_says_so(nodes):
+    with suppress(ConfigError):
+        nodes[0].slow(delay_ms=5)
+        assert "netem" in run(nodes[0], "tc qdisc show dev eth0")
+        nodes[0].mend()
+        return
+    with pytest.raises(ConfigError, match=r"tc qdisc .*netem delay 5ms` must work on this kernel, got: .+"):
+        nodes[0].slow(delay_ms=5)
+
+
+@pytest.mark.cluster
+def test_nothing_stays_behind_an_error(nodes):
+    links = os.listdir("/sys/class/net")
+    with pytest.raises(RuntimeError, match="mine"), make_nodes(["three"]) as (three,):  # noqa: PT012
+        sleeper = three.popen(["sleep", "60"])
+        assert os.listdir("/sys/class/net") == links
+        raise RuntimeError("mine")
+    assert sleeper.wait(10) != 0
+
+
+HOLD = """
+import time
+from areal_lite.launch.rehearse.namespaces import make_nodes
+with make_nodes(["three", "four"]) as nodes:
+    nodes[0].popen(["sleep", "60"])
+    print(*(node.pid for node in nodes), flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.cluster
+def test_nothing_stays_behind_a_rehearsal_that_was_killed():
+    holder = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in holder.stdout.readline().split()]
+    assert len(pids) == 2
+    left = [psutil.Process(pid) for pid in pids] + psutil.Process(holder.pid).children(recursive=True)
+    assert len(left) > 4
+    holder.kill()
+    holder.wait(10)
+    _, alive = psutil.wait_procs(left, timeout=20)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []

@@ -1,0 +1,118 @@
+"""A run on three nodes of this machine that loses a link and then a node: three attempts, one conserved run."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import yaml
+from loop_builders import loop_config
+
+from areal_lite.launch.clusters.attempts import Attempts
+from areal_lite.launch.clusters.job import Job
+from areal_lite.record.run_folder import RunFolder
+
+pytestmark = [pytest.mark.cluster, pytest.mark.loop]
+
+STEPS, CUT_AFTER, KILL_AFTER = 8, 2, 5
+DEADLINE_S = 880
+
+
+@dataclass
+class Rehearsal:
+    code: int
+    output: str
+    job: Job
+    left: dict[int, dict[str, str]] = field(default_factory=dict)
+    """What ran on each node after each failed attempt."""
+
+    @property
+    def folder(self) -> RunFolder:
+        assert self.job.run_folder is not None
+        return RunFolder(self.job.run_folder)
+
+
+def processes(job: Job, node: str) -> str:
+    shell = str(job.files / f"shell-of-{node}")
+    return subprocess.run([shell, "ps", "-eo", "args"], capture_output=True, text=True, timeout=60, check=False).stdout
+
+
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Rehearsal:
+    """`areal-lite rehearse nodes` as a user types it, in a folder of /tmp, with a link cut and then a node killed."""
+    folder = tmp_path_factory.mktemp("rehearsal")
+    config = loop_config(folder, run={"steps": STEPS, "log_samples": 4})
+    settings = config.model_dump(exclude_unset=True)
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    words = ["rehearse", "nodes", "--cut-link", CUT_AFTER, "--kill-node", KILL_AFTER, "tiny.yaml", f"run.steps={STEPS}"]
+    words += ["run.stall_timeout_s=10", "weights.timeout_s=5", "launch.pause_s=4", "run.checkpoint_every=1"]
+    with (folder / "output").open("w") as output:
+        command = [sys.executable, "-m", "areal_lite.cli.main", *map(str, words)]
+        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
+        left: dict[int, dict[str, str]] = {}
+        try:
+            until = time.monotonic() + DEADLINE_S
+            while process.poll() is None and time.monotonic() < until:
+                time.sleep(0.5)
+                for record in folder.glob("runs/jobs/*.json"):
+                    job = Job.model_validate_json(record.read_text())
+                    ended = [attempt.code for attempt in Attempts.read(job).attempts if attempt.code]
+                    if ended and len(ended) not in left:
+                        left[len(ended)] = {host: processes(job, host) for host in job.profile.ssh.hosts}
+            code = process.wait(timeout=1)
+        finally:
+            process.kill()
+            process.wait()
+    return Rehearsal(code, (folder / "output").read_text(), job, left)
+
+
+def attempts(rehearsal: Rehearsal) -> list[Any]:
+    return Attempts.read(rehearsal.job).attempts
+
+
+def test_the_job_ends_well_in_its_third_attempt(rehearsal: Rehearsal) -> None:
+    assert rehearsal.code == 0, rehearsal.output
+    assert [attempt.code for attempt in attempts(rehearsal)] == [1, 1, 0], rehearsal.output
+
+
+def test_engines_and_ranks_are_on_different_nodes_and_agree(rehearsal: Rehearsal) -> None:
+    """Parity over the network is that of one machine."""
+    places = dict(re.findall(r"^(node-\d) \(10\.77\.0\.\d\): (.+)$", rehearsal.output, flags=re.MULTILINE))
+    assert {name: [lane for lane in lanes.split(", ") if "verifier" not in lane] for name, lanes in places.items()} == {
+        "node-1": ["queue", "trainer/0"],
+        "node-2": ["trainer/1"],
+        "node-3": ["rollout/0"],
+    }
+    rows = rehearsal.folder.read("metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert all(row["parity_max_abs_logprob_diff"] < 1e-4 for row in rows)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_lost_link_or_node_ends_the_job_everywhere_by_name(rehearsal: Rehearsal, number: int) -> None:
+    cause = attempts(rehearsal)[number - 1].cause
+    assert "node-2" in cause, cause
+    assert rehearsal.left[number].keys() == {"node-1", "node-2", "node-3"}
+    for text in rehearsal.left[number].values():
+        # The agents of a Ray node end by themselves, once they miss it.
+        left = re.sub(r"ray::(DashboardAgent|RuntimeEnvAgent)|.*/ray/.*/agent.py.*", "", text)
+        assert not re.search(r"ray|areal", left), text
+
+
+def test_the_link_is_named(rehearsal: Rehearsal) -> None:
+    cause = attempts(rehearsal)[0].cause
+    assert "trainer/1" in cause
+    assert "node-2 (10.77.0.2) is not reached from node-1 (10.77.0.1)" in cause
+
+
+def test_the_last_attempt_conserves_the_groups(rehearsal: Rehearsal) -> None:
+    summary = json.loads((rehearsal.folder.path / "summary.json").read_text())
+    ledger = summary["ledger"]
+    ends = ("trained", "failed", "rejected", "stale", "abandoned")
+    assert ledger["admitted"] == sum(ledger[state] for state in ends), ledger
+    assert ledger["trained"] == STEPS * 4
+    assert summary["attempts"] == 3

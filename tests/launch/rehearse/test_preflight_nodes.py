@@ -1,0 +1,54 @@
+"""`areal-lite doctor --cluster` on two real Ray nodes: both are fit, then one shares no folder behind a slow link."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from areal_lite.launch.rehearse.namespaces import Node, make_nodes
+
+pytestmark = [pytest.mark.cluster, pytest.mark.loop]
+
+HEAD = "10.77.0.1:6379"
+DEADLINE_S = 300
+
+
+def areal_lite(node: Node, *words: str) -> "subprocess.CompletedProcess[str]":
+    command = node.command(
+        [sys.executable, "-m", "areal_lite.cli.main", *words],
+        cwd="/tmp",
+        env={"RAY_ADDRESS": HEAD, "RAY_AUTH_MODE": "disabled", "COLUMNS": "200"},
+    )
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    with make_nodes(["one", "two"], shared=[tmp_path_factory.getbasetemp()]) as nodes:
+        head, worker = ["--head", "--port=6379", "--include-dashboard=false"], [f"--address={HEAD}"]
+        for node, role in zip(nodes, (head, worker), strict=True):
+            ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *role, f"--node-ip-address={node.address}"]
+            options = ["--num-cpus=1", "--disable-usage-stats"]
+            environment = {"RAY_AUTH_MODE": "disabled"}
+            subprocess.run(node.command([*ray, *options], env=environment), timeout=DEADLINE_S, check=True)
+        yield nodes
+
+
+def test_nodes_that_are_fit_are_shown(nodes, tmp_path) -> None:
+    until = time.monotonic() + DEADLINE_S
+    while "two" not in (done := areal_lite(nodes[0], "doctor", "--cluster", "arith_cpu", f"run.dir={tmp_path}")).stdout:
+        assert time.monotonic() < until, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ("10.77.0.1", "10.77.0.2", "all-reduce", "MB/s", "code"):
+        assert words in done.stdout
+
+
+def test_an_unshared_folder_and_a_slow_link_stop_the_run_with_what_to_do(nodes, tmp_path) -> None:
+    nodes[1].slow(rate_mbit=40)
+    done = areal_lite(nodes[0], "train", "arith_cpu", "run.dir=/var/tmp/mine", "model.warm_start.steps=1")
+    nodes[1].mend()
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "/var/tmp/mine must be a folder that all nodes share, got one in which two cannot see" in done.stderr
+    assert "the link between" in done.stderr
+    assert "run.min_bandwidth_mb_s=10" in done.stderr

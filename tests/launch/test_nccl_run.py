@@ -1,0 +1,97 @@
+"""Whole runs over the NCCL transport, with a stand-in for the communicator: vLLM's engines, FSDP2 ranks, Ray.
+
+Everything but NCCL is real; what happens on GPUs is shown by tests with the marker `gpu` alone.
+"""
+
+import functools
+import io
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import nccl_stand_in
+import pytest
+from loop_builders import loop_config
+from nccl_stand_in import StandInRolloutActor, StandInTrainerActor, ask_for
+from ray import cloudpickle
+from rich.console import Console
+from train_builders import save_tiny_model
+
+from areal_lite.actors.rollout import RolloutActor
+from areal_lite.config.recipe import Config
+from areal_lite.errors import HandoverError
+from areal_lite.launch.run import cluster, online
+from areal_lite.launch.run.train import train
+from areal_lite.record.run_folder import RunFolder
+
+pytestmark = pytest.mark.loop
+
+PARITY = 1e-4
+STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def _actors_travel_whole() -> Iterator[None]:
+    """Ray's processes cannot import what stands beside the tests."""
+    modules = [nccl_stand_in, sys.modules[__name__]]
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    yield
+    for module in modules:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def over_nccl(config: Config) -> Config:
+    """Choose what a recipe may not choose on a CPU."""
+    return config.model_copy(update={"weights": config.weights.model_copy(update={"transport": "nccl"})})
+
+
+def test_a_run_over_nccl_loses_engines_in_transfers_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three engines one dies in the middle of a transfer, later another hangs; both ranks and the third finish."""
+    save_tiny_model(tmp_path / "model", tie_embeddings=False, max_context=128)
+    monkeypatch.setattr(cluster, "OnlineTrainerActor", StandInTrainerActor)
+    monkeypatch.setattr(online, "Cluster", functools.partial(cluster.Cluster, rollout_actor=StandInRolloutActor))
+    run: dict[str, Any] = {"steps": STEPS, "dir": str(tmp_path / "run"), "checkpoint_every": 0}
+    trainer, rollout = {"ranks": 2}, {"workers": 3, "slots": 16, "max_new_tokens": 16, "kv_cache_mb": 64}
+    config = loop_config(tmp_path, run=run, trainer=trainer, rollout=rollout)
+
+    def on_step(row: Mapping[str, Any]) -> None:
+        if fault := {2: "die", 4: "hang"}.get(row["step"]):
+            ask_for(fault, rank=2, folder=tmp_path / "run" / "logs")
+
+    train(over_nccl(config), recipe_name="test", console=Console(file=io.StringIO()), on_step=on_step)
+    folder = RunFolder(tmp_path / "run")
+    rows = folder.read("metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert max(row["parity_max_abs_logprob_diff"] for row in rows) < PARITY
+    lost = {event["worker"]: event["reason"] for event in folder.read("events.jsonl") if event["kind"] == "lost"}
+    assert lost.keys() == {"rollout/1", "rollout/2"}
+    assert lost["rollout/1"].startswith("update_weights: EngineError: the engine-core process died")
+    assert lost["rollout/2"].startswith("it must finish update_weights within weights.timeout_s=15 s")
+
+
+class DeafRolloutActor(RolloutActor):
+    """Starts from other weights than the trainer, and never loads what it is sent."""
+
+    def __init__(self, *args: Any, model_folder: str, **kwargs: Any) -> None:
+        super().__init__(*args, model_folder=f"{model_folder}-other", **kwargs)
+
+    async def finish_weight_update(self) -> None:
+        pass
+
+
+def test_an_engine_with_other_weights_stops_the_run_at_the_first_publication(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen running to its end, with nothing but a figure in a file, without the limit."""
+    save_tiny_model(tmp_path / "model-other", seed=1, max_context=128)
+    monkeypatch.setattr(online, "Cluster", functools.partial(cluster.Cluster, rollout_actor=DeafRolloutActor))
+    config = loop_config(tmp_path, run={"steps": 3, "dir": str(tmp_path / "run")})
+    with pytest.raises(
+        HandoverError, match=r"parity_limit=0\.03 nats, got a difference of .* from rollout/0 at version 0"
+    ):
+        train(config, recipe_name="test", console=Console(file=io.StringIO()))
+    assert RunFolder(tmp_path / "run").read("metrics.jsonl") == []

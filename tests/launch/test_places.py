@@ -1,0 +1,67 @@
+"""Where a run's sockets are, with one node and with several; Ray's view of the nodes is faked."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from areal_lite import network
+from areal_lite.config.recipe import Config, parse_config
+from areal_lite.errors import ConfigError
+from areal_lite.launch.run import places
+from areal_lite.launch.run.places import places_for, with_network
+
+
+@pytest.fixture
+def fake_ray(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Two nodes that are alive; the way to 10.0.0.1 starts here at 10.0.0.2, that to any other at 127.0.0.1."""
+    fake = SimpleNamespace(
+        alive=[True, True, False],
+        nodes=lambda: [{"Alive": alive} for alive in fake.alive],
+        get_runtime_context=lambda: SimpleNamespace(gcs_address="10.0.0.1:6379"),
+    )
+    monkeypatch.setattr(places, "ray", fake)
+    monkeypatch.setattr(network, "_addresses", lambda: {"127.0.0.1": "lo", "10.0.0.2": "eth0"})
+    monkeypatch.setattr(network, "address_towards", lambda peer: "10.0.0.2" if peer == "10.0.0.1" else "127.0.0.1")
+    return fake
+
+
+def config_of(**sections: dict[str, Any]) -> Config:
+    return parse_config(sections)
+
+
+def test_with_one_node_everything_stays_on_loopback(fake_ray: SimpleNamespace) -> None:
+    """Whatever the recipe of a cluster says. Seen failing with the address of the node."""
+    fake_ray.alive = [True, False]
+    settled = with_network(config_of(run={"network": "10.0.0.0/24"}))
+    assert settled.run.network is None
+
+
+def test_with_several_the_way_to_rays_head_decides(fake_ray: SimpleNamespace) -> None:
+    """Seen failing with loopback, where the second node found nobody."""
+    assert with_network(config_of()).run.network == "10.0.0.1"
+
+
+def test_the_interface_is_said(fake_ray: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
+    monkeypatch.setattr(places, "_reserve", lambda config, say: (None, [], []))
+    monkeypatch.setattr(places, "remove_placement_group", lambda group: None)
+    with places_for(config_of(), say=said.append):
+        assert said == ["nodes speak over eth0 (here 10.0.0.2; run.network), ports 20000-21999"]
+
+
+def test_the_recipes_network_comes_first(fake_ray: SimpleNamespace) -> None:
+    assert with_network(config_of(run={"network": "eth0"})).run.network == "eth0"
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1", "localhost"])
+def test_a_queue_on_loopback_is_refused_with_several_nodes(fake_ray: SimpleNamespace, bind: str) -> None:
+    """Seen failing without the check: the run stalls, and nothing names the cause."""
+    with pytest.raises(ConfigError, match=rf"got queue\.bind={bind}: leave it out \(auto\), or set it to an address"):
+        with_network(config_of(queue={"bind": bind}))
+
+
+def test_a_way_that_starts_on_loopback_is_refused_with_several_nodes(fake_ray: SimpleNamespace) -> None:
+    """As that to a host name which is this machine's own."""
+    with pytest.raises(ConfigError, match=r"got 127\.0\.0\.1 on this one, .* to other starts: set run\.network"):
+        with_network(config_of(run={"network": "other"}))

@@ -1,0 +1,137 @@
+"""`areal-lite launch --on slurm` as one types it, under a real Slurm whose nodes are namespaces of this machine."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from loop_builders import loop_config
+from places import SUPPORT
+from test_loop import conserved, trained_groups
+
+from areal_lite.launch.rehearse.slurm import Slurm, make_slurm
+from areal_lite.record.run_folder import RunFolder
+
+pytestmark = [pytest.mark.slurm, pytest.mark.cluster, pytest.mark.loop]
+
+GROUPS = 4
+TOTAL = 80
+"""Steps of half a second at least: some are left when the signal comes."""
+ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
+_DEADLINE_S = 600.0
+
+
+@dataclass
+class User:
+    """Somebody at the cluster's login node."""
+
+    slurm: Slurm
+    folder: Path
+
+    def types(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        """Type an `areal-lite` command, and wait for its end."""
+        command = self.slurm.command([sys.executable, "-m", "areal_lite.cli.main", *words], cwd=self.folder)
+        return subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+
+    def profile(self, name: str = "profile", **settings: Any) -> str:
+        """Write a profile, and return its file's name."""
+        (self.folder / f"{name}.yaml").write_text(yaml.safe_dump({"shared": str(self.folder), **settings}))
+        return f"{name}.yaml"
+
+    def recipe(self, name: str, **run: Any) -> str:
+        """Write a recipe of the tiny model, and return its file's name."""
+        shutil.copy(SUPPORT / "loop_verifiers.py", self.folder)  # every node must see it
+        verifier = {"function": f"{self.folder}/loop_verifiers.py:takes_its_time", "processes": 2}
+        config = loop_config(self.folder, run={"log_samples": GROUPS, **run}, verifier=verifier)
+        (self.folder / f"{name}.yaml").write_text(yaml.safe_dump(config.model_dump()))
+        return f"{name}.yaml"
+
+    def facts(self, job: str) -> dict[str, str]:
+        """Ask Slurm how a job stands."""
+        return dict(word.partition("=")[::2] for word in self.slurm.ask("scontrol", "show", "job", job, "-o").split())
+
+    def wait_until(self, condition: Callable[[], object], job: str, what: str) -> None:
+        deadline = time.monotonic() + _DEADLINE_S
+        while not condition():
+            facts = self.facts(job)
+            log = Path(facts["StdOut"])
+            said = log.read_text() if log.exists() else ""
+            assert facts["JobState"] not in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"), (
+                f"no {what}:\n{facts}\n{said}"
+            )
+            assert time.monotonic() < deadline, f"no {what} yet:\n{facts}\n{said}"
+            time.sleep(0.5)
+
+
+@pytest.fixture(scope="module")
+def user(loop_folder: Path) -> Iterator[User]:
+    with make_slurm(2, shared=[loop_folder]) as slurm:
+        yield User(slurm, loop_folder)
+
+
+def submitted(done: "subprocess.CompletedProcess[str]") -> str:
+    """Return the batch job's id."""
+    found = re.search(r"is slurm (\d+);", done.stdout)
+    assert found is not None, done.stdout + done.stderr
+    return found[1]
+
+
+def test_a_dry_run_asks_slurm(user: User) -> None:
+    """The script is tried by sbatch where a controller answers: it knows which partitions there are."""
+    recipe = user.recipe("dry", steps=1)
+    dry = ["launch", "--on", "slurm", "--dry-run", "--profile"]
+    good = user.types(*dry, user.profile(nodes=2), "train", recipe)
+    assert good.returncode == 0, good.stdout + good.stderr
+    assert "#SBATCH --nodes=2" in good.stdout
+    bad = user.types(*dry, user.profile(nodes=2, slurm={"partition": "nowhere"}), "train", recipe)
+    assert bad.returncode == 1
+    assert "invalid partition" in bad.stderr
+
+
+def test_a_run_goes_on_after_its_time_limit_and_after_a_requeue(user: User) -> None:
+    """One job, three starts: the time limit, `scontrol requeue` in between, the end. Steps once, books right."""
+    recipe = user.recipe("goes_on", steps=TOTAL, checkpoint_every=2)
+    profile = user.profile(slurm={"time": "30", "signal_s": 90})
+    launch = ["launch", "--on", "slurm", "--profile", profile, "--name", "goes-on", "--detach"]
+    job = submitted(user.types(*launch, "train", recipe))
+    folder = RunFolder(user.folder / "runs" / "goes-on")
+
+    user.wait_until(lambda: len(folder.read("metrics.jsonl")) >= 3, job, "steps of the first start")
+    minutes = [int(part) for part in user.facts(job)["RunTime"].split(":")][1] + 2
+    user.slurm.ask("scontrol", "update", f"jobid={job}", f"timelimit={minutes}")  # so that it is near
+    user.wait_until(lambda: user.facts(job)["Restarts"] == "1", job, "second start")
+    user.slurm.ask("scontrol", "update", f"jobid={job}", "timelimit=30")
+    saved = int(folder.newest_checkpoint().name.removeprefix("step-"))
+    assert saved == len(folder.read("metrics.jsonl")) < TOTAL  # the run stopped where it was saved
+
+    user.wait_until(lambda: len(folder.read("metrics.jsonl")) >= saved + 3, job, "steps of the second start")
+    user.slurm.ask("scontrol", "requeue", job)
+    user.wait_until(lambda: user.facts(job)["Restarts"] == "2", job, "third start")
+    user.wait_until(lambda: user.facts(job)["JobState"] in ENDED, job, "end")
+
+    assert (user.facts(job)["JobState"], user.facts(job)["ExitCode"]) == ("COMPLETED", "0:0")
+    assert [row["step"] for row in folder.read("metrics.jsonl")] == list(range(1, TOTAL + 1))
+    assert max(Counter(trained_groups(folder)).values()) == 1
+    ledger = json.loads((folder.path / "summary.json").read_text())["ledger"]
+    assert ledger["trained"] == TOTAL * GROUPS
+    assert conserved(ledger)
+    assert "completed: job" in user.types("launch", "--status", "goes-on").stdout
+
+
+def test_a_run_that_fails_is_a_job_that_fails(user: User) -> None:
+    """Its exit code is the job's, which `launch` returns and `--status` tells."""
+    recipe = user.recipe("fails", steps=2, start_timeout_s=0.5)
+    done = user.types("launch", "--on", "slurm", "--profile", user.profile(), "--name", "fails", "train", recipe)
+    job = submitted(done)
+    assert (done.returncode, user.facts(job)["JobState"], user.facts(job)["ExitCode"]) == (1, "FAILED", "1:0")
+    assert "actors must start within" in done.stdout
+    assert "failed: job" in user.types("launch", "--status", "fails").stdout
