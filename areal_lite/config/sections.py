@@ -206,7 +206,7 @@ class QueueConfig(Section):
     """seconds without a heartbeat after which work is lent anew"""
     bind: str = "auto"
     """address the queue listens on; auto = loopback with one node, with several that in run.network"""
-    max_message_mb: int = Field(64, ge=1)
+    max_message_mb: int = Field(32, ge=1)
     """largest message accepted, in MiB"""
 
     def _problems(self) -> Iterable[str]:

@@ -113,7 +113,7 @@ class QueueServer:
         seed: int,
         bind: str = "127.0.0.1",
         ports: range | None = None,
-        max_message_bytes: int = 64 * 2**20,
+        max_message_bytes: int = 32 * 2**20,
         keys: QueueKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

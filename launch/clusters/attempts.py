@@ -36,7 +36,7 @@ INTERRUPTED = 130
 _POLL_S = 0.25
 _SAME_STEP = 3
 _LONGEST_PAUSE_S = 600.0
-_LOST_GRACE_S = 60.0
+_LOST_GRACE_S = 15.0
 """How long the command may take to say what the loss of a node meant to it."""
 _LOCAL = ("bash", "-c")
 

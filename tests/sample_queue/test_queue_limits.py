@@ -22,6 +22,7 @@ from areal_lite.wire import decode, encode
 
 MAX_MB = 300
 NUM_CALLS = 200
+ATTACK_WAIT_S = 300.0
 
 
 def median_s(client: QueueClient) -> float:
@@ -45,10 +46,11 @@ def test_an_attack_costs_neither_memory_nor_the_others_time(attack: Callable[[An
     with serving_apart() as (pid, accesses), connected(accesses[Role.CONTROLLER]) as client:
         before_s = min(median_s(client) for _ in range(3))
         with attacking(attack, accesses[Role.CONTROLLER]):
-            ends, peak, medians = time.monotonic() + LONG_WAIT_S, 0.0, []
+            ends, peak, medians = time.monotonic() + ATTACK_WAIT_S, 0.0, []
             while len(medians) < 5 or not ATTACKS[attack](client.status()):
                 medians.append(median_s(client))
                 peak = max(peak, rss_mb(pid))
+                time.sleep(0.1)  # the attacker's turn, where processors are few
                 assert time.monotonic() < ends, client.status()
         assert peak < MAX_MB
         # Twice is the aim; a machine shared with the attacker and other tests is given more.

@@ -57,11 +57,17 @@ def serving_apart() -> Iterator[tuple[int, dict[Role, QueueAccess]]]:
 
 
 def serve() -> None:
-    """Open a queue with its own limits, half the default longest message, and say where it is."""
+    """Open a queue with its own limits and say where it is."""
     from queue_builders import make_queue
 
+    from areal_lite.config.sections import QueueConfig
+
     server = make_queue(
-        keys=QueueKeys(), max_message_bytes=32 * 2**20, clock=time.monotonic, lease_timeout_s=1.0, groups_per_step=64
+        keys=QueueKeys(),
+        max_message_bytes=QueueConfig().max_message_mb * 2**20,
+        clock=time.monotonic,
+        lease_timeout_s=1.0,
+        groups_per_step=64,
     )
     server.start()
     accesses = [server.access(role) for role in Role]
@@ -83,7 +89,7 @@ def sends_many_frames(socket: Any) -> None:
 
 
 def sends_many_small_frames(socket: Any) -> None:
-    """Likewise of frames that cost more than they hold."""
+    """Likewise of frames that cost more than they hold, about as many as a message may have until it is cut."""
     while True:
         socket.send_multipart([b""] * 1_300_000)
 
@@ -124,10 +130,10 @@ def waits_for_ever(socket: Any) -> None:
 
 ATTACKS: dict[Callable[[Any], None], Callable[[QueueStatus], bool]] = {
     sends_many_frames: lambda status: status["refused"].get("oversized", 0) >= 10,
-    sends_many_small_frames: lambda status: status["refused"].get("oversized", 0) >= 1,
-    never_reads: lambda status: status["refused"].get("unread", 0) >= 1000,
+    sends_many_small_frames: lambda status: {"oversized", "malformed"} & status["refused"].keys() != set(),
+    never_reads: lambda status: status["refused"].get("unread", 0) >= 100,
     never_reads_what_is_long: lambda status: status["refused"].get("unread", 0) >= 100,
-    floods: lambda status: status["gauges"]["messages"] >= 20_000,
+    floods: lambda status: status["gauges"]["messages"] >= 5_000,
     waits_for_ever: lambda status: status["gauges"]["parked"] >= 1024,
 }
 """Each with the sign that it has met its limit."""
