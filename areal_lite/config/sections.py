@@ -41,7 +41,9 @@ class RunConfig(Section):
     eval_every: int = Field(0, ge=0)
     """steps between evaluations beside generation; 0 = only start and end"""
     checkpoint_every: int = Field(50, ge=0)
-    """steps between checkpoints; 0 = only at the end and on Ctrl-C"""
+    """steps between checkpoints; 0 = none by steps"""
+    checkpoint_every_minutes: float = Field(10.0, ge=0)
+    """minutes after which a step ends with a checkpoint as well; 0 = none by time; the end and Ctrl-C save anyway"""
     keep_checkpoints: int = Field(2, ge=1)
     """newest checkpoints kept on disk"""
     report: bool = True

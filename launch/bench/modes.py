@@ -134,9 +134,10 @@ def _runs(
             "trainer.threads": max(1, threads.training // config.trainer.ranks),
             "run.steps": max(_SEARCH_STEPS, steps // 4) if repeat is None else steps,
             "run.seed": config.run.seed + (0 if repeat is None else 1 + repeat),
-            # Neither belongs to what is compared; both are done at the start and the end of a run all the same.
+            # None belongs to what is compared; all are done at the start and the end of a run all the same.
             "run.eval_every": 0,
             "run.checkpoint_every": 0,
+            "run.checkpoint_every_minutes": 0,
         }
         name = f"search_{mode}_{threads.generation}-{threads.training}" if repeat is None else f"{mode}_{repeat}"
         changed = planned_config(recipe, name, [overrides, changes])

@@ -232,6 +232,7 @@ def our_settings(side: str, threads: Threads, *, steps: int, every: int, seed: i
         "run.seed": seed,
         # A snapshot is a checkpoint, and writing it counts; TRL's clock stands still while it evaluates.
         "run.checkpoint_every": every,
+        "run.checkpoint_every_minutes": 0,
         "run.keep_checkpoints": steps + 1,
         "run.eval_every": 0,
         "run.report": False,

@@ -9,6 +9,7 @@ it. What ends the run while a batch trains waits until it is trained, so that th
 
 import contextlib
 import functools
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -48,6 +49,7 @@ class Controller(ABC):
         self._watchdog = Watchdog(config.run.stall_timeout_s)
         self._interrupts = Interrupts()
         self._version = 0
+        self._saved_at = time.monotonic()
         self._at_boundary = False
         """The weights are those of a completed step, so that they can be saved."""
         self._on_step: Callable[[Mapping[str, Any]], object] | None = None
@@ -140,6 +142,13 @@ class Controller(ABC):
         """Whether something that happens every so many steps, 0 = never, does so now; at the end it does anyway."""
         return every > 0 and self._version % every == 0 and self._version < self._config.run.steps
 
+    def _save_if_due(self) -> None:
+        """Write a checkpoint where steps or minutes since the last one ask for it."""
+        run = self._config.run
+        is_late = 0 < run.checkpoint_every_minutes * 60 <= time.monotonic() - self._saved_at
+        if self._is_due(run.checkpoint_every) or (is_late and self._is_due(1)):
+            self._save()
+
     def _ask(self, method: str, *args: Any, waiting_for: str) -> list[Any]:
         """Have all ranks do something together, with the watchdog on."""
         calls = call_all(self._ranks.handles, method, *args)
@@ -184,6 +193,7 @@ class Controller(ABC):
             save_trainer=save_trainer,
             keep=self._config.run.keep_checkpoints,
         )
+        self._saved_at = time.monotonic()
         self._controller_lane.emit("checkpoint", step=self._version)
         return path
 

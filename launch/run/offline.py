@@ -69,8 +69,7 @@ class OfflineController(Controller):
                 self._evaluate()
         finally:  # the step is trained, and will be saved, even where its evaluation failed
             self._unwritten = record
-        if self._is_due(run.checkpoint_every):
-            self._save()
+        self._save_if_due()
         return True
 
     def _evaluate(self) -> None:

@@ -139,8 +139,7 @@ class OnlineController(Controller):
             self._unwritten = record
         if self._is_due(self._config.run.eval_every) and not self._evaluations:
             self._evaluations.begin(self._version)
-        if self._is_due(self._config.run.checkpoint_every):
-            self._save()
+        self._save_if_due()
         return True
 
     def _wait_for_batch(self, batch_id: str) -> BatchInfo | None:

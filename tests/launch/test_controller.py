@@ -16,7 +16,7 @@ from rich.console import Console
 
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import HandoverError, StallError
-from areal_lite.launch.run import online
+from areal_lite.launch.run import controller, online
 from areal_lite.launch.run.collector import Collector
 from areal_lite.launch.run.evaluation import Evaluations
 from areal_lite.launch.run.offline import OfflineController
@@ -255,6 +255,25 @@ def test_a_checkpoint_is_read_under_the_deadline_of_a_start(offline: OfflineCont
     assert offline._ranks.asked == [("load", str(tmp_path / "step-000007" / "trainer"), 321.0)]
     assert offline._version == 7
     assert asked == ["prepare", "evaluate"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "minutes", "saved"), [(0, 10, [3]), (2, 10, [2, 4]), (4, 10, [3, 4]), (2, 0, [2, 4]), (0, 0, [])]
+)
+def test_checkpoints_come_by_steps_and_by_minutes_since_the_last(
+    offline: OfflineController, monkeypatch: pytest.MonkeyPatch, steps: int, minutes: int, saved: list[int]
+) -> None:
+    """Six steps of four minutes; the last is saved by the end of the run. Seen failing with the time never set anew."""
+    changed = {"checkpoint_every": steps, "checkpoint_every_minutes": minutes, "keep_checkpoints": 9, "eval_every": 0}
+    run = offline._config.run.model_copy(update=changed)
+    offline._config = offline._config.model_copy(update={"run": run})
+    offline._saved_at, now = 0.0, 0.0
+    monkeypatch.setattr(controller, "time", SimpleNamespace(monotonic=lambda: now))
+    vars(offline).update(_ask=lambda *_, waiting_for: [FIGURES], _evaluate=lambda: None)
+    for _ in range(6):
+        now += 240
+        offline._step()
+    assert [int(path.name.removeprefix("step-")) for path in sorted(offline._folder.checkpoints.iterdir())] == saved
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("in a callback"), SystemExit("of a callback")])
