@@ -11,8 +11,6 @@ import ray
 
 from areal_lite.errors import ArealLiteError
 
-__all__ = ["Calls", "Question", "call_all", "describe", "result"]
-
 
 class Calls:
     """Calls under way, one per actor."""

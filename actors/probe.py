@@ -10,8 +10,6 @@ from areal_lite.network import local_address
 from areal_lite.node import NodeReport, look_at_node, measure_link, serve_link
 from areal_lite.train.distributed import join_process_group, leave_process_group, open_store
 
-__all__ = ["ProbeActor"]
-
 _COLLECTIVE_BYTES = 16 * 2**20
 _REPEATS = 3
 

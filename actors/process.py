@@ -9,8 +9,6 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["HOME", "log_path", "log_to_file", "position"]
-
 HOME = re.compile(r" on (\S+), process \d+$")
 """The node, in a log's first line."""
 

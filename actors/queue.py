@@ -14,8 +14,6 @@ from areal_lite.sample_queue.server import QueueServer
 from areal_lite.sample_queue.service import restore
 from areal_lite.types import Prompt
 
-__all__ = ["QueueActor"]
-
 
 class QueueActor:
     """Owns the ledger, the data cursor and the ZeroMQ server around them."""

@@ -15,8 +15,6 @@ from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.client import AsyncQueueClient
 from areal_lite.types import Prompt, Sample
 
-__all__ = ["RolloutActor"]
-
 
 class RolloutActor:
     """Delegates to `RolloutWorker` and `VllmEngine`; every call of the hand-over leaves an event."""

@@ -20,9 +20,6 @@ from areal_lite.train.distributed import join_process_group, leave_process_group
 from areal_lite.train.offline import OfflineTrainer
 from areal_lite.train.trainer import Trainer
 
-__all__ = ["OfflineTrainerActor", "OnlineTrainerActor", "TrainerActor"]
-
-
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 

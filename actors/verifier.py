@@ -18,8 +18,6 @@ from areal_lite.verify.step_tokens import decoder_of
 from areal_lite.verify.verifier_set import VerifierSet
 from areal_lite.verify.worker import VerifierWorker
 
-__all__ = ["VerifierActor"]
-
 
 class VerifierActor:
     """Delegates to `VerifierSet` and `VerifierWorker`."""

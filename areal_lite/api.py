@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from areal_lite.config.offline import OfflineConfig
     from areal_lite.config.recipe import Config
 
-__all__ = ["OnStep", "Run", "load_recipe", "open_run", "run"]
-
 OnStep: TypeAlias = Callable[[Mapping[str, Any]], object]
 """Gets each trainer step's row (the keys of `metrics.jsonl`); returning False ends the run, saved."""
 

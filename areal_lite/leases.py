@@ -11,8 +11,6 @@ from areal_lite.types import Lease
 if TYPE_CHECKING:
     from areal_lite.sample_queue.client import AsyncQueueClient
 
-__all__ = ["LeaseWorker"]
-
 logger = logging.getLogger(__name__)
 
 

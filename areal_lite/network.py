@@ -14,8 +14,6 @@ import psutil
 
 from areal_lite.errors import ConfigError
 
-__all__ = ["LOOPBACK", "address_towards", "interface_of", "listen", "local_address", "port_range", "use_interface_of"]
-
 LOOPBACK = "127.0.0.1"
 _EPHEMERAL = 32768
 """Linux hands out ports from here on to whoever asks for any."""

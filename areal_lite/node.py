@@ -21,8 +21,6 @@ import psutil
 
 from areal_lite.network import listen
 
-__all__ = ["NodeReport", "content_hash", "look_at_node", "measure_link", "rounds", "serve_link"]
-
 _EDGE_BYTES = 2**20
 """Read at each end of a large file: enough to tell two models apart, and little for any network file system."""
 _ROUND_TRIPS = 20

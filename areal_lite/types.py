@@ -14,20 +14,6 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "GIVEN",
-    "Group",
-    "Lease",
-    "Prompt",
-    "Row",
-    "Sample",
-    "Score",
-    "Shard",
-    "StepReward",
-    "StopReason",
-    "VersionSpan",
-]
-
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 

@@ -9,8 +9,6 @@ from collections.abc import Callable, Hashable
 
 from areal_lite.errors import StallError
 
-__all__ = ["Watchdog"]
-
 
 class Watchdog:
     """Raises once a reading stands still for too long."""

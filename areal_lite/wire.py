@@ -25,8 +25,6 @@ import numpy as np
 from areal_lite.errors import WireError
 from areal_lite.types import Group, Lease, Prompt, Row, Sample, Score, Shard, StepReward, VersionSpan
 
-__all__ = ["ARRAY_DTYPES", "SCHEMA_VERSION", "Raw", "as_type", "decode", "encode", "schema_version"]
-
 SCHEMA_VERSION = 5
 """Goes up with every change of a dataclass in `types.py` or of the layout above."""
 

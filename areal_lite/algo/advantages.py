@@ -12,17 +12,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = [
-    "gae",
-    "group_stds",
-    "kept_samples",
-    "masked_sums",
-    "returns_to_go",
-    "sample_advantages",
-    "sample_baselines",
-    "std_from_sums",
-]
-
 Baseline = Literal["none", "batch_mean", "group_mean", "leave_one_out"]
 Scale = Literal["none", "group_std", "batch_std"]
 SampleFilter = Literal["all", "best_of_group", "varied_groups"]

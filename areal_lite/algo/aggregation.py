@@ -13,8 +13,6 @@ from torch import Tensor
 
 from areal_lite.algo.masked import check_tokens, inside, row_sums
 
-__all__ = ["Aggregation", "aggregate"]
-
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from areal_lite.algo.masked import check_tokens, inside, row_sums
 
-__all__ = ["behaviour_weights", "geometric_keep", "m2po_keep"]
-
 
 @torch.no_grad()
 def behaviour_weights(

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from areal_lite.algo.masked import bounded
 
-__all__ = ["Estimator", "adapt_coefficient", "kl_estimate"]
-
 Estimator = Literal["k1", "k2", "k3"]
 
 

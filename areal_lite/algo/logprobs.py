@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, log_softmax
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["token_entropies", "token_logprobs"]
-
 _PIECE_ELEMENTS = 2**25
 """Logits of one piece: 128 MiB in float32."""
 

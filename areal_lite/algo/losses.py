@@ -18,8 +18,6 @@ from torch import Tensor
 from areal_lite.algo.kl import Estimator, kl_estimate
 from areal_lite.algo.masked import bounded, check_tokens, inside, row_sums
 
-__all__ = ["entropy_bonus", "kl_penalty", "policy_loss", "value_loss"]
-
 
 def policy_loss(
     current_logprobs_T: Tensor,

@@ -6,8 +6,6 @@ Shape letters: `T` completion tokens of rows one after another, `B` rows.
 import torch
 from torch import Tensor
 
-__all__ = ["bounded", "check_tokens", "inside", "row_sums"]
-
 _MAX_EXPONENT = 20.0
 """exp(20) is 4.9e8: any such ratio is far outside every trust region, and its sums still fit float32."""
 

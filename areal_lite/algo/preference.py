@@ -11,8 +11,6 @@ from typing import Literal
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-__all__ = ["bradley_terry_loss", "dpo_loss", "simpo_loss"]
-
 
 def bradley_terry_loss(chosen_P: Tensor, rejected_P: Tensor, *, margin: Tensor | float = 0.0) -> Tensor:
     """Return the negative log-likelihood of the preferences under the Bradley-Terry model.

@@ -9,8 +9,6 @@ another.
 import torch
 from torch import Tensor
 
-__all__ = ["overlong_penalties", "shape_rewards", "token_rewards"]
-
 
 def shape_rewards(rewards_NG: Tensor, *, scale: float, bias: float, clip: float | None) -> Tensor:
     """Return `clip(scale * reward + bias, -clip, clip)`.

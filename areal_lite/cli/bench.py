@@ -8,8 +8,6 @@ import typer
 from areal_lite.cli.options import Overrides, Recipe
 from areal_lite.errors import ConfigError
 
-__all__ = ["bench"]
-
 bench = typer.Typer(
     help="Measure: modes against each other, or many short runs of a plan.\n\n"
     "Called again, a benchmark goes on where it stopped. Ctrl-C finishes the step, saves, and says how to go on."

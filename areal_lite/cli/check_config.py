@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
     from pydantic.fields import FieldInfo
 
-__all__ = ["check_config", "explained_section"]
-
 
 def check_config(recipe: Recipe, overrides: Overrides) -> int:
     """Check a recipe and print it in full.

@@ -34,8 +34,6 @@ from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
 from areal_lite.record.paths import with_absolute_paths
 
-__all__ = ["Check", "Level", "doctor", "machine_checks", "package_check", "probe_check", "report", "verdict"]
-
 
 class Level(StrEnum):
     """How bad a finding is."""

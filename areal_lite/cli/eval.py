@@ -10,8 +10,6 @@ from areal_lite.config.reading import shipped_recipes
 from areal_lite.config.recipe import load_config
 from areal_lite.errors import VerifierError
 
-__all__ = ["eval_model"]
-
 
 def eval_model(
     model: Annotated[

@@ -22,8 +22,6 @@ from areal_lite.verify.protocol import Reply, failed
 from areal_lite.verify.verifier_set import VerifierSet
 from areal_lite.watchdog import Watchdog
 
-__all__ = ["evaluate"]
-
 T = TypeVar("T")
 
 _POLL_S = 0.25

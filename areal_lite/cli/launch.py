@@ -13,8 +13,6 @@ from areal_lite.errors import ConfigError
 if TYPE_CHECKING:
     from areal_lite.launch.clusters.job import Job
 
-__all__ = ["launch", "run_job"]
-
 _POLL_S = 1.0
 _SILENCE_S = 300.0
 """How long a cluster may fail to answer before a job is left to itself."""

@@ -16,8 +16,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["PROBE_TIMEOUT_S", "REMAKE", "Machine", "Probe", "installed_version", "measure", "probes_for", "run_probe"]
-
 GIB = 2**30
 PROBE_TIMEOUT_S = 120.0
 REMAKE = "rm -rf .venv && make setup"

@@ -6,8 +6,6 @@ import typer
 
 from areal_lite.config.reading import shipped_recipes
 
-__all__ = ["Overrides", "Recipe"]
-
 Recipe = Annotated[
     str,
     typer.Argument(metavar="RECIPE", help=f"path of a YAML file, or one of: {', '.join(shipped_recipes())}"),

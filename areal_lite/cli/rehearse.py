@@ -8,8 +8,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["rehearse"]
-
 rehearse = typer.Typer(help="Rehearse a cluster on this machine; as root, on Linux, without a GPU.")
 
 _Words = Annotated[

@@ -6,8 +6,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-__all__ = ["report"]
-
 
 def report(
     folders: Annotated[

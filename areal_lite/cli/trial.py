@@ -17,8 +17,6 @@ from areal_lite.errors import DataError
 from areal_lite.types import Prompt
 from areal_lite.verify.protocol import Reply
 
-__all__ = ["Case", "Trial", "load_cases", "load_prompts"]
-
 _IN_FLIGHT = 64
 """Completions handed to the pool ahead of what its processes serve, so that batches fill."""
 

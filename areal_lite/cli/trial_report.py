@@ -13,8 +13,6 @@ from rich.text import Text
 from areal_lite.cli.trial import Case
 from areal_lite.verify.protocol import Reply
 
-__all__ = ["show", "summarise"]
-
 _BINS = 10
 _LOWEST = 5
 _BAR_WIDTH = 40

@@ -19,8 +19,6 @@ from areal_lite.config.suggestion import suggestion
 from areal_lite.config.verifier import VerifierConfig
 from areal_lite.errors import ConfigError, PluginError
 
-__all__ = ["verify"]
-
 _COLUMNS = {
     "prompt": ("question", "prompt", "problem", "instruction"),
     "answer": ("answer", "solution", "ground_truth"),

@@ -11,18 +11,6 @@ from areal_lite.config.plugins import known_names, name_problems
 from areal_lite.config.section import HERE, FunctionName, Refers, Section
 from areal_lite.config.suggestion import suggestion
 
-__all__ = [
-    "RESERVED_COLUMNS",
-    "ArithConfig",
-    "CurriculumConfig",
-    "DataConfig",
-    "FilterConfig",
-    "GymConfig",
-    "MixedSourceConfig",
-    "SourceConfig",
-    "is_hub_id",
-]
-
 RESERVED_COLUMNS = ("prompt", "completion", "answer", "messages")
 """What a verify function is called with beside a row's columns."""
 

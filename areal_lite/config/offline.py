@@ -12,16 +12,6 @@ from areal_lite.config.section import HERE, Refers, Section
 from areal_lite.config.sections import LaunchConfig, ModelConfig, RunConfig, TrainerConfig
 from areal_lite.errors import ConfigError
 
-__all__ = [
-    "OfflineConfig",
-    "OfflineDataConfig",
-    "PreferenceConfig",
-    "SftConfig",
-    "check_resources",
-    "load_any_config",
-    "parse_any_config",
-]
-
 _UNREAD = {
     "sigmoid": ("simpo_margin",),
     "ipo": ("simpo_margin",),

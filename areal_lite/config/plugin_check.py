@@ -18,8 +18,6 @@ from areal_lite.config.suggestion import suggestion
 from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import ConfigError
 
-__all__ = ["check_plugins", "plugin_problems"]
-
 
 def check_plugins(config: Config, *, verifiers_only: bool = False) -> None:
     """Raise a `ConfigError`, a line per problem, for a recipe whose functions are missing or refuse their arguments."""

@@ -21,17 +21,6 @@ from areal_lite.errors import PluginError
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-__all__ = [
-    "PLUGIN_GROUPS",
-    "arguments_model",
-    "find_function",
-    "known_names",
-    "name_problems",
-    "reference_to",
-    "split_name",
-    "with_a_colon",
-]
-
 PLUGIN_GROUPS = {"verifier": "areal_lite.verifiers", "workflow": "areal_lite.workflows", "source": "areal_lite.sources"}
 """What can be named, and the entry-point group that holds its names."""
 _PICKLE = ".pkl"

@@ -11,8 +11,6 @@ from pydantic import Field
 from areal_lite.config.plugins import name_problems
 from areal_lite.config.section import Refers, Section
 
-__all__ = ["PRESETS", "ObjectiveConfig", "expand_preset"]
-
 
 class ObjectiveConfig(Section):
     """One general objective; its defaults are decoupled PPO (arXiv 2505.24298 eq. 5)."""

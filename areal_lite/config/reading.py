@@ -12,17 +12,6 @@ from areal_lite.config.sections import COMMANDS
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError
 
-__all__ = [
-    "explained",
-    "parse_override",
-    "parse_section",
-    "read_recipe",
-    "read_yaml",
-    "recipe_folder",
-    "set_value",
-    "shipped_recipes",
-]
-
 Recipe = TypeVar("Recipe", bound=Section)
 
 

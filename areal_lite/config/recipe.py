@@ -23,8 +23,6 @@ from areal_lite.config.sections import (
 from areal_lite.config.suggestion import suggestion
 from areal_lite.config.verifier import VerifierConfig
 
-__all__ = ["Config", "load_config", "parse_config"]
-
 PARITY_LIMITS = {"float32": 0.03, "bfloat16": 1.0}
 """Nats, by dtype: far over what is seen, and under what broken weights cost (docs/design.md, weight sync)."""
 _COMPARED = ("group_mean", "leave_one_out", "group_std", "best_of_group", "varied_groups")

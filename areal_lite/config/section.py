@@ -6,8 +6,6 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-__all__ = ["HERE", "Arguments", "FunctionName", "ModelFolder", "Refers", "Section"]
-
 HERE = "<here>"
 """Stands in a section's messages for its own place in the recipe, such as `data.mix.easy`."""
 

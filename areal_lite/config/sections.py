@@ -9,20 +9,6 @@ from areal_lite.config.plugins import name_problems
 from areal_lite.config.section import FunctionName, ModelFolder, Refers, Section
 from areal_lite.network import port_range
 
-__all__ = [
-    "COMMANDS",
-    "CriticConfig",
-    "LaunchConfig",
-    "ModelConfig",
-    "QueueConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "TrainerConfig",
-    "WarmStartConfig",
-    "WeightsConfig",
-    "WorkflowConfig",
-]
-
 COMMANDS = {"train": "train", "sft": "sft", "reward_model": "reward-model", "dpo": "dpo"}
 """What a recipe's `command` says, and what one types; a recipe may say the latter too."""
 

@@ -3,8 +3,6 @@
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["suggestion"]
-
 
 def suggestion(word: str, known: Iterable[str]) -> str:
     """Return a question about the nearest known word, or nothing."""

@@ -8,8 +8,6 @@ from pydantic import Field
 from areal_lite.config.plugins import known_names, name_problems
 from areal_lite.config.section import FunctionName, Refers, Section
 
-__all__ = ["VerifierConfig", "VerifierSettings"]
-
 
 class VerifierSettings(Section):
     """One verifier and the processes it runs in."""

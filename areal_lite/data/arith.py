@@ -15,15 +15,6 @@ from typing import Literal
 from areal_lite.config.data import ArithConfig
 from areal_lite.errors import ConfigError
 
-__all__ = [
-    "CHARACTERS",
-    "ArithPair",
-    "ArithProblem",
-    "arith_problems",
-    "preference_pairs",
-    "worked_solutions",
-]
-
 CHARACTERS = "0123456789+-=?;#"
 """Every character a prompt or a solution can hold."""
 

@@ -19,8 +19,6 @@ from areal_lite.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Example", "OfflineData", "load_offline"]
-
 _log = logging.getLogger(__name__)
 
 Split = Literal["train", "eval"]

@@ -16,8 +16,6 @@ from areal_lite.config.data import CurriculumConfig
 from areal_lite.errors import CheckpointError, DataError
 from areal_lite.types import Prompt
 
-__all__ = ["PromptCursor"]
-
 _PATIENCE = 4
 """Times `candidates`: how often a prompt is passed over before it counts as unseen. The policy has changed by then, and
 prompts that are always solved, or never, cost at most a share of 1 / `_PATIENCE` of what a plain shuffle gives them."""

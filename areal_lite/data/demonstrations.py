@@ -22,8 +22,6 @@ from areal_lite.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PRINTABLE", "Demonstration", "alphabet", "demonstrations", "turn_examples"]
-
 PRINTABLE = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
 """ASCII without control characters but the end of a line; what chained sums are made of is among it."""
 

@@ -8,8 +8,6 @@ from areal_lite.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["encode_text", "encode_texts", "render_chat"]
-
 
 def encode_texts(
     texts: Sequence[str],

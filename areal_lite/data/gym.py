@@ -15,8 +15,6 @@ from areal_lite.data.tasks import Task
 from areal_lite.errors import ConfigError, DataError, WireError
 from areal_lite.wire import decode, encode
 
-__all__ = ["gym_tasks"]
-
 _ROUNDS = 20
 """Sets drawn until there are enough questions; families of few different ones must end in an error."""
 

@@ -8,8 +8,6 @@ from areal_lite.data.cursor import PromptCursor
 from areal_lite.errors import CheckpointError, DataError
 from areal_lite.types import Prompt
 
-__all__ = ["MixedCursor", "make_cursor"]
-
 
 class MixedCursor:
     """Takes the next prompt from the source that is furthest behind its share.

@@ -19,8 +19,6 @@ from areal_lite.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["load_source", "load_sources", "with_names"]
-
 Split = Literal["train", "eval"]
 
 

@@ -16,8 +16,6 @@ from areal_lite.config.data import is_hub_id
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ArealLiteError, DataError
 
-__all__ = ["RowReader", "Rows", "check_columns", "make_each", "read_jsonl"]
-
 _log = logging.getLogger(__name__)
 _SHOWN = 10
 """Broken rows that are logged one by one."""

@@ -12,8 +12,6 @@ from areal_lite.data.rows import RowReader, Rows, check_columns, make_each
 from areal_lite.data.tasks import Task, make_task
 from areal_lite.errors import ArealLiteError, PluginError
 
-__all__ = ["FILE_SOURCES", "load_tasks"]
-
 FILE_SOURCES = ("jsonl", "parquet", "dataset")
 """Kinds that read rows from files; the others make their tasks, and may show how they are done."""
 

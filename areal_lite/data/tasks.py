@@ -10,8 +10,6 @@ from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import DataError, WireError
 from areal_lite.wire import encode
 
-__all__ = ["Task", "in_ranges", "make_task", "report_left_out"]
-
 _log = logging.getLogger(__name__)
 _OPTIONAL_COLUMNS = ("verifier", "workflow", "max_new_tokens")
 """Columns with a meaning of their own; an empty cell, such as tables have, is no word at all."""

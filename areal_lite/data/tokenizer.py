@@ -3,8 +3,6 @@
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-__all__ = ["EOS", "PAD", "build_char_tokenizer"]
-
 PAD = "<pad>"
 EOS = "<eos>"
 

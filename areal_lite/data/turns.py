@@ -17,8 +17,6 @@ from areal_lite.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TurnTokenizer", "is_whole_chat", "split_pair"]
-
 
 def is_whole_chat(value: Any) -> bool:
     """Whether a completion holds its prompt too: messages that begin with another's than the assistant's."""

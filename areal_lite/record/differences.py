@@ -8,8 +8,6 @@ from areal_lite.config.reading import parse_section
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
 
-__all__ = ["changed", "differences"]
-
 
 def changed(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the settings that differ from their defaults, by `section.field`; None for a config of another version."""

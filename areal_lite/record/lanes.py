@@ -11,8 +11,6 @@ from typing import NamedTuple, Self
 
 from areal_lite.events import Event
 
-__all__ = ["PAUSE_PARTS", "LaneClocks", "Slice", "Stretch", "first_moment", "lane_events", "sample_lengths", "slices"]
-
 PAUSE_PARTS = ("pausing", "transferring", "reloading", "stamping")
 """States of a rollout lane that make up a pause, from the pause call to the resume."""
 

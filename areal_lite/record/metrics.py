@@ -12,8 +12,6 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, Literal
 
-__all__ = ["METRICS", "OFFLINE_METRICS", "SHARES", "Metric", "Reduction", "metrics_page"]
-
 
 class Reduction(StrEnum):
     """How the values of updates and ranks become one."""

@@ -18,8 +18,6 @@ from areal_lite.record.recorder import Recorder, mean_of_ends
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.types import Group, Sample
 
-__all__ = ["OnlineRecorder"]
-
 
 class OnlineRecorder(Recorder):
     """Everything that is written about one run of `train`."""

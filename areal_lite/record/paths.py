@@ -17,8 +17,6 @@ from areal_lite.config.section import Refers, Section
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.record.run_folder import RunFolder
 
-__all__ = ["EVALUATED", "find_model_folder", "with_absolute_paths"]
-
 Recipe = TypeVar("Recipe", Config, OfflineConfig)
 S = TypeVar("S", bound=Section)
 

@@ -8,8 +8,6 @@ from prometheus_client import CollectorRegistry, Gauge, start_http_server
 from areal_lite.errors import ConfigError
 from areal_lite.record.metrics import Metric
 
-__all__ = ["PrometheusPage"]
-
 
 class PrometheusPage:
     """`http://address:port/metrics`: `areal_lite_<metric>`, and `areal_lite_<metric>{part=...}` where it has parts."""

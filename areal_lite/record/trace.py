@@ -11,8 +11,6 @@ from areal_lite.events import Event
 from areal_lite.record.lanes import first_moment, lane_events, slices
 from areal_lite.types import GIVEN
 
-__all__ = ["to_trace"]
-
 Row = dict[str, Any]
 
 

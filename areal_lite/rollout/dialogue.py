@@ -13,8 +13,6 @@ from areal_lite.data.encode import encode_text, render_chat
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ENVIRONMENT", "reply_ids"]
-
 ENVIRONMENT = "environment"
 """Role of what the model was answered. Chat templates know it as the user."""
 

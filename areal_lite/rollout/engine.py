@@ -6,8 +6,6 @@ from typing import Any, Literal, Protocol
 
 from areal_lite.types import Float32, Prompt, Sample
 
-__all__ = ["GenerationEngine", "Interrupt", "Sampling", "token_limit"]
-
 Interrupt = Literal["recompute", "keep_kv", "drain"]
 
 

@@ -4,8 +4,6 @@ from typing import Any
 
 from areal_lite.config.recipe import Config
 
-__all__ = ["engine_arguments", "engine_environment"]
-
 
 def engine_environment(config: Config) -> dict[str, str]:
     """Return what vLLM reads from the environment, before it is imported."""

@@ -18,8 +18,6 @@ from areal_lite.rollout.dialogue import ENVIRONMENT, reply_ids
 from areal_lite.rollout.engine import GenerationEngine, Sampling
 from areal_lite.types import GIVEN, Float32, Int32, Sample, StopReason, VersionSpan
 
-__all__ = ["EpisodeEngine", "Given", "Turn", "messages_of"]
-
 T = TypeVar("T")
 
 

@@ -20,8 +20,6 @@ from areal_lite.rollout.episode import EpisodeEngine
 from areal_lite.rollout.workflows import named, single_turn
 from areal_lite.types import Prompt, Sample
 
-__all__ = ["Workflows", "complete_greedily", "load_workflows"]
-
 logger = logging.getLogger(__name__)
 
 Function = Callable[..., Awaitable[Any]]

@@ -18,8 +18,6 @@ from typing import Any
 from areal_lite.rollout.episode import EpisodeEngine, Turn
 from areal_lite.rollout.workflows import call, checked_by, converse, named
 
-__all__ = ["tools"]
-
 _CALL = re.compile(r"<tool>\s*(\w+)\s*\((.*?)\)\s*</tool>", re.DOTALL)
 
 Functions = Mapping[str, Callable[..., Any]]

@@ -20,8 +20,6 @@ from areal_lite.rollout.engine import Interrupt, Sampling
 from areal_lite.rollout.engine_settings import engine_arguments, engine_environment
 from areal_lite.types import Float32, Sample, StopReason, VersionSpan
 
-__all__ = ["VllmEngine", "sampling_params"]
-
 T = TypeVar("T")
 
 _LIVENESS_SLICE_S = 0.5

@@ -22,8 +22,6 @@ from areal_lite.types import Lease, Prompt, Sample
 if TYPE_CHECKING:
     from areal_lite.sample_queue.client import AsyncQueueClient
 
-__all__ = ["RolloutWorker", "sample_seed"]
-
 logger = logging.getLogger(__name__)
 
 _LEASE_WAIT_S = 1.0

@@ -16,8 +16,6 @@ from areal_lite.config.plugins import find_function
 from areal_lite.rollout.episode import EpisodeEngine, Turn, messages_of
 from areal_lite.types import StopReason
 
-__all__ = ["Step", "call", "checked_by", "converse", "multi_turn", "named", "single_turn"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 Step = Callable[[list[dict[str, str]], Mapping[str, Any]], Any]

@@ -12,8 +12,6 @@ import zmq
 
 from areal_lite.sample_queue.requests import REQUESTS
 
-__all__ = ["ALLOWED", "KeyPair", "QueueAccess", "QueueKeys", "Role"]
-
 
 class Role(StrEnum):
     """What a client is in the run."""

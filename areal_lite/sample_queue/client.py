@@ -22,8 +22,6 @@ from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.requests import NOT_REPEATABLE, QueueRequests, answer_type
 from areal_lite.wire import Raw, as_type, decode, encode
 
-__all__ = ["AsyncQueueClient", "QueueClient"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -17,8 +17,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from areal_lite.sample_queue.access import QueueKeys, Role
 
-__all__ = ["COPIED_BYTES", "Connection", "Connections", "Gatekeeper"]
-
 COPIED_BYTES = 2**16
 """Answers of fewer bytes are not watched: `SNDHWM` bounds their number."""
 _LOOK_S = 0.05

@@ -10,8 +10,6 @@ from areal_lite.sample_queue import staleness
 from areal_lite.sample_queue.groups import GroupRecord, GroupState
 from areal_lite.types import Sample
 
-__all__ = ["has_trainable_token", "is_over_age", "may_take", "verdict"]
-
 
 def verdict(samples: Sequence[Sample], *, reject: str) -> tuple[GroupState, str]:
     """Return the state a group enters with its scores, and the reason unless that is `ready`.

@@ -5,8 +5,6 @@ from typing import Literal
 
 from areal_lite.sample_queue.groups import GroupRecord
 
-__all__ = ["Batch", "LedgerSettings"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerSettings:

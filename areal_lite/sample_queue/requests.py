@@ -20,18 +20,6 @@ from areal_lite.errors import WireError
 from areal_lite.types import Group, Lease, Sample, Score, Shard
 from areal_lite.wire import Raw, as_type
 
-__all__ = [
-    "NOT_REPEATABLE",
-    "REQUESTS",
-    "BatchInfo",
-    "QueueRequests",
-    "QueueStatus",
-    "WorkerStatus",
-    "answer_type",
-    "read_fields",
-]
-
-
 Name = Annotated[str, msgspec.Meta(max_length=200)]
 """Of a worker or a batch."""
 LeaseId = Annotated[str, msgspec.Meta(max_length=2000)]

@@ -37,8 +37,6 @@ from areal_lite.sample_queue.requests import REQUESTS, read_fields
 from areal_lite.sample_queue.service import Cursor, QueueService, Traffic
 from areal_lite.wire import SCHEMA_VERSION, Raw, as_type, decode, encode, schema_version
 
-__all__ = ["QueueServer"]
-
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1

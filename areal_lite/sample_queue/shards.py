@@ -15,8 +15,6 @@ from areal_lite.sample_queue.requests import BatchInfo
 from areal_lite.sample_queue.split import assign_rows
 from areal_lite.types import Group, Prompt, Row, Shard
 
-__all__ = ["ShardedBatch"]
-
 
 class ShardedBatch:
     """A taken batch whose rows, sample by sample through the groups in order, have their minibatches and ranks."""

@@ -7,8 +7,6 @@ every rank that asks again gets the same rows.
 import random
 from collections.abc import Iterable, Sequence
 
-__all__ = ["assign_rows"]
-
 
 def assign_rows(
     lengths: Sequence[int], *, num_minibatches: int, num_ranks: int, seed: int

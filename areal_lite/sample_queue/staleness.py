@@ -14,17 +14,6 @@ import numpy.typing as npt
 
 from areal_lite.types import GIVEN, VersionSpan
 
-__all__ = [
-    "admission_capacity",
-    "admission_limit",
-    "is_over_age",
-    "may_leave_behind",
-    "num_trainable",
-    "own_mask",
-    "token_ages",
-    "trainable_mask",
-]
-
 
 def admission_limit(version: int, *, total_steps: int, max_staleness: int, groups_per_step: int) -> int:
     """Return how many groups may be outstanding at once.

@@ -29,8 +29,6 @@ from areal_lite.errors import PluginError
 from areal_lite.train.batch import PolicyBatch, Tokens, described
 from areal_lite.train.distributed import max_over_ranks, sum_over_ranks
 
-__all__ = ["batch_advantages", "find_advantage_function"]
-
 Compare = Callable[..., Tensor]
 """`sample_advantages`, or a function like it."""
 

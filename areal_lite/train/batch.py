@@ -20,8 +20,6 @@ from areal_lite.sample_queue.staleness import own_mask, token_ages, trainable_ma
 from areal_lite.train.micro_batch import MicroBatch, TokenRows, split_micro_batches
 from areal_lite.types import Sample, Shard, StopReason
 
-__all__ = ["PolicyBatch", "Tokens", "described"]
-
 
 @dataclass(slots=True, kw_only=True)
 class Tokens:

@@ -15,8 +15,6 @@ from areal_lite.train.micro_batch import MicroBatch
 from areal_lite.train.model import completion_values, load_value_model
 from areal_lite.train.optimiser import Learner, Update, learning_rate
 
-__all__ = ["Critic", "explained_variance"]
-
 
 class Critic:
     """A model of the return from each state on, the state being a prompt with part of a completion."""

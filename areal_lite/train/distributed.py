@@ -13,15 +13,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing 
 
 from areal_lite.network import address_towards, listen, use_interface_of
 
-__all__ = [
-    "gather_over_ranks",
-    "join_process_group",
-    "leave_process_group",
-    "max_over_ranks",
-    "open_store",
-    "sum_over_ranks",
-]
-
 
 def open_store(host: str, ports: range, *, timeout_s: float = 300.0) -> TCPStore:
     """Open a store at which processes meet; it listens from now on, and lives as long as the returned object.

@@ -27,8 +27,6 @@ from areal_lite.train.distributed import max_over_ranks
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
-__all__ = ["MicroBatch", "TokenRows", "equalise", "micro_batch", "pack_rows", "split_micro_batches"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:

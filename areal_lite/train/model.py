@@ -23,16 +23,6 @@ from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.train.micro_batch import MicroBatch
 
-__all__ = [
-    "completion_logits",
-    "completion_values",
-    "load_model",
-    "load_reward_model",
-    "load_value_model",
-    "reshard",
-    "shard_model",
-]
-
 Recipe = Config | OfflineConfig
 
 

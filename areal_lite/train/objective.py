@@ -26,8 +26,6 @@ from areal_lite.train.micro_batch import MicroBatch
 from areal_lite.train.model import completion_logits
 from areal_lite.train.score import needs_proximal_first
 
-__all__ = ["KLCoefficient", "PolicyTerm", "UpdateLoss", "find_loss_function", "weigh_tokens"]
-
 PolicyTerm = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 """`algo.losses.policy_loss`, or a function like it."""
 

@@ -16,8 +16,6 @@ from areal_lite.train.model import load_model, load_reward_model
 from areal_lite.train.offline_loop import OfflineLoop, OfflineRows
 from areal_lite.train.offline_objectives import DirectPreference, Objective, RewardModel, Supervised
 
-__all__ = ["OfflineTrainer"]
-
 
 class OfflineTrainer(OfflineLoop):
     """The loop of a recipe; `prepare`, then `load` where a run goes on, come before the first step."""

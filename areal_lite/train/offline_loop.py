@@ -21,8 +21,6 @@ from areal_lite.train.model import reshard
 from areal_lite.train.offline_objectives import Objective, Part, row_logprobs
 from areal_lite.train.optimiser import Learner, learning_rate
 
-__all__ = ["OfflineLoop", "OfflineRows"]
-
 
 @dataclass(slots=True)
 class OfflineRows:

@@ -17,8 +17,6 @@ from areal_lite.config.offline import PreferenceConfig
 from areal_lite.train.micro_batch import MicroBatch
 from areal_lite.train.model import completion_logits
 
-__all__ = ["DirectPreference", "Objective", "Part", "RewardModel", "Supervised", "row_logprobs"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:

@@ -15,8 +15,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from areal_lite.config.sections import TrainerConfig
 
-__all__ = ["Learner", "Share", "Update", "learning_rate"]
-
 Share = Callable[[], tuple[Tensor, Mapping[str, Tensor]]]
 """Runs the model on a micro-batch; returns its share of the loss, and detached scalars to log, by name."""
 

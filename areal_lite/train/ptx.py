@@ -18,8 +18,6 @@ from areal_lite.train.micro_batch import MicroBatch, TokenRows, split_micro_batc
 from areal_lite.train.optimiser import Share
 from areal_lite.train.score import logprobs_of
 
-__all__ = ["PtxDocuments", "load_documents"]
-
 
 def load_documents(path: str, *, tokenizer: Any, max_tokens: int) -> list[list[int]]:
     """Read a text file with one document a line; empty lines are passed over.

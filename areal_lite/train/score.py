@@ -18,8 +18,6 @@ from areal_lite.train.distributed import sum_over_ranks
 from areal_lite.train.micro_batch import MicroBatch
 from areal_lite.train.model import completion_logits, completion_values, reshard
 
-__all__ = ["fill_in", "logprobs_of", "needs_proximal_first", "proximal_kl", "score_batch"]
-
 Output = Callable[[nn.Module, MicroBatch], Tensor]
 """One number per completion token of a micro-batch."""
 

@@ -13,8 +13,6 @@ from areal_lite.record.metrics import METRICS, Reduction
 from areal_lite.train.distributed import max_over_ranks, sum_over_ranks
 from areal_lite.types import Shard, StopReason
 
-__all__ = ["StepTally"]
-
 COUNTS = {
     "rows": Reduction.SUM,
     "policy_updates": Reduction.ALIKE,

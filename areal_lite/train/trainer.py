@@ -32,8 +32,6 @@ from areal_lite.train.score import fill_in, logprobs_of, proximal_kl, score_batc
 from areal_lite.train.stats import StepTally
 from areal_lite.types import Shard
 
-__all__ = ["Trainer"]
-
 
 class Trainer:
     """The policy, its optimiser, the models that the objective needs beside it, and the trainer step."""

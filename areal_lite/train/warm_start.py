@@ -24,8 +24,6 @@ from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.train.offline_loop import OfflineLoop, OfflineRows
 from areal_lite.train.offline_objectives import Supervised
 
-__all__ = ["ensure_warm_start"]
-
 Progress = Callable[[int, int, float], None]
 """Called after each step with (steps done, steps in all, loss)."""
 

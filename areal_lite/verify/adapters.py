@@ -14,8 +14,6 @@ from areal_lite.config.section import Arguments, FunctionName
 from areal_lite.errors import PluginError
 from areal_lite.verify.result import VerifyResult, batched, prepared_by, with_arguments
 
-__all__ = ["GymArguments", "TrlArguments", "VerlArguments", "reasoning_gym", "trl", "verl"]
-
 _BATCH_SIZE = 32
 _NOT_COLUMNS = ("prompts", "completions", "messages")
 _TUPLE_FAMILIES = ("arc_agi", "rearc")

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from areal_lite.verify.process import VerifierProcess
 from areal_lite.verify.protocol import Reply
 
-__all__ = ["Call", "Calls"]
-
 
 @dataclass(slots=True, eq=False)
 class Call:

@@ -36,8 +36,6 @@ from areal_lite.verify.protocol import (
     prepare_verifier,
 )
 
-__all__ = ["main"]
-
 _WORN_SHARE = 0.8
 
 

@@ -13,18 +13,6 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-__all__ = [
-    "adopt_orphans",
-    "children",
-    "descendants",
-    "die_with_parent",
-    "end_adopted",
-    "end_descendants",
-    "kill_trees",
-    "proportional_bytes",
-    "resident_bytes",
-]
-
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _EMPTY_LOOKS = 3

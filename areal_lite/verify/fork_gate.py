@@ -16,8 +16,6 @@ import platform
 import struct
 from collections.abc import Callable
 
-__all__ = ["ask_before_forks", "decide"]
-
 _PR_SET_NO_NEW_PRIVS = 38
 _SET_MODE_FILTER, _NEW_LISTENER = 1, 1 << 3
 _ALLOW, _NOTIFY, _ERRNO = 0x7FFF0000, 0x7FC00000, 0x00050000

@@ -12,8 +12,6 @@ from typing import Any
 
 import msgpack
 
-__all__ = ["MAX_REPLY_BYTES", "messages", "pack", "unpack", "unpacker"]
-
 MAX_REPLY_BYTES = 1024 * 1024
 """For one completion; whoever says more has gone wrong, and must not fill the parent's memory."""
 

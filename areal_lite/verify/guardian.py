@@ -16,8 +16,6 @@ from typing import NamedTuple
 from areal_lite.verify.descendants import children, descendants, kill_trees, proportional_bytes, resident_bytes
 from areal_lite.verify.fork_gate import decide
 
-__all__ = ["MAX_PROCESSES", "Ending", "watch"]
-
 MAX_PROCESSES = 64
 """Nothing below a guardian starts another process while there are so many."""
 

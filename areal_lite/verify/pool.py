@@ -34,8 +34,6 @@ from areal_lite.verify.process import VerifierProcess
 from areal_lite.verify.protocol import Reply, failed
 from areal_lite.verify.quarantine import Quarantine
 
-__all__ = ["Messages", "VerifierPool", "quantile"]
-
 _log = logging.getLogger(__name__)
 _START_ATTEMPTS = 3
 _LATENCIES_KEPT = 1000

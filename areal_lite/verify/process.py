@@ -22,8 +22,6 @@ from areal_lite.verify.frames import MAX_REPLY_BYTES, messages, pack, unpack
 from areal_lite.verify.guardian import Ending
 from areal_lite.verify.protocol import Reply, failed
 
-__all__ = ["VerifierProcess"]
-
 _END_TIMEOUT_S = 5.0
 _ACCOUNT_S = 0.5
 """How long a process that hung up may take to end by itself; its guardian then says how it did."""

@@ -23,19 +23,6 @@ from typing import Any
 from areal_lite.errors import VerifierError, VerifierUnavailable
 from areal_lite.verify.result import VerifyResult
 
-__all__ = [
-    "Call",
-    "Reply",
-    "VerifyFunction",
-    "answer",
-    "answer_async",
-    "batch_size",
-    "checked",
-    "failed",
-    "is_async",
-    "prepare_verifier",
-]
-
 VerifyFunction = Callable[..., Any]
 Call = tuple[str, str, str, Mapping[str, Any]]
 """Prompt as the model saw it, completion, reference answer, and the row's other columns."""

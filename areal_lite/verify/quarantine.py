@@ -8,8 +8,6 @@ from collections import Counter, deque
 from areal_lite.errors import VerifierError
 from areal_lite.verify.protocol import Reply
 
-__all__ = ["Quarantine"]
-
 _WINDOW, _FEWEST = 50, 20
 _NOT_ITS_OWN = ("unavailable", "lost")
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-__all__ = ["VerifyResult", "batched", "prepared_by", "with_arguments"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -4,8 +4,6 @@ import bisect
 import functools
 from collections.abc import Callable, Sequence
 
-__all__ = ["Decode", "decoder_of", "token_of"]
-
 Decode = Callable[[Sequence[int]], str]
 
 

@@ -14,8 +14,6 @@ from areal_lite.types import Prompt
 from areal_lite.verify.pool import Messages, VerifierPool, quantile
 from areal_lite.verify.protocol import Reply, checked, failed
 
-__all__ = ["VerifierSet", "short_names", "weighted_sum"]
-
 
 class VerifierSet:
     """Scores completions with the verifier that their row, or else the recipe, names."""

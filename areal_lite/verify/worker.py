@@ -16,8 +16,6 @@ from areal_lite.verify.verifier_set import VerifierSet
 if TYPE_CHECKING:
     from areal_lite.sample_queue.client import AsyncQueueClient
 
-__all__ = ["VerifierWorker", "score_of"]
-
 logger = logging.getLogger(__name__)
 
 _LEASE_WAIT_S = 5.0

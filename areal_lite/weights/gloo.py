@@ -38,8 +38,6 @@ from areal_lite.network import address_towards
 from areal_lite.train.distributed import open_store
 from areal_lite.weights.prepared import PreparedWeights, is_plain
 
-__all__ = ["GlooTrainerInitInfo", "GlooTrainerWeightTransferEngine", "GlooWeightTransferEngine"]
-
 _BUCKET_BYTES = 256 * 2**20
 """Largest single broadcast; gloo's own limit is 2 GiB."""
 

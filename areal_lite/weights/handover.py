@@ -24,8 +24,6 @@ from typing import Any, Protocol
 from areal_lite.events import EventBuffer
 from areal_lite.rollout.engine import Interrupt
 
-__all__ = ["EngineGroup", "hand_over"]
-
 
 class EngineGroup(Protocol):
     """The live engines, by name."""

@@ -27,8 +27,6 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 
 from areal_lite.errors import HandoverError
 
-__all__ = ["BUFFER_BYTES", "NcclTrainerInitInfo", "NcclTrainerWeightTransferEngine", "NcclWeightTransferEngine"]
-
 BUFFER_BYTES = 256 * 2**20
 """Size of one broadcast; both sides keep two of them on the GPU."""
 _POLL_S = 0.1

@@ -8,8 +8,6 @@ import multiprocessing
 import os
 import threading
 
-__all__ = ["register"]
-
 _CLASSES = {"gloo": "Gloo", "nccl": "Nccl"}
 """Transports, by the module in this folder, and how the names of their classes begin."""
 

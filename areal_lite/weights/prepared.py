@@ -21,8 +21,6 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from areal_lite.errors import HandoverError
 
-__all__ = ["PreparedWeights", "is_plain"]
-
 _PACKING = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 

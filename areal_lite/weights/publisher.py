@@ -19,8 +19,6 @@ from areal_lite.network import listen
 from areal_lite.weights.gloo import GlooTrainerInitInfo
 from areal_lite.weights.plugin import register
 
-__all__ = ["WeightPublisher"]
-
 
 class CastSource(WeightSource):
     """A model's parameters in the engines' dtype, gathered from all ranks one by one."""

@@ -25,8 +25,6 @@ from areal_lite.launch.bench.harness import finish, ratios
 from areal_lite.rollout.engine import Sampling
 from areal_lite.train.warm_start import ensure_warm_start
 
-__all__ = ["PARTS", "HandoverBench", "Size", "bench", "measure_handovers", "parse_size", "parts", "row"]
-
 PARTS: dict[str, tuple[str, str]] = {
     "staging_s": ("handover_start", "handover_published"),
     "pausing_s": ("pause", "paused"),

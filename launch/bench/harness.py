@@ -30,10 +30,6 @@ from areal_lite.record.paths import with_absolute_paths
 from areal_lite.record.recorder import commit_of_code, package_versions
 from areal_lite.record.run_folder import RunFolder, write_whole
 
-__all__ = ["PlannedRun", "RunState", "changed_objective", "finish", "in_turns", "ratios", "run_all", "run_state",
-           "run_to_the_end", "say", "summary", "surroundings", "target", "training", "turns",
-           "write_results"]  # fmt: skip
-
 logger = logging.getLogger(__name__)
 
 Case = TypeVar("Case")

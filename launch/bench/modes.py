@@ -21,9 +21,6 @@ from areal_lite.launch.bench.plan import choose, planned_config
 from areal_lite.launch.bench.view import Columns, Row, cell, markdown, picture, table
 from areal_lite.record.run_folder import RunFolder
 
-__all__ = ["ModeRun", "Threads", "ages", "bench", "collect_modes", "draw_modes", "fastest_threads", "measured_runs",
-           "modes_markdown", "modes_tables", "search_runs", "thread_settings"]  # fmt: skip
-
 _STEPS = 30
 """A run's steps at most, unless the command line says otherwise: a recipe is made for learning, not for a benchmark."""
 _SEARCH_STEPS = 4

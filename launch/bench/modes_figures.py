@@ -19,9 +19,6 @@ from areal_lite.launch.bench.harness import ratios
 from areal_lite.launch.bench.view import Row, spread
 from areal_lite.record.lanes import PAUSE_PARTS, Stretch, sample_lengths
 
-__all__ = ["MAX_STALENESS", "MODES", "Mode", "best_synchronous", "compare", "findings", "measure", "measured_steps",
-           "percentiles", "published", "reward_at", "work_begins"]  # fmt: skip
-
 FIGURES = (
     "samples_per_s", "generated_tokens_per_s", "trained_tokens_per_s", "seconds_per_step", "occupancy",
     "generator_idle", "generator_draining", "generator_paused", "trainer_idle", "trainer_publishing", "seconds",

@@ -24,8 +24,6 @@ from areal_lite.rollout.runner import load_workflows
 from areal_lite.rollout.vllm_engine import sampling_params
 from areal_lite.weights.handover import hand_over
 
-__all__ = ["OneEngine", "one_engine"]
-
 _LANE = "rollout/0"
 MakeRequests = Callable[[Config, Any], Iterator[tuple[list[int], Sampling]]]
 """From the recipe and the engine's tokenizer to prompts and samplings, without end."""

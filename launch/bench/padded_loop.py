@@ -18,8 +18,6 @@ from transformers import AutoModelForCausalLM
 from areal_lite.config.recipe import Config
 from areal_lite.types import Float32, Row, Shard
 
-__all__ = ["PaddedLoop"]
-
 
 @dataclass(kw_only=True)
 class _Batch:

@@ -36,10 +36,6 @@ from areal_lite.launch.bench.view import PEERS, Row, picture
 from areal_lite.launch.run.train import prepare_model
 from areal_lite.record.run_folder import RunFolder
 
-__all__ = ["SIDES", "PeersBench", "bench", "check_comparable", "draw_peers", "load_weights", "micro_batches",
-           "our_settings", "reached", "samples_per_s", "seconds_at", "summarise", "targets", "thread_settings",
-           "trl_settings"]  # fmt: skip
-
 SIDES = ("async", "sync", "trl")
 """Ours with samples up to four steps old, ours in turns (for information), and TRL."""
 _CACHE = Path(".cache") / "areal-lite" / "peers"

@@ -27,8 +27,6 @@ from typing import Any
 from areal_lite.errors import ConfigError, StallError, TrainerError
 from areal_lite.verify.builtin.text import last_number
 
-__all__ = ["COMMAND", "PINS", "Clock", "Learning", "ensure_trl", "greedy_accuracy", "read_line", "run_trl", "tell"]
-
 PINS = {"trl": "1.16.0", "accelerate": "1.15.0"}
 """TRL's trainer changes its defaults between minor versions; accelerate is the one that was tried with it."""
 # -P: this file's folder has a queue.py, which must not be taken for Python's.

@@ -30,8 +30,6 @@ from areal_lite.launch.bench.harness import (
 )
 from areal_lite.launch.bench.view import Columns, Row, cell, table
 
-__all__ = ["COLUMNS", "Plan", "bench", "choose", "collect_results", "load_plan", "planned_config", "planned_runs"]
-
 Settings = dict[str, Any]
 """`section.field` -> value."""
 

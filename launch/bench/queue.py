@@ -39,8 +39,6 @@ from areal_lite.sample_queue.server import QueueServer
 from areal_lite.types import Prompt, Sample, Score, StopReason, VersionSpan
 from areal_lite.wire import encode
 
-__all__ = ["CONTENDERS", "Case", "QueueBench", "QueuePeers", "bench", "cases", "summarise"]
-
 CONTENDERS = ("areal-lite", "in the clear", "ray", "zeromq")
 SAMPLES_PER_GROUP = 8
 _BYTES_PER_TOKEN = 12

@@ -12,8 +12,6 @@ from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
 from areal_lite.sample_queue.service import QueueService, Traffic
 from areal_lite.types import Prompt, Sample, Score
 
-__all__ = ["CALLS", "cost_targets", "service_with"]
-
 NUM_WORKERS = 512
 FEW, MANY = 64, NUM_WORKERS * 64
 _CALLS_A_TURN = 50

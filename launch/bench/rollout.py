@@ -30,8 +30,6 @@ from areal_lite.rollout.worker import sample_seed
 from areal_lite.rollout.workflows import single_turn
 from areal_lite.types import Prompt
 
-__all__ = ["OVER", "Measurement", "RolloutBench", "bench", "bench_config", "plain_requests", "summarise", "targets"]
-
 OVER = {"worker": "vllm", "drain": "worker", "recompute": "drain"}
 """What each case is compared with."""
 AIMS = {"worker": ("rollout worker over vLLM alone", 0.95), "recompute": ("interruptible over drain", 1.12)}

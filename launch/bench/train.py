@@ -38,8 +38,6 @@ from areal_lite.train.trainer import Trainer
 from areal_lite.types import Prompt, Sample, Shard, StopReason, VersionSpan
 from areal_lite.types import Row as SampleRow
 
-__all__ = ["Step", "TrainBench", "bench", "check_recipe", "measure", "rows_of", "rows_tried", "run_steps", "targets"]
-
 Steps = dict[str, list[list["Step"]]]
 """By side and repeat."""
 

@@ -12,8 +12,6 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-__all__ = ["COLUMNS", "Columns", "Row", "cell", "markdown", "picture", "spread", "table"]
-
 Row = Mapping[str, Any]
 Columns = dict[str, Callable[[Row], str]]
 """Header -> what it shows of a row; a cell may have a second line."""

@@ -30,8 +30,6 @@ from areal_lite.launch.clusters.ray_nodes import RayNodes
 from areal_lite.launch.clusters.remote import Remote, end_process, python_of, script
 from areal_lite.record.run_folder import RunFolder, read_rows, write_whole
 
-__all__ = ["INTERRUPTED", "Attempt", "Attempts", "driver_script", "end_leftovers", "pause_s", "supervise", "verdict"]
-
 INTERRUPTED = 130
 _POLL_S = 0.25
 _SAME_STEP = 3

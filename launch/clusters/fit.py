@@ -11,8 +11,6 @@ from areal_lite.config.sections import COMMANDS
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.job import Job
 
-__all__ = ["own_files", "problems", "recipe_of"]
-
 _TYPED = (*COMMANDS.values(), "eval", "bench modes")
 
 

@@ -13,8 +13,6 @@ from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.profile import Profile
 from areal_lite.record.run_folder import write_whole
 
-__all__ = ["Job", "Status", "find_job", "job_name"]
-
 JOBS = Path("runs") / "jobs"
 RESUMABLE = ("train", "sft", "reward-model", "dpo")
 """Commands that take run.dir and run.resume; the others are run anew, and `bench modes` goes on by itself."""

@@ -10,8 +10,6 @@ from collections.abc import Callable
 
 from areal_lite.errors import ArealLiteError, StallError
 
-__all__ = ["wait_for_nodes"]
-
 _POLL_S = 1.0
 
 

@@ -8,8 +8,6 @@ from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.job import Job, Status
 
-__all__ = ["KINDS", "Kind", "find_kind"]
-
 KINDS = {
     "local": "local:Local",
     "ray": "ray_cluster:RayCluster",

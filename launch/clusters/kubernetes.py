@@ -16,8 +16,6 @@ from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.job import Job, Status
 from areal_lite.launch.clusters.shipping import entrypoint, shipped, shipped_problems
 
-__all__ = ["Kubernetes", "manifest", "schema_problems"]
-
 _FILES = "/etc/areal-lite"
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,44}[a-z0-9])?")
 """KubeRay makes further names from it, which end at 63 letters."""

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from areal_lite.launch.clusters.job import Job
 from areal_lite.launch.clusters.supervised import Supervised
 
-__all__ = ["Local"]
-
 
 class Local(Supervised):
     """The command as it is typed; the run starts its own Ray."""

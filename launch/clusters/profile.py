@@ -10,8 +10,6 @@ from areal_lite.config.section import Section
 from areal_lite.errors import ConfigError
 from areal_lite.network import port_range
 
-__all__ = ["KubernetesProfile", "Profile", "RayProfile", "SlurmProfile", "SshProfile", "load_profile"]
-
 PORTS_PER_NODE = 300
 """Ray starts a worker per core in advance, each with a port."""
 

@@ -12,8 +12,6 @@ from areal_lite.launch.clusters.job import Job, Status
 from areal_lite.launch.clusters.shipping import entrypoint, shipped, shipped_problems
 from areal_lite.launch.clusters.supervised import Supervised
 
-__all__ = ["RayCluster"]
-
 _SAVE_TIMEOUT_S = 900
 
 

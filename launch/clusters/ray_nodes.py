@@ -12,8 +12,6 @@ from areal_lite.errors import StallError
 from areal_lite.launch.clusters.job import Job
 from areal_lite.launch.clusters.remote import Remote, python_of, script
 
-__all__ = ["RayNodes"]
-
 _STARTED = "Ray runtime started"
 _ADDRESS = re.compile(r"^areal-lite address (\S+)$", re.MULTILINE)
 _POLL_S = 0.2

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from areal_lite.launch.clusters.job import Job
 
-__all__ = ["Remote", "end_process", "python_of", "script"]
-
 _SHELL_TIMEOUT_S = 60.0
 _GRACE_S = 20
 """Between SIGTERM and SIGKILL."""

@@ -8,8 +8,6 @@ from areal_lite.launch.clusters.fit import own_files, recipe_of
 from areal_lite.launch.clusters.job import Job
 from areal_lite.launch.clusters.supervised import bash_problems
 
-__all__ = ["entrypoint", "shipped", "shipped_problems"]
-
 _START = "start.sh"
 
 

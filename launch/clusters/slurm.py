@@ -16,8 +16,6 @@ from areal_lite.launch.clusters.attempts import Attempts
 from areal_lite.launch.clusters.job import Job, Status
 from areal_lite.launch.clusters.supervised import bash_problems
 
-__all__ = ["Slurm", "read_state"]
-
 _SCRIPT = "job.sbatch"
 _TIMEOUT_S = 60.0
 _UNDER_WAY = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SIGNALING",

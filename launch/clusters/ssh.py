@@ -8,8 +8,6 @@ from areal_lite.launch.clusters.job import Job
 from areal_lite.launch.clusters.ray_nodes import start_script
 from areal_lite.launch.clusters.supervised import Supervised, bash_problems
 
-__all__ = ["Ssh"]
-
 _ENV = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "made-for-each-attempt"}
 
 

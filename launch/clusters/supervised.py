@@ -13,8 +13,6 @@ from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.clusters.attempts import Attempts, driver_script, end_leftovers
 from areal_lite.launch.clusters.job import Job, Status
 
-__all__ = ["Supervised", "bash_problems"]
-
 _CLOCK_S = 5.0
 """When a process began is reckoned from the clock, which may have been set since."""
 

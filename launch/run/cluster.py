@@ -27,8 +27,6 @@ from areal_lite.sample_queue.access import QueueAccess, Role
 from areal_lite.sample_queue.client import QueueClient
 from areal_lite.types import Prompt
 
-__all__ = ["Cluster"]
-
 logger = logging.getLogger(__name__)
 
 _REPORT_WAIT_S = 2.0

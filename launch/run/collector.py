@@ -10,8 +10,6 @@ from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.view import View
 from areal_lite.record.online_recorder import OnlineRecorder
 
-__all__ = ["Collector"]
-
 _EVERY_S = 0.5
 
 

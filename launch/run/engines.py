@@ -9,8 +9,6 @@ from areal_lite.actors.calls import Calls, call_all, describe
 from areal_lite.errors import HandoverError, StallError
 from areal_lite.watchdog import Watchdog
 
-__all__ = ["RayEngines"]
-
 _SLICE_S = 0.5
 """How often a wait looks for progress."""
 

@@ -10,8 +10,6 @@ from areal_lite.launch.run.view import View
 from areal_lite.record.online_recorder import OnlineRecorder
 from areal_lite.types import GIVEN, Prompt, Sample, Score
 
-__all__ = ["Evaluations", "in_words"]
-
 
 class Evaluations:
     """One after another: split over the live engines when it begins; `poll` carries it on until there is a result."""

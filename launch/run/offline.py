@@ -15,8 +15,6 @@ from areal_lite.launch.run.view import View
 from areal_lite.record.recorder import OfflineRecorder
 from areal_lite.record.run_folder import RunFolder
 
-__all__ = ["OfflineController"]
-
 
 class OfflineController(Controller):
     """Needs nobody but the ranks."""

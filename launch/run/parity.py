@@ -9,8 +9,6 @@ import numpy as np
 
 from areal_lite.types import Group, Prompt
 
-__all__ = ["largest_differences", "prompt_sequences", "stored_sequences"]
-
 
 def stored_sequences(groups: Iterable[Group], limit: int) -> list[tuple[list[int], list[int]]]:
     """Return token ids of prompt and completion of the first samples."""

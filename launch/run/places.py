@@ -17,8 +17,6 @@ from areal_lite.launch.run.plan import NOWHERE, Bundle, Node, plan, table
 from areal_lite.launch.run.whereabouts import Whereabouts
 from areal_lite.network import interface_of, local_address
 
-__all__ = ["Places", "places_for", "with_network"]
-
 _RETRY_S = 1.0
 """How often a run that waits for GPUs looks for free ones."""
 _RESERVE_TIMEOUT_S = 10.0

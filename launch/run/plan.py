@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 
-__all__ = ["NOWHERE", "Bundle", "Node", "plan", "table"]
-
 NOWHERE = -1
 """In the place of a node's number."""
 

@@ -28,8 +28,6 @@ from areal_lite.launch.run.places import with_network
 from areal_lite.network import port_range
 from areal_lite.node import NodeReport, rounds
 
-__all__ = ["ClusterReport", "check_cluster", "find_problems", "look_at_cluster", "preflight_table"]
-
 _TIMEOUT_S = 60.0
 """For a connection, a round trip, a collective."""
 _MAX_CLOCK_OFFSET_S = 0.5

@@ -14,8 +14,6 @@ from areal_lite.errors import StallError, TrainerError
 from areal_lite.launch.run.lifetime import kill_all, stop_all, wait_until_started
 from areal_lite.launch.run.places import Places
 
-__all__ = ["Ranks"]
-
 _ANSWER_TIMEOUT_S = 5.0
 """How long a healthy rank may take to say how far it is."""
 

@@ -16,8 +16,6 @@ from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.record.metrics import METRICS, OFFLINE_METRICS, SHARES, Metric
 
-__all__ = ["View", "sparkline"]
-
 Row = Mapping[str, Any]
 
 _SPARKS = "▁▂▃▄▅▆▇█"

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from areal_lite.errors import ArealLiteError
 from areal_lite.launch.run.plan import Bundle, Node
 
-__all__ = ["Whereabouts"]
-
 _ANSWER_TIMEOUT_S = 3.0
 
 

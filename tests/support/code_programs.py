@@ -7,8 +7,6 @@ from typing import Any
 
 from areal_lite.verify.builtin.code import CodeArguments, code
 
-__all__ = ["ATTACKS", "CHEATS", "CHEAT_TESTS", "run_code"]
-
 
 def run_code(program: str, **options: Any) -> Any:
     """Score a program; options are arguments of the verifier, the others columns of the row."""

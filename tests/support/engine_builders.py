@@ -12,8 +12,6 @@ from areal_lite.config.recipe import Config
 from areal_lite.rollout.engine import GenerationEngine, Interrupt
 from areal_lite.rollout.vllm_engine import VllmEngine
 
-__all__ = ["BackgroundLoop", "LocalEngines", "SyncClient", "vllm_engine"]
-
 T = TypeVar("T")
 
 _CALL_TIMEOUT_S = 60.0

@@ -7,8 +7,6 @@ from typing import Any
 import ray
 from ledger_builders import FakeClock
 
-__all__ = ["FakeRay", "Reference"]
-
 
 class Reference:
     """A call under way."""

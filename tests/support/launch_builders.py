@@ -12,8 +12,6 @@ from areal_lite.config.reading import parse_section
 from areal_lite.launch.clusters.job import Job
 from areal_lite.launch.clusters.profile import Profile
 
-__all__ = ["CLUSTER", "crashing_recipe", "make_job", "make_profile"]
-
 CLUSTER: dict[str, Any] = {
     "nodes": 4,
     "gpus_per_node": 8,

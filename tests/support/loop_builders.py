@@ -16,8 +16,6 @@ from areal_lite.config.recipe import Config, parse_config
 from areal_lite.launch.run.train import train
 from areal_lite.record.run_folder import RunFolder
 
-__all__ = ["CHARACTERS", "SYNCHRONOUS_STEPS", "loop_config", "run_loop", "synchronous_config", "write_prompts"]
-
 CHARACTERS = "0123456789"
 """All that the tiny model's tokenizer knows."""
 SYNCHRONOUS_STEPS = 5

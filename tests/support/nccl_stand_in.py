@@ -26,8 +26,6 @@ from vllm.distributed.utils import StatelessProcessGroup
 from areal_lite.actors.rollout import RolloutActor
 from areal_lite.actors.trainer import OnlineTrainerActor
 
-__all__ = ["StandInRolloutActor", "StandInTrainerActor", "ask_for", "stand_in"]
-
 FOLDER = "NCCL_STAND_IN_FOLDER"
 """Variable of the environment: a run's folder of logs, where `ask_for` leaves what shall happen."""
 

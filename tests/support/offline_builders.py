@@ -10,8 +10,6 @@ from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.reading import parse_section
 from areal_lite.train.offline import OfflineTrainer
 
-__all__ = ["offline_config", "offline_trainer"]
-
 
 def offline_config(
     folder: Path, command: str = "sft", *, num_rows: int = 12, **sections: dict[str, Any]

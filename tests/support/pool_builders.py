@@ -8,8 +8,6 @@ from typing import Any
 from areal_lite.config.verifier import VerifierSettings
 from areal_lite.verify.pool import VerifierPool
 
-__all__ = ["running_pool"]
-
 
 @asynccontextmanager
 async def running_pool(

@@ -9,8 +9,6 @@ from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.events import Event
 
-__all__ = ["HOSTILE", "event", "make_events", "make_offline_run", "make_run"]
-
 HOSTILE = "</script><img src=x onerror='window.hacked = 1'><script>window.hacked = 1</script>"
 """What a model could write, were it to try."""
 

@@ -12,8 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from areal_lite.rollout.engine import Interrupt, Sampling
 from areal_lite.types import Float32, Sample, StopReason, VersionSpan
 
-__all__ = ["TorchEngine"]
-
 
 class TorchEngine:
     """Implements `GenerationEngine`: no batching, no cache, so a sample depends on prompt, seed and weights alone."""

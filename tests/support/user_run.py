@@ -20,8 +20,6 @@ import psutil
 
 from areal_lite.record.run_folder import RunFolder
 
-__all__ = ["UserRun", "adopting_orphans", "alive"]
-
 _PR_SET_CHILD_SUBREAPER = 36
 _CONTROL_SEQUENCES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 _DEADLINE_S = 180.0

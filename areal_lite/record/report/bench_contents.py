@@ -8,8 +8,6 @@ from areal_lite.record.report.charts import COLOURS, Chart, Line, as_shares, bar
 from areal_lite.record.report.page import Block, Section, charts_block, figure_text
 from areal_lite.record.report.read import Row, numbers, table
 
-__all__ = ["bench_sections"]
-
 _PLACE = ("benchmark", "plan", "recipe", "commit", "processor", "cores", "best_synchronous")
 
 

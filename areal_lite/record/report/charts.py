@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = ["COLOURS", "Chart", "Line", "as_shares", "bars", "lines", "smoothed", "stacked"]
-
 COLOURS = ("#3f87c9", "#e07b39", "#35a06f", "#b065c6", "#c79a1e", "#d5505f", "#3da7ab", "#8d8072")
 """Told apart on white, on black, and by most colour-blind eyes."""
 

@@ -7,9 +7,6 @@ from areal_lite.record.metrics import METRICS, OFFLINE_METRICS, Metric
 from areal_lite.record.report.charts import Chart, Line, as_shares, bars, lines, smoothed, stacked
 from areal_lite.record.report.read import RunFiles, number, numbers, table
 
-__all__ = ["age_charts", "age_histogram", "constants", "diagnostics", "learning", "ledger_charts", "metric_charts",
-           "step_times"]  # fmt: skip
-
 STEPS = "trainer step"
 _AXES = {"step": (STEPS, "steps"), "time_s": ("seconds, warm-up included", "time")}
 _WAITING = ("waiting", "leased_rollout", "generated", "leased_verify", "ready", "taken")

@@ -14,8 +14,6 @@ from markupsafe import Markup
 
 from areal_lite.record.run_folder import write_whole
 
-__all__ = ["Block", "Section", "figure_text", "write_page"]
-
 _HERE = Path(__file__).parent
 _SCRIPTS = ("page.js", "timeline.js", "samples.js")
 

@@ -13,8 +13,6 @@ from typing import Any
 from areal_lite.errors import DataError
 from areal_lite.record.run_folder import read_rows
 
-__all__ = ["Row", "RunFiles", "number", "numbers", "read_json", "read_run", "table"]
-
 Row = dict[str, Any]
 
 _NEEDED = {

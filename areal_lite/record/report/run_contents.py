@@ -10,8 +10,6 @@ from areal_lite.record.report.page import Block, Section, charts_block, pairs_bl
 from areal_lite.record.report.read import RunFiles, number, numbers, table
 from areal_lite.record.report.timeline import timeline
 
-__all__ = ["comparison_sections", "different_settings", "run_sections"]
-
 _MAX_GROUPS = 800
 """Sampled groups in the page, evenly chosen over the run: about a megabyte."""
 

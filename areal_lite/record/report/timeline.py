@@ -12,8 +12,6 @@ from areal_lite.events import Event
 from areal_lite.record.lanes import first_moment, lane_events, slices
 from areal_lite.types import GIVEN
 
-__all__ = ["KINDS", "Segment", "sample_segments", "slots", "timeline", "versions_alive"]
-
 KINDS = ("pause", "drain", "verify", "train", "publish", "wait")
 """Kinds of segments beside samples. On the wire a segment's kind is its version, or `-1 -` the place in this list."""
 

@@ -12,8 +12,6 @@ from areal_lite.record.report.charts import COLOURS, Chart, Line, bars, lines
 from areal_lite.record.report.curves import STEPS, metric_charts
 from areal_lite.record.report.read import Row, RunFiles, number, numbers, table
 
-__all__ = ["failure_table", "lane_shares", "length_charts", "share_chart", "verifier_charts", "verifier_table"]
-
 _STATES = {
     "generating": COLOURS[0], "training": COLOURS[2], "publishing": COLOURS[4], "pausing": "#7d3c3c",
     "transferring": "#a34747", "reloading": "#c65f5f", "stamping": "#e08a8a", "draining": COLOURS[3],

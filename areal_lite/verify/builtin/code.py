@@ -11,8 +11,6 @@ from areal_lite.verify.builtin.code_cases import STATUSES, Verdict, run_asserts,
 from areal_lite.verify.builtin.sandbox import Limits, sweeping
 from areal_lite.verify.result import VerifyResult, prepared_by, with_arguments
 
-__all__ = ["CodeArguments", "code", "find_program"]
-
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
 

@@ -14,8 +14,6 @@ from areal_lite.verify.builtin.code_remote import ENDED
 from areal_lite.verify.builtin.program import CaseRunner, Outcome, Program
 from areal_lite.verify.builtin.sandbox import Limits
 
-__all__ = ["STATUSES", "Case", "Verdict", "run_asserts", "run_examples", "split_asserts"]
-
 STATUSES = ("passed", "wrong", "crash", "timeout", "cpu", "memory", "output", "processes")
 """How a case can end."""
 

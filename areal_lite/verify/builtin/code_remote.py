@@ -22,8 +22,6 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-__all__ = ["ENDED", "CandidateEnded", "CandidateError", "RemoteObject", "decode", "encode", "run_cases", "serve"]
-
 _MAX_LINE = 2**24
 
 

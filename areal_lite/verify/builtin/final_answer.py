@@ -3,8 +3,6 @@ r"""Where a worked solution says its answer: in the last `\boxed{}`, behind `###
 import re
 from typing import NamedTuple
 
-__all__ = ["FinalAnswer", "final_answer"]
-
 _ANSWER_IS = re.compile(r"\banswer\b\W{0,4}(?:(?:is|are|as|equals)\b|:|=)\s*:?", re.IGNORECASE)
 _BOX = re.compile(r"\\f?boxed\s*\{")
 

@@ -9,8 +9,6 @@ from pydantic import AfterValidator, Field
 from areal_lite.config.section import Arguments
 from areal_lite.verify.result import with_arguments
 
-__all__ = ["FormatArguments", "format_tags"]
-
 
 def _all_different(tags: list[str]) -> list[str]:
     if len(set(tags)) != len(tags):

@@ -12,8 +12,6 @@ from areal_lite.config.section import Arguments
 from areal_lite.errors import VerifierUnavailable
 from areal_lite.verify.result import VerifyResult, prepared_by, with_arguments
 
-__all__ = ["JudgeArguments", "judge"]
-
 _TEMPLATE = """Judge how well an answer solves a task.
 
 Task:

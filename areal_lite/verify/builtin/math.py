@@ -12,8 +12,6 @@ from areal_lite.config.section import Arguments
 from areal_lite.verify.builtin.final_answer import FinalAnswer, final_answer
 from areal_lite.verify.result import prepared_by, with_arguments
 
-__all__ = ["MathArguments", "math"]
-
 _PLAIN_NUMBER = re.compile(r"\\?\$?\s*(-?)\s*\\?\$?\s*(\d{1,3}(?:(?:,|\{,\})\d{3})+|\d+)?(\.\d+)?\.?")
 _DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[")
 _THIN_SPACE = re.compile(r"(?<=\d)\\[,;!:]\s*(?=\d{3}(?!\d))")

@@ -10,8 +10,6 @@ from areal_lite.config.section import Arguments
 from areal_lite.verify.builtin.final_answer import final_answer
 from areal_lite.verify.result import with_arguments
 
-__all__ = ["NumericArguments", "numeric", "read_number"]
-
 _MAX_EXPONENT = 400  # a float's range; 1e999999999 would take all memory as an exact number
 
 _FIGURES = r"(?:\d+(?:(?:,|\{,\}|\\,)\d{3}(?!\d))+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"

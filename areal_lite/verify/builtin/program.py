@@ -19,8 +19,6 @@ from areal_lite.verify.builtin import code_runner
 from areal_lite.verify.builtin.sandbox import Limits, launch
 from areal_lite.verify.descendants import descendants, kill_trees, resident_bytes
 
-__all__ = ["CaseRunner", "Outcome", "Program"]
-
 _START_TIMEOUT_S = 60.0
 """How long a sandbox may take until it stands; far beyond a busy machine's."""
 _LOOK_S = 0.05

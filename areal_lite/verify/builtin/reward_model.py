@@ -13,8 +13,6 @@ from areal_lite.config.section import Arguments, ModelFolder
 from areal_lite.record.paths import find_model_folder
 from areal_lite.verify.result import batched, prepared_by, with_arguments
 
-__all__ = ["RewardModelArguments", "reward_model"]
-
 _CALL_SIZE = 64
 
 

@@ -21,8 +21,6 @@ from areal_lite.config.section import Arguments
 from areal_lite.errors import VerifierError
 from areal_lite.verify.descendants import adopt_orphans, children, end_descendants
 
-__all__ = ["FOLDER", "Kind", "Limits", "choose_kind", "launch", "sweeping"]
-
 Kind = Literal["bubblewrap", "plain"]
 
 FOLDER = "/program"

@@ -11,17 +11,6 @@ from pydantic import AfterValidator
 from areal_lite.config.section import Arguments
 from areal_lite.verify.result import with_arguments
 
-__all__ = [
-    "ChoiceArguments",
-    "ExactArguments",
-    "RegexArguments",
-    "exact",
-    "final_number",
-    "last_number",
-    "multiple_choice",
-    "regex",
-]
-
 # A minus between two numbers is an operator. Thousands may be separated: 1,234.5
 _NUMBER = re.compile(r"(?:(?<![0-9])-)?(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -10,8 +10,6 @@ from areal_lite.verify.result import VerifyResult
 from toy_games.maze import MOVES, Maze, draw_maze, read_maze
 from toy_games.rounds import Message, Row, Split, answers_of, split_rows
 
-__all__ = ["optimal_return", "read_move", "rows", "score", "step", "walk"]
-
 
 def rows(
     split: Split,

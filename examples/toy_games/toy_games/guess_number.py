@@ -13,8 +13,6 @@ from areal_lite.rollout.workflows import multi_turn
 from areal_lite.verify.result import VerifyResult
 from toy_games.rounds import Message, Row, Split, answers_of, split_rows
 
-__all__ = ["play", "read_guess", "rows", "score", "step"]
-
 
 def rows(
     split: Split,

@@ -8,8 +8,6 @@ import random
 from collections import deque
 from dataclasses import dataclass
 
-__all__ = ["MOVES", "Maze", "draw_maze", "read_maze"]
-
 MOVES = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
 """Rows and columns that a move goes."""
 

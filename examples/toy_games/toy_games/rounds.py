@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal
 
-__all__ = ["Message", "Row", "Split", "answers_of", "split_rows"]
-
 Split = Literal["train", "eval"]
 Row = dict[str, Any]
 Message = Mapping[str, str]
