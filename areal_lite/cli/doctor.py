@@ -1,6 +1,6 @@
 """`areal-lite doctor`: what this machine can run, and what to do about what is missing.
 
-`machine.py` measures; the checks here judge what was measured, and know nothing of the machine they run on.
+The checks judge what `node.py` and the probes found, and know nothing of the machine they run on.
 """
 
 import subprocess
@@ -18,20 +18,12 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from areal_lite.cli.machine import (
-    PROBE_TIMEOUT_S,
-    REMAKE,
-    Machine,
-    Probe,
-    installed_version,
-    measure,
-    probes_for,
-    run_probe,
-)
 from areal_lite.cli.options import Overrides
+from areal_lite.cli.probes import PROBE_TIMEOUT_S, REMAKE, Probe, probes_for, run_probe
 from areal_lite.config.offline import load_any_config
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
+from areal_lite.node import NodeReport, installed_version, look_at_node
 from areal_lite.record.paths import with_absolute_paths
 
 
@@ -80,7 +72,7 @@ def doctor(
         return _cluster(recipe, overrides)
     if recipe:
         raise ConfigError(f"a recipe is read with --cluster alone, got {recipe!r}: add --cluster, or leave it out")
-    console, machine = Console(), measure()
+    console, machine = Console(), look_at_node()
     probes = list(probes_for(machine.build))
     with console.status("trying the engine, Ray and the rest (some seconds) ..."), ThreadPoolExecutor(2) as pool:
         results = list(pool.map(run_probe, probes))
@@ -106,11 +98,16 @@ def _cluster(recipe: str, overrides: list[str]) -> int:
     return 0
 
 
-def machine_checks(machine: Machine) -> Iterable[Check]:
+def machine_checks(machine: NodeReport) -> Iterable[Check]:
     """Judge what was measured, in the order of the report."""
-    is_linux, is_known = machine.platform == "Linux x86_64", (3, 11) <= machine.python <= (3, 13)
-    yield _needed("platform", machine.platform, is_linux, "use Linux x86_64: the pinned wheels exist for it alone")
-    yield _needed("python", ".".join(map(str, machine.python)), is_known, f"install Python 3.11 to 3.13, then {REMAKE}")
+    python = machine.versions["python"].rpartition(".")[0]
+    yield _needed(
+        "platform",
+        machine.platform,
+        machine.platform == "Linux x86_64",
+        "use Linux x86_64: the pinned wheels exist for it alone",
+    )
+    yield _needed("python", python, python in ("3.11", "3.12", "3.13"), f"install Python 3.11 to 3.13, then {REMAKE}")
     for name, value, unit, need, want, remedy in (
         ("cores", machine.cores, "", 1, 2, "generation and training take turns on one core"),
         (
@@ -135,7 +132,7 @@ def _needed(name: str, found: str, is_good: bool, remedy: str) -> Check:
     return Check(name, found) if is_good else Check(name, found, Level.PROBLEM, remedy)
 
 
-def _gpu_check(machine: Machine) -> Check:
+def _gpu_check(machine: NodeReport) -> Check:
     found = "; ".join(machine.gpus) or "none"
     if machine.gpus and machine.build == "cpu":
         remedy = "only the CPU build is installed; for recipes on GPUs: make setup EXTRA=gpu"

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -68,6 +68,17 @@ def with_a_colon(name: str) -> list[str]:
     module, _, function = name.rpartition(".")
     is_one = ":" not in name and module and function.isidentifier() and function not in ("py", "yaml", "yml")
     return [f"{module}:{function}"] if is_one else []
+
+
+def plugin_files(value: Any) -> Iterator[str]:
+    """Yield the file of each `path.py:function` in a recipe's value, in its lists and mappings too."""
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from plugin_files(item)
+    elif isinstance(value, str) and (path := value.rpartition(":")[0]).endswith(".py"):
+        yield path
 
 
 def find_function(name: str, *, kind: str) -> Callable[..., Any]:

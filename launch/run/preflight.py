@@ -21,6 +21,7 @@ from rich.table import Table
 from areal_lite.actors.calls import Calls, call_all, describe
 from areal_lite.actors.probe import ProbeActor
 from areal_lite.config.offline import OfflineConfig
+from areal_lite.config.plugins import plugin_files
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
 from areal_lite.launch.run.lifetime import kill_all
@@ -67,23 +68,12 @@ def check_cluster(config: Config | OfflineConfig, *, model_folder: Path | None, 
     model: list[str] = [] if model_folder is None else [str(model_folder)]
     shared = Path(config.run.resume or config.run.dir or "runs").resolve()
     with console.status("looking at every node ..."):
-        report = look_at_cluster(config, paths=[*model, *sorted(_plug_ins(config.model_dump()))], shared=shared)
+        report = look_at_cluster(config, paths=[*model, *sorted(plugin_files(config.model_dump()))], shared=shared)
     console.print(preflight_table(report))
     problems = list(find_problems(report, min_bandwidth=config.run.min_bandwidth_mb_s, environment=config.run.env))
     if problems:
         found = "\n".join(f"  - {problem}" for problem in problems)
         raise ConfigError(f"the cluster is not ready for this run:\n{found}\nlook again: areal-lite doctor --cluster")
-
-
-def _plug_ins(value: Any) -> Iterator[str]:
-    """Yield the files of functions named as `path.py:function`, wherever a recipe names one."""
-    if isinstance(value, Mapping):
-        value = [*value, *value.values()]
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _plug_ins(item)
-    elif isinstance(value, str) and value.rpartition(":")[0].endswith(".py"):
-        yield value.rpartition(":")[0]
 
 
 def look_at_cluster(config: Config | OfflineConfig, *, paths: Sequence[str], shared: Path) -> ClusterReport:

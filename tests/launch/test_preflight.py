@@ -13,10 +13,13 @@ from areal_lite.node import NodeReport, content_hash, look_at_node, measure_link
 CANARY = "/shared/runs/.canary-1"
 ALIKE = NodeReport(
     host="a",
+    platform="Linux x86_64",
     versions={"torch": "2.13.0", "code": "abc"},
     cores=8,
     memory_gib=64,
     disk_gib=100,
+    shm_gib=8,
+    max_open_files=65536,
     gpus=(),
     ecc_errors=0,
     contents={CANARY: "1", "/models/qwen": "2"},

@@ -1,5 +1,6 @@
 """Recipe against profile: what does not fit is found before anything is asked of a cluster."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -16,15 +17,19 @@ GPU = "run.device=cuda weights.transport=nccl"
     ("words", "changed", "message"),
     [
         (f"train arith_cpu {GPU} rollout.workers=24 trainer.ranks=8", {}, None),
-        (f"train arith_cpu {GPU} rollout.workers=25 trainer.ranks=8", {}, "needs 33 GPUs .* got 32.* nodes=4 x"),
-        (f"train arith_cpu {GPU} rollout.tensor_parallel=16", {}, "must fit on a node, got rollout.tensor_parallel=16"),
+        (
+            f"train arith_cpu {GPU} rollout.workers=25 trainer.ranks=8",
+            {},
+            "nodes=4 x gpus_per_node=8.*no node +1 +1 x trainer of 1\n",
+        ),
+        (f"train arith_cpu {GPU} rollout.tensor_parallel=16", {}, "no node +16 +1 x rollout of 16\n"),
         (
             f"train arith_cpu {GPU} rollout.tensor_parallel=6 rollout.workers=5",
             {},
-            "hold 4 of rollout.tensor_parallel=6, got rollout.workers=5",
+            "an engine on one node.*no node +6 +1 x rollout of 6\nlower rollout.workers",
         ),
         (f"eval some/model --recipe arith_cpu {GPU} rollout.workers=90", {}, None),
-        (f"eval m --recipe=arith_cpu {GPU} rollout.tensor_parallel=9", {}, "must fit on a node"),
+        (f"eval m --recipe=arith_cpu {GPU} rollout.tensor_parallel=9", {}, "no node +9 +1 x rollout of 9\n"),
         ("train arith_cpu", {"shared": None}, "need a folder that all see, got shared: null"),
         ("train arith_cpu run.dir=/elsewhere/run", {}, "every node must see /elsewhere/run, got shared=/shared"),
         ("train arith_cpu verifier.function=/elsewhere/v.py:f", {}, "every node must see /elsewhere/v.py"),
@@ -35,8 +40,7 @@ def test_what_does_not_fit_is_said(words: str, changed: dict[str, object], messa
     found = list(problems(make_job(words=words, profile=make_profile(**changed))))
     assert len(found) == (message is not None)
     if message:
-        with pytest.raises(ConfigError, match=message):
-            raise ConfigError(found[0])
+        assert re.search(message, found[0], re.DOTALL)
 
 
 def test_a_run_folder_that_holds_a_run(tmp_path: Path) -> None:
@@ -84,7 +88,7 @@ def test_a_dry_run_prints_and_fails_with_what_to_do(
     assert "cli.main train arith_cpu run.steps=3 run.dir=" in capsys.readouterr().out
     assert cli.main(["launch", "--dry-run", "train", "arith_cpu", *GPU.split()]) == 1
     output = capsys.readouterr()
-    assert "needs 2 GPUs" in output.err
+    assert "must fit into nodes=1 x gpus_per_node=0" in output.err
     assert "# run.sh" in output.out
     assert cli.main(["launch", "--dry-run", "train", "arith_cpu", "trainer.rank=2"]) == 1
     assert "unknown key trainer.rank; did you mean trainer.ranks?" in capsys.readouterr().err

