@@ -15,9 +15,11 @@ setup: ## make .venv ready; instant when it is (EXTRA=gpu for the CUDA build)
 demo: setup ## watch a language model learn arithmetic by asynchronous RL, on this CPU
 	@.venv/bin/areal-lite train arith_cpu $(ARGS)
 
-# Tests that do not look at time run side by side. ALONE do; the others wait for nothing but processors.
-ALONE := loop or deadline or sandbox or browser or gpu or cluster
-FAST := not slow and not examples and not gym and not data and not ($(ALONE))
+# Tests side by side wait for nothing but processors. ALONE look at time. RUNS start the whole system, and mostly wait
+# for each other's processes: in two lanes, one of them for nodes made on this machine.
+RUNS := loop or gpu or cluster
+ALONE := deadline or sandbox or browser
+FAST := not slow and not examples and not gym and not data and not ($(ALONE) or $(RUNS))
 SIDE_BY_SIDE := $(PYTHON) -m pytest -n auto --maxprocesses 4
 
 test-fast: setup ## run what needs no Ray, vLLM or real deadline: under two minutes
@@ -39,8 +41,9 @@ test: setup ## run the tests (ARGS="-k ledger" for some of them)
 	[ -n "$$AREAL_LITE_GSM8K_DIR" ] || leave data "AREAL_LITE_GSM8K_DIR names no folder with the GSM8K files"; \
 	out="$${out#, }"; echo "tests left out: $${out:-none}"; \
 	case " $(ARGS) " in *" -m "*) exec $(PYTHON) -m pytest $(ARGS);; esac; \
-	$(SIDE_BY_SIDE) -m "not ($(ALONE))$$keep" $(ARGS) || [ $$? = 5 ] || exit 1; \
-	$(PYTHON) -m pytest -m "($(ALONE))$$keep" $(ARGS) || [ $$? = 5 ]
+	$(SIDE_BY_SIDE) -m "not ($(ALONE) or $(RUNS))$$keep" $(ARGS) || [ $$? = 5 ] || exit 1; \
+	$(PYTHON) -m pytest -m "($(ALONE)) and not ($(RUNS))$$keep" $(ARGS) || [ $$? = 5 ] || exit 1; \
+	$(PYTHON) -m pytest -n 2 --dist loadgroup -m "($(RUNS))$$keep" $(ARGS) || [ $$? = 5 ]
 
 examples: setup ## run the classic algorithms of examples/classic, pictures to docs/classic (ARGS="ppo" for one)
 	@$(PYTHON) examples/classic/run_all.py --out docs/classic $(ARGS)

@@ -18,6 +18,13 @@ settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two lanes for the tests that start the whole system: one of nodes made on this machine, one of all others."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("nodes" if item.get_closest_marker("cluster") else "runs"))
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """A private Ray, started when the first test asks for it."""

@@ -205,6 +205,8 @@ def prepare_model(config: Config | OfflineConfig, *, console: Console) -> Path:
 
         def show(done: int, total: int, loss: float) -> None:
             bar.update(task, completed=done, total=total, description=f"{title}, loss {loss:.3f}")
+            if not console.is_terminal and done % max(total // 4, 1) == 0:  # a log shows no bar
+                console.print(f"{title}: {done} of {total} steps, loss {loss:.3f}", highlight=False)
 
         return ensure_warm_start(config, cache_dir=_CACHE / "warm-start", progress=show).resolve()
 

@@ -1,4 +1,4 @@
-"""`areal-lite launch --on slurm` as one types it, under a real Slurm whose nodes are namespaces of this machine."""
+"""`areal-lite launch --on slurm` as one types it: jobs on two nodes of a real Slurm, namespaces of this machine."""
 
 import json
 import re
@@ -18,13 +18,14 @@ from loop_builders import loop_config
 from places import SUPPORT
 from test_loop import conserved, trained_groups
 
+from areal_lite.launch.rehearse.namespaces import NETWORK
 from areal_lite.launch.rehearse.slurm import Slurm, make_slurm
 from areal_lite.record.run_folder import RunFolder
 
 pytestmark = [pytest.mark.slurm, pytest.mark.cluster, pytest.mark.loop]
 
 GROUPS = 4
-TOTAL = 80
+TOTAL = 64
 """Steps of half a second at least: some are left when the signal comes."""
 ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
 _DEADLINE_S = 600.0
@@ -43,8 +44,13 @@ class User:
         return subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
 
     def profile(self, name: str = "profile", **settings: Any) -> str:
-        """Write a profile, and return its file's name."""
-        (self.folder / f"{name}.yaml").write_text(yaml.safe_dump({"shared": str(self.folder), **settings}))
+        """Write a profile of two nodes, and return its file's name.
+
+        They share the machine's cores: one each is what Ray is told, so that it spreads the processes.
+        """
+        network = {"network": str(NETWORK), "ports": "10000-32767", "env": {"RAY_OVERRIDE_RESOURCES": '{"CPU": 1}'}}
+        profile = {"nodes": 2, "shared": str(self.folder), **network, **settings}
+        (self.folder / f"{name}.yaml").write_text(yaml.safe_dump(profile))
         return f"{name}.yaml"
 
     def recipe(self, name: str, **run: Any) -> str:
@@ -89,16 +95,19 @@ def test_a_dry_run_asks_slurm(user: User) -> None:
     """The script is tried by sbatch where a controller answers: it knows which partitions there are."""
     recipe = user.recipe("dry", steps=1)
     dry = ["launch", "--on", "slurm", "--dry-run", "--profile"]
-    good = user.types(*dry, user.profile(nodes=2), "train", recipe)
+    good = user.types(*dry, user.profile(), "train", recipe)
     assert good.returncode == 0, good.stdout + good.stderr
     assert "#SBATCH --nodes=2" in good.stdout
-    bad = user.types(*dry, user.profile(nodes=2, slurm={"partition": "nowhere"}), "train", recipe)
+    bad = user.types(*dry, user.profile(slurm={"partition": "nowhere"}), "train", recipe)
     assert bad.returncode == 1
     assert "invalid partition" in bad.stderr
 
 
 def test_a_run_goes_on_after_its_time_limit_and_after_a_requeue(user: User) -> None:
-    """One job, three starts: the time limit, `scontrol requeue` in between, the end. Steps once, books right."""
+    """One job, three starts: the time limit, `scontrol requeue` in between, the end. Steps once, books right.
+
+    The trainer and the engine are on different nodes.
+    """
     recipe = user.recipe("goes_on", steps=TOTAL, checkpoint_every=2)
     profile = user.profile(slurm={"time": "30", "signal_s": 90})
     launch = ["launch", "--on", "slurm", "--profile", profile, "--name", "goes-on", "--detach"]
@@ -125,6 +134,28 @@ def test_a_run_goes_on_after_its_time_limit_and_after_a_requeue(user: User) -> N
     assert ledger["trained"] == TOTAL * GROUPS
     assert conserved(ledger)
     assert "completed: job" in user.types("launch", "--status", "goes-on").stdout
+    log = user.types("launch", "--logs", "goes-on").stdout
+    places = dict(re.findall(r"^(slurm\d) \(10\.77\.0\.\d\): (.+)$", log, flags=re.MULTILINE))
+    assert "trainer/0" in places["slurm0"]
+    assert "rollout/0" in places["slurm1"]
+
+
+def test_stop_ends_a_job_on_all_nodes(user: User) -> None:
+    recipe = user.recipe("stopped", steps=TOTAL)
+    launch = ["launch", "--on", "slurm", "--profile", user.profile(), "--name", "stopped", "--detach", "train", recipe]
+    job = submitted(user.types(*launch))
+    user.wait_until(lambda: user.facts(job)["JobState"] == "RUNNING", job, "start")
+    user.wait_until(lambda: "Ray on 2 nodes" in user.types("launch", "--logs", "stopped").stdout, job, "nodes")
+    assert user.types("launch", "--stop", "stopped").returncode == 0
+    deadline = time.monotonic() + _DEADLINE_S
+    while user.facts(job)["JobState"] not in ENDED:
+        assert time.monotonic() < deadline, user.facts(job)
+        time.sleep(0.5)
+    for node in user.slurm.nodes:
+        left = subprocess.run(node.command(["ps", "-eo", "args"]), capture_output=True, text=True, check=True).stdout
+        assert "raylet" not in left
+        assert "areal_lite" not in left
+    assert "130" in user.types("launch", "--status", "stopped").stdout
 
 
 def test_a_run_that_fails_is_a_job_that_fails(user: User) -> None:

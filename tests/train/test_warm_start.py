@@ -1,11 +1,14 @@
 """What the built-in model is shown: of every source that has something to show, turn by turn."""
 
+import io
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from episode_builders import Speaker, play
+from rich.console import Console
 from source_builders import ROWS, recipe, source_of, write_parquet
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -16,6 +19,7 @@ from areal_lite.data.arith import CHARACTERS, worked_solutions
 from areal_lite.data.demonstrations import PRINTABLE, Demonstration, alphabet, demonstrations, turn_examples
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError, DataError
+from areal_lite.launch.run.train import prepare_model
 from areal_lite.rollout.runner import Workflows
 from areal_lite.rollout.workflows import multi_turn
 from areal_lite.train import warm_start
@@ -154,3 +158,11 @@ def test_a_model_learns_to_play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         right += logits.argmax(dim=-1).tolist() == turn
     torch.set_num_threads(before)
     assert right > 0.9 * len(examples)
+
+
+def test_a_log_shows_how_far_the_warm_start_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minutes of silence were seen where there is no terminal for a bar."""
+    monkeypatch.chdir(tmp_path)
+    config = recipe(data=GUESS, model={"warm_start": SMALL["warm_start"] | {"steps": 8}})
+    prepare_model(config, console=Console(file=(log := io.StringIO())))
+    assert re.findall(r"(\d) of 8 steps, loss", log.getvalue()) == ["2", "4", "6", "8"]
