@@ -189,7 +189,7 @@ class QueueConfig(Section):
     reject: Literal["none", "zero_variance"] = "none"
     """zero_variance: groups whose rewards are all equal do not count towards a batch"""
     max_attempts: int = Field(3, ge=1)
-    """attempts at a prompt before it counts as failed(too_slow)"""
+    """attempts at a prompt before it counts as failed(too_slow); lost workers before failed(crashes_workers)"""
     lease_timeout_s: float = Field(10.0, gt=0)
     """seconds without a heartbeat after which work is lent anew"""
     bind: str = "auto"

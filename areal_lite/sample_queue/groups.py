@@ -76,6 +76,8 @@ class GroupRecord:
     """Place in the order of admission, unique over the run."""
     admitted_version: int
     """Version when it was admitted or, later, when its present generation began: no token of it is older."""
+    num_lost: int = 0
+    """Leases of its prompt that ended with their worker."""
     state: GroupState = GroupState.WAITING
     samples: tuple[Sample, ...] = ()
     """G samples from `generated` on, with rewards from `ready` on."""
@@ -98,8 +100,8 @@ class GroupRecord:
 
 
 _LEAVE_ORDER: Mapping[GroupState, Callable[[GroupRecord], tuple[int, int]]] = {
-    GroupState.WAITING: lambda group: (group.sequence, 0),
-    GroupState.GENERATED: lambda group: (group.sequence, 0),
+    GroupState.WAITING: lambda group: (group.num_lost, group.sequence),
+    GroupState.GENERATED: lambda group: (group.num_lost, group.sequence),
     GroupState.READY: lambda group: group.age_order,
 }
 """Sort keys of the groups in the states that are left first come first served."""
@@ -125,13 +127,19 @@ class GroupTable:
         """Admitted groups that have not ended."""
         return sum(len(groups) for groups in self._by_state.values())
 
-    def add(self, prompt_id: str, *, attempt: int, version: int) -> GroupRecord:
+    def add(self, prompt_id: str, *, attempt: int, version: int, num_lost: int = 0) -> GroupRecord:
         """Admit a group; it is `waiting`.
 
         Raises:
             LedgerError: The same attempt at this prompt is outstanding already.
         """
-        group = GroupRecord(prompt_id=prompt_id, attempt=attempt, sequence=self.num_admitted, admitted_version=version)
+        group = GroupRecord(
+            prompt_id=prompt_id,
+            attempt=attempt,
+            sequence=self.num_admitted,
+            admitted_version=version,
+            num_lost=num_lost,
+        )
         group_id = group.group_id
         if any(group_id in groups for groups in self._by_state.values()):
             raise LedgerError(
@@ -180,8 +188,8 @@ class GroupTable:
     def pop_first(self, state: GroupState, *, limit: int) -> list[GroupRecord]:
         """Return up to `limit` groups that are to leave a state first; the caller moves them, or calls `put_back`.
 
-        Groups are lent in the order of admission, so one that came back from a lost worker precedes all that were never
-        lent; ready ones leave by age. Costs what is returned, however many there are.
+        Groups are lent in the order of admission, those that came back from a lost worker after the others, as it may
+        have died of them; ready ones leave by age. Costs what is returned, however many there are.
         """
         order = self._orders[state]
         popped: list[GroupRecord] = []
@@ -251,6 +259,7 @@ def _group_state(group: GroupRecord, *, version: int) -> dict[str, Any]:
         "prompt_id": group.prompt_id,
         "attempt": group.attempt,
         "sequence": group.sequence,
+        "num_lost": group.num_lost,
         "admitted_version": version if begins_anew else group.admitted_version,
         "state": str(STATE_BEFORE.get(group.state, group.state)),
         "samples": list(group.samples),

@@ -13,6 +13,7 @@ Requests about leased work carry the lease id and are safe to repeat: the first 
 answer `False` means that the lease had ended, so the result was ignored.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,8 @@ from areal_lite.sample_queue.records import Batch, LedgerSettings
 from areal_lite.types import Sample, Score
 
 __all__ = ["Batch", "HeldLease", "Ledger", "LedgerSettings"]
+
+logger = logging.getLogger(__name__)
 
 
 class Ledger:
@@ -90,7 +93,7 @@ class Ledger:
     # Leases
 
     def lease_rollout(self, worker: str, *, limit: int) -> list[HeldLease]:
-        """Lend up to `limit` waiting groups for generation, those that came back from a lost worker first."""
+        """Lend up to `limit` waiting groups for generation, those that came back from a lost worker last."""
         waiting = self._groups.pop_first(GroupState.WAITING, limit=limit)
         leases = [self._lend(group, GroupState.LEASED_ROLLOUT, worker=worker) for group in waiting]
         for group in waiting:
@@ -111,11 +114,14 @@ class Ledger:
         return self._leases.renew(worker, lease_ids)
 
     def expire(self) -> list[str]:
-        """End the leases whose heartbeats stopped; their groups go back to the state before. Returns lease ids."""
+        """End the leases whose heartbeats stopped, as `forget` does. Returns their ids."""
         return self._give_back(self._leases.end_expired())
 
     def forget(self, worker: str) -> list[str]:
-        """End all leases of a worker known to be dead; their groups go back to the state before. Returns lease ids."""
+        """End all leases of a worker known to be dead; their groups go back to the state before. Returns lease ids.
+
+        A group whose prompt has lost `max_attempts` workers ends as `failed(crashes_workers)`.
+        """
         return self._give_back(self._leases.end_all_of(worker))
 
     def leases(self) -> list[HeldLease]:
@@ -269,7 +275,7 @@ class Ledger:
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs, as plain values and samples; nothing changes here.
 
-        Leases and the taken batch do not survive: their groups are written as given back, and are lent first.
+        Leases and the taken batch do not survive: their groups are written as given back.
         """
         return {
             "version": self._version,
@@ -327,6 +333,11 @@ class Ledger:
     def _give_back(self, leases: Sequence[HeldLease]) -> list[str]:
         for lease in leases:
             before = STATE_BEFORE[lease.group.state]
+            lease.group.num_lost += 1
+            if lease.group.num_lost >= self._settings.max_attempts:
+                logger.warning("%s ended with its worker, the last attempt at the prompt", lease.lease_id)
+                self._groups.end(lease.group, GroupState.FAILED, reason="crashes_workers")
+                continue
             if before is GroupState.WAITING:
                 self._groups.begin_anew(lease.group, version=self._version)
             self._groups.move(lease.group, before)
@@ -366,7 +377,9 @@ class Ledger:
         for group in over_age:
             if group.attempt + 1 < self._settings.max_attempts:
                 self._groups.end(group, GroupState.STALE)
-                self._groups.add(group.prompt_id, attempt=group.attempt + 1, version=self._version)
+                self._groups.add(
+                    group.prompt_id, attempt=group.attempt + 1, version=self._version, num_lost=group.num_lost
+                )
             else:
                 self._groups.end(group, GroupState.FAILED, reason="too_slow")
                 too_slow.append(group.prompt_id)

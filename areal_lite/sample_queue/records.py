@@ -20,7 +20,7 @@ class LedgerSettings:
     total_steps: int
     """Trainer steps of the whole run, resumed ones included."""
     max_attempts: int = 3
-    """Attempts at a prompt under `drop`, after which it is failed(too_slow)."""
+    """Attempts at a prompt under `drop` before it is failed(too_slow); lost workers before failed(crashes_workers)."""
     lease_timeout_s: float = 10.0
     """Seconds without a heartbeat after which a lease expires."""
     reject: Literal["none", "zero_variance"] = "none"

@@ -135,13 +135,38 @@ def test_the_first_result_wins() -> None:
     assert ledger.counts() == before
 
 
-def test_returned_groups_are_lent_first() -> None:
+def test_groups_of_a_lost_worker_are_lent_after_the_others() -> None:
+    """One of them may have killed it. Seen failing with the order of admission alone."""
     ledger = Ledger(make_settings())
     for name in "abc":
         ledger.admit(name)
     ledger.lease_rollout("r0", limit=2)
     ledger.forget("r0")
-    assert [lease.group.prompt_id for lease in ledger.lease_rollout("r1", limit=3)] == ["a", "b", "c"]
+    assert [lease.group.prompt_id for lease in ledger.lease_rollout("r1", limit=3)] == ["c", "a", "b"]
+
+
+def test_a_prompt_that_loses_every_worker_ends_as_failed() -> None:
+    """By death or by silence, at generation or at verification, and across a resume.
+
+    Seen failing with it lent again for ever, and with the count left out of `state()`.
+    """
+    clock, settings = FakeClock(), make_settings(max_attempts=3, lease_timeout_s=10.0)
+    ledger = Ledger(settings, clock=clock)
+    ledger.admit("poison")
+    ledger.lease_rollout("r0", limit=1)
+    ledger.forget("r0")
+    ledger.lease_rollout("r1", limit=1)
+    clock.now += 10.0
+    ledger.expire()
+    ledger = Ledger.restore(settings, decode(encode(ledger.state())), clock=clock)
+    (lease,) = ledger.lease_rollout("r2", limit=1)
+    ledger.complete_rollout(lease.lease_id, make_samples([0], [0]))
+    ledger.lease_verify("v0", limit=1)
+    assert ledger.counts()["outstanding"] == 1
+    ledger.forget("v0")
+    assert ledger.counts()["failed(crashes_workers)"] == ledger.counts()["admitted"] == 1
+    assert_conserved(ledger)
+    assert ledger.lease_rollout("r3", limit=1) == ledger.lease_verify("v1", limit=1) == []
 
 
 def test_a_lost_verifier_loses_no_samples() -> None:
@@ -403,6 +428,22 @@ def test_drop_discards_at_publication_and_tries_again() -> None:
     assert ledger.complete_step("last") == ["slow"]
     counts = ledger.counts()
     assert (counts["stale"], counts["failed(too_slow)"], counts["outstanding"]) == (1, 1, 0)
+    assert_conserved(ledger)
+
+
+def test_workers_lost_count_for_the_next_attempt_under_drop() -> None:
+    """Seen failing with the count left behind in the attempt that was too old."""
+    ledger = Ledger(make_settings(on_stale="drop", max_attempts=2))
+    ledger.admit("slow")
+    ledger.lease_rollout("r", limit=1)
+    ledger.forget("r")
+    ledger.lease_rollout("r", limit=1)
+    do_step(ledger)
+    do_step(ledger)
+    (again,) = ledger.lease_rollout("r", limit=1)
+    assert again.group.group_id == "slow#1"
+    ledger.forget("r")
+    assert ledger.counts()["failed(crashes_workers)"] == 1
     assert_conserved(ledger)
 
 

@@ -34,6 +34,8 @@ class ModelGroup:
     """In the order of admission."""
     began: int
     """No token is older than this version."""
+    lost: int = 0
+    """Workers that died with it, or with an earlier attempt."""
     state: str = "waiting"
     tokens: list[list[int]] = field(default_factory=list)
     """Versions of the tokens of each sample."""
@@ -90,7 +92,7 @@ class LedgerMachine(RuleBasedStateMachine):
     Seen failing with: `capacity` one group too large; leases that survive `drop`; a result accepted after expiry;
     `STATE_BEFORE` of a taken group set to `generated`; ready groups taken in order of arrival; `may_take` that always
     agrees; the version not moved for a group generated anew; `state()` that forgets ended groups; a mask one step too
-    generous; failed samples scored 0.
+    generous; failed samples scored 0; lost groups lent first; lost workers forgotten by `state()`.
     """
 
     on_stale = "mask"
@@ -100,7 +102,7 @@ class LedgerMachine(RuleBasedStateMachine):
         groups_per_step=st.sampled_from([2, 3, 1]),
         total_steps=st.sampled_from([1000, 1000, 1000, 5]),
         reject=st.sampled_from(["none", "zero_variance"]),
-        max_attempts=st.integers(1, 2),
+        max_attempts=st.integers(1, 3),
         stragglers=st.integers(0, 2),
         steps=st.integers(0, 4),
     )
@@ -149,11 +151,19 @@ class LedgerMachine(RuleBasedStateMachine):
         groups = self.model.groups
         return sorted((name for name in groups if groups[name].state == state), key=lambda name: groups[name].place)
 
+    def to_lend(self, state: str) -> list[str]:
+        """Group ids, those that lost a worker last."""
+        return sorted(self.in_state(state), key=lambda name: self.model.groups[name].lost)
+
     def lose(self, lease_id: str) -> None:
-        """The group goes back to the state before."""
+        """The group goes back to the state before, or ends with the last worker that it may cost."""
         lease = self.leases.pop(lease_id)
         self.dead.append(lease_id)
         group = self.model.groups[lease.group_id]
+        group.lost += 1
+        if group.lost == self.settings.max_attempts:
+            self.finish(lease.group_id, "failed(crashes_workers)")
+            return
         if group.state == "leased_rollout":
             group.began = self.model.version
         group.state = BACK[group.state]
@@ -163,8 +173,8 @@ class LedgerMachine(RuleBasedStateMachine):
         del self.model.groups[group_id]
         self.model.ended[label] += 1
 
-    def admit_to_model(self, group_id: str) -> None:
-        self.model.groups[group_id] = ModelGroup(place=self.model.admitted, began=self.model.version)
+    def admit_to_model(self, group_id: str, *, lost: int = 0) -> None:
+        self.model.groups[group_id] = ModelGroup(place=self.model.admitted, began=self.model.version, lost=lost)
         self.model.admitted += 1
 
     # Rollout and verification
@@ -182,7 +192,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.admit_to_model(self.ledger.admit(f"p{self.num_prompts}"))
 
     def lease_rollout(self, worker: str, limit: int) -> None:
-        expected = self.in_state("waiting")[:limit]
+        expected = self.to_lend("waiting")[:limit]
         records = self.ledger.lease_rollout(worker, limit=limit)
         assert [record.group.group_id for record in records] == expected
         for record in records:
@@ -191,7 +201,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.remember_lease(record.lease_id, worker, record.group.group_id, "rollout")
 
     def lease_verify(self, limit: int) -> None:
-        expected = self.in_state("generated")[:limit]
+        expected = self.to_lend("generated")[:limit]
         records = self.ledger.lease_verify("verifier/0", limit=limit)
         assert [record.group.group_id for record in records] == expected
         for record in records:
@@ -403,9 +413,10 @@ class LedgerMachine(RuleBasedStateMachine):
                 del self.leases[lease_id]
                 self.dead.append(lease_id)
             prompt, attempt = name.split("#")
+            lost = groups[name].lost
             if int(attempt) + 1 < self.settings.max_attempts:
                 self.finish(name, "stale")
-                self.admit_to_model(f"{prompt}#{int(attempt) + 1}")
+                self.admit_to_model(f"{prompt}#{int(attempt) + 1}", lost=lost)
             else:
                 self.finish(name, "failed(too_slow)")
                 too_slow.append(prompt)
