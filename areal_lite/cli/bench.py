@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from areal_lite.cli.options import Overrides, Recipe
+from areal_lite.cli.options import Overrides, Recipe, word_list
 from areal_lite.errors import ConfigError
 
 bench = typer.Typer(
@@ -13,15 +13,7 @@ bench = typer.Typer(
     "Called again, a benchmark goes on where it stopped. Ctrl-C finishes the step, saves, and says how to go on."
 )
 
-Words = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="[RECIPE]... [section.field=value]...",
-        default_factory=list,
-        show_default=False,
-        help="recipes, and settings of all of them",
-    ),
-]
+Words = Annotated[list[str], word_list("[RECIPE]... [section.field=value]...", "recipes, and settings of all of them")]
 Sizes = Annotated[list[str], typer.Argument(metavar="[WIDTHxLAYERS]...", help="models")]
 Repeats = Annotated[int, typer.Option(min=1, metavar="N", help="measurements of everything")]
 Seconds = Annotated[float, typer.Option(min=1e-3, help="length of a measurement")]

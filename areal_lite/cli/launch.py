@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from areal_lite.cli.options import word_list
 from areal_lite.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,11 +23,9 @@ _Job = Annotated[str, typer.Option(metavar="JOB", show_default=False)]
 def launch(
     command: Annotated[
         list[str],
-        typer.Argument(
-            metavar="[COMMAND RECIPE [section.field=value]...]",
-            default_factory=list,
-            show_default=False,
-            help="train, sft, reward-model, dpo, eval or bench modes, and what one types behind it",
+        word_list(
+            "[COMMAND RECIPE [section.field=value]...]",
+            "train, sft, reward-model, dpo, eval or bench modes, and what one types behind it",
         ),
     ],
     on: Annotated[str, typer.Option(metavar="KIND", help="local, ray, ssh, slurm or kubernetes")] = "local",

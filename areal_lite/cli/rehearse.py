@@ -8,16 +8,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from areal_lite.cli.options import word_list
+
 rehearse = typer.Typer(help="Rehearse a cluster on this machine; as root, on Linux, without a GPU.")
 
 _Words = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="[RECIPE] [section.field=value]...",
-        default_factory=list,
-        show_default=False,
-        help="default arith_cpu, few steps, processes on every node",
-    ),
+    list[str], word_list("[RECIPE] [section.field=value]...", "default arith_cpu, few steps, processes on every node")
 ]
 
 

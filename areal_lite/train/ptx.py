@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from areal_lite.config.recipe import Config
+from areal_lite.data.encode import encode_texts
 from areal_lite.errors import ConfigError, DataError
 from areal_lite.train.micro_batch import MicroBatch, TokenRows, split_micro_batches
 from areal_lite.train.optimiser import Share
@@ -38,26 +39,18 @@ def load_documents(path: str, *, tokenizer: Any, max_tokens: int) -> list[list[i
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"objective.ptx_path must be a UTF-8 text file, got {path}: {error}") from error
+    texts = {f"line {number} of {path}": line for number, line in enumerate(lines, start=1) if line.strip()}
+    if not texts:
+        raise DataError(f"objective.ptx_path must hold a document on some line, got only empty lines in {path}")
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    documents = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            token_ids = tokenizer(line, add_special_tokens=False)["input_ids"]
-        except Exception as error:  # the tokenizers library raises its own bare kind
-            raise DataError(
-                f"line {number} of {path} must be text that the model's tokenizer knows, got {line[:80]!r}: {error}"
-            ) from error
-        document = [*token_ids, *eos][:max_tokens]
+    encoded = encode_texts(list(texts.values()), origins=list(texts), tokenizer=tokenizer, add_special_tokens=False)
+    documents = [[*token_ids, *eos][:max_tokens] for token_ids in encoded]
+    for (origin, line), document in zip(texts.items(), documents, strict=True):
         if len(document) < 2:
             raise DataError(
-                f"line {number} of {path} must give at least two tokens, the second of which is predicted, got "
-                f"{len(document)} from {line[:80]!r}: remove it"
+                f"{origin} must give at least two tokens, the second of which is predicted, got {len(document)} from "
+                f"{line[:80]!r}: remove it"
             )
-        documents.append(document)
-    if not documents:
-        raise DataError(f"objective.ptx_path must hold a document on some line, got only empty lines in {path}")
     return documents
 
 

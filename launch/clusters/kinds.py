@@ -19,7 +19,7 @@ KINDS = {
 
 
 class Kind(Protocol):
-    """One kind of cluster. `areal-lite launch` calls all but `nodes`, which the job itself calls on its head."""
+    """What a kind of cluster is made of. The job itself calls `nodes`, on its head, `areal-lite launch` all the others."""
 
     def artefacts(self, job: Job) -> Mapping[str, str]:
         """Return the text of each file that the cluster is given, by name. Pure: a snapshot of it is a test."""
@@ -35,6 +35,7 @@ class Kind(Protocol):
 
     def logs(self, job: Job) -> str:
         """Return what the command and its attempts have said so far."""
+        return job.log.read_text(errors="replace") if job.log.is_file() else ""
 
     def stop(self, job: Job) -> None:
         """Ask it to save and to end on every node; returns at once."""
@@ -42,8 +43,9 @@ class Kind(Protocol):
     def nodes(self, job: Job) -> Mapping[str, Sequence[str]]:
         """Return the words in front of a shell command for each node, the head's first.
 
-        Empty when somebody else has formed the Ray cluster.
+        Empty when somebody else forms the Ray cluster: the run itself, or whoever has it.
         """
+        return {}
 
 
 def find_kind(name: str) -> Kind:

@@ -14,6 +14,7 @@ from jsonschema import Draft202012Validator
 
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.job import Job, Status
+from areal_lite.launch.clusters.kinds import Kind
 from areal_lite.launch.clusters.shipping import entrypoint, shipped, shipped_problems
 
 _FILES = "/etc/areal-lite"
@@ -36,7 +37,7 @@ class _Plain(yaml.SafeDumper):
 _Plain.add_representer(str, _Plain.represent_text)
 
 
-class Kubernetes:
+class Kubernetes(Kind):
     """Head and workers are pods of the same size; the head's is the first node."""
 
     def artefacts(self, job: Job) -> Mapping[str, str]:
@@ -94,10 +95,6 @@ class Kubernetes:
         if not pod:
             raise ConfigError(f"the head's pod of {job.name} must run, got none: kubectl delete rayjob {job.name}")
         _kubectl(job, "exec", pod, "--", "sh", "-c", f"kill -INT $(cat {there.files}/pid)")
-
-    def nodes(self, job: Job) -> Mapping[str, Sequence[str]]:
-        """Return none: KubeRay has formed the Ray cluster."""
-        return {}
 
 
 def manifest(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:

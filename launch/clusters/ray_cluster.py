@@ -23,11 +23,9 @@ class RayCluster(Supervised):
         if not job.ships:
             return super().artefacts(job)
         _, files = shipped(job, ".")
-        request = {
-            "entrypoint": entrypoint("."),
-            "submission_id": job.name,
-            "runtime_env": {"env_vars": _env(job)},
-        }
+        # Ray gives a job three seconds to end, and a run needs time to save.
+        env = {**job.profile.env, "RAY_JOB_STOP_WAIT_TIME_S": str(_SAVE_TIMEOUT_S)}
+        request = {"entrypoint": entrypoint("."), "submission_id": job.name, "runtime_env": {"env_vars": env}}
         return {"job.json": json.dumps(request, indent=2) + "\n", **files}
 
     def check(self, job: Job) -> Sequence[str]:
@@ -37,9 +35,7 @@ class RayCluster(Supervised):
             return [
                 "ray needs the address of a cluster's head, or its jobs URL, got neither: set ray.address or ray.jobs"
             ]
-        if not job.ships:
-            return super().check(job)
-        return shipped_problems(job)
+        return shipped_problems(job) if job.ships else super().check(job)
 
     def submit(self, job: Job) -> str:
         """Start the supervisor here, or as a Ray job."""
@@ -76,11 +72,6 @@ class RayCluster(Supervised):
             _call(job, "stop_job", job.id)
         else:
             super().stop(job)
-
-
-def _env(job: Job) -> dict[str, str]:
-    """Environment of a Ray job; Ray gives it three seconds to end, and a run needs time to save."""
-    return {**job.profile.env, "RAY_JOB_STOP_WAIT_TIME_S": str(_SAVE_TIMEOUT_S)}
 
 
 def _call(job: Job, method: str, *words: str, **settings: Any) -> Any:

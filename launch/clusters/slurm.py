@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.clusters.attempts import Attempts
 from areal_lite.launch.clusters.job import Job, Status
+from areal_lite.launch.clusters.kinds import Kind
 from areal_lite.launch.clusters.supervised import bash_problems
 
 _SCRIPT = "job.sbatch"
@@ -22,7 +23,7 @@ _UNDER_WAY = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "RE
               "STAGE_OUT", "STOPPED", "SUSPENDED")  # fmt: skip
 
 
-class Slurm:
+class Slurm(Kind):
     """A batch system; the job's id is the batch job's, and stays the same when it is requeued."""
 
     def artefacts(self, job: Job) -> Mapping[str, str]:
@@ -75,10 +76,6 @@ class Slurm:
         recorded = Attempts.read(job).status()
         ended = 1 if recorded.code is None else recorded.code
         return Status(f"Slurm has forgotten job {job.id}; its record says: {recorded.words}", code=ended)
-
-    def logs(self, job: Job) -> str:
-        """Read what the script and Slurm wrote."""
-        return job.log.read_text(errors="replace") if job.log.is_file() else ""
 
     def stop(self, job: Job) -> None:
         """Have the script interrupt the run, which saves; a job that does not run yet is taken out of the queue."""

@@ -12,12 +12,13 @@ import psutil
 from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.clusters.attempts import Attempts, driver_script, end_leftovers
 from areal_lite.launch.clusters.job import Job, Status
+from areal_lite.launch.clusters.kinds import Kind
 
 _CLOCK_S = 5.0
 """When a process began is reckoned from the clock, which may have been set since."""
 
 
-class Supervised:
+class Supervised(Kind):
     """A process of its own session supervises the job, whose id is the process's, the moment it began, and its host."""
 
     def artefacts(self, job: Job) -> Mapping[str, str]:
@@ -48,10 +49,6 @@ class Supervised:
             return Status(f"failed: its supervisor (process {job.id}) is gone; {status.words}; see {job.log}", code=1)
         return status
 
-    def logs(self, job: Job) -> str:
-        """Read its log."""
-        return job.log.read_text(errors="replace") if job.log.is_file() else ""
-
     def stop(self, job: Job) -> None:
         """Interrupt the supervisor, which hands it on; end what one that was killed has left.
 
@@ -67,10 +64,6 @@ class Supervised:
             process.send_signal(signal.SIGINT)
         elif problems := end_leftovers(job):
             raise StallError(f"every process of {job.name} must end, got {'; '.join(problems)}: end them by hand")
-
-    def nodes(self, job: Job) -> Mapping[str, Sequence[str]]:
-        """Return none: the run starts a Ray of its own, or joins one."""
-        return {}
 
     def _process(self, job: Job) -> psutil.Process | None:
         number, began, *_ = [*job.id.split("@"), ""]
