@@ -54,8 +54,8 @@ def _awaited(
     return method
 
 
-class QueueClient:
-    """Plain calls, one at a time: safe from several threads, but a waiting call holds up the others."""
+class _Client:
+    """A connection to the queue."""
 
     def __init__(self, access: QueueAccess, *, timeout_s: float) -> None:
         """Connect, without waiting for the queue to be there.
@@ -64,12 +64,41 @@ class QueueClient:
             access: As `QueueServer.access` returned it.
             timeout_s: Seconds to wait for each answer, beyond the request's own `wait_s`.
         """
-        self._endpoint, self._timeout_s = access.endpoint, timeout_s
+        self._timeout_s = timeout_s
         self._request_ids = itertools.count()
+        self._context = zmq.Context()
+        self._socket: Any = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.set_hwm(0)
+        if access.keys is not None:
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, access.server_key)
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, access.keys.public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, access.keys.secret)
+        self._endpoint = access.endpoint
+        self._socket.connect(self._endpoint)
+
+    def _next(self, op: str, fields: dict[str, Any]) -> tuple[bytes, bytes, float]:
+        """Return the id of a new request, its message, and how long its answer may take."""
+        request_id = next(self._request_ids).to_bytes(8, "big")
+        return request_id, encode({"op": op, "fields": fields}), self._timeout_s + fields.get("wait_s", 0.0)
+
+    def _late(self, op: str, *, wait_s: float, num_bytes: int) -> QueueTimeout:
+        return QueueTimeout(
+            f"the sample queue at {self._endpoint} should answer {op} ({num_bytes} bytes) within {wait_s:g} s, got no "
+            f"answer after {_attempts(op)} attempt(s): see whether the queue's process is alive, and its log"
+        )
+
+    def _closed_error(self, op: str) -> LedgerError:
+        return LedgerError(f"{op} needs an open client, got one of {self._endpoint} that was closed: make a new client")
+
+
+class QueueClient(_Client):
+    """Plain calls, one at a time: safe from several threads, but a waiting call holds up the others."""
+
+    def __init__(self, access: QueueAccess, *, timeout_s: float) -> None:
+        super().__init__(access, timeout_s=timeout_s)
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._context = zmq.Context()
-        self._socket = _connect(self._context, access)
 
     def close(self) -> None:
         """Let go of the connection; a call that waits in another thread raises `LedgerError`. Idempotent."""
@@ -79,17 +108,15 @@ class QueueClient:
             self._context.term()
 
     def _call(self, op: str, fields: dict[str, Any]) -> Any:
-        payload = encode({"op": op, "fields": fields})
-        wait_s = self._timeout_s + fields.get("wait_s", 0.0)
+        request_id, payload, wait_s = self._next(op, fields)
         with self._lock:
-            request_id = _request_id(self._request_ids)
             for _ in range(_attempts(op)):
                 self._raise_if_closing(op)
                 self._socket.send_multipart([request_id, payload])
                 answer = self._receive(op, request_id, deadline=time.monotonic() + wait_s)
                 if answer is not None:
                     return _result(op, answer)
-        raise _timeout(op, self._endpoint, wait_s=wait_s, num_bytes=len(payload))
+        raise self._late(op, wait_s=wait_s, num_bytes=len(payload))
 
     def _receive(self, op: str, request_id: bytes, *, deadline: float) -> bytes | None:
         """Wait for the answer to one request; late answers to earlier ones are dropped."""
@@ -103,7 +130,7 @@ class QueueClient:
 
     def _raise_if_closing(self, op: str) -> None:
         if self._closing.is_set():
-            raise _closed(op, self._endpoint)
+            raise self._closed_error(op)
 
     lease_rollout = _blocking(QueueRequests.lease_rollout)
     lease_verify = _blocking(QueueRequests.lease_verify)
@@ -125,21 +152,14 @@ class QueueClient:
     save = _blocking(QueueRequests.save)
 
 
-class AsyncQueueClient:
-    """Coroutines, many requests in flight at once; for one event loop."""
+class AsyncQueueClient(_Client):
+    """Coroutines, many requests in flight at once; for one event loop.
+
+    Not on zmq.asyncio, whose futures and polling take most of the time of a short request.
+    """
 
     def __init__(self, access: QueueAccess, *, timeout_s: float) -> None:
-        """Connect, without waiting for the queue to be there.
-
-        Args:
-            access: As `QueueServer.access` returned it.
-            timeout_s: Seconds to wait for each answer, beyond the request's own `wait_s`.
-        """
-        self._endpoint, self._timeout_s = access.endpoint, timeout_s
-        self._request_ids = itertools.count()
-        # Not zmq.asyncio, whose futures and polling take most of the time of a short request.
-        self._context = zmq.Context()
-        self._socket = _connect(self._context, access)
+        super().__init__(access, timeout_s=timeout_s)
         self._answers: dict[bytes, asyncio.Future[bytes]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
@@ -152,18 +172,16 @@ class AsyncQueueClient:
         self._loop = None
         for answer in self._answers.values():
             if not answer.done():
-                answer.set_exception(_closed("a request", self._endpoint))
+                answer.set_exception(self._closed_error("a request"))
         self._socket.close(linger=0)
         self._context.term()
 
     async def _call(self, op: str, fields: dict[str, Any]) -> Any:
-        payload = encode({"op": op, "fields": fields})
-        wait_s = self._timeout_s + fields.get("wait_s", 0.0)
-        request_id = _request_id(self._request_ids)
+        request_id, payload, wait_s = self._next(op, fields)
         try:
             for _ in range(_attempts(op)):
                 if self._closed:
-                    raise _closed(op, self._endpoint)
+                    raise self._closed_error(op)
                 self._start_reading()
                 answer = self._answers[request_id] = asyncio.get_running_loop().create_future()
                 self._socket.send_multipart([request_id, payload])
@@ -175,7 +193,7 @@ class AsyncQueueClient:
                     return _result(op, answer.result())
         finally:
             self._answers.pop(request_id, None)
-        raise _timeout(op, self._endpoint, wait_s=wait_s, num_bytes=len(payload))
+        raise self._late(op, wait_s=wait_s, num_bytes=len(payload))
 
     def _start_reading(self) -> None:
         # Not in the constructor, which may run before there is an event loop.
@@ -211,22 +229,6 @@ class AsyncQueueClient:
     save = _awaited(QueueRequests.save)
 
 
-def _connect(context: Any, access: QueueAccess) -> Any:
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.set_hwm(0)
-    if access.keys is not None:
-        socket.setsockopt(zmq.CURVE_SERVERKEY, access.server_key)
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, access.keys.public)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, access.keys.secret)
-    socket.connect(access.endpoint)
-    return socket
-
-
-def _request_id(counter: "itertools.count[int]") -> bytes:
-    return next(counter).to_bytes(8, "big")
-
-
 def _attempts(op: str) -> int:
     return 1 if op in NOT_REPEATABLE else 2
 
@@ -238,14 +240,3 @@ def _result(op: str, answer: bytes) -> Any:
         kind, message = (as_type(content[name], str) for name in ("error", "message"))
         raise _ERRORS.get(kind, LedgerError)(message)
     return as_type(content["result"], answer_type(op))
-
-
-def _timeout(op: str, endpoint: str, *, wait_s: float, num_bytes: int) -> QueueTimeout:
-    return QueueTimeout(
-        f"the sample queue at {endpoint} should answer {op} ({num_bytes} bytes) within {wait_s:g} s, got no answer "
-        f"after {_attempts(op)} attempt(s): see whether the queue's process is alive, and its log"
-    )
-
-
-def _closed(op: str, endpoint: str) -> LedgerError:
-    return LedgerError(f"{op} needs an open client, got one of {endpoint} that was closed: make a new client")

@@ -38,8 +38,6 @@ Figure = TypeVar("Figure")
 
 _KNOWN_ELSEWHERE = {"preset", "clip_low", "clip_high", "behaviour_weight_cap", "proximal"}
 
-# ---------------------------------------------------------------- figures
-
 
 def turns(cases: Iterable[Case], repeats: int) -> list[tuple[int, Case]]:
     """Return repeat and case in order; every other repeat goes backwards: the machine's drift favours none."""
@@ -72,9 +70,6 @@ def changed_objective(config: Config) -> dict[str, Any]:
     default = ObjectiveConfig().model_dump(exclude=_KNOWN_ELSEWHERE)
     changed = config.objective.model_dump()
     return {f"objective.{name}": default[name] for name in sorted(default) if changed[name] != default[name]}
-
-
-# ---------------------------------------------------------------- results
 
 
 def surroundings() -> dict[str, Any]:
@@ -117,9 +112,6 @@ def finish(
 def say(console: Console, text: str) -> None:
     """Show a line as it is."""
     console.print(text, style="bold", highlight=False, markup=False, soft_wrap=True)
-
-
-# ---------------------------------------------------------------- runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,9 +59,6 @@ def bench(recipe: str, overrides: Sequence[str], *, repeats: int, only: Sequence
     return run_to_the_end(work, out=out, collect=collect, show=show, console=console)
 
 
-# ---------------------------------------------------------------- runs
-
-
 class Threads(NamedTuple):
     """How many threads generation (all engines together) and training (all ranks) have."""
 
@@ -142,9 +139,6 @@ def _runs(
     return runs
 
 
-# ---------------------------------------------------------------- results
-
-
 def fastest_threads(search: Sequence[ModeRun], entries: Sequence[Row]) -> dict[str, Threads]:
     """Return each mode's fastest thread setting; the first one where no search run is done."""
     rates = {entry["name"]: entry.get("samples_per_s", 0.0) for entry in entries}
@@ -215,9 +209,6 @@ def _log(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return RunFolder(folder).read("metrics.jsonl"), RunFolder(folder).read("events.jsonl")
 
 
-# ---------------------------------------------------------------- tables
-
-
 def ages(line: Row) -> str:
     """Return the trained tokens of age 0, 1, 2 ... in percent."""
     total, oldest = max(1, sum(line["ages"].values())), max(map(int, line["ages"]), default=-1)
@@ -263,9 +254,6 @@ def modes_markdown(content: Row) -> str:
     """Render the three tables in Markdown, with the findings below them."""
     shown = [text for columns in (_SPEED, _TIME, _SAMPLES) for text in (markdown(columns, content["modes"]), "")]
     return "\n".join([f"{_title(content)}.", "", *shown, *(f"- {text}" for text in content["findings"]), ""])
-
-
-# ---------------------------------------------------------------- the picture
 
 
 def draw_modes(content: Row, path: Path) -> None:

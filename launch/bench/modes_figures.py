@@ -61,9 +61,6 @@ MODES: dict[str, Mode] = {
 """In the order in which tables show them."""
 
 
-# ---------------------------------------------------------------- one run
-
-
 def measured_steps(steps: int, *, max_staleness: int) -> tuple[int, int]:
     """Return the steps at whose publication measuring begins and ends.
 
@@ -154,9 +151,6 @@ def published(events: Sequence[Event]) -> dict[int, float]:
 def work_begins(events: Sequence[Event]) -> float:
     """Return when the trainer began to wait for its first batch."""
     return min(float(event["time"]) for event in events if event["lane"] == "trainer")
-
-
-# ---------------------------------------------------------------- many runs
 
 
 def best_synchronous(entries: Sequence[Row]) -> str | None:

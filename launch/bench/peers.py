@@ -198,9 +198,6 @@ def load_weights(model: torch.nn.Module, folder: Path) -> None:
         load(state, checkpoint_id=folder)
 
 
-# ---------------------------------------------------------------- the same work on both sides
-
-
 def check_comparable(config: Config) -> None:
     """Refuse, by a `ConfigError`, a recipe whose work TRL cannot be given."""
     content, wanted = config.model_dump(), _SAME_LOSS | changed_objective(config)
@@ -296,9 +293,6 @@ def micro_batches(samples: int) -> list[int]:
     ([128, 32], [6])
     """
     return [samples] if samples % 4 else [samples, samples // 4]
-
-
-# ---------------------------------------------------------------- figures
 
 
 def samples_per_s(seconds: Sequence[float], *, samples_per_step: int) -> float:

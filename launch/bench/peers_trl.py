@@ -49,9 +49,6 @@ class Learning:
     """Mean completion tokens of a sample."""
 
 
-# ---------------------------------------------------------------- its packages
-
-
 def ensure_trl(cache: Path, *, say: Callable[[str], None]) -> Path:
     """Return the folder of TRL's packages, which is below `cache`; made, whole or not at all, where it is missing.
 
@@ -92,9 +89,6 @@ def _environment(packages: Path) -> dict[str, str]:
     """Return the environment of TRL's process; nothing is looked up on the hub: model and data are here."""
     path = os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-
-
-# ---------------------------------------------------------------- its process, from outside
 
 
 def run_trl(
@@ -157,9 +151,6 @@ async def _listen(
     if code != 0:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
         raise TrainerError(f"TRL's process must end with 0, got {code}:\n{end}\nAll of it: {log}")
-
-
-# ---------------------------------------------------------------- what the process does
 
 
 def greedy_accuracy(

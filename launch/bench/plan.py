@@ -79,9 +79,6 @@ def bench(plan_name: str, overrides: Sequence[str], *, only: Sequence[str], out:
     )
 
 
-# ---------------------------------------------------------------- plans
-
-
 def shipped_plans() -> list[str]:
     """Names of the shipped plans."""
     return sorted(path.stem for path in PLANS.glob("*.yaml"))
@@ -167,9 +164,6 @@ def _combinations(plan: Plan) -> Iterator[tuple[str, Settings]]:
         labels = [label for label, _ in chosen]
         name = "_".join([*labels[1:], labels[0]] if plan.seeds else labels)
         yield name, {key: value for _, settings in chosen for key, value in settings.items()}
-
-
-# ---------------------------------------------------------------- results
 
 
 def collect_results(plan_name: str, plan: Plan, runs: Sequence[PlannedRun], *, out: Path) -> dict[str, Any]:

@@ -121,9 +121,6 @@ def summarise(measured: Mapping[Case, Sequence[float]]) -> list[dict[str, Any]]:
     ]
 
 
-# ---------------------------------------------------------------- the processes
-
-
 class QueuePeers:
     """The processes of a bench; needs a `ray_session`."""
 
@@ -226,9 +223,6 @@ def _make_scores() -> list[Score]:
     return [Score(reward=float(place % 2), parts={"correct": float(place % 2)}) for place in range(SAMPLES_PER_GROUP)]
 
 
-# ---------------------------------------------------------------- the sample queue
-
-
 def _queue_server(settings: QueueBench, keys: QueueKeys | None) -> QueueServer:
     ledger = LedgerSettings(max_staleness=settings.max_staleness, on_stale="mask", total_steps=10**9,
                             groups_per_step=settings.groups_per_step, samples_per_group=SAMPLES_PER_GROUP)  # fmt: skip
@@ -277,9 +271,6 @@ async def _queue_batches(access: QueueAccess, groups_per_step: int) -> AsyncGene
         queue.close()
 
 
-# ---------------------------------------------------------------- Ray's queue
-
-
 def _ray_work(queues: Sequence[Queue], name: str, num_clients: int, samples: Any) -> Iterator[Awaitable[Any]]:
     generated, ready = queues
     scores = _make_scores()
@@ -295,9 +286,6 @@ def _ray_work(queues: Sequence[Queue], name: str, num_clients: int, samples: Any
 async def _ray_batches(queues: Sequence[Queue], groups_per_step: int) -> AsyncGenerator[int, None]:
     while True:
         yield len(await asyncio.gather(*(queues[1].get_async() for _ in range(groups_per_step))))
-
-
-# ---------------------------------------------------------------- raw ZeroMQ
 
 
 def _socket(kind: int) -> "zmq.Socket[bytes]":

@@ -129,9 +129,6 @@ def targets(rows: Sequence[Row]) -> list[Any]:
     return [target(f"{measure}, tokens/s", values, at_least=at_least) for measure, at_least, values in aimed_at]
 
 
-# ---------------------------------------------------------------- the requests of a worker, without the worker
-
-
 def plain_requests(config: Config, next_prompt: Callable[[], Prompt]) -> Iterator[tuple[list[int], Sampling]]:
     """Yield prompt and sampling of each request that a worker would make, in the order of its leases, without end."""
     lengths = _lengths_of(config)
@@ -165,9 +162,6 @@ def _lengths_of(config: Config) -> Any:
 
 def _requests(config: Config, tokenizer: Any) -> Iterator[tuple[list[int], Sampling]]:
     return plain_requests(config, make_cursor(config, load_sources(config, tokenizer, "train")).next)
-
-
-# ---------------------------------------------------------------- measuring
 
 
 class _MeasuredRollout:

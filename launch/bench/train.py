@@ -182,9 +182,6 @@ def check_recipe(config: Config) -> None:
         )
 
 
-# ---------------------------------------------------------------- figures
-
-
 def run_steps(settings: TrainBench, sides: Iterable[str], step: Callable[[str, int], Step]) -> Steps:
     """Let the sides take turns on the same batches (0 was the one that warmed up), and check their gradients.
 
@@ -244,9 +241,6 @@ def _flat(repeats: Iterable[Iterable[Step]]) -> list[Step]:
 
 def _difference(mine: Step, other: Step) -> float:
     return abs(mine.grad_norm - other.grad_norm) / other.grad_norm
-
-
-# ---------------------------------------------------------------- a side's process
 
 
 class _Side:
@@ -320,9 +314,6 @@ def _sides(names: Iterable[str], config: Config, folder: Path, batches: Sequence
 def _status_kb(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
-# ---------------------------------------------------------------- batches
 
 
 def _make_batches(config: Config, folder: Path, *, count: int) -> list[Shard]:

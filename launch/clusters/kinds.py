@@ -19,7 +19,7 @@ KINDS = {
 
 
 class Kind(Protocol):
-    """What a kind of cluster is made of. The job itself calls `nodes`, on its head, `areal-lite launch` all the others."""
+    """What a kind of cluster is made of. The job itself calls `nodes`, on its head, `areal-lite launch` all others."""
 
     def artefacts(self, job: Job) -> Mapping[str, str]:
         """Return the text of each file that the cluster is given, by name. Pure: a snapshot of it is a test."""

@@ -3,7 +3,6 @@
 import gzip
 import json
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -15,12 +14,12 @@ from jsonschema import Draft202012Validator
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.job import Job, Status
 from areal_lite.launch.clusters.kinds import Kind
+from areal_lite.launch.clusters.remote import ask
 from areal_lite.launch.clusters.shipping import entrypoint, shipped, shipped_problems
 
 _FILES = "/etc/areal-lite"
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,44}[a-z0-9])?")
 """KubeRay makes further names from it, which end at 63 letters."""
-_TIMEOUT_S = 60.0
 
 
 class _Plain(yaml.SafeDumper):
@@ -183,10 +182,7 @@ def _kubectl(job: Job, *words: str, stdin: str | None = None) -> str:
     kubernetes = job.profile.kubernetes
     context = [f"--context={kubernetes.context}"] if kubernetes.context else []
     command = ["kubectl", *context, f"--namespace={kubernetes.namespace}", *words]
-    try:
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"kubectl must be installed and answer within {_TIMEOUT_S:g} s, got {error}") from error
+    done = ask(*command, text=stdin)
     if done.returncode:
         raise ConfigError(f"`{' '.join(command)}` must work, got: {done.stderr.strip()}")
     return done.stdout

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from areal_lite.launch.clusters.job import Job
 
-_SHELL_TIMEOUT_S = 60.0
+_TIMEOUT_S = 60.0
 _GRACE_S = 20
 """Between SIGTERM and SIGKILL."""
 _PID = re.compile(r"^areal-lite pid (\d+)$", re.MULTILINE)
@@ -87,7 +87,7 @@ class Remote:
     def signal(self, name: str) -> None:
         """Send it a signal such as INT; one that is gone gets none."""
         if self.pid is not None and self.code is None:
-            _run(self.shell, f"kill -{name} {self.pid}", timeout_s=_SHELL_TIMEOUT_S)
+            _run(self.shell, f"kill -{name} {self.pid}")
 
     def end(self, job_name: str) -> str | None:
         """Have it ended, by force after a grace; returns what went wrong."""
@@ -108,21 +108,21 @@ def end_process(node: str, shell: Sequence[str], pid: int, job_name: str) -> str
         f"alive || exit 0\nkill -TERM {pid}\n"
         f"for i in $(seq {10 * _GRACE_S}); do alive || exit 0; sleep 0.1; done\nkill -KILL {pid}\n"
     )
-    return _run(shell, text, timeout_s=_SHELL_TIMEOUT_S, node=node)
+    return _run(shell, text, node=node)
 
 
-def _run(shell: Sequence[str], text: str, *, timeout_s: float, node: str = "") -> str | None:
-    try:
-        done = subprocess.run(
-            [*shell, "bash", "-s"],
-            input=text,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            start_new_session=True,
-        )
-    except subprocess.TimeoutExpired:
-        return f"{node} did not answer within {timeout_s:g} s"
-    except OSError as error:  # ssh, srun or nsenter is not there
-        return f"{node}: {error}"
+def _run(shell: Sequence[str], text: str, *, node: str = "") -> str | None:
+    done = ask(*shell, "bash", "-s", text=text)
     return f"{node}: {done.stderr.strip()}" if done.returncode else None
+
+
+def ask(*argv: str, text: str | None = None) -> "subprocess.CompletedProcess[str]":
+    """Run a command with `text` as its input; one that is not there, or is late, counts as one that failed."""
+    try:
+        # A session of its own: Ctrl-C in a terminal is not for it.
+        return subprocess.run(
+            argv, input=text, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, start_new_session=True
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        said = f"{argv[0]} must be there and answer within {_TIMEOUT_S:g} s, got {error}"
+        return subprocess.CompletedProcess(argv, 1, "", said)

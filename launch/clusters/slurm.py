@@ -7,7 +7,6 @@ from its checkpoint there. So it does after `scontrol requeue`, or when Slurm re
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -15,10 +14,10 @@ from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.clusters.attempts import Attempts
 from areal_lite.launch.clusters.job import Job, Status
 from areal_lite.launch.clusters.kinds import Kind
+from areal_lite.launch.clusters.remote import ask
 from areal_lite.launch.clusters.supervised import bash_problems
 
 _SCRIPT = "job.sbatch"
-_TIMEOUT_S = 60.0
 _UNDER_WAY = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SIGNALING",
               "STAGE_OUT", "STOPPED", "SUSPENDED")  # fmt: skip
 
@@ -34,8 +33,8 @@ class Slurm(Kind):
         """Have bash read the script, and Slurm too where a controller answers."""
         artefacts = self.artefacts(job)
         problems = bash_problems(artefacts)
-        if not problems and shutil.which("sbatch") and _ask("scontrol", "ping").returncode == 0:
-            tried = _ask("sbatch", "--test-only", text=artefacts[_SCRIPT])
+        if not problems and shutil.which("sbatch") and ask("scontrol", "ping").returncode == 0:
+            tried = ask("sbatch", "--test-only", text=artefacts[_SCRIPT])
             if tried.returncode:
                 problems.append(
                     f"sbatch --test-only must accept the script, got {tried.stderr.strip()}: see nodes, gpus_per_node "
@@ -51,14 +50,14 @@ class Slurm(Kind):
             raise ConfigError(
                 "--on slurm needs the command sbatch, got none: type launch on a login node of the cluster"
             )
-        done = _ask("sbatch", "--parsable", str(script))
+        done = ask("sbatch", "--parsable", str(script))
         if done.returncode:
             raise ConfigError(f"sbatch must take {script}, got {done.stderr.strip()}: see slurm in the profile")
         return done.stdout.strip().partition(";")[0]  # behind it, the cluster's name where there are several
 
     def status(self, job: Job) -> Status:
         """Ask the controller; once it has forgotten the job, the accounts, and then the job's own record."""
-        shown = _ask("scontrol", "show", "job", job.id, "--oneliner")
+        shown = ask("scontrol", "show", "job", job.id, "--oneliner")
         if shown.returncode == 0:
             facts = dict(word.partition("=")[::2] for word in shown.stdout.split())
             attempt = int(facts.get("Restarts", 0)) + 1
@@ -67,9 +66,7 @@ class Slurm(Kind):
             return read_state(facts["JobState"], facts["ExitCode"], f"job {job.id} {where}, start {attempt}")
         if "Invalid job id" not in shown.stderr:
             return Status(f"unknown: Slurm does not answer: {shown.stderr.strip()}")
-        kept = _ask(
-            "sacct", "--noheader", "--parsable2", "--allocations", "--format=State,ExitCode", f"--jobs={job.id}"
-        )
+        kept = ask("sacct", "--noheader", "--parsable2", "--allocations", "--format=State,ExitCode", f"--jobs={job.id}")
         if kept.returncode == 0 and kept.stdout.strip():
             state, _, code = kept.stdout.split("\n")[0].partition("|")
             return read_state(state.split()[0], code, f"job {job.id}")
@@ -79,8 +76,8 @@ class Slurm(Kind):
 
     def stop(self, job: Job) -> None:
         """Have the script interrupt the run, which saves; a job that does not run yet is taken out of the queue."""
-        _ask("scancel", "--state=PENDING", job.id)
-        _ask("scancel", "--batch", "--signal=INT", "--state=RUNNING", job.id)
+        ask("scancel", "--state=PENDING", job.id)
+        ask("scancel", "--batch", "--signal=INT", "--state=RUNNING", job.id)
 
     def nodes(self, job: Job) -> Mapping[str, Sequence[str]]:
         """Return a step of the job for each node of the allocation, this one first.
@@ -89,7 +86,7 @@ class Slurm(Kind):
         which is start_timeout_s of the profile.
         """
         step = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", "--cpu-bind=none")
-        asked = _ask("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"])
+        asked = ask("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"])
         if asked.returncode:
             raise StallError(
                 f"scontrol must name the job's nodes, got {asked.stderr.strip()}: is Slurm's controller up?"
@@ -104,14 +101,6 @@ def read_state(state: str, exit_code: str, words: str) -> Status:
     code, _, number = exit_code.partition(":")
     ended = int(code) or (128 + int(number) if int(number or 0) else int(state != "COMPLETED"))
     return Status(f"{state.lower()}: {words}, exit code {ended}", code=ended)
-
-
-def _ask(*argv: str, text: str | None = None) -> "subprocess.CompletedProcess[str]":
-    try:
-        return subprocess.run(argv, input=text, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        said = f"{argv[0]} must be there and answer within {_TIMEOUT_S:g} s, got {error}"
-        return subprocess.CompletedProcess(argv, 1, "", said)
 
 
 def _batch_script(job: Job) -> str:

@@ -13,6 +13,7 @@ from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.clusters.attempts import Attempts, driver_script, end_leftovers
 from areal_lite.launch.clusters.job import Job, Status
 from areal_lite.launch.clusters.kinds import Kind
+from areal_lite.launch.clusters.remote import ask
 
 _CLOCK_S = 5.0
 """When a process began is reckoned from the clock, which may have been set since."""
@@ -87,7 +88,7 @@ def bash_problems(scripts: Mapping[str, str]) -> list[str]:
     """Return what bash cannot read in scripts, by name; nothing of them is run."""
     found = []
     for name, text in scripts.items():
-        done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=30)
+        done = ask("bash", "-n", text=text)
         if done.returncode:
             found.append(
                 f"{name} must be a script that bash reads, got {done.stderr.strip()}: see enter in the profile"

@@ -79,7 +79,7 @@ def test_the_exit_code_of_a_rayjob(said: dict[str, str], code: int | None, kubec
 
 def test_a_kubectl_that_is_missing_or_refuses_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="kubectl must be installed"):
+    with pytest.raises(ConfigError, match="got: kubectl must be there"):
         Kubernetes().status(make_job("kubernetes"))
     (tmp_path / "kubectl").write_text("#!/bin/sh\necho forbidden >&2\nexit 1\n")
     (tmp_path / "kubectl").chmod(0o755)

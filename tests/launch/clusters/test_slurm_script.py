@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_lite.errors import StallError
-from areal_lite.launch.clusters import slurm
+from areal_lite.launch.clusters import remote, slurm
 from areal_lite.launch.clusters.job import Job
 from areal_lite.launch.clusters.profile import Profile
 from areal_lite.launch.clusters.slurm import Slurm, read_state
@@ -117,7 +117,7 @@ def test_the_script_of_one_node() -> None:
 )
 def test_a_job_that_waits_says_why(shown: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing with `on (null)`."""
-    monkeypatch.setattr(slurm, "_ask", lambda *argv: subprocess.CompletedProcess(argv, 0, shown, ""))
+    monkeypatch.setattr(slurm, "ask", lambda *argv: subprocess.CompletedProcess(argv, 0, shown, ""))
     job = Job(name="eval", kind="slurm", folder="/shared/me", words=["eval", "/models/a"], id="7")
     assert Slurm().status(job).words.endswith(words)
 
@@ -128,7 +128,7 @@ def test_a_controller_that_does_not_answer_fails_nothing(monkeypatch: pytest.Mon
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
-    monkeypatch.setattr(slurm, "_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(remote, "_TIMEOUT_S", 0.1)
     job = Job(name="eval", kind="slurm", folder="/shared/me", words=["eval", "/models/a"], id="7")
     assert "Slurm does not answer" in Slurm().status(job).words
     with pytest.raises(StallError, match="must name the job's nodes"):
