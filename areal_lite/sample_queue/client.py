@@ -64,18 +64,10 @@ class _Client:
             access: As `QueueServer.access` returned it.
             timeout_s: Seconds to wait for each answer, beyond the request's own `wait_s`.
         """
-        self._timeout_s = timeout_s
+        self._endpoint, self._timeout_s = access.endpoint, timeout_s
         self._request_ids = itertools.count()
         self._context = zmq.Context()
-        self._socket: Any = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.set_hwm(0)
-        if access.keys is not None:
-            self._socket.setsockopt(zmq.CURVE_SERVERKEY, access.server_key)
-            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, access.keys.public)
-            self._socket.setsockopt(zmq.CURVE_SECRETKEY, access.keys.secret)
-        self._endpoint = access.endpoint
-        self._socket.connect(self._endpoint)
+        self._socket = _connect(self._context, access)
 
     def _next(self, op: str, fields: dict[str, Any]) -> tuple[bytes, bytes, float]:
         """Return the id of a new request, its message, and how long its answer may take."""
@@ -227,6 +219,18 @@ class AsyncQueueClient(_Client):
     abandon = _awaited(QueueRequests.abandon)
     status = _awaited(QueueRequests.status)
     save = _awaited(QueueRequests.save)
+
+
+def _connect(context: Any, access: QueueAccess) -> Any:
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.set_hwm(0)
+    if access.keys is not None:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, access.server_key)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, access.keys.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, access.keys.secret)
+    socket.connect(access.endpoint)
+    return socket
 
 
 def _attempts(op: str) -> int:
