@@ -43,7 +43,7 @@ test: setup ## run the tests (ARGS="-k ledger" for some of them)
 	case " $(ARGS) " in *" -m "*) exec $(PYTHON) -m pytest $(ARGS);; esac; \
 	$(SIDE_BY_SIDE) -m "not ($(ALONE) or $(RUNS))$$keep" $(ARGS) || [ $$? = 5 ] || exit 1; \
 	$(PYTHON) -m pytest -m "($(ALONE)) and not ($(RUNS))$$keep" $(ARGS) || [ $$? = 5 ] || exit 1; \
-	$(PYTHON) -m pytest -n 2 --dist loadgroup -m "($(RUNS))$$keep" $(ARGS) || [ $$? = 5 ]
+	$(PYTHON) -m pytest -n 2 --dist loadscope -m "($(RUNS))$$keep" $(ARGS) || [ $$? = 5 ]
 
 examples: setup ## run the classic algorithms of examples/classic, pictures to docs/classic (ARGS="ppo" for one)
 	@$(PYTHON) examples/classic/run_all.py --out docs/classic $(ARGS)

@@ -2,11 +2,14 @@
 
 import logging
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler.loadscope import LoadScopeScheduling
 
 # Read when torch is imported, here and in every process that a test starts. Two threads on these tiny matrices, beside
 # other processes, spend their time waiting for each other.
@@ -18,11 +21,18 @@ settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two lanes for the tests that start the whole system: one of nodes made on this machine, one of all others."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("nodes" if item.get_closest_marker("cluster") else "runs"))
+class Lanes(LoadScopeScheduling):  # type: ignore[misc]
+    """Two lanes for the tests that start the whole system: one of nodes made on this machine, one of all others.
+
+    pytest-xdist's own groups come to nothing under pytest 9.2, whose ids cannot be changed.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "nodes" if re.search("/rehearse/|test_ssh_nodes|test_slurm_jobs", nodeid) else "runs"
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return Lanes(config, log) if config.getoption("dist") == "loadscope" else None
 
 
 @pytest.fixture(scope="session")
