@@ -56,7 +56,11 @@ class Slurm(Kind):
         return done.stdout.strip().partition(";")[0]  # behind it, the cluster's name where there are several
 
     def status(self, job: Job) -> Status:
-        """Ask the controller; once it has forgotten the job, the accounts, and then the job's own record."""
+        """Ask the controller; once it has forgotten the job, the accounts, and then the job's own record.
+
+        Raises:
+            ConfigError: It does not answer.
+        """
         shown = ask("scontrol", "show", "job", job.id, "--oneliner")
         if shown.returncode == 0:
             facts = dict(word.partition("=")[::2] for word in shown.stdout.split())
@@ -65,7 +69,7 @@ class Slurm(Kind):
             where = f"on {nodes}" if nodes else f"without nodes ({facts.get('Reason', 'no reason given')})"
             return read_state(facts["JobState"], facts["ExitCode"], f"job {job.id} {where}, start {attempt}")
         if "Invalid job id" not in shown.stderr:
-            return Status(f"unknown: Slurm does not answer: {shown.stderr.strip()}")
+            raise ConfigError(f"Slurm must answer, got {shown.stderr.strip()}: ask again later")
         kept = ask("sacct", "--noheader", "--parsable2", "--allocations", "--format=State,ExitCode", f"--jobs={job.id}")
         if kept.returncode == 0 and kept.stdout.strip():
             state, _, code = kept.stdout.split("\n")[0].partition("|")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.errors import StallError
+from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.clusters import remote, slurm
 from areal_lite.launch.clusters.job import Job
 from areal_lite.launch.clusters.profile import Profile
@@ -130,7 +130,8 @@ def test_a_controller_that_does_not_answer_fails_nothing(monkeypatch: pytest.Mon
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     monkeypatch.setattr(remote, "_TIMEOUT_S", 0.1)
     job = Job(name="eval", kind="slurm", folder="/shared/me", words=["eval", "/models/a"], id="7")
-    assert "Slurm does not answer" in Slurm().status(job).words
+    with pytest.raises(ConfigError, match="Slurm must answer, got"):
+        Slurm().status(job)
     with pytest.raises(StallError, match="must name the job's nodes"):
         Slurm().nodes(job)
 
