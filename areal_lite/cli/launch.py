@@ -4,15 +4,15 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from areal_lite.cli.options import word_list
 from areal_lite.errors import ConfigError
-
-if TYPE_CHECKING:
-    from areal_lite.launch.clusters.job import Job
+from areal_lite.launch.clusters.job import Job, find_job, job_name
+from areal_lite.launch.clusters.kinds import KINDS, find_kind
+from areal_lite.launch.clusters.profile import Profile, load_profile
 
 _POLL_S = 1.0
 _SILENCE_S = 300.0
@@ -53,23 +53,19 @@ def launch(
         return _ask(*asked[0])
     if not command:
         raise ConfigError("launch needs a command and a recipe, got none: areal-lite launch train arith_cpu")
-    from areal_lite.launch.clusters.job import Job, job_name
-    from areal_lite.launch.clusters.profile import load_profile
-
     job = Job(
         name=name or job_name(command), kind=on, folder=str(Path.cwd()), words=command, profile=load_profile(profile)
     )
     return run_job(job, dry_run=dry_run, detach=detach)
 
 
-def run_job(job: "Job", *, dry_run: bool = False, detach: bool = False) -> int:
+def run_job(job: Job, *, dry_run: bool = False, detach: bool = False) -> int:
     """Check a job, submit it, show what it says, and return its exit code.
 
     Raises:
         ConfigError: It does not fit its cluster.
     """
     from areal_lite.launch.clusters.fit import problems
-    from areal_lite.launch.clusters.kinds import find_kind
 
     kind = find_kind(job.kind)
     found = [*problems(job), *kind.check(job)]
@@ -94,10 +90,8 @@ def run_job(job: "Job", *, dry_run: bool = False, detach: bool = False) -> int:
     return 0 if detach else _follow(job)
 
 
-def _follow(job: "Job") -> int:
+def _follow(job: Job) -> int:
     """Show what a job says until it ends; Ctrl-C stops it, a second one leaves it alone."""
-    from areal_lite.launch.clusters.kinds import find_kind
-
     kind, shown, asked = find_kind(job.kind), 0, False
     silent_since: float | None = None
     while True:
@@ -130,9 +124,6 @@ def _follow(job: "Job") -> int:
 
 
 def _ask(verb: str, name: str) -> int:
-    from areal_lite.launch.clusters.job import find_job
-    from areal_lite.launch.clusters.kinds import find_kind
-
     job = find_job(name)
     kind = find_kind(job.kind)
     if verb == "stop":
@@ -155,15 +146,12 @@ def _ask(verb: str, name: str) -> int:
 
 def _print_profile(kind: str) -> int:
     from areal_lite.cli.check_config import explained_section
-    from areal_lite.launch.clusters.kinds import KINDS, find_kind
-    from areal_lite.launch.clusters.profile import Profile
 
     find_kind(kind)
     hidden = KINDS.keys() - {kind}
-    lines = list(explained_section(Profile()))
     print(f"# A profile for areal-lite launch --on {kind}: change what differs, leave out what does not.")
     keep = True
-    for line in lines:
+    for line in explained_section(Profile()):
         if not line.startswith(" "):
             keep = line.partition(":")[0] not in hidden
         if keep:

@@ -238,12 +238,10 @@ def preflight_table(report: ClusterReport) -> Table:
     table = Table("node", "address", "cores", "memory", "free disk", "GPUs", "clock", "slowest link", box=None)
     for name, node in report.nodes.items():
         links = {pair: link for pair, link in report.links.items() if name in pair}
-        slowest = min(links, key=lambda pair: links[pair][1], default=None)
-        said = (
-            ""
-            if slowest is None
-            else (f"{links[slowest][1]:,.0f} MB/s, {1000 * links[slowest][0]:.2f} ms to {slowest[slowest[0] == name]}")
-        )
+        said = ""
+        if links:
+            pair, (trip_s, rate) = min(links.items(), key=lambda item: item[1][1])
+            said = f"{rate:,.0f} MB/s, {1000 * trip_s:.2f} ms to {pair[pair[0] == name]}"
         table.add_row(
             name,
             report.addresses[name],
