@@ -21,8 +21,6 @@ _MAX_REASON = 200
 _MAX_REASONS = 200
 """Reasons that are told apart; what comes with yet another is counted as `other`."""
 
-__all__ = ["ENDED", "OUTSTANDING", "STATE_BEFORE", "GroupRecord", "GroupState", "GroupTable"]
-
 
 class GroupState(StrEnum):
     """Where a group is on its way from the prompt to the gradient."""

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 
 from areal_lite.sample_queue.groups import GroupRecord
 
-__all__ = ["HeldLease", "LeaseTable"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldLease:

@@ -30,8 +30,6 @@ from transformers import AutoTokenizer
 from areal_lite.errors import CheckpointError
 from areal_lite.train.optimiser import Learner
 
-__all__ = ["export_model", "load_checkpoint", "save_checkpoint"]
-
 _CRITIC = "critic"
 
 

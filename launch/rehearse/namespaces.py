@@ -25,8 +25,6 @@ import psutil
 import areal_lite
 from areal_lite.errors import ConfigError, StallError
 
-__all__ = ["NETWORK", "PRIVATE", "Node", "make_nodes"]
-
 NETWORK = ipaddress.ip_network("10.77.0.0/24")
 PRIVATE = ("/tmp", "/var/tmp", "/dev/shm")
 """Folders of which every node has its own, empty and in memory."""

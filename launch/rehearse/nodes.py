@@ -17,8 +17,6 @@ from areal_lite.launch.clusters.profile import Profile, SshProfile
 from areal_lite.launch.rehearse.namespaces import NETWORK, Node, make_nodes
 from areal_lite.record.run_folder import read_rows
 
-__all__ = ["Fault", "rehearsal", "settings_of"]
-
 _POLL_S = 0.2
 
 

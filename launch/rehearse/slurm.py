@@ -21,8 +21,6 @@ import yaml
 from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.rehearse.namespaces import NETWORK, Node, make_nodes
 
-__all__ = ["Slurm", "make_slurm", "run_job"]
-
 _TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "setpriv")
 _START_TIMEOUT_S = 60.0
 _COMMAND_TIMEOUT_S = 60.0

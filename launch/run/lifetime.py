@@ -12,8 +12,6 @@ from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ArealLiteError, EngineError, StallError, TrainerError
 
-__all__ = ["actor_options", "kill_all", "stop_all", "wait_until_started"]
-
 _STOP_TIMEOUT_S = 20.0
 
 

@@ -30,8 +30,6 @@ from areal_lite.sample_queue.requests import BatchInfo
 from areal_lite.types import Group, Prompt
 from areal_lite.weights.handover import hand_over
 
-__all__ = ["OnlineController"]
-
 logger = logging.getLogger(__name__)
 
 _FRUITLESS_BATCHES = 50

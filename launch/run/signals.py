@@ -3,8 +3,6 @@
 import signal
 from typing import Any, Self
 
-__all__ = ["Interrupts"]
-
 
 class Interrupts:
     """True once the user has asked to stop; a context manager, which catches the signals."""
