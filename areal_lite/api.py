@@ -155,7 +155,9 @@ class Run:
     @property
     def checkpoints(self) -> list[Path]:
         """Resumable states, oldest first."""
-        return sorted(path.parent for path in (self.path / "checkpoints").glob("step-*/meta.json"))
+        from areal_lite.record.checkpoints import whole_checkpoints
+
+        return list(whole_checkpoints(self.path / "checkpoints").values())
 
     @property
     def model(self) -> Path | None:

@@ -1,18 +1,18 @@
-"""The commands `areal-lite train | sft | reward-model | dpo`: a run and its summary, or how to go on with it."""
+"""The commands `areal-lite train | sft | reward-model | dpo | resume`: a run and its summary, or how to go on."""
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from areal_lite.cli.options import Overrides, Recipe
-from areal_lite.config.offline import load_any_config
-from areal_lite.config.sections import COMMANDS
-
-__all__ = ["SUMMARY_KEYS", "dpo", "reward_model", "sft", "train"]
+from areal_lite.config.offline import OfflineConfig, load_any_config, parse_any_config
+from areal_lite.config.reading import parse_override, set_value
+from areal_lite.config.recipe import Config
 
 SUMMARY_KEYS = (
     "steps", "wall_s", "samples_per_s", "gen_tokens_per_s", "reward_first", "reward_last", "age_max_trained",
@@ -26,7 +26,7 @@ def train(recipe: Recipe, overrides: Overrides) -> int:
 
     Ctrl-C finishes the step, saves, and says how to go on.
     """
-    return _run("train", recipe, overrides, keys=SUMMARY_KEYS)
+    return _start("train", recipe, overrides)
 
 
 def sft(recipe: Recipe, overrides: Overrides) -> int:
@@ -34,7 +34,7 @@ def sft(recipe: Recipe, overrides: Overrides) -> int:
 
     The rows are prompts with completions, or chats. Ctrl-C finishes the step, saves, and says how to go on.
     """
-    return _run("sft", recipe, overrides, keys=_OFFLINE_KEYS)
+    return _start("sft", recipe, overrides)
 
 
 def reward_model(recipe: Recipe, overrides: Overrides) -> int:
@@ -43,7 +43,7 @@ def reward_model(recipe: Recipe, overrides: Overrides) -> int:
     It learns to score completions from pairs of a better and a worse one. The result can be a recipe's verifier:
     reward_model. Ctrl-C finishes the step, saves, and says how to go on.
     """
-    return _run("reward_model", recipe, overrides, keys=_OFFLINE_KEYS)
+    return _start("reward_model", recipe, overrides)
 
 
 def dpo(recipe: Recipe, overrides: Overrides) -> int:
@@ -52,20 +52,45 @@ def dpo(recipe: Recipe, overrides: Overrides) -> int:
     It learns from pairs of a better and a worse completion, without a reward model: DPO, IPO or SimPO. Ctrl-C finishes
     the step, saves, and says how to go on.
     """
-    return _run("dpo", recipe, overrides, keys=_OFFLINE_KEYS)
+    return _start("dpo", recipe, overrides)
 
 
-def _run(command: str, recipe: str, overrides: list[str], *, keys: Iterable[str]) -> int:
-    config, console = load_any_config(recipe, overrides, command=command), Console()
+def resume(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="run folder")],
+    overrides: Overrides,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="although another process, which is gone for sure, holds the folder")
+    ] = False,
+) -> int:
+    """Go on with a run from its newest checkpoint, with the recipe in its folder.
+
+    run.resume_from=step-N names an older checkpoint.
+    """
+    from areal_lite.record.run_folder import RunFolder
+
+    saved = RunFolder(folder.resolve()).recipe()
+    raw = saved.model_dump()
+    if isinstance(saved, OfflineConfig) and saved.batch.epochs is not None:
+        del raw["run"]["steps"]  # follows from the epochs
+    for override in [f"run.resume={folder.resolve()}", *overrides]:
+        set_value(raw, *parse_override(override))
+    return _run(parse_any_config(raw), recipe_name=folder.name, take_over=take_over)
+
+
+def _start(command: str, recipe: str, overrides: list[str]) -> int:
+    return _run(load_any_config(recipe, overrides, command=command), recipe_name=Path(recipe).stem)
+
+
+def _run(config: Config | OfflineConfig, *, recipe_name: str, take_over: bool = False) -> int:
     from areal_lite.launch.run.controller import Interrupted
     from areal_lite.launch.run.train import train
 
+    console, keys = Console(), SUMMARY_KEYS if config.command == "train" else _OFFLINE_KEYS
     try:
-        summary = train(config, recipe_name=Path(recipe).stem, console=console)
+        summary = train(config, recipe_name=recipe_name, console=console, take_over=take_over)
     except Interrupted as stop:
-        kept = [text for text in overrides if not text.startswith(("run.resume=", "run.dir="))]
-        again = shlex.join(["areal-lite", COMMANDS[command], recipe, *kept, f"run.resume={stop}"])
         console.print("stopped and saved. To go on:", highlight=False)
+        again = shlex.join(["areal-lite", "resume", str(stop)])
         console.print(f"  {again}", highlight=False, markup=False, soft_wrap=True)
         return 130
     table = Table(title="summary", show_header=False, title_justify="left")

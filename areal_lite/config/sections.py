@@ -23,7 +23,9 @@ class RunConfig(Section):
     steps: int = Field(100, ge=1)
     """trainer steps of the whole run, resumed ones included"""
     resume: str | None = None
-    """run folder to continue in, from its newest checkpoint"""
+    """run folder to continue in, from its newest whole checkpoint; areal-lite resume DIR sets it"""
+    resume_from: str | None = None
+    """another checkpoint of run.resume: step-N"""
     eval_every: int = Field(0, ge=0)
     """steps between evaluations beside generation; 0 = only start and end"""
     checkpoint_every: int = Field(50, ge=0)
@@ -58,6 +60,8 @@ class RunConfig(Section):
     """port at which Prometheus reads the last step's figures; null = none"""
 
     def _problems(self) -> Iterable[str]:
+        if self.resume_from is not None and self.resume is None:
+            yield f"run.resume_from={self.resume_from} needs run.resume, the run folder it is in"
         try:
             port_range(self.ports)
         except ValueError as error:

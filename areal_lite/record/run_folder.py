@@ -7,7 +7,7 @@
 import contextlib
 import json
 import os
-import shutil
+import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -19,10 +19,9 @@ from areal_lite.config.recipe import Config
 from areal_lite.config.sections import LaunchConfig, RunConfig, WeightsConfig
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.events import Event
+from areal_lite.record.checkpoints import choose_checkpoint, go_on_from, whole_checkpoints, write_checkpoint
 from areal_lite.record.differences import differences
 from areal_lite.record.trace import to_trace
-
-__all__ = ["RunFolder", "read_rows", "write_whole"]
 
 Row = Mapping[str, Any]
 
@@ -38,74 +37,101 @@ _FREE_ON_RESUME = {
 """Settings that may change on a resume because they do not change what is learned."""
 
 
+def run_path(run: RunConfig, *, recipe_name: str) -> Path:
+    """Return the folder of a run: the one it continues in, its `run.dir`, or `runs/<recipe>-<time>`."""
+    default = Path("runs") / f"{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return Path(run.resume or run.dir or default).resolve()
+
+
 class RunFolder:
     """Paths and append-only files of one run."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.logs, self.checkpoints = path, path / "logs", path / "checkpoints"
+        self.checkpoint: Path | None = None
+        """What a resumed run starts from."""
+        self.guard: Callable[[], None] = lambda: None
+        """Called before anything is written; raises where another process has taken the folder over."""
 
-    @classmethod
-    def create(cls, config: Config | OfflineConfig, *, recipe_name: str) -> Self:
-        """Make a new folder and write the resolved config; a `ConfigError` where `run.dir` already holds a run."""
-        default = Path("runs") / f"{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        folder = cls(Path(config.run.dir).resolve() if config.run.dir else default.resolve())
-        if (folder.path / "config.json").exists():
+    def begin(self, config: Config | OfflineConfig) -> None:
+        """Make a new folder and write the resolved config; a `ConfigError` where it already holds a run."""
+        if (self.path / "config.json").exists():
             raise ConfigError(
-                f"run.dir must be a new folder, got {folder.path}, which holds a run: choose another, or continue it "
-                f"with run.resume={folder.path}"
+                f"run.dir must be a new folder, got {self.path}, which holds a run: choose another, or continue it "
+                f"with areal-lite resume {self.path}"
             )
-        for path in (folder.logs, folder.checkpoints):
+        for path in (self.logs, self.checkpoints):
             path.mkdir(parents=True, exist_ok=True)
-        folder.write_json("config.json", config.model_dump())
-        return folder
+        self.write_json("config.json", config.model_dump())
+
+    def recipe(self) -> Config | OfflineConfig:
+        """Read the resolved recipe.
+
+        Raises:
+            CheckpointError: There is none, or another version of areal-lite wrote it.
+        """
+        if not (self.path / "config.json").is_file():
+            raise CheckpointError(f"run.resume must name a run folder, got {self.path}, which has no config.json")
+        try:
+            raw = json.loads((self.path / "config.json").read_text())
+            is_online = raw.get("command", "train") == "train"
+            return parse_section(raw, Config) if is_online else parse_section(raw, OfflineConfig)
+        except ValueError as error:
+            raise CheckpointError(
+                f"run.resume must name a run that this version of areal-lite can read, got {self.path}, whose "
+                "config.json was written by an earlier version, or beside plug-ins that are not installed now: "
+                f"{error}: resume with those, or start anew without run.resume"
+            ) from error
 
     @classmethod
-    def resume(cls, config: Config | OfflineConfig) -> Self:
-        """Open the folder of `run.resume`; rows beyond its newest checkpoint move to `*.orphaned.jsonl`.
+    def resume(cls, config: Config | OfflineConfig, *, say: Callable[[str], object] = print) -> Self:
+        """Open the folder of `run.resume` and check all of it; nothing changes before `go_on`.
+
+        Args:
+            say: Told of checkpoints that are passed over, and why.
 
         Raises:
             CheckpointError: There is no checkpoint, another version wrote the recipe, or it differs in what is learned.
         """
         assert config.run.resume is not None
         folder = cls(Path(config.run.resume).resolve())
-        if not (folder.path / "config.json").is_file():
-            raise CheckpointError(f"run.resume must name a run folder, got {folder.path}, which has no config.json")
-        raw = json.loads((folder.path / "config.json").read_text())
-        if (purpose := raw.get("command", config.command)) != config.command:
+        saved = folder.recipe()
+        if saved.command != config.command:
             raise CheckpointError(
                 f"run.resume must name a run of command: {config.command}, got {folder.path}, which is one of "
-                f"command: {purpose}"
+                f"command: {saved.command}"
             )
-        try:
-            saved = parse_section(raw, type(config))
-        except ConfigError as error:
-            raise CheckpointError(
-                f"run.resume must name a run that this version of areal-lite can read, got {folder.path}, whose "
-                "config.json was written by an earlier version, or beside plug-ins that are not installed now: "
-                f"{error}: resume with those, or start anew without run.resume"
-            ) from error
         found = differences([saved.model_dump(), config.model_dump()]).items()
         if different := [f"{key} was {was!r}, is {now!r}" for key, (was, now) in found if key not in _FREE_ON_RESUME]:
             raise CheckpointError(
                 f"the checkpoint belongs to another recipe: {'; '.join(different)}: resume with the recipe and "
                 "overrides of the first start, or start anew without run.resume"
             )
-        checkpoint = folder.newest_checkpoint()
-        meta = json.loads((checkpoint / "meta.json").read_text())
-        for name, key in (("metrics.jsonl", "step"), ("samples.jsonl", "step"), ("events.jsonl", "time")):
-            folder._orphan_rows(name, key, last=meta[key])
-        folder.write_json("config.json", config.model_dump())
+        folder.checkpoint = choose_checkpoint(folder.checkpoints, config.run.resume_from, say=say)
         return folder
 
+    def go_on(self, config: Config | OfflineConfig, *, say: Callable[[str], object] = print) -> None:
+        """Continue from `checkpoint`: what came later moves to `*.orphaned.jsonl` and `orphaned-step-*`."""
+        assert self.checkpoint is not None
+        meta = json.loads((self.checkpoint / "meta.json").read_text())
+        go_on_from(self.checkpoint, say=say)
+        self.checkpoint = self.newest_checkpoint()
+        for name, key in (("metrics.jsonl", "step"), ("samples.jsonl", "step"), ("events.jsonl", "time")):
+            self._orphan_rows(name, key, last=meta[key], say=say)
+        content = config.model_dump()
+        content["run"]["resume_from"] = None  # meant once
+        self.write_json("config.json", content)
+
     def newest_checkpoint(self) -> Path:
-        """Return the newest complete checkpoint; a `CheckpointError` where there is none."""
-        complete = sorted(path.parent for path in self.checkpoints.glob("step-*/meta.json"))
-        if not complete:
-            raise CheckpointError(
-                f"expected a complete checkpoint under {self.checkpoints}, got none: the run ended before its first "
-                "one (run.checkpoint_every), start anew"
-            )
-        return complete[-1]
+        """Return the newest complete checkpoint, unverified; a `CheckpointError` where there is none."""
+        there = whole_checkpoints(self.checkpoints)
+        return list(there.values())[-1] if there else choose_checkpoint(self.checkpoints, None, say=print)
+
+    def how_to_go_on(self) -> str:
+        """Return the command that continues the run, or why there is none."""
+        if not (there := whole_checkpoints(self.checkpoints)):
+            return "there is no checkpoint to go on from (run.checkpoint_every)"
+        return f"to go on from step {max(there)}: areal-lite resume {shlex.quote(str(self.path))}"
 
     def write_checkpoint(
         self, step: int, *, queue_state: bytes | None, save_trainer: Callable[[Path], None], keep: int
@@ -117,27 +143,21 @@ class RunFolder:
             queue_state: The sample queue's; None for an offline run, which has no queue.
             save_trainer: Writes the trainer's part into a folder.
         """
-        final = self.checkpoints / f"step-{step:06d}"
-        for leftover in self.checkpoints.glob(".step-*"):
-            shutil.rmtree(leftover)
-        temporary = self.checkpoints / f".step-{step:06d}.tmp"
-        temporary.mkdir(parents=True)
-        moment = time.time()
-        save_trainer(temporary / "trainer")
-        if queue_state is not None:
-            (temporary / "queue.msgpack").write_bytes(queue_state)
-        (temporary / "meta.json").write_text(json.dumps({"step": step, "time": moment}))
-        if final.exists():
-            _remove(final)
-        os.replace(temporary, final)
-        for old in sorted(self.checkpoints.glob("step-*"))[:-keep]:
-            _remove(old)
-        return final
+
+        def fill(folder: Path) -> None:
+            save_trainer(folder / "trainer")
+            if queue_state is not None:
+                (folder / "queue.msgpack").write_bytes(queue_state)
+            self.guard()  # the ranks may have taken long
+
+        self.guard()
+        return write_checkpoint(self.checkpoints, step, fill, keep=keep)
 
     def append(self, name: str, rows: Iterable[Row]) -> None:
         """Append rows to a `.jsonl` file; a killed run leaves whole lines."""
         text = "".join(json.dumps(row, default=float) + "\n" for row in rows)
         if text:
+            self.guard()
             with (self.path / name).open("a") as file:
                 file.write(text)
 
@@ -147,6 +167,7 @@ class RunFolder:
 
     def write_json(self, name: str, content: Any) -> None:
         """Write a JSON file, whole or not at all."""
+        self.guard()
         write_whole(self.path / name, json.dumps(content, indent=2, default=float) + "\n")
 
     def write_trace(self) -> None:
@@ -154,11 +175,13 @@ class RunFolder:
         events: list[Event] = self.read("events.jsonl")
         write_whole(self.path / "trace.json", json.dumps(to_trace(events)))
 
-    def _orphan_rows(self, name: str, key: str, *, last: float) -> None:
-        path, rows = self.path / name, self.read(name)
-        self.append(f"{path.stem}.orphaned.jsonl", (row for row in rows if row[key] > last))
+    def _orphan_rows(self, name: str, key: str, *, last: float, say: Callable[[str], object]) -> None:
+        path, (rows, broken) = self.path / name, read_rows(self.path / name)
+        if broken:
+            say(f"{path}: left out what cannot be read: line {', '.join(map(str, broken))}")
+        self.append(f"{path.stem}.orphaned.jsonl", (row for row in rows if row.get(key, last) > last))
         if path.is_file():
-            write_whole(path, "".join(json.dumps(row) + "\n" for row in rows if row[key] <= last))
+            write_whole(path, "".join(json.dumps(row) + "\n" for row in rows if row.get(key, last) <= last))
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -168,22 +191,19 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _remove(checkpoint: Path) -> None:
-    """Delete a checkpoint; one that a kill left half deleted is never taken for whole."""
-    hidden = checkpoint.with_name(f".{checkpoint.name}.old")
-    os.replace(checkpoint, hidden)
-    shutil.rmtree(hidden)
-
-
-def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the whole rows of a `.jsonl` file, none where there is no file, and how many lines were cut off or broken.
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the whole rows of a `.jsonl` file, none where there is no file, and the numbers of the other lines.
 
     NaN and infinity, which JSON does not have, are None.
     """
-    rows: list[dict[str, Any]] = []
+    rows, broken = list[dict[str, Any]](), list[int]()
     lines = path.read_text(errors="replace").split("\n") if path.is_file() else []
-    for line in filter(None, lines):
+    for number, line in enumerate(lines, 1):
+        row = None
         with contextlib.suppress(ValueError):
             row = json.loads(line, parse_constant=lambda _: None)
-            rows += [row] if isinstance(row, dict) else []
-    return rows, len(lines) - len(rows) - lines.count("")
+        if isinstance(row, dict):
+            rows.append(row)
+        elif line:
+            broken.append(number)
+    return rows, broken

@@ -291,12 +291,17 @@ def restore(
     Raises:
         CheckpointError: Another version of areal-lite wrote the bytes, or the cursor is over other data.
     """
+    state = read_state(saved)
+    cursor.load(state["cursor"])
+    return Ledger.restore(settings, state["ledger"], clock=clock)
+
+
+def read_state(saved: bytes) -> Any:
+    """Read what `save` returned; a `CheckpointError` where another version of areal-lite wrote it."""
     try:
-        state = decode(saved)
+        return decode(saved)
     except WireError as error:
         raise CheckpointError(
             f"the queue's state in the checkpoint must be of this areal-lite, it cannot be read ({error}): resume with "
             "the version that began the run, or start a new run from the checkpoint's model"
         ) from error
-    cursor.load(state["cursor"])
-    return Ledger.restore(settings, state["ledger"], clock=clock)

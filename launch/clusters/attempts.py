@@ -28,6 +28,7 @@ from areal_lite.launch.clusters.job import Job, Status
 from areal_lite.launch.clusters.kinds import find_kind
 from areal_lite.launch.clusters.ray_nodes import RayNodes
 from areal_lite.launch.clusters.remote import Remote, end_process, python_of, script
+from areal_lite.record.checkpoints import whole_checkpoints
 from areal_lite.record.run_folder import RunFolder, read_rows, write_whole
 
 INTERRUPTED = 130
@@ -154,7 +155,7 @@ def driver_script(job: Job, *, attempt: int, address: str | None, env: Mapping[s
 
 def has_checkpoint(folder: Path) -> bool:
     """Whether a run can go on from its folder."""
-    return any((folder / "checkpoints").glob("step-*/meta.json"))
+    return bool(whole_checkpoints(folder / "checkpoints"))
 
 
 def supervise(job: Job) -> int:

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.actors.calls import call_all
-from areal_lite.errors import CheckpointError
 from areal_lite.events import EventBuffer
 from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.places import Places
 from areal_lite.launch.run.ranks import Ranks
 from areal_lite.launch.run.signals import Interrupts
 from areal_lite.launch.run.view import View
+from areal_lite.record.checkpoints import seal
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.watchdog import Watchdog
 
@@ -69,7 +69,7 @@ class Controller(ABC):
             Exception: What ended the run early, or what `on_step` raised; what could be saved is saved.
         """
         self._on_step = on_step
-        checkpoint = self._folder.newest_checkpoint() if self._config.run.resume else None
+        checkpoint = self._folder.checkpoint
         self._processes = self._spawn(checkpoint)
         try:
             with self._interrupts:
@@ -78,6 +78,9 @@ class Controller(ABC):
                 self._prepare(checkpoint)
                 return self._finish(self._steps())
         except Interrupted:
+            raise
+        except KeyboardInterrupt:
+            self._view.say(self._folder.how_to_go_on())
             raise
         except (Exception, SystemExit) as error:
             located = self._places.whereabouts.located(error)
@@ -203,6 +206,7 @@ class Controller(ABC):
         self._view.say("saving ...")
         checkpoint = self._save()
         self._ranks.ask("export", str(checkpoint / "model"), timeout_s=self._config.run.save_timeout_s)
+        seal(checkpoint)
         summary = self._sum_up(status, failed=False)
         self._processes.stop()
         if status != "done":
@@ -220,11 +224,4 @@ class Controller(ABC):
                 self._view.say(f"the run failed; saving step {self._version} ...")
                 self._save()
         self._sum_up(f"failed: {type(error).__name__}: {error}", failed=True)
-        try:
-            step = self._folder.newest_checkpoint().name
-        except CheckpointError:
-            self._view.say("there is no checkpoint to go on from (run.checkpoint_every)")
-        else:
-            self._view.say(
-                f"newest checkpoint: {step}; to go on from there, resume with run.resume={self._folder.path}"
-            )
+        self._view.say(self._folder.how_to_go_on())

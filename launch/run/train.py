@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import transformers
@@ -24,6 +24,7 @@ from areal_lite.config.offline import OfflineConfig, check_resources
 from areal_lite.config.plugin_check import check_plugins
 from areal_lite.config.recipe import Config
 from areal_lite.data.completions import load_offline
+from areal_lite.data.mix import make_cursor
 from areal_lite.data.prompts import load_source, load_sources
 from areal_lite.errors import ConfigError
 from areal_lite.launch.run.controller import Controller
@@ -33,7 +34,9 @@ from areal_lite.launch.run.places import Places, places_for
 from areal_lite.launch.run.preflight import check_cluster
 from areal_lite.launch.run.view import View
 from areal_lite.record.paths import find_model_folder, with_absolute_paths
-from areal_lite.record.run_folder import RunFolder
+from areal_lite.record.run_folder import RunFolder, run_path
+from areal_lite.record.writer import SoleWriter
+from areal_lite.sample_queue.service import read_state
 from areal_lite.train.ptx import load_documents
 from areal_lite.train.warm_start import ensure_warm_start
 from areal_lite.types import Prompt
@@ -42,6 +45,9 @@ __all__ = ["check_arguments", "prepare_model", "ray_session", "train"]
 
 _CACHE = Path(".cache") / "areal-lite"
 _PROBE_TIMEOUT_S = 5.0
+_Recipe = TypeVar("_Recipe", Config, OfflineConfig)
+_Made = tuple[_Recipe, Path, Callable[[RunFolder, Places], Controller], Callable[[Path], None]]
+"""The recipe with its paths, the model's folder, the controller, and whether a checkpoint is of the same data."""
 
 
 def train(
@@ -50,26 +56,41 @@ def train(
     recipe_name: str,
     console: Console,
     on_step: Callable[[Mapping[str, Any]], object] | None = None,
+    take_over: bool = False,
 ) -> dict[str, Any]:
     """Run a recipe and return its summary, with the path of its `folder`, and of its `report` where there is one.
 
     Args:
         recipe_name: Names the run folder where the recipe does not.
         on_step: Gets the row of every step; returning False ends the run like Ctrl-C.
+        take_over: Take the run folder from whoever holds it.
 
     Raises:
         ArealLiteError: With what to do about it.
         Interrupted: After Ctrl-C, saved.
     """
     made = _online(config, console) if isinstance(config, Config) else _offline(config, console)
-    config, model_folder, make_controller = made
-    with ray_session(), contextlib.ExitStack() as stack:
-        say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    config, model_folder, make_controller, check_data = made
+    say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    warn = functools.partial(say, style="yellow")
+    path = run_path(config.run, recipe_name=recipe_name)
+    with contextlib.ExitStack() as stack:
+        writer = stack.enter_context(SoleWriter(path, take_over=take_over, say=warn))
+        folder = RunFolder.resume(config, say=warn) if config.run.resume else RunFolder(path)
+        if folder.checkpoint is not None:
+            check_data(folder.checkpoint)
+        stack.enter_context(ray_session())
         if config.run.preflight and len(ray.nodes()) > 1:
             check_cluster(config, model_folder=model_folder, console=console)
         places = stack.enter_context(places_for(config, say=say))
         _check_resources(config, console)
-        folder = RunFolder.resume(config) if config.run.resume else RunFolder.create(config, recipe_name=recipe_name)
+        # Until here nothing in the folder has changed.
+        writer.settle()
+        folder.guard = writer.check
+        if folder.checkpoint is not None:
+            folder.go_on(config, say=warn)
+        else:
+            folder.begin(config)
         console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
         summary = make_controller(folder, places).run(on_step) | {"folder": str(folder.path)}
     if config.run.report:
@@ -77,7 +98,7 @@ def train(
     return summary
 
 
-def _online(config: Config, console: Console) -> tuple[Config, Path, Callable[[RunFolder, Places], Controller]]:
+def _online(config: Config, console: Console) -> _Made[Config]:
     """Load everything, so that bad data is found before any actor starts."""
     check_plugins(config)
     config = with_absolute_paths(config)
@@ -100,12 +121,13 @@ def _online(config: Config, console: Console) -> tuple[Config, Path, Callable[[R
             eval_prompts=held_out,
             view=view,
         ),
+        lambda checkpoint: make_cursor(config, prompts).load(
+            read_state((checkpoint / "queue.msgpack").read_bytes())["cursor"]
+        ),
     )
 
 
-def _offline(
-    config: OfflineConfig, console: Console
-) -> tuple[OfflineConfig, Path, Callable[[RunFolder, Places], Controller]]:
+def _offline(config: OfflineConfig, console: Console) -> _Made[OfflineConfig]:
     """Load the data, and turn `epochs` into steps; the rows behind an epoch's last full batch are passed over."""
     config = with_absolute_paths(config)
     model_folder = prepare_model(config, console=console)
@@ -125,6 +147,7 @@ def _offline(
             model_folder=model_folder,
             view=view,
         ),
+        lambda _: None,
     )
 
 

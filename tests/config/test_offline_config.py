@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_folders import new_run_folder
 
 from areal_lite.cli.main import main
 from areal_lite.config.offline import OfflineConfig, load_any_config
@@ -153,9 +154,9 @@ def test_epochs_and_steps_exclude_each_other(tmp_path: Path) -> None:
 def test_a_run_folder_keeps_the_recipe_and_refuses_another_command(tmp_path: Path) -> None:
     """Seen failing with every saved recipe read as one of `train`."""
     config = offline(run={"dir": str(tmp_path / "run")})
-    folder = RunFolder.create(config, recipe_name="x")
+    folder = new_run_folder(config)
     folder.write_checkpoint(3, queue_state=None, save_trainer=lambda path: path.mkdir(), keep=1)
-    assert {path.name for path in folder.newest_checkpoint().iterdir()} == {"trainer", "meta.json"}
+    assert {path.name for path in folder.newest_checkpoint().iterdir()} == {"trainer", "meta.json", "manifest.json"}
     resumed = offline(run={"resume": str(tmp_path / "run"), "steps": 7}, sft={"epochs": 2.0})
     assert RunFolder.resume(resumed).path == folder.path
     with pytest.raises(CheckpointError, match=r"sft\.batch_size was 32, is 16"):

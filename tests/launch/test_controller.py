@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from offline_builders import offline_config
 from rich.console import Console
+from run_folders import new_run_folder
 
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import HandoverError, StallError
@@ -76,7 +77,7 @@ class FakeCluster:
 def offline(tmp_path: Path) -> OfflineController:
     run = {"dir": str(tmp_path / "run"), "eval_every": 1, "start_timeout_s": 321.0}
     config = offline_config(tmp_path, run=run)
-    folder, view = RunFolder.create(config, recipe_name="x"), View(config, console=Console(file=io.StringIO()))
+    folder, view = new_run_folder(config), View(config, console=Console(file=io.StringIO()))
     controller = OfflineController(config, folder=folder, places=NO_PLACES, model_folder=tmp_path / "model", view=view)
     controller._ranks = FakeRanks(config)
     return controller
@@ -91,7 +92,7 @@ def answers_of(handles: dict[str, Any], method: str, *arguments: Any) -> Any:
 @pytest.fixture
 def rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnlineController:
     config = parse_config({"run": {"dir": str(tmp_path / "run"), "steps": 5}, "weights": {"parity_every": 1}})
-    folder, view = RunFolder.create(config, recipe_name="x"), View(config, console=Console(file=io.StringIO()))
+    folder, view = new_run_folder(config), View(config, console=Console(file=io.StringIO()))
     controller = OnlineController(
         config, folder=folder, places=NO_PLACES, model_folder=tmp_path, prompts={}, eval_prompts=[], view=view
     )

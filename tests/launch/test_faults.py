@@ -98,7 +98,7 @@ def test_ctrl_c_finishes_the_step_and_saves(interrupted: UserRun) -> None:
 
 def test_the_printed_command_finishes_the_run_though_workers_are_lost(interrupted: UserRun) -> None:
     """Of three workers, one's process tree is killed, the engine of another hangs, and the third finishes."""
-    (command,) = re.findall(r"^\s*(areal-lite train .*run\.resume=.*)$", interrupted.output, flags=re.MULTILINE)
+    (command,) = re.findall(r"^\s*(areal-lite resume .*)$", interrupted.output, flags=re.MULTILINE)
     with typed(f"{command.rstrip()} rollout.workers=3", folder=interrupted.folder.path) as run:
         run.wait_for_steps(len(steps(interrupted)) + 2)
         killed = run.tree(run.actor("rollout/0"))
@@ -152,7 +152,7 @@ def test_a_dead_trainer_rank_ends_the_run_by_name(loop_folder: Path) -> None:
         assert run.leftovers == []
         assert "TrainerError: trainer/1 died" in run.output
         assert "logs/trainer-1.log" in run.output
-        assert f"run.resume={run.folder.path}" in run.output
+        assert f"areal-lite resume {run.folder.path}" in run.output
         assert saved_step(run) >= 2
         assert summary(run)["status"].startswith("failed: TrainerError: trainer/1 died")
         assert "Traceback" not in run.output
@@ -174,9 +174,8 @@ def test_the_last_worker_lost_or_hung_ends_the_run_with_a_saved_state(loop_folde
         assert summary(run)["status"].startswith("failed: HandoverError")
         before = len(steps(run))
         assert saved_step(run) == before
-        assert f"run.resume={run.folder.path}" in run.output
-    command = f"areal-lite train last.yaml run.resume={run.folder.path}"
-    with typed(command, folder=run.folder.path) as resumed:
+        assert f"areal-lite resume {run.folder.path}" in run.output
+    with typed(f"areal-lite resume {run.folder.path}", folder=run.folder.path) as resumed:
         resumed.wait_for_steps(before + 1)
         os.kill(resumed.engine_core("rollout/0"), signal.SIGSTOP)
         stopped = time.time()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ledger_builders import FakeClock, make_sample
+from run_folders import new_run_folder
 
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.events import Event
@@ -63,7 +64,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 
 @pytest.fixture
 def folder(config: Config) -> RunFolder:
-    return RunFolder.create(config, recipe_name="test")
+    return new_run_folder(config)
 
 
 @pytest.fixture

@@ -141,5 +141,5 @@ def _rows(path: Path, notes: list[str]) -> list[Row]:
     if not path.is_file():
         notes.append(f"{path.name} is missing")
     if broken:
-        notes.append(f"{path.name}: {broken} line(s) cut off or broken, left out")
+        notes.append(f"{path.name}: {len(broken)} line(s) cut off or broken, left out")
     return rows

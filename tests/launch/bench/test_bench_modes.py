@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from ledger_builders import bring_to_ready, make_settings
 from rich.console import Console
+from run_folders import new_run_folder
 from test_bench_measures import EVENTS, ROWS
 
 from areal_lite.cli.main import main
@@ -29,7 +30,6 @@ from areal_lite.launch.bench.modes import (
     thread_settings,
 )
 from areal_lite.launch.bench.modes_figures import MODES, best_synchronous, compare, findings
-from areal_lite.record.run_folder import RunFolder
 from areal_lite.sample_queue.ledger import Ledger
 
 # ---------------------------------------------------------------- runs
@@ -223,7 +223,7 @@ def test_the_command_searches_measures_and_shows(
     trained: list[str] = []
 
     def train(config: Config) -> None:
-        folder = RunFolder.create(config, recipe_name="bench")
+        folder = new_run_folder(config)
         trained.append(folder.path.name)
         pace = 1.0 if config.queue.max_staleness == 0 else 0.5
         rows = [row | {"time_s": pace * row["time_s"]} for row in ROWS]

@@ -1,0 +1,185 @@
+"""One writer per run folder (invariant I9): `writer.json` says who writes there, locked by flock, with a heartbeat.
+
+flock alone does not reach over every network file system, and a heartbeat alone is late: an owner is gone when its lock
+is free and its process is dead, or, on another machine, when its heart (the file's modification time) stands still
+while somebody looks. Clocks are not compared.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, Self
+
+import psutil
+
+from areal_lite.errors import CheckpointError
+
+_CLOCK_S = 2.0
+"""By how much a process's start time may seem to move when the machine's clock is set."""
+
+
+class SoleWriter:
+    """Holds a run folder while it is entered."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        take_over: bool = False,
+        say: Callable[[str], object] = print,
+        beat_s: float = 5.0,
+        silence_s: float = 120.0,
+    ) -> None:
+        """Nothing is touched yet.
+
+        Args:
+            folder: Made where it is missing.
+            take_over: Whoever holds it loses it, and writes nothing more there.
+            silence_s: How long an owner on another machine must show no sign of life.
+        """
+        self._folder, self._path, self._take_over, self._say = folder, folder / "writer.json", take_over, say
+        self._beat_s, self._silence_s = beat_s, silence_s
+        self._before, self._is_new, self._stop = b"", False, threading.Event()
+        me = {"host": socket.gethostname(), "machine": _machine(), "pid": os.getpid()}
+        began = psutil.Process().create_time()
+        self._mine = json.dumps(me | {"began": began, "since": time.ctime(), "id": time.time_ns()}).encode()
+
+    def __enter__(self) -> Self:
+        """Take the folder.
+
+        Raises:
+            CheckpointError: Somebody else holds it, who is named.
+        """
+        self._is_new = not self._folder.exists()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        while not (file := self._taken()):
+            pass
+        self._file = file
+        self.check()  # where flock does nothing, two may have come this far
+        self._heart = threading.Thread(target=self._beat, daemon=True)
+        self._heart.start()
+        return self
+
+    def settle(self) -> None:
+        """Say that the folder is about to change: what a predecessor left in the lease does not come back."""
+        self._before = b""
+
+    def check(self) -> None:
+        """Raise a `CheckpointError` where somebody else has taken the folder over."""
+        if (found := self._read()) != self._mine:
+            raise CheckpointError(
+                f"{self._folder} must have one writer, and was taken over from this one by {_named(_owner(found))}: "
+                "nothing more is written here"
+            )
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._heart.join()
+        if self._read() == self._mine:
+            if self._before:
+                self._path.write_bytes(self._before)
+            else:
+                self._path.unlink()
+        self._file.close()
+        if self._is_new:
+            with contextlib.suppress(OSError):  # it holds something
+                self._folder.rmdir()
+
+    def _taken(self) -> IO[bytes] | None:
+        """Try once; None where the file was exchanged meanwhile."""
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(self._path.open("a+b"))
+            is_free, found = _flock(file.fileno()), self._read()
+            if not _is_same(file.fileno(), self._path):
+                return None
+            owner = _owner(found)
+            if self._take_over and not is_free:
+                self._path.unlink()  # a lock cannot be taken from a process that lives, its file can
+                return None
+            if not self._take_over and not (is_free and (not found or self._is_gone(owner))):
+                raise CheckpointError(
+                    f"{self._folder} must have one writer, and is held by {_named(owner)}: wait for its end, or end "
+                    f"it; where you know it to be gone: areal-lite resume {self._folder} --take-over"
+                )
+            self._before = found
+            file.truncate(0)
+            file.write(self._mine)
+            file.flush()
+            os.fsync(file.fileno())
+            stack.pop_all()
+            return file
+
+    def _is_gone(self, owner: dict[str, Any]) -> bool:
+        if owner.get("machine") == _machine():
+            try:
+                process = psutil.Process(owner["pid"])
+                return bool(abs(process.create_time() - owner["began"]) > _CLOCK_S or process.status() == "zombie")
+            except psutil.NoSuchProcess:
+                return True
+        self._say(f"waiting {self._silence_s:g} s for a sign of life of {_named(owner)}, who holds {self._folder}")
+        seen, until = self._pulse(), time.monotonic() + self._silence_s
+        while time.monotonic() < until:
+            time.sleep(min(self._beat_s, self._silence_s / 4))
+            if self._pulse() != seen:
+                return False
+        return True
+
+    def _beat(self) -> None:
+        while not self._stop.wait(self._beat_s):
+            with contextlib.suppress(OSError):
+                os.utime(self._file.fileno())
+
+    def _pulse(self) -> tuple[int, bytes]:
+        with self._path.open("rb") as file:  # opened anew: network file systems then ask their server
+            return os.fstat(file.fileno()).st_mtime_ns, file.read()
+
+    def _read(self) -> bytes:
+        try:
+            return self._path.read_bytes()
+        except FileNotFoundError:
+            return b""
+
+
+def _flock(number: int) -> bool:
+    """Whether nobody else has the lock; True where the file system has none."""
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
+
+
+def _is_same(number: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(number), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _machine() -> str:
+    """Tell machines, their starts, and containers with process ids of their own apart."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _owner(content: bytes) -> dict[str, Any]:
+    try:
+        return dict(json.loads(content))
+    except (ValueError, TypeError):
+        return {}
+
+
+def _named(owner: dict[str, Any]) -> str:
+    if not owner:
+        return "a process that has not said its name"
+    return f"process {owner['pid']} on {owner['host']}, since {owner['since']}"

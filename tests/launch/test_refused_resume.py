@@ -1,0 +1,96 @@
+"""A resume that is refused leaves the run folder as it was, to the byte, whatever it is refused for."""
+
+import contextlib
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loop_builders import loop_config
+from rich.console import Console
+from run_folders import new_run_folder
+from transformers import AutoTokenizer
+
+from areal_lite.data.mix import make_cursor
+from areal_lite.data.prompts import load_sources
+from areal_lite.errors import ArealLiteError, ConfigError
+from areal_lite.launch.run import train as train_module
+from areal_lite.launch.run.train import train
+from areal_lite.record.paths import with_absolute_paths
+from areal_lite.record.writer import SoleWriter
+from areal_lite.wire import encode
+
+
+def changed_data(folder: Path) -> None:
+    path = folder / "train.jsonl"
+    path.write_text(path.read_text().replace("0007", "0099"))
+
+
+def flipped_bit(folder: Path) -> None:
+    path = folder / "run/checkpoints/step-000002/queue.msgpack"
+    path.write_bytes(b"\0" + path.read_bytes()[1:])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run with a checkpoint of step 2, killed after step 3; its Ray has no room."""
+    config = with_absolute_paths(loop_config(tmp_path, run={"dir": str(tmp_path / "run")}))
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    folder, cursor = new_run_folder(config), make_cursor(config, load_sources(config, tokenizer, "train"))
+    queue_state = encode({"ledger": {}, "cursor": cursor.state()})
+    folder.write_checkpoint(2, queue_state=queue_state, save_trainer=Path.mkdir, keep=1)
+    folder.append("metrics.jsonl", [{"step": step} for step in (1, 2, 3)])
+    folder.append("events.jsonl", [{"time": 9e9}])
+    (folder.path / "writer.json").write_text("a lease")
+
+    def no_room(*_: Any, **__: Any) -> None:
+        raise ConfigError("no room")
+
+    monkeypatch.setattr(train_module, "ray_session", contextlib.nullcontext)
+    monkeypatch.setattr(train_module, "places_for", no_room)
+    monkeypatch.setattr(train_module.ray, "nodes", list)
+    monkeypatch.setattr(train_module, "SoleWriter", lambda *a, **k: SoleWriter(*a, **k, beat_s=0.01, silence_s=0.05))
+    return tmp_path
+
+
+def resume(folder: Path, **sections: Any) -> dict[str, Any]:
+    run = {"resume": str(folder / "run"), **sections.pop("run", {})}
+    return train(loop_config(folder, run=run, **sections), recipe_name="x", console=Console(file=io.StringIO()))
+
+
+@pytest.mark.parametrize(
+    ("harm", "sections", "message"),
+    [
+        (lambda _: None, {"trainer": {"lr": 1e-2}}, r"trainer\.lr was 0\.001, is 0\.01"),
+        (lambda _: None, {"run": {"resume_from": "step-1"}}, "must be one of step-2"),
+        (lambda _: None, {}, "no room"),
+        (flipped_bit, {}, r"step-2: queue\.msgpack: expected"),
+        (changed_data, {}, "Resume with the data"),
+    ],
+)
+def test_a_refused_resume_touches_nothing(
+    stopped: Path, harm: Callable[[Path], None], sections: dict[str, Any], message: str
+) -> None:
+    """Recipe, checkpoint, data, resources.
+
+    Seen failing with the rows moved as soon as the recipe fits (no room, data), and with the lease removed (all).
+    """
+    harm(stopped)
+    before = contents(stopped / "run")
+    with pytest.raises(ArealLiteError, match=message):
+        resume(stopped, **sections)
+    assert contents(stopped / "run") == before
+
+
+def test_a_folder_that_is_held_is_refused_first(stopped: Path) -> None:
+    """Seen failing without the lock: the recipe was looked at, and the run went on."""
+    with SoleWriter(stopped / "run", beat_s=0.01, silence_s=0.05):
+        before = contents(stopped / "run")
+        with pytest.raises(ArealLiteError, match="must have one writer, and is held by process"):
+            resume(stopped)
+        assert contents(stopped / "run") == before

@@ -1,0 +1,216 @@
+"""Checkpoints on disk: every flipped bit is found, and there is a whole one at any moment of a save."""
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from train_builders import make_config, make_rows, make_shard, save_tiny_model
+
+from areal_lite.errors import CheckpointError
+from areal_lite.record.checkpoints import (
+    choose_checkpoint,
+    damage,
+    go_on_from,
+    seal,
+    whole_checkpoints,
+    write_checkpoint,
+)
+from areal_lite.train.trainer import Trainer
+
+
+def fill(folder: Path) -> None:
+    (folder / "trainer").mkdir()
+    for name in ("queue.msgpack", "trainer/shard"):
+        (folder / name).write_bytes(os.urandom(500))
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def silent(text: str) -> None:
+    raise AssertionError(text)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a PPO run after a step, with an exported model."""
+    folder = tmp_path_factory.mktemp("real")
+    save_tiny_model(folder / "start")
+    config = make_config(objective={"preset": "ppo"}, critic={"lr": 1e-2})
+    trainer = Trainer(config, model_folder=str(folder / "start"), rank=0, world_size=1)
+    trainer.train_step(make_shard(make_rows(version=0), version=0))
+
+    def save(path: Path) -> None:
+        trainer.save(path / "trainer")
+        (path / "queue.msgpack").write_bytes(random.Random(0).randbytes(5000))
+
+    path = write_checkpoint(folder / "checkpoints", 1, save, keep=1)
+    trainer.export(path / "model")
+    seal(path)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_200_flipped_bits_are_all_found_and_named(real: Path) -> None:
+    """In shards, random states, the queue, the exported model and the manifest itself, as often in each.
+
+    Seen failing with sizes compared alone, and with the manifest read but not compared with its own form.
+    """
+    chance = random.Random(7)
+    paths = [path for path in sorted(real.rglob("*")) if path.is_file()]
+    assert {path.name for path in paths} >= {"rng-0.pt", "queue.msgpack", "model.safetensors", "manifest.json"}
+    assert damage(real) == ""
+    for number in range(200):
+        path = paths[number % len(paths)]
+        bit = chance.randrange(8 * path.stat().st_size)
+        flip(path, bit)
+        found = damage(real)
+        flip(path, bit)
+        name = path.relative_to(real).as_posix()
+        assert found, f"bit {bit} of {name}"
+        assert name == "manifest.json" or found.startswith(f"{name}: expected {{'size': "), found
+    assert damage(real) == ""
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "meta.json", "trainer/shard"])
+def test_a_missing_or_shorter_file_is_found(tmp_path: Path, name: str) -> None:
+    """Seen failing (the manifest) without the word in `meta.json` that there was one."""
+    path = write_checkpoint(tmp_path, 1, fill, keep=1)
+    whole = (path / name).read_bytes()
+    (path / name).write_bytes(whole[:-1])
+    assert damage(path).startswith(f"{name}: expected ")
+    (path / name).unlink()
+    assert damage(path).startswith(f"{name}: expected ")
+    assert list(whole_checkpoints(tmp_path)) == [1], "named, and not passed over in silence"
+
+
+def test_the_newest_good_one_is_taken_and_the_bad_ones_are_named(tmp_path: Path) -> None:
+    """Nothing changes meanwhile. Seen failing with the newest taken unseen."""
+    paths = [write_checkpoint(tmp_path, step, fill, keep=9) for step in (1, 2, 10)]
+    assert choose_checkpoint(tmp_path, None, say=silent) == paths[2]
+    flip(paths[2] / "trainer/shard", 0)
+    said: list[str] = []
+    assert choose_checkpoint(tmp_path, None, say=said.append) == paths[1]
+    assert len(said) == 1
+    assert said[0].startswith(f"DAMAGED checkpoint, not taken: {paths[2]}: trainer/shard: expected {{'size': 500, ")
+    for path in paths[:2]:
+        flip(path / "queue.msgpack", 9)
+    with pytest.raises(CheckpointError, match=r"step-10: trainer/shard.*step-2: queue.*step-1: queue.*resume_from"):
+        choose_checkpoint(tmp_path, None, say=said.append)
+
+
+def test_a_checkpoint_can_be_picked(tmp_path: Path) -> None:
+    """A bad one that was asked for is refused, not exchanged. Seen failing with the newest taken in its place."""
+    for step in (1, 2, 10):
+        write_checkpoint(tmp_path, step, fill, keep=9)
+    for wanted in ("step-2", "step-000002"):
+        assert choose_checkpoint(tmp_path, wanted, say=silent).name == "step-000002"
+    with pytest.raises(CheckpointError, match=r"must be one of step-1, step-2, step-10, got 'step-3'"):
+        choose_checkpoint(tmp_path, "step-3", say=silent)
+    flip(tmp_path / "step-000002" / "meta.json", 3)
+    with pytest.raises(CheckpointError, match=r"step-2: meta\.json: expected"):
+        choose_checkpoint(tmp_path, "step-2", say=lambda _: None)
+
+
+def test_one_of_an_earlier_version_is_taken_with_a_word(tmp_path: Path) -> None:
+    path = tmp_path / "step-000003"
+    path.mkdir()
+    (path / "meta.json").write_text('{"step": 3, "time": 1.5}')
+    said: list[str] = []
+    assert choose_checkpoint(tmp_path, None, say=said.append) == path
+    assert said == ["step-3 cannot be verified: an earlier version wrote it, without a manifest"]
+
+
+def test_no_rule_deletes_the_state_a_run_goes_on_from(tmp_path: Path) -> None:
+    """Later ones, bad or not wanted, are set aside: they would be kept as the newest, in its place.
+
+    Seen failing with them left where they are: step 2 was gone after step 3.
+    """
+    for step in (1, 2, 8, 9):
+        path = write_checkpoint(tmp_path, step, fill, keep=9)
+    flip(path / "trainer/shard", 0)
+    said: list[str] = []
+    go_on_from(tmp_path / "step-000002", say=said.append)
+    assert [text.split(" is later")[0] for text in said] == ["step-9", "step-8"]
+    write_checkpoint(tmp_path, 3, fill, keep=2)
+    assert list(whole_checkpoints(tmp_path)) == [2, 3]
+    assert sorted(path.name[:20] for path in tmp_path.glob("orphaned-*")) == [
+        f"orphaned-step-00000{step}"[:20] for step in (8, 9)
+    ]
+    write_checkpoint(tmp_path, 4, fill, keep=1)
+    assert list(whole_checkpoints(tmp_path)) == [4]
+
+
+def test_what_a_kill_left_aside_counts_and_comes_back(tmp_path: Path) -> None:
+    """The step was being saved again: the old state had its new name, the new one not yet.
+
+    Seen failing with names that begin with a dot left out.
+    """
+    content = (write_checkpoint(tmp_path, 5, fill, keep=2) / "queue.msgpack").read_bytes()
+    (tmp_path / "step-000005").rename(tmp_path / ".step-000005.aside")
+    (tmp_path / ".step-000005.tmp").mkdir()
+    path = choose_checkpoint(tmp_path, None, say=silent)
+    go_on_from(path, say=silent)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
+    assert (tmp_path / "step-000005" / "queue.msgpack").read_bytes() == content
+
+
+def test_a_write_that_breaks_off_between_the_renames_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every rename and removal of a second save of a step. Seen failing with the old one removed first."""
+    for stop_at in range(1, 9):
+        folder = tmp_path / str(stop_at)
+        write_checkpoint(folder, 3, fill, keep=1)
+        calls = iter(range(1, 99))
+
+        def stopping(real: object, stop_at: int = stop_at, calls: Iterator[int] = calls) -> object:
+            def call(*args: object, **options: object) -> object:
+                if next(calls) == stop_at:
+                    raise KeyboardInterrupt
+                return real(*args, **options)  # type: ignore[operator]
+
+            return call
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", stopping(os.replace))
+            patch.setattr(shutil, "rmtree", stopping(shutil.rmtree))
+            try:
+                write_checkpoint(folder, 3, fill, keep=1)
+                assert stop_at > 3
+            except KeyboardInterrupt:
+                pass
+        path = choose_checkpoint(folder, None, say=silent)
+        assert json.loads((path / "meta.json").read_text())["step"] == 3
+
+
+def _save_for_ever(folder: Path) -> None:
+    while True:
+        write_checkpoint(folder, 3, fill, keep=1)
+
+
+@pytest.mark.deadline
+def test_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """A process saves the same step again and again, and is killed 60 times; each successor clears up.
+
+    Seen failing with the old one renamed to a name that is not read (2 of 60 kills), as it was before.
+    """
+    chance = random.Random(3)
+    write_checkpoint(tmp_path, 3, fill, keep=1)
+    for number in range(60):
+        child = multiprocessing.get_context("fork").Process(target=_save_for_ever, args=(tmp_path,))
+        child.start()
+        time.sleep(chance.uniform(0.002, 0.05))
+        child.kill()
+        child.join()
+        path = choose_checkpoint(tmp_path, None, say=silent)
+        assert damage(path) == "", f"kill {number}"
