@@ -8,12 +8,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from run_folders import new_run_folder
 
 from areal_lite import __version__
 from areal_lite.cli import main as cli
 from areal_lite.cli.train import SUMMARY_KEYS
+from areal_lite.config.offline import OfflineConfig, load_any_config
 from areal_lite.config.reading import shipped_recipes
-from areal_lite.config.recipe import Config
+from areal_lite.config.recipe import Config, load_config
 from areal_lite.errors import StallError
 
 COMMANDS = [
@@ -40,6 +42,7 @@ class FakeTraining:
 
     def _train(self, config: Config, *, recipe_name: str, console: Any, take_over: bool) -> dict[str, Any]:
         self.calls.append((config, recipe_name))
+        self.take_over = take_over
         if isinstance(self.outcome, BaseException):
             raise self.outcome
         return self.outcome
@@ -157,6 +160,36 @@ def test_a_stopped_run_ends_with_130_and_says_how_to_go_on(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "stopped and saved. To go on:"
     assert lines[1] == "  areal-lite resume '/runs/my run'"
+
+
+@pytest.mark.parametrize("options", [[], ["--take-over"]])
+def test_resume_reads_the_recipe_in_the_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str]
+) -> None:
+    """Numbers as they were, overrides on top. Seen failing without the overrides."""
+    training = FakeTraining(monkeypatch, SUMMARY)
+    first = load_config("arith_cpu", ["trainer.lr=0.00001", "run.seed=3", f"run.dir={tmp_path}"])
+    new_run_folder(first)
+    assert cli.main(["resume", str(tmp_path), "run.steps=400", *options]) == 0
+    ((config, _),) = training.calls
+    run = {"resume": str(tmp_path), "steps": 400}
+    assert config == first.model_copy(update={"run": first.run.model_copy(update=run)})
+    assert training.take_over == bool(options)
+
+
+def test_resume_of_a_run_of_some_epochs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its folder holds the steps beside them. Seen failing: either of the two may be given."""
+    training = FakeTraining(monkeypatch, Interrupted(str(tmp_path)))
+    config = load_any_config("rlhf_sft", [f"run.dir={tmp_path}"])
+    assert isinstance(config, OfflineConfig)
+    new_run_folder(config.model_copy(update={"sft": config.sft.model_copy(update={"epochs": 2.0})}))
+    assert cli.main(["resume", str(tmp_path)]) == 130
+    assert training.calls[0][0].run.resume == str(tmp_path)
+
+
+def test_resume_of_no_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["resume", str(tmp_path)]) == 1
+    assert "must name a run folder" in capsys.readouterr().err
 
 
 def test_a_second_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
