@@ -1,8 +1,7 @@
 """The process that holds the sample queue."""
 
-import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from areal_lite.actors.process import log_to_file
 from areal_lite.config.recipe import Config
@@ -19,33 +18,15 @@ class QueueActor:
     """Owns the ledger, the data cursor and the ZeroMQ server around them."""
 
     def __init__(
-        self,
-        config: Config,
-        *,
-        log_folder: str,
-        state: bytes | None,
-        prompts: Mapping[str, list[Prompt]],
+        self, config: Config, *, log_folder: str, state: bytes | None, prompts: Mapping[str, list[Prompt]]
     ) -> None:
         """Make the ledger and serve."""
         log_to_file(log_folder, "queue", environment=config.run.env)
         self._address = local_address(config.run.network)
         cursor = make_cursor(config, prompts)
-        settings = LedgerSettings(
-            max_staleness=config.queue.max_staleness,
-            on_stale=config.queue.on_stale,
-            groups_per_step=config.queue.groups_per_step,
-            samples_per_group=config.queue.samples_per_group,
-            total_steps=config.run.steps,
-            max_attempts=config.queue.max_attempts,
-            lease_timeout_s=config.queue.lease_timeout_s,
-            reject=config.queue.reject,
-        )
-        clock = time.monotonic
-        ledger = (
-            Ledger(settings, clock=clock)
-            if state is None
-            else restore(state, settings=settings, cursor=cursor, clock=clock)
-        )
+        names = {field.name for field in fields(LedgerSettings)}
+        settings = LedgerSettings(total_steps=config.run.steps, **config.queue.model_dump(include=names))
+        ledger = Ledger(settings) if state is None else restore(state, settings=settings, cursor=cursor)
         self._server = QueueServer(
             ledger,
             cursor,

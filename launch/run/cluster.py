@@ -60,13 +60,8 @@ class Cluster:
         self._logs, self._model_folder = str(log_folder), str(model_folder)
         self.lost: dict[str, str] = {}
         """Rollout workers given up, with the reason."""
-        self._queue_actor = places.spawn(
-            QueueActor,
-            "queue",
-            log_folder=self._logs,
-            state=queue_state,
-            prompts=prompts,
-        )
+        queue = {"log_folder": self._logs, "state": queue_state, "prompts": prompts}
+        self._queue_actor = places.spawn(QueueActor, "queue", **queue)
         self.ranks = Ranks(OnlineTrainerActor, config, places=places, log_folder=log_folder)
         self.verifiers: dict[str, Any] = {}
         self.engines = RayEngines({}, timeout_s=config.run.stall_timeout_s, on_drop=self._note_lost)
