@@ -22,8 +22,6 @@ from areal_lite.cli.verify import verify
 from areal_lite.config.reading import shipped_recipes
 from areal_lite.errors import ArealLiteError
 
-__all__ = ["COMMANDS", "app", "main"]
-
 COMMANDS: dict[str, Callable[..., int] | typer.Typer] = {
     "train": train,
     "sft": sft,

@@ -21,9 +21,6 @@ from areal_lite.sample_queue.shards import ShardedBatch
 from areal_lite.types import Group, Lease, Prompt, Sample, Score, Shard
 from areal_lite.wire import decode, encode
 
-__all__ = ["Cursor", "QueueService", "Traffic", "restore"]
-
-
 _LENT_TO = {GroupState.LEASED_ROLLOUT: "rollout", GroupState.LEASED_VERIFY: "verifier"}
 _MAX_PROGRESS = 2**62
 _MAX_WORKERS = 4096
