@@ -21,6 +21,24 @@ standard kind, so `except ValueError` works, and takes one string, so that it su
 between Ray processes.
 """
 
+__all__ = [
+    "ArealLiteError",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "EngineError",
+    "EpisodeError",
+    "HandoverError",
+    "LedgerError",
+    "PluginError",
+    "QueueTimeout",
+    "StallError",
+    "TrainerError",
+    "VerifierError",
+    "VerifierUnavailable",
+    "WireError",
+]
+
 
 class ArealLiteError(Exception):
     """Base of every error raised on purpose."""
