@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.data.arith import preference_pairs, worked_solutions
-from areal_lite.data.rows import RowReader, Rows, check_columns, make_each
+from areal_lite.data.rows import RowReader, Rows, Split, check_columns, make_each
 from areal_lite.data.turns import TurnTokenizer, is_whole_chat, split_pair
 from areal_lite.errors import DataError
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
-
-Split = Literal["train", "eval"]
 
 
 class Example(NamedTuple):

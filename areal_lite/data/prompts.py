@@ -6,11 +6,12 @@ Data must not choose code: a row may only name a verifier or workflow that the r
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from areal_lite.config.data import SourceConfig
 from areal_lite.config.recipe import Config
 from areal_lite.data.encode import encode_texts, render_chat
+from areal_lite.data.rows import Split
 from areal_lite.data.sources import load_tasks
 from areal_lite.data.tasks import Task, in_ranges, report_left_out
 from areal_lite.errors import ConfigError, DataError
@@ -18,8 +19,6 @@ from areal_lite.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Split = Literal["train", "eval"]
 
 
 def load_source(config: Config, tokenizer: "PreTrainedTokenizerBase", split: Split) -> list[Prompt]:

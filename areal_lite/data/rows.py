@@ -22,6 +22,8 @@ _SHOWN = 10
 
 T = TypeVar("T")
 
+Split = Literal["train", "eval"]
+
 Rows = list[tuple[int, dict[str, Any]]]
 """Each row with its line number (from 1) in a file, or its row number (from 0) in a dataset."""
 
@@ -42,7 +44,7 @@ class RowReader:
         self._source, self._allow_hub = source, allow_hub
         self._datasets: dict[Path, dict[str, Any]] = {}
 
-    def read(self, path: Path, *, split: Literal["train", "eval"]) -> tuple[Rows, list[tuple[int, str]]]:
+    def read(self, path: Path, *, split: Split) -> tuple[Rows, list[tuple[int, str]]]:
         """Read all rows of a file, folder or hub id, and what is wrong with those that cannot be read.
 
         Args:

@@ -8,14 +8,12 @@ from areal_lite.config.data import SourceConfig
 from areal_lite.config.plugins import find_function
 from areal_lite.data.arith import arith_problems
 from areal_lite.data.gym import gym_tasks
-from areal_lite.data.rows import RowReader, Rows, check_columns, make_each
+from areal_lite.data.rows import RowReader, Rows, Split, check_columns, make_each
 from areal_lite.data.tasks import Task, make_task
 from areal_lite.errors import ArealLiteError, PluginError
 
 FILE_SOURCES = ("jsonl", "parquet", "dataset")
 """Kinds that read rows from files; the others make their tasks, and may show how they are done."""
-
-Split = Literal["train", "eval"]
 
 
 def load_tasks(source: SourceConfig, split: Split, *, where: str) -> list[Task]:

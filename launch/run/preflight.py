@@ -93,7 +93,8 @@ def look_at_cluster(config: Config | OfflineConfig, *, paths: Sequence[str], sha
             probes = {name: probes[name] for name in report.addresses}
             seen = call_all(probes, "look", [canary, *paths], str(shared), list(config.run.env))
             report.nodes = _ask(report, seen, 3 * _TIMEOUT_S)
-            report.clock_offsets_s = {name: offset for name, probe in probes.items() for offset in _clock_offset(probe)}
+            for name, probe in probes.items():
+                _measure_clock(report, name, probe)
             _measure_links(report, probes)
             if config.run.device == "cuda":
                 probes = {name: probes[name] for name, node in report.nodes.items() if node.gpus}
@@ -143,15 +144,12 @@ def _ask(report: ClusterReport, calls: Calls, timeout_s: float) -> dict[str, Any
     return calls.values
 
 
-def _clock_offset(probe: Any) -> Iterator[float]:
-    """Yield how far a node's clock is off, less what the way of the answer leaves open; nothing without an answer."""
+def _measure_clock(report: ClusterReport, name: str, probe: Any) -> None:
     before, begun = time.time(), time.perf_counter()
-    calls = Calls({"clock": probe.clock.remote()})
-    for _, error in calls.answers(_TIMEOUT_S):
-        if error is None:
-            half = (time.perf_counter() - begun) / 2
-            apart = calls.values["clock"] - before - half
-            yield math.copysign(max(0.0, abs(apart) - half), apart)
+    if clock := _ask(report, Calls({name: probe.clock.remote()}), _TIMEOUT_S):
+        half = (time.perf_counter() - begun) / 2
+        apart = clock[name] - before - half
+        report.clock_offsets_s[name] = math.copysign(max(0.0, abs(apart) - half), apart)
 
 
 def _measure_links(report: ClusterReport, probes: Mapping[str, Any]) -> None:
