@@ -34,15 +34,12 @@ class EngineGroup(Protocol):
         Raises:
             HandoverError: No engine is left.
         """
-        ...
 
     def begin(self, method: str, *args: Any) -> None:
         """Call all engines at once; the next `each` waits for them first."""
-        ...
 
     def drop(self, name: str, reason: str) -> None:
         """Give an engine up: end it, and let its work return to the queue."""
-        ...
 
     def raise_if_none(self) -> None:
         """Raise when there is nobody left.
@@ -50,7 +47,6 @@ class EngineGroup(Protocol):
         Raises:
             HandoverError: No engine is left.
         """
-        ...
 
 
 def hand_over(
