@@ -21,8 +21,8 @@ import psutil
 
 from areal_lite.errors import CheckpointError
 
-_CLOCK_S = 2.0
-"""By how much a process's start time may seem to move when the machine's clock is set."""
+_CLOCK_S = 5.0
+"""When a process began is reckoned from the clock, which may have been set since."""
 
 
 class SoleWriter:
@@ -97,13 +97,14 @@ class SoleWriter:
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(self._path.open("a+b"))
             is_free, found = _flock(file.fileno()), self._read()
+            owner = _owner(found)
+            is_ours = self._take_over or (is_free and (not found or self._is_gone(owner)))
             if not _is_same(file.fileno(), self._path):
                 return None
-            owner = _owner(found)
             if self._take_over and not is_free:
                 self._path.unlink()  # a lock cannot be taken from a process that lives, its file can
                 return None
-            if not self._take_over and not (is_free and (not found or self._is_gone(owner))):
+            if not is_ours:
                 raise CheckpointError(
                     f"{self._folder} must have one writer, and is held by {_named(owner)}: wait for its end, or end "
                     f"it; where you know it to be gone: areal-lite resume {self._folder} --take-over"
@@ -118,11 +119,7 @@ class SoleWriter:
 
     def _is_gone(self, owner: dict[str, Any]) -> bool:
         if owner.get("machine") == _machine():
-            try:
-                process = psutil.Process(owner["pid"])
-                return bool(abs(process.create_time() - owner["began"]) > _CLOCK_S or process.status() == "zombie")
-            except psutil.NoSuchProcess:
-                return True
+            return find_process(owner["pid"], owner["began"]) is None
         self._say(f"waiting {self._silence_s:g} s for a sign of life of {_named(owner)}, who holds {self._folder}")
         seen, until = self._pulse(), time.monotonic() + self._silence_s
         while time.monotonic() < until:
@@ -137,14 +134,26 @@ class SoleWriter:
                 os.utime(self._file.fileno())
 
     def _pulse(self) -> tuple[int, bytes]:
-        with self._path.open("rb") as file:  # opened anew: network file systems then ask their server
-            return os.fstat(file.fileno()).st_mtime_ns, file.read()
+        try:
+            with self._path.open("rb") as file:  # opened anew: network file systems then ask their server
+                return os.fstat(file.fileno()).st_mtime_ns, file.read()
+        except FileNotFoundError:  # it has ended
+            return 0, b""
 
     def _read(self) -> bytes:
         try:
             return self._path.read_bytes()
         except FileNotFoundError:
             return b""
+
+
+def find_process(pid: int, began: float) -> psutil.Process | None:
+    """Return the process of this machine that began then, in seconds since the epoch; None where it has ended."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        if abs(process.create_time() - began) <= _CLOCK_S and process.status() != psutil.STATUS_ZOMBIE:
+            return process
+    return None
 
 
 def _flock(number: int) -> bool:
@@ -173,10 +182,10 @@ def _machine() -> str:
 
 
 def _owner(content: bytes) -> dict[str, Any]:
-    try:
-        return dict(json.loads(content))
-    except (ValueError, TypeError):
-        return {}
+    with contextlib.suppress(ValueError, TypeError):
+        if "since" in (owner := dict(json.loads(content))):
+            return owner
+    return {}
 
 
 def _named(owner: dict[str, Any]) -> str:

@@ -14,9 +14,7 @@ from areal_lite.launch.clusters.attempts import Attempts, driver_script, end_lef
 from areal_lite.launch.clusters.job import Job, Status
 from areal_lite.launch.clusters.kinds import Kind
 from areal_lite.launch.clusters.remote import ask
-
-_CLOCK_S = 5.0
-"""When a process began is reckoned from the clock, which may have been set since."""
+from areal_lite.record.writer import find_process
 
 
 class Supervised(Kind):
@@ -68,13 +66,10 @@ class Supervised(Kind):
 
     def _process(self, job: Job) -> psutil.Process | None:
         number, began, *_ = [*job.id.split("@"), ""]
-        with contextlib.suppress(psutil.Error, ValueError):
+        with contextlib.suppress(ValueError):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(int(number), os.WNOHANG)  # where it is a child of this process
-            process = psutil.Process(int(number))
-            is_it = abs(process.create_time() - float(began)) <= _CLOCK_S
-            if is_it and process.status() != psutil.STATUS_ZOMBIE:
-                return process
+            return find_process(int(number), float(began))
         return None
 
 
