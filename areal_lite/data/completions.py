@@ -3,8 +3,11 @@
 Every trainer rank loads them, so which rows are held out depends on the data alone. No seed: runs can be compared.
 """
 
+import functools
+import json
 import logging
 import random
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +17,7 @@ from areal_lite.config.offline import OfflineConfig
 from areal_lite.data.arith import preference_pairs, worked_solutions
 from areal_lite.data.rows import RowReader, Rows, Split, check_columns, make_each
 from areal_lite.data.turns import TurnTokenizer, is_whole_chat, split_pair
-from areal_lite.errors import DataError
+from areal_lite.errors import CheckpointError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,6 +39,20 @@ class OfflineData:
     train: list[Example]
     held_out: list[Example]
     """Empty = no evaluation."""
+
+    @property
+    def checksum(self) -> int:
+        """Of the training rows and their order."""
+        return functools.reduce(lambda before, row: zlib.crc32(repr(row).encode(), before), self.train, 0)
+
+    def check(self, checkpoint: Path) -> None:
+        """Raise a `CheckpointError` where a checkpoint says that it was trained on other rows."""
+        meta = json.loads((checkpoint / "trainer" / "meta.json").read_text())
+        if (saved := meta.get("coefficients", {}).get("data", self.checksum)) != self.checksum:
+            raise CheckpointError(
+                f"{checkpoint} must be of the same training rows, their checksum was {saved} and is {self.checksum}: "
+                "resume with the data of the first run"
+            )
 
 
 def load_offline(config: OfflineConfig, tokenizer: "PreTrainedTokenizerBase") -> OfflineData:

@@ -30,7 +30,7 @@ class OfflineTrainer(OfflineLoop):
         self._config, self._model_folder = config, model_folder
         tokenizer = AutoTokenizer.from_pretrained(model_folder)
         data = load_offline(config, tokenizer)
-        self._held_out = OfflineRows(data.held_out)
+        self._held_out, self._checksum = OfflineRows(data.held_out), data.checksum
         padding = _padding(tokenizer) if config.command == "reward_model" else 0
         super().__init__(
             _load(config, model_folder, padding=padding, world_size=world_size),
@@ -71,7 +71,8 @@ class OfflineTrainer(OfflineLoop):
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint into a folder, which the caller makes visible when all ranks are done."""
-        save_checkpoint(folder, self.learner, version=self.version, rank=self._rank)
+        coefficients = {"data": self._checksum}
+        save_checkpoint(folder, self.learner, version=self.version, rank=self._rank, coefficients=coefficients)
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder with weights (float32) and tokenizer."""

@@ -135,7 +135,7 @@ def driver_script(job: Job, *, attempt: int, address: str | None, env: Mapping[s
     if profile.nodes > 1:
         ours |= {"run.network": profile.network, "run.ports": _run_ports(job)}
     folder = job.run_folder
-    if folder is not None and attempt > 1 and has_checkpoint(folder):
+    if folder is not None and attempt > 1 and whole_checkpoints(folder / "checkpoints"):
         words = [word for word in words if not word.startswith(("run.dir=", "run.resume="))]
         ours["run.resume"] = str(folder)
     elif folder is not None and not given & {"run.dir", "run.resume"}:
@@ -151,11 +151,6 @@ def driver_script(job: Job, *, attempt: int, address: str | None, env: Mapping[s
         wait = [python_of(job), "-m", "areal_lite.launch.clusters.joined"]
         command = [*wait, str(profile.nodes), f"{profile.start_timeout_s:g}", *command]
     return script(job, command, {**(env or {}), **address_env})
-
-
-def has_checkpoint(folder: Path) -> bool:
-    """Whether a run can go on from its folder."""
-    return bool(whole_checkpoints(folder / "checkpoints"))
 
 
 def supervise(job: Job) -> int:
@@ -348,7 +343,7 @@ def _set_aside(folder: Path | None, failed: int) -> None:
     """Make room for the next attempt: a folder without a checkpoint gets another name, else gathered logs go."""
     if folder is None or not (folder / "config.json").exists():
         return
-    if not has_checkpoint(folder):
+    if not whole_checkpoints(folder / "checkpoints"):
         folder.rename(folder.with_name(f"{folder.name}.attempt-{failed}"))
     for path in (folder / "logs").glob("*.log"):
         path.unlink()

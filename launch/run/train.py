@@ -147,7 +147,7 @@ def _offline(config: OfflineConfig, console: Console) -> _Made[OfflineConfig]:
             model_folder=model_folder,
             view=view,
         ),
-        lambda _: None,
+        data.check,
     )
 
 

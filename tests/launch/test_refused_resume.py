@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 from loop_builders import loop_config
+from offline_builders import offline_config, offline_trainer
 from rich.console import Console
 from run_folders import new_run_folder
 from transformers import AutoTokenizer
 
 from areal_lite.data.mix import make_cursor
 from areal_lite.data.prompts import load_sources
-from areal_lite.errors import ArealLiteError, ConfigError
+from areal_lite.errors import ArealLiteError, CheckpointError, ConfigError
 from areal_lite.launch.run import train as train_module
 from areal_lite.launch.run.train import train
 from areal_lite.record.paths import with_absolute_paths
@@ -94,3 +95,26 @@ def test_a_folder_that_is_held_is_refused_first(stopped: Path) -> None:
         with pytest.raises(ArealLiteError, match="must have one writer, and is held by process"):
             resume(stopped)
         assert contents(stopped / "run") == before
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_an_offline_run_on_other_rows_is_refused(stopped: Path) -> None:
+    """Also on the same in another order; held-out rows do not count. Seen failing without the checksum."""
+    folder = stopped / "sft"
+    folder.mkdir()
+    config = with_absolute_paths(offline_config(folder, run={"dir": str(stopped / "offline")}))
+    run = new_run_folder(config)
+    run.write_checkpoint(2, queue_state=None, save_trainer=offline_trainer(config).save, keep=1)
+
+    def resume_offline() -> None:
+        again = offline_config(folder, run={"resume": str(run.path)})
+        train(again, recipe_name="x", console=Console(file=io.StringIO()))
+
+    with pytest.raises(ConfigError, match="no room"):
+        resume_offline()
+    rows = (folder / "rows.jsonl").read_text().splitlines()
+    (folder / "rows.jsonl").write_text("\n".join([rows[1], rows[0], *rows[2:]]))
+    before = contents(run.path)
+    with pytest.raises(CheckpointError, match="must be of the same training rows"):
+        resume_offline()
+    assert contents(run.path) == before
