@@ -8,6 +8,7 @@ orphaned-step-000012-*  a resume went on from an earlier one; never deleted here
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -76,15 +77,29 @@ def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], None], *, k
         step: Completed steps.
         fill: Writes the files into a folder.
         keep: How many to keep; the one written now, just verified, is among them.
+
+    Raises:
+        CheckpointError: The disk is full; what was written of it is gone.
     """
     final, temporary = folder / f"step-{step:06d}", folder / f".step-{step:06d}.tmp"
     aside = folder / f".{final.name}.aside"
     _clear(folder)
     temporary.mkdir(parents=True)
     began = time.time()
-    fill(temporary)
-    (temporary / _META).write_text(json.dumps({"step": step, "time": began, "manifest": True}))
-    seal(temporary)
+    try:
+        fill(temporary)
+        (temporary / _META).write_text(json.dumps({"step": step, "time": began, "manifest": True}))
+        seal(temporary)
+    except Exception as error:
+        written, free = _size(temporary), shutil.disk_usage(folder).free
+        shutil.rmtree(temporary, ignore_errors=True)
+        needed = max([written + 2**20, *map(_size, whole_checkpoints(folder).values())])
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or written + free < needed:
+            raise CheckpointError(
+                f"disk full: {needed / 2**20:.0f} MB needed in {folder}, {(written + free) / 2**20:.0f} MB are free; "
+                f"step {step} is not saved, earlier checkpoints are kept: make room there"
+            ) from error
+        raise
     if final.exists():
         os.replace(final, aside)
     os.replace(temporary, final)
@@ -141,6 +156,10 @@ def damage(checkpoint: Path) -> str:
     with ThreadPoolExecutor() as pool:
         found = pool.map(lambda item: _difference(checkpoint / item[0], item[1]), manifest.items())
         return "; ".join(f"{name}: {problem}" for name, problem in zip(manifest, found, strict=True) if problem)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _difference(path: Path, expected: Any) -> str:

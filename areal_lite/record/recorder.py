@@ -1,10 +1,13 @@
 """What every kind of run writes: rows with TensorBoard beside them, events, and the summary."""
 
+import contextlib
+import functools
+import logging
 import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from areal_lite.node import package_versions
 from areal_lite.record.metrics import OFFLINE_METRICS, Metric
 from areal_lite.record.prometheus import PrometheusPage
 from areal_lite.record.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -52,15 +57,19 @@ class Recorder:
         row = {name: _finite(value) for name, value in (times | figures).items()}
         self.rows.append(row)
         self._folder.append("metrics.jsonl", [row])
+        with _going_on():
+            self._draw(row)
+        if self._page is not None:
+            self._page.show(row)
+        return row
+
+    def _draw(self, row: Mapping[str, Any]) -> None:
         for metric in self._metrics:
             value = row.get(metric.name) if metric.board else None
             scalars = {f"/{name}": part for name, part in value.items()} if isinstance(value, Mapping) else {"": value}
             for name, scalar in scalars.items():
                 if scalar is not None:
-                    self._board.add_scalar(metric.tag + name, scalar, step)
-        if self._page is not None:
-            self._page.show(row)
-        return row
+                    self._board.add_scalar(metric.tag + name, scalar, row["step"])
 
     def sum_up(self, status: str, figures: Mapping[str, Any]) -> dict[str, Any]:
         """Write `summary.json` and `trace.json`, and return the summary."""
@@ -73,9 +82,11 @@ class Recorder:
             "versions": package_versions(),
             "commit": self._commit,
         }
-        self._folder.write_json("summary.json", content)
-        self._folder.write_trace()
-        self._board.close()
+        for write in (functools.partial(self._folder.write_json, "summary.json", content), self._folder.write_trace):
+            with _going_on():
+                write()
+        with _going_on():
+            self._board.close()
         if self._page is not None:
             self._page.close()
         return content
@@ -113,6 +124,15 @@ def mean_of_ends(rows: Sequence[Mapping[str, Any]], key: str, name: str) -> dict
         known = [row[key] for row in part if row[key] is not None]
         means[f"{name}_{end}"] = sum(known) / len(known) if known else None
     return means
+
+
+@contextlib.contextmanager
+def _going_on() -> Iterator[None]:
+    """What people read of a run may fail to be written; that ends no run."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("the run goes on without what could not be written: %s", error)
 
 
 def _finite(value: Any) -> Any:

@@ -6,6 +6,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import shlex
 import time
@@ -24,6 +25,8 @@ from areal_lite.record.differences import differences
 from areal_lite.record.trace import to_trace
 
 Row = Mapping[str, Any]
+
+logger = logging.getLogger(__name__)
 
 _FREE_ON_RESUME = {
     *(f"run.{name}" for name in RunConfig.model_fields if name != "seed"),
@@ -52,6 +55,7 @@ class RunFolder:
         """What a resumed run starts from."""
         self.guard: Callable[[], None] = lambda: None
         """Called before anything is written; raises where another process has taken the folder over."""
+        self._late: dict[str, str] = {}
 
     def begin(self, config: Config | OfflineConfig) -> None:
         """Make a new folder and write the resolved config; a `ConfigError` where it already holds a run."""
@@ -154,12 +158,21 @@ class RunFolder:
         return write_checkpoint(self.checkpoints, step, fill, keep=keep)
 
     def append(self, name: str, rows: Iterable[Row]) -> None:
-        """Append rows to a `.jsonl` file; a killed run leaves whole lines."""
-        text = "".join(json.dumps(row, default=float) + "\n" for row in rows)
+        """Append rows to a `.jsonl` file; a killed run leaves whole lines. What cannot be written now comes later."""
+        late, path = self._late.pop(name, ""), self.path / name
+        text = late + "".join(json.dumps(row, default=float) + "\n" for row in rows)
         if text:
             self.guard()
-            with (self.path / name).open("a") as file:
-                file.write(text)
+            size = path.stat().st_size if path.exists() else 0
+            try:
+                with path.open("a") as file:
+                    file.write(text)
+            except OSError as error:
+                self._late[name] = text
+                with contextlib.suppress(OSError):
+                    os.truncate(path, size)
+                if not late:
+                    logger.warning("%s cannot be written, and what belongs there is kept for later: %s", path, error)
 
     def read(self, name: str) -> list[dict[str, Any]]:
         """Read a `.jsonl` file; a last line cut off by a kill is left out."""

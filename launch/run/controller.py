@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.actors.calls import call_all
+from areal_lite.errors import CheckpointError
 from areal_lite.events import EventBuffer
 from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.places import Places
@@ -150,7 +151,10 @@ class Controller(ABC):
         run = self._config.run
         is_late = 0 < run.checkpoint_every_minutes * 60 <= time.monotonic() - self._saved_at
         if self._is_due(run.checkpoint_every) or (is_late and self._is_due(1)):
-            self._save()
+            try:
+                self._save()
+            except CheckpointError as error:
+                self._view.say(str(error), style="yellow")
 
     def _ask(self, method: str, *args: Any, waiting_for: str) -> list[Any]:
         """Have all ranks do something together, with the watchdog on."""
@@ -186,6 +190,7 @@ class Controller(ABC):
     def _save(self) -> Path:
         """Write a checkpoint of this step boundary."""
         self._tick()
+        self._saved_at = time.monotonic()
 
         def save_trainer(path: Path) -> None:
             self._ranks.ask("save", str(path), timeout_s=self._config.run.save_timeout_s)
@@ -196,7 +201,6 @@ class Controller(ABC):
             save_trainer=save_trainer,
             keep=self._config.run.keep_checkpoints,
         )
-        self._saved_at = time.monotonic()
         self._controller_lane.emit("checkpoint", step=self._version)
         return path
 

@@ -1,9 +1,10 @@
 """What a person sees while a run goes on: a live panel on a terminal, plain lines elsewhere."""
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -33,6 +34,7 @@ class View:
         self, config: Config | OfflineConfig, *, console: Console | None = None, plain_every_s: float = 5.0
     ) -> None:
         self._config, self._console = config, console or Console()
+        self._console.file = _Stream(self._console.file)  # type: ignore[assignment]
         self._metrics: Sequence[Metric] = OFFLINE_METRICS
         self._bounds = {}
         if isinstance(config, Config):
@@ -131,6 +133,25 @@ class View:
             return "-"
         left = (time.monotonic() - self._started) / done * max(self._config.run.steps - self._first_step - done, 0)
         return str(timedelta(seconds=int(left)))
+
+
+class _Stream:
+    """Output that may have nobody left to read it, such as a terminal that was closed."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 def sparkline(values: Sequence[float], width: int = _SPARKLINE_WIDTH) -> str:

@@ -1,5 +1,6 @@
 """The controllers' order of things, with processes that are only told about."""
 
+import errno
 import io
 import itertools
 import json
@@ -275,6 +276,35 @@ def test_checkpoints_come_by_steps_and_by_minutes_since_the_last(
         now += 240
         offline._step()
     assert [int(path.name.removeprefix("step-")) for path in sorted(offline._folder.checkpoints.iterdir())] == saved
+
+
+def test_a_full_disk_ends_no_run_before_its_end(
+    offline: OfflineController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what people read nor a checkpoint on the way. Seen failing with each of these raised."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def ask(method: str, *args: Any, timeout_s: float) -> list[Any]:
+        if args[0].endswith(".step-000002.tmp/trainer"):
+            fail()
+        return FakeRanks.ask(ranks, method, *args, timeout_s=timeout_s)
+
+    changed = {"checkpoint_every": 2, "eval_every": 0, "keep_checkpoints": 9}
+    offline._config = offline._config.model_copy(update={"run": offline._config.run.model_copy(update=changed)})
+    ranks: Any = offline._ranks
+    vars(ranks)["ask"] = ask
+    vars(offline._recorder._board)["add_scalar"] = fail
+    vars(offline._view._console.file)["_stream"] = SimpleNamespace(write=fail, flush=fail, isatty=lambda: False)
+    for name in ("metrics.jsonl", ".summary.json.tmp"):
+        (tmp_path / "run" / name).symlink_to("/dev/full")
+    processes = SimpleNamespace(kill=lambda: None, stop=lambda: None)
+    vars(offline).update(_spawn=lambda _: processes, _start=lambda _: None, _prepare=lambda _: None)
+    vars(offline).update(_ask=lambda *_, waiting_for: [FIGURES], _evaluate=lambda: None)
+    monkeypatch.setattr(controller, "seal", lambda _: None)
+    assert offline.run()["status"] == "done"
+    assert sorted(path.name for path in offline._folder.checkpoints.iterdir()) == ["step-000004", "step-000006"]
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("in a callback"), SystemExit("of a callback")])

@@ -8,11 +8,12 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from train_builders import make_config, make_rows, make_shard, save_tiny_model
 
-from areal_lite.errors import CheckpointError
+from areal_lite.errors import CheckpointError, TrainerError
 from areal_lite.record.checkpoints import (
     choose_checkpoint,
     damage,
@@ -228,3 +229,29 @@ def test_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) 
         child.join()
         path = choose_checkpoint(tmp_path, None, say=silent)
         assert damage(path) == "", f"kill {number}"
+
+
+@pytest.mark.parametrize("is_said_by_a_rank", [False, True])
+def test_a_full_disk_keeps_the_checkpoints_there_are_and_says_how_much_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_said_by_a_rank: bool
+) -> None:
+    """/dev/full says what a full disk says; a rank may only say that it failed, which it also does for other reasons.
+
+    Seen failing with the half written checkpoint left behind, and with every failure called a full disk.
+    """
+
+    def fill_the_disk(folder: Path) -> None:
+        (folder / "half").write_bytes(bytes(3 * 2**20))
+        if is_said_by_a_rank:
+            raise TrainerError("trainer/0 failed")
+        Path("/dev/full").write_text("x")
+
+    write_checkpoint(tmp_path, 1, fill, keep=1)
+    if is_said_by_a_rank:
+        with pytest.raises(TrainerError, match="trainer/0 failed"):
+            write_checkpoint(tmp_path, 2, fill_the_disk, keep=1)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(CheckpointError, match=f"disk full: 4 MB needed in {tmp_path}"):
+        write_checkpoint(tmp_path, 2, fill_the_disk, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    assert not damage(tmp_path / "step-000001")

@@ -86,6 +86,20 @@ def test_a_last_line_cut_off_by_a_kill_is_left_out(folder: RunFolder, cut: int) 
     assert folder.read("metrics.jsonl") == ([{"step": 1}, {"step": 2}] if cut == 1 else [{"step": 1}])
 
 
+def test_rows_that_a_full_disk_does_not_take_are_written_when_it_does(folder: RunFolder) -> None:
+    """/dev/full says what a full disk says. Seen failing with the error raised."""
+    path = folder.path / "metrics.jsonl"
+    folder.append("metrics.jsonl", [{"step": 1}])
+    path.rename(path.with_name("before"))
+    path.symlink_to("/dev/full")
+    for step in (2, 3):
+        folder.append("metrics.jsonl", [{"step": step}])
+    path.unlink()
+    path.with_name("before").rename(path)
+    folder.append("metrics.jsonl", [{"step": 4}])
+    assert [row["step"] for row in folder.read("metrics.jsonl")] == [1, 2, 3, 4]
+
+
 def test_json_is_written_whole_or_not_at_all(folder: RunFolder) -> None:
     """Seen failing with the file opened for writing first: a run killed then could not be resumed."""
     before = (folder.path / "config.json").read_text()
