@@ -136,7 +136,7 @@ def driver_script(job: Job, *, attempt: int, address: str | None, env: Mapping[s
         ours |= {"run.network": profile.network, "run.ports": _run_ports(job)}
     folder = job.run_folder
     if folder is not None and attempt > 1 and whole_checkpoints(folder / "checkpoints"):
-        words = [word for word in words if not word.startswith(("run.dir=", "run.resume="))]
+        words = [word for word in words if not word.startswith(("run.dir=", "run.resume=", "run.resume_from="))]
         ours["run.resume"] = str(folder)
     elif folder is not None and not given & {"run.dir", "run.resume"}:
         ours["run.dir"] = str(folder)
