@@ -27,8 +27,6 @@ from areal_lite.record.checkpoints import seal
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.watchdog import Watchdog
 
-__all__ = ["POLL_S", "Controller", "Interrupted"]
-
 POLL_S = 0.25
 """How often a wait looks around."""
 

@@ -41,8 +41,6 @@ from areal_lite.train.ptx import load_documents
 from areal_lite.train.warm_start import ensure_warm_start
 from areal_lite.types import Prompt
 
-__all__ = ["check_arguments", "prepare_model", "ray_session", "train"]
-
 _CACHE = Path(".cache") / "areal-lite"
 _PROBE_TIMEOUT_S = 5.0
 _Recipe = TypeVar("_Recipe", Config, OfflineConfig)
