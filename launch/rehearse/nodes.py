@@ -93,8 +93,10 @@ def _write_shell(job: Job, node: Node) -> None:
     """Write what the job calls to reach a node: as a machine's control board, it needs no network."""
     command = f'exec {shlex.join(node.command([]))} "$@"' if node.is_up else f"echo {node.name} is off >&2; exit 255"
     path = job.files / f"shell-of-{node.name}"
-    path.write_text(f"#!/bin/sh\n{command}\n")
-    path.chmod(0o755)
+    made = path.with_suffix(".tmp")
+    made.write_text(f"#!/bin/sh\n{command}\n")
+    made.chmod(0o755)
+    made.replace(path)  # it may be called at any time
 
 
 def _cause_trouble(faults: Sequence[Fault], node: Node, job: Job, ended: threading.Event) -> None:

@@ -79,7 +79,7 @@ def test_each_fault_waits_for_its_step_and_ends_with_its_attempt(job: Job, troub
     assert trouble.events[-1] == "kill"
     Attempts([failed, failed]).save(job)
     assert soon(lambda: trouble.events[-1] == "boot")
-    assert (job.files / "shell-of-node-2").read_text() == '#!/bin/sh\nexec enter "$@"\n'
+    assert soon(lambda: (job.files / "shell-of-node-2").read_text() == '#!/bin/sh\nexec enter "$@"\n')
 
 
 @pytest.mark.parametrize(("num_nodes", "ranks", "engines"), [(2, 1, 1), (3, 2, 1), (5, 2, 3)])
