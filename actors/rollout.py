@@ -1,6 +1,8 @@
 """The process of one rollout worker: a vLLM engine and the loop that keeps it full."""
 
 import asyncio
+import signal
+from multiprocessing import resource_tracker
 from typing import Any
 
 from areal_lite.actors.process import log_to_file
@@ -21,6 +23,10 @@ class RolloutActor:
 
     def __init__(self, config: Config, *, name: str, model_folder: str, access: QueueAccess, log_folder: str) -> None:
         log_to_file(log_folder, name, environment=config.run.env)
+        # Once, when it starts, it lets SIGTERM through to the thread that needs it, and to all that this one starts.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._opens_update = False
         self._resuming: asyncio.Task[None] | None = None
         self._config, self._name = config, name

@@ -89,7 +89,7 @@ def _run(config: Config | OfflineConfig, *, recipe_name: str, take_over: bool = 
     try:
         summary = train(config, recipe_name=recipe_name, console=console, take_over=take_over)
     except Interrupted as stop:
-        console.print("stopped and saved. To go on:", highlight=False)
+        console.print("stopped. To go on:", highlight=False)
         again = shlex.join(["areal-lite", "resume", str(stop)])
         console.print(f"  {again}", highlight=False, markup=False, soft_wrap=True)
         return 130

@@ -44,6 +44,8 @@ class RunConfig(Section):
     """seconds that actors may take to start"""
     save_timeout_s: float = Field(600.0, gt=0)
     """seconds that writing a checkpoint may take"""
+    save_deadline_s: float = Field(30.0, gt=0)
+    """seconds that the step under way may take to end after SIGTERM, SIGHUP or SIGUSR1; one that is late is given up"""
     device: Literal["cpu", "cuda"] = "cpu"
     """where engines and trainer ranks compute"""
     network: str | None = None

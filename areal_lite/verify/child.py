@@ -12,6 +12,7 @@ import json
 import math
 import os
 import resource
+import signal
 import socket
 import sys
 import traceback
@@ -41,6 +42,8 @@ _WORN_SHARE = 0.8
 
 def main(function_name: str, channel: socket.socket, options: Mapping[str, Any]) -> None:
     """Split into guardian and worker; `options` are `arguments` of every call, and `memory_mb`."""
+    # The processes of a run hear none of these; what a verifier starts and wants to end must.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1))
     adopt_orphans()
     guardians_end, reports = socket.socketpair(type=socket.SOCK_SEQPACKET)
     me = os.getpid()

@@ -1,8 +1,8 @@
 """The supervisor of a job: runs its command, ends everything on every node, and goes on after a failure.
 
 A process of its own: `python -m areal_lite.launch.clusters.attempts RECORD`, on the head or wherever the nodes are
-reached from. Ctrl-C and SIGTERM are handed to the command as an interrupt, so that the run saves; a second one ends it
-at once.
+reached from. Ctrl-C, and a batch system's notice (SIGTERM, SIGHUP, SIGUSR1), are handed to the command as an interrupt,
+so that the run saves; a second one ends it at once.
 """
 
 import contextlib
@@ -28,6 +28,7 @@ from areal_lite.launch.clusters.job import Job, Status
 from areal_lite.launch.clusters.kinds import find_kind
 from areal_lite.launch.clusters.ray_nodes import RayNodes
 from areal_lite.launch.clusters.remote import Remote, end_process, python_of, script
+from areal_lite.launch.run.signals import NOTICES
 from areal_lite.record.checkpoints import whole_checkpoints
 from areal_lite.record.run_folder import RunFolder, read_rows, write_whole
 
@@ -271,7 +272,7 @@ class _Asked:
         return self.count > 0
 
     def __enter__(self) -> "_Asked":
-        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, *NOTICES)}
         return self
 
     def __exit__(self, *error: object) -> None:

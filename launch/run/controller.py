@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.actors.calls import call_all
-from areal_lite.errors import CheckpointError
+from areal_lite.errors import CheckpointError, StallError
 from areal_lite.events import EventBuffer
 from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.places import Places
@@ -46,7 +46,7 @@ class Controller(ABC):
         self._config, self._folder, self._recorder, self._view = config, folder, recorder, view
         self._trainer_lane, self._controller_lane = EventBuffer("trainer"), EventBuffer("controller")
         self._watchdog = Watchdog(config.run.stall_timeout_s)
-        self._interrupts = Interrupts()
+        self._interrupts = Interrupts(save_deadline_s=config.run.save_deadline_s)
         self._version = 0
         self._saved_at = time.monotonic()
         self._at_boundary = False
@@ -64,18 +64,21 @@ class Controller(ABC):
             on_step: Gets the row of every step; returning False ends the run like Ctrl-C.
 
         Raises:
-            Interrupted: After Ctrl-C, once everything is saved.
+            Interrupted: After Ctrl-C, once everything is saved; after the notice of a batch system, in any case.
             Exception: What ended the run early, or what `on_step` raised; what could be saved is saved.
         """
         self._on_step = on_step
         checkpoint = self._folder.checkpoint
         self._processes = self._spawn(checkpoint)
+        with self._interrupts:
+            return self._run(checkpoint)
+
+    def _run(self, checkpoint: Path | None) -> dict[str, Any]:
         try:
-            with self._interrupts:
-                self._start(checkpoint)
-                self._interrupts.work_begins()
-                self._prepare(checkpoint)
-                return self._finish(self._steps())
+            self._start(checkpoint)
+            self._interrupts.work_begins()
+            self._prepare(checkpoint)
+            return self._finish(self._steps())
         except Interrupted:
             raise
         except KeyboardInterrupt:
@@ -84,6 +87,8 @@ class Controller(ABC):
         except (Exception, SystemExit) as error:
             located = self._places.whereabouts.located(error)
             self._rescue(located)
+            if self._interrupts.notice:
+                raise Interrupted(str(self._folder.path)) from located
             if located is error:
                 raise
             raise located from error
@@ -161,6 +166,11 @@ class Controller(ABC):
         self._tick()
         while late := self._ranks.wait(calls, POLL_S):
             self._tick()
+            if self._interrupts.are_overdue():
+                raise StallError(
+                    f"after {self._interrupts.notice} the run must save within run.save_deadline_s="
+                    f"{self._config.run.save_deadline_s:g} s, it still waits for {waiting_for}: given up"
+                )
             progress = (len(late), self._ranks.progress())
             self._watchdog.check(
                 progress, waiting_for=waiting_for, culprit=functools.partial(self._ranks.describe, late)
@@ -170,7 +180,8 @@ class Controller(ABC):
     def _tick(self) -> None:
         """What every wait does first, and again and again."""
         if self._interrupts.are_news():
-            self._view.say("stopping after this step and saving; press Ctrl-C again to stop at once ...")
+            why = self._interrupts.notice or "press Ctrl-C again to stop at once"
+            self._view.say(f"stopping after this step and saving ({why}) ...")
         if self._unwritten is not None:
             row = self._write(self._unwritten)
             self._unwritten = None
@@ -203,14 +214,18 @@ class Controller(ABC):
         return path
 
     def _finish(self, status: str) -> dict[str, Any]:
-        """Wind up, save, export, sum up, stop; in this order."""
+        """Wind up, save, export, sum up, stop; in this order. After a notice, no more than is needed to go on."""
         status = self._wind_up(status)
         self._view.say("saving ...")
         checkpoint = self._save()
-        self._ranks.ask("export", str(checkpoint / "model"), timeout_s=self._config.run.save_timeout_s)
-        seal(checkpoint)
+        if self._interrupts.notice:
+            self._view.say(f"saved {checkpoint.name}")
+        else:
+            self._ranks.ask("export", str(checkpoint / "model"), timeout_s=self._config.run.save_timeout_s)
+            seal(checkpoint)
         summary = self._sum_up(status, failed=False)
-        self._processes.stop()
+        if not self._interrupts.notice:
+            self._processes.stop()
         if status != "done":
             raise Interrupted(str(self._folder.path))
         return summary
@@ -218,6 +233,8 @@ class Controller(ABC):
     def _rescue(self, error: BaseException) -> None:
         """After a failure: save if the weights are those of a step boundary, write the summary, say how to go on."""
         self._view.end()
+        if self._interrupts.notice:
+            self._view.say(str(error))
         with contextlib.suppress(Exception):
             self._tick()
         with contextlib.suppress(Exception):

@@ -1,50 +1,80 @@
-"""Ctrl-C, and the SIGTERM of a batch system: once means finish and save, twice (or before there is work) at once."""
+"""Ctrl-C, and the notices of a batch system (SIGTERM, SIGHUP, SIGUSR1). Before there is work, either ends at once.
 
+Then Ctrl-C means finish and save, twice at once. A notice, however often it comes, means save within a deadline. It may
+go to every process at once (`scancel`), and Ray's take SIGTERM for their end: those that this one starts hear none.
+"""
+
+import contextlib
 import signal
+import time
+from collections.abc import Iterator
 from typing import Any, Self
+
+NOTICES = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def notices_held_back() -> Iterator[None]:
+    """What this thread starts in the block never gets a notice, nor does what that starts."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Interrupts:
-    """True once the user has asked to stop; a context manager, which catches the signals."""
+    """True once somebody has asked to stop; a context manager, which catches the signals."""
 
-    def __init__(self) -> None:
-        self._count = self._told = 0
+    def __init__(self, *, save_deadline_s: float) -> None:
+        self.notice = ""
+        """Name of the signal by which a batch system gave notice; empty while none has come."""
+        self._save_deadline_s, self._ends_at = save_deadline_s, 0.0
+        self._is_asked = self._is_told = False
+        self._presses = 0
         self._at_once = True
         self._before: dict[signal.Signals, Any] = {}
 
     def __bool__(self) -> bool:
-        return self._count > 0
+        return self._is_asked
 
     def are_news(self) -> bool:
-        """Whether the user has asked to stop, and nobody has been told yet: true once."""
-        before, self._told = self._told, min(self._count, 1)
-        return self._told > before
+        """Whether somebody has asked to stop, and nobody has been told yet: true once."""
+        before, self._is_told = self._is_told, self._is_asked
+        return self._is_told and not before
+
+    def are_overdue(self) -> bool:
+        """Whether the time that a notice leaves is over."""
+        return bool(self.notice) and time.monotonic() > self._ends_at
 
     def ask(self) -> None:
         """Ask to stop, as one Ctrl-C does."""
-        self._count = max(self._count, 1)
+        self._is_asked = True
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, *NOTICES)}
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        for number, handler in self._before.items():  # once told to end, nothing shall cut the end short
+            signal.signal(number, signal.SIG_IGN if self.notice and number in NOTICES else handler)
 
     def work_begins(self) -> None:
         """Say that there is something to save from now on.
 
         Raises:
-            KeyboardInterrupt: The user asked to stop before, and the exception was lost on its way: one that is raised
+            KeyboardInterrupt: Somebody asked to stop before, and the exception was lost on its way: one that is raised
                 inside a destructor or a callback of a library is printed and forgotten.
         """
         self._at_once = False
-        if self._count:
+        if self._is_asked:
             raise KeyboardInterrupt
 
     def _handle(self, number: int, frame: Any) -> None:
         # Nothing is printed here: the handler may have interrupted somebody who is printing.
-        self._count += 1
-        if self._count > 1 or self._at_once:
+        self._presses += number == signal.SIGINT
+        if number != signal.SIGINT and not self.notice:
+            self.notice, self._ends_at = signal.Signals(number).name, time.monotonic() + self._save_deadline_s
+        self.ask()
+        if self._at_once or (number == signal.SIGINT and self._presses > 1):
             raise KeyboardInterrupt

@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import ray
 import transformers
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
@@ -32,6 +33,7 @@ from areal_lite.launch.run.offline import OfflineController
 from areal_lite.launch.run.online import OnlineController
 from areal_lite.launch.run.places import Places, places_for
 from areal_lite.launch.run.preflight import check_cluster
+from areal_lite.launch.run.signals import notices_held_back
 from areal_lite.launch.run.view import View
 from areal_lite.record.paths import find_model_folder, with_absolute_paths
 from areal_lite.record.run_folder import RunFolder, run_path
@@ -169,11 +171,12 @@ def ray_session() -> Iterator[None]:
     # Ray would warn about this variable on machines without a GPU, over the progress display.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
-        # Without an address Ray would join whatever cluster this machine happens to run.
-        _join(os.environ.get("RAY_ADDRESS") or "local")
+        with notices_held_back():
+            # Without an address Ray would join whatever cluster this machine happens to run.
+            _join(os.environ.get("RAY_ADDRESS") or "local")
         yield
     finally:
-        ray.shutdown()
+        _leave()
 
 
 def _join(address: str) -> None:
@@ -197,6 +200,19 @@ def _join(address: str) -> None:
             f"Ray at {address} must let this machine in, got: {error}; where it asks for a token, copy the head's "
             "~/.ray/auth_token to every node, or start all of Ray, and this command, with RAY_AUTH_MODE=disabled"
         ) from error
+
+
+def _leave() -> None:
+    """Leave Ray; what of it was started here does not hear SIGTERM: it is killed at once, and all below it."""
+    node, below = ray._private.worker._global_node, list[psutil.Process]()
+    for process in [one.process for started in node.all_processes.values() for one in started] if node else ():
+        process.terminate = process.kill
+        with contextlib.suppress(psutil.NoSuchProcess):
+            below += psutil.Process(process.pid).children(recursive=True)
+    ray.shutdown()
+    for one in below:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
 
 
 def _listens(address: str) -> bool:

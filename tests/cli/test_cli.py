@@ -158,7 +158,7 @@ def test_a_stopped_run_ends_with_130_and_says_how_to_go_on(
     FakeTraining(monkeypatch, Interrupted("/runs/my run"))
     assert cli.main(["train", "arith_cpu", "run.seed=3"]) == 130
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "stopped and saved. To go on:"
+    assert lines[0] == "stopped. To go on:"
     assert lines[1] == "  areal-lite resume '/runs/my run'"
 
 

@@ -1,10 +1,14 @@
 """The controllers' order of things, with processes that are only told about."""
 
 import errno
+import functools
 import io
 import itertools
 import json
 import math
+import os
+import re
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +22,9 @@ from run_folders import new_run_folder
 
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import HandoverError, StallError
-from areal_lite.launch.run import controller, online
+from areal_lite.launch.run import controller, online, signals
 from areal_lite.launch.run.collector import Collector
+from areal_lite.launch.run.controller import Interrupted
 from areal_lite.launch.run.evaluation import Evaluations
 from areal_lite.launch.run.offline import OfflineController
 from areal_lite.launch.run.online import OnlineController
@@ -305,6 +310,69 @@ def test_a_full_disk_ends_no_run_before_its_end(
     monkeypatch.setattr(controller, "seal", lambda _: None)
     assert offline.run()["status"] == "done"
     assert sorted(path.name for path in offline._folder.checkpoints.iterdir()) == ["step-000004", "step-000006"]
+
+
+class SlowRanks(FakeRanks):
+    """A rank whose step takes a while, in which a batch system may give notice."""
+
+    def __init__(self, config: Any, *, takes_s: float, when: dict[str, signal.Signals]) -> None:
+        super().__init__(config)
+        self.takes_s, self.when, self.now, self.begun = takes_s, when, 0.0, 0.0
+        self.version = 0
+        methods = {name: SimpleNamespace(remote=functools.partial(self.begin, name)) for name in ("step", "evaluate")}
+        self.handles = {"trainer/0": SimpleNamespace(**methods)}
+
+    def begin(self, method: str) -> str:
+        self.version += method == "step"
+        self.begun = self.now
+        self.notice(method)
+        return method
+
+    def notice(self, method: str) -> None:
+        if self.version == 2 and method in self.when:
+            os.kill(os.getpid(), self.when.pop(method))
+
+    def wait(self, calls: Any, timeout_s: float) -> list[str]:
+        self.now += timeout_s
+        if self.now - self.begun < (self.takes_s if self.version == 2 else 0):
+            return ["trainer/0"]
+        calls.values["trainer/0"] = FIGURES if calls.pending.pop("trainer/0") == "step" else {}
+        return []
+
+    def progress(self) -> tuple[int, ...]:
+        return (int(4 * self.now),)
+
+    def ask(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        self.notice(method)
+        return super().ask(method, *args, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("during", "takes_s", "saved"),
+    [("step", 29, [1, 2]), ("step", 31, [1]), ("save", 0, [1, 2]), ("evaluate", 9, [1, 2])],
+)
+def test_a_run_that_is_given_notice_saves_in_time_and_can_be_told_to_go_on(
+    offline: OfflineController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str, takes_s: float, saved: Any
+) -> None:
+    """In the middle of a step, of a save or of an evaluation; what is late is given up, and what was kept is said.
+
+    Seen failing with a wait that looks at nothing but its watchdog, and with the export of a model that takes time.
+    """
+    changed = {"checkpoint_every": 1, "eval_every": 1 if during == "evaluate" else 0}
+    offline._config = offline._config.model_copy(update={"run": offline._config.run.model_copy(update=changed)})
+    ranks = SlowRanks(offline._config, takes_s=takes_s, when={during: signal.SIGUSR1})
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: ranks.now))
+    processes = SimpleNamespace(kill=lambda: None)
+    vars(offline).update(_ranks=ranks, _spawn=lambda _: processes, _start=lambda _: None, _prepare=lambda _: None)
+    with pytest.raises(Interrupted, match=str(tmp_path / "run")):
+        offline.run()
+    assert [int(path.name.removeprefix("step-")) for path in sorted(offline._folder.checkpoints.iterdir())] == saved
+    assert {method for method, *_ in ranks.asked} == {"save"}
+    said = offline._view._console.file.getvalue()  # type: ignore[attr-defined]
+    assert "SIGUSR1" in said
+    assert re.search(rf"step(-0+| ){saved[-1]}\b", said)
+    for number in signals.NOTICES:  # which the end of a process that was told to end ignores
+        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("in a callback"), SystemExit("of a callback")])

@@ -3,6 +3,7 @@
 Whatever happens, the run ends or goes on as it says, keeps its books (I2), never hangs (I6), and leaves no process.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -129,6 +130,26 @@ def test_ctrl_c_twice_ends_at_once(loop_folder: Path) -> None:
         assert run.leftovers == []
         assert run.output.endswith("stopped\n")
         assert "Traceback" not in run.output
+
+
+def test_notice_to_every_process_at_once_is_time_to_save(loop_folder: Path) -> None:
+    """What `scancel` does; Ray's own processes would end before anything is saved.
+
+    Seen failing where vLLM's start lets SIGTERM through to the engine, and where the next signal cuts a rescue short.
+    """
+    with start(loop_folder, "notice", run={"steps": 1000, "checkpoint_every": 0}) as run:
+        run.wait_for_steps(3)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            for pid in run.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        assert run.exit_code() == 130, run.output
+        assert run.leftovers == []
+        assert "SIGTERM" in run.output
+        assert "Traceback" not in run.output
+        assert summary(run)["status"] == "interrupted"
+        assert saved_step(run) == len(steps(run))
+        check_books(run, total=saved_step(run))
 
 
 def test_ctrl_c_while_engines_start_ends_at_once(loop_folder: Path) -> None:
