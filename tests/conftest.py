@@ -22,13 +22,13 @@ settings.load_profile("patient")
 
 
 class Lanes(LoadScopeScheduling):  # type: ignore[misc]
-    """Two lanes for the tests that start the whole system: one of nodes made on this machine, one of all others.
+    """Two lanes of equal length for the tests that start the whole system: nodes made on this machine are in one.
 
     pytest-xdist's own groups come to nothing under pytest 9.2, whose ids cannot be changed.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return "nodes" if re.search("/rehearse/|test_ssh_nodes|test_slurm_jobs", nodeid) else "runs"
+        return "nodes" if re.search("/rehearse/|test_ssh_nodes|test_slurm_jobs|test_bench_loop", nodeid) else "runs"
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:

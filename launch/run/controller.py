@@ -219,7 +219,7 @@ class Controller(ABC):
         self._view.say("saving ...")
         checkpoint = self._save()
         if self._interrupts.notice:
-            self._view.say(f"saved {checkpoint.name}")
+            self._view.say(f"saved {checkpoint.name} after {self._interrupts.notice}")
         else:
             self._ranks.ask("export", str(checkpoint / "model"), timeout_s=self._config.run.save_timeout_s)
             seal(checkpoint)

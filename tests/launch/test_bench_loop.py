@@ -15,7 +15,7 @@ from user_run import UserRun, adopting_orphans
 
 pytestmark = pytest.mark.loop
 
-BENCH_STEPS = 60
+BENCH_STEPS = 30
 """Of the run that Ctrl-C stops."""
 
 

@@ -145,7 +145,7 @@ def test_notice_to_every_process_at_once_is_time_to_save(loop_folder: Path) -> N
                     os.kill(pid, number)
         assert run.exit_code() == 130, run.output
         assert run.leftovers == []
-        assert "SIGTERM" in run.output
+        assert re.search("saved step-\\d+ after SIG(TERM|HUP|USR1)", run.output), run.output  # whichever is seen first
         assert "Traceback" not in run.output
         assert summary(run)["status"] == "interrupted"
         assert saved_step(run) == len(steps(run))
