@@ -31,6 +31,7 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]
         return "nodes" if re.search("/rehearse/|test_ssh_nodes|test_slurm_jobs|test_bench_loop", nodeid) else "runs"
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Lanes(config, log) if config.getoption("dist") == "loadscope" else None
 

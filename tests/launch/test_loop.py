@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from loop_builders import loop_config, run_loop, write_prompts
 from places import SUPPORT
+from train_builders import save_tiny_model
 
+from areal_lite.config.recipe import Config
 from areal_lite.errors import VerifierError
 from areal_lite.record.run_folder import RunFolder
 
@@ -34,24 +36,31 @@ def conserved(ledger: dict[str, int]) -> bool:
 
 @pytest.fixture(scope="module")
 def first_run(loop_folder: Path) -> tuple[dict[str, Any], RunFolder]:
-    """2 rollout workers x 2 trainer ranks, 20 steps; 5 % of the prompts get 20 times the tokens."""
-    write_prompts(loop_folder / "tail.jsonl", 190)
-    long_rows = write_prompts(loop_folder / "long.jsonl", 10, max_new_tokens=100).read_text()
-    with (loop_folder / "tail.jsonl").open("a") as file:
-        file.write(long_rows)
-    config = loop_config(
-        loop_folder,
-        run={"steps": 20, "dir": str(loop_folder / "first"), "log_samples": 4, "checkpoint_every": 8, "eval_every": 10},
-        data={
-            "source": "jsonl",
-            "path": str(loop_folder / "tail.jsonl"),
-            "eval_path": str(loop_folder / "eval.jsonl"),
+    """2 rollout workers x 2 trainer ranks, 20 steps; 5 % of the prompts are generated for two steps or more."""
+    run = {"steps": 20, "dir": str(loop_folder / "first"), "log_samples": 4, "checkpoint_every": 8, "eval_every": 10}
+    return run_loop(config_with_stragglers(loop_folder, run=run, ranks=2, workers=2))
+
+
+def config_with_stragglers(folder: Path, *, run: dict[str, Any], ranks: int, workers: int) -> Config:
+    """Build a recipe at eta = 1 whose batches have every age up to the bound and beyond, on a machine of any speed."""
+    model, data = folder / "long_model", folder / "tail.jsonl"
+    if not model.exists():
+        save_tiny_model(model, max_context=512)
+        rows = write_prompts(data, 190, max_new_tokens=5).read_text()
+        data.write_text(rows + write_prompts(folder / "long.jsonl", 10, straggles=True).read_text())
+    return loop_config(
+        folder,
+        run=run,
+        model={"path": str(model), "max_context": 512},
+        data={"path": str(data)},
+        rollout={
+            "workers": workers,
+            "max_new_tokens": 400,
+            "workflow": f"{SUPPORT / 'loop_workflows.py'}:straggles",
         },
-        rollout={"workers": 2, "slots": 16, "max_new_tokens": 5, "kv_cache_mb": 64},
         queue={"max_staleness": 1},
-        trainer={"ranks": 2, "minibatches": 2, "lr": 1e-3},
+        trainer={"ranks": ranks},
     )
-    return run_loop(config)
 
 
 def test_two_workers_and_two_ranks_train_to_the_end(first_run: tuple[dict[str, Any], RunFolder]) -> None:
@@ -74,7 +83,10 @@ def test_parity_holds_after_every_publication(first_run: tuple[dict[str, Any], R
 
 
 def test_no_token_over_the_bound_was_trained(first_run: tuple[dict[str, Any], RunFolder]) -> None:
-    """I1 for real, with stragglers: some tokens were masked as stale, none older than eta trained."""
+    """I1 for real, with stragglers: some tokens were masked as stale, none older than eta trained.
+
+    Stragglers of many tokens did not do: on a fast engine they end within a step, and nothing is masked.
+    """
     summary, folder = first_run
     assert summary["age_max_trained"] <= 1
     assert sum(row["tokens_masked_stale"] for row in folder.read("metrics.jsonl")) > 0
@@ -140,19 +152,8 @@ def test_a_resumed_run_goes_on_where_the_first_ended(
     Seen failing with a fresh ledger and cursor in place of the saved ones: results of later versions are refused.
     """
     _, before = first_run
-    config = loop_config(
-        loop_folder,
-        run={"steps": 24, "resume": str(before.path), "log_samples": 4},
-        data={
-            "source": "jsonl",
-            "path": str(loop_folder / "tail.jsonl"),
-            "eval_path": str(loop_folder / "eval.jsonl"),
-        },
-        rollout={"workers": 1, "slots": 16, "max_new_tokens": 5, "kv_cache_mb": 64},
-        queue={"max_staleness": 1},
-        trainer={"ranks": 1, "minibatches": 2, "lr": 1e-3},
-    )
-    summary, folder = run_loop(config)
+    run = {"steps": 24, "resume": str(before.path), "log_samples": 4}
+    summary, folder = run_loop(config_with_stragglers(loop_folder, run=run, ranks=1, workers=1))
     rows = folder.read("metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 25))
     assert all(row["parity_max_abs_logprob_diff"] < PARITY for row in rows)
