@@ -51,6 +51,8 @@ class Connection:
     is_gone: bool = False
     is_deaf: bool = False
     """The last answer could not be sent, as it leaves too much unread."""
+    num_refused: int = 0
+    """Its requests since then."""
     num_parked: int = 0
     """Its requests that wait for an answer."""
     had_message: bool = False
@@ -70,6 +72,12 @@ class Connection:
         if self.tcp is None:
             return 0
         return int.from_bytes(self.tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)[_RECEIVED], "little")
+
+    def cut(self) -> None:
+        """End it, whatever is on the way."""
+        if self.tcp is not None:
+            with suppress(OSError):  # its peer may have ended it
+                self.tcp.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Let go of it."""
@@ -134,8 +142,7 @@ class Connections:
             elif connection.tcp and received - connection.bytes_before > self._max_unfinished_bytes:
                 connection.bytes_before = received
                 self.num_cut += 1
-                with suppress(OSError):  # its peer may have ended it
-                    connection.tcp.shutdown(socket.SHUT_RDWR)
+                connection.cut()
 
     def close(self) -> None:
         """Let go of all."""

@@ -13,7 +13,7 @@ request is refused with an error, and counted by reason in `status()["refused"]`
     unauthenticated   a connection without a key of the run: it gets nothing
     forbidden         a request that is not its client's
     oversized         too long a message, or one without end: that connection is cut
-    unread            answers to a client that does not read them: they are dropped
+    unread            answers to a client that does not read them: they are dropped, its connection is cut
     version, malformed, unknown_op, bad_fields, and internal for our own mistakes
 """
 
@@ -53,8 +53,13 @@ _RECEIVE_HWM = 4
 """Messages of one client that are read ahead; the others stay with it."""
 _SEND_HWM = 1024
 """Short answers of one client that are not read; more are dropped."""
-_MAX_UNREAD_BYTES = 64 * 2**20
+_MAX_UNREAD_BYTES = 16 * 2**20
 """Likewise long ones, behind the first."""
+_MAX_REFUSED = 16
+"""Requests of one client that are refused while it reads no answers; one more, and its connection is cut.
+
+Each is deciphered first, by the thread that all clients share.
+"""
 _HANDSHAKE_MS = 5000
 """Longest time until a new connection has shown its key."""
 _UNFINISHED_SLACK_BYTES = 2**24
@@ -318,6 +323,9 @@ class QueueServer:
             connection.is_deaf = connection.num_unread_bytes(0) > 0
         if connection.is_deaf:
             # What it asks for costs others time, and would be lent in vain.
+            connection.num_refused += 1
+            if connection.num_refused > _MAX_REFUSED:
+                connection.cut()
             self._send(sender, self._failure(QueueTimeout("answers must be read, earlier ones were not: ask again")))
             return
         try:
@@ -399,7 +407,8 @@ class QueueServer:
                 raise zmq.Again
             tracker = self._socket.send_multipart(frames, zmq.NOBLOCK, copy=not is_long, track=is_long)
         except zmq.Again:
-            connection.is_deaf = True
+            if not connection.is_deaf:
+                connection.is_deaf, connection.num_refused = True, 0
             self._traffic.refused["unread"] += 1
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -142,6 +142,25 @@ def test_nothing_is_lent_to_a_client_that_does_not_read(monkeypatch: pytest.Monk
         has_read.append(True)
         assert len(client.lease_rollout(worker="w", limit=1, wait_s=0.0)) == 1
         assert client.status()["counts"]["admitted"] == 1
+
+
+def test_a_client_that_asks_on_and_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its messages is deciphered before it is refused: without the cut the others' time is 14 times as long.
+
+    Seen failing without it, and with it one refusal sooner.
+    """
+    monkeypatch.setattr(server, "_MAX_UNREAD_BYTES", 0)
+    monkeypatch.setattr(server, "_MAX_REFUSED", 3)
+    monkeypatch.setattr(server, "COPIED_BYTES", 200)
+    monkeypatch.setattr(Connection, "num_unread_bytes", lambda connection, more: int(bool(connection.unread)))
+    with serving() as access, connected(access) as client, dealer(access.endpoint) as deaf, ExitStack() as stack:
+        events = stack.enter_context(deaf.get_monitor_socket(zmq.Event.DISCONNECTED))
+        for _ in range(5):  # one answer is not read, behind it another is dropped, and three are refused
+            deaf.send_multipart([b"id", encode({"op": "status", "fields": {}})])
+        assert not events.poll(300)
+        deaf.send_multipart([b"id", encode({"op": "status", "fields": {}})])
+        assert events.poll(1000 * SOON_S)
+        assert client.status()["counts"]["admitted"] == 0
 
 
 def test_numbers_and_names_have_bounds() -> None:
