@@ -268,7 +268,7 @@ class WeightsConfig(Section):
     parity_every: int = Field(20, ge=0)
     """publications between logprob parity checks, after that of the first; 0 = never"""
     parity_limit: Literal["auto"] | Annotated[float, Field(ge=0)] | None = "auto"
-    """nats over which the run stops; auto = 0.03 in float32, 1 in bfloat16; 0 or null = report"""
+    """nats over which the run stops (a resume: a tenth); auto = 0.03 in float32, 1 in bfloat16; 0 or null = report"""
     parity_sequences: int = Field(8, ge=1)
     """stored sequences compared in one parity check"""
 

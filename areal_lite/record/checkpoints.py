@@ -139,8 +139,8 @@ def seal(checkpoint: Path) -> None:
         _sync(path)
 
 
-def damage(checkpoint: Path) -> str:
-    """Say which files of a checkpoint are not what was saved; nothing where all are, or where nobody can know."""
+def damage(checkpoint: Path, part: str = "") -> str:
+    """Say which files of a checkpoint, or of a folder in it, are not what was saved; nothing where nobody can know."""
     path = checkpoint / _MANIFEST
     if not path.exists():
         with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -153,6 +153,8 @@ def damage(checkpoint: Path) -> str:
         return f"{_MANIFEST}: expected what was written, found {error}"
     if text != _text(manifest) or _META not in manifest:
         return f"{_MANIFEST}: expected what was written, found something else"
+    if not (manifest := {name: value for name, value in manifest.items() if name.startswith(part)}):
+        return f"{part}: expected in {_MANIFEST}, found nothing: it was not written to its end"
     with ThreadPoolExecutor() as pool:
         found = pool.map(lambda item: _difference(checkpoint / item[0], item[1]), manifest.items())
         return "; ".join(f"{name}: {problem}" for name, problem in zip(manifest, found, strict=True) if problem)

@@ -15,6 +15,7 @@ from areal_lite.config.plugins import arguments_model
 from areal_lite.config.recipe import Config
 from areal_lite.config.section import Refers, Section
 from areal_lite.errors import CheckpointError, ConfigError
+from areal_lite.record.checkpoints import damage, whole_checkpoints
 from areal_lite.record.run_folder import RunFolder
 
 Recipe = TypeVar("Recipe", Config, OfflineConfig)
@@ -100,15 +101,22 @@ def find_model_folder(path: str | Path, *, option: str) -> Path:
         option: Where the path was given, for messages.
 
     Raises:
-        ConfigError: It is neither, or the run has no model to give yet.
+        ConfigError: It is neither, the run has no model to give yet, or that of a checkpoint is not what was saved.
     """
     folder = Path(path).expanduser().resolve()
     if (folder / "checkpoints").is_dir():
-        return _model_of_run(folder, option=option)
+        folder = _model_of_run(folder, option=option)
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"{option} must be a Hugging Face model folder, or the folder of a run that has ended, got {path}, which "
             "has no config.json: give the folder that holds config.json and the weights"
+        )
+    checkpoint = folder.parent
+    of_a_run = folder.name == "model" and checkpoint in whole_checkpoints(checkpoint.parent).values()
+    if of_a_run and (problem := damage(checkpoint, "model/")):
+        raise ConfigError(
+            f"{option} must be the model that was saved, got {folder}, which is damaged: {problem}: give another, or "
+            "copy the folder elsewhere to use it as it is"
         )
     return folder
 

@@ -3,7 +3,8 @@
     folder/  .metadata, *.distcp   model and optimiser, sharded; any number of ranks can read them
              critic/               the same of the critic, where there is one
              rng-<rank>.pt         random state of each rank
-             meta.json             version, KL coefficients, and the models' parameter names, shapes and dtypes
+             meta.json             version, KL coefficients, the models' parameter names, shapes and dtypes, and
+                                   what the model says of a few tokens (`outputs.py`)
 
 Writing is not atomic: the caller hands a temporary folder and renames it when every rank is done.
 """
@@ -29,6 +30,7 @@ from transformers import AutoTokenizer
 
 from areal_lite.errors import CheckpointError
 from areal_lite.train.optimiser import Learner
+from areal_lite.train.outputs import check_outputs, model_outputs
 
 _CRITIC = "critic"
 
@@ -39,6 +41,7 @@ def save_checkpoint(
     *,
     version: int,
     rank: int,
+    limit: float,
     critic: Learner | None = None,
     coefficients: Mapping[str, float] | None = None,
 ) -> None:
@@ -47,6 +50,7 @@ def save_checkpoint(
     Args:
         folder: Created if missing; the same on all ranks.
         version: Completed trainer steps; the learning rate follows from it.
+        limit: Nats by which what the model says may differ once it is loaded again.
         coefficients: Numbers that follow from the steps done; none by default.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,23 +60,29 @@ def save_checkpoint(
     if critic is not None:
         save(_state(critic), checkpoint_id=folder / _CRITIC)
         meta[_CRITIC] = _fingerprint(critic.model)
+    if (outputs := model_outputs(learner.model)) is not None:
+        meta["outputs"] = outputs | {"limit": limit}
     if rank == 0:
         (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
 def load_checkpoint(
-    folder: Path, learner: Learner, *, rank: int, critic: Learner | None = None
+    folder: Path, learner: Learner, *, rank: int, limit: float, critic: Learner | None = None
 ) -> tuple[int, dict[str, float]]:
     """Load what `save_checkpoint` wrote, with the same or another number of ranks; collective.
 
     A rank that did not exist when it was written keeps its own random state. A critic in the checkpoint is passed over
     where none is given.
 
+    Args:
+        limit: Nats by which what the model says may differ from what it said then; 0 = any.
+
     Returns:
         The version, completed trainer steps; and the coefficients, none where none were saved.
 
     Raises:
-        CheckpointError: The checkpoint is missing or broken, of another model, or without the critic that is given.
+        CheckpointError: The checkpoint is missing or broken, of another model, without the critic that is given, or
+            what was loaded is not what was saved.
     """
     try:
         meta = json.loads((folder / "meta.json").read_text())
@@ -92,6 +102,7 @@ def load_checkpoint(
         _check_same_model(saved[_CRITIC], _fingerprint(critic.model), folder=folder / _CRITIC, setting="critic.path")
         _load_learner(folder / _CRITIC, critic)
     _load_learner(folder, learner)
+    check_outputs(learner.model, meta.get("outputs"), folder=folder, limit=limit)
     if (random_file := folder / f"rng-{rank}.pt").exists():
         _set_random_state(torch.load(random_file, weights_only=True))
     return version, coefficients

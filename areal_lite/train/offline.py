@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from areal_lite.config.offline import OfflineConfig
+from areal_lite.config.recipe import PARITY_LIMITS
 from areal_lite.data.completions import load_offline
 from areal_lite.train.checkpoint import export_model, load_checkpoint, save_checkpoint
 from areal_lite.train.model import load_model, load_reward_model
@@ -28,6 +29,7 @@ class OfflineTrainer(OfflineLoop):
             model_folder: Hugging Face folder with the initial weights and the tokenizer.
         """
         self._config, self._model_folder = config, model_folder
+        self._limit = PARITY_LIMITS[config.compute_dtype]
         tokenizer = AutoTokenizer.from_pretrained(model_folder)
         data = load_offline(config, tokenizer)
         self._held_out, self._checksum = OfflineRows(data.held_out), data.checksum
@@ -60,9 +62,9 @@ class OfflineTrainer(OfflineLoop):
         """Load a checkpoint to go on from, after `prepare`: the initial weights may be the reference.
 
         Raises:
-            CheckpointError: It is missing or broken, or of another model.
+            CheckpointError: It is missing or broken, of another model, or does not say what it said when it was saved.
         """
-        version, _ = load_checkpoint(checkpoint, self.learner, rank=self._rank)
+        version, _ = load_checkpoint(checkpoint, self.learner, rank=self._rank, limit=self._limit)
         self.seek(version)
 
     def evaluate(self) -> dict[str, float]:
@@ -72,7 +74,9 @@ class OfflineTrainer(OfflineLoop):
     def save(self, folder: Path) -> None:
         """Write a checkpoint into a folder, which the caller makes visible when all ranks are done."""
         coefficients = {"data": self._checksum}
-        save_checkpoint(folder, self.learner, version=self.version, rank=self._rank, coefficients=coefficients)
+        save_checkpoint(
+            folder, self.learner, version=self.version, rank=self._rank, limit=self._limit, coefficients=coefficients
+        )
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder with weights (float32) and tokenizer."""

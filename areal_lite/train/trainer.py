@@ -138,6 +138,7 @@ class Trainer:
             self._learner,
             version=self.version,
             rank=self._rank,
+            limit=self._config.parity_limit,
             critic=self._critic_learner,
             coefficients={"kl": self._kl.value, "proximal_kl": self._proximal_kl.value},
         )
@@ -146,9 +147,11 @@ class Trainer:
         """Continue from a checkpoint, written by any number of ranks.
 
         Raises:
-            CheckpointError: It is missing or broken, of another model, or without the critic that the recipe has.
+            CheckpointError: It is missing or broken, of another model, without the critic that the recipe has, or the
+                model does not say what it said when it was saved.
         """
-        self.version, saved = load_checkpoint(folder, self._learner, rank=self._rank, critic=self._critic_learner)
+        limit, critic = self._config.parity_limit, self._critic_learner
+        self.version, saved = load_checkpoint(folder, self._learner, rank=self._rank, limit=limit, critic=critic)
         self._kl.restore(saved.get("kl"))
         self._proximal_kl.restore(saved.get("proximal_kl"))
 

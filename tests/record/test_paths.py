@@ -1,5 +1,6 @@
 """Files that a recipe names become absolute, names that are no files stay; what may be called a model."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.reading import parse_section
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.errors import ConfigError
+from areal_lite.record.checkpoints import seal
 from areal_lite.record.paths import EVALUATED, find_model_folder, with_absolute_paths
 
 
@@ -151,6 +153,26 @@ def test_a_run_that_has_not_ended_gives_no_older_model(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"model\.path=.*run must be a run that has ended, got .*step-000010, holds no"
     ):
+        find_model_folder(run, option="model.path")
+
+
+def test_a_model_of_a_run_that_is_not_the_saved_one_is_refused(tmp_path: Path) -> None:
+    """By run folder and by its own; a trainer's file that is damaged is no hindrance. Seen failing without the check,
+    with all of the checkpoint checked, and with a model that the manifest does not name taken for whole.
+    """
+    run = make_run(tmp_path / "run", steps=[5], with_model=[5])
+    model = run / "checkpoints" / "step-000005" / "model"
+    (model.parent / "trainer.pt").write_text("as saved")
+    seal(model.parent)
+    (model.parent / "trainer.pt").write_text("otherwise")
+    assert find_model_folder(run, option="model.path") == find_model_folder(model, option="model.path") == model
+    (model / "config.json").write_text("[]")
+    for path in (run, model):
+        with pytest.raises(ConfigError, match=r"model\.path must be .*damaged: model/config\.json: expected .*, found"):
+            find_model_folder(path, option="model.path")
+    manifest = model.parent / "manifest.json"
+    manifest.write_text(json.dumps({"meta.json": json.loads(manifest.read_text())["meta.json"]}, indent=1))
+    with pytest.raises(ConfigError, match="it was not written to its end"):
         find_model_folder(run, option="model.path")
 
 

@@ -1,5 +1,6 @@
 """The offline objectives against plain forward passes, and a run that is stopped and goes on."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(command: str, tmp_pa
     first.prepare()
     figures = [first.step() for _ in range(3)]
     first.save(tmp_path / "checkpoint")
+    assert ("outputs" in json.loads((tmp_path / "checkpoint" / "meta.json").read_text())) == (command != "reward_model")
     second = offline_trainer(config)
     second.prepare()
     second.load(tmp_path / "checkpoint")
