@@ -12,7 +12,7 @@ from loop_builders import SYNCHRONOUS_STEPS as STEPS
 from loop_builders import loop_config
 from places import SUPPORT
 from test_faults import saved_step, steps, typed
-from test_loop import conserved
+from test_loop import PARITY, conserved
 from user_run import UserRun, adopting_orphans
 
 pytestmark = pytest.mark.loop
@@ -35,11 +35,10 @@ def write_plan(folder: Path) -> Path:
     runs: dict[str, dict[str, Any]] = {
         "first": {"run.seed": 1},
         "broken": {"data.path": str(folder / "nowhere.jsonl")},
-        "long": {"run.steps": BENCH_STEPS, "queue.max_staleness": 1},
+        "long": {"run.steps": BENCH_STEPS, "queue.max_staleness": 1, "rollout.interrupt": "keep_kv"},
         "typo": {
             "verifier.function": f"{SUPPORT / 'loop_verifiers.py'}:always_fails",
             "verifier.max_failure_share": 0.5,
-            "rollout.interrupt": "keep_kv",
         },
     }
     path = folder / "plan.yaml"
@@ -50,8 +49,8 @@ def write_plan(folder: Path) -> Path:
 def test_ctrl_c_in_a_bench_and_the_printed_command(loop_folder: Path) -> None:
     """A run that fails does not stop the next; Ctrl-C saves; the printed command finishes what is left, and no more.
 
-    The run whose verifier always fails ends, with its books right; where any share is allowed, `test_controller.py` has
-    the rest. Seen running on without the check (I7).
+    With `keep_kv`, which no other real run has. The run whose verifier always fails ends, with its books right; where
+    any share is allowed, `test_controller.py` has the rest. Seen running on without the check (I7).
     """
     plan, out = write_plan(loop_folder), loop_folder / "bench-out"
     out.mkdir()
@@ -74,6 +73,7 @@ def test_ctrl_c_in_a_bench_and_the_printed_command(loop_folder: Path) -> None:
     assert "failed: broken, typo" in again.output
     assert (out / "first" / "summary.json").stat().st_mtime == first_ended
     assert steps(again) == list(range(1, BENCH_STEPS + 1))
+    assert all(row["parity_max_abs_logprob_diff"] < PARITY for row in again.folder.read("metrics.jsonl"))
     results = json.loads((out / "results.json").read_text())
     assert {entry["name"]: entry["status"].partition(":")[0] for entry in results["runs"]} == {
         "first": "done", "broken": "not run", "long": "done", "typo": "failed"

@@ -162,7 +162,7 @@ def test_a_resumed_run_goes_on_where_the_first_ended(
 
 
 def test_a_drained_run_with_a_verifier_that_fails(loop_folder: Path) -> None:
-    """The runs above `recompute`, `test_mixed_run.py` has `keep_kv`; a failure is counted and never a reward (I7)."""
+    """The runs above `recompute`, `test_bench_loop.py` has `keep_kv`; a failure is counted and never a reward (I7)."""
     function = f"{SUPPORT / 'loop_verifiers.py'}:fails_on_even"
     failing = {"function": function, "max_failure_share": 1.0}
     config = loop_config(

@@ -12,7 +12,6 @@ from areal_lite.types import GIVEN
 
 SMALL = [
     "run.steps=20", "run.eval_every=10", "queue.groups_per_step=6", "queue.samples_per_group=4", "rollout.slots=24",
-    "rollout.interrupt=keep_kv",
     "model.warm_start.steps=60", "model.warm_start.batch_size=16", "model.warm_start.num_layers=2",
     "data.mix.sums.eval_size=8", "data.mix.gym.eval_size=8", "data.mix.game.eval_size=8", "weights.parity_every=5",
 ]  # fmt: skip
@@ -28,8 +27,6 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
 @pytest.mark.gym
 def test_a_mixed_run_trains_and_tells_its_sources_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty steps; every source is trained on and judged by its own verifier; parity holds over several turns.
-
-    With `keep_kv`, the way to interrupt that no other real run takes to its end.
 
     Seen failing with the column `verifier` of the sources passed over, and with an environment's tokens in the loss
     mask (the parity of behaviour and trainer at age 0 breaks: nobody sampled them).
