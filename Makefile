@@ -16,7 +16,7 @@ demo: setup ## watch a language model learn arithmetic by asynchronous RL, on th
 	@.venv/bin/areal-lite train arith_cpu $(ARGS)
 
 # Tests side by side wait for nothing but processors. ALONE look at time: two at once. RUNS start the whole system, and
-# mostly wait for each other's processes: in two lanes, one of them for nodes made on this machine.
+# mostly wait for each other's processes: in three lanes, one of them for nodes made on this machine.
 RUNS := loop or gpu or cluster
 ALONE := deadline or sandbox or browser
 FAST := not slow and not examples and not gym and not data and not ($(ALONE) or $(RUNS))
@@ -43,7 +43,7 @@ test: setup ## run the tests (ARGS="-k ledger" for some of them)
 	case " $(ARGS) " in *" -m "*) exec $(PYTHON) -m pytest $(ARGS);; esac; \
 	$(SIDE_BY_SIDE) -m "not ($(ALONE) or $(RUNS))$$keep" $(ARGS) || [ $$? = 5 ] || exit 1; \
 	$(PYTHON) -m pytest -n 2 -m "($(ALONE)) and not ($(RUNS))$$keep" $(ARGS) || [ $$? = 5 ] || exit 1; \
-	$(PYTHON) -m pytest -n 2 --dist loadscope -m "($(RUNS))$$keep" $(ARGS) || [ $$? = 5 ]
+	$(PYTHON) -m pytest -n 3 --dist loadscope -m "($(RUNS))$$keep" $(ARGS) || [ $$? = 5 ]
 
 examples: setup ## run the classic algorithms of examples/classic, pictures to docs/classic (ARGS="ppo" for one)
 	@$(PYTHON) examples/classic/run_all.py --out docs/classic $(ARGS)

@@ -22,13 +22,15 @@ settings.load_profile("patient")
 
 
 class Lanes(LoadScopeScheduling):  # type: ignore[misc]
-    """Two lanes of equal length for the tests that start the whole system: nodes made on this machine are in one.
+    """Three lanes of equal length for the tests that start the whole system: nodes made on this machine are in one.
 
     pytest-xdist's own groups come to nothing under pytest 9.2, whose ids cannot be changed.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return "nodes" if re.search("/rehearse/|test_ssh_nodes|test_slurm_jobs|test_bench_loop", nodeid) else "runs"
+        if re.search("/rehearse/|test_ssh_nodes|test_slurm_jobs", nodeid):
+            return "nodes"
+        return "faults" if re.search("test_faults|test_loop|test_nccl_run|test_bench_loop", nodeid) else "runs"
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,4 +1,4 @@
-"""Kind ssh as it is: real sshd on nodes of their own, real Ray on both, a run that dies once and is gone on with."""
+"""Kind ssh as it is: real sshd on nodes of their own, real Ray on both; `test_nodes.py` has what fails there."""
 
 import json
 import os
@@ -66,8 +66,8 @@ def of_job(name: str) -> list[str]:
     return found
 
 
-def test_a_run_that_dies_on_two_nodes_goes_on_there(tmp_path: Path) -> None:
-    recipe = crashing_recipe(tmp_path)
+def test_a_run_on_two_nodes_over_ssh(tmp_path: Path) -> None:
+    recipe = crashing_recipe(tmp_path, steps=2)  # it would crash in its third
     with make_nodes(["lnode1", "lnode2"], shared=[tmp_path]) as nodes, serving_ssh(nodes, tmp_path) as shell:
         profile = {
             "nodes": 2,
@@ -89,13 +89,12 @@ def test_a_run_that_dies_on_two_nodes_goes_on_there(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert left == []
     attempts = json.loads((tmp_path / "runs/jobs/pair/attempts.json").read_text())
-    assert [one["code"] for one in attempts["attempts"]] == [1, 0]
-    assert "trainer/0 died" in attempts["attempts"][0]["cause"]
+    assert [one["code"] for one in attempts["attempts"]] == [0]
     summary = json.loads((tmp_path / "runs/pair/summary.json").read_text())
-    assert summary["attempts"] == 2
+    assert summary["attempts"] == 1
     assert summary["gpu_hours"] == 0
     logs = {path.name for path in (tmp_path / "runs/pair/logs/attempt-1").iterdir()}
     assert {"lnode1-driver.log", "lnode1-ray.log", "lnode2-ray.log"} <= logs
     assert {name.split("-")[0] for name in logs} <= {"lnode1", "lnode2"}
     rows = [json.loads(line) for line in (tmp_path / "runs/pair/metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows] == [1, 2]
