@@ -122,8 +122,8 @@ class OnlineTrainerActor(TrainerActor):
         )
 
     @_work
-    def connect(self, engines: dict[str, Any]) -> dict[str, str | None]:
-        """Make exactly these rollout actors the receivers of publications."""
+    def connect(self, engines: dict[str, Any], kept: list[str]) -> dict[str, str | None]:
+        """Make exactly these rollout actors the receivers of publications; those `kept` are those of before."""
         weights, ranks = self._config.weights, self._config.rollout.tensor_parallel
 
         def client(handles: dict[str, Any]) -> EngineClient:
@@ -131,7 +131,8 @@ class OnlineTrainerActor(TrainerActor):
             return EngineClient(handles, ranks_per_engine=ranks, **timeouts)
 
         clients = {name: client({name: handle}) for name, handle in engines.items()}
-        return self._publisher.connect(clients, group_client=client(engines), num_engine_ranks=ranks * len(engines))
+        group: dict[str, Any] = {"group_client": client(engines), "num_engine_ranks": ranks * len(engines)}
+        return self._publisher.connect(clients, kept=kept, **group)
 
     @_work
     def step(self, batch_id: str) -> dict[str, Any]:

@@ -42,6 +42,8 @@ class RunConfig(Section):
     """seconds without any progress after which the run stops"""
     start_timeout_s: float = Field(300.0, gt=0)
     """seconds that actors may take to start"""
+    max_worker_restarts: int = Field(3, ge=0)
+    """times that one rollout or verifier worker is started again after its process or engine died; 0 = it stays lost"""
     save_timeout_s: float = Field(600.0, gt=0)
     """seconds that writing a checkpoint may take"""
     save_deadline_s: float = Field(30.0, gt=0)

@@ -180,8 +180,8 @@ class Stretch:
 
 
 def _lane(event: Event) -> str:
-    """The lane that an event is about: a worker's loss is told by the controller."""
-    return str(event.get("worker") if event["kind"] == "lost" else event["lane"])
+    """The lane that an event is about: a worker's loss and return are told by the controller."""
+    return str(event.get("worker") if event["kind"] in ("lost", "rejoined") else event["lane"])
 
 
 def _place(lane: str) -> tuple[str, int]:

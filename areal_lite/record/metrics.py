@@ -161,6 +161,8 @@ METRICS = (
     Metric("verifier_metrics", "means of the verifiers' further figures", board="reward"),
     Metric("verifiers", "calls, time-outs, restarts, failures and latencies so far, by verifier"),
     Metric("verifier_failures", "failed verifications so far, by reason"),
+    Metric("workers", "rollout and verifier workers by state as the row is written: healthy, suspect (gave no answer "
+           "last), restarting, joining (waits for the next publication), dead", panel=("workers", "{}")),
     Metric("messages_refused", "messages that the queue refused so far, by reason"),
     Metric("eval_accuracy", "mean reward of held-out prompts, in the first row after it was measured", "share",
            board="reward"),

@@ -4,7 +4,7 @@ Each trainer rank has one `WeightPublisher`; all ranks call `publish` together, 
 parameter is a collective. Which transport is in use is known here and nowhere else in the trainer.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -130,11 +130,14 @@ class WeightPublisher:
         self._snapshot = SnapshotSource(self._source)
         self._senders: dict[str, Any] = {}
 
-    def connect(self, clients: Mapping[str, Any], *, group_client: Any, num_engine_ranks: int) -> dict[str, str | None]:
+    def connect(
+        self, clients: Mapping[str, Any], *, kept: Collection[str] = (), group_client: Any, num_engine_ranks: int
+    ) -> dict[str, str | None]:
         """Make exactly these engines the receivers.
 
         Args:
             clients: A weight-sync client per engine name.
+            kept: Those of them that are connected already; another of the same name may be a successor.
             group_client: One client that speaks to all of them.
             num_engine_ranks: Processes that hold a model, over all engines.
 
@@ -151,7 +154,7 @@ class WeightPublisher:
             except Exception as error:
                 failures |= self._blamed(error)
             return failures
-        self._senders = {name: sender for name, sender in self._senders.items() if name in clients}
+        self._senders = {name: sender for name, sender in self._senders.items() if name in kept}
         new = {name: client for name, client in clients.items() if self._rank == 0 and name not in self._senders}
         with ThreadPoolExecutor(max_workers=max(1, len(new))) as pool:
             joining = {name: pool.submit(self._connect_pair, client) for name, client in new.items()}

@@ -4,7 +4,8 @@ The controller owns one `Cluster`. Everything it starts it stops itself, by hand
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from areal_lite.launch.run.engines import RayEngines
 from areal_lite.launch.run.lifetime import kill_all, stop_all, wait_until_started
 from areal_lite.launch.run.places import Places
 from areal_lite.launch.run.ranks import Ranks
-from areal_lite.sample_queue.access import QueueAccess, Role
+from areal_lite.launch.run.restarts import Restarts, State
+from areal_lite.sample_queue.access import Role
 from areal_lite.sample_queue.client import QueueClient
 from areal_lite.types import Prompt
 
@@ -58,16 +60,17 @@ class Cluster:
         """
         self._config, self._places, self._rollout_actor = config, places, rollout_actor
         self._logs, self._model_folder = str(log_folder), str(model_folder)
-        self.lost: dict[str, str] = {}
-        """Rollout workers given up, with the reason."""
         queue = {"log_folder": self._logs, "state": queue_state, "prompts": prompts}
         self._queue_actor = places.spawn(QueueActor, "queue", **queue)
         self.ranks = Ranks(OnlineTrainerActor, config, places=places, log_folder=log_folder)
         self.verifiers: dict[str, Any] = {}
         self.engines = RayEngines({}, timeout_s=config.run.stall_timeout_s, on_drop=self._note_lost)
+        run = config.run
+        self.restarts = Restarts(self._respawn, most=run.max_worker_restarts, start_timeout_s=run.start_timeout_s)
         self._serving = Calls({})
-        self._connected: set[str] = set()
+        self._connected: dict[str, Any] = {}
         self._reports = Question("collect")
+        self._silent = set[str]()
 
     def start(self, *, checkpoint: Path | None, on_progress: Callable[[str], None]) -> int:
         """Start everything and connect it; returns the trainer's version.
@@ -78,9 +81,9 @@ class Cluster:
         """
         config = self._config
         access = self._wait(Calls({"queue": self._queue_actor.access.remote()}), on_progress)["queue"]
-        self.queue = QueueClient(access[Role.CONTROLLER], timeout_s=config.queue.lease_timeout_s)
-        self.engines.handles |= self._spawn_workers(self._rollout_actor, Role.ROLLOUT, config.rollout.workers, access)
-        self.verifiers |= self._spawn_workers(VerifierActor, Role.VERIFIER, config.verifier.workers, access)
+        self.queue, self._access = QueueClient(access[Role.CONTROLLER], timeout_s=config.queue.lease_timeout_s), access
+        self.engines.handles |= {name: self._spawn(name) for name in _names(Role.ROLLOUT, config.rollout.workers)}
+        self.verifiers |= {name: self._spawn(name) for name in _names(Role.VERIFIER, config.verifier.workers)}
         ranks = self.ranks.start(model_folder=self._model_folder, access=access[Role.TRAINER])
         self._wait(Calls(ranks.pending | call_all(self._workers, "start").pending), on_progress)
         version = 0 if checkpoint is None else self.ranks.load(checkpoint)
@@ -92,20 +95,62 @@ class Cluster:
     def serve(self) -> None:
         """Let the workers ask for work."""
         self._serving = call_all(self._workers, "run")
+        self.engines.awaits_others = lambda: self.restarts.awaits(Role.ROLLOUT)
+
+    def look_after(self) -> None:
+        """Give up workers that ended, start them again when it is time, and let verifiers that are back work."""
+        for name, error in self._serving.answers(0.0):
+            reason = "its loop ended" if error is None else describe(error)
+            if name not in self.verifiers:
+                self.engines.drop(name, reason)
+            elif isinstance(error, ray.exceptions.RayActorError):
+                kill_all([self.verifiers.pop(name)])
+                self._note_lost(name, reason)
+            else:  # The verifier itself is of no use, and would be none again.
+                self.restarts.give_up(name, reason)
+        self.restarts.poll()
+        self.verifiers |= (ready := self.restarts.take(Role.VERIFIER))
+        self.rejoin(ready)
 
     def check_workers(self) -> None:
-        """Give up rollout workers that ended; raise when somebody indispensable did.
+        """Look after the workers; raise when somebody indispensable ended, and is not started again.
 
         Raises:
             HandoverError: No rollout worker is left.
             VerifierError: A verifier worker ended.
         """
-        for name, error in self._serving.answers(0.0):
-            reason = "its loop ended" if error is None else describe(error)
-            if name in self.verifiers:
+        self.look_after()
+        for name, reason in self.restarts.dead.items():
+            if name.startswith(Role.VERIFIER):
                 raise VerifierError(f"{name} ended: {reason}; log: {log_path(self._logs, name)}")
-            self.engines.drop(name, reason)
         self.engines.raise_if_none()
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether nobody generates, or nobody verifies, until a start is done, which has a deadline of its own."""
+        return not (self.engines.handles and self.verifiers)
+
+    @property
+    def waits_to_join(self) -> bool:
+        """Whether all who could generate wait for a publication, which without them would never come."""
+        return not self.engines.handles and bool(self.restarts.ready(Role.ROLLOUT))
+
+    def take_in(self) -> list[str]:
+        """Make the rollout workers that are ready again receivers of the next publication; returns their names."""
+        self.engines.handles |= (ready := self.restarts.take(Role.ROLLOUT))
+        return list(ready)
+
+    def rejoin(self, names: Collection[str]) -> None:
+        """Let workers that were taken in ask for work, unless they were lost since."""
+        workers = {name: handle for name, handle in self._workers.items() if name in names}
+        self._serving.pending |= call_all(workers, "run").pending
+        for name in workers:
+            self.restarts.back(name)
+
+    def states(self) -> dict[str, int]:
+        """How many workers are in each state."""
+        alive = {name: State.SUSPECT if name in self._silent else State.HEALTHY for name in self._workers}
+        return dict(Counter((alive | self.restarts.states).values()))
 
     def publish(self) -> dict[str, str | None]:
         """Have all ranks send the present weights, to the engines that are alive now.
@@ -114,7 +159,9 @@ class Cluster:
             Per engine None or why it failed: to join, or in the transfer.
         """
         failures: dict[str, str | None] = {}
-        if self._connected != set(self.engines.handles):
+        if not self.engines.handles:
+            return failures
+        if self._connected != self.engines.handles:
             failures = self._connect()
             if any(failures.values()) and not self._config.weights.staged:
                 return failures  # There is no group to send to.
@@ -125,14 +172,16 @@ class Cluster:
 
     def _connect(self) -> dict[str, str | None]:
         """Form the transfer groups with the engines that are alive; returns per engine None or why it failed."""
-        self._connected = set(self.engines.handles)
+        before, self._connected = self._connected, dict(self.engines.handles)
+        kept = [name for name, handle in self._connected.items() if before.get(name) == handle]
         timeout_s = self._config.run.start_timeout_s + 2 * self._config.weights.join_timeout_s
-        failures, *_ = self.ranks.ask("connect", dict(self.engines.handles), timeout_s=timeout_s)
+        failures, *_ = self.ranks.ask("connect", self._connected, kept, timeout_s=timeout_s)
         return dict(failures)
 
     def collect(self) -> tuple[list[Event], dict[str, dict[str, Any]]]:
         """Events of all workers since the last call, and their gauges by lane; the dead are left to `check_workers`."""
         reports, failed = self._reports.ask(self._workers, wait_s=_REPORT_WAIT_S)
+        self._silent = self._workers.keys() - reports.keys()
         for name, error in failed.items():
             if isinstance(error, EngineError):
                 self.engines.drop(name, str(error))
@@ -152,7 +201,7 @@ class Cluster:
     def kill(self) -> None:
         """End every actor at once."""
         self.ranks.kill()
-        kill_all([*self._workers.values(), self._queue_actor])
+        kill_all([*self._workers.values(), *self.restarts.handles.values(), self._queue_actor])
         if hasattr(self, "queue"):
             self.queue.close()
 
@@ -161,16 +210,24 @@ class Cluster:
         return {**self.engines.handles, **self.verifiers}
 
     def _note_lost(self, name: str, reason: str) -> None:
-        logger.warning("rollout worker %s was lost: %s", name, reason)
-        self.lost[name] = reason
+        logger.warning("worker %s was lost: %s", name, reason)
         self._serving.pending.pop(name, None)
         self.queue.forget(worker=name)
+        self.restarts.lost(name, reason)
 
-    def _spawn_workers(self, kind: type, role: Role, count: int, access: Mapping[Role, QueueAccess]) -> dict[str, Any]:
-        common = {"access": access[role], "model_folder": self._model_folder, "log_folder": self._logs}
-        names = [f"{role}/{index}" for index in range(count)]
-        return {name: self._places.spawn(kind, name, name=name, **common) for name in names}
+    def _respawn(self, name: str) -> Any:
+        return self._spawn(name) if self._places.has_node(name) else None
+
+    def _spawn(self, name: str) -> Any:
+        role = Role(name.partition("/")[0])
+        kind = self._rollout_actor if role is Role.ROLLOUT else VerifierActor
+        common = {"access": self._access[role], "model_folder": self._model_folder, "log_folder": self._logs}
+        return self._places.spawn(kind, name, name=name, **common)
 
     def _wait(self, starting: Calls, on_progress: Callable[[str], None]) -> dict[str, Any]:
         timeout_s = self._config.run.start_timeout_s
         return wait_until_started(starting, timeout_s=timeout_s, logs=self._logs, on_progress=on_progress)
+
+
+def _names(role: Role, count: int) -> list[str]:
+    return [f"{role}/{index}" for index in range(count)]

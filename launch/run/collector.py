@@ -7,6 +7,7 @@ from typing import Any
 
 from areal_lite.events import EventBuffer
 from areal_lite.launch.run.cluster import Cluster
+from areal_lite.launch.run.restarts import State
 from areal_lite.launch.run.view import View
 from areal_lite.record.online_recorder import OnlineRecorder
 
@@ -22,7 +23,7 @@ class Collector:
         """Take note of whom to ask, of whom to tell, and of the folder that notices point to.
 
         Args:
-            own: Lanes of the controller itself; the last one gets `lost`.
+            own: Lanes of the controller itself; the last one gets `lost`, `joining` and `rejoined`.
         """
         self._cluster, self._recorder, self._view = cluster, recorder, view
         self._logs, self._own = logs, own
@@ -37,9 +38,9 @@ class Collector:
             return
         self._collected_at = now
         events, gauges = self._cluster.collect()
+        self._say_changes()
         self._gauges |= gauges
         self._say_failures()
-        self._say_lost()
         for lane in self._own:
             events += lane.drain()
         self._recorder.feed(events)
@@ -76,11 +77,26 @@ class Collector:
                 style="yellow",
             )
 
-    def _say_lost(self) -> None:
-        for name in self._cluster.lost.keys() - self._said:
-            self._said.add(name)
-            self._own[-1].emit("lost", worker=name, reason=self._cluster.lost[name])
-            self._view.say(f"{name} was lost ({self._cluster.lost[name]}); the others go on", style="yellow")
+    def _say_changes(self) -> None:
+        changes, self._cluster.restarts.changes = self._cluster.restarts.changes, []
+        for name, state, reason in changes:
+            if reason:
+                self._own[-1].emit("lost", worker=name, state=state, reason=reason)
+                to_come = "the others go on" if state is State.DEAD else "it is started again"
+                self._view.say(f"{name} was lost ({reason}); {to_come}", style="yellow")
+                if state is State.RESTARTING:
+                    self._keep_counts(name)
+            elif state is State.JOINING:
+                self._own[-1].emit("joining", worker=name)
+            else:
+                self._own[-1].emit("rejoined", worker=name)
+                self._view.say(f"{name} is back")
+
+    def _keep_counts(self, worker: str) -> None:
+        """What a lost process has done counts on beside what its successor will do; in work it has none."""
+        gauges = self._gauges.pop(worker, {})
+        ended = {name: figures | {"busy": 0, "waiting": 0} for name, figures in gauges.get("verifiers", {}).items()}
+        self._gauges[f"{worker}, lost at {time.monotonic()}"] = gauges | {"verifiers": ended}
 
 
 def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -41,6 +41,8 @@ class Evaluations:
             self._step, self._done = step, None
             self._parts = {name: self._prompts[index :: len(engines)] for index, name in enumerate(engines)}
             self._calls = Calls({name: handle.evaluate.remote(self._parts[name]) for name, handle in engines.items()})
+        elif self._prompts:
+            self._view.say(f"the evaluation of step {step} was lost: no rollout worker is there")
 
     def end(self) -> None:
         """Forget the one that is going on."""
@@ -62,6 +64,9 @@ class Evaluations:
             self._go_on(self._calls.values)
 
     def _go_on(self, values: Mapping[str, Any]) -> None:
+        if self._done is None and not self._cluster.verifiers:
+            self._view.say(f"the evaluation of step {self._step} was lost: no verifier worker is there")
+            return self.end()
         if self._done is None:
             self._calls = self._score(values)
             return

@@ -151,6 +151,10 @@ class OnlineController(Controller):
             if self._interrupts:
                 return None
             self._cluster.check_workers()
+            if self._cluster.is_halted:
+                self._watchdog.restart()
+            if self._cluster.waits_to_join:
+                self._hand_over(stamp_ledger=lambda: None)
             status = queue.status()
             ended = sum(status["counts"][state] for state in ("failed", "rejected", "stale"))
             ended_before = ended if ended_before is None else ended_before
@@ -189,6 +193,7 @@ class OnlineController(Controller):
         self._trainer_lane.emit("published", version=self._version)
 
     def _hand_over(self, *, stamp_ledger: Callable[[], None]) -> None:
+        joining = self._cluster.take_in()
         hand_over(
             self._cluster.engines,
             publish=self._cluster.publish,
@@ -198,6 +203,7 @@ class OnlineController(Controller):
             interrupt=self._config.rollout.interrupt,
             events=self._handover_lane,
         )
+        self._cluster.rejoin(joining)
 
     def _compare(self, groups: list[Group]) -> None:
         """Take up what stands in the row of this step: the parity of engines and trainer, and a finished evaluation."""
@@ -235,6 +241,7 @@ class OnlineController(Controller):
             )
 
     def _look_after(self) -> None:
+        self._cluster.look_after()
         self._collector.collect()
         self._evaluations.poll()
 
@@ -242,7 +249,9 @@ class OnlineController(Controller):
         self._collector.collect(force=True)
         status = self._cluster.queue.status()
         row: Mapping[str, Any] = self._recorder.step(
-            record["stats"] | self._collector.verifiers() | {"messages_refused": status["refused"]},
+            record["stats"]
+            | self._collector.verifiers()
+            | {"messages_refused": status["refused"], "workers": self._cluster.states()},
             step=self._version,
             tokens_generated=self._collector.tokens(),
             ledger=status["counts"],

@@ -34,12 +34,17 @@ class Places:
         """With its network settled."""
         self.whereabouts = Whereabouts(nodes, bundles)
         self._bundle_of = {lane: index for index, bundle in enumerate(bundles) for lane in bundle.lanes}
+        self._node_of = {lane: nodes[bundle.node].key for bundle in bundles for lane in bundle.lanes}
 
     def spawn(self, kind: type, lane: str, **arguments: Any) -> Any:
         """Start the actor of a lane such as `rollout/0`; returns its handle, while it is still being made."""
         strategy = PlacementGroupSchedulingStrategy(self._group, self._bundle_of[lane])
         options = actor_options(self._config, lane.partition("/")[0])
         return ray.remote(kind).options(scheduling_strategy=strategy, **options).remote(self._config, **arguments)
+
+    def has_node(self, lane: str) -> bool:
+        """Whether the node of a lane's place is alive; Ray would wait for one that is gone."""
+        return any(node["Alive"] and node["NodeID"] == self._node_of[lane] for node in ray.nodes())
 
 
 @contextlib.contextmanager

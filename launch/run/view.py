@@ -69,7 +69,7 @@ class View:
         is_due = time.monotonic() - self._plain_at >= self._plain_every_s
         if self._live is None and (is_due or row["step"] == self._config.run.steps):
             self._plain_at = time.monotonic()
-            facts = "  ".join(f"{label} {text}" for label, text in self._facts().items() if text != "-")
+            facts = "  ".join(f"{label} {text}" for label, text in self._facts().items() if text not in ("", "-"))
             self.say(f"step {row['step']}/{self._config.run.steps}  {facts}  {self._time_left()} left")
 
     def end(self) -> None:

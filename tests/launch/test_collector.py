@@ -1,11 +1,17 @@
 """Figures of several workers as one, and an evaluation in words."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_ray import FakeRay, Reference
+from ledger_builders import FakeClock
 
-from areal_lite.launch.run.collector import _together
-from areal_lite.launch.run.evaluation import in_words
+from areal_lite.actors import calls as calls_module
+from areal_lite.events import EventBuffer
+from areal_lite.launch.run.collector import Collector, _together
+from areal_lite.launch.run.evaluation import Evaluations, in_words
+from areal_lite.launch.run.restarts import Change, State
 
 FIRST = {
     "calls": 10, "timeouts": 1, "restarts": 2, "busy": 1, "waiting": 0,
@@ -22,6 +28,39 @@ def test_counts_add_up_and_the_worst_latency_stands() -> None:
         "calls": 15, "timeouts": 1, "restarts": 2, "busy": 1, "waiting": 3,
         "failures": {"timeout": 2, "nan": 2}, "latency_p50_s": 0.02, "latency_p95_s": 0.5,
     }  # fmt: skip
+
+
+def test_what_a_lost_worker_has_done_counts_on_beside_its_successor() -> None:
+    """Its loss and its return are said and written once. Seen failing with counts that go back to 0."""
+    said, written = list[str](), list[Any]()
+    cluster: Any = SimpleNamespace(restarts=SimpleNamespace(changes=[]))
+    recorder: Any = SimpleNamespace(feed=written.extend)
+    view: Any = SimpleNamespace(say=lambda text, style="": said.append(text))
+    collector = Collector(cluster, recorder=recorder, view=view, logs="logs", own=[EventBuffer("controller")])
+
+    def collect(tokens: int | None, figures: dict[str, Any], *changes: Change) -> None:
+        cluster.restarts.changes += changes
+        gauges = {
+            "rollout/0": {} if tokens is None else {"tokens": tokens},
+            "verifier/0": {"verifiers": {"sum": figures}},
+        }
+        cluster.collect = lambda: ([], gauges)
+        collector.collect(force=True)
+
+    collect(100, {**FIRST, "waiting": 3})
+    collect(None, SECOND, *(Change(name, State.RESTARTING, "it died") for name in ("rollout/0", "verifier/0")))
+    assert collector.tokens() == 100
+    collect(7, SECOND, Change("rollout/0", State.JOINING), Change("rollout/0", State.HEALTHY))
+    assert collector.tokens() == 107
+    together = collector.verifiers()["verifiers"]["sum"]
+    assert (together["calls"], together["waiting"], together["busy"]) == (15, SECOND["waiting"], SECOND["busy"])
+    assert said == [
+        *(f"{name} was lost (it died); it is started again" for name in ("rollout/0", "verifier/0")),
+        "rollout/0 is back",
+    ]
+    assert [(event["kind"], event["worker"]) for event in written] == [
+        ("lost", "rollout/0"), ("lost", "verifier/0"), ("joining", "rollout/0"), ("rejoined", "rollout/0")
+    ]  # fmt: skip
 
 
 RESULT = {
@@ -51,3 +90,22 @@ RESULT = {
 def test_an_evaluation_in_words(changes: dict[str, Any], words: str) -> None:
     """An evaluation in which nothing was scored is no accuracy of 0. Seen failing as `0.000 (0 problems`."""
     assert in_words(RESULT | changes) == words
+
+
+def test_an_evaluation_that_finds_no_worker_is_said_to_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may all be on their way back. Seen failing without a word, and with StopIteration for a verifier."""
+    monkeypatch.setattr(calls_module, "ray", FakeRay(FakeClock()))
+    said, engines = list[str](), dict[str, Any]()
+    cluster: Any = SimpleNamespace(engines=SimpleNamespace(handles=engines), verifiers={})
+    view: Any = SimpleNamespace(say=said.append)
+    nobody: Any = None
+    evaluations = Evaluations(cluster, [nobody], recorder=nobody, lane=nobody, view=view)
+    evaluations.begin(3)
+    engines["rollout/0"] = SimpleNamespace(evaluate=SimpleNamespace(remote=lambda _: Reference(lambda: [nobody])))
+    evaluations.begin(4)
+    evaluations.poll()
+    assert not evaluations
+    assert said == [
+        "the evaluation of step 3 was lost: no rollout worker is there",
+        "the evaluation of step 4 was lost: no verifier worker is there",
+    ]

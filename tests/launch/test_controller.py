@@ -34,6 +34,7 @@ from areal_lite.launch.run.view import View
 from areal_lite.launch.run.whereabouts import Whereabouts
 from areal_lite.record.metrics import METRICS
 from areal_lite.record.run_folder import RunFolder
+from areal_lite.watchdog import Watchdog
 
 FIGURES = {"loss": 0.5, "accuracy": 0.9, "tokens": 12.0, "lr": 1e-3, "grad_norm": 1.0, "step_skipped": 0.0}
 NO_PLACES: Any = SimpleNamespace(whereabouts=Whereabouts([], []))
@@ -62,7 +63,10 @@ class FakeCluster:
 
     def __init__(self) -> None:
         self.completed: list[str] = []
-        self.lost = self.verifiers = dict[str, Any]()
+        self.verifiers = dict[str, Any]()
+        self.restarts = SimpleNamespace(changes=[])
+        self.joining, self.log = list[str](), list[Any]()
+        self.is_halted = self.waits_to_join = False
         self.engines = SimpleNamespace(handles={})
         self.publish = None
         self.queue = SimpleNamespace(
@@ -74,6 +78,22 @@ class FakeCluster:
 
     def check_workers(self) -> None:
         pass
+
+    def look_after(self) -> None:
+        pass
+
+    def take_in(self) -> list[str]:
+        self.waits_to_join = False
+        joining, self.joining = self.joining, []
+        self.log += [f"take {name} in" for name in joining]
+        return joining
+
+    def rejoin(self, names: list[str]) -> None:
+        self.is_halted = False
+        self.log += [f"{name} asks for work" for name in names]
+
+    def states(self) -> dict[str, int]:
+        return {"healthy": 2}
 
     def collect(self) -> tuple[list[Any], dict[str, Any]]:
         return [], {}
@@ -237,6 +257,47 @@ def test_groups_that_end_without_ever_making_a_batch_are_no_progress(rl: OnlineC
     rl._cluster.queue.status = status
     with pytest.raises(StallError, match=r"got none out of .*failed\(exception:NameError\)"):
         rl._step()
+
+
+def test_a_worker_that_is_ready_again_joins_at_the_next_publication(
+    rl: OnlineController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is among the receivers, and asks for work only behind them. Seen failing with `rejoin` before the weights."""
+    cluster: Any = rl._cluster
+    monkeypatch.setattr(online, "hand_over", lambda *_, version, stamp_ledger, **__: cluster.log.append(version))
+    cluster.joining = ["rollout/0"]
+    rl._step()
+    rl._step()
+    assert cluster.log == ["take rollout/0 in", 1, "rollout/0 asks for work", 2]
+
+
+def test_a_run_without_engines_waits_for_a_start_under_way_and_publishes_for_it(
+    rl: OnlineController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the version that is there, as no step is trained; the start has a deadline of its own, the wait none.
+
+    Seen failing with the watchdog left on, and without the publication.
+    """
+    cluster: Any = rl._cluster
+    monkeypatch.setattr(online, "hand_over", lambda *_, version, stamp_ledger, **__: cluster.log.append(version))
+    clock = itertools.count(0.0, step=5.0)
+    rl._version, rl._watchdog = 3, Watchdog(12.0, clock=lambda: next(clock))
+    ticks = itertools.count()
+
+    def look_after() -> None:
+        tick = next(ticks)
+        assert tick < 20, "nobody publishes"
+        if tick == 9:
+            cluster.joining, cluster.waits_to_join = ["rollout/0"], True
+
+    def take(**_: Any) -> Any:
+        return {"rewards": {"reward_mean": 0.5}} if "rollout/0 asks for work" in cluster.log else None
+
+    cluster.is_halted, cluster.check_workers, cluster.queue.take = True, look_after, take
+    counts = {"failed": 0, "rejected": 0, "stale": 0, "trained": 4}
+    cluster.queue.status = lambda: {"refused": 0, "counts": counts, "progress": 1, "missing": 4, "workers": {}}
+    rl._step()
+    assert cluster.log == ["take rollout/0 in", 3, "rollout/0 asks for work", 4]
 
 
 def test_a_trained_step_has_its_row_even_where_its_evaluation_fails(offline: OfflineController, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.loop
 
 GROUPS = 4
 TOTAL = 60
+PARITY = 1e-4
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,6 +65,14 @@ def lost(run: UserRun) -> dict[str, dict[str, Any]]:
     return {event["worker"]: event for event in run.folder.read("events.jsonl") if event["kind"] == "lost"}
 
 
+def trained_since_it_is_back(run: UserRun, worker: str) -> set[str]:
+    """Groups that a worker has generated since it came back, and that are trained."""
+    events = run.folder.read("events.jsonl")
+    back = max(event["time"] for event in events if event["kind"] == "rejoined" and event["worker"] == worker)
+    groups = [event for event in events if event["kind"] == "group" and event["lane"] == worker]
+    return {event["group"] for event in groups if event["start"] >= back} & set(trained_groups(run.folder))
+
+
 def check_books(run: UserRun, *, total: int) -> None:
     """Every step once, no group trained twice, every group accounted for (I2)."""
     assert steps(run) == list(range(1, total + 1))
@@ -97,26 +106,39 @@ def test_ctrl_c_finishes_the_step_and_saves(interrupted: UserRun) -> None:
     check_books(interrupted, total=stopped_at)
 
 
-def test_the_printed_command_finishes_the_run_though_workers_are_lost(interrupted: UserRun) -> None:
-    """Of three workers, one's process tree is killed, the engine of another hangs, and the third finishes."""
+def test_the_printed_command_goes_on_and_lost_workers_come_back(interrupted: UserRun) -> None:
+    """Of three rollout workers one's process tree is killed, the engine of another hangs; the verifier is killed.
+
+    Each is started beside the run. A rollout worker joins with the trainer's weights, and what it makes is trained.
+    """
     (command,) = re.findall(r"^\s*(areal-lite resume .*)$", interrupted.output, flags=re.MULTILINE)
-    with typed(f"{command.rstrip()} rollout.workers=3", folder=interrupted.folder.path) as run:
-        run.wait_for_steps(len(steps(interrupted)) + 2)
-        killed = run.tree(run.actor("rollout/0"))
-        assert len(killed) > 1
-        for pid in killed:
+    resumed_at = len(steps(interrupted))
+    changes = "rollout.workers=3 run.steps=5000 weights.parity_every=1"
+    with typed(f"{command.rstrip()} {changes}", folder=interrupted.folder.path) as run:
+        run.wait_for_steps(resumed_at + 2)
+        killed, verifiers = run.tree(run.actor("rollout/0")), run.tree(run.actor("verifier/0"))
+        assert min(len(killed), len(verifiers)) > 1
+        for pid in [*killed, verifiers[0]]:
             os.kill(pid, signal.SIGKILL)
-        run.wait_until(lambda: "rollout/0" in lost(run), "notice of rollout/0")
+        run.wait_until(lambda: {"rollout/0", "verifier/0"} <= lost(run).keys(), "notice of those that were killed")
         hung = run.tree(run.actor("rollout/1"))
         os.kill(run.engine_core("rollout/1"), signal.SIGSTOP)
         run.wait_until(lambda: "rollout/1" in lost(run), "notice of rollout/1")
-        run.wait_until(lambda: not any(map(alive, [*killed, *hung])), "end of the lost workers' processes")
-        assert run.exit_code() == 0, run.output
+        run.wait_until(lambda: not any(map(alive, [*killed, *verifiers, *hung])), "end of the lost workers' processes")
+        for name in ("rollout/0", "rollout/1", "verifier/0"):
+            run.wait_until(lambda name=name: f"{name} is back" in run.output, f"return of {name}")
+        for name in ("rollout/0", "rollout/1"):
+            run.wait_until(lambda name=name: trained_since_it_is_back(run, name), f"trained groups of {name}")
+        run.press_ctrl_c()
+        assert run.exit_code() == 130, run.output
         assert run.leftovers == []
-        assert summary(run)["status"] == "done"
-        assert lost(run).keys() == {"rollout/0", "rollout/1"}
+        assert lost(run).keys() == {"rollout/0", "rollout/1", "verifier/0"}
         assert all(f"{name} was lost" in run.output for name in lost(run))
-        check_books(run, total=TOTAL)
+        rows = run.folder.read("metrics.jsonl")
+        assert max(row["parity_max_abs_logprob_diff"] for row in rows[resumed_at:]) < PARITY
+        assert any("restarting" in row["workers"] for row in rows[resumed_at:])
+        assert "restarting" not in rows[-1]["workers"]
+        check_books(run, total=len(rows))
 
 
 def test_ctrl_c_twice_ends_at_once(loop_folder: Path) -> None:
@@ -180,14 +202,20 @@ def test_a_dead_trainer_rank_ends_the_run_by_name(loop_folder: Path) -> None:
 
 
 def test_the_last_worker_lost_or_hung_ends_the_run_with_a_saved_state(loop_folder: Path) -> None:
-    """The only worker's engine is killed; the run saves. Resumed, it hangs instead: the run saves, and says who.
+    """The only worker's engine is killed. The run waits for its return, once; then it is killed again: the run saves.
+
+    Resumed, it hangs instead: the run saves, and says who.
 
     One slot makes generation so slow against training that the engine is stopped while a batch is waited for.
     Seen failing without the save in `Controller._rescue`.
     """
     rollout = {"slots": 1, "max_new_tokens": 100, "kv_cache_mb": 64}
-    with start(loop_folder, "last", run={"steps": 1000, "stall_timeout_s": 8}, rollout=rollout) as run:
+    settings = {"steps": 1000, "stall_timeout_s": 8, "max_worker_restarts": 1}
+    with start(loop_folder, "last", run=settings, rollout=rollout) as run:
         run.wait_for_steps(2)
+        os.kill(run.engine_core("rollout/0"), signal.SIGKILL)
+        run.wait_until(lambda: "rollout/0 is back" in run.output, "return of the last worker")
+        run.wait_for_steps(len(steps(run)) + 2)
         os.kill(run.engine_core("rollout/0"), signal.SIGKILL)
         assert run.exit_code() == 1, run.output
         assert run.leftovers == []

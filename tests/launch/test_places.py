@@ -9,7 +9,8 @@ from areal_lite import network
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.errors import ConfigError
 from areal_lite.launch.run import places
-from areal_lite.launch.run.places import places_for, with_network
+from areal_lite.launch.run.places import Places, places_for, with_network
+from areal_lite.launch.run.plan import Bundle, Node
 
 
 @pytest.fixture
@@ -65,3 +66,13 @@ def test_a_way_that_starts_on_loopback_is_refused_with_several_nodes(fake_ray: S
     """As that to a host name which is this machine's own."""
     with pytest.raises(ConfigError, match=r"got 127\.0\.0\.1 on this one, .* to other starts: set run\.network"):
         with_network(config_of(run={"network": "other"}))
+
+
+def test_a_place_whose_node_is_gone_is_known(fake_ray: SimpleNamespace) -> None:
+    """Ray would wait for it. Seen failing with nodes that Ray only remembers."""
+    fake_ray.nodes = lambda: [{"NodeID": "one", "Alive": True}, {"NodeID": "two", "Alive": False}]
+    nodes = [Node(address="10.0.0.2", key=key, cores=1, gpus=0, free_gpus=0) for key in ("one", "two")]
+    bundles = [Bundle(node=index, gpus=0, lanes=(f"rollout/{index}",)) for index in (0, 1)]
+    group: Any = None
+    settled = Places(config_of(), group, bundles, nodes)
+    assert [settled.has_node(f"rollout/{index}") for index in (0, 1)] == [True, False]

@@ -228,6 +228,8 @@ def test_an_engine_that_dies_in_a_transfer_costs_the_run_that_engine_alone(
 ) -> None:
     """The others are let go, form a group without it and get the weights whole, long before the deadline.
 
+    At the next publication its successor is one of them.
+
     Seen failing (hanging) without `let_go`, and without the key in the store that the engines look for.
     """
     run = make_run("abc")
@@ -240,8 +242,9 @@ def test_an_engine_that_dies_in_a_transfer_costs_the_run_that_engine_alone(
     assert run.has_the_weights("a")
     assert run.has_the_weights("c")
     assert run.engines["b"].calls.count("init_weight_transfer_engine") == 1
+    run.live.handles["b"] = run.engines["b"] = Engine(seed=9)
     run.hand_over()
-    assert run.has_the_weights("a")
+    assert all(map(run.has_the_weights, "abc"))
 
 
 def test_an_engine_whose_nccl_notices_a_death_is_not_blamed_and_gets_the_weights_whole(

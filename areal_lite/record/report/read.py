@@ -21,6 +21,7 @@ _NEEDED = {
     "running": {"n"},
     "stamped": {"version"},
     "lost": {"worker"},
+    "rejoined": {"worker"},
 }
 """What an event must have to be drawn, beside time, lane and kind."""
 

@@ -1,0 +1,251 @@
+"""Who is started again when: the policy, with a clock that is turned and processes that are only told about."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from fake_ray import FakeRay, Reference
+from ledger_builders import FakeClock
+
+from areal_lite.actors import calls as calls_module
+from areal_lite.config.recipe import parse_config
+from areal_lite.errors import EngineError, HandoverError, VerifierError
+from areal_lite.launch.run import cluster as cluster_module
+from areal_lite.launch.run import restarts as restarts_module
+from areal_lite.launch.run.cluster import Cluster
+from areal_lite.launch.run.restarts import Restarts, State
+
+A, B, V = "rollout/0", "rollout/1", "verifier/0"
+TIMEOUT_S = 60.0
+
+
+class Starts:
+    """Workers whose start takes a while, fails, never ends, or finds no node; `run` looks after them for a while."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, most: int, takes_s: float = 5.0) -> None:
+        self.clock, self.takes_s, self.fails, self.has_node = FakeClock(), takes_s, False, True
+        self.begun: list[tuple[float, str]] = []
+        self.killed: list[Any] = []
+        monkeypatch.setattr(calls_module, "ray", FakeRay(self.clock))
+        monkeypatch.setattr(restarts_module, "kill_all", self.killed.extend)
+        self.restarts = Restarts(self._spawn, most=most, start_timeout_s=TIMEOUT_S, clock=self.clock)
+
+    def run(self, seconds: float) -> None:
+        for _ in range(int(2 * seconds)):
+            self.clock.now += 0.5
+            self.restarts.poll()
+
+    def times(self) -> list[float]:
+        return [time for time, _ in self.begun]
+
+    def _spawn(self, name: str) -> Any:
+        if not self.has_node:
+            return None
+        began = self.clock.now
+        self.begun.append((began, name))
+        start = Reference(self._result, is_ready=lambda: self.clock.now >= began + self.takes_s)
+        return SimpleNamespace(start=SimpleNamespace(remote=lambda: start))
+
+    def _result(self) -> None:
+        if self.fails:
+            raise EngineError("no memory")
+
+
+def test_a_worker_starts_again_after_longer_and_longer_until_it_was_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 1, 2 and 4 s; another worker has times of its own. Seen failing with a pause of 1 s each time."""
+    starts = Starts(monkeypatch, most=3, takes_s=0.0)
+    restarts = starts.restarts
+    for number, pause_s in enumerate((1, 2, 4), start=1):
+        lost_at = starts.clock.now
+        restarts.lost(A, f"loss {number}")
+        assert restarts.states == {A: State.RESTARTING}
+        starts.run(10)
+        assert starts.times()[-1] == lost_at + pause_s
+        assert restarts.states == {A: State.JOINING}
+        assert restarts.take("rollout").keys() == {A}
+        restarts.back(A)
+        assert restarts.states == {}
+    restarts.lost(A, "loss 4")
+    assert not restarts.awaits("rollout")
+    assert restarts.dead == {A: "loss 4"}
+    restarts.lost(B, "its first")
+    assert restarts.states == {A: State.DEAD, B: State.RESTARTING}
+    told = [state for worker, state, _ in restarts.changes if worker == A]
+    assert told == [*[State.RESTARTING, State.JOINING, State.HEALTHY] * 3, State.DEAD]
+
+
+def test_who_is_not_ready_is_not_taken_and_a_kind_is_awaited_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with workers taken as soon as they are spawned."""
+    starts = Starts(monkeypatch, most=1)
+    restarts = starts.restarts
+    restarts.lost(A, "died")
+    restarts.lost(V, "died")
+    starts.run(4)
+    assert len(starts.begun) == 2
+    assert restarts.take("rollout") == {}
+    assert restarts.awaits("rollout")
+    starts.run(3)
+    assert restarts.ready("rollout") == [A]
+    assert restarts.awaits("rollout")
+    assert restarts.take("rollout").keys() == {A}
+    assert not restarts.awaits("rollout")
+    assert restarts.awaits("verifier")
+
+
+@pytest.mark.parametrize(
+    ("fails", "takes_s", "reason"),
+    [
+        (True, 5.0, "it did not start: EngineError: no memory"),
+        (False, 1e9, "it must start within run.start_timeout_s=60 s, it did not"),
+    ],
+)
+def test_a_start_that_fails_or_never_ends_is_ended_and_counts(
+    monkeypatch: pytest.MonkeyPatch, fails: bool, takes_s: float, reason: str
+) -> None:
+    """Seen failing with a start that is waited for without a deadline."""
+    starts = Starts(monkeypatch, most=2, takes_s=takes_s)
+    starts.fails = fails
+    starts.restarts.lost(A, "died")
+    starts.run(200)
+    assert len(starts.begun) == len(starts.killed) == 2
+    assert starts.restarts.dead == {A: reason}
+    assert starts.restarts.handles == {}
+
+
+@pytest.mark.parametrize(
+    ("most", "has_node", "reason"), [(0, True, "died"), (3, False, "the node of its place is gone")]
+)
+def test_a_worker_without_a_restart_or_a_node_stays_dead(
+    monkeypatch: pytest.MonkeyPatch, most: int, has_node: bool, reason: str
+) -> None:
+    starts = Starts(monkeypatch, most=most)
+    starts.has_node = has_node
+    starts.restarts.lost(A, "died")
+    starts.run(10)
+    assert starts.begun == []
+    assert starts.restarts.dead == {A: reason}
+    assert not starts.restarts.awaits("rollout")
+
+
+# --- the workers of a run ---
+
+
+class Actor:
+    """A worker that is started at once, and serves until it `dies_of` something."""
+
+    def __init__(self) -> None:
+        self.dies_of: Exception | None = None
+        self.calls: list[str] = []
+
+    def __getattr__(self, method: str) -> Any:
+        def remote(*_: Any) -> Reference:
+            self.calls.append(method)
+            return Reference(self._result, is_ready=lambda: method != "run" or self.dies_of is not None)
+
+        return SimpleNamespace(remote=remote)
+
+    def _result(self) -> Any:
+        if self.dies_of is not None:
+            raise self.dies_of
+        return [], {}
+
+
+class Fleet:
+    """A cluster that serves with two rollout workers and a verifier, whose times pass at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, most: int) -> None:
+        config = parse_config({"run": {"max_worker_restarts": most}})
+        clock = FakeClock()
+        monkeypatch.setattr(calls_module, "ray", FakeRay(clock))
+        monkeypatch.setattr(ray, "kill", lambda _: None)
+        places: Any = SimpleNamespace(spawn=lambda *_, **__: Actor(), has_node=lambda _: True)
+        self.forgotten: list[str] = []
+        anybody: dict[str, Any] = {
+            "queue_state": None,
+            "prompts": {},
+            "model_folder": Path(),
+            "log_folder": Path("logs"),
+        }
+        self.cluster = cluster = Cluster(config, places=places, **anybody)
+        cluster.queue = SimpleNamespace(forget=lambda worker: self.forgotten.append(worker))  # type: ignore[assignment]
+        cluster._access = dict.fromkeys(cluster_module.Role)  # type: ignore[assignment]
+        cluster.restarts._clock = clock
+        cluster.engines.handles |= {A: Actor(), B: Actor()}
+        cluster.verifiers[V] = Actor()
+        cluster.serve()
+        self.clock = clock
+
+    def lose(self, worker: str, error: Exception | None = None) -> None:
+        self.cluster._workers[worker].dies_of = error or ray.exceptions.RayActorError()
+
+    def look_after(self, seconds: float = 0.0) -> None:
+        self.clock.now += seconds
+        self.cluster.check_workers()
+
+
+def test_a_verifier_worker_that_died_works_again_at_once_and_a_rollout_worker_after_it_joined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What they held goes back to the queue. Seen failing with `run` called before the hand-over."""
+    fleet = Fleet(monkeypatch, most=1)
+    cluster = fleet.cluster
+    fleet.lose(A)
+    fleet.lose(V)
+    fleet.look_after()
+    assert sorted(fleet.forgotten) == [A, V]
+    assert cluster.states() == {"healthy": 1, "restarting": 2}
+    assert cluster.is_halted
+    fleet.look_after(1)
+    assert cluster.states() == {"healthy": 2, "joining": 1}
+    assert cluster.verifiers[V].calls == ["start", "run"]
+    assert not cluster.is_halted
+    assert not cluster.waits_to_join
+    joining = cluster.take_in()
+    assert joining == [A]
+    assert cluster.engines.handles[A].calls == ["start"]
+    cluster.rejoin(joining)
+    assert cluster.engines.handles[A].calls == ["start", "run"]
+    assert cluster.states() == {"healthy": 3}
+    fleet.lose(V)
+    with pytest.raises(VerifierError, match=r"verifier/0 ended: .*; log: logs/verifier-0.log"):
+        fleet.look_after()
+
+
+def test_without_engines_a_start_under_way_is_waited_for_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with an end as soon as the last engine is lost."""
+    fleet = Fleet(monkeypatch, most=1)
+    fleet.lose(A)
+    fleet.lose(B, EngineError("the engine-core process died"))
+    fleet.look_after()
+    assert fleet.cluster.is_halted
+    fleet.look_after(1)
+    assert fleet.cluster.waits_to_join
+    assert fleet.cluster.take_in() == [A, B]
+    fleet.cluster.rejoin([A, B])
+    fleet.lose(A)
+    fleet.look_after()
+    fleet.lose(B)
+    with pytest.raises(HandoverError, match=r"no rollout worker is left; the last one, rollout/1"):
+        fleet.look_after()
+
+
+def test_a_verifier_that_is_of_no_use_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is well, the function is not. Seen failing with any end of a worker taken for a death."""
+    fleet = Fleet(monkeypatch, most=3)
+    fleet.lose(V, VerifierError("failed in 11 of its last 20 calls"))
+    with pytest.raises(VerifierError, match=r"verifier/0 ended: VerifierError: failed in 11 of its last 20 calls"):
+        fleet.look_after()
+
+
+def test_a_worker_that_gives_no_answer_is_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(monkeypatch, most=3)
+    silent = fleet.cluster.engines.handles[B]
+    silent.collect = SimpleNamespace(remote=lambda: Reference(lambda: None, is_ready=lambda: False))
+    fleet.cluster.collect()
+    assert fleet.cluster.states() == {"healthy": 2, "suspect": 1}
+    del silent.collect
+    fleet.cluster._reports._calls.pending.clear()
+    fleet.cluster.collect()
+    assert fleet.cluster.states() == {"healthy": 3}
