@@ -48,6 +48,9 @@ class QueueActor:
             for role, access in accesses.items()
         }
 
+    def ping(self) -> None:
+        """Show that this process lives."""
+
     def stop(self) -> None:
         """Stop serving."""
         self._server.close()

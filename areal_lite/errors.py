@@ -5,6 +5,7 @@
     ├── DataError(ValueError)          a data file or a row of it is wrong
     ├── WireError(ValueError)          a message cannot be read: malformed, too large, another schema version
     ├── LedgerError(RuntimeError)      a request the ledger's state does not allow
+    ├── QueueError(RuntimeError)       the sample queue's process died
     ├── QueueTimeout(TimeoutError)     the sample queue did not answer in time
     ├── StallError(TimeoutError)       nothing moved for too long; names who was late, on what, since when
     ├── PluginError(ValueError)        a function that a recipe names cannot be found or imported
@@ -31,6 +32,7 @@ __all__ = [
     "HandoverError",
     "LedgerError",
     "PluginError",
+    "QueueError",
     "QueueTimeout",
     "StallError",
     "TrainerError",
@@ -58,6 +60,10 @@ class WireError(ArealLiteError, ValueError):
 
 class LedgerError(ArealLiteError, RuntimeError):
     """A request that the ledger's present state does not allow."""
+
+
+class QueueError(ArealLiteError, RuntimeError):
+    """The sample queue's process died."""
 
 
 class QueueTimeout(ArealLiteError, TimeoutError):

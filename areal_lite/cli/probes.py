@@ -25,6 +25,7 @@ _TORCH = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()  # else its threads may outlive the interpreter, which aborts
 print(f"torch {torch.__version__}, gloo works")
 """
 _NCCL = """

@@ -87,8 +87,10 @@ class _Client:
 class QueueClient(_Client):
     """Plain calls, one at a time: safe from several threads, but a waiting call holds up the others."""
 
-    def __init__(self, access: QueueAccess, *, timeout_s: float) -> None:
+    def __init__(self, access: QueueAccess, *, timeout_s: float, look: Callable[[], object] = lambda: None) -> None:
+        """Connect, and have `look` called beside every wait: it raises where no answer will come."""
         super().__init__(access, timeout_s=timeout_s)
+        self._look = look
         self._lock = threading.Lock()
         self._closing = threading.Event()
 
@@ -118,6 +120,8 @@ class QueueClient(_Client):
                 answered_id, answer = self._socket.recv_multipart()
                 if answered_id == request_id:
                     return cast(bytes, answer)
+            else:
+                self._look()
         return None
 
     def _raise_if_closing(self, op: str) -> None:

@@ -18,7 +18,7 @@ from areal_lite.actors.rollout import RolloutActor
 from areal_lite.actors.trainer import OnlineTrainerActor
 from areal_lite.actors.verifier import VerifierActor
 from areal_lite.config.recipe import Config
-from areal_lite.errors import EngineError, VerifierError
+from areal_lite.errors import EngineError, QueueError, VerifierError
 from areal_lite.events import Event
 from areal_lite.launch.run.engines import RayEngines
 from areal_lite.launch.run.lifetime import kill_all, stop_all, wait_until_started
@@ -67,7 +67,7 @@ class Cluster:
         self.engines = RayEngines({}, timeout_s=config.run.stall_timeout_s, on_drop=self._note_lost)
         run = config.run
         self.restarts = Restarts(self._respawn, most=run.max_worker_restarts, start_timeout_s=run.start_timeout_s)
-        self._serving = Calls({})
+        self._serving = self._pulse = Calls({})
         self._connected: dict[str, Any] = {}
         self._reports = Question("collect")
         self._silent = set[str]()
@@ -81,7 +81,8 @@ class Cluster:
         """
         config = self._config
         access = self._wait(Calls({"queue": self._queue_actor.access.remote()}), on_progress)["queue"]
-        self.queue, self._access = QueueClient(access[Role.CONTROLLER], timeout_s=config.queue.lease_timeout_s), access
+        timeout_s, self._access = config.queue.lease_timeout_s, access
+        self.queue = QueueClient(access[Role.CONTROLLER], timeout_s=timeout_s, look=self._look_at_queue)
         self.engines.handles |= {name: self._spawn(name) for name in _names(Role.ROLLOUT, config.rollout.workers)}
         self.verifiers |= {name: self._spawn(name) for name in _names(Role.VERIFIER, config.verifier.workers)}
         ranks = self.ranks.start(model_folder=self._model_folder, access=access[Role.TRAINER])
@@ -98,7 +99,12 @@ class Cluster:
         self.engines.awaits_others = lambda: self.restarts.awaits(Role.ROLLOUT)
 
     def look_after(self) -> None:
-        """Give up workers that ended, start them again when it is time, and let verifiers that are back work."""
+        """Give up workers that ended, start them again when it is time, and let verifiers that are back work.
+
+        Raises:
+            QueueError: The sample queue died.
+        """
+        self._look_at_queue()
         for name, error in self._serving.answers(0.0):
             reason = "its loop ended" if error is None else describe(error)
             if name not in self.verifiers:
@@ -111,6 +117,14 @@ class Cluster:
         self.restarts.poll()
         self.verifiers |= (ready := self.restarts.take(Role.VERIFIER))
         self.rejoin(ready)
+
+    def _look_at_queue(self) -> None:
+        for _, error in self._pulse.answers(0.0):
+            if error is not None:
+                log = log_path(self._logs, "queue")
+                raise QueueError(f"the sample queue, on which everybody waits, died: {describe(error)}; log: {log}")
+        if not self._pulse.pending:
+            self._pulse = call_all({"queue": self._queue_actor}, "ping")
 
     def check_workers(self) -> None:
         """Look after the workers; raise when somebody indispensable ended, and is not started again.

@@ -11,7 +11,7 @@ from ledger_builders import FakeClock
 
 from areal_lite.actors import calls as calls_module
 from areal_lite.config.recipe import parse_config
-from areal_lite.errors import EngineError, HandoverError, VerifierError
+from areal_lite.errors import EngineError, HandoverError, QueueError, VerifierError
 from areal_lite.launch.run import cluster as cluster_module
 from areal_lite.launch.run import restarts as restarts_module
 from areal_lite.launch.run.cluster import Cluster
@@ -236,6 +236,17 @@ def test_a_verifier_that_is_of_no_use_is_not_started_again(monkeypatch: pytest.M
     fleet = Fleet(monkeypatch, most=3)
     fleet.lose(V, VerifierError("failed in 11 of its last 20 calls"))
     with pytest.raises(VerifierError, match=r"verifier/0 ended: VerifierError: failed in 11 of its last 20 calls"):
+        fleet.look_after()
+
+
+def test_a_queue_that_died_is_noticed_beside_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by a deadline of a request. Seen failing with a queue that is asked once."""
+    fleet = Fleet(monkeypatch, most=3)
+    actor: Any = fleet.cluster._queue_actor
+    fleet.look_after()
+    fleet.look_after()
+    actor.dies_of = ray.exceptions.RayActorError()
+    with pytest.raises(QueueError, match=r"the sample queue, on which everybody waits, died: .*; log: logs/queue.log"):
         fleet.look_after()
 
 

@@ -27,7 +27,7 @@ from queue_builders import (
     serving,
 )
 
-from areal_lite.errors import ConfigError, LedgerError, QueueTimeout, WireError
+from areal_lite.errors import ConfigError, LedgerError, QueueError, QueueTimeout, WireError
 from areal_lite.network import listen
 from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
@@ -364,6 +364,24 @@ def test_closing_a_client_wakes_its_waiting_call() -> None:
             parked.result(timeout=SOON_S)
         with pytest.raises(LedgerError, match="status needs an open client"):
             client.status()
+
+
+def test_a_waiting_call_looks_whether_an_answer_can_come() -> None:
+    """Seen failing with a look before the first wait alone."""
+    has_died = threading.Event()
+
+    def look() -> None:
+        if has_died.is_set():
+            raise QueueError("its process ended")
+
+    with serving() as access, connected(access) as other, ThreadPoolExecutor(1) as pool:
+        client = QueueClient(access, timeout_s=SOON_S, look=look)
+        parked = pool.submit(client.lease_verify, worker="verifier/0", limit=1, wait_s=LONG_WAIT_S)
+        await_parked(other, 1)
+        has_died.set()
+        with pytest.raises(QueueError, match="its process ended"):
+            parked.result(timeout=SOON_S)
+        client.close()
 
 
 def test_closing_an_async_client_wakes_its_waiting_calls() -> None:
