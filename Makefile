@@ -15,7 +15,7 @@ setup: ## make .venv ready; instant when it is (EXTRA=gpu for the CUDA build)
 demo: setup ## watch a language model learn arithmetic by asynchronous RL, on this CPU
 	@.venv/bin/areal-lite train arith_cpu $(ARGS)
 
-# Tests side by side wait for nothing but processors. ALONE look at time: two at once. RUNS start the whole system, and
+# Tests side by side wait for nothing but processors. ALONE look at time. RUNS start the whole system, and
 # mostly wait for each other's processes: in three lanes, one of them for nodes made on this machine.
 RUNS := loop or gpu or cluster
 ALONE := deadline or sandbox or browser
@@ -42,7 +42,7 @@ test: setup ## run the tests (ARGS="-k ledger" for some of them)
 	out="$${out#, }"; echo "tests left out: $${out:-none}"; \
 	case " $(ARGS) " in *" -m "*) exec $(PYTHON) -m pytest $(ARGS);; esac; \
 	$(SIDE_BY_SIDE) -m "not ($(ALONE) or $(RUNS))$$keep" $(ARGS) || [ $$? = 5 ] || exit 1; \
-	$(PYTHON) -m pytest -n 2 -m "($(ALONE)) and not ($(RUNS))$$keep" $(ARGS) || [ $$? = 5 ] || exit 1; \
+	$(PYTHON) -m pytest -m "($(ALONE)) and not ($(RUNS))$$keep" $(ARGS) || [ $$? = 5 ] || exit 1; \
 	$(PYTHON) -m pytest -n 3 --dist loadscope -m "($(RUNS))$$keep" $(ARGS) || [ $$? = 5 ]
 
 examples: setup ## run the classic algorithms of examples/classic, pictures to docs/classic (ARGS="ppo" for one)
