@@ -29,6 +29,7 @@ from areal_lite.rollout.runner import load_workflows
 from areal_lite.rollout.worker import sample_seed
 from areal_lite.rollout.workflows import single_turn
 from areal_lite.types import Prompt
+from areal_lite.watchdog import Watchdog
 
 OVER = {"worker": "vllm", "drain": "worker", "recompute": "drain"}
 """What each case is compared with."""
@@ -46,7 +47,7 @@ class RolloutBench:
 
     repeats: int
     measured_s: float
-    """At least: with publications a measurement lasts from the beginning of one to the beginning of another."""
+    """At least: a measurement lasts until a token was counted, and with publications to the beginning of another."""
     warm_s: float
     """Seconds of each measurement that do not count: all requests begin at once, and the longest must have had time."""
     publish_every_s: float
@@ -169,7 +170,7 @@ class _MeasuredRollout:
 
     def __init__(self, settings: RolloutBench, config: Config, engine: Any) -> None:
         self._settings, self._config, self._engine, self._queue = settings, config, engine, engine.cluster.queue
-        self._version = 0
+        self._version, self._watchdog = 0, Watchdog(config.run.stall_timeout_s)
         self._batches = (f"step-{number}" for number in itertools.count(1))
         self._verifying = [verifier.run.remote() for verifier in engine.cluster.verifiers.values()]
         self._queue.open_admission()
@@ -186,11 +187,22 @@ class _MeasuredRollout:
             generating = self._engine.serving_queue()
         with generating as self._serving:
             self._wait(time.monotonic() + self._settings.warm_s)
+            self._watchdog.restart()
             if case == "drain" or case == "recompute":
                 return self._measure_publishing("drain" if case == "drain" else "recompute")
-            before = self._engine.ask("count")
-            self._wait(time.monotonic() + self._settings.measured_s)
-            return _between(before, self._engine.ask("count"))
+            before = after = self._engine.ask("count")
+            while not self._enough(before, after):
+                left = self._settings.measured_s - (after[1] - before[1])
+                self._wait(time.monotonic() + (left if left > 0 else _POLL_S))
+                after = self._engine.ask("count")
+            return _between(before, after)
+
+    def _enough(self, before: tuple[int, float], after: tuple[int, float]) -> bool:
+        """Whether there was time to measure, and a token: on a busy machine the first may take long."""
+        self._watchdog.check(
+            after[0], waiting_for="the first token of a measurement", culprit=lambda: "the engine, with all slots taken"
+        )
+        return after[1] - before[1] >= self._settings.measured_s and after[0] > before[0]
 
     def _measure_publishing(self, interrupt: Interrupt) -> Measurement:
         """Publish at the cadence, and count from the beginning of the second publication to that of the last."""
@@ -201,7 +213,7 @@ class _MeasuredRollout:
             self._wait(begins)
             begins = max(begins, time.monotonic())
             counts.append(self._engine.ask("count"))
-            if len(counts) > 2 and counts[-1][1] - counts[1][1] >= self._settings.measured_s:
+            if len(counts) > 2 and self._enough(counts[1], counts[-1]):
                 return _between(counts[1], counts[-1], handovers_s=tuple(handovers_s[1:]))
             self._publish(interrupt)
             handovers_s.append(time.monotonic() - begins)
