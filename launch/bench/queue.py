@@ -138,8 +138,8 @@ class QueuePeers:
             ]
             ended, _ = ray.wait([self._trainer.train.remote(case, meeting), *work])
             rate = ray.get(ended)[0]
-            ray.get([worker.stop.remote() for worker in self._workers])
-            ray.get(work)
+            ray.get([worker.stop.remote() for worker in self._workers], timeout=_TIMEOUT_S)
+            ray.get(work, timeout=_TIMEOUT_S)
         return float(rate)
 
     @contextmanager
@@ -160,7 +160,7 @@ class _Peer:
 
     def __init__(self, settings: QueueBench) -> None:
         self._settings = settings
-        self._work: asyncio.Future[Any] | None = None
+        self._has_begun = asyncio.Event()
 
     async def open(self, case: Case) -> Any:
         keys = QueueKeys() if case.contender == "areal-lite" else None
@@ -175,12 +175,14 @@ class _Peer:
         name = ray.get_runtime_context().get_actor_id()
         clients = work(meeting, name, num_clients, _make_samples(case.tokens))
         self._work = asyncio.gather(asyncio.Event().wait(), *clients)
+        self._has_begun.set()
         with suppress(asyncio.CancelledError):
             await self._work
 
     async def stop(self) -> None:
-        if self._work is not None:
-            self._work.cancel()
+        await self._has_begun.wait()  # Ray may bring the call of `work` after this one.
+        self._has_begun.clear()
+        self._work.cancel()
 
     async def train(self, case: Case, meeting: Any) -> float:
         _, batches = _carrier(case.contender)
