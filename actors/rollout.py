@@ -52,6 +52,22 @@ class RolloutActor:
         await self._engine.close()
         self._client.close()
 
+    async def move_to(self, access: QueueAccess) -> None:
+        """Leave a sample queue that is gone, and all work for it, for another; `run` serves that one.
+
+        Raises:
+            EngineError: A request does not end.
+        """
+        await self._leave_queue()
+        self._access = access
+        self._make_worker(load_workflows(self._config))
+
+    async def _leave_queue(self) -> None:
+        await self._worker.stop()
+        self._client.close()
+        await self._until_resumed()
+        await self._engine.reset()
+
     def _make_worker(self, workflows: Workflows) -> None:
         config = self._config
         self._client = AsyncQueueClient(self._access, timeout_s=config.queue.lease_timeout_s)

@@ -35,6 +35,16 @@ class VerifierActor:
             config.verifier, also=config.data.chosen_verifiers, start_timeout_s=config.run.start_timeout_s
         )
         await self._verifiers.start()
+        self._make_worker()
+
+    async def move_to(self, access: QueueAccess) -> None:
+        """Leave a sample queue that is gone, and all work for it, for another; `run` serves that one."""
+        await self._worker.stop()
+        self._client.close()
+        self._access = access
+        self._make_worker()
+
+    def _make_worker(self) -> None:
         self._client = AsyncQueueClient(self._access, timeout_s=self._config.queue.lease_timeout_s)
         self._worker = VerifierWorker(
             self._client,

@@ -8,10 +8,12 @@
     ├── QueueError(RuntimeError)       the sample queue's process died
     ├── QueueTimeout(TimeoutError)     the sample queue did not answer in time
     ├── StallError(TimeoutError)       nothing moved for too long; names who was late, on what, since when
+    │   └── FruitlessError(StallError)     groups end, and not one can be trained
     ├── PluginError(ValueError)        a function that a recipe names cannot be found or imported
     ├── VerifierError(RuntimeError)    a verifier cannot be loaded or used
     │   └── VerifierUnavailable(VerifierError)  its service does not answer: it is asked again
-    ├── TrainerError(RuntimeError)      a trainer rank died or failed; names the rank
+    ├── TrainerError(RuntimeError)      a trainer rank failed; names the rank
+    │   └── RankDied(TrainerError)         its process ended
     ├── HandoverError(RuntimeError)    a weight hand-over failed; names the engines
     ├── EngineError(RuntimeError)      a generation engine died or refused
     ├── EpisodeError(RuntimeError)     one sample could not be generated: counted by its reason, the run goes on
@@ -29,11 +31,13 @@ __all__ = [
     "DataError",
     "EngineError",
     "EpisodeError",
+    "FruitlessError",
     "HandoverError",
     "LedgerError",
     "PluginError",
     "QueueError",
     "QueueTimeout",
+    "RankDied",
     "StallError",
     "TrainerError",
     "VerifierError",
@@ -74,6 +78,10 @@ class StallError(ArealLiteError, TimeoutError):
     """Nothing made progress within the deadline; the message names who was late."""
 
 
+class FruitlessError(StallError):
+    """Groups end, and not one can be trained; to begin again would not help."""
+
+
 class PluginError(ArealLiteError, ValueError):
     """A function that a recipe names cannot be found or imported."""
 
@@ -93,6 +101,10 @@ class VerifierUnavailable(VerifierError):
 
 class TrainerError(ArealLiteError, RuntimeError):
     """A trainer rank died or failed; the message names it and its log."""
+
+
+class RankDied(TrainerError):
+    """A trainer rank's process ended."""
 
 
 class HandoverError(ArealLiteError, RuntimeError):

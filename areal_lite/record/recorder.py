@@ -85,11 +85,15 @@ class Recorder:
         for write in (functools.partial(self._folder.write_json, "summary.json", content), self._folder.write_trace):
             with _going_on():
                 write()
+        self.close()
+        return content
+
+    def close(self) -> None:
+        """Let go of TensorBoard's file and the page's port."""
         with _going_on():
             self._board.close()
         if self._page is not None:
             self._page.close()
-        return content
 
 
 class OfflineRecorder(Recorder):

@@ -116,15 +116,25 @@ class RunFolder:
 
     def go_on(self, config: Config | OfflineConfig, *, say: Callable[[str], object] = print) -> None:
         """Continue from `checkpoint`: what came later moves to `*.orphaned.jsonl` and `orphaned-step-*`."""
-        assert self.checkpoint is not None
-        meta = json.loads((self.checkpoint / "meta.json").read_text())
-        go_on_from(self.checkpoint, say=say)
-        self.checkpoint = self.newest_checkpoint()
-        for name, key in (("metrics.jsonl", "step"), ("samples.jsonl", "step"), ("events.jsonl", "time")):
-            self._orphan_rows(name, key, last=meta[key], say=say)
+        self._set_aside(say)
         content = config.model_dump()
         content["run"]["resume_from"] = None  # meant once
         self.write_json("config.json", content)
+
+    def go_back(self, *, say: Callable[[str], object]) -> None:
+        """Continue from the newest checkpoint that is what was saved; from the start where none was saved."""
+        is_saved = bool(whole_checkpoints(self.checkpoints))
+        self.checkpoint = choose_checkpoint(self.checkpoints, None, say=say) if is_saved else None
+        self._set_aside(say)
+
+    def _set_aside(self, say: Callable[[str], object]) -> None:
+        meta = {"step": 0, "time": 0.0}
+        if self.checkpoint is not None:
+            meta = json.loads((self.checkpoint / "meta.json").read_text())
+            go_on_from(self.checkpoint, say=say)
+            self.checkpoint = self.newest_checkpoint()
+        for name, key in (("metrics.jsonl", "step"), ("samples.jsonl", "step"), ("events.jsonl", "time")):
+            self._orphan_rows(name, key, last=meta[key], say=say)
 
     def newest_checkpoint(self) -> Path:
         """Return the newest complete checkpoint, unverified; a `CheckpointError` where there is none."""

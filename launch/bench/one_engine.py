@@ -108,12 +108,9 @@ class _Rollout(RolloutActor):
 
     async def end_worker(self) -> None:
         """End `run` and every request; the engine stays, paused and empty."""
-        await self._worker.stop()
+        await self._leave_queue()
         if hasattr(self, "_serving"):
             await asyncio.wait([self._serving])
-        await self._until_resumed()
-        await self._engine.reset()
-        self._client.close()
 
     async def fill(self, make_requests: MakeRequests, in_flight: int, *, alone: bool) -> None:
         """Keep so many requests in flight until `empty`; what comes out is let go.

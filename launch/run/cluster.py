@@ -49,7 +49,7 @@ class Cluster:
         prompts: Mapping[str, list[Prompt]],
         rollout_actor: type = RolloutActor,
     ) -> None:
-        """Start the queue and the trainer ranks.
+        """Start the processes of the queue and the trainer ranks.
 
         Args:
             places: Reserved for this run.
@@ -59,21 +59,36 @@ class Cluster:
             rollout_actor: What a benchmark measures may be more than a run needs.
         """
         self._config, self._places, self._rollout_actor = config, places, rollout_actor
-        self._logs, self._model_folder = str(log_folder), str(model_folder)
-        queue = {"log_folder": self._logs, "state": queue_state, "prompts": prompts}
-        self._queue_actor = places.spawn(QueueActor, "queue", **queue)
-        self.ranks = Ranks(OnlineTrainerActor, config, places=places, log_folder=log_folder)
+        self._logs, self._model_folder, self._prompts = str(log_folder), str(model_folder), prompts
         self.verifiers: dict[str, Any] = {}
         self.engines = RayEngines({}, timeout_s=config.run.stall_timeout_s, on_drop=self._note_lost)
         run = config.run
         self.restarts = Restarts(self._respawn, most=run.max_worker_restarts, start_timeout_s=run.start_timeout_s)
-        self._serving = self._pulse = Calls({})
-        self._connected: dict[str, Any] = {}
         self._reports = Question("collect")
         self._silent = set[str]()
+        self._has_started = False
+        self._spawn_core(queue_state)
+
+    def _spawn_core(self, queue_state: bytes | None) -> None:
+        queue = {"log_folder": self._logs, "state": queue_state, "prompts": self._prompts}
+        self._queue_actor = self._places.spawn(QueueActor, "queue", **queue)
+        self.ranks = Ranks(OnlineTrainerActor, self._config, places=self._places, log_folder=Path(self._logs))
+        self._pulse, self._serving = Question("ping"), Calls({})
+        self._connected: dict[str, Any] = {}
+
+    def renew(self, queue_state: bytes | None) -> None:
+        """Replace queue and trainer ranks, neither of which goes on without the other; then call `start` again."""
+        self.ranks.kill()
+        kill_all([self._queue_actor])
+        self.queue.close()
+        for name in list(self.restarts.handles):
+            self.restarts.lost(name, "the queue that it was started for is gone")
+        self._spawn_core(queue_state)
 
     def start(self, *, checkpoint: Path | None, on_progress: Callable[[str], None]) -> int:
-        """Start everything and connect it; returns the trainer's version.
+        """Start everything that is not there yet, and connect it; returns the trainer's version.
+
+        Workers that are there leave what they do for the queue that was replaced; one that cannot is lost.
 
         Raises:
             StallError: An actor did not start within `run.start_timeout_s`; names it.
@@ -82,13 +97,22 @@ class Cluster:
         config = self._config
         access = self._wait(Calls({"queue": self._queue_actor.access.remote()}), on_progress)["queue"]
         timeout_s, self._access = config.queue.lease_timeout_s, access
-        self.queue = QueueClient(access[Role.CONTROLLER], timeout_s=timeout_s, look=self._look_at_queue)
-        self.engines.handles |= {name: self._spawn(name) for name in _names(Role.ROLLOUT, config.rollout.workers)}
-        self.verifiers |= {name: self._spawn(name) for name in _names(Role.VERIFIER, config.verifier.workers)}
+        self.queue = QueueClient(access[Role.CONTROLLER], timeout_s=timeout_s, look=self._feel_pulse)
+        moving = Calls({name: handle.move_to.remote(access[_role(name)]) for name, handle in self._workers.items()})
+        if not self._has_started:
+            self.engines.handles |= {name: self._spawn(name) for name in _names(Role.ROLLOUT, config.rollout.workers)}
+            self.verifiers |= {name: self._spawn(name) for name in _names(Role.VERIFIER, config.verifier.workers)}
+        workers = {} if self._has_started else self._workers
         ranks = self.ranks.start(model_folder=self._model_folder, access=access[Role.TRAINER])
-        self._wait(Calls(ranks.pending | call_all(self._workers, "start").pending), on_progress)
+        self._wait(Calls(ranks.pending | call_all(workers, "start").pending), on_progress)
+        self._has_started = True
         version = 0 if checkpoint is None else self.ranks.load(checkpoint)
-        for name, failure in self._connect().items():
+        # An engine that is in the middle of a transfer ends it within one of these times.
+        failed = {name: error and describe(error) for name, error in moving.answers(2 * config.weights.timeout_s)}
+        for name, failure in (failed | dict.fromkeys(moving.pending, "it is late")).items():
+            if failure is not None:
+                self._lose(name, f"it must leave a queue that is gone: {failure}")
+        for name, failure in self._connect().items() if self.engines.handles else ():
             if failure is not None:
                 self.engines.drop(name, failure)
         return version
@@ -102,29 +126,26 @@ class Cluster:
         """Give up workers that ended, start them again when it is time, and let verifiers that are back work.
 
         Raises:
-            QueueError: The sample queue died.
+            QueueError, RankDied: The sample queue or a trainer rank died.
         """
-        self._look_at_queue()
+        self._feel_pulse()
         for name, error in self._serving.answers(0.0):
             reason = "its loop ended" if error is None else describe(error)
-            if name not in self.verifiers:
-                self.engines.drop(name, reason)
-            elif isinstance(error, ray.exceptions.RayActorError):
-                kill_all([self.verifiers.pop(name)])
-                self._note_lost(name, reason)
-            else:  # The verifier itself is of no use, and would be none again.
-                self.restarts.give_up(name, reason)
+            if name in self.verifiers and not isinstance(error, ray.exceptions.RayActorError):
+                self.restarts.give_up(name, reason)  # The verifier itself is of no use, and would be none again.
+            else:
+                self._lose(name, reason)
         self.restarts.poll()
         self.verifiers |= (ready := self.restarts.take(Role.VERIFIER))
         self.rejoin(ready)
 
-    def _look_at_queue(self) -> None:
-        for _, error in self._pulse.answers(0.0):
-            if error is not None:
-                log = log_path(self._logs, "queue")
-                raise QueueError(f"the sample queue, on which everybody waits, died: {describe(error)}; log: {log}")
-        if not self._pulse.pending:
-            self._pulse = call_all({"queue": self._queue_actor}, "ping")
+    def _feel_pulse(self) -> None:
+        _, failed = self._pulse.ask({"queue": self._queue_actor, **self.ranks.handles}, wait_s=0.0)
+        for name, error in failed.items():
+            if name != "queue":
+                raise self.ranks.blame(name, error) from error
+            log = log_path(self._logs, name)
+            raise QueueError(f"the sample queue, on which everybody waits, died: {describe(error)}; log: {log}")
 
     def check_workers(self) -> None:
         """Look after the workers; raise when somebody indispensable ended, and is not started again.
@@ -223,6 +244,13 @@ class Cluster:
     def _workers(self) -> dict[str, Any]:
         return {**self.engines.handles, **self.verifiers}
 
+    def _lose(self, name: str, reason: str) -> None:
+        if name in self.verifiers:
+            kill_all([self.verifiers.pop(name)])
+            self._note_lost(name, reason)
+        else:
+            self.engines.drop(name, reason)
+
     def _note_lost(self, name: str, reason: str) -> None:
         logger.warning("worker %s was lost: %s", name, reason)
         self._serving.pending.pop(name, None)
@@ -233,7 +261,7 @@ class Cluster:
         return self._spawn(name) if self._places.has_node(name) else None
 
     def _spawn(self, name: str) -> Any:
-        role = Role(name.partition("/")[0])
+        role = _role(name)
         kind = self._rollout_actor if role is Role.ROLLOUT else VerifierActor
         common = {"access": self._access[role], "model_folder": self._model_folder, "log_folder": self._logs}
         return self._places.spawn(kind, name, name=name, **common)
@@ -241,6 +269,10 @@ class Cluster:
     def _wait(self, starting: Calls, on_progress: Callable[[str], None]) -> dict[str, Any]:
         timeout_s = self._config.run.start_timeout_s
         return wait_until_started(starting, timeout_s=timeout_s, logs=self._logs, on_progress=on_progress)
+
+
+def _role(name: str) -> Role:
+    return Role(name.partition("/")[0])
 
 
 def _names(role: Role, count: int) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.actors.calls import call_all
-from areal_lite.errors import CheckpointError, StallError
+from areal_lite.errors import CheckpointError, FruitlessError, QueueError, QueueTimeout, RankDied, StallError
 from areal_lite.events import EventBuffer
 from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.places import Places
@@ -29,6 +29,10 @@ from areal_lite.watchdog import Watchdog
 
 POLL_S = 0.25
 """How often a wait looks around."""
+
+
+_GOES_BACK = (QueueError, QueueTimeout, RankDied, StallError)
+"""What is over when queue and ranks begin again."""
 
 
 class Interrupted(Exception):
@@ -49,6 +53,7 @@ class Controller(ABC):
         self._interrupts = Interrupts(save_deadline_s=config.run.save_deadline_s)
         self._version = 0
         self._saved_at = time.monotonic()
+        self._restarts_left: int = config.run.max_restarts
         self._at_boundary = False
         """The weights are those of a completed step, so that they can be saved."""
         self._on_step: Callable[[Mapping[str, Any]], object] | None = None
@@ -78,7 +83,16 @@ class Controller(ABC):
             self._start(checkpoint)
             self._interrupts.work_begins()
             self._prepare(checkpoint)
-            return self._finish(self._steps())
+            failure: Exception | None = None
+            while True:
+                try:
+                    if failure is not None:
+                        self._go_back(failure)
+                    return self._finish(self._steps())
+                except _GOES_BACK as error:
+                    if self._interrupts or not self._restarts_left or isinstance(error, FruitlessError):
+                        raise
+                    failure = error
         except Interrupted:
             raise
         except KeyboardInterrupt:
@@ -96,9 +110,33 @@ class Controller(ABC):
             self._view.end()
             self._processes.kill()
 
+    def _go_back(self, failure: Exception) -> None:
+        """Begin again at the last checkpoint, which may be this moment's, with new processes where it takes them."""
+        noticed, reason = time.time(), str(self._places.whereabouts.located(failure))
+        self._restarts_left -= 1
+        left = self._restarts_left
+        self._save_what_is_whole()
+        self._recorder.close()
+        self._folder.go_back(say=self._view.say)
+        self._recorder = type(self._recorder)(self._config, self._folder)
+        checkpoint = self._folder.checkpoint
+        place = checkpoint.name if checkpoint else "the start"
+        self._view.say(f"{reason}; the run goes back to {place} (run.max_restarts: {left} left)", style="yellow")
+        self._unwritten, self._version = None, 0
+        self._processes = self._spawn(checkpoint)
+        self._start(checkpoint)
+        self._at_boundary = True
+        self._prepare(checkpoint)
+        self._restarts_left = left  # a save before now was of what was there already
+        self._controller_lane.emit("restarted", step=self._version, noticed=noticed, reason=reason)
+        self._view.say(f"back at step {self._version}")
+
     @abstractmethod
     def _spawn(self, checkpoint: Path | None) -> Cluster | Ranks:
-        """Start the first processes, and set `_ranks`; returns what ends all that there will be."""
+        """Start the first processes, and set `_ranks`; returns what ends all that there will be.
+
+        Called again, it replaces those that hold the run's state.
+        """
 
     @abstractmethod
     def _start(self, checkpoint: Path | None) -> None:
@@ -211,6 +249,7 @@ class Controller(ABC):
             keep=self._config.run.keep_checkpoints,
         )
         self._controller_lane.emit("checkpoint", step=self._version)
+        self._restarts_left = self._config.run.max_restarts
         return path
 
     def _finish(self, status: str) -> dict[str, Any]:
@@ -235,12 +274,16 @@ class Controller(ABC):
         self._view.end()
         if self._interrupts.notice:
             self._view.say(str(error))
+        self._save_what_is_whole()
+        self._sum_up(f"failed: {type(error).__name__}: {error}", failed=True)
+        self._view.say(self._folder.how_to_go_on())
+
+    def _save_what_is_whole(self) -> None:
+        """After a failure: save if the weights are those of a step boundary, and everybody is there who is needed."""
         with contextlib.suppress(Exception):
             self._tick()
         with contextlib.suppress(Exception):
             # A rank that is in the middle of something hangs: saving would wait for nothing.
             if self._at_boundary and self._version > 0 and not self._ranks.busy():
-                self._view.say(f"the run failed; saving step {self._version} ...")
+                self._view.say(f"saving step {self._version} ...")
                 self._save()
-        self._sum_up(f"failed: {type(error).__name__}: {error}", failed=True)
-        self._view.say(self._folder.how_to_go_on())

@@ -34,6 +34,8 @@ class OfflineController(Controller):
         self._places, self._model_folder = places, model_folder
 
     def _spawn(self, checkpoint: Path | None) -> Ranks:
+        if hasattr(self, "_ranks"):
+            self._ranks.kill()
         self._ranks = Ranks(OfflineTrainerActor, self._config, places=self._places, log_folder=self._folder.logs)
         return self._ranks
 

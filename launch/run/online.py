@@ -15,7 +15,7 @@ from typing import Any
 
 from areal_lite.actors.calls import call_all
 from areal_lite.config.recipe import Config
-from areal_lite.errors import ArealLiteError, HandoverError, StallError
+from areal_lite.errors import ArealLiteError, FruitlessError, HandoverError
 from areal_lite.events import EventBuffer
 from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.collector import Collector
@@ -68,14 +68,19 @@ class OnlineController(Controller):
         self._first_version = 0
 
     def _spawn(self, checkpoint: Path | None) -> Cluster:
-        self._cluster = Cluster(
-            self._config,
-            places=self._places,
-            model_folder=self._model_folder,
-            log_folder=self._folder.logs,
-            queue_state=(checkpoint / "queue.msgpack").read_bytes() if checkpoint else None,
-            prompts=self._prompts,
-        )
+        state = (checkpoint / "queue.msgpack").read_bytes() if checkpoint else None
+        if hasattr(self, "_cluster"):
+            self._cluster.renew(state)
+        else:
+            self._view.say("starting the sample queue, engines, verifiers and trainer ranks (about half a minute) ...")
+            self._cluster = Cluster(
+                self._config,
+                places=self._places,
+                model_folder=self._model_folder,
+                log_folder=self._folder.logs,
+                queue_state=state,
+                prompts=self._prompts,
+            )
         self._ranks = self._cluster.ranks
         self._collector = Collector(
             self._cluster,
@@ -94,7 +99,6 @@ class OnlineController(Controller):
         return self._cluster
 
     def _start(self, checkpoint: Path | None) -> None:
-        self._view.say("starting the sample queue, engines, verifiers and trainer ranks (about half a minute) ...")
         self._version = self._cluster.start(checkpoint=checkpoint, on_progress=self._view.say)
         self._hand_over(stamp_ledger=lambda: None)
         self._first_version = self._version
@@ -171,7 +175,7 @@ class OnlineController(Controller):
         """Groups that end without ever making a batch look like progress to the watchdog; they are not."""
         if ended > _FRUITLESS_BATCHES * self._config.queue.groups_per_step:
             reasons = ", ".join(f"{state} {count}" for state, count in counts.items() if "(" in state)
-            raise StallError(
+            raise FruitlessError(
                 f"a batch needs {self._config.queue.groups_per_step} groups, got none out of {ended} that ended since "
                 f"the last one: {reasons or counts}; the first errors are in {self._folder.logs}, verifier-*.log, or "
                 "rollout-*.log where a workflow failed; try a verifier on its own with areal-lite verify"

@@ -10,7 +10,7 @@ from areal_lite.actors.calls import Calls, Question, call_all, describe
 from areal_lite.actors.process import log_path
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
-from areal_lite.errors import StallError, TrainerError
+from areal_lite.errors import RankDied, StallError, TrainerError
 from areal_lite.launch.run.lifetime import kill_all, stop_all, wait_until_started
 from areal_lite.launch.run.places import Places
 
@@ -67,7 +67,7 @@ class Ranks:
         """
         for name, error in calls.answers(timeout_s):
             if error is not None:
-                raise self._blame(name, error) from error
+                raise self.blame(name, error) from error
         return list(calls.pending)
 
     def busy(self) -> dict[str, str]:
@@ -90,7 +90,7 @@ class Ranks:
         """
         readings, failed = self._question.ask(self.handles, wait_s=0)
         for name, error in failed.items():
-            raise self._blame(name, error) from error
+            raise self.blame(name, error) from error
         self._readings |= readings
         return tuple(self._readings.values())
 
@@ -102,11 +102,11 @@ class Ranks:
         """End every rank at once."""
         kill_all(self.handles.values())
 
-    def _blame(self, name: str, error: Exception) -> Exception:
+    def blame(self, name: str, error: Exception) -> Exception:
         """Name the rank that died, which need not be the one whose failure was seen first."""
         if not isinstance(error, ray.exceptions.RayError):
             return error
         answers = call_all(self.handles, "progress").answers(_ANSWER_TIMEOUT_S)
         for rank in [rank for rank, problem in answers if isinstance(problem, ray.exceptions.RayActorError)]:
-            return TrainerError(f"{rank} died: its process ended; log: {log_path(self._logs, rank)}")
+            return RankDied(f"{rank} died: its process ended; log: {log_path(self._logs, rank)}")
         return TrainerError(f"{name} failed: {describe(error)}; log: {log_path(self._logs, name)}")

@@ -67,6 +67,7 @@ class Restarts:
     def lost(self, name: str, reason: str) -> None:
         """Have a worker started again after a while, if it was not too often."""
         kill_all([handle] if (handle := self.handles.pop(name, None)) else [])
+        self._starting.pending.pop(name, None)
         if self._num_starts[name] >= self._most:
             return self.give_up(name, reason)
         self._due[name] = self._clock() + 2 ** self._num_starts[name]

@@ -51,7 +51,7 @@ class View:
 
     def begin(self, *, first_step: int) -> None:
         """Start showing steps."""
-        self._started, self._first_step = time.monotonic(), first_step
+        self._started, self._first_step, self._rows = time.monotonic(), first_step, []
         if self._console.is_terminal:
             self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=_REFRESH_PER_S)
             self._live.start()

@@ -21,7 +21,7 @@ from rich.console import Console
 from run_folders import new_run_folder
 
 from areal_lite.config.recipe import parse_config
-from areal_lite.errors import HandoverError, StallError
+from areal_lite.errors import FruitlessError, HandoverError, QueueError, RankDied, StallError
 from areal_lite.launch.run import controller, online, signals
 from areal_lite.launch.run.collector import Collector
 from areal_lite.launch.run.controller import Interrupted
@@ -434,6 +434,69 @@ def test_a_run_that_is_given_notice_saves_in_time_and_can_be_told_to_go_on(
     assert re.search(rf"step(-0+| ){saved[-1]}\b", said)
     for number in signals.NOTICES:  # which the end of a process that was told to end ignores
         signal.signal(number, signal.SIG_DFL)
+
+
+def falling(offline: OfflineController, monkeypatch: pytest.MonkeyPatch, failures: list[tuple[int, Exception]]) -> Any:
+    """Have steps fail, each once, in a run of six that is saved at every second; returns what was tried, from where."""
+    changed = {"checkpoint_every": 2, "eval_every": 0, "max_restarts": 2, "steps": 6}
+    offline._config = offline._config.model_copy(update={"run": offline._config.run.model_copy(update=changed)})
+    log: list[Any] = []
+
+    def ask(method: str, *_: Any, waiting_for: str) -> list[Any]:
+        offline._tick()  # as every wait does first
+        if method != "step":
+            return [{}]
+        log.append(offline._version + 1)
+        if failures and failures[0][0] == log[-1]:
+            raise failures.pop(0)[1]
+        return [FIGURES]
+
+    def prepare(checkpoint: Path | None) -> None:
+        log.append(checkpoint.name if checkpoint else "start")
+        offline._version = int(checkpoint.name.removeprefix("step-")) if checkpoint else 0
+
+    processes = SimpleNamespace(kill=lambda: None, stop=lambda: None)
+    vars(offline).update(_ask=ask, _spawn=lambda _: processes, _start=lambda _: None, _prepare=prepare)
+    monkeypatch.setattr(controller, "seal", lambda _: None)
+    return log
+
+
+def test_a_run_goes_back_to_its_last_checkpoint_again_and_again_while_it_gets_on(
+    offline: OfflineController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step has one row. Seen failing without the count set anew by a checkpoint, and with rows kept."""
+    died = RankDied("trainer/1 died")
+    log = falling(offline, monkeypatch, [(1, died), (4, died), (4, QueueError("gone")), (5, StallError("late"))])
+    assert offline.run()["status"] == "done"
+    one, two, again, four = ["start", 1], ["start", 1, 2, 3, 4], ["step-000002", 3, 4], ["step-000004", 5, 6]
+    assert log == [*one, *two, *again, "step-000002", 3, 4, 5, *four]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    told = [event for name in ("events", "events.orphaned") for event in offline._folder.read(f"{name}.jsonl")]
+    restarts = sorted((event for event in told if event["kind"] == "restarted"), key=lambda event: event["time"])
+    assert [(event["step"], event["reason"]) for event in restarts] == [
+        (0, "trainer/1 died"),
+        (2, "trainer/1 died"),
+        (2, "gone"),
+        (4, "late"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("failures", "tried"),
+    [
+        ([(3, RankDied("rank"))] * 3, 3),
+        ([(3, FruitlessError("no batch"))], 1),
+        ([(3, HandoverError("no engine is left"))], 1),
+    ],
+)
+def test_a_run_ends_where_it_does_not_get_on_or_would_not(
+    offline: OfflineController, monkeypatch: pytest.MonkeyPatch, failures: list[tuple[int, Exception]], tried: int
+) -> None:
+    error = failures[-1][1]
+    log = falling(offline, monkeypatch, list(failures))
+    with pytest.raises(type(error), match=str(error)):
+        offline.run()
+    assert log.count(3) == tried
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("in a callback"), SystemExit("of a callback")])

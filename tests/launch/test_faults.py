@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,10 +109,11 @@ def test_the_printed_command_goes_on_and_lost_workers_come_back(interrupted: Use
     """Of three rollout workers one's process tree is killed, the engine of another hangs; the verifier is killed.
 
     Each is started beside the run. A rollout worker joins with the trainer's weights, and what it makes is trained.
+    Then queue and trainer are killed: the run goes back to its checkpoint with new ones, and keeps the workers.
     """
     (command,) = re.findall(r"^\s*(areal-lite resume .*)$", interrupted.output, flags=re.MULTILINE)
     resumed_at = len(steps(interrupted))
-    changes = "rollout.workers=3 run.steps=5000 weights.parity_every=1"
+    changes = "rollout.workers=3 run.steps=5000 weights.parity_every=1 run.checkpoint_every=1"
     with typed(f"{command.rstrip()} {changes}", folder=interrupted.folder.path) as run:
         run.wait_for_steps(resumed_at + 2)
         killed, verifiers = run.tree(run.actor("rollout/0")), run.tree(run.actor("verifier/0"))
@@ -129,6 +129,12 @@ def test_the_printed_command_goes_on_and_lost_workers_come_back(interrupted: Use
             run.wait_until(lambda name=name: f"{name} is back" in run.output, f"return of {name}")
         for name in ("rollout/0", "rollout/1"):
             run.wait_until(lambda name=name: trained_since_it_is_back(run, name), f"trained groups of {name}")
+        before, workers = len(steps(run)), [run.actor(name) for name in ("rollout/0", "rollout/2", "verifier/0")]
+        for name in ("trainer/0", "queue"):
+            os.kill(run.actor(name), signal.SIGKILL)
+        run.wait_until(lambda: "back at step" in run.output, "new queue and trainer")
+        run.wait_for_steps(before + 3)
+        assert [run.actor(name) for name in ("rollout/0", "rollout/2", "verifier/0")] == workers
         run.press_ctrl_c()
         assert run.exit_code() == 130, run.output
         assert run.leftovers == []
@@ -138,6 +144,8 @@ def test_the_printed_command_goes_on_and_lost_workers_come_back(interrupted: Use
         assert max(row["parity_max_abs_logprob_diff"] for row in rows[resumed_at:]) < PARITY
         assert any("restarting" in row["workers"] for row in rows[resumed_at:])
         assert "restarting" not in rows[-1]["workers"]
+        (restarted,) = [event for event in run.folder.read("events.jsonl") if event["kind"] == "restarted"]
+        assert restarted["step"] >= before - 1, "only the step under way is lost"
         check_books(run, total=len(rows))
 
 
@@ -186,9 +194,11 @@ def test_ctrl_c_while_engines_start_ends_at_once(loop_folder: Path) -> None:
 def test_a_dead_trainer_rank_ends_the_run_by_name(loop_folder: Path) -> None:
     """Rank 1 is killed; rank 0 fails too, and must not be blamed.
 
-    Seen failing without the look for a dead rank in `Ranks._blame`.
+    Seen failing without the look for a dead rank in `Ranks.blame`.
     """
-    with start(loop_folder, "rank", run={"steps": 1000, "checkpoint_every": 2}, trainer={"ranks": 2}) as run:
+    with start(
+        loop_folder, "rank", run={"steps": 1000, "checkpoint_every": 2, "max_restarts": 0}, trainer={"ranks": 2}
+    ) as run:
         run.wait_for_steps(4)
         os.kill(run.actor("trainer/1"), signal.SIGKILL)
         assert run.exit_code() == 1, run.output
@@ -201,10 +211,10 @@ def test_a_dead_trainer_rank_ends_the_run_by_name(loop_folder: Path) -> None:
         assert "Traceback" not in run.output
 
 
-def test_the_last_worker_lost_or_hung_ends_the_run_with_a_saved_state(loop_folder: Path) -> None:
+def test_the_last_worker_lost_too_often_ends_the_run_saved_and_hung_it_is_replaced(loop_folder: Path) -> None:
     """The only worker's engine is killed. The run waits for its return, once; then it is killed again: the run saves.
 
-    Resumed, it hangs instead: the run saves, and says who.
+    Resumed, it hangs instead: the run says who, saves, begins again at this step, and gives it up for another.
 
     One slot makes generation so slow against training that the engine is stopped while a batch is waited for.
     Seen failing without the save in `Controller._rescue`.
@@ -227,11 +237,12 @@ def test_the_last_worker_lost_or_hung_ends_the_run_with_a_saved_state(loop_folde
     with typed(f"areal-lite resume {run.folder.path}", folder=run.folder.path) as resumed:
         resumed.wait_for_steps(before + 1)
         os.kill(resumed.engine_core("rollout/0"), signal.SIGSTOP)
-        stopped = time.time()
-        assert resumed.exit_code() == 1, resumed.output
-        assert resumed.leftovers == []
-        assert "StallError: no progress for" in resumed.output
+        resumed.wait_until(lambda: "back at step" in resumed.output, "a new beginning")
         assert re.search(r"late: rollout/0 \(rollout\) holds \d+ leases, the oldest since \d+ s", resumed.output)
-        assert summary(resumed)["status"].startswith("failed: StallError")
-        assert saved_step(resumed) == len(steps(resumed)) > before
-        assert resumed.folder.newest_checkpoint().stat().st_mtime > stopped
+        stopped_at = len(steps(resumed))
+        assert saved_step(resumed) == stopped_at > before, "nothing is lost"
+        resumed.wait_for_steps(stopped_at + 2)
+        resumed.press_ctrl_c()
+        assert resumed.exit_code() == 130, resumed.output
+        assert resumed.leftovers == []
+        check_books(resumed, total=len(steps(resumed)))

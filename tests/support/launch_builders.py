@@ -62,7 +62,7 @@ def make_job(kind: str = "ssh", words: str = "train gsm8k_1node", *, folder: str
 
 def crashing_recipe(folder: Path, **run: Any) -> Path:
     """Write a recipe of four steps, a checkpoint each, whose trainer dies once in the third; returns its path."""
-    config = loop_config(folder, run={"steps": 4, "checkpoint_every": 1, **run})
+    config = loop_config(folder, run={"steps": 4, "checkpoint_every": 1, "max_restarts": 0, **run})
     (folder / "crash_once.py").write_text(_CRASH_ONCE)
     shutil.copy(SUPPORT / "loop_verifiers.py", folder)
     raw = config.model_dump(exclude_unset=True)
