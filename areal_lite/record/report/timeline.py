@@ -27,7 +27,7 @@ _MAX_LANES = {"rollout": 12, "verifier": 6, "trainer": 1}
 _UNIT_S = 1e-4
 """Times are whole numbers of this."""
 
-_MARKS = ("eval", "checkpoint", "parity", "lost", "rejoined")
+_MARKS = ("eval", "checkpoint", "parity", "lost", "rejoined", "restarted")
 
 
 class Segment(NamedTuple):
