@@ -23,3 +23,9 @@ async def straggles(engine: EpisodeEngine, row: Mapping[str, Any]) -> list[Turn]
         context += turn.token_ids.tolist()
         await asyncio.sleep(0.2)
     return turns
+
+
+async def thinks(engine: EpisodeEngine, row: Mapping[str, Any]) -> list[Turn]:
+    """Generate after half a second, so that training waits for batches, on a machine of any speed."""
+    await asyncio.sleep(0.5)
+    return [await engine.generate(engine.prompt_ids)]
