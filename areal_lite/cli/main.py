@@ -13,6 +13,7 @@ from areal_lite import __version__
 from areal_lite.cli.bench import bench
 from areal_lite.cli.check_config import check_config
 from areal_lite.cli.doctor import doctor
+from areal_lite.cli.drill import drill
 from areal_lite.cli.eval import eval_model
 from areal_lite.cli.launch import launch
 from areal_lite.cli.rehearse import rehearse
@@ -31,6 +32,7 @@ COMMANDS: dict[str, Callable[..., int] | typer.Typer] = {
     "eval": eval_model,
     "launch": launch,
     "rehearse": rehearse,
+    "drill": drill,
     "check-config": check_config,
     "verify": verify,
     "bench": bench,

@@ -78,23 +78,21 @@ def _train(words: list[str], settings: list[str]) -> list[str]:
 
 
 def _print_summary(run_folder: Path) -> None:
+    from areal_lite.launch.rehearse.books import balance
+
     path = run_folder / "summary.json"
     if not path.is_file():
         return
     summary = json.loads(path.read_text())
     if "ledger" not in summary:
         return  # the run never began
-    ledger = dict(summary["ledger"])
-    admitted = ledger.pop("admitted", 0)
-    ended = {state: ledger.get(state, 0) for state in ("trained", "failed", "rejected", "stale", "abandoned")}
-    told = " + ".join(f"{count} {state}" for state, count in ended.items() if count)
     table = Table(title="rehearsal", show_header=False, title_justify="left")
     for name, value in {
         "status": summary["status"],
         "steps": summary["steps"],
         "attempts": summary.get("attempts", 1),
         "parity": f"{summary['parity_max_abs_logprob_diff']:.2g} nats at most",
-        "groups": f"{admitted} admitted = {told}" if admitted == sum(ended.values()) else f"not conserved: {ledger}",
+        "groups": balance(summary["ledger"])[1],
         "run folder": str(run_folder),
     }.items():
         table.add_row(name, str(value))

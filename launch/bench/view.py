@@ -114,7 +114,17 @@ COLUMNS: dict[str, Columns] = {
         "accuracy": cell("last_accuracy", ".3f"),
         "tokens": cell("tokens", ".1f"),
     },
+    "drill": {
+        "fault": lambda row: (f"{row['times']} x " if row["times"] > 1 else "") + row["fault"],
+        "noticed, s": cell("noticed_s", ".1f", ranged=True),
+        "back, s": cell("back_s", ".1f", ranged=True),
+        "lost": cell("steps_lost"),
+        "healed by": cell("healed_by"),
+        "losses": cell("losses"),
+        "outcome": lambda row: "FAILED" if row["problems"] else "passed",
+    },
 }
+COLUMNS["soak"] = COLUMNS["drill"]
 """By benchmark; those of `modes` and `plan` are with them. All times of a hand-over are in milliseconds."""
 
 

@@ -1,1 +1,1 @@
-"""Clusters of several nodes on one machine, to see a run over a network without having one."""
+"""A cluster without having one, and faults without waiting for them: rehearsed on this machine."""

@@ -1,0 +1,35 @@
+"""The command `areal-lite drill`: break a recipe's runs on purpose, and see what becomes of them."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from areal_lite.cli.options import Overrides, Recipe
+
+
+def drill(
+    recipe: Recipe,
+    overrides: Overrides,
+    faults: Annotated[str | None, typer.Option(metavar="NAME,...", help="some of them; default all")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="new folder; default runs/drill-<time>")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0.1, metavar="N", help="a soak instead of single faults")] = None,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="of what is drawn at random")] = 0,
+) -> int:
+    """Break runs of a recipe on this machine, and see what is lost.
+
+    Each fault is provoked in a short real run: engine, rollout, verifier, queue, trainer, controller (each killed),
+    hang-engine, hang-trainer, sigterm, sighup, two-writers, torn-save, bit-flip. A run that ends is gone on with by
+    areal-lite resume. The table says when a fault was noticed, when the run was back, how many steps were trained
+    again, and whether every group was accounted for; at queue.max_staleness=0, whether losses are those of an
+    undisturbed run. With --minutes, faults are drawn at random in one run, by default of the first six.
+
+    A node that is lost, and a slow network, need several nodes: areal-lite rehearse nodes. A full disk is not provoked.
+    Ctrl-C shows what was seen so far.
+    """
+    from areal_lite.launch.rehearse.drill import FAULTS, KILLS, choose, drill
+
+    names = choose(faults) if faults is not None else KILLS if minutes else FAULTS
+    out = out or Path("runs") / f"drill-{time.strftime('%Y%m%d-%H%M%S')}"
+    return drill(recipe, overrides, names=names, out=out, minutes=minutes, seed=seed)

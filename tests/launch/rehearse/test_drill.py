@@ -1,0 +1,235 @@
+"""The drill on commands that stand for ours: what it does to them, what it sees, and what it makes of their files."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from areal_lite.cli import main as cli
+from areal_lite.errors import ConfigError
+from areal_lite.launch.rehearse import drill as module
+from areal_lite.launch.rehearse.books import are_alike, problems
+from areal_lite.launch.rehearse.drill import FAULTS, KILLS, DrilledRun, choose, rows_of
+from areal_lite.record.run_folder import RunFolder
+
+STEPS, GROUPS = 30, 2
+COMMAND = """
+import json, os, pathlib, signal, subprocess, sys, time
+is_resume = sys.argv[1] == "resume"
+folder = pathlib.Path(sys.argv[2] if is_resume else sys.argv[-1].removeprefix("run.dir="))
+steps = int(([word for word in sys.argv if word.startswith("run.steps=")] or ["=30"])[-1].partition("=")[2])
+(folder / "logs").mkdir(parents=True, exist_ok=True)
+rows = (folder / "metrics.jsonl").read_text().splitlines(True) if is_resume else []
+if is_resume:  # the last step was not saved
+    with (folder / "metrics.orphaned.jsonl").open("a") as file:
+        file.write("".join(rows[-LOST:]))
+    rows = rows[:-LOST]
+(folder / "metrics.jsonl").write_text("".join(rows))
+def start(lane):
+    child = subprocess.Popen(["sleep", "60"])
+    with (folder / "logs" / f"{lane.replace('/', '-')}.log").open("a") as file:
+        file.write(f"INFO process: {lane} on here, process {child.pid}\\n")
+    return child
+children = {lane: start(lane) for lane in ("queue", "verifier/0")}
+notices = []
+signal.signal(signal.SIGTERM, lambda number, frame: notices.append(number))
+code = 0
+for step in range(len(rows) + 1, steps + 1):
+    time.sleep(0.05)
+    if children["queue"].poll() is not None:
+        print("QueueError: the sample queue died", flush=True)
+        code = 1
+        break
+    if children["verifier/0"].poll() is not None:
+        print("verifier/0 was lost (killed); it is started again", flush=True)
+        children["verifier/0"] = start("verifier/0")
+        print("verifier/0 is back", flush=True)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step}) + "\\n")
+    saved = folder / "checkpoints" / f"step-{step:06d}"
+    saved.mkdir(parents=True, exist_ok=True)
+    (saved / "meta.json").touch()
+    if notices:
+        print("stopping after this step", flush=True)
+        code = CODE
+        break
+else:
+    (folder / "summary.json").write_text(json.dumps(
+        {"status": "done", "ledger": {"admitted": 2 * steps, "trained": 2 * steps}}))
+    with (folder / "samples.jsonl").open("w") as file:
+        for group in range(2 * steps):
+            file.write(json.dumps({"group": f"p/0/{group}#0"}) + "\\n")
+for child in children.values():
+    child.kill()
+sys.exit(code)
+"""
+
+
+def run_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *, lost: int = 1, code: int = 130) -> DrilledRun:
+    """Make a run whose command is the script; it stands for `python -m areal_lite.cli.main`."""
+    script, command = folder / "script.py", folder / "command"
+    script.write_text(COMMAND.replace("LOST", str(lost)).replace("CODE", str(code)))
+    command.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {script} "$@"\n')
+    command.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(command))
+    return DrilledRun(folder / "run", ["train"], seed=0)
+
+
+def drilled(run: DrilledRun, *faults: str) -> list[dict[str, Any]]:
+    with run:
+        for fault in faults:
+            run.suffer(fault, lambda _: None)
+        run.finish(STEPS, groups_per_step=GROUPS)
+    return run.outcomes
+
+
+def test_a_run_is_healed_by_itself_or_by_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three faults in one run; a resume trains one step again.
+
+    Seen failing where a row that a command wrote after its notice, before it ended, counts as its return.
+    """
+    run = run_of(tmp_path, monkeypatch)
+    outcomes = drilled(run, "verifier", "queue", "sigterm")
+    assert run.problems == []
+    healed = [(one["fault"], one["healed_by"], one["steps_lost"]) for one in outcomes]
+    resumed = "areal-lite resume"
+    assert healed == [("verifier", "the run itself", 0), ("queue", resumed, 1), ("sigterm", resumed, 1)]
+    assert all(0 < one["noticed_s"] <= one["back_s"] for one in outcomes)
+    *each, all_of_them = rows_of(run, "soak")
+    assert [(row["fault"], row["times"], row["steps_lost"]) for row in each] == [
+        ("queue", 1, 1), ("sigterm", 1, 1), ("verifier", 1, 0)
+    ]  # fmt: skip
+    assert (all_of_them["times"], all_of_them["steps_lost"]) == (3, 2)
+    assert all_of_them["healed_by"] == "areal-lite resume, the run itself"
+
+
+def test_what_outlives_a_killed_command_is_a_problem_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is left to notice. Seen failing where only those that a dead process still has count as its own."""
+    monkeypatch.setattr(module, "_LINGER_S", 0.2)
+    run = run_of(tmp_path, monkeypatch)
+    (outcome,) = drilled(run, "controller")
+    assert outcome["noticed_s"] is None
+    (problem,) = run.problems
+    assert "no process may outlive the command" in problem
+    pids = [
+        int(pid) for log in run.folder.logs.iterdir() for pid in re.findall(r"process (\d+)$", log.read_text(), re.M)
+    ]
+    assert len(pids) == 4
+    assert not any(map(psutil.pid_exists, pids))
+
+
+@pytest.mark.parametrize(
+    ("changed", "fault", "problem"),
+    [
+        ({"code": 1}, "sigterm", r"expected exit code 130 and step \d+ saved, got 1 and"),
+        ({"lost": 2}, "queue", ""),
+        ({}, "trainer", "expected a process of trainer on this machine, the command ended with 0"),
+        ({"lost": "?"}, "queue", "expected step 3, the command ended with 1: .* SyntaxError"),
+    ],
+)
+def test_what_is_not_as_it_must_be_is_said(
+    changed: dict[str, Any], fault: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong exit code, a process that is not there, a command that ends again and again; two steps lost are none.
+
+    Seen failing with commands that are gone on with for ever.
+    """
+    run = run_of(tmp_path, monkeypatch, **changed)
+    drilled(run, fault)
+    assert bool(run.problems) == bool(problem)
+    assert re.search(problem, " ".join(run.problems))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({}, None),
+        ({"status": "interrupted"}, "the run must be done, is interrupted"),
+        ({"steps": [1, 3]}, r"steps 1 to 2 must stand in metrics.jsonl once each, got \[1, 3\]"),
+        ({"admitted": 4}, "every group must end in one way, got: not conserved"),
+        ({"trained": 3}, "4 groups must be trained, got 3"),
+        ({"groups": ["a#0", "b#0", "c#0", "a#1"]}, "every prompt must be trained once, twice or more were a$"),
+        ({"groups": ["a#0", "b#0", "c#0"]}, "4 groups must be trained"),
+    ],
+)
+def test_the_books(change: dict[str, Any], problem: str | None, tmp_path: Path) -> None:
+    """One thing wrong each. Seen failing with groups, in place of prompts, that are trained once."""
+    told = {"status": "done", "steps": [1, 2], "admitted": 5, "trained": 4, "groups": ["a#0", "b#0", "c#0", "d#0"]}
+    told |= change
+    ledger = {"admitted": told["admitted"], "trained": told["trained"], "abandoned": 1, "ready": 7}
+    (tmp_path / "summary.json").write_text(json.dumps({"status": told["status"], "ledger": ledger}))
+    folder = RunFolder(tmp_path)
+    folder.append("metrics.jsonl", [{"step": step} for step in told["steps"]])
+    folder.append("samples.jsonl", [{"group": group} for group in told["groups"]])
+    found = problems(folder, steps=2, groups_per_step=2)
+    assert bool(found) == bool(problem)
+    assert any(re.search(problem, text) for text in found) if problem else not found
+
+
+def test_a_folder_without_a_summary_is_not_done(tmp_path: Path) -> None:
+    assert "the run must be done, is without a summary" in problems(RunFolder(tmp_path), steps=1, groups_per_step=1)
+
+
+def test_runs_are_alike_to_the_last_bit(tmp_path: Path) -> None:
+    """Seen failing with times compared as well."""
+    figures = dict.fromkeys(("loss", "grad_norm", "entropy", "reward_mean", "tokens_trained"), 0.1)
+    folders = [RunFolder(tmp_path / name) for name in "abc"]
+    for folder, loss in zip(folders, (0.1, 0.1, 0.1 + 2**-56), strict=True):
+        folder.path.mkdir()
+        folder.append("metrics.jsonl", [figures | {"loss": loss, "time_s": id(folder)}])
+    assert are_alike(folders[0], folders[1])
+    assert not are_alike(folders[0], folders[2])
+
+
+def test_faults_are_chosen_by_name() -> None:
+    assert choose("queue,bit-flip") == ["queue", "bit-flip"]
+    assert set(KILLS) < set(FAULTS)
+    for name, said in {
+        "quue": "did you mean queue?",
+        "node": "rehearse nodes --kill-node",
+        "": "choose of engine",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            choose(name)
+
+
+@pytest.mark.parametrize(
+    "words", [["rlhf_sft"], ["arith_cpu", "run.dir=x"], ["arith_cpu", "--out", "."], ["arith_cpu", "--faults", "nod"]]
+)
+def test_what_cannot_be_drilled_is_refused_before_anything_starts(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "something").touch()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["drill", *words]) == 1
+    assert "ConfigError" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["something"]
+
+
+def test_ctrl_c_ends_the_run_and_keeps_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second of three faults. Seen failing with rows that are written at the end."""
+    commands = []
+
+    class FakeRun(DrilledRun):
+        def suffer(self, name: str, told: Any) -> None:
+            commands.append(self.command)
+            if name == "trainer":
+                raise KeyboardInterrupt
+            super().suffer(name, told)
+
+        def finish(self, steps: int, *, groups_per_step: int) -> None:
+            super().finish(STEPS, groups_per_step=GROUPS)
+
+    run_of(tmp_path, monkeypatch)
+    monkeypatch.setattr(module, "DrilledRun", FakeRun)
+    names = ["queue", "trainer", "verifier"]
+    overrides = [f"run.steps={STEPS}"]
+    out = tmp_path / "out"
+    assert module.drill("arith_cpu", overrides, names=names, out=out, minutes=None, seed=0) == 130
+    rows = json.loads((out / "results.json").read_text())["rows"]
+    assert [(row["fault"], len(row["problems"])) for row in rows] == [("queue", 0), ("trainer", 1)]
+    assert not commands[-1].is_running()
