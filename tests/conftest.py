@@ -32,6 +32,15 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]
             return "nodes"
         return "faults" if re.search("test_faults|test_loop|test_nccl_run|test_bench_loop", nodeid) else "runs"
 
+    def remove_node(self, node: Any) -> str | None:
+        """A test that ended its worker is not run again, as xdist would, once for every worker that it may replace."""
+        lanes = self.assigned_work[node].values()
+        pending = [(lane, test) for lane in lanes for test, is_done in lane.items() if not is_done]
+        for lane, crashed in pending[:1]:
+            lane[crashed] = True
+        super().remove_node(node)
+        return pending[0][1] if pending else None
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
