@@ -11,7 +11,7 @@ from areal_lite.actors.calls import Calls, call_all, describe
 from areal_lite.errors import EngineError, HandoverError
 
 _DEATHS = (EngineError, ray.exceptions.RayActorError)
-_LET_GO_S = 5.0
+_LET_GO_S = 15.0
 """How long engines may take to answer once they have been let go."""
 
 

@@ -30,7 +30,7 @@ PRIVATE = ("/tmp", "/var/tmp", "/dev/shm")
 """Folders of which every node has its own, empty and in memory."""
 
 _TOOLS = ("ip", "tc", "unshare", "nsenter")
-_START_TIMEOUT_S = 10.0
+_START_TIMEOUT_S = 60.0
 _INIT = "echo ready; exec env --ignore-signal=CHLD cat > /dev/null"
 """Ignoring SIGCHLD, so that orphans that end leave no zombies; ends when its input does."""
 

@@ -25,7 +25,7 @@ def verify(prompt, completion, answer, **row):
 
 
 def run(engine: ScriptedEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: str) -> list[Reply]:
-    """Evaluate two prompts, whose scores take so many seconds each, with a stall timeout of one."""
+    """Evaluate six prompts, whose scores take so many seconds each, with a stall timeout of three."""
 
     async def start(*_: Any, **__: Any) -> ScriptedEngine:
         return engine
@@ -34,12 +34,12 @@ def run(engine: ScriptedEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, *
     (folder / "slow.py").write_text(VERIFY)
     config = parse_config(
         {
-            "run": {"stall_timeout_s": 1.0},
+            "run": {"stall_timeout_s": 3.0},
             "rollout": {"max_new_tokens": 3},
             "verifier": {"function": f"{folder / 'slow.py'}:verify", "timeout_s": 60.0},
         }
     )
-    rows: list[dict[str, Any]] = [{}, {"max_new_tokens": 1}]
+    rows: list[dict[str, Any]] = [{}, {"max_new_tokens": 1}] * 3
     prompts = [
         Prompt(prompt_id=f"eval/0/{index}", text="12", token_ids=(1,), answer=seconds, row=row)
         for index, row in enumerate(rows)
@@ -58,7 +58,7 @@ def test_an_evaluation_scores_every_prompt_within_its_own_limit(
     """Together it takes longer than the stall timeout, which counts from the last progress."""
     engine = ScriptedEngine(eos_id=99)
     scores = run(engine, tmp_path, monkeypatch, seconds="0.6")
-    assert [score.total for score in scores] == [3.5, 1.5]
+    assert [score.total for score in scores] == [3.5, 1.5] * 3
     assert engine.calls == ["close"]
 
 
@@ -66,12 +66,12 @@ def test_an_engine_that_stands_still_is_named(tmp_path: Path, monkeypatch: pytes
     """And closed. Seen failing, by the test's own timeout, without a watchdog."""
     engine = ScriptedEngine(eos_id=99)
     engine._running.clear()
-    with pytest.raises(StallError, match=r"waiting for 2 completions .*; late: the engine, after 0 tokens"):
+    with pytest.raises(StallError, match=r"waiting for 6 completions .*; late: the engine, after 0 tokens"):
         run(engine, tmp_path, monkeypatch, seconds="0")
     assert engine.calls == ["close"]
 
 
 def test_a_verifier_that_stands_still_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within `verifier.timeout_s`. Seen failing without a watchdog."""
-    with pytest.raises(StallError, match=r"for 2 scores .*; late: the verifier, with 1 calls running and 1 waiting"):
+    with pytest.raises(StallError, match=r"for 6 scores .*; late: the verifier, with 1 calls running and 5 waiting"):
         run(ScriptedEngine(eos_id=99), tmp_path, monkeypatch, seconds="50")

@@ -134,7 +134,7 @@ def test_scores_failures_and_latencies_of_a_moody_verifier(data: Path, capsys: p
     write_lines(
         data.with_name("c.jsonl"), {"completion": ["1", "2"]}, {"completion": "raise"}, {"completion": ["4", "hang"]}
     )
-    command = f"verify {MOODY} --data data.jsonl --completions c.jsonl --timeout 0.5 --json out.json --processes 2"
+    command = f"verify {MOODY} --data data.jsonl --completions c.jsonl --timeout 3 --json out.json --processes 2"
     assert cli.main([*command.split(), "--arguments", '{"bonus": 1}']) == 1
     output = capsys.readouterr().out
     for shown in ("3 scored, 2 failed", "1 failed: exception:ValueError", "no q1 please", "1 failed: timeout", "p99"):
@@ -153,7 +153,7 @@ def test_scores_failures_and_latencies_of_a_moody_verifier(data: Path, capsys: p
     ]  # fmt: skip
     (gauges,) = report["verifiers"].values()
     assert (gauges["calls"], gauges["timeouts"], gauges["restarts"]) == (5, 1, 1)
-    assert gauges["latency_p99_s"] >= 0.5 > gauges["latency_p50_s"]
+    assert gauges["latency_p99_s"] >= 3 > gauges["latency_p50_s"]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ SMALL = [
     "run.steps=20", "run.eval_every=10", "queue.groups_per_step=6", "queue.samples_per_group=4", "rollout.slots=24",
     "model.warm_start.steps=60", "model.warm_start.batch_size=16", "model.warm_start.num_layers=2",
     "data.mix.sums.eval_size=8", "data.mix.gym.eval_size=8", "data.mix.game.eval_size=8", "weights.parity_every=5",
+    "verifier.timeout_s=30",
 ]  # fmt: skip
 SOURCES = {"sums", "gym", "game"}
 VERIFIERS = {"last_number", "reasoning_gym", "guess_number"}

@@ -72,7 +72,7 @@ def test_ctrl_c_saves_and_the_command_it_prints_goes_on_bit_for_bit(
 
     Seen failing with the order of rows begun anew after a resume.
     """
-    words = ["areal-lite", "sft", "rlhf_sft", *SFT, f"run.dir={folder / 'stopped'}"]
+    words = ["areal-lite", "sft", "rlhf_sft", *SFT, "run.checkpoint_every=1", f"run.dir={folder / 'stopped'}"]
     with UserRun(words, run_folder=folder / "stopped") as run:
         run.wait_for_steps(7)
         run.press_ctrl_c()

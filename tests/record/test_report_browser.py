@@ -84,6 +84,7 @@ def test_the_timeline_zooms_by_mouse_and_by_button(browser: Any, pages: dict[str
     """Seen failing with a range that was not taken over: the picture was stretched instead of drawn anew."""
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.wait import WebDriverWait
 
     def extent() -> float:
         return float(browser.execute_script("return visible[1] - visible[0]"))
@@ -96,9 +97,8 @@ def test_the_timeline_zooms_by_mouse_and_by_button(browser: Any, pages: dict[str
     ActionChains(browser).move_to_element_with_offset(field, -100, 0).click_and_hold().move_by_offset(
         200, 5
     ).release().perform()
-    browser.execute_async_script("setTimeout(arguments[0], 300)")
+    WebDriverWait(browser, 20).until(lambda _: extent() < before / 2)
     zoomed = extent()
-    assert zoomed < before / 2
     drawn = browser.execute_script(
         "const x = document.getElementById('timeline-chart').data[0].x; return x[x.length - 1] - x[0]"
     )
@@ -126,13 +126,14 @@ def test_samples_can_be_chosen_and_show_their_versions(browser: Any, pages: dict
 
 def test_dark_mode_and_paper_change_the_colours(browser: Any, pages: dict[str, Path]) -> None:
     """Text of charts follows the page. Seen failing without drawing anew on a change."""
+    from selenium.webdriver.support.wait import WebDriverWait
+
     colour = "return document.getElementById('chart-0').layout.font.color"
     show(browser, pages["run"])
     light = browser.execute_script(colour)
     prefer(browser, "dark")
-    browser.execute_async_script("setTimeout(arguments[0], 300)")
+    WebDriverWait(browser, 20).until(lambda _: browser.execute_script(colour) != light)
     dark = browser.execute_script(colour)
-    assert light != dark
     browser.execute_script("dispatchEvent(new Event('beforeprint'))")
     assert browser.execute_script(colour) == "#000"
     widest = (

@@ -235,17 +235,17 @@ def test_a_sample_across_a_publication_says_which_weights_drew_which_token(pair:
     publisher = pair.connect()
     pair.hand_over(publisher)
     models = {pair.version: copy.deepcopy(pair.model)}
-    started = pair.engine.tokens_generated
-    running = start_samples(pair, 16)
-    wait_for_tokens(pair.engine, started + 64)
-    pair.perturb()
-    pair.hand_over(publisher)
-    models[pair.version] = pair.model
+    samples: list[Sample] = []
+    while max((len(sample.spans) for sample in samples), default=0) < 2:
+        assert len(models) < 5, "a sample must outlive a publication"
+        started = pair.engine.tokens_generated
+        running = start_samples(pair, 16)
+        wait_for_tokens(pair.engine, started + 64)
+        pair.perturb()
+        pair.hand_over(publisher)
+        models[pair.version] = copy.deepcopy(pair.model)
+        samples = [sample.result(timeout=60) for sample in running]
 
-    samples = [sample.result(timeout=60) for sample in running]
-
-    versions = [[span.version for span in sample.spans] for sample in samples]
-    assert sorted(models) in versions, versions
     for prompt_id, sample in enumerate(samples):
         output = sample.token_ids.tolist()
         for span in sample.spans:
@@ -287,7 +287,8 @@ def test_a_broken_transfer_leaves_the_old_weights(pair: Pair, damage: str, monke
     pair.hand_over(pair.connect())
     old = pair.expected()
     pair.perturb()
-    publisher = pair.connect(Tampering if damage == "checksum" else SyncClient, timeout_s=1)
+    kind, timeout_s = (Tampering, 15) if damage == "checksum" else (SyncClient, 1)
+    publisher = pair.connect(kind, timeout_s=timeout_s)
     with monkeypatch.context() as patches:
         if damage != "checksum":
             patches.setattr("areal_lite.weights.gloo._broadcast", CUTS[damage])

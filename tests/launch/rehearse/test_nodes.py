@@ -49,7 +49,7 @@ def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Rehearsal:
     settings = config.model_dump(exclude_unset=True)
     (folder / "tiny.yaml").write_text(yaml.safe_dump(settings))
     words = ["rehearse", "nodes", "--cut-link", CUT_AFTER, "--kill-node", KILL_AFTER, "tiny.yaml", f"run.steps={STEPS}"]
-    words += ["run.stall_timeout_s=10", "weights.timeout_s=5", "launch.pause_s=4", "run.checkpoint_every=1"]
+    words += ["run.stall_timeout_s=10", "weights.timeout_s=5", "launch.pause_s=10", "run.checkpoint_every=1"]
     with (folder / "output").open("w") as output:
         command = [sys.executable, "-m", "areal_lite.cli.main", *map(str, words)]
         process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)

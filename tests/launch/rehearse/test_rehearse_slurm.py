@@ -13,7 +13,7 @@ import pytest
 from areal_lite.errors import ConfigError
 from areal_lite.launch.rehearse.slurm import make_slurm
 
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 
 
 def test_needs_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
