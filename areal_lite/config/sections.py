@@ -43,7 +43,8 @@ class RunConfig(Section):
     start_timeout_s: float = Field(300.0, gt=0)
     """seconds that actors may take to start"""
     max_worker_restarts: int = Field(3, ge=0)
-    """times that one rollout or verifier worker is started again after its process or engine died; 0 = it stays lost"""
+    """times that one rollout or verifier worker is started again after its process or engine died, counted anew after
+    an hour of work; 0 = it stays lost"""
     max_restarts: int = Field(3, ge=0)
     """times that the run goes back to its last checkpoint by itself, with a new queue and new ranks, before it has made
     another one, after queue or rank died, or nothing moved for stall_timeout_s; 0 = it ends"""

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 from areal_lite.actors.calls import Calls, describe
 from areal_lite.launch.run.lifetime import kill_all
 
+_CLEARED_AFTER_S = 3600.0
+"""A worker that has worked so long since its last start has died of something else."""
+
 
 class State(StrEnum):
     """What is known of a worker."""
@@ -48,11 +51,12 @@ class Restarts:
 
         Args:
             spawn: Starts a worker's process and returns its handle, at once; None where it has no place any more.
-            most: Times that one worker is started again: after 1 s, then after 2, 4, 8 ...
+            most: Times that one worker is started again: after 1 s, then after 2, 4, 8 ...; an hour of work clears it.
             start_timeout_s: Seconds that a start may take.
         """
         self._spawn, self._most, self._start_timeout_s, self._clock = spawn, most, start_timeout_s, clock
         self._num_starts = Counter[str]()
+        self._back_at: dict[str, float] = {}
         self._due: dict[str, float] = {}
         self._deadlines: dict[str, float] = {}
         self._starting = Calls({})
@@ -68,6 +72,8 @@ class Restarts:
         """Have a worker started again after a while, if it was not too often."""
         kill_all([handle] if (handle := self.handles.pop(name, None)) else [])
         self._starting.pending.pop(name, None)
+        if self._clock() - self._back_at.pop(name, self._clock()) > _CLEARED_AFTER_S:
+            del self._num_starts[name]
         if self._num_starts[name] >= self._most:
             return self.give_up(name, reason)
         self._due[name] = self._clock() + 2 ** self._num_starts[name]
@@ -112,6 +118,7 @@ class Restarts:
 
     def back(self, name: str) -> None:
         """Note that a worker that was taken works again."""
+        self._back_at[name] = self._clock()
         self._change(name, State.HEALTHY)
         del self.states[name]
 

@@ -76,6 +76,18 @@ def test_a_worker_starts_again_after_longer_and_longer_until_it_was_too_often(mo
     assert told == [*[State.RESTARTING, State.JOINING, State.HEALTHY] * 3, State.DEAD]
 
 
+def test_an_hour_of_work_clears_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of weeks outlives more deaths than a worker that cannot live. Seen failing with a count for good."""
+    starts = Starts(monkeypatch, most=1, takes_s=0.0)
+    for worked_s, state in [(0, State.RESTARTING), (3601, State.RESTARTING), (3599, State.DEAD)]:
+        starts.clock.now += worked_s
+        starts.restarts.lost(A, "died")
+        assert starts.restarts.states == {A: state}
+        starts.run(2)
+        for name in starts.restarts.take("rollout"):
+            starts.restarts.back(name)
+
+
 def test_who_is_not_ready_is_not_taken_and_a_kind_is_awaited_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing with workers taken as soon as they are spawned."""
     starts = Starts(monkeypatch, most=1)
