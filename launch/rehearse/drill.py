@@ -43,7 +43,7 @@ _PATIENCE_S = 400.0
 """How long nothing may be heard of a command; its own deadlines come first (run.start_timeout_s)."""
 _LINGER_S = 20.0
 """How long processes may outlive their command."""
-_NOTICED = r"(?m)^(?!step \d).*(lost|died|failed|Error|stopping after|no progress)"
+_NOTICED = r"(?m)^(?!step \d|.*\(raylet\)).*(lost|died|failed|Error|stopping after|saving step|no progress)"
 _UNDISTURBED = "none"
 _ELSEWHERE = {
     "node": "areal-lite rehearse nodes --kill-node STEP",
