@@ -182,7 +182,7 @@ class DrilledRun:
             "steps_lost": self._num_lost() - lost,
             "healed_by": "the run itself" if self._resumes == resumes else "areal-lite resume",
         })  # fmt: skip
-        told(", ".join(f"{key} {value}" for key, value in self.outcomes[-1].items()))
+        told("{fault}: back after {back_s:.1f} s by {healed_by}, {steps_lost} steps lost".format(**self.outcomes[-1]))
 
     def finish(self, steps: int, *, groups_per_step: int) -> None:
         """Wait for the end of the run, and of its processes, and check its books."""
