@@ -42,7 +42,7 @@ _LONGEST_PAUSE_S = 20.0
 _PATIENCE_S = 400.0
 """How long nothing may be heard of a command; its own deadlines come first (run.start_timeout_s)."""
 _LINGER_S = 20.0
-"""How long processes may outlive their command."""
+"""How long processes may outlive the last command; those of earlier ones end beside it."""
 _NOTICED = r"(?m)^(?!step \d|.*\(raylet\)).*(lost|died|failed|Error|stopping after|saving step|no progress)"
 _UNDISTURBED = "none"
 _ELSEWHERE = {
@@ -110,7 +110,6 @@ class DrilledRun:
             if code is not None and not condition():
                 if code == 0 or not self._stepped_at:
                     raise ArealLiteError(f"expected {what}, the command ended with {code}: {self._last_words()}")
-                self._end_all(after_s=_LINGER_S)
                 self._resumes += 1
                 self._start(self.to_go_on)
             if (new := (rows, self._log.stat().st_size)) != heard:
