@@ -200,12 +200,16 @@ class DrilledRun:
         self.command, self._rows, self._stepped_at = self.type(words), self.num_rows(), 0.0
 
     def _end_all(self, *, after_s: float) -> None:
-        _, left = psutil.wait_procs(self._known.union(_tree(self.command)), timeout=after_s)
+        self._known.update(_tree(self.command))
+        until = time.monotonic() + after_s
+        while (left := [one for one in self._known if _is_named(one, "")]) and time.monotonic() < until:
+            time.sleep(0.1)
         if left and after_s:
             self.problems.append(f"no process may outlive the command by {after_s:g} s, got {left}")
         for process in left:
-            process.kill()
-        psutil.wait_procs(left)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.command.wait()
         self._known.clear()
 
     def _num_lost(self) -> int:

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from user_run import alive
 
 from areal_lite.cli import main as cli
 from areal_lite.errors import ConfigError
@@ -119,7 +119,7 @@ def test_what_outlives_a_killed_command_is_a_problem_and_ended(tmp_path: Path, m
         int(pid) for log in run.folder.logs.iterdir() for pid in re.findall(r"process (\d+)$", log.read_text(), re.M)
     ]
     assert len(pids) == 4
-    assert not any(map(psutil.pid_exists, pids))
+    assert not any(map(alive, pids))
 
 
 @pytest.mark.parametrize(
