@@ -201,16 +201,20 @@ class DrilledRun:
 
     def _end_all(self, *, after_s: float) -> None:
         self._known.update(_tree(self.command))
-        until = time.monotonic() + after_s
-        while (left := [one for one in self._known if _is_named(one, "")]) and time.monotonic() < until:
-            time.sleep(0.1)
-        if left and after_s:
+        if (left := self._left(after_s)) and after_s:
             self.problems.append(f"no process may outlive the command by {after_s:g} s, got {left}")
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        self._left(_LINGER_S)
         self.command.wait()
         self._known.clear()
+
+    def _left(self, wait_s: float) -> list[psutil.Process]:
+        until = time.monotonic() + wait_s
+        while (left := [one for one in self._known if _is_named(one, "")]) and time.monotonic() < until:
+            time.sleep(0.05)
+        return left
 
     def _num_lost(self) -> int:
         return len(self.folder.read("metrics.orphaned.jsonl"))
