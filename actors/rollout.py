@@ -1,6 +1,7 @@
 """The process of one rollout worker: a vLLM engine and the loop that keeps it full."""
 
 import asyncio
+import contextlib
 import signal
 from multiprocessing import resource_tracker
 from typing import Any
@@ -28,6 +29,7 @@ class RolloutActor:
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._opens_update = False
+        self._open_update: dict[str, Any] | None = None
         self._resuming: asyncio.Task[None] | None = None
         self._config, self._name = config, name
         self._model_folder, self._access = model_folder, access
@@ -58,8 +60,15 @@ class RolloutActor:
         Raises:
             EngineError: A request does not end.
         """
-        await self._leave_queue()
         self._access = access
+        await self._leave_queue()
+        if self._open_update is not None:
+            with contextlib.suppress(Exception):  # whole or not: all weights come anew, from another trainer
+                if self._config.weights.staged:
+                    await self._engine.weights_call("update_weights", self._open_update)
+                await self._engine.weights_call("finish_weight_update")
+            self._open_update = None
+        self._opens_update = False
         self._make_worker(load_workflows(self._config))
 
     async def _leave_queue(self) -> None:
@@ -99,7 +108,7 @@ class RolloutActor:
 
     async def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive every parameter; over a transport that stages, begin to, while the engine generates."""
-        opens, self._opens_update = self._opens_update, False
+        opens, self._opens_update, self._open_update = self._opens_update, False, update_info
         calls = [("start_weight_update", None)] * opens + [("update_weights", update_info)]
         await asyncio.gather(*(self._engine.weights_call(*call) for call in calls))  # received in this order
         if not self._config.weights.staged:
@@ -108,6 +117,7 @@ class RolloutActor:
     async def finish_weight_update(self) -> None:
         """Load what was received."""
         await self._engine.weights_call("finish_weight_update")
+        self._open_update = None
         self._events.emit("update_loaded")
 
     async def install(self, interrupt: Interrupt, version: int) -> None:

@@ -128,6 +128,7 @@ class RunFolder:
         self._set_aside(say)
 
     def _set_aside(self, say: Callable[[str], object]) -> None:
+        self.guard()
         meta = {"step": 0, "time": 0.0}
         if self.checkpoint is not None:
             meta = json.loads((self.checkpoint / "meta.json").read_text())
@@ -200,6 +201,7 @@ class RunFolder:
 
     def _orphan_rows(self, name: str, key: str, *, last: float, say: Callable[[str], object]) -> None:
         path, (rows, broken) = self.path / name, read_rows(self.path / name)
+        rows += map(json.loads, self._late.pop(name, "").splitlines())
         if broken:
             say(f"{path}: left out what cannot be read: line {', '.join(map(str, broken))}")
         self.append(f"{path.stem}.orphaned.jsonl", (row for row in rows if row.get(key, last) > last))

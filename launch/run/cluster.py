@@ -81,8 +81,7 @@ class Cluster:
         self.ranks.kill()
         kill_all([self._queue_actor])
         self.queue.close()
-        for name in list(self.restarts.handles):
-            self.restarts.lost(name, "the queue that it was started for is gone")
+        self.restarts.begin_anew()
         self._spawn_core(queue_state)
 
     def start(self, *, checkpoint: Path | None, on_progress: Callable[[str], None]) -> int:
@@ -119,7 +118,8 @@ class Cluster:
 
     def serve(self) -> None:
         """Let the workers ask for work."""
-        self._serving = call_all(self._workers, "run")
+        idle = {name: handle for name, handle in self._workers.items() if name not in self._serving.pending}
+        self._serving.pending |= call_all(idle, "run").pending
         self.engines.awaits_others = lambda: self.restarts.awaits(Role.ROLLOUT)
 
     def look_after(self) -> None:
@@ -254,8 +254,8 @@ class Cluster:
     def _note_lost(self, name: str, reason: str) -> None:
         logger.warning("worker %s was lost: %s", name, reason)
         self._serving.pending.pop(name, None)
-        self.queue.forget(worker=name)
         self.restarts.lost(name, reason)
+        self.queue.forget(worker=name)  # last, as the queue may be what died
 
     def _respawn(self, name: str) -> Any:
         return self._spawn(name) if self._places.has_node(name) else None

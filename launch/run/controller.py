@@ -54,6 +54,8 @@ class Controller(ABC):
         self._version = 0
         self._saved_at = time.monotonic()
         self._restarts_left: int = config.run.max_restarts
+        self._furthest = 0
+        """The step that was saved last, of all that this process has saved."""
         self._at_boundary = False
         """The weights are those of a completed step, so that they can be saved."""
         self._on_step: Callable[[Mapping[str, Any]], object] | None = None
@@ -90,7 +92,7 @@ class Controller(ABC):
                         self._go_back(failure)
                     return self._finish(self._steps())
                 except _GOES_BACK as error:
-                    if self._interrupts or not self._restarts_left or isinstance(error, FruitlessError):
+                    if not self._may_go_back(error):
                         raise
                     failure = error
         except Interrupted:
@@ -110,24 +112,35 @@ class Controller(ABC):
             self._view.end()
             self._processes.kill()
 
+    def _may_go_back(self, failure: Exception) -> bool:
+        """Whether to begin again may help: a node that is out of reach would be waited for in vain."""
+        is_hopeless = isinstance(failure, FruitlessError) or self._places.whereabouts.out_of_reach()
+        return not (self._interrupts or self._restarts_left == 0 or is_hopeless)
+
     def _go_back(self, failure: Exception) -> None:
         """Begin again at the last checkpoint, which may be this moment's, with new processes where it takes them."""
         noticed, reason = time.time(), str(self._places.whereabouts.located(failure))
-        self._restarts_left -= 1
-        left = self._restarts_left
         self._save_what_is_whole()
+        self._restarts_left -= 1
         self._recorder.close()
         self._folder.go_back(say=self._view.say)
         self._recorder = type(self._recorder)(self._config, self._folder)
         checkpoint = self._folder.checkpoint
         place = checkpoint.name if checkpoint else "the start"
-        self._view.say(f"{reason}; the run goes back to {place} (run.max_restarts: {left} left)", style="yellow")
+        self._view.say(
+            f"{reason}; the run goes back to {place} (run.max_restarts: {self._restarts_left} left)", style="yellow"
+        )
         self._unwritten, self._version = None, 0
+        self._interrupts.work_is_saved()
         self._processes = self._spawn(checkpoint)
-        self._start(checkpoint)
+        try:
+            self._start(checkpoint)
+        except StallError:
+            self._restarts_left = 0  # what took too long would do so again
+            raise
+        self._interrupts.work_begins()
         self._at_boundary = True
         self._prepare(checkpoint)
-        self._restarts_left = left  # a save before now was of what was there already
         self._controller_lane.emit("restarted", step=self._version, noticed=noticed, reason=reason)
         self._view.say(f"back at step {self._version}")
 
@@ -249,7 +262,8 @@ class Controller(ABC):
             keep=self._config.run.keep_checkpoints,
         )
         self._controller_lane.emit("checkpoint", step=self._version)
-        self._restarts_left = self._config.run.max_restarts
+        if self._version > self._furthest:
+            self._furthest, self._restarts_left = self._version, self._config.run.max_restarts
         return path
 
     def _finish(self, status: str) -> dict[str, Any]:
@@ -286,4 +300,7 @@ class Controller(ABC):
             # A rank that is in the middle of something hangs: saving would wait for nothing.
             if self._at_boundary and self._version > 0 and not self._ranks.busy():
                 self._view.say(f"saving step {self._version} ...")
-                self._save()
+                try:
+                    self._save()
+                except CheckpointError as error:
+                    self._view.say(str(error), style="yellow")

@@ -10,7 +10,7 @@ from areal_lite.actors.calls import Calls, call_all
 from areal_lite.actors.process import log_path
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
-from areal_lite.errors import ArealLiteError, EngineError, RankDied, StallError
+from areal_lite.errors import ArealLiteError, EngineError, QueueError, RankDied, StallError
 
 _STOP_TIMEOUT_S = 20.0
 
@@ -88,6 +88,7 @@ def _not_started(name: str, error: Exception, *, log: str) -> Exception:
     if isinstance(error, ArealLiteError):
         return type(error)(f"{name} did not start: {error} (log: {log})")
     if isinstance(error, ray.exceptions.RayActorError):
-        kind = RankDied if name.startswith("trainer/") else EngineError
+        kinds: dict[str, type[ArealLiteError]] = {"queue": QueueError, "trainer": RankDied}
+        kind = kinds.get(name.partition("/")[0], EngineError)
         return kind(f"{name} did not start: its process ended (log: {log})")
     return error

@@ -71,7 +71,6 @@ class Restarts:
     def lost(self, name: str, reason: str) -> None:
         """Have a worker started again after a while, if it was not too often."""
         kill_all([handle] if (handle := self.handles.pop(name, None)) else [])
-        self._starting.pending.pop(name, None)
         if self._clock() - self._back_at.pop(name, self._clock()) > _CLEARED_AFTER_S:
             del self._num_starts[name]
         if self._num_starts[name] >= self._most:
@@ -79,6 +78,14 @@ class Restarts:
         self._due[name] = self._clock() + 2 ** self._num_starts[name]
         self._num_starts[name] += 1
         self._change(name, State.RESTARTING, reason)
+
+    def begin_anew(self) -> None:
+        """Start those that are on their way once more, for what is not their fault, and is not counted."""
+        kill_all(self.handles.values())
+        self._due |= dict.fromkeys(self.handles, self._clock())
+        self.states |= dict.fromkeys(self.handles, State.RESTARTING)
+        self.handles.clear()
+        self._starting.pending.clear()
 
     def give_up(self, name: str, reason: str) -> None:
         """Leave a worker dead."""

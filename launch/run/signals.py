@@ -66,7 +66,18 @@ class Interrupts:
             KeyboardInterrupt: Somebody asked to stop before, and the exception was lost on its way: one that is raised
                 inside a destructor or a callback of a library is printed and forgotten.
         """
-        self._at_once = False
+        self._set_at_once(False)
+
+    def work_is_saved(self) -> None:
+        """Say that there is nothing to save until `work_begins` once more.
+
+        Raises:
+            KeyboardInterrupt: Somebody has asked to stop.
+        """
+        self._set_at_once(True)
+
+    def _set_at_once(self, at_once: bool) -> None:
+        self._at_once = at_once
         if self._is_asked:
             raise KeyboardInterrupt
 

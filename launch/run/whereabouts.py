@@ -26,16 +26,19 @@ class Whereabouts:
             if len(self._lanes) > 1:
                 yield f"{_words(node)}: {', '.join(lanes) or 'nothing'}"
 
+    def out_of_reach(self) -> list[Node]:
+        """Other nodes with processes of the run that do not answer."""
+        return [node for node in list(self._lanes)[1:] if self._lanes[node] and not _answers(node)]
+
     def located(self, error: BaseException) -> BaseException:
         """Return an error with the nodes of the processes that it names, and the nodes that are out of reach."""
         if len(self._lanes) < 2 or not isinstance(error, ArealLiteError):
             return error
-        here, *others = self._lanes
+        here, lost = next(iter(self._lanes)), self.out_of_reach()
         parts, text = [], str(error)
-        for node in (here, *others):
-            lanes = self._lanes[node]
+        for node, lanes in self._lanes.items():
             named = [lane for lane in lanes if re.search(rf"\b{lane}(?!\d)", text)]
-            if lanes and node is not here and not _answers(node):
+            if node in lost:
                 parts.append(
                     f"{_words(node)} is not reached from {_words(here)}: it, its link or its Ray is down; "
                     f"there: {', '.join(lanes)}"

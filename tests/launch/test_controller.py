@@ -499,6 +499,61 @@ def test_a_run_ends_where_it_does_not_get_on_or_would_not(
     assert log.count(3) == tried
 
 
+def test_an_export_that_always_fails_ends_the_run(offline: OfflineController, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step is saved again each time, which is no progress. Seen going on for ever."""
+    falling(offline, monkeypatch, [])
+    exports = []
+
+    def ask(method: str, *args: Any, timeout_s: float) -> list[Any]:
+        if method == "export":
+            exports.append(args)
+            raise RankDied("no memory")
+        return [7]
+
+    vars(offline._ranks)["ask"] = ask
+    with pytest.raises(RankDied, match="no memory"):
+        offline.run()
+    assert len(exports) == 3
+
+
+def test_a_notice_while_a_run_goes_back_ends_it_at_once(
+    offline: OfflineController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All there is is saved. Seen failing with a start that goes on to its end."""
+    log = falling(offline, monkeypatch, [(3, RankDied("rank"))])
+
+    def start(checkpoint: Path | None) -> None:
+        if checkpoint is not None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            log.append("started all the same")
+
+    vars(offline)["_start"] = start
+    with pytest.raises(KeyboardInterrupt):
+        offline.run()
+    assert log == ["start", 1, 2, 3]
+    for number in signals.NOTICES:  # which the end of a process that was told to end ignores
+        signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("failure", [StallError("still missing: trainer/1"), RankDied("trainer/1 did not start")])
+def test_a_start_that_takes_too_long_is_not_tried_again(
+    offline: OfflineController, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    """One whose process died is. Seen failing with minutes of waiting for a node that is gone, three times over."""
+    falling(offline, monkeypatch, [(3, RankDied("rank"))])
+    starts: list[Any] = []
+
+    def start(checkpoint: Path | None) -> None:
+        starts.append(checkpoint)
+        if len(starts) > 1:
+            raise failure
+
+    vars(offline)["_start"] = start
+    with pytest.raises(type(failure), match=str(failure)):
+        offline.run()
+    assert len(starts) == (2 if isinstance(failure, StallError) else 3)
+
+
 @pytest.mark.parametrize("error", [ZeroDivisionError("in a callback"), SystemExit("of a callback")])
 def test_what_a_callback_raises_ends_the_run_saved(
     offline: OfflineController, tmp_path: Path, error: BaseException

@@ -76,6 +76,21 @@ def test_a_worker_starts_again_after_longer_and_longer_until_it_was_too_often(mo
     assert told == [*[State.RESTARTING, State.JOINING, State.HEALTHY] * 3, State.DEAD]
 
 
+def test_who_was_to_serve_a_queue_that_is_gone_starts_once_more_and_that_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seen failing with a worker that is dead of another's death."""
+    starts = Starts(monkeypatch, most=1)
+    restarts = starts.restarts
+    restarts.lost(A, "died")
+    starts.run(2)
+    restarts.begin_anew()
+    assert restarts.states == {A: State.RESTARTING}
+    starts.run(6)
+    assert (starts.times(), len(starts.killed)) == ([1.0, 2.5], 1)
+    assert restarts.ready("rollout") == [A]
+
+
 def test_an_hour_of_work_clears_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of weeks outlives more deaths than a worker that cannot live. Seen failing with a count for good."""
     starts = Starts(monkeypatch, most=1, takes_s=0.0)
@@ -249,6 +264,28 @@ def test_a_verifier_that_is_of_no_use_is_not_started_again(monkeypatch: pytest.M
     fleet.lose(V, VerifierError("failed in 11 of its last 20 calls"))
     with pytest.raises(VerifierError, match=r"verifier/0 ended: VerifierError: failed in 11 of its last 20 calls"):
         fleet.look_after()
+
+
+def test_a_worker_that_died_with_the_queue_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with the queue told first, which it cannot be."""
+    fleet = Fleet(monkeypatch, most=1)
+
+    def forget(worker: str) -> None:
+        raise QueueError("the sample queue died")
+
+    fleet.cluster.queue = SimpleNamespace(forget=forget)  # type: ignore[assignment]
+    for worker in (A, V):
+        fleet.lose(worker)
+        with pytest.raises(QueueError):
+            fleet.look_after()
+    assert fleet.cluster.restarts.states == {A: State.RESTARTING, V: State.RESTARTING}
+
+
+def test_nobody_serves_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verifier that came back while others were waited for serves already."""
+    fleet = Fleet(monkeypatch, most=1)
+    fleet.cluster.serve()
+    assert [actor.calls for actor in fleet.cluster._workers.values()] == [["run"]] * 3
 
 
 def test_a_queue_that_died_is_noticed_beside_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,6 +190,17 @@ def test_rows_beyond_the_checkpoint_move_to_orphaned_files(folder: RunFolder, tm
     assert again.read("metrics.orphaned.jsonl") == [{"step": 3}, {"step": 3, "anew": True}]
 
 
+def test_rows_that_wait_for_room_are_set_aside_like_those_in_the_file(folder: RunFolder) -> None:
+    """Seen failing with a second row of step 2, written when there was room again."""
+    checkpoint(folder, 1)
+    folder.append("metrics.jsonl", [{"step": 1}])
+    folder._late["metrics.jsonl"] = '{"step": 2}\n'
+    folder.go_back(say=print)
+    folder.append("metrics.jsonl", [{"step": 2, "anew": True}])
+    assert folder.read("metrics.jsonl") == [{"step": 1}, {"step": 2, "anew": True}]
+    assert folder.read("metrics.orphaned.jsonl") == [{"step": 2}]
+
+
 def test_events_of_before_the_save_began_stay(folder: RunFolder, tmp_path: Path) -> None:
     """The moment is taken before the save: what happens beside it belongs to what comes after."""
     checkpoint(folder, 1, save=lambda path: folder.append("events.jsonl", [{"time": 9e9}]))
@@ -290,11 +301,13 @@ def test_nothing_is_written_once_another_process_has_the_folder(folder: RunFolde
         raise CheckpointError("taken over")
 
     folder.guard = refuse
+    (folder.checkpoints / ".step-000001.tmp").mkdir()  # the other's
     before = sorted(folder.path.rglob("*"))
     for write in (
         lambda: folder.append("metrics.jsonl", [{"step": 1}]),
         lambda: folder.write_json("summary.json", {}),
         lambda: checkpoint(folder, 1),
+        lambda: folder.go_back(say=print),
     ):
         with pytest.raises(CheckpointError, match="taken over"):
             write()

@@ -65,6 +65,10 @@ class ScriptedEngine:
         self.calls.append("resume")
         self._running.set()
 
+    async def reset(self) -> None:
+        """Note it."""
+        self.calls.append("reset")
+
     async def stamp(self, version: int) -> None:
         """Label tokens from now on."""
         self.calls.append(f"stamp({version})")

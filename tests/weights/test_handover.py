@@ -382,3 +382,33 @@ def test_nobody_waits_for_the_answer_to_a_resume_but_its_error_is_told(monkeypat
 
     with pytest.raises(EngineError, match="the engine-core process died"):
         asyncio.run(resume_and_pause())
+
+
+@pytest.mark.parametrize("transport", ["gloo", "nccl"])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_an_update_whose_trainer_died_is_closed_before_the_next_trainer_comes(
+    monkeypatch: pytest.MonkeyPatch, transport: str, is_open: bool
+) -> None:
+    """vLLM refuses to open a second one. Seen failing with an engine that only forgets its queue."""
+    actor, engine = make_actor(monkeypatch, transport=transport)
+    ended: list[str] = []
+
+    async def stop() -> None:
+        ended.append("worker")
+
+    client = SimpleNamespace(close=lambda: ended.append("client"))
+    vars(actor).update(_worker=SimpleNamespace(stop=stop), _client=client, _make_worker=lambda _: None)
+
+    async def move() -> None:
+        await actor.start_weight_update()
+        await actor.update_weights({"names": []})
+        if not is_open:
+            await actor.finish_weight_update()
+        del engine.calls[:]
+        await actor.move_to(QueueAccess("tcp://another"))
+
+    asyncio.run(move())
+    closing = ["finish_weight_update"] if transport == "nccl" else ["update_weights", "finish_weight_update"]
+    assert engine.calls == ["reset", *(closing if is_open else [])]
+    assert ended == ["worker", "client"]
+    assert actor._access.endpoint == "tcp://another"
