@@ -337,7 +337,8 @@ def drill(
             elif reference is not None:
                 rows[-1]["losses"] = "equal" if are_alike(run.folder, reference) else "differ"
                 run.problems += ["losses must be those of the undisturbed run"] * (rows[-1]["losses"] == "differ")
-            told(f"{name}: {'; '.join(['FAILED', *run.problems]) if run.problems else 'passed'}")
+            failure = "; ".join(["FAILED", *run.problems, f"its run folder is {run.folder.path}"])
+            told(f"{name}: {failure if run.problems else 'passed'}")
     except KeyboardInterrupt:
         code = 130
         told("stopped: what follows was seen until then")
@@ -366,7 +367,6 @@ def rows_of(run: DrilledRun, name: str) -> list[_Row]:
             "healed_by": ", ".join(sorted({one["healed_by"] for one in outcomes})) or None,
             "losses": None,
             "problems": problems,
-            "folder": str(run.folder.path),
         }
 
     kinds = sorted({one["fault"] for one in run.outcomes} - {name})

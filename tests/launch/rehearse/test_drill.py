@@ -210,8 +210,10 @@ def test_what_cannot_be_drilled_is_refused_before_anything_starts(
     assert [path.name for path in tmp_path.iterdir()] == ["something"]
 
 
-def test_ctrl_c_ends_the_run_and_keeps_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the second of three faults. Seen failing with rows that are written at the end."""
+def test_ctrl_c_ends_the_run_and_keeps_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the second of three; the first says why it failed, and where. Seen failing with rows noted at the end."""
     commands = []
 
     class FakeRun(DrilledRun):
@@ -222,7 +224,7 @@ def test_ctrl_c_ends_the_run_and_keeps_the_table(tmp_path: Path, monkeypatch: py
             super().suffer(name, told)
 
         def finish(self, steps: int, *, groups_per_step: int) -> None:
-            super().finish(STEPS, groups_per_step=GROUPS)
+            super().finish(STEPS + 1, groups_per_step=GROUPS)
 
     run_of(tmp_path, monkeypatch)
     monkeypatch.setattr(module, "DrilledRun", FakeRun)
@@ -231,5 +233,6 @@ def test_ctrl_c_ends_the_run_and_keeps_the_table(tmp_path: Path, monkeypatch: py
     out = tmp_path / "out"
     assert module.drill("arith_cpu", overrides, names=names, out=out, minutes=None, seed=0) == 130
     rows = json.loads((out / "results.json").read_text())["rows"]
-    assert [(row["fault"], len(row["problems"])) for row in rows] == [("queue", 0), ("trainer", 1)]
+    assert [(row["fault"], len(row["problems"])) for row in rows] == [("queue", 2), ("trainer", 1)]
+    assert f"its run folder is {out / 'queue'}" in capsys.readouterr().out
     assert not commands[-1].is_running()
