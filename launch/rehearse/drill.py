@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from random import Random
-from signal import SIGCONT, SIGHUP, SIGKILL, SIGSTOP, SIGTERM, Signals
+from signal import SIGCONT, SIGHUP, SIGKILL, SIGSTOP, SIGTERM, Signals, default_int_handler, signal
 from typing import Any, Self
 
 import psutil
@@ -191,9 +191,10 @@ class DrilledRun:
 
     def end_soon(self, max_staleness: int) -> int:
         """Have the run end a few steps from now; returns the step."""
+        self.send(SIGTERM, [self.command])
+        self.wait(lambda: self.command.poll() is not None, "the end of the command")
         steps = self.num_rows() + max_staleness + _FIRST_STEP
         self.to_go_on.append(f"run.steps={steps}")
-        self.send(SIGTERM, [self.command])
         return steps
 
     def _start(self, words: Sequence[str]) -> None:
@@ -319,6 +320,7 @@ def drill(
         )
     console, rows, code, reference = Console(), list[_Row](), 0, None
     told, ends_at = functools.partial(say, console), time.monotonic() + 60 * (minutes or 0)
+    before = signal(SIGTERM, default_int_handler)  # else its commands would outlive it
     runs = ["soak"] if minutes else [*([_UNDISTURBED] * (config.queue.max_staleness == 0)), *names]
     out.mkdir(parents=True, exist_ok=True)
     try:
@@ -342,6 +344,8 @@ def drill(
     except KeyboardInterrupt:
         code = 130
         told("stopped: what follows was seen until then")
+    finally:
+        signal(SIGTERM, before)
     settings = {"recipe": recipe, "overrides": list(overrides), "seed": seed, "minutes": minutes}
     benchmark = "soak" if minutes else "drill"
     finish(benchmark, title=benchmark, settings=settings, rows=rows, targets=[], out=out, console=console)

@@ -1,7 +1,9 @@
 """The drill on commands that stand for ours: what it does to them, what it sees, and what it makes of their files."""
 
 import json
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,11 @@ COMMAND = """
 import json, os, pathlib, signal, subprocess, sys, time
 is_resume = sys.argv[1] == "resume"
 folder = pathlib.Path(sys.argv[2] if is_resume else sys.argv[-1].removeprefix("run.dir="))
-steps = int(([word for word in sys.argv if word.startswith("run.steps=")] or ["=30"])[-1].partition("=")[2])
 (folder / "logs").mkdir(parents=True, exist_ok=True)
+saved = [(folder / "steps").read_text()] if is_resume else ["run.steps=30"]
+said = [*saved, *(word for word in sys.argv if word.startswith("run.steps="))][-1]
+(folder / "steps").write_text(said)
+steps = int(said.partition("=")[2])
 rows = (folder / "metrics.jsonl").read_text().splitlines(True) if is_resume else []
 if is_resume:  # the last step was not saved
     with (folder / "metrics.orphaned.jsonl").open("a") as file:
@@ -213,14 +218,17 @@ def test_what_cannot_be_drilled_is_refused_before_anything_starts(
 def test_ctrl_c_ends_the_run_and_keeps_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the second of three; the first says why it failed, and where. Seen failing with rows noted at the end."""
+    """Here SIGTERM, in the second of three; the first says why it failed, and where.
+
+    Seen failing with rows noted at the end, and without a handler.
+    """
     commands = []
 
     class FakeRun(DrilledRun):
         def suffer(self, name: str, told: Any) -> None:
             commands.append(self.command)
             if name == "trainer":
-                raise KeyboardInterrupt
+                os.kill(os.getpid(), signal.SIGTERM)
             super().suffer(name, told)
 
         def finish(self, steps: int, *, groups_per_step: int) -> None:
@@ -236,3 +244,17 @@ def test_ctrl_c_ends_the_run_and_keeps_the_table(
     assert [(row["fault"], len(row["problems"])) for row in rows] == [("queue", 2), ("trainer", 1)]
     assert f"its run folder is {out / 'queue'}" in capsys.readouterr().out
     assert not commands[-1].is_running()
+
+
+def test_a_soak_draws_until_the_time_is_over_and_then_has_the_run_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three seconds of two kinds of faults. Seen failing with a last step reckoned before SIGTERM, which was passed."""
+    monkeypatch.setattr(module, "_LONGEST_PAUSE_S", 0.2)
+    run_of(tmp_path, monkeypatch)
+    words, out = ["queue.groups_per_step=2"], tmp_path / "out"
+    assert module.drill("arith_cpu", words, names=["queue", "verifier"], out=out, minutes=0.05, seed=1) == 0
+    queue, verifier, everything = json.loads((out / "results.json").read_text())["rows"]
+    assert [queue["fault"], verifier["fault"], everything["fault"]] == ["queue", "verifier", "soak"]
+    assert queue["times"] + verifier["times"] == everything["times"] > 1
+    assert (queue["steps_lost"], verifier["steps_lost"]) == (queue["times"], 0)
