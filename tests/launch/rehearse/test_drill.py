@@ -249,7 +249,7 @@ def test_ctrl_c_ends_the_run_and_keeps_the_table(
 def test_a_soak_draws_until_the_time_is_over_and_then_has_the_run_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three seconds of two kinds of faults. Seen failing with a last step reckoned before SIGTERM, which was passed."""
+    """Three seconds of two kinds of faults. Seen failing with books of one step more."""
     monkeypatch.setattr(module, "_LONGEST_PAUSE_S", 0.2)
     run_of(tmp_path, monkeypatch)
     words, out = ["queue.groups_per_step=2"], tmp_path / "out"
