@@ -68,7 +68,8 @@ class Controller(ABC):
         """Run to the end and return the summary.
 
         Args:
-            on_step: Gets the row of every step; returning False ends the run like Ctrl-C.
+            on_step: Gets the row of every step, once more of those that are trained again after the run went back;
+                returning False ends the run like Ctrl-C.
 
         Raises:
             Interrupted: After Ctrl-C, once everything is saved; after the notice of a batch system, in any case.

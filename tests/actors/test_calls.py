@@ -12,7 +12,7 @@ from ledger_builders import FakeClock
 from areal_lite.actors import calls as calls_module
 from areal_lite.actors.calls import Calls, Question, call_all
 from areal_lite.config.recipe import parse_config
-from areal_lite.errors import EngineError, StallError, TrainerError
+from areal_lite.errors import EngineError, QueueError, RankDied, StallError, TrainerError
 from areal_lite.launch.run.lifetime import wait_until_started
 from areal_lite.launch.run.ranks import Ranks
 
@@ -89,6 +89,10 @@ def test_a_start_that_is_late_or_fails_is_told_by_name() -> None:
     assert said == ["queue is ready, waiting for rollout/1"]
     with pytest.raises(EngineError, match=r"rollout/1 did not start: no memory \(log: /logs/rollout-1.log\)"):
         wait_until_started(Calls({"rollout/1": failing(EngineError("no memory"))}), **options)
+    # What a run goes back for is told apart. Seen failing with an engine to blame for the queue.
+    for name, kind in {"queue": QueueError, "trainer/0": RankDied, "rollout/1": EngineError}.items():
+        with pytest.raises(kind, match=rf"{name} did not start: its process ended \(log: /logs/"):
+            wait_until_started(Calls({name: failing(ray.exceptions.RayActorError())}), **options)
 
 
 def make_ranks(**handles: Any) -> Ranks:

@@ -499,6 +499,17 @@ def test_a_run_ends_where_it_does_not_get_on_or_would_not(
     assert log.count(3) == tried
 
 
+def test_a_node_that_is_out_of_reach_is_not_waited_for(
+    offline: OfflineController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = falling(offline, monkeypatch, [(3, RankDied("rank"))])
+    whereabouts = SimpleNamespace(out_of_reach=lambda: ["node-2"], located=lambda error: error)
+    monkeypatch.setattr(offline, "_places", SimpleNamespace(whereabouts=whereabouts))
+    with pytest.raises(RankDied):
+        offline.run()
+    assert log == ["start", 1, 2, 3]
+
+
 def test_an_export_that_always_fails_ends_the_run(offline: OfflineController, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last step is saved again each time, which is no progress. Seen going on for ever."""
     falling(offline, monkeypatch, [])
