@@ -256,6 +256,8 @@ class TrainerConfig(Section):
     """gradient norm is clipped to this"""
     activation_checkpointing: bool = False
     """recompute activations in the backward pass"""
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
+    """of transformers' kernels, that which trains; auto = its default, eager where attention logits are capped"""
     threads: int = Field(1, ge=1)
     """CPU threads of one rank"""
     collective_timeout_s: float = Field(600.0, gt=0)

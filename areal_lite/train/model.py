@@ -65,7 +65,11 @@ def _load(kind: Any, folder: str, config: Recipe, **changes: Any) -> nn.Module:
     for name, value in vars(architecture).items():
         if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
             setattr(architecture, name, 0.0)
-    model: Any = kind.from_pretrained(folder, config=architecture, dtype=torch.float32)
+    attention: str | None = config.trainer.attention
+    if attention == "auto":
+        # Of itself transformers takes sdpa, which leaves capped logits uncapped, and says nothing.
+        attention = "eager" if getattr(architecture, "attn_logit_softcapping", None) else None
+    model: Any = kind.from_pretrained(folder, config=architecture, dtype=torch.float32, attn_implementation=attention)
     for module in model.modules():
         # Heads have rates of their own, which no config need name.
         if isinstance(module, nn.Dropout):
