@@ -60,11 +60,7 @@ def launch(
 
 
 def run_job(job: Job, *, dry_run: bool = False, detach: bool = False) -> int:
-    """Check a job, submit it, show what it says, and return its exit code.
-
-    Raises:
-        ConfigError: It does not fit its cluster.
-    """
+    """Check a job, submit it, show what it says, and return its exit code; a `ConfigError` where it does not fit."""
     from areal_lite.launch.clusters.fit import problems
 
     kind = find_kind(job.kind)

@@ -11,16 +11,14 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.data.arith import preference_pairs, worked_solutions
+from areal_lite.data.encode import Tokenizer
 from areal_lite.data.rows import RowReader, Rows, Split, check_columns, make_each
 from areal_lite.data.turns import TurnTokenizer, is_whole_chat, split_pair
 from areal_lite.errors import CheckpointError, DataError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +53,7 @@ class OfflineData:
             )
 
 
-def load_offline(config: OfflineConfig, tokenizer: "PreTrainedTokenizerBase") -> OfflineData:
+def load_offline(config: OfflineConfig, tokenizer: Tokenizer) -> OfflineData:
     """Load and tokenise the rows of a recipe.
 
     Raises:
@@ -77,9 +75,7 @@ def load_offline(config: OfflineConfig, tokenizer: "PreTrainedTokenizerBase") ->
     return OfflineData(train=train, held_out=held_out)
 
 
-def _examples(
-    config: OfflineConfig, tokenizer: "PreTrainedTokenizerBase", split: Split, reader: RowReader | None
-) -> list[Example]:
+def _examples(config: OfflineConfig, tokenizer: Tokenizer, split: Split, reader: RowReader | None) -> list[Example]:
     """Load and tokenise one split; without a reader it is the built-in task's."""
     data = config.data
     path = Path("data.arith" if reader is None else str((split == "eval" and data.eval_path) or data.path))

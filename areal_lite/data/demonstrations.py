@@ -6,7 +6,7 @@ Chained sums are worked out, more or less carefully; other sources bring a demon
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from areal_lite.config.data import MixedSourceConfig, SourceConfig
 from areal_lite.config.offline import OfflineConfig
@@ -14,13 +14,10 @@ from areal_lite.config.recipe import Config
 from areal_lite.config.sections import WarmStartConfig
 from areal_lite.data.arith import CHARACTERS, worked_solutions
 from areal_lite.data.completions import Example
-from areal_lite.data.encode import encode_texts
+from areal_lite.data.encode import Tokenizer, encode_texts
 from areal_lite.data.sources import FILE_SOURCES, load_tasks
 from areal_lite.data.tasks import Task
 from areal_lite.errors import ConfigError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 PRINTABLE = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
 """ASCII without control characters but the end of a line; what chained sums are made of is among it."""
@@ -69,7 +66,7 @@ def alphabet(config: Config | OfflineConfig) -> str:
     return CHARACTERS if is_narrow else PRINTABLE
 
 
-def turn_examples(shown: Sequence[Demonstration], tokenizer: "PreTrainedTokenizerBase") -> list[Example]:
+def turn_examples(shown: Sequence[Demonstration], tokenizer: Tokenizer) -> list[Example]:
     """Make one example of each of the model's turns, behind all that came before it.
 
     So only the model's own words are learned, and behind them the end-of-sequence token that generation stops at; an

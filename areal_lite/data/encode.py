@@ -1,20 +1,18 @@
 """Texts and chats to token ids; what the model's tokenizer or chat template cannot do is named by row and character."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from areal_lite.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
+
 
 def encode_texts(
-    texts: Sequence[str],
-    *,
-    origins: Sequence[str],
-    tokenizer: "PreTrainedTokenizerBase",
-    add_special_tokens: bool = True,
+    texts: Sequence[str], *, origins: Sequence[str], tokenizer: Tokenizer, add_special_tokens: bool = True
 ) -> list[list[int]]:
     """Return the token ids of each text; `origins` name the texts' rows in the `DataError` about one that has none."""
     if not texts:  # tokenizers refuse an empty batch
@@ -31,7 +29,7 @@ def encode_texts(
     return ids
 
 
-def encode_text(text: str, tokenizer: "PreTrainedTokenizerBase", *, add_special_tokens: bool = False) -> list[int]:
+def encode_text(text: str, tokenizer: Tokenizer, *, add_special_tokens: bool = False) -> list[int]:
     """Return the token ids of one text; a `ValueError` where the tokenizer has no token for a character."""
     try:
         ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
@@ -46,7 +44,7 @@ def encode_text(text: str, tokenizer: "PreTrainedTokenizerBase", *, add_special_
 
 def render_chat(
     messages: Sequence[Mapping[str, Any]],
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     *,
     add_generation_prompt: bool = True,
     where: str = "data",
@@ -71,14 +69,14 @@ def render_chat(
     return str(text)
 
 
-def _unknown_character(text: str, tokenizer: "PreTrainedTokenizerBase") -> str | None:
+def _unknown_character(text: str, tokenizer: Tokenizer) -> str | None:
     """Return the first character that the tokenizer refuses; None where it takes each of them alone."""
     if _is_encodable(text, tokenizer):
         return None
     return next((character for character in text if not _is_encodable(character, tokenizer)), None)
 
 
-def _is_encodable(text: str, tokenizer: "PreTrainedTokenizerBase") -> bool:
+def _is_encodable(text: str, tokenizer: Tokenizer) -> bool:
     try:
         tokenizer(text, add_special_tokens=False)
     except Exception:  # as above

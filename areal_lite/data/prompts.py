@@ -6,22 +6,18 @@ Data must not choose code: a row may only name a verifier or workflow that the r
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from areal_lite.config.data import SourceConfig
 from areal_lite.config.recipe import Config
-from areal_lite.data.encode import encode_texts, render_chat
+from areal_lite.data.encode import Tokenizer, encode_texts, render_chat
 from areal_lite.data.rows import Split
 from areal_lite.data.sources import load_tasks
 from areal_lite.data.tasks import Task, in_ranges, report_left_out
 from areal_lite.errors import ConfigError, DataError
 from areal_lite.types import Prompt
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
-
-def load_source(config: Config, tokenizer: "PreTrainedTokenizerBase", split: Split) -> list[Prompt]:
+def load_source(config: Config, tokenizer: Tokenizer, split: Split) -> list[Prompt]:
     """Load and tokenise the prompts of a split, of all sources one after another.
 
     Args:
@@ -38,7 +34,7 @@ def load_source(config: Config, tokenizer: "PreTrainedTokenizerBase", split: Spl
     return list(chain.from_iterable(load_sources(config, tokenizer, split).values()))
 
 
-def load_sources(config: Config, tokenizer: "PreTrainedTokenizerBase", split: Split) -> dict[str, list[Prompt]]:
+def load_sources(config: Config, tokenizer: Tokenizer, split: Split) -> dict[str, list[Prompt]]:
     """Return the same by the name of the source."""
     return {
         name: _prompts(config, source, name=name, tokenizer=tokenizer, split=split)
@@ -46,9 +42,7 @@ def load_sources(config: Config, tokenizer: "PreTrainedTokenizerBase", split: Sp
     }
 
 
-def _prompts(
-    config: Config, source: SourceConfig, *, name: str, tokenizer: "PreTrainedTokenizerBase", split: Split
-) -> list[Prompt]:
+def _prompts(config: Config, source: SourceConfig, *, name: str, tokenizer: Tokenizer, split: Split) -> list[Prompt]:
     where = config.data.place_of(name)
     limit = source.eval_size if split == "eval" else None
     tasks = with_names(_tasks(source, split, limit, where=where), source=source, config=config)
@@ -75,7 +69,7 @@ def _tasks(source: SourceConfig, split: Split, limit: int | None, *, where: str)
     return tasks[:limit] if source.filter.max_prompt_tokens is None else tasks
 
 
-def _render(task: Task, source: SourceConfig, tokenizer: "PreTrainedTokenizerBase", *, where: str) -> str:
+def _render(task: Task, source: SourceConfig, tokenizer: Tokenizer, *, where: str) -> str:
     if task.messages and not source.chat:
         raise DataError(
             f"the prompt of {task.origin} is a list of chat messages, which the model's chat template must write out: "

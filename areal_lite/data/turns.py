@@ -9,13 +9,10 @@ template writes behind its own is left out.
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from areal_lite.data.encode import encode_text, render_chat
+from areal_lite.data.encode import Tokenizer, encode_text, render_chat
 from areal_lite.errors import ConfigError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def is_whole_chat(value: Any) -> bool:
@@ -44,7 +41,7 @@ def split_pair(chosen: Any, rejected: Any) -> tuple[list[Any], list[Any], list[A
 class TurnTokenizer:
     """Tokenises prompts with completions for one model."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, chat: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, chat: bool) -> None:
         """Prepare for one model; with `chat`, plain texts too become messages of user and assistant."""
         if tokenizer.eos_token_id is None:
             raise ConfigError(

@@ -13,11 +13,7 @@ class PrometheusPage:
     """`http://address:port/metrics`: `areal_lite_<metric>`, and `areal_lite_<metric>{part=...}` where it has parts."""
 
     def __init__(self, metrics: Iterable[Metric], *, address: str, port: int) -> None:
-        """Serve from a thread until `close`.
-
-        Raises:
-            ConfigError: The port is taken.
-        """
+        """Serve from a thread until `close`; a `ConfigError` where the port is taken."""
         registry = CollectorRegistry()
         self._step = Gauge("areal_lite_step", "trainer steps completed", registry=registry)
         self._metrics = [metric for metric in metrics if metric.board]

@@ -69,11 +69,7 @@ class RunFolder:
         self.write_json("config.json", config.model_dump())
 
     def recipe(self) -> Config | OfflineConfig:
-        """Read the resolved recipe.
-
-        Raises:
-            CheckpointError: There is none, or another version of areal-lite wrote it.
-        """
+        """Read the resolved recipe; a `CheckpointError` where there is none, or another version wrote it."""
         if not (self.path / "config.json").is_file():
             raise CheckpointError(f"run.resume must name a run folder, got {self.path}, which has no config.json")
         try:

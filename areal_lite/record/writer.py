@@ -52,11 +52,7 @@ class SoleWriter:
         self._mine = json.dumps(me | {"began": began, "since": time.ctime(), "id": time.time_ns()}).encode()
 
     def __enter__(self) -> Self:
-        """Take the folder.
-
-        Raises:
-            CheckpointError: Somebody else holds it, who is named.
-        """
+        """Take the folder; a `CheckpointError` names who else holds it."""
         self._is_new = not self._folder.exists()
         self._folder.mkdir(parents=True, exist_ok=True)
         while not (file := self._taken()):

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,13 +22,14 @@ from rich.console import Console
 
 from areal_lite.config.presets import ObjectiveConfig
 from areal_lite.config.recipe import Config, parse_config
-from areal_lite.errors import ArealLiteError, CheckpointError, ConfigError
+from areal_lite.errors import ArealLiteError, ConfigError
 from areal_lite.launch.bench.view import COLUMNS, Row, spread, table
 from areal_lite.node import package_versions
+from areal_lite.record.checkpoints import whole_checkpoints
 from areal_lite.record.differences import differences
 from areal_lite.record.paths import with_absolute_paths
 from areal_lite.record.recorder import commit_of_code
-from areal_lite.record.run_folder import RunFolder, write_whole
+from areal_lite.record.run_folder import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -101,10 +101,16 @@ def finish(
     out: Path,
     console: Console,
 ) -> int:
-    """Write `results.json` of a benchmark that has rows, and show them as `view.COLUMNS` says; return the exit code."""
+    """Write `results.json` of a benchmark that has rows, show them as `view.COLUMNS` says, and what was aimed at; 0."""
     content = {"benchmark": benchmark, **surroundings(), "versions": package_versions(), "settings": dict(settings)}
     write_results({**content, "rows": list(rows), "targets": list(targets)}, out=out)
     console.print(table(COLUMNS[benchmark], rows, title=title))
+    for one in targets:
+        bound, is_met = f"at most {one['at_most']}", one["at_least"] is None and one["median"] <= one["at_most"]
+        if one["at_least"] is not None:
+            bound, is_met = f"at least {one['at_least']}", one["median"] >= one["at_least"]
+        seen = f"{one['median']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
+        say(console, f"{one['measure']}: {seen}, aimed at {bound}: {'met' if is_met else 'missed'}")
     console.print(f"results: {out / 'results.json'}", highlight=False, soft_wrap=True)
     return 0
 
@@ -126,14 +132,6 @@ class PlannedRun:
     """The whole recipe."""
 
 
-class RunState(Enum):
-    """How far a planned run is."""
-
-    NEW = "nothing of it exists, or nothing that could go on"
-    BEGUN = "it has a checkpoint to go on from"
-    DONE = "it has its last step and its summary"
-
-
 def summary(folder: Path) -> dict[str, Any]:
     """Return a run's summary, empty when there is none."""
     path = folder / "summary.json"
@@ -141,14 +139,14 @@ def summary(folder: Path) -> dict[str, Any]:
     return content
 
 
-def run_state(run: PlannedRun, folder: Path) -> RunState:
-    """Look into a run's folder.
+def where_it_begins(run: PlannedRun, folder: Path) -> str:
+    """Look into a run's folder; a `ConfigError` where it holds a run of other settings.
 
-    Raises:
-        ConfigError: The folder holds a run of other settings.
+    Returns:
+        The setting of `run` that names the folder: `dir` to begin, `resume` to go on from a checkpoint; none when done.
     """
     if not (folder / "config.json").is_file():
-        return RunState.NEW
+        return "dir"
     saved = parse_config(json.loads((folder / "config.json").read_text()))
     changed = differences([config.model_dump() for config in (saved, with_absolute_paths(run.config))])
     # Where a run is, and whether it is reported, makes no other run of it.
@@ -159,12 +157,8 @@ def run_state(run: PlannedRun, folder: Path) -> RunState:
             "the folder to run it anew"
         )
     if summary(folder).get("status") == "done":
-        return RunState.DONE
-    try:
-        RunFolder(folder).newest_checkpoint()
-    except CheckpointError:
-        return RunState.NEW
-    return RunState.BEGUN
+        return ""
+    return "resume" if whole_checkpoints(folder / "checkpoints") else "dir"
 
 
 def run_to_the_end(
@@ -208,10 +202,8 @@ def training(console: Console) -> Iterator[Callable[[Config], object]]:
     from areal_lite.launch.run.train import ray_session, train
 
     def train_one(config: Config) -> object:
-        # One of many short runs is reported when somebody asks for it.
-        config = config.model_copy(update={"run": config.run.model_copy(update={"report": False})})
-        try:
-            return train(config, recipe_name="bench", console=console)
+        try:  # one of many short runs is reported when somebody asks for it
+            return train(with_run(config, report=False), recipe_name="bench", console=console)
         except Interrupted as stop:
             raise KeyboardInterrupt from stop
 
@@ -235,19 +227,22 @@ def run_all(
         ConfigError: Before anything starts: some folder holds a run of other settings.
         KeyboardInterrupt: By the user.
     """
-    states = {run.name: run_state(run, out / run.name) for run in runs}
-    waiting = [run for run in runs if states[run.name] is not RunState.DONE]
+    begins = {run.name: where_it_begins(run, out / run.name) for run in runs}
+    waiting = [run for run in runs if begins[run.name]]
     if num_done := len(runs) - len(waiting):
         say(console, f"{num_done} of {len(runs)} runs are done already")
     failures: dict[str, str] = {}
-    begin, steps_done = time.monotonic(), 0
+    began, steps_done = time.monotonic(), 0
     for number, run in enumerate(waiting):
+        folder, setting = out / run.name, begins[run.name]
+        if setting == "dir" and (folder / "config.json").is_file():  # of a run that cannot go on
+            shutil.rmtree(folder)
         steps_left = sum(other.config.run.steps for other in waiting[number:])
-        left_s = (time.monotonic() - begin) / steps_done * steps_left if steps_done else 0
+        left_s = (time.monotonic() - began) / steps_done * steps_left if steps_done else 0
         pace = f" (about {left_s / 60:.0f} min left for this and the rest)" if steps_done else ""
         say(console, f"run {num_done + number + 1} of {len(runs)}: {run.name}{pace}")
         try:
-            train(_prepared(run, out / run.name, states[run.name]))
+            train(with_run(run.config, **{setting: str(folder)}))
         except Exception as error:
             failures[run.name] = f"{type(error).__name__}: {error}"
             say(console, f"run {run.name} failed: {failures[run.name]}")
@@ -259,9 +254,6 @@ def run_all(
     return failures
 
 
-def _prepared(run: PlannedRun, folder: Path, state: RunState) -> Config:
-    """Return the recipe with its folder; a run in it that cannot go on is deleted."""
-    if state is RunState.NEW and (folder / "config.json").is_file():
-        shutil.rmtree(folder)
-    place = {"resume" if state is RunState.BEGUN else "dir": str(folder)}
-    return run.config.model_copy(update={"run": run.config.run.model_copy(update=place)})
+def with_run(config: Config, **changes: Any) -> Config:
+    """Return a recipe with changes in its section `run`."""
+    return config.model_copy(update={"run": config.run.model_copy(update=changes)})

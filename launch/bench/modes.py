@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich.console import Console
 
 from areal_lite.config.reading import parse_override
@@ -19,6 +20,7 @@ from areal_lite.launch.bench.harness import PlannedRun, run_to_the_end, say, sum
 from areal_lite.launch.bench.modes_figures import MAX_STALENESS, MODES, Mode
 from areal_lite.launch.bench.plan import choose, planned_config
 from areal_lite.launch.bench.view import Columns, Row, cell, markdown, picture, table
+from areal_lite.record.report.charts import as_shares
 from areal_lite.record.run_folder import RunFolder
 
 _STEPS = 30
@@ -279,28 +281,30 @@ def _draw_rates(axes: Any, rates: Sequence[Row]) -> None:
 
 
 def _draw_shares(axes: Any, lines: Sequence[Row]) -> None:
-    for place, line in enumerate(lines):
-        left = 0.0
-        for part, color in _TIME_PARTS.items():
-            share, label = line["figures"][f"generator_{part}"]["median"], None if place else f"generator {part}"
-            axes.barh(place - 0.17, share, left=left, height=0.3, color=color, label=label)
-            left += share
-        waiting = line["figures"]["trainer_idle"]["median"]
-        axes.barh(place + 0.17, waiting, height=0.3, color="#8a8a8a", label=None if place else "trainer idle")
+    def shares(name: str) -> list[float]:
+        return [line["figures"][name]["median"] for line in lines]
+
+    parts = [(f"generator {part}", shares(f"generator_{part}"), color) for part, color in _TIME_PARTS.items()]
+    _stack(axes, parts, shift=-0.17, height=0.3)
+    _stack(axes, [("trainer idle", shares("trainer_idle"), "#8a8a8a")], shift=0.17, height=0.3)
     axes.set_xlabel("share of the time")
 
 
 def _draw_ages(axes: Any, lines: Sequence[Row]) -> None:
     import matplotlib.pyplot as plt
 
-    oldest = max((int(age) for line in lines for age in line["ages"]), default=0)
-    lefts = [0.0] * len(lines)
-    for age in range(oldest + 1):
-        shares = [line["ages"].get(str(age), 0) / max(1, sum(line["ages"].values())) for line in lines]
-        color = plt.get_cmap("viridis")(1 - age / max(1, oldest))
-        axes.barh(range(len(lines)), shares, left=lefts, height=0.6, color=color, label=f"age {age}")
-        lefts = [left + share for left, share in zip(lefts, shares, strict=True)]
+    shares, color = [as_shares(line["ages"]) for line in lines], plt.get_cmap("viridis")
+    oldest = max((int(age) for share in shares for age in share), default=0)
+    parts = [[share.get(str(age), 0.0) for share in shares] for age in range(oldest + 1)]
+    _stack(axes, [(f"age {age}", part, color(1 - age / max(1, oldest))) for age, part in enumerate(parts)])
     axes.set_xlabel("share of the trained tokens")
+
+
+def _stack(axes: Any, parts: Iterable[tuple[str, list[float], Any]], shift: float = 0.0, height: float = 0.6) -> None:
+    lefts: Any = 0.0
+    for label, widths, color in parts:
+        axes.barh(np.arange(len(widths)) + shift, widths, left=lefts, height=height, color=color, label=label)
+        lefts = lefts + np.array(widths)
 
 
 def _title(content: Row) -> str:

@@ -26,7 +26,7 @@ from areal_lite.config.recipe import Config
 from areal_lite.data.mix import make_cursor
 from areal_lite.data.prompts import load_source, load_sources
 from areal_lite.errors import ConfigError
-from areal_lite.launch.bench.harness import changed_objective, finish, in_turns, ratios, say, target, training
+from areal_lite.launch.bench.harness import changed_objective, finish, in_turns, ratios, say, target, training, with_run
 from areal_lite.launch.bench.modes import Threads
 from areal_lite.launch.bench.modes import thread_settings as thread_settings_of_mode
 from areal_lite.launch.bench.modes_figures import MAX_STALENESS, MODES, measured_steps, published, work_begins
@@ -84,22 +84,18 @@ def bench(settings: PeersBench, recipe: str, *, out: Path) -> int:
 
     measured = in_turns(SIDES, repeats=settings.repeats, measure=measure)
     rows = summarise(measured, accuracy=settings.accuracy, samples_per_step=config.samples_per_step)
-    finish(
+    code = finish(
         "peers",
         title=f"{Path(recipe).stem}: ours and TRL, time to a held-out accuracy of {settings.accuracy}",
         settings=asdict(settings)
         | {"recipe": recipe, "chosen": {side: str(setting) for side, setting in chosen.items()}, "trl": PINS},
         rows=rows,
-        targets=(aimed_at := targets(rows, accuracy=settings.accuracy)),
+        targets=targets(rows, accuracy=settings.accuracy),
         out=out,
         console=console,
     )
     draw_peers(rows, accuracy=settings.accuracy, path=out / "peers.svg")
-    for one in aimed_at:
-        verdict = "met" if one["median"] >= one["at_least"] else "missed"
-        spread = f"{one['median']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
-        say(console, f"{one['measure']}: {spread}, aimed at {one['at_least']}: {verdict}")
-    return 0
+    return code
 
 
 def _fastest(side: str, settings: PeersBench, runs: Any, console: Console) -> Any:
@@ -158,9 +154,8 @@ class _Runs:
     def _run_ours(self, config: Config, folder: Path, problems: Sequence[tuple[str, str]]) -> Learning:
         """Train as `areal-lite train` does, and measure the accuracy of the snapshots, if any, afterwards."""
         shutil.rmtree(folder, ignore_errors=True)
-        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder)})})
         with training(self._console) as train:
-            train(config)
+            train(with_run(config, dir=str(folder)))
         run = RunFolder(folder)
         events = run.read("events.jsonl")
         begin, times = work_begins(events), published(events)

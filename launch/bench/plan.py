@@ -7,6 +7,7 @@ them every combination is run. Settings are written as on the command line, `sec
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,11 @@ from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError
 from areal_lite.launch.bench.harness import (
     PlannedRun,
-    run_state,
     run_to_the_end,
     say,
     summary,
     surroundings,
+    where_it_begins,
     write_results,
 )
 from areal_lite.launch.bench.view import Columns, Row, cell, table
@@ -116,11 +117,7 @@ def planned_runs(plan: Plan, *, extra: Iterable[str] = ()) -> list[PlannedRun]:
 
 
 def planned_config(recipe: str, name: str, changes: Iterable[Settings]) -> Config:
-    """Return the checked recipe of one run; of several changes of a setting the last one counts.
-
-    Raises:
-        ConfigError: Its recipe is wrong, or says where it goes.
-    """
+    """Return the checked recipe of a run, where the last change of a setting counts; a `ConfigError` if it is wrong."""
     raw = read_recipe(recipe, command="train")
     try:
         for key, value in itertools.chain.from_iterable(settings.items() for settings in changes):
@@ -134,11 +131,7 @@ def planned_config(recipe: str, name: str, changes: Iterable[Settings]) -> Confi
 
 
 def choose(names: Sequence[str], only: Sequence[str], *, what: str) -> list[str]:
-    """Return the names that fit one of some names or patterns (`*_naive_*`); all when there are none.
-
-    Raises:
-        ConfigError: A pattern fits nothing.
-    """
+    """Return the names that fit a pattern (`*_naive_*`), all without one; a `ConfigError` where one fits nothing."""
     for pattern in only:
         if not any(fnmatch(name, pattern) for name in names):
             raise ConfigError(
@@ -183,11 +176,10 @@ def collect_results(plan_name: str, plan: Plan, runs: Sequence[PlannedRun], *, o
 
 def _entry(run: PlannedRun, folder: Path) -> dict[str, Any]:
     """Return one run's entry; without a summary, or where the folder holds other settings, only what was planned."""
-    try:
-        run_state(run, folder)
+    found: dict[str, Any] = {}
+    with suppress(ConfigError):
+        where_it_begins(run, folder)
         found = summary(folder)
-    except ConfigError:
-        found = {}
     config = run.config
     entry = {
         "name": run.name,

@@ -30,7 +30,7 @@ from ray.util.queue import Queue
 from rich.console import Console
 
 from areal_lite.data.cursor import PromptCursor
-from areal_lite.launch.bench.harness import finish, in_turns, ratios, say, target
+from areal_lite.launch.bench.harness import finish, in_turns, ratios, target
 from areal_lite.launch.bench.queue_cost import cost_targets
 from areal_lite.sample_queue.access import QueueAccess, QueueKeys
 from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
@@ -90,11 +90,8 @@ def bench(settings: QueueBench, *, out: Path) -> int:
     over = "queue over ray.util.queue.Queue, 8 x 1,000 tokens, {} clients"
     targets = [target(over.format(row["clients"]), row["over"]["ray"], at_least=5.0) for row in ours]
     targets += cost_targets(_make_samples(1), repeats=settings.repeats)
-    for row in targets[len(ours) :]:
-        say(console, f"{row['measure']}: x {row['median']:.2f}")
-    finish("queue", title="groups from rollout to trainer", settings=asdict(settings), rows=rows, targets=targets,
-           out=out, console=console)  # fmt: skip
-    return 0
+    return finish("queue", title="groups from rollout to trainer", settings=asdict(settings), rows=rows,
+                  targets=targets, out=out, console=console)  # fmt: skip
 
 
 def cases(settings: QueueBench) -> list[Case]:

@@ -167,7 +167,7 @@ def supervise(job: Job) -> int:
             record.attempts.append(attempt)
             record.save(job)
             code, attempt.cause = _attempt(job, number, record, asked)
-            attempt.step, attempt.ended = _last_step(job.run_folder), time.time()
+            attempt.step, attempt.ended = last_step(job.run_folder), time.time()
             attempt.code = INTERRUPTED if asked and code else code
             _gather(job, number)
             if outcome := verdict(record.attempts, max_attempts=config.max_attempts):
@@ -313,7 +313,7 @@ def _reopened(job: Job) -> Attempts:
     for number, one in enumerate(record.attempts, 1):
         if one.code is None:
             _gather(job, number)
-            one.code, one.cause, one.step = INTERRUPTED, "killed with its supervisor", _last_step(job.run_folder)
+            one.code, one.cause, one.step = INTERRUPTED, "killed with its supervisor", last_step(job.run_folder)
             one.ended = max(one.began, (job.files / "attempts.json").stat().st_mtime)
     return record
 
@@ -329,7 +329,8 @@ def _run_ports(job: Job) -> str:
     return f"{ports[len(ports) // 2]}-{ports[-1]}"
 
 
-def _last_step(folder: Path | None) -> int:
+def last_step(folder: Path | None) -> int:
+    """Return the last step in a run's metrics; 0 where there is none."""
     rows = read_rows(folder / "metrics.jsonl")[0] if folder else []
     return int(rows[-1].get("step", 0)) if rows else 0
 

@@ -17,11 +17,7 @@ _TYPED = (*COMMANDS.values(), "eval", "bench modes")
 
 
 def recipe_of(words: list[str]) -> tuple[str, str, list[str]]:
-    """Split what one types into the command, its recipe, and the overrides.
-
-    Raises:
-        ConfigError: It is no command that a cluster runs, or names no recipe.
-    """
+    """Split words into command, recipe, overrides; a `ConfigError` if no cluster runs it, or it has no recipe."""
     length = 2 if words[0] == "bench" else 1
     command, rest = " ".join(words[:length]), words[length:]
     if command not in _TYPED:

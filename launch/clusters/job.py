@@ -79,11 +79,7 @@ class Status:
 
 
 def find_job(name: str) -> Job:
-    """Read a job's record.
-
-    Raises:
-        ConfigError: There is none of that name.
-    """
+    """Read a job's record; a `ConfigError` where there is none of that name."""
     path = JOBS / f"{Path(name).name.removesuffix('.json')}.json"
     if not path.is_file():
         known = sorted(path.stem for path in JOBS.glob("*.json"))

@@ -14,11 +14,7 @@ _POLL_S = 1.0
 
 
 def wait_for_nodes(nodes: int, timeout_s: float, *, alive: Callable[[], int]) -> None:
-    """Wait until as many nodes are alive.
-
-    Raises:
-        StallError: They are too few by then; says how many there are.
-    """
+    """Wait until as many nodes are alive; a `StallError` with how many there are, where they are too few by then."""
     deadline = time.monotonic() + timeout_s
     while (there := alive()) < nodes:
         if time.monotonic() > deadline:

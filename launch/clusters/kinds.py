@@ -9,7 +9,7 @@ from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.job import Job, Status
 
 KINDS = {
-    "local": "local:Local",
+    "local": "supervised:Local",
     "ray": "ray_cluster:RayCluster",
     "ssh": "ssh:Ssh",
     "slurm": "slurm:Slurm",
@@ -49,11 +49,7 @@ class Kind(Protocol):
 
 
 def find_kind(name: str) -> Kind:
-    """Return a kind by its name.
-
-    Raises:
-        ConfigError: There is none of that name.
-    """
+    """Return a kind by its name; a `ConfigError` where there is none of that name."""
     if name not in KINDS:
         raise ConfigError(f"a kind of cluster is one of {', '.join(KINDS)}, got {name!r}{suggestion(name, KINDS)}")
     file, _, kind = KINDS[name].partition(":")

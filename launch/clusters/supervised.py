@@ -73,6 +73,16 @@ class Supervised(Kind):
         return None
 
 
+class Local(Supervised):
+    """The command as it is typed; the run starts its own Ray."""
+
+    def check(self, job: Job) -> Sequence[str]:
+        """Have bash read the script; there is one machine."""
+        if job.profile.nodes > 1:
+            return [f"--on local is one machine, got nodes={job.profile.nodes}: choose another kind, or set nodes: 1"]
+        return super().check(job)
+
+
 def _other_host(job: Job) -> str:
     """Name the host of the supervisor where it is not this one."""
     host = job.id.split("@")[-1]

@@ -292,11 +292,7 @@ KILLS = ["engine", "rollout", "verifier", "queue", "trainer", "controller"]
 
 
 def choose(words: str) -> list[str]:
-    """Return the faults that a list names.
-
-    Raises:
-        ConfigError: One is unknown, or is not for a drill.
-    """
+    """Return the faults that a list names; a `ConfigError` where one is unknown, or is not for a drill."""
     for name in words.split(","):
         if name not in FAULTS:
             known = _ELSEWHERE.get(name) or f"choose of {', '.join(FAULTS)}{suggestion(name, FAULTS)}"

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_lite.launch.clusters.attempts import Attempts
+from areal_lite.launch.clusters.attempts import Attempts, last_step
 from areal_lite.launch.clusters.job import Job
 from areal_lite.launch.clusters.profile import Profile, SshProfile
 from areal_lite.launch.rehearse.namespaces import NETWORK, Node, make_nodes
-from areal_lite.record.run_folder import read_rows
 
 _POLL_S = 0.2
 
@@ -102,7 +101,7 @@ def _write_shell(job: Job, node: Node) -> None:
 def _cause_trouble(faults: Sequence[Fault], node: Node, job: Job, ended: threading.Event) -> None:
     """Per attempt: wait for the step, break the node, wait for the attempt's end, mend it. Unblocked by `ended`."""
     for number, fault in enumerate(faults):
-        while _last_step(job) < fault.step:
+        while last_step(job.run_folder) < fault.step:
             if ended.wait(_POLL_S):
                 return
         getattr(node, fault.how)()
@@ -122,9 +121,3 @@ def _ends(job: Job) -> list[int | None]:
 
 def _say(text: str) -> None:
     print(f"areal-lite rehearse: {text}", flush=True)
-
-
-def _last_step(job: Job) -> int:
-    assert job.run_folder is not None
-    rows, _ = read_rows(job.run_folder / "metrics.jsonl")
-    return int(rows[-1]["step"]) if rows else 0

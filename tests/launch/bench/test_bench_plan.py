@@ -14,7 +14,7 @@ from areal_lite.cli.main import main
 from areal_lite.config.presets import PRESETS
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.errors import ConfigError, StallError
-from areal_lite.launch.bench.harness import PlannedRun, RunState, run_all, run_state
+from areal_lite.launch.bench.harness import PlannedRun, run_all, where_it_begins
 from areal_lite.launch.bench.plan import (
     Plan,
     choose,
@@ -219,8 +219,7 @@ def test_called_again_a_saved_run_is_resumed_and_an_unsaved_one_begun_anew(tmp_p
     """Seen failing with every run that is not done resumed: without a checkpoint there is nothing to go on from."""
     training = FakeTraining({"a": StallError("x"), "b": StallError("x")}, saved=["b"])
     bench(three_runs(), tmp_path, training)
-    states = [run_state(run, tmp_path / run.name) for run in three_runs()]
-    assert states == [RunState.NEW, RunState.BEGUN, RunState.DONE]
+    assert [where_it_begins(run, tmp_path / run.name) for run in three_runs()] == ["dir", "resume", ""]
     training.calls.clear()
     assert bench(three_runs(), tmp_path, training) == {}
     assert training.calls == ["a", "resume b"]

@@ -19,10 +19,10 @@ from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.clusters import attempts, joined, ray_nodes
 from areal_lite.launch.clusters.attempts import Attempt, Attempts, end_leftovers, supervise, verdict
 from areal_lite.launch.clusters.job import Job
-from areal_lite.launch.clusters.local import Local
 from areal_lite.launch.clusters.profile import Profile
 from areal_lite.launch.clusters.ray_nodes import RayNodes
 from areal_lite.launch.clusters.remote import Remote, end_process, script
+from areal_lite.launch.clusters.supervised import Local
 
 LOCAL = ("bash", "-c")
 READY = "echo 'areal-lite address 10.0.0.1'; echo 'Ray runtime started.'"

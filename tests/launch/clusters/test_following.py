@@ -9,8 +9,8 @@ from launch_builders import make_job
 from areal_lite.cli import launch, rehearse
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.job import Job, Status
-from areal_lite.launch.clusters.local import Local
 from areal_lite.launch.clusters.profile import Profile
+from areal_lite.launch.clusters.supervised import Local
 
 
 def follow(silent: int, monkeypatch: pytest.MonkeyPatch) -> int:
