@@ -192,8 +192,8 @@ class QueueConfig(Section):
 
     max_staleness: int = 4
     """eta: largest age a token may have and still train; 0 = synchronous"""
-    on_stale: Literal["mask", "wait", "drop"] = "mask"
-    """what enforces the bound when a batch is taken"""
+    on_stale: Literal["mask", "wait", "drop", "keep"] = "mask"
+    """what enforces the bound when a batch is taken; keep = nothing, older tokens train with their weight"""
     groups_per_step: int = Field(16, ge=1)
     """groups of one trainer step"""
     samples_per_group: int = Field(8, ge=1)

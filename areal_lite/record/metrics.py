@@ -129,10 +129,14 @@ METRICS = (
     _token_mean("age_mean", "trained tokens, in trainer steps", "versions", board="queue",
                 panel=("tokens", "age {:.2f}")),
     _largest("age_max", "largest age of a trained token; 0 when none was trained", "versions", empty=0, board="queue",
-             panel=("tokens", "oldest {:d} of {max_staleness} allowed")),
-    Metric("tokens_masked_stale", "tokens of scored samples that the staleness bound masked", "per step",
+             panel=("tokens", "oldest {:d} of {age_limit} allowed")),
+    Metric("tokens_masked_stale", "tokens that would train, but are over age", "per step",
            reduction=_SUM, board="queue", curve="tokens masked as stale", panel=("tokens", "{:,d} masked as stale")),
+    Metric("tokens_trained_stale", "loss-mask tokens over age: those of `queue.on_stale: keep`", "per step",
+           reduction=_SUM, empty=0, board="queue", curve="tokens trained over age"),
     Metric("age_histogram", "trained tokens by age"),
+    Metric("tokens_by_quarter", "by the length of the sample, tokens of its four quarters: all that may train, and "
+           "those that are not masked as stale"),
     _largest("behav_prox_max_abs_diff_age0", "|behaviour - trainer| logprob over loss-mask tokens of age 0, the "
              "trainer's with the weights of the batch's version; the largest float when any is not finite",
              "nats", board="weights"),

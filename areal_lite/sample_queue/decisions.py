@@ -31,7 +31,7 @@ def verdict(samples: Sequence[Sample], *, reject: str) -> tuple[GroupState, str]
     return GroupState.READY, ""
 
 
-def has_trainable_token(group: GroupRecord, *, version: int, max_staleness: int) -> bool:
+def has_trainable_token(group: GroupRecord, *, version: int, max_staleness: float) -> bool:
     """Tell whether a scored sample of the group has a token of age <= eta."""
     return any(
         staleness.num_trainable(sample.spans, version=version, max_staleness=max_staleness) > 0

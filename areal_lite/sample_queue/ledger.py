@@ -345,12 +345,13 @@ class Ledger:
 
     def _choose(self) -> list[GroupRecord] | None:
         """Pick the groups of the next batch, or None; ends the groups that turn out to be stale."""
-        size, max_staleness = self._settings.groups_per_step, self._settings.max_staleness
+        size = self._settings.groups_per_step
+        limit = staleness.age_limit(self._settings.max_staleness, on_stale=self._settings.on_stale)
         if self.missing():
             return None
         chosen: list[GroupRecord] = []
         while len(chosen) < size and (oldest := self._groups.pop_first(GroupState.READY, limit=1)):
-            if decisions.has_trainable_token(oldest[0], version=self._version, max_staleness=max_staleness):
+            if decisions.has_trainable_token(oldest[0], version=self._version, max_staleness=limit):
                 chosen += oldest
             else:
                 self._groups.end(oldest[0], GroupState.STALE)

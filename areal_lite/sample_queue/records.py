@@ -12,8 +12,8 @@ class LedgerSettings:
 
     max_staleness: int
     """eta: the largest age a token may have and still train; 0 = synchronous."""
-    on_stale: Literal["mask", "wait", "drop"]
-    """What enforces the bound when a batch is taken."""
+    on_stale: Literal["mask", "wait", "drop", "keep"]
+    """What enforces the bound when a batch is taken; keep = nothing, it holds at admission only."""
     groups_per_step: int
     samples_per_group: int
     """G."""

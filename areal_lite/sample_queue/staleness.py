@@ -6,6 +6,7 @@ trainable token; the trainer asks it which tokens of a batch may carry a gradien
 Shape letter: `T` output tokens of one sample.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -61,7 +62,12 @@ def admission_capacity(
     return max(0, limit - num_outstanding)
 
 
-def is_over_age(token_version: int, *, version: int, max_staleness: int) -> bool:
+def age_limit(max_staleness: int, *, on_stale: str) -> float:
+    """Return the largest age at which a token trains: eta, or any age under `on_stale: keep`."""
+    return math.inf if on_stale == "keep" else max_staleness
+
+
+def is_over_age(token_version: int, *, version: int, max_staleness: float) -> bool:
     """Tell whether a token of `token_version` is too old to train at `version`: `version - token_version > eta`."""
     return version - token_version > max_staleness
 
@@ -93,7 +99,7 @@ def own_mask(spans: Sequence[VersionSpan]) -> npt.NDArray[np.bool_]:
 
 
 def trainable_mask(
-    spans: Sequence[VersionSpan], *, num_tokens: int, version: int, max_staleness: int
+    spans: Sequence[VersionSpan], *, num_tokens: int, version: int, max_staleness: float
 ) -> npt.NDArray[np.bool_]:
     """Return which tokens may carry a gradient: those that the model produced, of age <= eta.
 
@@ -101,7 +107,7 @@ def trainable_mask(
         spans: Version spans that cover the tokens 0..T without gaps.
         num_tokens: T; a different coverage of `spans` is an error, not a shorter mask.
         version: Trainer version when the batch was taken.
-        max_staleness: eta >= 0.
+        max_staleness: eta >= 0, or any other `age_limit`.
 
     Returns:
         [T] booleans.
@@ -115,7 +121,7 @@ def trainable_mask(
     return (ages >= 0) & (ages <= max_staleness)
 
 
-def num_trainable(spans: Sequence[VersionSpan], *, version: int, max_staleness: int) -> int:
+def num_trainable(spans: Sequence[VersionSpan], *, version: int, max_staleness: float) -> int:
     """Count the model's tokens of age <= eta, without building the mask.
 
     >>> spans = [VersionSpan(version=3, start=0, end=2), VersionSpan(version=5, start=2, end=3)]

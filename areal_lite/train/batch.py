@@ -16,7 +16,7 @@ from torch import Tensor
 
 from areal_lite.algo.advantages import kept_samples
 from areal_lite.config.recipe import Config
-from areal_lite.sample_queue.staleness import own_mask, token_ages, trainable_mask
+from areal_lite.sample_queue.staleness import age_limit, own_mask, token_ages, trainable_mask
 from areal_lite.train.micro_batch import MicroBatch, TokenRows, split_micro_batches
 from areal_lite.types import Sample, Shard, StopReason
 
@@ -39,7 +39,10 @@ class Tokens:
     steps_before_T: Tensor
     """int64, how many steps of its sample were rewarded before each token: where it stands on the way."""
     loss_mask_T: Tensor
-    """Booleans: age within the bound, the sample scored, and taken out by no filter of samples."""
+    """Booleans: age within the bound (any under `queue.on_stale: keep`), the sample scored, and taken out by no filter
+    of samples."""
+    stale_T: Tensor
+    """Booleans: the same, but of age over eta."""
     behaviour_logprobs_T: Tensor
     """float32 nats, as the engine reported them."""
 
@@ -63,25 +66,28 @@ class Tokens:
     def from_rows(cls, rows: TokenRows, shard: Shard, *, config: Config, device: torch.device) -> "Tokens":
         """Lay out what the shard says of its completion tokens, and decide on whole groups which of them train."""
         samples, version, eta = [row.sample for row in shard.rows], shard.version, config.queue.max_staleness
+        limit = age_limit(eta, on_stale=config.queue.on_stale)
 
         def join(of: Callable[[Sample], npt.NDArray[Any]], kind: torch.dtype) -> Tensor:
             # Booleans are promoted to any other kind.
             return torch.tensor(np.concatenate([np.empty(0, np.bool_), *map(of, samples)]), dtype=kind).to(device)
 
         def is_young(sample: Sample) -> npt.NDArray[np.bool_]:
-            return trainable_mask(sample.spans, num_tokens=sample.num_tokens, version=version, max_staleness=eta)
+            return trainable_mask(sample.spans, num_tokens=sample.num_tokens, version=version, max_staleness=limit)
 
         logprobs_T = join(lambda sample: sample.logprobs, torch.float32)
         trains_T = torch.tensor(rows.spread(_training_rows(shard, config))).to(device)
         loss_mask_T = trains_T & join(is_young, torch.bool)
+        ages_T = join(lambda sample: token_ages(sample.spans, version=version), torch.int32)
         return cls(
             rows_T=torch.tensor(rows.spread(np.arange(len(rows)))).to(device),
             token_ids_T=torch.tensor(rows.output_ids).to(device),
-            ages_T=join(lambda sample: token_ages(sample.spans, version=version), torch.int32),
+            ages_T=ages_T,
             own_T=join(lambda sample: own_mask(sample.spans), torch.bool),
             step_rewards_T=join(lambda sample: _steps(sample)[0], torch.float64) if shard.has_step_rewards else None,
             steps_before_T=join(lambda sample: _steps(sample)[1], torch.int64),
             loss_mask_T=loss_mask_T,
+            stale_T=trains_T & (ages_T > eta),
             behaviour_logprobs_T=logprobs_T,
             proximal_logprobs_T=logprobs_T.clone(),
             advantages_T=torch.zeros_like(logprobs_T),
@@ -111,8 +117,6 @@ class PolicyBatch:
     """[B] int64, the column of `rewards_NG`."""
     lengths_B: Tensor
     """[B] int64 completion tokens."""
-    num_stale_tokens: int
-    """Tokens of scored samples that the bound masks."""
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -135,7 +139,6 @@ class PolicyBatch:
         rewards_NG = torch.tensor(shard.rewards, dtype=torch.float64).to(device)
         groups_B = torch.tensor([row.group_index for row in shard.rows], dtype=torch.int64).to(device)
         samples_B = torch.tensor([row.sample_index for row in shard.rows], dtype=torch.int64).to(device)
-        scored_T = ~rewards_NG[groups_B, samples_B].isnan()[tokens.rows_T]
         return cls(
             updates=split_micro_batches(rows, minibatches, max_tokens=config.trainer.micro_batch_tokens, device=device),
             tokens=tokens,
@@ -143,7 +146,6 @@ class PolicyBatch:
             groups_B=groups_B,
             samples_B=samples_B,
             lengths_B=torch.tensor(rows.output_lengths, dtype=torch.int64).to(device),
-            num_stale_tokens=int((scored_T & (tokens.ages_T > config.queue.max_staleness)).sum()),
         )
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from areal_lite.record.metrics import METRICS, Reduction
+from areal_lite.record.quarters import EDGES, LENGTHS
+from areal_lite.train.batch import PolicyBatch
 from areal_lite.train.distributed import max_over_ranks, sum_over_ranks
 from areal_lite.types import Shard, StopReason
 
@@ -30,6 +32,7 @@ class StepTally:
     def __init__(self) -> None:
         self._values: dict[str, float | None] = {}
         self._ages: Counter[int] = Counter()
+        self._quarters = torch.zeros(2, len(LENGTHS) * 4)
 
     def __getitem__(self, name: str) -> float:
         return self._values.get(name) or 0
@@ -62,6 +65,20 @@ class StepTally:
         self.add(tokens_trained=len(ages), age_mean=sum(ages), age_max=max(ages, default=0))
         self._ages.update(ages)
 
+    def add_batch(self, batch: PolicyBatch) -> None:
+        """Count what is over age, and of all that may train the quarters, by the lengths of their samples."""
+        tokens, device = batch.tokens, batch.lengths_B.device
+        starts_B = batch.lengths_B.cumsum(0) - batch.lengths_B
+        lengths_T = batch.lengths_B[tokens.rows_T]
+        places_T = torch.arange(len(lengths_T), device=device) - starts_B[tokens.rows_T]
+        cells_T = 4 * torch.bucketize(lengths_T, torch.tensor(EDGES, device=device)) + 4 * places_T // lengths_T
+        counted = (tokens.loss_mask_T | tokens.stale_T, tokens.loss_mask_T)
+        self._quarters = torch.stack([cells_T[mask_T].bincount(minlength=len(LENGTHS) * 4) for mask_T in counted])
+        self.add(
+            tokens_masked_stale=int((tokens.stale_T & ~tokens.loss_mask_T).sum()),
+            tokens_trained_stale=int((tokens.stale_T & tokens.loss_mask_T).sum()),
+        )
+
     def add_shard(self, shard: Shard) -> None:
         """Count rewards, rows and lengths."""
         rewards, samples = shard.rewards, [row.sample for row in shard.rows]
@@ -84,7 +101,14 @@ class StepTally:
         ages = range(int(totals.get("age_max") or 0) + 1)
         trained = _over_ranks(sum_over_ranks, [self._ages[age] for age in ages], device)
         row: dict[str, Any] = {metric.name: metric.of(totals) for metric in METRICS if metric.reduction}
-        return row | {"age_histogram": {age: int(count) for age, count in zip(ages, trained, strict=True) if count}}
+        quarters = np.array(_over_ranks(sum_over_ranks, self._quarters.flatten().tolist(), device), np.int64)
+        by_length = quarters.reshape(2, -1, 4).swapaxes(0, 1)
+        return row | {
+            "age_histogram": {age: int(count) for age, count in zip(ages, trained, strict=True) if count},
+            "tokens_by_quarter": {
+                name: counts.tolist() for name, counts in zip(LENGTHS, by_length, strict=True) if counts.any()
+            },
+        }
 
     def _joined(
         self, over_ranks: Callable[[Tensor], Tensor], reduction: Reduction, device: torch.device

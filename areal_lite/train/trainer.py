@@ -106,6 +106,7 @@ class Trainer:
                 if config.objective.proximal_kl_target is not None and tally["policy_updates"]:
                     tally.add(proximal_kl=proximal_kl(batch, policy=self.model, config=config))
         tally.add_shard(shard)
+        tally.add_batch(batch)
         tally.add(**figures)
         self._add_facts(tally, batch)
         stats = tally.reduce(self._device)
@@ -208,7 +209,6 @@ class Trainer:
         num_filtered = int((tokens.loss_mask_T & ~tokens.kept_T).sum())
         tally.add(
             lr=self._lr,
-            tokens_masked_stale=batch.num_stale_tokens,
             tokens_filtered=None if objective.behaviour_filter == "none" else num_filtered,
             kl_coef=None if objective.kl == "none" else self._kl.value,
             proximal_kl_coef=self._proximal_kl.value if objective.proximal_kl_coef > 0 else None,

@@ -24,6 +24,7 @@ from areal_lite.launch.run.evaluation import Evaluations
 from areal_lite.launch.run.parity import largest_differences, prompt_sequences, stored_sequences
 from areal_lite.launch.run.places import Places
 from areal_lite.launch.run.view import View
+from areal_lite.record import quarters
 from areal_lite.record.online_recorder import OnlineRecorder
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.sample_queue.requests import BatchInfo
@@ -65,6 +66,7 @@ class OnlineController(Controller):
         self._model_folder, self._prompts, self._eval_prompts = model_folder, prompts, eval_prompts
         self._handover_lane = EventBuffer("handover")
         self._at_boundary = True
+        self._has_warned = False
         self._first_version = 0
 
     def _spawn(self, checkpoint: Path | None) -> Cluster:
@@ -262,6 +264,10 @@ class OnlineController(Controller):
             **record["timings"],
         )
         self._recorder.samples(self._version, record["groups"][: self._config.run.log_samples])
+        if not self._has_warned and (text := quarters.warning(self._recorder.rows)):
+            self._has_warned = True
+            self._view.say(text, style="yellow")
+            self._controller_lane.emit("warning", step=self._version, text=text)
         self._view.step(row, evaluations=self._recorder.evaluations, shares=self._recorder.shares())
         return row
 

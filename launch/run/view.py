@@ -16,6 +16,7 @@ from rich.text import Text
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.record.metrics import METRICS, OFFLINE_METRICS, SHARES, Metric
+from areal_lite.sample_queue.staleness import age_limit
 
 Row = Mapping[str, Any]
 
@@ -36,9 +37,10 @@ class View:
         self._config, self._console = config, console or Console()
         self._console.file = _Stream(self._console.file)  # type: ignore[assignment]
         self._metrics: Sequence[Metric] = OFFLINE_METRICS
-        self._bounds = {}
+        self._bounds: dict[str, float] = {}
         if isinstance(config, Config):
-            self._metrics, self._bounds = (*METRICS, *SHARES), {"max_staleness": config.queue.max_staleness}
+            limit = age_limit(config.queue.max_staleness, on_stale=config.queue.on_stale)
+            self._metrics, self._bounds = (*METRICS, *SHARES), {"age_limit": limit}
         self._live: Live | None = None
         self._plain_every_s, self._plain_at = plain_every_s, -plain_every_s
         self._started, self._first_step = time.monotonic(), 0

@@ -164,6 +164,20 @@ def test_the_row_of_a_step_is_written_by_the_next_wait(rl: OnlineController, tmp
     assert all(rows(tmp_path)[0][name] >= 0 for name in ("trainer_wait_s", "train_s", "publish_s"))
 
 
+def test_what_the_bound_takes_away_is_said_once(rl: OnlineController, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the terminal and in the event log. Seen failing with a warning a step."""
+    said: list[str] = []
+    monkeypatch.setattr(rl._view, "say", lambda text, **_: said.append(text))
+    stats = STATS | {"tokens_by_quarter": {"257-1024": [[9] * 4, [1, 9, 9, 9]]}}
+    vars(rl)["_ask"] = lambda method, *_, waiting_for: [dict(stats) if method == "step" else []]
+    for _ in range(12):
+        rl._step()
+        rl._tick()
+    (event,) = (event for event in rl._controller_lane.drain() if event["kind"] == "warning")
+    assert event["step"] == 10
+    assert [text for text in said if "of quarter 1 of" in text] == [event["text"]]
+
+
 def test_a_step_whose_hand_over_fails_is_complete_and_has_its_row(
     rl: OnlineController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ TAGS = {
               "behav_weight_mean", "behav_weight_masked_fraction", "tokens_trained", "tokens_filtered",
               "advantage_std", "kl_ref", "kl_coef", "proximal_kl", "proximal_kl_coef", "ptx_loss"),
     "critic": ("value_loss", "value_explained_variance"),
-    "queue": ("age_mean", "age_max", "tokens_masked_stale", "trainer_wait_s"),
+    "queue": ("age_mean", "age_max", "tokens_masked_stale", "tokens_trained_stale", "trainer_wait_s"),
     "rollout": ("length_mean", "truncated_fraction", "gen_tokens_per_s", "samples_per_s", "rollout_occupancy"),
     "reward": ("reward_mean", "reward_shaped_mean", "eval_accuracy",
                "reward_by_source", "reward_parts", "verifier_metrics", "eval_by_source"),
@@ -51,7 +51,7 @@ def test_a_step_is_summed_over_updates_and_divided_as_declared() -> None:
     assert (row["entropy"], row["grad_norm"], row["behav_prox_max_abs_diff_age0"]) == (0.5, 3.0, 1.0)
     assert (row["tokens_trained"], row["age_mean"], row["age_max"]) == (3, 4 / 3, 2)
     assert row["age_histogram"] == {0: 1, 2: 2}
-    assert list(row) == [metric.name for metric in METRICS if metric.reduction] + ["age_histogram"]
+    assert list(row) == [metric.name for metric in METRICS if metric.reduction] + ["age_histogram", "tokens_by_quarter"]
 
 
 def test_a_figure_that_nobody_declared_is_a_mistake() -> None:

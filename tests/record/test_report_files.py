@@ -8,7 +8,7 @@ from report_builders import event, make_events, make_offline_run, make_run
 from areal_lite.errors import DataError
 from areal_lite.record.differences import changed, differences
 from areal_lite.record.report.charts import COLOURS, Line, lines, smoothed
-from areal_lite.record.report.curves import age_histogram, constants, diagnostics
+from areal_lite.record.report.curves import age_charts, age_histogram, constants, diagnostics
 from areal_lite.record.report.read import read_run
 from areal_lite.record.report.run_contents import different_settings
 from areal_lite.record.report.times import failure_table, lane_shares, length_charts, verifier_charts, verifier_table
@@ -97,6 +97,19 @@ def test_failures_are_counted_once(tmp_path: Path) -> None:
 
 def test_ages_are_summed_over_all_steps_in_order(tmp_path: Path) -> None:
     assert age_histogram(read_run(make_run(tmp_path / "run"))) == {"0": 120.0, "1": 240.0, "2": 120.0}
+
+
+def test_the_share_of_a_quarter_is_of_all_steps(tmp_path: Path) -> None:
+    """3 of 8 and 5 of 8 tokens. Seen failing with the mean of the steps' shares; a run without figures has no chart."""
+    run = read_run(make_run(tmp_path / "run", steps=2))
+    assert "share of the tokens that train" not in [chart.title for chart in age_charts([run]) if chart]
+    for row, (tokens, trained) in zip(run.metrics, ((2, 0), (6, 3)), strict=True):
+        row["tokens_by_quarter"] = {"65-256": [[tokens] * 4, [trained, trained, tokens, tokens]]}
+    (chart,) = [chart for chart in age_charts([run]) if chart and chart.title == "share of the tokens that train"]
+    assert [(trace["name"], trace["x"], trace["y"]) for trace in chart.data] == [
+        (name, ["65-256"], [share])
+        for name, share in (("first quarter", 0.375), ("second", 0.375), ("third", 1.0), ("last", 1.0))
+    ]
 
 
 def test_a_figure_that_never_moved_is_a_line_of_text(tmp_path: Path) -> None:

@@ -375,6 +375,18 @@ def test_tokens_of_failed_samples_are_not_trainable() -> None:
     assert ledger.counts()["stale"] == 1
 
 
+def test_keep_takes_whatever_is_ready() -> None:
+    """Oldest first, also without a young token. Seen failing with the group ended as stale."""
+    ledger = Ledger(make_settings(on_stale="keep"))
+    lease_id = straggle(ledger, steps=3)
+    finish(ledger, lease_id, make_samples([0], [0]), 0.0, 1.0)
+    bring_to_ready(ledger, "a")
+    batch = ledger.take("next")
+    assert batch is not None
+    assert [group.prompt_id for group in batch.groups] == ["slow", "a"]
+    assert ledger.counts()["stale"] == 0
+
+
 def test_wait_takes_no_batch_that_leaves_a_due_group_behind() -> None:
     """At eta 1 a group admitted at 0 is due at version 1: ready groups beside it do not make a batch there.
 

@@ -332,7 +332,8 @@ class LedgerMachine(RuleBasedStateMachine):
         chosen: list[str] = []
         for name in ready:
             if len(chosen) < size:
-                (chosen if groups[name].trainable(version, eta) else stale).append(name)
+                trains = self.settings.on_stale == "keep" or groups[name].trainable(version, eta)
+                (chosen if trains else stale).append(name)
         if len(chosen) < size:
             return stale, None
         behind = sorted(groups[name].began for name in groups if name not in chosen + stale)
@@ -356,7 +357,7 @@ class LedgerMachine(RuleBasedStateMachine):
             group = self.model.groups[name]
             group.state = "taken"
             self.check_mask(group, taken)
-            if self.settings.on_stale != "mask":
+            if self.settings.on_stale in ("wait", "drop"):
                 assert self.model.version - group.oldest() <= self.settings.max_staleness
 
     def check_mask(self, group: ModelGroup, taken: GroupRecord) -> None:
@@ -490,6 +491,13 @@ class DropMachine(LedgerMachine):
     on_stale = "drop"
 
 
+class KeepMachine(LedgerMachine):
+    """The same walk under `keep`: no group is stale, however old its tokens are."""
+
+    on_stale = "keep"
+
+
 SETTINGS = settings(max_examples=150, stateful_step_count=60, deadline=None)
 TestMask, TestWait, TestDrop = LedgerMachine.TestCase, WaitMachine.TestCase, DropMachine.TestCase
-TestMask.settings = TestWait.settings = TestDrop.settings = SETTINGS
+TestKeep = KeepMachine.TestCase
+TestMask.settings = TestWait.settings = TestDrop.settings = TestKeep.settings = SETTINGS

@@ -27,7 +27,7 @@ from ledger_builders import FakeClock, make_sample
 
 from areal_lite.sample_queue.groups import GroupRecord
 from areal_lite.sample_queue.ledger import Batch, HeldLease, Ledger, LedgerSettings
-from areal_lite.sample_queue.staleness import trainable_mask
+from areal_lite.sample_queue.staleness import age_limit, trainable_mask
 from areal_lite.types import Score
 
 HEARTBEAT_S = 3.0
@@ -239,12 +239,11 @@ class Simulation:
     def learn_from(self, group: GroupRecord, version: int) -> None:
         """I1: what the trainer's mask lets through, against the simulation's own record."""
         for sample, versions in zip(group.samples, self.truth[group.group_id], strict=True):
-            mask = trainable_mask(
-                sample.spans, num_tokens=NUM_TOKENS, version=version, max_staleness=self.settings.max_staleness
-            )
+            limit = age_limit(self.settings.max_staleness, on_stale=self.settings.on_stale)
+            mask = trainable_mask(sample.spans, num_tokens=NUM_TOKENS, version=version, max_staleness=limit)
             ages = [version - token for token in versions]
             trained = [age for age, keep in zip(ages, mask.tolist(), strict=True) if keep]
-            assert max(trained, default=0) <= self.settings.max_staleness, "a token over age was trained"
+            assert max(trained, default=0) <= limit, "a token over age was trained"
             self.report.oldest_token_taken = max(self.report.oldest_token_taken, *ages)
             self.report.oldest_token_trained = max([self.report.oldest_token_trained, *trained])
             self.report.tokens_trained += len(trained)

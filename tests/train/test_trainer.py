@@ -12,7 +12,7 @@ import pytest
 import torch
 from preset_builders import assert_same_stats
 from torch import nn
-from train_builders import make_config, make_rows, make_shard
+from train_builders import make_config, make_rows, make_sample, make_shard
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from areal_lite.config.recipe import Config
@@ -231,6 +231,36 @@ def test_ages_of_trained_tokens(model_folder: str) -> None:
     assert stats["age_mean"] == pytest.approx(3 * old / (old + young))
     assert stats["tokens_masked_stale"] == 0
     assert stats["behav_prox_max_abs_diff_age0"] < 1e-4
+
+
+def test_what_keep_trains_over_the_bound_is_counted(model_folder: str) -> None:
+    """At eta 2 the tokens of age 3 train as they would at eta 3, to the last bit.
+
+    Seen failing with the mask of the bound, and without the behaviour weight of old tokens.
+    """
+    rows = near_behaviour(make_rows(old_tokens=2), model_folder, noise=0.3)
+    kept, stats = step(model_folder, make_shard(rows), queue={"on_stale": "keep"})
+    expected, _ = step(model_folder, make_shard(rows), queue={"max_staleness": 3})
+    assert all(torch.equal(kept[name], value) for name, value in expected.items())
+    assert (stats["tokens_trained_stale"], stats["tokens_masked_stale"], stats["age_max"]) == (12, 0, 3)
+
+
+def test_tokens_are_counted_by_quarter_and_length(model_folder: str) -> None:
+    """A sample of 20 tokens, 7 of them too old: 5 a quarter, of which 0, 3, 5 and 5 train; a failed one is in none.
+
+    Seen failing with the places counted over the whole shard, and with all tokens that are young.
+    """
+    long = make_sample(20, rng=np.random.default_rng(0), old_tokens=7)
+    rows = make_rows()
+    rows[2:4] = [dataclasses.replace(row, sample=long) for row in rows[2:4]]
+    _, stats = step(model_folder, make_shard(rows, rewards=REWARDS))
+    assert stats["tokens_by_quarter"]["17-64"] == [[5] * 4, [0, 3, 5, 5]]
+    lengths = [row.sample.num_tokens for row in [*rows[:2], *rows[4:]]]
+    quarters = [
+        sum(4 * place // length == quarter for length in lengths for place in range(length)) for quarter in range(4)
+    ]
+    assert stats["tokens_by_quarter"]["1-16"] == [quarters, quarters]
+    assert stats["tokens_masked_stale"] == 7
 
 
 @pytest.mark.parametrize("broken", [0, 1])

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from areal_lite.record.metrics import METRICS, OFFLINE_METRICS, Metric
+from areal_lite.record.quarters import by_quarter
 from areal_lite.record.report.charts import Chart, Line, as_shares, bars, lines, smoothed, stacked
 from areal_lite.record.report.read import RunFiles, number, numbers, table
 
@@ -81,15 +82,26 @@ def age_charts(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
         yield lines("mean age", _named(runs, "age_mean"), x=STEPS, y="versions")
         return
     (run,) = runs
+    yield _trained_quarters(run)
     steps = [number(row.get("step")) for row in run.metrics]
     shares = [as_shares(numbers(row.get("age_histogram"))) for row in run.metrics]
     curves = [Line(name=f"age {age}", x=steps, y=[row.get(age, 0.0) for row in shares]) for age in age_histogram(run)]
     yield stacked("ages over steps", curves, x=STEPS, y="share of tokens", range=[0, 1])
     bound = number(table(run.config.get("queue")).get("max_staleness"))
     dashed = {"mode": "lines", "line": {"dash": "dash", "color": "#8d8072"}}
-    limit = Line(name="allowed", x=steps, y=[bound] * len(steps), style=dashed)
+    limit = Line(name="eta", x=steps, y=[bound] * len(steps), style=dashed)
     oldest = [_line(run, "age_mean", name="mean"), _line(run, "age_max", name="oldest"), limit]
     yield lines("age of a batch", oldest, x=STEPS, y="versions", rangemode="tozero")
+
+
+def _trained_quarters(run: RunFiles) -> Chart | None:
+    counts = by_quarter(run.metrics)
+    shares = {
+        name: {length: trained[place] / max(tokens[place], 1) for length, (tokens, trained) in counts.items()}
+        for place, name in enumerate(("first quarter", "second", "third", "last"))
+    }
+    note = "of the tokens that would train but for the staleness bound; tokens of dropped groups are in none"
+    return bars("share of the tokens that train", shares, x="tokens of the sample", y="share of tokens", note=note)
 
 
 def age_histogram(run: RunFiles) -> dict[str, float]:

@@ -64,7 +64,7 @@ def _headline(run: RunFiles) -> dict[str, str]:
         if (share := number(summary.get(f"{key}_fraction"))) is not None:
             figures[name] = f"{share:.1%}"
     if "age_max_trained" in summary:
-        figures["oldest token of allowed"] = f"{summary['age_max_trained']} of {summary.get('max_staleness', '?')}"
+        figures["oldest token trained"] = f"{summary['age_max_trained']}, eta {summary.get('max_staleness', '?')}"
     known = {name: value for name, value in figures.items() if value is not None}
     return {name: f"{value:,.0f}" if isinstance(value, float) else value for name, value in known.items()}
 
