@@ -216,14 +216,13 @@ def gae(
     """
     if not (0 <= gamma <= 1 and 0 <= gae_lambda <= 1):
         raise ValueError(f"expected gamma and gae_lambda in 0..1, got {gamma} and {gae_lambda}")
-    present_BL = _present(lengths_B, rewards_T, values_T)
+    last_values_B = torch.zeros_like(lengths_B) if last_values_B is None else last_values_B
+    present_BL = _present(rewards_T, values_T, lengths_B=lengths_B, last_values_B=last_values_B)
     num_rows, num_columns = present_BL.shape
     advantages_BL = torch.zeros((num_rows, num_columns), dtype=values_T.dtype, device=values_T.device)
     rewards_BL = torch.zeros_like(advantages_BL).masked_scatter(present_BL, rewards_T.to(values_T.dtype))
     values_BL = torch.zeros_like(advantages_BL).masked_scatter(present_BL, values_T)
-    next_values_B = torch.zeros_like(lengths_B, dtype=values_T.dtype)
-    if last_values_B is not None:
-        next_values_B = last_values_B.to(values_T.dtype)
+    next_values_B = last_values_B.to(values_T.dtype)
     carried_B = torch.zeros_like(next_values_B)
     for column in reversed(range(num_columns)):
         here_B = present_BL[:, column]
@@ -294,12 +293,13 @@ def _scored(values_NG: Tensor) -> tuple[Tensor, Tensor]:
     return scored_NG, torch.where(scored_NG, values_NG, 0.0).float().double()
 
 
-def _present(lengths_B: Tensor, *values_T: Tensor) -> Tensor:
+def _present(*values_T: Tensor, lengths_B: Tensor, last_values_B: Tensor) -> Tensor:
     """Return which places of a [B, longest] table hold a token, checking that the rows fill the flat tensors."""
-    shapes = [tuple(values.shape) for values in values_T]
-    if set(shapes) != {(int(lengths_B.sum()),)}:
+    shapes = [tuple(values.shape) for values in (*values_T, lengths_B, last_values_B)]
+    if set(shapes[:-2]) != {(int(lengths_B.sum()),)} or set(shapes[-2:]) != {(lengths_B.numel(),)}:
         raise ValueError(
-            f"expected one value per token of rows of {lengths_B.tolist()} tokens, got the shapes {shapes}"
+            f"expected rewards and values [T], one per token of rows of {lengths_B.tolist()} tokens, and lengths and "
+            f"last values [B], got the shapes {shapes}"
         )
     longest = int(lengths_B.max()) if len(lengths_B) else 0
     return torch.arange(longest, device=lengths_B.device) < lengths_B[:, None]

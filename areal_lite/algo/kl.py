@@ -5,11 +5,12 @@ Called by the trainer (KL in the reward) and by `losses.py` (KL in the loss).
 Shape letter: `T` completion tokens.
 """
 
+import math
 from typing import Literal
 
 from torch import Tensor
 
-from areal_lite.algo.masked import bounded
+from areal_lite.algo.masked import MAX_EXPONENT, bounded
 
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -33,7 +34,8 @@ def kl_estimate(logprobs_T: Tensor, *, reference_logprobs_T: Tensor, estimator: 
         estimator: Which.
 
     Returns:
-        [T] nats, differentiable in both. A token of infinite divergence gives `exp(20)` under k3, not an infinity.
+        [T] nats, differentiable in both. Below `d = -20` k3 is a straight line, whose slope `1 - exp(20)` still pulls
+        `pi` back to the reference, and is finite.
 
     Raises:
         ValueError: The estimator is unknown, or the shapes differ.
@@ -54,7 +56,8 @@ def kl_estimate(logprobs_T: Tensor, *, reference_logprobs_T: Tensor, estimator: 
         return gap_T.square() / 2
     if estimator == "k3":
         # expm1: near 0, exp(-d) - 1 would be all rounding.
-        return bounded(-gap_T).expm1() + gap_T
+        held_T = bounded(-gap_T)
+        return held_T.expm1() - held_T + math.expm1(MAX_EXPONENT) * (-gap_T - MAX_EXPONENT).relu()
     raise ValueError(f"expected the estimator k1, k2 or k3, got {estimator!r}")
 
 

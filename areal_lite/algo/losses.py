@@ -46,7 +46,7 @@ def policy_loss(
     where `clip(r) = min(max(r, 1 - clip_low), 1 + clip_high)`, `sg` stops the gradient, and the ratio is ::
 
         token      r = pi_current / pi_proximal of the token
-        sequence   r = exp(mean of log (pi_current / pi_proximal) over the row's loss-mask tokens), on each of them
+        sequence   r = exp(mean of log (pi_current / pi_proximal) over the row's tokens with w > 0), on each of them
 
     With proximal = behaviour, `ratio` is PPO; at `pi_current = pi_proximal` its gradient is REINFORCE's, `w * A` times
     the gradient of `log pi_current`.
@@ -67,8 +67,8 @@ def policy_loss(
         clip_high: Upper clip distance of `r`, >= 0; None = that side is open.
 
     Returns:
-        The scalar loss, and sums over the loss mask for the log, unweighted and without gradient: `clipped`, the tokens
-        whose ratio the clip changes (`weighted_likelihood`) or holds back (`ratio`: where it lowers `s`).
+        The scalar loss, and sums for the log, unweighted and without gradient: `clipped`, the tokens with w > 0 whose
+        ratio the clip changes (`weighted_likelihood`) or holds back (`ratio`: where it lowers `s`).
 
     Raises:
         ValueError: The shapes differ, the mask is not boolean, a clip distance is out of range, or `surrogate` or
@@ -93,9 +93,10 @@ def policy_loss(
         raise ValueError(f"expected clip_low in 0..1 and clip_high >= 0, or None, got {clip_low} and {clip_high}")
     counts_T = loss_mask_T & (behaviour_weights_T != 0)
     scale_T = inside(counts_T, behaviour_weights_T.detach() * token_weights_T)
-    advantages_T = inside(loss_mask_T, advantages_T)
-    log_ratios_T = inside(loss_mask_T, current_logprobs_T - proximal_logprobs_T.detach())
-    ratios_T = _ratios(log_ratios_T, loss_mask_T, rows_T=rows_T, num_rows=num_rows, level=ratio_level)
+    advantages_T = inside(counts_T, advantages_T)
+    current_T = inside(counts_T, current_logprobs_T)
+    log_ratios_T = current_T - inside(counts_T, proximal_logprobs_T.detach())
+    ratios_T = _ratios(log_ratios_T, counts_T, rows_T=rows_T, num_rows=num_rows, level=ratio_level)
     held_T = ratios_T.clamp(
         0.0 if clip_low is None else 1 - clip_low, torch.inf if clip_high is None else 1 + clip_high
     )
@@ -104,14 +105,13 @@ def policy_loss(
         parts_T = torch.minimum(ratios_T * advantages_T, held_T * advantages_T)
     elif surrogate == "weighted_likelihood":
         is_clipped_T = held_T != ratios_T
-        parts_T = held_T.detach() * advantages_T * inside(counts_T, current_logprobs_T)
+        parts_T = held_T.detach() * advantages_T * current_T
     elif surrogate == "likelihood":
         is_clipped_T = torch.zeros_like(loss_mask_T)
-        parts_T = inside(counts_T, current_logprobs_T)
+        parts_T = current_T
     else:
         raise ValueError(f"expected the surrogate ratio, weighted_likelihood or likelihood, got {surrogate!r}")
-    loss = -(scale_T * inside(counts_T, parts_T)).sum()
-    return loss, {"clipped": (loss_mask_T & is_clipped_T).sum()}
+    return -(scale_T * parts_T).sum(), {"clipped": (counts_T & is_clipped_T).sum()}
 
 
 def kl_penalty(
@@ -243,11 +243,11 @@ def value_loss(
     return loss, {"value_clipped": (loss_mask_T & is_clipped_T).sum()}
 
 
-def _ratios(log_ratios_T: Tensor, loss_mask_T: Tensor, *, rows_T: Tensor, num_rows: int, level: str) -> Tensor:
+def _ratios(log_ratios_T: Tensor, counts_T: Tensor, *, rows_T: Tensor, num_rows: int, level: str) -> Tensor:
     if level == "token":
         return bounded(log_ratios_T).exp()
     if level != "sequence":
         raise ValueError(f"expected the ratio level token or sequence, got {level!r}")
-    counts_B = row_sums(loss_mask_T, rows_T=rows_T, num_rows=num_rows).clamp(min=1)
+    counts_B = row_sums(counts_T, rows_T=rows_T, num_rows=num_rows).clamp(min=1)
     means_B = row_sums(log_ratios_T, rows_T=rows_T, num_rows=num_rows) / counts_B
     return bounded(means_B).exp()[rows_T]

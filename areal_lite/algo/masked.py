@@ -6,7 +6,7 @@ Shape letters: `T` completion tokens of rows one after another, `B` rows.
 import torch
 from torch import Tensor
 
-_MAX_EXPONENT = 20.0
+MAX_EXPONENT = 20.0
 """exp(20) is 4.9e8: any such ratio is far outside every trust region, and its sums still fit float32."""
 
 
@@ -58,7 +58,7 @@ def bounded(exponents_T: Tensor) -> Tensor:
     Returns:
         The same shape; the gradient is 0 where `x > 20`.
     """
-    return exponents_T.clamp(max=_MAX_EXPONENT)
+    return exponents_T.clamp(max=MAX_EXPONENT)
 
 
 def row_sums(values_T: Tensor, *, rows_T: Tensor, num_rows: int) -> Tensor:

@@ -26,7 +26,7 @@ def bradley_terry_loss(chosen_P: Tensor, rejected_P: Tensor, *, margin: Tensor |
         [P] losses in nats, finite for any finite scores; the caller takes the mean.
 
     Raises:
-        ValueError: The shapes differ.
+        ValueError: The shapes differ, that of a margin tensor included.
 
     Source:
         arXiv 2203.02155 eq. 1 (there with all pairs of a prompt's K answers in one mean); the margin is that of
@@ -36,7 +36,7 @@ def bradley_terry_loss(chosen_P: Tensor, rejected_P: Tensor, *, margin: Tensor |
     >>> bradley_terry_loss(torch.tensor([1.0, -200.0]), torch.tensor([1.0, 200.0]))
     tensor([  0.6931, 400.0000])
     """
-    _check(chosen_P, rejected_P)
+    _check(chosen_P, rejected_P, *([margin] if isinstance(margin, Tensor) and margin.ndim else []))
     return -logsigmoid(chosen_P - rejected_P - margin)
 
 

@@ -193,7 +193,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "rloo": {"baseline": "leave_one_out", "scale": "none", "aggregation": "sequence_sum", **_NO_CLIP, **_KL_REWARD},
     "reinforce": {"baseline": "batch_mean", "scale": "none", **_NO_CLIP},
     "ppo": {"baseline": "critic", "scale": "batch_std", **_KL_REWARD},
-    "gspo": {"aggregation": "sequence_mean", "ratio_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+    "gspo": {"aggregation": "sequence_mean", "ratio_level": "sequence", "behaviour_weight": "sequence"}
+    | {"clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"surrogate": "weighted_likelihood", "clip_low": None, "clip_high": 5.0},
     "raft": {"sample_filter": "best_of_group", "baseline": "none", "scale": "none", "surrogate": "likelihood"}
     | _NO_CLIP,

@@ -1,6 +1,7 @@
 """Baselines, advantages, filters and generalised advantage estimation: hand-computed values and relations."""
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -204,6 +205,15 @@ def test_gae_of_nothing_and_of_wrong_lengths() -> None:
         assert advantages.shape == (0,)
     with pytest.raises(ValueError, match=r"rows of \[2\] tokens"):
         gae(torch.zeros(3), values_T=torch.zeros(3), lengths_B=torch.tensor([2]), gamma=1.0, gae_lambda=1.0)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("last_values_B", (1,)), ("last_values_B", (2, 1)), ("lengths_B", (2, 1))])
+def test_gae_broadcasts_nothing(name: str, shape: tuple[int, ...]) -> None:
+    """Seen failing without the check: one last value went to both rows."""
+    wrong: dict[str, Any] = {"lengths_B": torch.tensor([2, 1]), "last_values_B": torch.ones(2)}
+    wrong[name] = wrong[name][: shape[0]].view(shape)
+    with pytest.raises(ValueError, match=re.escape(str(shape))):
+        gae(torch.zeros(3), values_T=torch.zeros(3), gamma=1.0, gae_lambda=1.0, **wrong)
 
 
 def test_standard_deviation_from_sums_of_parts() -> None:

@@ -86,6 +86,18 @@ def test_huge_gaps_stay_finite(estimator: Any, gap: float) -> None:
     assert leaf.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("gap", [-20.5, -25.0, -1e4, -np.inf])
+def test_k3_pulls_a_lost_token_back(gap: float) -> None:
+    """The truth's slope 1 - exp(-d) is below -4.8e8 there. Seen failing with the exponent bounded alone: slope +1."""
+    leaf = torch.tensor([gap], dtype=torch.float64, requires_grad=True)
+    estimate = kl_estimate(leaf, reference_logprobs_T=torch.zeros(1, dtype=torch.float64), estimator="k3")
+    estimate.sum().backward()
+    assert leaf.grad is not None
+    assert float(leaf.grad) == pytest.approx(1 - np.exp(20))
+    # On from the value at -20.
+    assert float(estimate.detach()) == pytest.approx(np.expm1(20) - 20 + np.expm1(20) * (-gap - 20))
+
+
 def test_refusals() -> None:
     wrong: Any = "k4"
     with pytest.raises(ValueError, match="got 'k4'"):

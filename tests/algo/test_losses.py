@@ -55,14 +55,15 @@ def derive(case: Case, given: Numbers, **changes: Any) -> tuple[float, np.ndarra
 
     ratio: with A > 0 the minimum is `min(r, high) A`, slope `r A` below `high` and 0 above; with A < 0 it is
     `max(r, low) A`, slope `r A` above `low` and 0 below (d r / d log pi_current = r). At the sequence level r is the
-    geometric mean over the row, and d r / d log pi_current of each of its n tokens is r / n.
+    geometric mean over the row's tokens that count, and d r / d log pi_current of each of its n tokens is r / n.
     """
     knobs = KNOBS | changes
     low = -np.inf if knobs["clip_low"] is None else 1 - knobs["clip_low"]
     high = np.inf if knobs["clip_high"] is None else 1 + knobs["clip_high"]
     loss, gradient, num_clipped = 0.0, np.zeros(len(case.mask)), 0
-    for t in np.flatnonzero(case.mask):
-        alike = [t] if knobs["ratio_level"] == "token" else np.flatnonzero(case.mask & (case.rows == case.rows[t]))
+    counts = case.mask & (given["weights"] != 0)
+    for t in np.flatnonzero(counts):
+        alike = [t] if knobs["ratio_level"] == "token" else np.flatnonzero(counts & (case.rows == case.rows[t]))
         ratios = np.exp(given["current"][alike]) / np.exp(given["proximal"][alike])
         ratio = np.prod(ratios) ** (1 / len(alike))
         advantage, scale = given["advantages"][t], given["weights"][t] * given["token_weights"][t]
@@ -92,7 +93,8 @@ CLIPS = [(0.2, 0.3), (None, 0.3), (0.2, None), (None, None), (3e-4, 4e-4)]
 @pytest.mark.parametrize("surrogate", SURROGATES)
 def test_policy_loss_against_numpy(surrogate: str, level: str, clip_low: float | None, clip_high: float | None) -> None:
     """Seen failing with max for min, the clip bounds swapped, the weight left out, the ratio of weighted_likelihood
-    not detached, the sequence's mean replaced by its sum, and its mean taken over masked tokens too."""
+    not detached, the sequence's mean replaced by its sum, and its mean taken over masked tokens too, or over tokens of
+    weight 0."""
     total_clipped = 0
     for seed in range(3):
         case = make_case(seed)
@@ -174,15 +176,20 @@ def test_masked_slots_may_hold_anything(surrogate: str, level: str) -> None:
     assert got[2] == expected[2]
 
 
+@pytest.mark.parametrize("junk", [-np.inf, NAN])
+@pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("surrogate", SURROGATES)
-def test_a_token_of_weight_zero_trains_nothing_whatever_it_holds(surrogate: str) -> None:
-    """Its logprob may be infinite: 0 * inf must not become the loss. Seen failing with the weight multiplied alone."""
+def test_a_token_of_weight_zero_trains_nothing_whatever_it_holds(surrogate: str, level: str, junk: float) -> None:
+    """0 * inf must not become the loss, nor a NaN its row's ratio.
+
+    Seen failing with the weight multiplied alone, and with such tokens in the sequence's mean.
+    """
     case = make_case()
     given = numbers(case)
-    loss, gradient, _ = run(case, given, surrogate=surrogate)
+    loss, gradient, _ = run(case, given, surrogate=surrogate, ratio_level=level)
     token = int(np.flatnonzero(case.mask & (given["weights"] == 0))[0])
-    given["current"] = np.where(np.arange(len(case.mask)) == token, -np.inf, given["current"])
-    got_loss, got_gradient, _ = run(case, given, surrogate=surrogate)
+    given["current"] = np.where(np.arange(len(case.mask)) == token, junk, given["current"])
+    got_loss, got_gradient, _ = run(case, given, surrogate=surrogate, ratio_level=level)
     assert got_loss == pytest.approx(loss, abs=1e-15)
     np.testing.assert_array_equal(got_gradient, gradient)
 

@@ -1,6 +1,7 @@
 """Losses on preference pairs: values and gradients against an independent numpy derivation, and relations."""
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,14 @@ def test_bradley_terry_margin_of_each_pair() -> None:
     margins = np.array([0.0, 1.0, 2.0, 3.0])
     losses, _, _ = run(bradley_terry_loss, margin=torch.tensor(margins))
     np.testing.assert_allclose(losses, np.log(1 + np.exp(-(CHOSEN - REJECTED - margins))))
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (1,)])
+def test_bradley_terry_broadcasts_no_margin(shape: tuple[int, ...]) -> None:
+    """Seen failing without the check: [4, 1] made [4, 4] losses. A tensor without a dimension is one number."""
+    with pytest.raises(ValueError, match=re.escape(str(shape))):
+        run(bradley_terry_loss, margin=torch.ones(shape))
+    assert_equal(run(bradley_terry_loss, margin=torch.tensor(0.75)), run(bradley_terry_loss, margin=0.75))
 
 
 @pytest.mark.parametrize("by_length", [False, True])

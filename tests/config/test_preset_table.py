@@ -59,9 +59,12 @@ def test_what_else_the_table_says() -> None:
 
 @pytest.mark.parametrize("preset", TABLE)
 def test_every_preset_is_decoupled_by_default(preset: str) -> None:
-    """Others announce the correction and do not apply it. Seen failing with `behaviour_weight: none` as default."""
+    """Others announce the correction and do not apply it. The weight is of what the ratio is of.
+
+    Seen failing with `behaviour_weight: none` as default, and with gspo's weight per token.
+    """
     got = objective_of({"objective": {"preset": preset}})
-    assert (got.proximal, got.behaviour_weight, got.behaviour_weight_cap) == ("recompute", "token", 5.0)
+    assert (got.proximal, got.behaviour_weight, got.behaviour_weight_cap) == ("recompute", got.ratio_level, 5.0)
 
 
 def test_what_the_recipe_says_stands() -> None:
