@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args, get_origin
 
 import yaml
@@ -26,6 +27,7 @@ def check_config(recipe: Recipe, overrides: Overrides) -> int:
     config = load_any_config(recipe, overrides)
     if isinstance(config, Config):
         check_plugins(config)
+    _check_targets(config)
     print(*explained_section(config), sep="\n")
     size = (
         f"{config.batch.batch_size} rows" if isinstance(config, OfflineConfig) else f"{config.samples_per_step} samples"
@@ -33,6 +35,19 @@ def check_config(recipe: Recipe, overrides: Overrides) -> int:
     command = COMMANDS[config.command]
     print(f"# {recipe} is fine for areal-lite {command}: {size} per step, device {config.run.device}")
     return 0
+
+
+def _check_targets(config: Config | OfflineConfig) -> None:
+    """Look for a model's layers, where the model is here."""
+    if config.trainer.lora is not None:
+        from areal_lite.record.paths import find_model_folder
+        from areal_lite.train.lora import check_targets
+
+        path = config.model.path
+        if path.startswith("builtin:"):
+            check_targets(config.trainer.lora, None)
+        elif Path(path).expanduser().exists():
+            check_targets(config.trainer.lora, find_model_folder(path, option="model.path"))
 
 
 def explained_section(section: "BaseModel", indent: str = "") -> Iterable[str]:

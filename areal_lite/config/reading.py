@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -114,7 +114,7 @@ def _known_keys(kind: Any, place: tuple[str | int, ...], prefix: str = "") -> It
         inside = place[1:] if place[:1] == (name,) else ()
         for section in (field.annotation, *get_args(field.annotation)):
             if isinstance(section, type) and issubclass(section, BaseModel):
-                if section is field.annotation:
+                if get_origin(field.annotation) is not dict:
                     yield from _known_keys(section, inside, f"{prefix}{name}.")
                 elif inside:
                     yield from _known_keys(section, inside[1:], f"{prefix}{name}.{inside[0]}.")

@@ -229,6 +229,19 @@ class CriticConfig(Section):
     """trainer steps at the start in which only the critic learns"""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters, which learn in the place of the weights."""
+
+    rank: int = Field(16, ge=1)
+    """of the adapters"""
+    alpha: float = Field(32.0, gt=0)
+    """adapters count alpha / rank times"""
+    targets: tuple[str, ...] = ()
+    """the linear layers that get one, such as q_proj; empty = all but the output layer"""
+    handover: Literal["merged"] = "merged"
+    """what engines get: merged = whole weights, with the adapters in them"""
+
+
 class TrainerConfig(Section):
     """Learning."""
 
@@ -258,6 +271,8 @@ class TrainerConfig(Section):
     """recompute activations in the backward pass"""
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
     """of transformers' kernels, that which trains; auto = its default, eager where attention logits are capped"""
+    lora: LoraConfig | None = None
+    """train low-rank adapters, whose rank, alpha and targets it holds, and nothing else; null = every weight"""
     threads: int = Field(1, ge=1)
     """CPU threads of one rank"""
     collective_timeout_s: float = Field(600.0, gt=0)

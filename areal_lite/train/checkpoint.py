@@ -1,6 +1,7 @@
 """Trainer checkpoints with torch DCP, and export to a Hugging Face folder.
 
-    folder/  .metadata, *.distcp   model and optimiser, sharded; any number of ranks can read them
+    folder/  .metadata, *.distcp   model and optimiser, sharded; any number of ranks can read them; of a model with
+                                   adapters these alone
              critic/               the same of the critic, where there is one
              rng-<rank>.pt         random state of each rank
              meta.json             version, KL coefficients, the models' parameter names, shapes and dtypes, and
@@ -26,9 +27,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 from areal_lite.errors import CheckpointError
+from areal_lite.train.distributed import sum_over_ranks
+from areal_lite.train.lora import export_adapter, is_adapted
 from areal_lite.train.optimiser import Learner
 from areal_lite.train.outputs import check_outputs, model_outputs
 
@@ -97,7 +101,7 @@ def load_checkpoint(
             f"objective.baseline=critic needs a checkpoint with a critic, got none in {folder}: resume with the "
             "objective it was made with"
         )
-    _check_same_model(saved["model"], _fingerprint(learner.model), folder=folder, setting="model.path")
+    _check_same_model(saved["model"], _fingerprint(learner.model), folder=folder, setting="model.path and trainer.lora")
     if critic is not None:
         _check_same_model(saved[_CRITIC], _fingerprint(critic.model), folder=folder / _CRITIC, setting="critic.path")
         _load_learner(folder / _CRITIC, critic)
@@ -116,7 +120,7 @@ def _load_learner(folder: Path, learner: Learner) -> None:
         raise CheckpointError(
             f"the checkpoint in {folder} cannot be read ({error!r}): resume from an older checkpoint"
         ) from error
-    set_model_state_dict(learner.model, state["model"])
+    set_model_state_dict(learner.model, state["model"], options=StateDictOptions(strict=False))
     set_optimizer_state_dict(learner.model, learner.optimizer, state["optimizer"])
 
 
@@ -125,10 +129,13 @@ def export_model(folder: Path, model: nn.Module, *, tokenizer_folder: str, rank:
 
     Args:
         folder: Created if missing.
-        model: A transformers model, sharded or not; its weights are written in their own dtype.
+        model: A transformers model, sharded or not; its weights are written in their own dtype. One with adapters is
+            written without, merged; they are in `adapter/` beside that.
         tokenizer_folder: Where the tokenizer is copied from.
     """
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if is_adapted(model):
+        weights = export_adapter(folder / "adapter", model, rank=rank)
     if rank == 0:
         # Gathering copies a tied tensor once per name, and transformers would take the copies for different tensors.
         tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
@@ -138,16 +145,31 @@ def export_model(folder: Path, model: nn.Module, *, tokenizer_folder: str, rank:
 
 
 def _state(learner: Learner) -> dict[str, Any]:
-    """Return the state by parameter name, in tensors that loading fills in place."""
+    """Return the state by parameter name, in tensors that loading fills in place; what is frozen is not in it."""
+    parameters = learner.model.named_parameters(remove_duplicate=False)
+    frozen = {name for name, parameter in parameters if not parameter.requires_grad}
+    state = get_model_state_dict(learner.model)
     return {
-        "model": get_model_state_dict(learner.model),
+        "model": {name: value for name, value in state.items() if name not in frozen},
         "optimizer": get_optimizer_state_dict(learner.model, learner.optimizer),
     }
 
 
 def _fingerprint(model: nn.Module) -> dict[str, list[Any]]:
-    """Return the global shape and dtype of every parameter."""
-    return {name: [list(value.shape), str(value.dtype)] for name, value in model.named_parameters()}
+    """Return the global shape and dtype of every parameter, and a checksum of one that is frozen; collective."""
+    fingerprint = {name: [list(value.shape), str(value.dtype)] for name, value in model.named_parameters()}
+    frozen = {name: value for name, value in model.named_parameters() if not value.requires_grad}
+    if frozen:
+        # Integers: their sum does not depend on who adds up what.
+        sums = sum_over_ranks(torch.stack([_bits(value).sum(dtype=torch.int64) for value in frozen.values()]))
+        for name, checksum in zip(frozen, sums.tolist(), strict=True):
+            fingerprint[name].append(checksum)
+    return fingerprint
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    own = value.detach().to_local() if isinstance(value, DTensor) else value.detach()
+    return own.view(torch.int32 if own.element_size() == 4 else torch.int16)
 
 
 def _check_same_model(

@@ -21,19 +21,25 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
+from areal_lite.config.sections import LoraConfig
+from areal_lite.train.lora import add_adapters
 from areal_lite.train.micro_batch import MicroBatch
 
 Recipe = Config | OfflineConfig
 
 
-def load_model(folder: str, config: Recipe, *, world_size: int) -> nn.Module:
+def load_model(folder: str, config: Recipe, *, world_size: int, lora: LoraConfig | None = None) -> nn.Module:
     """Load a causal language model, the master weights in float32, and spread it over the ranks; collective.
 
     Args:
         config: The recipe: `run.device`, `model.compute_dtype`, `trainer.activation_checkpointing`.
         world_size: Trainer ranks; each holds the whole model for a moment, before it is sharded.
+        lora: The adapters to train in the place of its weights, which are then in the compute dtype; None = none.
     """
-    return _sharded(_load(AutoModelForCausalLM, folder, config), config, world_size)
+    model = _load(AutoModelForCausalLM, folder, config)
+    if lora is not None:
+        add_adapters(model, lora, base_dtype=getattr(torch, config.compute_dtype), seed=config.run.seed)
+    return _sharded(model, config, world_size)
 
 
 def load_value_model(folder: str, config: Recipe, *, world_size: int) -> nn.Module:

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import PARITY_LIMITS
+from areal_lite.config.sections import LoraConfig
 from areal_lite.data.completions import load_offline
 from areal_lite.train.checkpoint import export_model, load_checkpoint, save_checkpoint
 from areal_lite.train.model import load_model, load_reward_model
@@ -35,7 +36,7 @@ class OfflineTrainer(OfflineLoop):
         self._held_out, self._checksum = OfflineRows(data.held_out), data.checksum
         padding = _padding(tokenizer) if config.command == "reward_model" else 0
         super().__init__(
-            _load(config, model_folder, padding=padding, world_size=world_size),
+            _load(config, model_folder, padding=padding, world_size=world_size, lora=config.trainer.lora),
             _objective(config),
             OfflineRows(data.train),
             steps=config.run.steps,
@@ -83,10 +84,12 @@ class OfflineTrainer(OfflineLoop):
         export_model(folder, self.learner.model, tokenizer_folder=self._model_folder, rank=self._rank)
 
 
-def _load(config: OfflineConfig, folder: str, *, padding: int, world_size: int) -> nn.Module:
+def _load(
+    config: OfflineConfig, folder: str, *, padding: int, world_size: int, lora: LoraConfig | None = None
+) -> nn.Module:
     if config.command == "reward_model":
         return load_reward_model(folder, config, world_size=world_size, pad_token_id=padding)
-    return load_model(folder, config, world_size=world_size)
+    return load_model(folder, config, world_size=world_size, lora=lora)
 
 
 def _objective(config: OfflineConfig) -> Objective:

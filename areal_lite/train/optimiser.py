@@ -38,8 +38,9 @@ class Learner:
 
     def __init__(self, model: nn.Module, *, settings: TrainerConfig, world_size: int) -> None:
         self.model = model
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            model.parameters(),
+            trained,
             lr=settings.lr,
             betas=(settings.beta1, settings.beta2),
             weight_decay=settings.weight_decay,
@@ -48,7 +49,7 @@ class Learner:
         self._max_grad_norm = settings.max_grad_norm
         self._world_size = world_size
         # What AdamW would make on its first step, so that a checkpoint before it is like any other.
-        for parameter in model.parameters():
+        for parameter in trained:
             self.optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),

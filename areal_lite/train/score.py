@@ -15,6 +15,7 @@ from areal_lite.config.presets import ObjectiveConfig
 from areal_lite.config.recipe import Config
 from areal_lite.train.batch import PolicyBatch
 from areal_lite.train.distributed import sum_over_ranks
+from areal_lite.train.lora import adapters_off
 from areal_lite.train.micro_batch import MicroBatch
 from areal_lite.train.model import completion_logits, completion_values, reshard
 
@@ -72,7 +73,8 @@ def score_batch(
         fill_in(tokens.proximal_logprobs_T, later, model=policy, output=logprobs)
     if reference is not None:
         unknown_T = torch.zeros_like(tokens.proximal_logprobs_T)
-        tokens.reference_logprobs_T = fill_in(unknown_T, batch.micro_batches, model=reference, output=logprobs)
+        with adapters_off(reference):
+            tokens.reference_logprobs_T = fill_in(unknown_T, batch.micro_batches, model=reference, output=logprobs)
     if critic is not None:
         unknown_T = torch.zeros_like(tokens.proximal_logprobs_T)
         tokens.values_T = fill_in(unknown_T, batch.micro_batches, model=critic, output=completion_values)

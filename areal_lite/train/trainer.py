@@ -49,14 +49,17 @@ class Trainer:
         self._config, self._rank, self._model_folder = config, rank, model_folder
         self._device = torch.device(config.run.device)
         self._policy_term, self._compare = find_loss_function(objective), find_advantage_function(objective)
-        self.model = load_model(model_folder, config, world_size=world_size)
+        lora = config.trainer.lora
+        self.model = load_model(model_folder, config, world_size=world_size, lora=lora)
         """The transformers model; its parameters are DTensors where FSDP2 is on."""
         self._learner = Learner(self.model, settings=config.trainer, world_size=world_size)
         self._reference: nn.Module | None = None
         if objective.kl != "none":
-            # Loaded and cast as the policy is: equal weights must give equal logprobs.
-            folder = objective.reference_path or model_folder
-            self._reference = load_model(folder, config, world_size=world_size).requires_grad_(False)
+            self._reference = self.model
+            if lora is None or objective.reference_path is not None:  # else it is the model without its adapters
+                # Loaded and cast as the policy is: equal weights must give equal logprobs.
+                folder = objective.reference_path or model_folder
+                self._reference = load_model(folder, config, world_size=world_size).requires_grad_(False)
         self._critic: Critic | None = None
         if objective.baseline == "critic":
             self._critic = Critic(config, model_folder=model_folder, world_size=world_size)
@@ -69,9 +72,9 @@ class Trainer:
         """Number of completed trainer steps."""
         self.progress = 0
         """Grows with every forward pass, for whoever watches for stalls."""
-        for model in (self.model, self._reference, None if self._critic is None else self._critic.model):
-            if model is not None:
-                model.register_forward_pre_hook(self._count_pass)
+        critic = None if self._critic is None else self._critic.model
+        for model in {model for model in (self.model, self._reference, critic) if model is not None}:
+            model.register_forward_pre_hook(self._count_pass)
 
     def train_step(self, shard: Shard) -> dict[str, Any]:
         """Train one batch: `trainer.minibatches` optimiser updates, after which the version is one higher.

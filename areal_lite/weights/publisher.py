@@ -16,12 +16,13 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, mater
 
 from areal_lite.errors import HandoverError
 from areal_lite.network import listen
+from areal_lite.train.lora import merged, model_parameters
 from areal_lite.weights.gloo import GlooTrainerInitInfo
 from areal_lite.weights.plugin import register
 
 
 class CastSource(WeightSource):
-    """A model's parameters in the engines' dtype, gathered from all ranks one by one."""
+    """A model's parameters in the engines' dtype, adapters merged into them, gathered from all ranks one by one."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self._model, self._dtype = model, dtype
@@ -29,7 +30,7 @@ class CastSource(WeightSource):
 
     def metadata(self) -> list[ParamMeta]:
         """Names and full shapes; gathers nothing."""
-        return [ParamMeta(name, self._dtype, tuple(p.shape)) for name, p in self._model.named_parameters()]
+        return [ParamMeta(name, self._dtype, tuple(p.shape)) for name, p, _ in model_parameters(self._model)]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather parameter after parameter: a collective."""
@@ -47,9 +48,9 @@ class CastSource(WeightSource):
                 pass
 
     def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._model.named_parameters():
+        for name, parameter, layer in model_parameters(self._model):
             # Cast first: the ranks then send each other what the engines get, and no more.
-            yield name, materialize_full_tensor(parameter.detach().to(self._dtype))
+            yield name, materialize_full_tensor(merged(parameter, layer).to(self._dtype))
 
 
 class SnapshotSource(WeightSource):

@@ -39,6 +39,7 @@ from areal_lite.record.paths import find_model_folder, with_absolute_paths
 from areal_lite.record.run_folder import RunFolder, run_path
 from areal_lite.record.writer import SoleWriter
 from areal_lite.sample_queue.service import read_state
+from areal_lite.train.lora import check_targets
 from areal_lite.train.ptx import load_documents
 from areal_lite.train.warm_start import ensure_warm_start
 from areal_lite.types import Prompt
@@ -229,12 +230,15 @@ def prepare_model(config: Config | OfflineConfig, *, console: Console) -> Path:
     """Return the folder of the initial policy; the built-in one is warm-started and cached.
 
     Raises:
-        ConfigError: `model.path` is neither a model folder nor a run that has one.
+        ConfigError: `model.path` is neither a model folder nor a run that has one, or it lacks a layer that is to be
+            adapted.
     """
     if config.model.path != "builtin:arith":
         folder = find_model_folder(config.model.path, option="model.path")
         _check_context(config, folder)
+        check_targets(config.trainer.lora, folder)
         return folder
+    check_targets(config.trainer.lora, None)
     transformers.utils.logging.disable_progress_bar()
     with Progress(console=console, transient=True) as bar:
         title = "supervised warm start of the built-in model"

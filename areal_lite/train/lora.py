@@ -1,0 +1,123 @@
+"""LoRA with peft: low-rank adapters in a frozen model, its weights with them merged in, and their own folder.
+
+Per adapted layer `y = W x + s B A x`, with `s = alpha / rank` and B = 0 at the start. The model stays what transformers
+made it: peft puts a layer of its own in the place of each linear one. Source: arXiv 2106.09685, section 4.1.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
+from transformers.pytorch_utils import Conv1D
+
+from areal_lite.config.sections import LoraConfig
+from areal_lite.config.suggestion import suggestion
+from areal_lite.errors import ConfigError
+
+_NAME = "default"
+"""What peft calls an adapter; no parameter but an adapter's has it in its path."""
+
+
+def add_adapters(model: nn.Module, settings: LoraConfig, *, base_dtype: torch.dtype, seed: int) -> None:
+    """Freeze a float32 model, in another dtype from then on, and give it float32 adapters, alike on all ranks."""
+    import peft  # takes a second, and is of no use without adapters
+
+    config = peft.LoraConfig(
+        r=settings.rank, lora_alpha=settings.alpha, target_modules=list(settings.targets) or "all-linear"
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(config, model)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(base_dtype)
+
+
+def check_targets(settings: LoraConfig | None, folder: Path | None) -> None:
+    """Look for every target among the linear layers of a model; without a folder, of the built-in one.
+
+    Raises:
+        ConfigError: There is no such layer.
+    """
+    if settings is None or not settings.targets:
+        return
+    architecture: Any = Qwen3Config() if folder is None else AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(architecture)
+    output = model.get_output_embeddings()
+    layers = [
+        f".{name}" for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D) and layer != output
+    ]
+    known = sorted({name.rpartition(".")[2] for name in layers})
+    for target in settings.targets:
+        if not any(name.endswith(f".{target}") for name in layers):
+            raise ConfigError(
+                f"trainer.lora.targets must name linear layers of the model, {', '.join(known)}, got {target!r}"
+                f"{suggestion(target, known)}: correct it, or leave targets out for all of them"
+            )
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Tell whether a model has adapters."""
+    return hasattr(model, "peft_config")
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Have a model compute what it did before it got adapters; one without is left alone."""
+    layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "base_layer")]
+    for layer in layers:
+        # Not `enable_adapters`, which freezes the adapters too: FSDP2 would keep what it saw of that.
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def model_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Any]]:
+    """Yield every parameter but the adapters', named as in a model without, and the layer that adapts it or None."""
+    for name, parameter in model.named_parameters():
+        if f".{_NAME}." not in name:
+            owner, _, own_name = name.rpartition(".base_layer.")
+            adapts = owner and own_name == "weight"
+            yield name.replace(".base_layer.", "."), parameter, model.get_submodule(owner) if adapts else None
+
+
+@torch.no_grad()
+def merged(parameter: Tensor, layer: Any) -> Tensor:
+    """Return a parameter of `model_parameters` with its adapter in it, in float32; of a sharded one the own shard."""
+    return parameter.detach() if layer is None else parameter.float() + layer.get_delta_weight(_NAME)
+
+
+def export_adapter(folder: Path, model: Any, *, rank: int) -> dict[str, Tensor]:
+    """Write the adapter in peft's format, and return the whole weights with it merged in; collective.
+
+    Returns:
+        By name, in float32 where an adapter is in; rank 0 has them, the others nothing.
+    """
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    adapters = {name: _whole(value) for name, value in model.named_parameters() if f".{_NAME}." in name}
+    weights = {name: _whole(merged(value, layer)) for name, value, layer in model_parameters(model)}
+    if rank != 0:
+        return {}
+    folder.mkdir(parents=True, exist_ok=True)
+    state = get_peft_model_state_dict(model, state_dict=adapters)
+    # As a peft model that wraps the transformers model would have named them.
+    save_file(
+        {f"base_model.model.{name}": value for name, value in state.items()}, folder / "adapter_model.safetensors"
+    )
+    model.peft_config[_NAME].save_pretrained(folder)
+    return weights
+
+
+def _whole(value: Tensor) -> Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().contiguous()
