@@ -135,7 +135,7 @@ def test_two_ranks_are_one_and_what_is_exported_is_what_was_trained(
 ) -> None:
     """Merged shard by shard; the merged folder and the adapter on its base say what the trainer does.
 
-    Seen failing with scale left out of what is sent, and with the first rank's shards alone in the adapter.
+    Seen failing with the adapters left out of what is sent, and with each rank's own shards gathered by nobody.
     """
     found = {}
     for world_size in (1, 2):
