@@ -133,7 +133,9 @@ def export_model(folder: Path, model: nn.Module, *, tokenizer_folder: str, rank:
             written without, merged; they are in `adapter/` beside that.
         tokenizer_folder: Where the tokenizer is copied from.
     """
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    weights: Mapping[str, Any] = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     if is_adapted(model):
         weights = export_adapter(folder / "adapter", model, rank=rank)
     if rank == 0:
@@ -168,8 +170,8 @@ def _fingerprint(model: nn.Module) -> dict[str, list[Any]]:
 
 
 def _bits(value: torch.Tensor) -> torch.Tensor:
-    own = value.detach().to_local() if isinstance(value, DTensor) else value.detach()
-    return own.view(torch.int32 if own.element_size() == 4 else torch.int16)
+    own: torch.Tensor = value.to_local() if isinstance(value, DTensor) else value
+    return own.detach().view(torch.int32 if own.element_size() == 4 else torch.int16)
 
 
 def _check_same_model(
