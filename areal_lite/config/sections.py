@@ -194,6 +194,8 @@ class QueueConfig(Section):
     """eta: largest age a token may have and still train; 0 = synchronous"""
     on_stale: Literal["mask", "wait", "drop", "keep"] = "mask"
     """what enforces the bound when a batch is taken; keep = nothing, older tokens train with their weight"""
+    max_ahead: int | None = Field(None, ge=0)
+    """batches generated ahead of the one in training; null = max_staleness, and at most that"""
     groups_per_step: int = Field(16, ge=1)
     """groups of one trainer step"""
     samples_per_group: int = Field(8, ge=1)
@@ -212,6 +214,8 @@ class QueueConfig(Section):
     def _problems(self) -> Iterable[str]:
         if self.max_staleness < 0:
             yield f"queue.max_staleness must be 0 (synchronous) or more, got {self.max_staleness}"
+        elif (self.max_ahead or 0) > self.max_staleness:
+            yield f"queue.max_ahead must be at most queue.max_staleness={self.max_staleness}, got {self.max_ahead}"
 
 
 class CriticConfig(Section):

@@ -69,11 +69,12 @@ class Ledger:
 
     def capacity(self) -> int:
         """Return how many more groups may be admitted now."""
+        ahead = self._settings.max_ahead
         return staleness.admission_capacity(
             self._groups.num_outstanding,
             version=self._version,
             total_steps=self._settings.total_steps,
-            max_staleness=self._settings.max_staleness,
+            max_ahead=self._settings.max_staleness if ahead is None else ahead,
             groups_per_step=self._settings.groups_per_step,
         )
 

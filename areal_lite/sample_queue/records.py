@@ -19,6 +19,8 @@ class LedgerSettings:
     """G."""
     total_steps: int
     """Trainer steps of the whole run, resumed ones included."""
+    max_ahead: int | None = None
+    """Batches that may be outstanding beside the one in hand; None = eta, and never more."""
     max_attempts: int = 3
     """Attempts at a prompt under `drop` before it is failed(too_slow); lost workers before failed(crashes_workers)."""
     lease_timeout_s: float = 10.0

@@ -16,16 +16,16 @@ import numpy.typing as npt
 from areal_lite.types import GIVEN, VersionSpan
 
 
-def admission_limit(version: int, *, total_steps: int, max_staleness: int, groups_per_step: int) -> int:
+def admission_limit(version: int, *, total_steps: int, max_ahead: int, groups_per_step: int) -> int:
     """Return how many groups may be outstanding at once.
 
-    `min(eta + 1, total_steps - version) * groups_per_step`: the batch in hand and eta more, but never more
+    `min(max_ahead + 1, total_steps - version) * groups_per_step`: the batch in hand and so many more, but never more
     than the remaining steps can train.
 
     Args:
         version: Completed trainer steps.
         total_steps: Trainer steps of the whole run.
-        max_staleness: eta >= 0.
+        max_ahead: Batches beside the one in hand, >= 0; eta unless the recipe asks for fewer.
         groups_per_step: Groups that one trainer step trains.
 
     Returns:
@@ -35,14 +35,14 @@ def admission_limit(version: int, *, total_steps: int, max_staleness: int, group
         arXiv 2505.24298 eq. 3, counting what is outstanding instead of everything ever submitted, so that
         filtered groups, skipped steps and resumes cannot move the bound.
 
-    >>> [admission_limit(v, total_steps=5, max_staleness=2, groups_per_step=4) for v in range(6)]
+    >>> [admission_limit(v, total_steps=5, max_ahead=2, groups_per_step=4) for v in range(6)]
     [12, 12, 12, 8, 4, 0]
     """
-    return max(0, min(max_staleness + 1, total_steps - version)) * groups_per_step
+    return max(0, min(max_ahead + 1, total_steps - version)) * groups_per_step
 
 
 def admission_capacity(
-    num_outstanding: int, *, version: int, total_steps: int, max_staleness: int, groups_per_step: int
+    num_outstanding: int, *, version: int, total_steps: int, max_ahead: int, groups_per_step: int
 ) -> int:
     """Return how many more groups may be admitted now, never negative.
 
@@ -50,15 +50,13 @@ def admission_capacity(
         num_outstanding: Admitted groups that have not ended.
         version: Completed trainer steps.
         total_steps: Trainer steps of the whole run.
-        max_staleness: eta >= 0.
+        max_ahead: Batches beside the one in hand, >= 0; eta unless the recipe asks for fewer.
         groups_per_step: Groups that one trainer step trains.
 
-    >>> admission_capacity(9, version=0, total_steps=5, max_staleness=2, groups_per_step=4)
+    >>> admission_capacity(9, version=0, total_steps=5, max_ahead=2, groups_per_step=4)
     3
     """
-    limit = admission_limit(
-        version, total_steps=total_steps, max_staleness=max_staleness, groups_per_step=groups_per_step
-    )
+    limit = admission_limit(version, total_steps=total_steps, max_ahead=max_ahead, groups_per_step=groups_per_step)
     return max(0, limit - num_outstanding)
 
 

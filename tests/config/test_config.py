@@ -190,6 +190,7 @@ def test_a_wrong_value_is_named_with_its_field(raw: dict[str, Any], field: str, 
 
 COMBINATIONS = [
     ({"queue": {"max_staleness": -1}}, ["queue.max_staleness", "-1", "0 (synchronous) or more"]),
+    ({"queue": {"max_staleness": 2, "max_ahead": 3}}, ["queue.max_ahead", "3", "at most queue.max_staleness=2"]),
     (
         {"queue": {"groups_per_step": 3, "samples_per_group": 5}, "trainer": {"minibatches": 4}},
         ["queue.groups_per_step * queue.samples_per_group", "3 * 5 = 15", "set trainer.minibatches to a divisor"],

@@ -126,6 +126,21 @@ def test_keep_holds_the_bound_at_admission_only(eta: int) -> None:
     assert report.duration_s <= 1.1 * mask.duration_s
 
 
+def test_a_short_pipeline_under_a_wide_bound_waits_little() -> None:
+    """As fast as masking at eta 1, without a token lost, and without a token over the wider bound (I1).
+
+    Seen failing with the wide bound's admission, whose tokens are older, and with the narrow bound when taking.
+    """
+    settings = make_settings(
+        max_staleness=30, max_ahead=1, on_stale="wait", groups_per_step=GROUPS_PER_STEP, total_steps=600
+    )
+    report, mask, wait = Simulation(Scenario(ledger=settings)).run(), simulate(eta=1), simulate(eta=1, on_stale="wait")
+    assert report.oldest_token_trained <= 30
+    assert (report.tokens_masked, report.counts["stale"]) == (0, 0)
+    assert 1.5 * report.duration_s < wait.duration_s
+    assert report.duration_s <= 1.1 * mask.duration_s
+
+
 def test_same_seed_same_run() -> None:
     assert simulate(eta=1, steps=50, seed=7) == simulate(eta=1, steps=50, seed=7)
 

@@ -37,7 +37,7 @@ def test_admission_capacity(num_outstanding: int, version: int, expected: int) -
     Seen failing without the taper near the end of the run (`min(eta + 1, total_steps - version)` as `eta + 1`).
     """
     capacity = staleness.admission_capacity(
-        num_outstanding, version=version, total_steps=100, max_staleness=2, groups_per_step=4
+        num_outstanding, version=version, total_steps=100, max_ahead=2, groups_per_step=4
     )
     assert capacity == expected
 
@@ -54,7 +54,7 @@ def test_admission_equals_the_cumulative_rule(eta: int, groups_per_step: int, nu
     if num_outstanding < 0:
         return
     capacity = staleness.admission_capacity(
-        num_outstanding, version=version, total_steps=1000, max_staleness=eta, groups_per_step=groups_per_step
+        num_outstanding, version=version, total_steps=1000, max_ahead=eta, groups_per_step=groups_per_step
     )
     assert (capacity > 0) == (num_admitted // groups_per_step <= version + eta)
 

@@ -308,5 +308,6 @@ class Simulation:
         assert counts["admitted"] == ended + counts["outstanding"]
         assert counts["trained"] == len(self.trained)
         steps_left = self.settings.total_steps - self.ledger.version
-        limit = min(self.settings.max_staleness + 1, steps_left) * self.settings.groups_per_step
+        ahead = self.settings.max_staleness if self.settings.max_ahead is None else self.settings.max_ahead
+        limit = min(ahead + 1, steps_left) * self.settings.groups_per_step
         assert counts["outstanding"] <= limit, "more outstanding than admission permits"
