@@ -14,9 +14,8 @@ from areal_lite.events import Event, EventBuffer
 from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.client import AsyncQueueClient
 from areal_lite.types import Prompt, Score
-from areal_lite.verify.step_tokens import decoder_of
 from areal_lite.verify.verifier_set import VerifierSet
-from areal_lite.verify.worker import VerifierWorker
+from areal_lite.verify.worker import VerifierWorker, decoder_of
 
 
 class VerifierActor:

@@ -88,9 +88,9 @@ def peers(
     time to an accuracy. TRL is installed into a folder of its own when it is first needed (2 MB). Writes
     results.json and peers.svg.
     """
-    from areal_lite.launch.bench.peers import PeersBench, bench
+    from areal_lite.launch.bench.peers import bench
 
-    return bench(PeersBench(repeats=repeats, steps=steps, accuracy=accuracy), recipe, out=out)
+    return bench(recipe, repeats=repeats, steps=steps, accuracy=accuracy, out=out)
 
 
 @bench.command()

@@ -57,14 +57,9 @@ def summarise(cases: Sequence[Case], *, wall_s: float, gauges: Mapping[str, Any]
 
 
 def _rewards(rewards: Sequence[float]) -> dict[str, Any]:
-    return {
-        "mean": fmean(rewards),
-        "min": min(rewards),
-        "max": max(rewards),
-        "ones": fmean(reward == 1 for reward in rewards),
-        "zeros": fmean(reward == 0 for reward in rewards),
-        "histogram": _histogram(rewards),
-    }
+    shares = {name: fmean(reward == value for reward in rewards) for name, value in (("ones", 1), ("zeros", 0))}
+    known = {"mean": fmean(rewards), "min": min(rewards), "max": max(rewards)}
+    return {**known, **shares, "histogram": _histogram(rewards)}
 
 
 def _histogram(values: Sequence[float]) -> list[list[float]]:

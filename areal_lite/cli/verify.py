@@ -35,12 +35,6 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _seconds(value: float | None) -> float | None:
-    if value is not None and not 0 < value < float("inf"):
-        raise typer.BadParameter(f"must be above 0, got {value:g}")
-    return value
-
-
 def _column(kind: str) -> Any:
     text = f"column with the {kind} (default: the recipe's, else the first there is of {', '.join(_COLUMNS[kind])})"
     return typer.Option(metavar="NAME", help=text)
@@ -81,7 +75,7 @@ def verify(
         int | None, typer.Option(min=1, help="processes of the verifier (of each, in a recipe)")
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(callback=_seconds, metavar="S", help="seconds a call may take (default 30)")
+        float | None, typer.Option(min=1e-3, max=1e6, metavar="S", help="seconds a call may take (default 30)")
     ] = None,
 ) -> int:
     """Try a verifier outside training.

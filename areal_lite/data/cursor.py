@@ -44,12 +44,14 @@ class PromptCursor:
         if not prompts:
             raise DataError(f"the cursor over {source!r} needs at least one prompt, got none: check the data source")
         self._prompts, self._seed = prompts, seed
+        rows = (json.dumps(dict(prompt.row), sort_keys=True, default=str) for prompt in prompts)
+        contents = (f"{prompt.text}\0{prompt.answer}\0{row}" for prompt, row in zip(prompts, rows, strict=True))
         self._curriculum = curriculum or CurriculumConfig(strength=0.0)
         self._identity = {
             "source": source,
             "seed": seed,
             "num_prompts": len(prompts),
-            "checksum": zlib.crc32("\0".join(map(_content, prompts)).encode(errors="surrogatepass")),
+            "checksum": zlib.crc32("\0".join(contents).encode(errors="surrogatepass")),
         }
         self._epoch = self._position = self._num_given = 0
         self._order = self._shuffled()
@@ -139,7 +141,3 @@ class PromptCursor:
     def _prompt(self, epoch: int, index: int) -> Prompt:
         prompt_id = f"{self._identity['source']}/{epoch}/{index}"
         return dataclasses.replace(self._prompts[index], prompt_id=prompt_id)
-
-
-def _content(prompt: Prompt) -> str:
-    return f"{prompt.text}\0{prompt.answer}\0{json.dumps(dict(prompt.row), sort_keys=True, default=str)}"

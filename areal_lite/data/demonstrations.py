@@ -4,7 +4,7 @@ Chained sums are worked out, more or less carefully; other sources bring a demon
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,16 +74,15 @@ def turn_examples(shown: Sequence[Demonstration], tokenizer: Tokenizer) -> list[
     """
     texts = [(text, item.origin) for item in shown for text in (item.prompt, *(text for _, text in item.turns))]
     ids = iter(encode_texts([text for text, _ in texts], origins=[origin for _, origin in texts], tokenizer=tokenizer))
-    return [example for item in shown for example in _turns(item, ids, end=tokenizer.eos_token_id)]
-
-
-def _turns(item: Demonstration, ids: Iterator[list[int]], *, end: int) -> Iterator[Example]:
-    context = next(ids)
-    for is_own, _ in item.turns:
-        turn = [*next(ids), end] if is_own else next(ids)
-        if is_own:
-            yield Example(context, (turn,))
-        context = context + turn
+    examples = []
+    for item in shown:
+        context = next(ids)
+        for is_own, _ in item.turns:
+            turn = next(ids) + [tokenizer.eos_token_id] * is_own
+            if is_own:
+                examples.append(Example(context, (turn,)))
+            context = context + turn
+    return examples
 
 
 def _sources(config: Config | OfflineConfig) -> Mapping[str, SourceConfig]:

@@ -43,9 +43,12 @@ def load_sources(config: Config, tokenizer: Tokenizer, split: Split) -> dict[str
 
 
 def _prompts(config: Config, source: SourceConfig, *, name: str, tokenizer: Tokenizer, split: Split) -> list[Prompt]:
-    where = config.data.place_of(name)
+    where, longest = config.data.place_of(name), source.filter.max_prompt_tokens
     limit = source.eval_size if split == "eval" else None
-    tasks = with_names(_tasks(source, split, limit, where=where), source=source, config=config)
+    tasks = in_ranges(load_tasks(source, split, where=where), source.filter.ranges, where=where)
+    if longest is None:  # it is known before tokenising which tasks remain
+        tasks = tasks[:limit]
+    tasks = with_names(tasks, source=source, config=config)
     tasks = [replace(task, prompt=_render(task, source, tokenizer, where=where)) for task in tasks]
     tokens = encode_texts(
         [task.prompt for task in tasks],
@@ -54,19 +57,18 @@ def _prompts(config: Config, source: SourceConfig, *, name: str, tokenizer: Toke
         # A chat template writes the special tokens itself; twice would be a prompt the model never saw.
         add_special_tokens=not source.chat,
     )
-    pairs = _short(list(zip(tasks, tokens, strict=True)), source.filter.max_prompt_tokens, where=where)[:limit]
+    pairs = list(zip(tasks, tokens, strict=True))
+    if longest is not None:
+        pairs = [(task, ids) for task, ids in pairs if len(ids) <= longest]
+        option = f"{where}.filter.max_prompt_tokens={longest}"
+        report_left_out(len(tasks) - len(pairs), num_rows=len(tasks), option=option)
+        pairs = pairs[:limit]
     _check_lengths(config, pairs)
     first = f"{split}/0" if not config.data.mix else f"{name}/{0 if split == 'train' else split}"
     return [
         Prompt(prompt_id=f"{first}/{index}", text=task.prompt, token_ids=tuple(ids), answer=task.answer, row=task.row)
         for index, (task, ids) in enumerate(pairs)
     ]
-
-
-def _tasks(source: SourceConfig, split: Split, limit: int | None, *, where: str) -> list[Task]:
-    tasks = in_ranges(load_tasks(source, split, where=where), source.filter.ranges, where=where)
-    # Where no length counts, it is known before tokenising which tasks remain.
-    return tasks[:limit] if source.filter.max_prompt_tokens is None else tasks
 
 
 def _render(task: Task, source: SourceConfig, tokenizer: Tokenizer, *, where: str) -> str:
@@ -84,15 +86,6 @@ def _render(task: Task, source: SourceConfig, tokenizer: Tokenizer, *, where: st
         raise
     except ValueError as error:
         raise DataError(f"{error} at {task.origin}: correct the prompt, or choose another model") from error
-
-
-def _short(pairs: list[tuple[Task, list[int]]], max_tokens: int | None, *, where: str) -> list[tuple[Task, list[int]]]:
-    if max_tokens is None:
-        return pairs
-    kept = [(task, ids) for task, ids in pairs if len(ids) <= max_tokens]
-    option = f"{where}.filter.max_prompt_tokens={max_tokens}"
-    report_left_out(len(pairs) - len(kept), num_rows=len(pairs), option=option)
-    return kept
 
 
 def _check_lengths(config: Config, pairs: Sequence[tuple[Task, Sequence[int]]]) -> None:

@@ -37,12 +37,7 @@ class Task:
 
 
 def make_task(
-    row: Mapping[str, Any],
-    *,
-    origin: str,
-    prompt_column: str,
-    answer_column: str,
-    demonstration: Any = None,
+    row: Mapping[str, Any], *, origin: str, prompt_column: str, answer_column: str, demonstration: Any = None
 ) -> Task:
     """Take a row of a file apart.
 

@@ -22,11 +22,7 @@ def is_whole_chat(value: Any) -> bool:
 
 
 def split_pair(chosen: Any, rejected: Any) -> tuple[list[Any], list[Any], list[Any]]:
-    """Take two whole chats apart: the messages that both begin with, then what follows in each.
-
-    Raises:
-        ValueError: One is no chat, they do not begin alike, or one is the beginning of the other.
-    """
+    """Take two whole chats apart: the messages both begin with, then the rest of each; a `ValueError` if it is none."""
     chosen, rejected = _messages(chosen, role="assistant"), _messages(rejected, role="assistant")
     pairs = zip(chosen, rejected, strict=False)
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -43,9 +43,6 @@ class PrometheusPage:
 
     def _gauge(self, metric: Metric, *labels: str) -> Gauge:
         if metric.name not in self._gauges:
-            name, about = (
-                f"areal_lite_{metric.name}",
-                f"{metric.about} ({metric.unit})" if metric.unit else metric.about,
-            )
-            self._gauges[metric.name] = Gauge(name, about, labels, registry=self._registry)
+            about = f"{metric.about} ({metric.unit})" if metric.unit else metric.about
+            self._gauges[metric.name] = Gauge(f"areal_lite_{metric.name}", about, labels, registry=self._registry)
         return self._gauges[metric.name]

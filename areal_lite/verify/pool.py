@@ -75,11 +75,7 @@ class VerifierPool:
         """Seconds of the last calls, without waiting."""
 
     async def start(self) -> None:
-        """Start serving; returns once the first process has loaded the function, the others follow.
-
-        Raises:
-            VerifierError: The function cannot be found, imported or prepared; the message holds the error.
-        """
+        """Start serving; returns once one process has loaded the function, or raises a `VerifierError` with why not."""
         try:
             # Looked up once, here: a process that is replaced must not pay for it.
             function = ":".join(split_name(self._settings.function, kind="verifier"))

@@ -58,11 +58,7 @@ class VerifierProcess:
         """Whether it should get no more jobs: it has ended, or memory is short there."""
 
     async def start(self, *, timeout_s: float) -> None:
-        """Start the process, and wait until it has loaded the function.
-
-        Raises:
-            VerifierError: It cannot be started, or the function not be loaded in time, or loading ends the process.
-        """
+        """Start the process, and wait until it has loaded the function; a `VerifierError` where it has not, and why."""
         adopt_orphans()
         function = self._settings.function
         options = json.dumps(self._settings.model_dump(include={"arguments", "memory_mb"}), default=str)

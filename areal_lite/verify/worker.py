@@ -1,8 +1,11 @@
 """The verifier worker: leases the generated groups it has room for, has several scored at a time, reports scores."""
 
 import asyncio
+import bisect
+import functools
 import logging
 import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from areal_lite.errors import QueueTimeout
@@ -10,7 +13,6 @@ from areal_lite.events import EventBuffer
 from areal_lite.leases import LeaseWorker
 from areal_lite.types import Group, Lease, Sample, Score, StepReward
 from areal_lite.verify.protocol import Reply
-from areal_lite.verify.step_tokens import Decode, token_of
 from areal_lite.verify.verifier_set import VerifierSet
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LEASE_WAIT_S = 5.0
+
+Decode = Callable[[Sequence[int]], str]
 
 
 class VerifierWorker(LeaseWorker):
@@ -106,3 +110,39 @@ def score_of(reply: Reply, sample: Sample, decode: Decode) -> Score:
         metrics=dict(reply.metrics),
         feedback=reply.feedback,
     )
+
+
+def token_of(end_character: int, token_ids: Sequence[int], decode: Decode) -> int:
+    """Return the first token, 0..T-1, with which the text's first `end_character` characters, from 1, are there.
+
+    A prefix counts once it spells these characters as the whole does: a character whose bytes are spread over several
+    tokens is complete with the last of them. Special tokens that are left out of the text spell nothing, so a step
+    never ends at one behind it.
+
+    Args:
+        token_ids: [T] of the whole completion.
+        decode: Turns token ids into text; prefixes of ids must yield prefixes of text, but for a broken last character.
+
+    Example:
+        >>> token_of(3, [72, 101, 121, 33], lambda ids: "".join(map(chr, ids)))
+        2
+    """
+    wanted = decode(token_ids)[:end_character]
+    prefixes = range(1, len(token_ids))
+    return bisect.bisect_left(prefixes, True, key=lambda n: decode(token_ids[:n])[:end_character] == wanted)
+
+
+def decoder_of(model_folder: str) -> Decode:
+    """Return a function that decodes as samples are decoded; it loads the tokenizer when it is first called."""
+
+    @functools.cache
+    def tokenizer() -> "object":
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(model_folder)
+
+    def decode(token_ids: Sequence[int]) -> str:
+        text: str = tokenizer().decode(list(token_ids), skip_special_tokens=True)  # type: ignore[attr-defined]
+        return text
+
+    return decode

@@ -99,11 +99,7 @@ def thread_settings(mode: Mode, *, cores: int) -> list[Threads]:
 
 
 def search_runs(recipe: str, modes: Iterable[str], *, cores: int, extra: Sequence[str]) -> list[ModeRun]:
-    """Return one short run for each mode and thread setting, of a quarter of the steps and a seed of its own.
-
-    Raises:
-        ConfigError: Some recipe is wrong, or not for a CPU.
-    """
+    """Return a short run for each mode and thread setting, with a seed of its own; a `ConfigError` if not for a CPU."""
     tried = [(mode, threads) for mode in modes for threads in thread_settings(MODES[mode], cores=cores)]
     return _runs(recipe, [(None, setting) for setting in tried], extra=extra)
 

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from areal_lite.config.recipe import Config
-from areal_lite.types import Float32, Row, Shard
+from areal_lite.types import Row, Shard
 
 
 @dataclass(kw_only=True)
@@ -50,7 +50,8 @@ class PaddedLoop:
 
     def train_step(self, shard: Shard, *, rows_per_pass: int) -> tuple[int, float]:
         """Train one batch; return its completion tokens and the mean norm of its updates' gradients."""
-        advantages = _advantages(shard.rewards)
+        rewards = torch.tensor(shard.rewards)
+        advantages = (rewards - rewards.mean(dim=1, keepdim=True)) / (rewards.std(dim=1, keepdim=True) + 1e-6)
         minibatches = [
             list(_micro_batches([row for row in shard.rows if row.minibatch == number], advantages, rows_per_pass))
             for number in range(self._config.trainer.minibatches)
@@ -88,11 +89,6 @@ class PaddedLoop:
         logits = self.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
         logprobs = torch.log_softmax(logits[:, :-1] / self._config.rollout.temperature, dim=-1)
         return logprobs.gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1)
-
-
-def _advantages(rewards_NG: Float32) -> Tensor:
-    rewards = torch.tensor(rewards_NG)
-    return (rewards - rewards.mean(dim=1, keepdim=True)) / (rewards.std(dim=1, keepdim=True) + 1e-6)
 
 
 def _micro_batches(rows: Sequence[Row], advantages: Tensor, rows_per_pass: int) -> Iterator[_Batch]:

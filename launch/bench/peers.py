@@ -10,7 +10,6 @@ import shutil
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -54,57 +53,56 @@ _SAME_LOSS: dict[str, Any] = {
 """What a recipe must say, beside the default objective, for TRL to do the same."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PeersBench:
-    """Settings of the bench."""
-
-    repeats: int = 2
-    """Runs of each side, each with a seed of its own."""
-    steps: int = 120
-    accuracy: float = 0.75
-    """Greedy, on held-out problems: the one whose time is taken."""
-    every: int = 10
-    """Steps between two measurements of the held-out accuracy."""
-    search_steps: int = 20
-    """Of the short runs that choose threads and micro-batches."""
+_EVERY = 10
+"""Steps between two measurements of the held-out accuracy."""
+_SEARCH_STEPS = 20
+"""Of the short runs that choose threads and micro-batches."""
 
 
-def bench(settings: PeersBench, recipe: str, *, out: Path) -> int:
-    """Search each side's fastest setting, then let the sides take turns."""
+def bench(recipe: str, *, repeats: int, steps: int, accuracy: float, out: Path) -> int:
+    """Search each side's fastest setting, then let the sides take turns until a greedy accuracy, and beyond."""
     config, out, console = planned_config(recipe, "recipe", []), out.resolve(), Console()
     check_comparable(config)
     runs = _Runs(recipe, config, out=out, console=console)
-    chosen = {side: _fastest(side, settings, runs, console) for side in SIDES}
+    chosen = {side: _fastest(side, runs, console) for side in SIDES}
     done = dict.fromkeys(SIDES, 0)
 
     def measure(side: str) -> Learning:
-        repeat, done[side] = done[side], done[side] + 1
-        say(console, f"repeat {repeat + 1} of {settings.repeats}: {side}")
-        return runs.run(side, chosen[side], steps=settings.steps, every=settings.every, repeat=repeat)
+        number, done[side] = done[side], done[side] + 1
+        say(console, f"repeat {number + 1} of {repeats}: {side}")
+        return runs.run(side, chosen[side], steps=steps, every=_EVERY, repeat=number)
 
-    measured = in_turns(SIDES, repeats=settings.repeats, measure=measure)
-    rows = summarise(measured, accuracy=settings.accuracy, samples_per_step=config.samples_per_step)
+    measured = in_turns(SIDES, repeats=repeats, measure=measure)
+    rows = summarise(measured, accuracy=accuracy, samples_per_step=config.samples_per_step)
     code = finish(
         "peers",
-        title=f"{Path(recipe).stem}: ours and TRL, time to a held-out accuracy of {settings.accuracy}",
-        settings=asdict(settings)
-        | {"recipe": recipe, "chosen": {side: str(setting) for side, setting in chosen.items()}, "trl": PINS},
+        title=f"{Path(recipe).stem}: ours and TRL, time to a held-out accuracy of {accuracy}",
+        settings={
+            "recipe": recipe,
+            "repeats": repeats,
+            "steps": steps,
+            "accuracy": accuracy,
+            "every": _EVERY,
+            "search_steps": _SEARCH_STEPS,
+            "chosen": {side: str(setting) for side, setting in chosen.items()},
+            "trl": PINS,
+        },
         rows=rows,
-        targets=targets(rows, accuracy=settings.accuracy),
+        targets=targets(rows, accuracy=accuracy),
         out=out,
         console=console,
     )
-    draw_peers(rows, accuracy=settings.accuracy, path=out / "peers.svg")
+    draw_peers(rows, accuracy=accuracy, path=out / "peers.svg")
     return code
 
 
-def _fastest(side: str, settings: PeersBench, runs: Any, console: Console) -> Any:
+def _fastest(side: str, runs: Any, console: Console) -> Any:
     """Return the fastest of a side's settings: of a split of threads, or of TRL's micro-batches."""
     samples = runs.config.samples_per_step
     tried = micro_batches(samples) if side == "trl" else thread_settings(side, cores=runs.cores)
     rates = {}
     for setting in tried if len(tried) > 1 else []:
-        run = runs.run(side, setting, steps=settings.search_steps, every=0, repeat=None)
+        run = runs.run(side, setting, steps=_SEARCH_STEPS, every=0, repeat=None)
         rates[setting] = samples_per_s(run.seconds, samples_per_step=samples)
         say(console, f"search: {side} with {setting}: {rates[setting]:.0f} samples/s")
     return max(rates, key=rates.__getitem__) if rates else tried[0]

@@ -101,11 +101,7 @@ def load_plan(plan: str) -> Plan:
 
 
 def planned_runs(plan: Plan, *, extra: Iterable[str] = ()) -> list[PlannedRun]:
-    """Return the runs of a plan in order, every recipe checked; the overrides in `extra` win.
-
-    Raises:
-        ConfigError: Some recipe is wrong, or a name cannot be a folder's.
-    """
+    """Return the runs of a plan in order, the overrides in `extra` win; a `ConfigError` for a wrong recipe or name."""
     extras = dict(map(parse_override, extra))
     runs: dict[str, PlannedRun] = {}
     for name, overrides in _combinations(plan):

@@ -168,7 +168,7 @@ class _Peer:
         self._server.close()
 
     async def work(self, case: Case, meeting: Any, num_clients: int) -> None:
-        work, _ = _carrier(case.contender)
+        work = {"ray": _ray_work, "zeromq": _raw_work}.get(case.contender, _queue_work)
         name = ray.get_runtime_context().get_actor_id()
         clients = work(meeting, name, num_clients, _make_samples(case.tokens))
         self._work = asyncio.gather(asyncio.Event().wait(), *clients)
@@ -182,7 +182,7 @@ class _Peer:
         self._work.cancel()
 
     async def train(self, case: Case, meeting: Any) -> float:
-        _, batches = _carrier(case.contender)
+        batches = {"ray": _ray_batches, "zeromq": _raw_batches}.get(case.contender, _queue_batches)
         num_groups, started, begins = 0, 0.0, time.monotonic() + self._settings.warm_s
         async with aclosing(batches(meeting, self._settings.groups_per_step)) as sizes:
             async for size in sizes:
@@ -194,13 +194,6 @@ class _Peer:
                 if started and now - started > self._settings.measured_s:
                     break
         return num_groups / (now - started)
-
-
-def _carrier(contender: str) -> tuple[Any, Any]:
-    """Return what its clients do, and what its trainer gets."""
-    return {"ray": (_ray_work, _ray_batches), "zeromq": (_raw_work, _raw_batches)}.get(
-        contender, (_queue_work, _queue_batches)
-    )
 
 
 def _make_samples(tokens: int) -> list[Sample]:

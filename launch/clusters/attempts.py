@@ -134,7 +134,8 @@ def driver_script(job: Job, *, attempt: int, address: str | None, env: Mapping[s
     given = {word.partition("=")[0] for word in overrides}
     ours = {"run.env": json.dumps(profile.env) if profile.env else None}
     if profile.nodes > 1:
-        ours |= {"run.network": profile.network, "run.ports": _run_ports(job)}
+        ports = profile.port_range  # the first half is Ray's
+        ours |= {"run.network": profile.network, "run.ports": f"{ports[len(ports) // 2]}-{ports[-1]}"}
     folder = job.run_folder
     if folder is not None and attempt > 1 and whole_checkpoints(folder / "checkpoints"):
         words = [word for word in words if not word.startswith(("run.dir=", "run.resume=", "run.resume_from="))]
@@ -156,7 +157,7 @@ def driver_script(job: Job, *, attempt: int, address: str | None, env: Mapping[s
 
 def supervise(job: Job) -> int:
     """Run a job to its end and return the exit code, which is 0 only when the command has done all."""
-    config = _launch_config(job)
+    config = load_any_config(*recipe_of(job.words)[1:]).launch if job.run_folder is not None else LaunchConfig()
     record, asked = _reopened(job), _Asked()
     (job.files / "pid").write_text(f"{os.getpid()}\n")
     with asked:
@@ -316,17 +317,6 @@ def _reopened(job: Job) -> Attempts:
             one.code, one.cause, one.step = INTERRUPTED, "killed with its supervisor", last_step(job.run_folder)
             one.ended = max(one.began, (job.files / "attempts.json").stat().st_mtime)
     return record
-
-
-def _launch_config(job: Job) -> LaunchConfig:
-    _, recipe, overrides = recipe_of(job.words)
-    return load_any_config(recipe, overrides).launch if job.run_folder is not None else LaunchConfig()
-
-
-def _run_ports(job: Job) -> str:
-    """Return the half of the ports that Ray leaves to the run."""
-    ports = job.profile.port_range
-    return f"{ports[len(ports) // 2]}-{ports[-1]}"
 
 
 def last_step(folder: Path | None) -> int:

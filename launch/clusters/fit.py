@@ -35,11 +35,7 @@ def recipe_of(words: list[str]) -> tuple[str, str, list[str]]:
 
 
 def problems(job: Job) -> Iterator[str]:
-    """Yield a sentence (expected, got, what to do) for everything that cannot run on the job's cluster.
-
-    Raises:
-        ConfigError: The command or its recipe is wrong by itself.
-    """
+    """Yield a sentence on each thing that cannot run on the job's cluster; a `ConfigError` if the recipe is wrong."""
     command, recipe, overrides = recipe_of(job.words)
     named = {word: key for key, word in COMMANDS.items()}.get(command, "train")
     config = load_any_config(recipe, overrides, command=named)

@@ -25,18 +25,12 @@ def wait_for_nodes(nodes: int, timeout_s: float, *, alive: Callable[[], int]) ->
         time.sleep(_POLL_S)
 
 
-def _alive() -> int:
-    import ray
-
-    return sum(node["Alive"] for node in ray.nodes())
-
-
 def _main(nodes: str, timeout_s: str, *command: str) -> None:
     import ray
 
     try:
         ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-        wait_for_nodes(int(nodes), float(timeout_s), alive=_alive)
+        wait_for_nodes(int(nodes), float(timeout_s), alive=lambda: sum(node["Alive"] for node in ray.nodes()))
         ray.shutdown()
     except (ArealLiteError, ConnectionError, RuntimeError) as error:
         sys.exit(f"{type(error).__name__}: {error}")

@@ -28,12 +28,9 @@ class _Plain(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
-    def represent_text(self, text: str) -> yaml.ScalarNode:
-        """Write a text of several lines as a block."""
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
-
-_Plain.add_representer(str, _Plain.represent_text)
+_TEXT = "tag:yaml.org,2002:str"
+_Plain.add_representer(str, lambda made, text: made.represent_scalar(_TEXT, text, style="|" if "\n" in text else None))
 
 
 class Kubernetes(Kind):

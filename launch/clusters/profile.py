@@ -128,11 +128,7 @@ class Profile(Section):
 
 
 def load_profile(path: str | None) -> Profile:
-    """Read a profile; without a path, one machine.
-
-    Raises:
-        ConfigError: It is missing or unreadable, a key is unknown, or a value or combination impossible.
-    """
+    """Read a profile; without a path, one machine. A `ConfigError` where it is missing, unreadable or impossible."""
     if path is None:
         return Profile()
     if not Path(path).is_file():

@@ -46,7 +46,7 @@ class RayNodes:
         self._wait([head], deadline, should_stop, note)
         if should_stop():
             return
-        self.host = _first(_ADDRESS, self.processes[head].said())
+        (self.host,) = _ADDRESS.findall(self.processes[head].said())[:1] or [""]
         self.address = f"{self.host}:{self._ports(0)[0]}"
         for index, node in enumerate(workers, 1):
             self._start(node, index)
@@ -140,8 +140,3 @@ def start_script(job: Job, *, ports: range, head: str, peer: str | None, env: Ma
     text = script(job, start, {**env, **own})
     say = f'address=$({inside} -c {shlex.quote(look_up)}) || exit 1\necho "areal-lite address $address"\n'
     return text.replace('echo "areal-lite pid', say + 'echo "areal-lite pid')
-
-
-def _first(pattern: re.Pattern[str], text: str) -> str:
-    found = pattern.search(text)
-    return found[1] if found else ""

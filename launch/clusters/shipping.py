@@ -32,11 +32,7 @@ def shipped(job: Job, source: str) -> tuple[Job, dict[str, str]]:
 
 
 def entrypoint(source: str) -> str:
-    """Return plain words that start the job: KubeRay pastes them into a shell line of its own, `ray job` into another.
-
-    Args:
-        source: Where the shipped files lie when it is called.
-    """
+    """Return plain words that start the job from files in `source`: KubeRay and Ray paste them into a shell line."""
     return f"bash {source}/{_START}"
 
 

@@ -56,11 +56,7 @@ class Slurm(Kind):
         return done.stdout.strip().partition(";")[0]  # behind it, the cluster's name where there are several
 
     def status(self, job: Job) -> Status:
-        """Ask the controller; once it has forgotten the job, the accounts, and then the job's own record.
-
-        Raises:
-            ConfigError: It does not answer.
-        """
+        """Ask the controller (`ConfigError` if it is silent); of a job it has forgotten accounts, then the record."""
         shown = ask("scontrol", "show", "job", job.id, "--oneliner")
         if shown.returncode == 0:
             facts = dict(word.partition("=")[::2] for word in shown.stdout.split())

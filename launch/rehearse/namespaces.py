@@ -134,16 +134,10 @@ class Node:
         """Pull the cable: packets are lost both ways, connections stay open."""
         _run_in(self._switch, f"ip link set dev {self.name} down")
 
-    def slow(self, *, rate_mbit: float | None = None, delay_ms: float | None = None) -> None:
-        """Limit the link's rate, or delay its packets, both ways, until `mend`; a delay needs the kernel's netem.
-
-        Raises:
-            ConfigError: The kernel cannot.
-        """
-        assert (rate_mbit is None) != (delay_ms is None), "one of the two"
-        how = f"tbf rate {rate_mbit}mbit burst 64kb latency 400ms" if rate_mbit else f"netem delay {delay_ms}ms"
+    def slow(self, *, rate_mbit: float) -> None:
+        """Limit the link's rate both ways, until `mend`; a `ConfigError` where the kernel cannot."""
         for pid, device in self._ends():
-            _run_in(pid, f"tc qdisc replace dev {device} root {how}")
+            _run_in(pid, f"tc qdisc replace dev {device} root tbf rate {rate_mbit}mbit burst 64kb latency 400ms")
 
     def mend(self) -> None:
         """Undo `cut` and `slow`."""

@@ -107,16 +107,12 @@ def _cause_trouble(faults: Sequence[Fault], node: Node, job: Job, ended: threadi
         getattr(node, fault.how)()
         _write_shell(job, node)
         _say(f"{node.name} ({node.address}) lost its {'power' if fault.how == 'kill' else 'link'}")
-        while len(ends := _ends(job)) <= number or ends[number] is None:
+        while len(ends := Attempts.read(job).attempts) <= number or ends[number].code is None:
             if ended.wait(_POLL_S):
                 return
         node.boot() if fault.how == "kill" else node.mend()
         _write_shell(job, node)
         _say(f"{node.name} is whole again")
-
-
-def _ends(job: Job) -> list[int | None]:
-    return [attempt.code for attempt in Attempts.read(job).attempts]
 
 
 def _say(text: str) -> None:

@@ -67,11 +67,7 @@ class Slurm:
         return self.nodes[0].command(argv, cwd=cwd, env={"SLURM_CONF": str(self.folder / "slurm.conf")})
 
     def ask(self, *argv: str) -> str:
-        """Return what a command of Slurm says.
-
-        Raises:
-            subprocess.CalledProcessError: It failed.
-        """
+        """Return what a command of Slurm says; a `subprocess.CalledProcessError` where it failed."""
         done = subprocess.run(
             self.command(argv), check=True, stdout=subprocess.PIPE, text=True, timeout=_COMMAND_TIMEOUT_S
         )

@@ -5,8 +5,7 @@ import pytest
 
 from areal_lite.types import Sample, Score, StepReward, StopReason, VersionSpan
 from areal_lite.verify.protocol import Reply, failed
-from areal_lite.verify.step_tokens import token_of
-from areal_lite.verify.worker import score_of
+from areal_lite.verify.worker import score_of, token_of
 
 BYTES = [b"7", b"+", b"5", b"=", "é".encode()[:1], "é".encode()[1:], b" ok", b"!"]
 EOS = len(BYTES)
