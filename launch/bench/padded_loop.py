@@ -7,7 +7,6 @@ Shape letters: `B` rows and `S` padded columns of a micro-batch, `V` vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,19 +17,9 @@ from transformers import AutoModelForCausalLM
 from areal_lite.config.recipe import Config
 from areal_lite.types import Row, Shard
 
-
-@dataclass(kw_only=True)
-class _Batch:
-    """A micro-batch: two inputs of [B, S], and [B, S - 1] with a place for each token but the first."""
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    mask: Tensor
-    """1.0 at completion tokens."""
-    behaviour: Tensor
-    advantages: Tensor
-    """[B, 1]."""
-    proximal: Tensor | None = None
+_Batch = dict[str, Tensor]
+"""A micro-batch: `input_ids` and `attention_mask` [B, S]; with a place for each token but the first, [B, S - 1], `mask`
+(1.0 at completion tokens), `behaviour` and, where it was computed, `proximal`; and `advantages` [B, 1]."""
 
 
 class PaddedLoop:
@@ -59,12 +48,12 @@ class PaddedLoop:
         if self._config.objective.proximal == "recompute":
             with torch.no_grad():
                 for batch in (batch for minibatch in minibatches for batch in minibatch):
-                    batch.proximal = self._logprobs(batch)
+                    batch["proximal"] = self._logprobs(batch)
         norms = [self._update(minibatch) for minibatch in minibatches]
         return sum(row.sample.num_tokens for row in shard.rows), sum(norms) / len(norms)
 
     def _update(self, minibatch: Sequence[_Batch]) -> float:
-        num_tokens = sum(float(batch.mask.sum()) for batch in minibatch)
+        num_tokens = sum(float(batch["mask"].sum()) for batch in minibatch)
         for batch in minibatch:
             (self._loss(batch) / num_tokens).backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.trainer.max_grad_norm)
@@ -73,28 +62,27 @@ class PaddedLoop:
         return float(norm)
 
     def _loss(self, batch: _Batch) -> Tensor:
-        objective, current = self._config.objective, self._logprobs(batch)
-        if objective.proximal == "behaviour":
-            batch.proximal = batch.behaviour
-        proximal = current.detach() if batch.proximal is None else batch.proximal
+        objective, current, advantages = self._config.objective, self._logprobs(batch), batch["advantages"]
+        proximal = batch["behaviour"] if objective.proximal == "behaviour" else batch.get("proximal", current.detach())
         ratio = torch.exp(current - proximal)
         low = 0.0 if objective.clip_low is None else 1 - objective.clip_low
         high = torch.inf if objective.clip_high is None else 1 + objective.clip_high
-        surrogate = torch.min(ratio * batch.advantages, ratio.clamp(low, high) * batch.advantages)
-        weight = torch.exp(proximal - batch.behaviour)
+        surrogate = torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
+        weight = torch.exp(proximal - batch["behaviour"])
         weight = torch.where(weight <= objective.behaviour_weight_cap, weight, 0.0)
-        return -(weight * surrogate * batch.mask).sum()
+        return -(weight * surrogate * batch["mask"]).sum()
 
     def _logprobs(self, batch: _Batch) -> Tensor:
-        logits = self.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        logits = self.model(**inputs, use_cache=False).logits
         logprobs = torch.log_softmax(logits[:, :-1] / self._config.rollout.temperature, dim=-1)
-        return logprobs.gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1)
+        return logprobs.gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
 
 
 def _micro_batches(rows: Sequence[Row], advantages: Tensor, rows_per_pass: int) -> Iterator[_Batch]:
     for start in range(0, len(rows), rows_per_pass):
         chosen = [_tensors(row, advantages) for row in rows[start : start + rows_per_pass]]
-        yield _Batch(**{name: pad_sequence([one[name] for one in chosen], batch_first=True) for name in chosen[0]})
+        yield {name: pad_sequence([one[name] for one in chosen], batch_first=True) for name in chosen[0]}
 
 
 def _tensors(row: Row, advantages: Tensor) -> dict[str, Tensor]:

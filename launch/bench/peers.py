@@ -295,11 +295,7 @@ def samples_per_s(seconds: Sequence[float], *, samples_per_step: int) -> float:
 
 
 def reached(accuracies: Mapping[int, float], accuracy: float) -> float | None:
-    """Return the steps after which an accuracy was first reached, linear between two measurements; None if never.
-
-    >>> reached({0: 0.25, 10: 0.5, 20: 1.0}, 0.75), reached({0: 0.2, 10: 0.6}, 0.7), reached({0: 0.8}, 0.7)
-    (15.0, None, 0.0)
-    """
+    """Return the steps after which an accuracy was first reached, linear between two measurements; None if never."""
     points = sorted(accuracies.items())
     if points and points[0][1] >= accuracy:
         return float(points[0][0])
@@ -310,11 +306,7 @@ def reached(accuracies: Mapping[int, float], accuracy: float) -> float | None:
 
 
 def seconds_at(seconds: Sequence[float], steps: float) -> float:
-    """Return the time at which so many steps were done, linear between two.
-
-    >>> seconds_at([4.0, 5.0], 1.5), seconds_at([4.0, 5.0], 0.5), seconds_at([4.0, 5.0], 2)
-    (4.5, 2.0, 5.0)
-    """
+    """Return the time at which so many steps were done, linear between two."""
     return float(np.interp(steps, range(len(seconds) + 1), [0.0, *seconds]))
 
 

@@ -138,8 +138,8 @@ def test_a_slow_link_is_slow_until_it_is_mended(nodes):
 
 @pytest.mark.cluster
 def test_a_kernel_that_cannot_limit_says_so(nodes):
-    with pytest.raises(ConfigError, match=r"tc qdisc .*tbf rate -1mbit .*` must work on this kernel, got: .+"):
-        nodes[0].slow(rate_mbit=-1)
+    with pytest.raises(ConfigError, match=r"tc qdisc .*tbf rate nombit .*` must work on this kernel, got: .+"):
+        nodes[0].slow(rate_mbit="no")
 
 
 @pytest.mark.cluster
