@@ -1,5 +1,6 @@
 """The verifier `math`: its table of tricky pairs, the real GSM8K files, and what is an error instead of a 0."""
 
+import importlib
 import json
 import os
 import time
@@ -10,13 +11,16 @@ from typing import Any
 
 import pytest
 from pages import tables
-from places import DOCS
+from places import DOCS, ROOT
 
 from areal_lite.errors import VerifierError
 from areal_lite.verify.builtin.final_answer import final_answer
 from areal_lite.verify.builtin.math import MathArguments, math
+from areal_lite.verify.builtin.numeric import NumericArguments, numeric
+from areal_lite.verify.builtin.text import ChoiceArguments, multiple_choice
 from areal_lite.verify.protocol import prepare_verifier
 
+math_module = importlib.import_module("areal_lite.verify.builtin.math")
 SIX = MathArguments(decimals=6)
 PAIRS: list[dict[str, Any]] = json.loads((DOCS / "math-verifier.json").read_text())["pairs"]
 
@@ -28,7 +32,7 @@ def table() -> ModuleType:
 
 
 def test_every_pair_scores_as_the_page_says(table: ModuleType) -> None:
-    """Seen failing with `allow_set_relation_comp` left out, and with thin spaces left in numbers."""
+    """Seen failing without `allow_set_relation_comp`, with thin spaces left in numbers, and without times of day."""
     wrong = [pair for pair in PAIRS if table.scored(pair) != pair]
     assert wrong == []
 
@@ -64,7 +68,10 @@ def test_a_disagreement_shows_in_the_table(table: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("text", "answer", "mark"),
     [
-        (r"\boxed{1} or \boxed{\frac{2}{3}}", r"\frac{2}{3}", "boxed"),
+        (r"\boxed{1} so \boxed{\frac{2}{3}}", r"\frac{2}{3}", "boxed"),
+        (r"\boxed{3}. $\boxed{1}$, or\text{ and }\boxed{2}", "2", "boxed"),
+        (r"\boxed{3}. $\boxed{1}$, \boxed{4}\text{ and }\fbox{2}", "1, 4, 2", "boxed"),
+        (r"\boxed{1}, \boxed{1}", "1", "boxed"),
         (r"\boxed{\{1\}} #### 7", r"\{1\}", "boxed"),
         (r"\boxed{1} and \boxed{2", "1", "boxed"),
         ("#### 7\nso the answer is 8", "7\nso the answer is 8", "####"),
@@ -75,7 +82,7 @@ def test_a_disagreement_shows_in_the_table(table: ModuleType) -> None:
     ],
 )
 def test_the_final_answer_is_found_by_its_mark(text: str, answer: str, mark: str) -> None:
-    """Seen failing with the first box taken, and with a box that never closes taken to the end."""
+    """Seen failing with the first box taken, with a box that never closes taken to the end, and without lists."""
     assert final_answer(text) == (answer, mark)
 
 
@@ -85,6 +92,28 @@ def test_a_reference_with_nothing_to_compare_is_an_error() -> None:
         math("", r"\boxed{5}", "", SIX)
     with pytest.raises(ValueError, match="nan or zoo"):
         math("", r"\boxed{5}", r"\frac{1}{0}", SIX)
+
+
+@pytest.mark.parametrize(("completion", "score"), [("<think>\\boxed{1}</think> \\boxed{2}", 1), ("\\boxed{2}", 0)])
+def test_only_what_stands_behind_the_thought_counts(completion: str, score: float) -> None:
+    """Seen failing with all of it read, and with a thought that never ended read."""
+    assert math("", completion, "2", MathArguments(behind="</think>")) == score
+    assert numeric("", completion, "2", NumericArguments(behind="</think>")) == score
+    letters = completion.replace("2", "B").replace("1", "A")
+    assert multiple_choice("", letters, "B", ChoiceArguments(behind="</think>")) == score
+    assert math("", completion.replace("</think> \\boxed{2}", ""), "1", MathArguments(behind="</think>")) == 0
+
+
+def test_a_grammar_of_another_version_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 4.9.3, which hydra brings, `50%` is no half any more. Seen failing without the look at the version.
+
+    `doctor` compares what is installed with the project's requirements, so the version must stand there.
+    """
+    assert f'"antlr4-python3-runtime=={math_module._ANTLR}"' in (ROOT / "pyproject.toml").read_text()
+    monkeypatch.setattr(math_module, "_library", math_module._library.__wrapped__)
+    monkeypatch.setattr(math_module, "version", lambda package: "4.9.3")
+    with pytest.raises(VerifierError, match=r"needs antlr4-python3-runtime==4\.\d+\.\d+, got 4\.9\.3"):
+        prepare_verifier(math, {})
 
 
 def test_an_error_of_the_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,10 @@ def test_an_answer_that_is_no_pattern_is_an_error_not_a_0() -> None:
         ("(A) is too small, (B) too large, so (C)", "C"),
         ("The answer is C. (A) is too small.", "C"),
         (r"The answer is A. \boxed{D}", "D"),
+        (r"\fbox{B}", "B"),
+        ("A is correct here", "A"),
+        ("C is the correct option", "C"),
+        ("A is incorrect. **D** is the right choice, B is not correct", "D"),
         ("A warm day.", None),
         ("the answer is a number", None),
         ("the answer is Birmingham", None),
@@ -137,7 +141,10 @@ def test_an_answer_that_is_no_pattern_is_an_error_not_a_0() -> None:
     ],
 )
 def test_the_choice_that_is_stated_last_counts(completion: str, letter: str | None) -> None:
-    """Of four choices. Seen failing with mentions put on a par with statements, and with the first one taken."""
+    """Of four choices.
+
+    Seen failing with mentions put on a par with statements, with the first one taken, and without "is correct".
+    """
     scores = {choice: multiple_choice("p", completion, choice, ChoiceArguments(choices=4)) for choice in "ABCD"}
     assert scores == {choice: float(choice == letter) for choice in "ABCD"}
 

@@ -3,8 +3,28 @@ r"""Where a worked solution says its answer: in the last `\boxed{}`, behind `###
 import re
 from typing import NamedTuple
 
+from pydantic import Field
+
+from areal_lite.config.section import Arguments
+
 _ANSWER_IS = re.compile(r"\banswer\b\W{0,4}(?:(?:is|are|as|equals)\b|:|=)\s*:?", re.IGNORECASE)
-_BOX = re.compile(r"\\f?boxed\s*\{")
+_BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
+_BETWEEN = re.compile(r"[\s${}]|\\(?:text|quad|[()\[\],;: ])")
+"""What may stand beside the word or sign that makes two boxes one list."""
+
+
+class AnswerArguments(Arguments):
+    """Of verifiers that look for a final answer."""
+
+    behind: str | None = Field(None, min_length=1)
+    """of a completion only what stands behind the last of these counts, such as </think>; without one it scores 0"""
+
+    def said_in(self, completion: str) -> str:
+        """Return what counts of a completion."""
+        if self.behind is None:
+            return completion
+        _, mark, rest = completion.rpartition(self.behind)
+        return rest if mark else ""
 
 
 class FinalAnswer(NamedTuple):
@@ -19,8 +39,8 @@ class FinalAnswer(NamedTuple):
 def final_answer(text: str) -> FinalAnswer:
     r"""Find what a worked solution says its answer is.
 
-    A box goes before `####`, and that before words; of several of a kind the last one wins. A box that never closes
-    is no box.
+    A box goes before `####`, and that before words; of several of a kind the last one wins, but boxes that a comma,
+    "and" or "or" joins are one answer. A box that never closes is no box.
 
     Example:
         >>> final_answer("so $x=\\boxed{\\frac{1}{2}}$ in all.")
@@ -28,8 +48,8 @@ def final_answer(text: str) -> FinalAnswer:
         >>> final_answer("7+5=12\n#### 12").text, final_answer("The answer is 12. I am sure.").text
         ('12', '12')
     """
-    if (boxed := _last_box(text)) is not None:
-        return FinalAnswer(boxed, "boxed")
+    if boxes := _last_boxes(text):
+        return FinalAnswer(", ".join(dict.fromkeys(boxes)), "boxed")
     if "####" in text:
         return FinalAnswer(_tidy(text.rpartition("####")[2]), "####")
     if statements := list(_ANSWER_IS.finditer(text)):
@@ -37,11 +57,18 @@ def final_answer(text: str) -> FinalAnswer:
     return FinalAnswer(_tidy(text), "")
 
 
-def _last_box(text: str) -> str | None:
-    for start in reversed([match.end() for match in _BOX.finditer(text)]):
-        if (end := _closing_brace(text, start)) is not None:
-            return text[start:end].strip()
-    return None
+def _last_boxes(text: str) -> list[str]:
+    """Return what the last box holds, and before it those of the same list."""
+    boxes: list[str] = []
+    next_start = 0
+    for box in reversed(list(_BOX.finditer(text))):
+        if (end := _closing_brace(text, box.end())) is None:
+            continue
+        if boxes and _BETWEEN.sub("", text[end + 1 : next_start]) not in (",", ";", "and", "or", ",and", ",or"):
+            break
+        boxes.insert(0, text[box.end() : end].strip())
+        next_start = box.start()
+    return boxes
 
 
 def _closing_brace(text: str, start: int) -> int | None:

@@ -4,12 +4,13 @@ import functools
 import logging
 import re
 from decimal import Decimal
+from importlib.metadata import version
 from typing import Any
 
 from pydantic import Field
 
-from areal_lite.config.section import Arguments
-from areal_lite.verify.builtin.final_answer import FinalAnswer, final_answer
+from areal_lite.errors import VerifierError
+from areal_lite.verify.builtin.final_answer import AnswerArguments, FinalAnswer, final_answer
 from areal_lite.verify.result import prepared_by, with_arguments
 
 _PLAIN_NUMBER = re.compile(r"\\?\$?\s*(-?)\s*\\?\$?\s*(\d{1,3}(?:(?:,|\{,\})\d{3})+|\d+)?(\.\d+)?\.?")
@@ -18,9 +19,13 @@ _THIN_SPACE = re.compile(r"(?<=\d)\\[,;!:]\s*(?=\d{3}(?!\d))")
 _MIXED_NUMBER = re.compile(r"(?<![\w./^}])(\d+)\s+(\d+)/(\d+)(?![\w./])")
 _COMMANDS = re.compile(r"\\(?:text|mathrm|mathbf|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _WORD = re.compile(r"(?!(?:sin|cos|tan|cot|sec|csc|log|exp|sqrt|arc|abs|max|min|det|inf|infty|oo)\b)[A-Za-z]{3,}")
+_CLOCK = re.compile(r"\d{1,2}:0\d")
+"""A time of day: nobody writes a ratio so, and 12:00 would be 12/0."""
+_ANTLR = "4.13.2"
+"""The version whose grammar math-verify is tried with; with older ones 9% is not 9, nor 50% a half."""
 
 
-class MathArguments(Arguments):
+class MathArguments(AnswerArguments):
     """Of `math`."""
 
     decimals: int = Field(6, ge=0, le=15)
@@ -37,9 +42,9 @@ def math(prompt: str, completion: str, answer: str, arguments: MathArguments, /,
     r"""Score 1 where the completion's final answer equals the reference's, else 0.
 
     The final answer is what the last `\boxed{}` holds, else what stands behind `####`, else behind "the answer is",
-    else the last expression. Two plain numbers are compared exactly, everything else by math-verify. Its time limits
-    are off, as the verifier's deadline kills the process in which it runs: an expression that would take for ever is
-    a failure `timeout`.
+    else the last expression. The same text is equal, two plain numbers are compared exactly, everything else by
+    math-verify. Its time limits are off, as the verifier's deadline kills the process in which it runs: an expression
+    that would take for ever is a failure `timeout`.
 
     Example:
         >>> math("7+5=?", "7+5=12, so \\boxed{12}", "#### 12", MathArguments())
@@ -51,10 +56,13 @@ def math(prompt: str, completion: str, answer: str, arguments: MathArguments, /,
         ValueError: The reference holds nothing to compare with; that is no fault of the completion's.
         Exception: Whatever math-verify raises while it compares: an error of its own is no wrong answer.
     """
-    expected, given = final_answer(answer), final_answer(completion)
+    expected, given = final_answer(answer), final_answer(arguments.said_in(completion))
     numbers = _plain_number(expected.text), _plain_number(given.text)
     if None not in numbers:
         return float(numbers[0] == numbers[1])
+    texts = expected.text.strip("$ "), given.text.strip("$ ")
+    if texts[0] == texts[1] != "" or _CLOCK.fullmatch(texts[0]):
+        return float(texts[0] == texts[1])
     target = _parse(_expression(expected))
     if not target:
         raise ValueError(f"the reference must hold an expression, got {answer!r:.200}")
@@ -84,6 +92,9 @@ def _expression(found: FinalAnswer) -> str:
 @functools.cache
 def _library() -> tuple[Any, Any, Any]:
     """Return math-verify's `parse` and `verify`, and what to look for."""
+    if (found := version("antlr4-python3-runtime")) != _ANTLR:
+        package = f"antlr4-python3-runtime=={_ANTLR}"
+        raise VerifierError(f"the verifier math needs {package}, got {found}, with which verdicts differ: install it")
     import math_verify  # type: ignore[import-untyped]  # without types
 
     # It warns, once, that its time limits are off.

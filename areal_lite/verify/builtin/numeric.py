@@ -6,8 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from areal_lite.config.section import Arguments
-from areal_lite.verify.builtin.final_answer import final_answer
+from areal_lite.verify.builtin.final_answer import AnswerArguments, final_answer
 from areal_lite.verify.result import with_arguments
 
 _MAX_EXPONENT = 400  # a float's range; 1e999999999 would take all memory as an exact number
@@ -59,7 +58,7 @@ def _plain(figures: str) -> Fraction:
     return Fraction(re.sub(r"[,{}\\]", "", figures))
 
 
-class NumericArguments(Arguments):
+class NumericArguments(AnswerArguments):
     """Of `numeric`."""
 
     relative: float = Field(1e-06, ge=0)
@@ -85,7 +84,7 @@ def numeric(prompt: str, completion: str, answer: str, arguments: NumericArgumen
         >>> numeric("", "9.81", "9.8", NumericArguments()), numeric("", "9.81", "9.8", NumericArguments(relative=0.01))
         (0.0, 1.0)
     """
-    expected, given = (read_number(final_answer(text).text) for text in (answer, completion))
+    expected, given = (read_number(final_answer(text).text) for text in (answer, arguments.said_in(completion)))
     if expected is None:
         raise ValueError(f"the reference answer must hold a number, got {answer!r:.200}")
     if given is None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator
 
 from areal_lite.config.section import Arguments
+from areal_lite.verify.builtin.final_answer import AnswerArguments
 from areal_lite.verify.result import with_arguments
 
 # A minus between two numbers is an operator. Thousands may be separated: 1,234.5
@@ -107,7 +108,7 @@ def _nameable(choices: int | list[str]) -> int | list[str]:
     return choices
 
 
-class ChoiceArguments(Arguments):
+class ChoiceArguments(AnswerArguments):
     """Of `multiple_choice`."""
 
     choices: Annotated[int | list[str], AfterValidator(_nameable)] = 5
@@ -127,9 +128,9 @@ def multiple_choice(
 ) -> float:
     r"""Score 1 where the completion's choice is the reference's, else 0.
 
-    A statement (`\boxed{B}`, "the answer is B", "Answer: (B)") goes before a mention ("(B)", "B." or "B)" at the
-    start of a line, a line with nothing but "B"); among several of a kind the last one wins. With the choices' texts
-    given, a completion without either chooses the text it ends with.
+    A statement (`\boxed{B}`, "the answer is B", "Answer: (B)", "B is correct") goes before a mention ("(B)", "B." or
+    "B)" at the start of a line, a line with nothing but "B"); among several of a kind the last one wins. With the
+    choices' texts given, a completion without either chooses the text it ends with.
 
     Example:
         >>> multiple_choice("", "(A) is too small. The answer is (C), not (D).", "C", ChoiceArguments())
@@ -144,6 +145,7 @@ def multiple_choice(
     expected = _named_choice(answer, letters, texts) or _stated_choice(answer, letters)
     if expected is None:
         raise ValueError(f"the reference must be one of {letters} or the text of a choice, got {answer!r:.200}")
+    completion = arguments.said_in(completion)
     return float((_stated_choice(completion, letters) or _last_text(completion, letters, texts)) == expected)
 
 
@@ -165,8 +167,9 @@ def _choice_patterns(letters: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
     word = r"(?i:answer(?:\s+is)?|choice(?:\s+is)?|option(?:\s+is)?|correct\s+is)"
     wrapped = rf"\\text(?:bf)?\{{\s*\(?([{either}])\)?\s*\}}"
     statement = re.compile(
-        rf"\\boxed\{{\s*(?:{wrapped}|\(?([{either}])\)?)(?![\w'])"
-        rf"|\b{word}\s*[:=]?\s*[*_$]*\s*(?:\(([{either}])\)|({bare}))",
+        rf"\\f?box(?:ed)?\{{\s*(?:{wrapped}|\(?([{either}])\)?)(?![\w'])"
+        rf"|\b{word}\s*[:=]?\s*[*_$]*\s*(?:\(([{either}])\)|({bare}))"
+        rf"|(?<![\w\\'])([{letters}])[)*_$]*\s+is\s+(?:the\s+)?(?:correct|right|best)\b",
         re.MULTILINE,
     )
     mention = re.compile(rf"(?<![\w\\])\(([{either}])\)|^[*_\s]*([{letters}])(?:[.):]|[*_\s]*$)", re.MULTILINE)
