@@ -10,8 +10,7 @@ import typer
 
 from areal_lite.cli.options import word_list
 from areal_lite.errors import ConfigError
-from areal_lite.launch.clusters.job import Job, find_job, job_name
-from areal_lite.launch.clusters.kinds import KINDS, find_kind
+from areal_lite.launch.clusters.job import KINDS, Job, find_job, find_kind, job_name
 from areal_lite.launch.clusters.profile import Profile, load_profile
 
 _POLL_S = 1.0

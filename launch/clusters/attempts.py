@@ -24,8 +24,7 @@ from areal_lite.config.reading import parse_section, read_yaml
 from areal_lite.config.sections import LaunchConfig
 from areal_lite.errors import ArealLiteError, StallError
 from areal_lite.launch.clusters.fit import recipe_of
-from areal_lite.launch.clusters.job import Job, Status
-from areal_lite.launch.clusters.kinds import find_kind
+from areal_lite.launch.clusters.job import Job, Status, find_kind
 from areal_lite.launch.clusters.ray_nodes import RayNodes
 from areal_lite.launch.clusters.remote import Remote, end_process, python_of, script
 from areal_lite.launch.run.signals import NOTICES

@@ -1,10 +1,15 @@
-"""A job: one command on one cluster, recorded in `runs/jobs/NAME.json` so that another terminal finds it."""
+"""A job: one command on one cluster, recorded in `runs/jobs/NAME.json` so that another terminal finds it.
+
+What a kind of cluster does with it, local, ray, ssh, slurm or kubernetes, is one small class.
+"""
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import Protocol, cast
 
 from areal_lite.config.reading import parse_section, read_yaml
 from areal_lite.config.section import Section
@@ -13,6 +18,14 @@ from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.profile import Profile
 from areal_lite.record.run_folder import write_whole
 
+KINDS = {
+    "local": "supervised:Local",
+    "ray": "ray_cluster:RayCluster",
+    "ssh": "supervised:Ssh",
+    "slurm": "slurm:Slurm",
+    "kubernetes": "kubernetes:Kubernetes",
+}
+"""File and class of each kind of cluster, in this folder."""
 JOBS = Path("runs") / "jobs"
 RESUMABLE = ("train", "sft", "reward-model", "dpo")
 """Commands that take run.dir and run.resume; the others are run anew, and `bench modes` goes on by itself."""
@@ -95,3 +108,41 @@ def job_name(words: Sequence[str]) -> str:
     return re.sub(
         r"[^a-z0-9-]+", "-", f"{Path(recipe).name.removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}".lower()
     )
+
+
+class Kind(Protocol):
+    """What a kind of cluster is made of. The job itself calls `nodes`, on its head, `areal-lite launch` all others."""
+
+    def artefacts(self, job: Job) -> Mapping[str, str]:
+        """Return the text of each file that the cluster is given, by name. Pure: a snapshot of it is a test."""
+
+    def check(self, job: Job) -> Sequence[str]:
+        """Return a sentence per problem that the kind's own tool or schema finds in them; no cluster needed."""
+
+    def submit(self, job: Job) -> str:
+        """Start the job and return what the cluster calls it, at once."""
+
+    def status(self, job: Job) -> Status:
+        """Say where it stands."""
+
+    def logs(self, job: Job) -> str:
+        """Return what the command and its attempts have said so far."""
+        return job.log.read_text(errors="replace") if job.log.is_file() else ""
+
+    def stop(self, job: Job) -> None:
+        """Ask it to save and to end on every node; returns at once."""
+
+    def nodes(self, job: Job) -> Mapping[str, Sequence[str]]:
+        """Return the words in front of a shell command for each node, the head's first.
+
+        Empty when somebody else forms the Ray cluster: the run itself, or whoever has it.
+        """
+        return {}
+
+
+def find_kind(name: str) -> Kind:
+    """Return a kind by its name; a `ConfigError` where there is none of that name."""
+    if name not in KINDS:
+        raise ConfigError(f"a kind of cluster is one of {', '.join(KINDS)}, got {name!r}{suggestion(name, KINDS)}")
+    file, _, kind = KINDS[name].partition(":")
+    return cast(Kind, getattr(import_module(f"areal_lite.launch.clusters.{file}"), kind)())

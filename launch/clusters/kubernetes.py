@@ -12,8 +12,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from areal_lite.errors import ConfigError
-from areal_lite.launch.clusters.job import Job, Status
-from areal_lite.launch.clusters.kinds import Kind
+from areal_lite.launch.clusters.job import Job, Kind, Status
 from areal_lite.launch.clusters.remote import ask
 from areal_lite.launch.clusters.shipping import entrypoint, shipped, shipped_problems
 

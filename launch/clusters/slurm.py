@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.clusters.attempts import Attempts
-from areal_lite.launch.clusters.job import Job, Status
-from areal_lite.launch.clusters.kinds import Kind
+from areal_lite.launch.clusters.job import Job, Kind, Status
 from areal_lite.launch.clusters.remote import ask
 from areal_lite.launch.clusters.supervised import bash_problems
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,10 +12,12 @@ import psutil
 
 from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.clusters.attempts import Attempts, driver_script, end_leftovers
-from areal_lite.launch.clusters.job import Job, Status
-from areal_lite.launch.clusters.kinds import Kind
+from areal_lite.launch.clusters.job import Job, Kind, Status
+from areal_lite.launch.clusters.ray_nodes import start_script
 from areal_lite.launch.clusters.remote import ask
 from areal_lite.record.writer import find_process
+
+_ENV = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "made-for-each-attempt"}
 
 
 class Supervised(Kind):
@@ -81,6 +84,36 @@ class Local(Supervised):
         if job.profile.nodes > 1:
             return [f"--on local is one machine, got nodes={job.profile.nodes}: choose another kind, or set nodes: 1"]
         return super().check(job)
+
+
+class Ssh(Supervised):
+    """Hosts that this machine reaches by a command, `ssh.shell`, over which Ray is started and ended on each."""
+
+    def artefacts(self, job: Job) -> Mapping[str, str]:
+        """Return what head, workers and command are, as scripts; addresses and the token are known only then."""
+        ports = job.profile.port_range[:500]
+        scripts = {"head.sh": start_script(job, ports=ports, head="", peer="SECOND_HOST", env=_ENV)}
+        if job.profile.nodes > 1:
+            scripts["worker.sh"] = start_script(job, ports=ports, head="HEAD:20000", peer="HEAD", env=_ENV)
+        shells = "\n".join(shlex.join([*words, "bash -s"]) for words in self.nodes(job).values())
+        return {
+            "hosts": f"{shells}\n",
+            **scripts,
+            "run.sh": driver_script(job, attempt=1, address="HEAD:20000", env=_ENV),
+        }
+
+    def check(self, job: Job) -> Sequence[str]:
+        """Have bash read the scripts, and compare hosts with nodes."""
+        if not job.profile.ssh.hosts:
+            return [f"ssh.hosts must name nodes={job.profile.nodes} hosts, got none: list them in the profile"]
+        if "{host}" not in job.profile.ssh.shell:
+            return [f"ssh.shell must say where {{host}} goes, got {job.profile.ssh.shell}: add it"]
+        return bash_problems({name: text for name, text in self.artefacts(job).items() if name.endswith(".sh")})
+
+    def nodes(self, job: Job) -> Mapping[str, Sequence[str]]:
+        """Return each host's shell."""
+        words = shlex.split(job.profile.ssh.shell)
+        return {host: [word.replace("{host}", host) for word in words] for host in job.profile.ssh.hosts}
 
 
 def _other_host(job: Job) -> str:

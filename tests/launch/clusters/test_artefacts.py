@@ -11,7 +11,7 @@ import pytest
 from launch_builders import make_job, make_profile
 
 from areal_lite.errors import ConfigError
-from areal_lite.launch.clusters.kinds import find_kind
+from areal_lite.launch.clusters.job import find_kind
 from areal_lite.launch.clusters.kubernetes import manifest, schema_problems
 from areal_lite.launch.clusters.ray_nodes import RayNodes
 

@@ -8,8 +8,7 @@ from launch_builders import make_job, make_profile
 from areal_lite.cli import main as cli
 from areal_lite.config.reading import parse_section
 from areal_lite.errors import ConfigError
-from areal_lite.launch.clusters.job import find_job, job_name
-from areal_lite.launch.clusters.kinds import find_kind
+from areal_lite.launch.clusters.job import find_job, find_kind, job_name
 from areal_lite.launch.clusters.profile import Profile, load_profile
 
 
