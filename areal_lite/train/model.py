@@ -6,6 +6,7 @@ Shape letters: `T` completion tokens of a micro-batch, `V` vocabulary.
 """
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -16,30 +17,42 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PreTrainedModel,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers.distributed import DistributedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import LoraConfig
+from areal_lite.errors import CheckpointError
 from areal_lite.train.lora import add_adapters
 from areal_lite.train.micro_batch import MicroBatch
 
 Recipe = Config | OfflineConfig
 
 
-def load_model(folder: str, config: Recipe, *, world_size: int, lora: LoraConfig | None = None) -> nn.Module:
-    """Load a causal language model, the master weights in float32, and spread it over the ranks; collective.
+def load_model(
+    folder: str, config: Recipe, *, world_size: int, lora: LoraConfig | None = None, trained: bool = True
+) -> nn.Module:
+    """Load a causal language model spread over the ranks, each of which reads its own part; collective.
 
     Args:
         config: The recipe: `run.device`, `model.compute_dtype`, `trainer.activation_checkpointing`.
-        world_size: Trainer ranks; each holds the whole model for a moment, before it is sharded.
-        lora: The adapters to train in the place of its weights, which are then in the compute dtype; None = none.
+        world_size: Trainer ranks.
+        lora: The adapters to train in the place of its weights, which are then in the compute dtype; None = none. Each
+            rank reads the whole model for them, into the host's memory.
+        trained: With float32 master weights; otherwise in the compute dtype alone, without gradients. What the model
+            computes is the same.
+
+    Raises:
+        CheckpointError: The folder lacks weights of the model, or has others.
     """
-    model = _load(AutoModelForCausalLM, folder, config)
-    if lora is not None:
-        add_adapters(model, lora, base_dtype=getattr(torch, config.compute_dtype), seed=config.run.seed)
-    return _sharded(model, config, world_size)
+    dtype = torch.float32 if trained else getattr(torch, config.compute_dtype)
+    model = _load(AutoModelForCausalLM, folder, config, world_size, dtype=dtype, lora=lora)
+    return model if trained else model.requires_grad_(False)
 
 
 def load_value_model(folder: str, config: Recipe, *, world_size: int) -> nn.Module:
@@ -47,9 +60,7 @@ def load_value_model(folder: str, config: Recipe, *, world_size: int) -> nn.Modu
 
     The head is new even where the folder has one: a value is not the score of another task.
     """
-    model = _load(AutoModelForTokenClassification, folder, config, num_labels=1)
-    _set_to_zero(_value_head(model))
-    return _sharded(model, config, world_size)
+    return _load(AutoModelForTokenClassification, folder, config, world_size, new_head=True, num_labels=1)
 
 
 def load_reward_model(folder: str, config: Recipe, *, world_size: int, pad_token_id: int) -> nn.Module:
@@ -59,13 +70,22 @@ def load_reward_model(folder: str, config: Recipe, *, world_size: int, pad_token
     that is not padding, by the model's own `forward`: whoever loads the trained folder with transformers gets the same.
     """
     architectures = AutoConfig.from_pretrained(folder).architectures or []
-    model = _load(AutoModelForSequenceClassification, folder, config, num_labels=1, pad_token_id=pad_token_id)
-    if not any("SequenceClassification" in name for name in architectures):
-        _set_to_zero(_value_head(model))
-    return _sharded(model, config, world_size)
+    new_head = not any("SequenceClassification" in name for name in architectures)
+    changes = {"num_labels": 1, "pad_token_id": pad_token_id}
+    return _load(AutoModelForSequenceClassification, folder, config, world_size, new_head=new_head, **changes)
 
 
-def _load(kind: Any, folder: str, config: Recipe, **changes: Any) -> nn.Module:
+def _load(
+    kind: Any,
+    folder: str,
+    config: Recipe,
+    world_size: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    new_head: bool = False,
+    lora: LoraConfig | None = None,
+    **changes: Any,
+) -> nn.Module:
     """Load without dropout: proximal and current policy must be the same function of the weights."""
     architecture = AutoConfig.from_pretrained(folder, **changes)
     for name, value in vars(architecture).items():
@@ -75,25 +95,75 @@ def _load(kind: Any, folder: str, config: Recipe, **changes: Any) -> nn.Module:
     if attention == "auto":
         # Of itself transformers takes sdpa, which leaves capped logits uncapped, and says nothing.
         attention = "eager" if getattr(architecture, "attn_logit_softcapping", None) else None
-    model: Any = kind.from_pretrained(folder, config=architecture, dtype=torch.float32, attn_implementation=attention)
+    device, compute_dtype = torch.device(config.run.device), getattr(torch, config.compute_dtype)
+
+    def shard(model: Any, *_: object) -> nn.Module:
+        # A tied tensor is one before it is sharded, or it would be gathered once per name.
+        model.tie_weights()
+        return shard_model(model, world_size=world_size, device=device, compute_dtype=compute_dtype)
+
+    def shard_empty(model: Any, *_: object) -> nn.Module:
+        return shard(model) if lora is None and _reads_in_parts(model, world_size) else model
+
+    # What transformers calls between building a model without storage and reading its weights, of which it reads what
+    # the sharded parameters lack. Its own sharding knows fewer architectures and one precision.
+    with patch.object(PreTrainedModel, "maybe_distribute_model", shard_empty):
+        model, keys = kind.from_pretrained(
+            folder,
+            config=architecture,
+            dtype=dtype,
+            attn_implementation=attention,
+            distributed_config=DistributedConfig(),
+            output_loading_info=True,
+        )
+    del model.config.distributed_config
+    head = _value_head(model) if new_head else None
+    _check_keys(model, keys, head=head, folder=folder)
+    for parameter in () if head is None else head.parameters():
+        nn.init.zeros_(parameter)
+    if lora is not None:
+        add_adapters(model, lora, base_dtype=compute_dtype, seed=config.run.seed)
+    if not isinstance(model, FSDPModule):
+        model = shard(model)
     for module in model.modules():
         # Heads have rates of their own, which no config need name.
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     if config.trainer.activation_checkpointing:
         model.gradient_checkpointing_enable()
-    trained: nn.Module = model.to(torch.device(config.run.device)).train()
-    return trained
+    loaded: nn.Module = model.to(device).train()
+    return loaded
 
 
-def _set_to_zero(head: nn.Module) -> None:
-    for parameter in head.parameters():
-        nn.init.zeros_(parameter)
+def _reads_in_parts(model: nn.Module, world_size: int) -> bool:
+    """Tell whether what transformers makes of the files' tensors can be made of a rank's rows of them.
+
+    It can where experts are stacked, each rank having some; not where projections are fused or split.
+    """
+    converters = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightConverter)]
+    experts = [len(weight) for weight in model.parameters() if weight.dim() == 3]
+    return not converters or (
+        all(-(-count // world_size) * (world_size - 1) < count for count in experts)
+        and all(
+            isinstance(first, MergeModulelist) and all(isinstance(one, Concatenate) and one.dim > 0 for one in rest)
+            for first, *rest in (one.operations for one in converters)
+        )
+    )
 
 
-def _sharded(model: nn.Module, config: Recipe, world_size: int) -> nn.Module:
-    dtype = getattr(torch, config.compute_dtype)
-    return shard_model(model, world_size=world_size, device=torch.device(config.run.device), compute_dtype=dtype)
+def _check_keys(model: nn.Module, keys: dict[str, set[str]], *, head: nn.Module | None, folder: str) -> None:
+    """Raise if the folder lacks weights, or has some that the model does not; a new head replaces another one."""
+    missing, unexpected = keys["missing_keys"], keys["unexpected_keys"]
+    if head is not None:
+        new = {id(parameter) for parameter in head.parameters()}
+        missing = missing - {name for name, parameter in model.named_parameters() if id(parameter) in new}
+        unexpected = set()
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{folder} must hold the weights that its config.json describes ({type(model).__name__}), got a folder "
+            f"without {sorted(missing)[:5]} ({len(missing)} in all), and with {sorted(unexpected)[:5]} "
+            f"({len(unexpected)}) that the model has no place for: set the path to the whole folder of one model"
+        )
 
 
 def shard_model(model: nn.Module, *, world_size: int, device: torch.device, compute_dtype: torch.dtype) -> nn.Module:
@@ -103,7 +173,7 @@ def shard_model(model: nn.Module, *, world_size: int, device: torch.device, comp
     of the built-in model in micro-batches of 2560 tokens, 7 % in micro-batches of 1280.
 
     Args:
-        model: In float32, alike on all ranks.
+        model: Alike on all ranks, or on the meta device.
         world_size: Trainer ranks; their process group exists, unless it is one float32 rank.
         device: The rank's device.
         compute_dtype: Of the matrix work; master weights and gradient sums stay float32.

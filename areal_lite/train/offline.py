@@ -49,7 +49,7 @@ class OfflineTrainer(OfflineLoop):
         )
         self._reference, folder = self.learner.model, config.preference.reference_path
         if folder is not None:
-            self._reference = _load(config, folder, padding=0, world_size=world_size).requires_grad_(False)
+            self._reference = load_model(folder, config, world_size=world_size, trained=False)
 
     def prepare(self) -> None:
         """Run the reference model, where there is one, once over all pairs; afterwards it is not needed any more."""

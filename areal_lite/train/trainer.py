@@ -57,9 +57,8 @@ class Trainer:
         if objective.kl != "none":
             self._reference = self.model
             if lora is None or objective.reference_path is not None:  # else it is the model without its adapters
-                # Loaded and cast as the policy is: equal weights must give equal logprobs.
                 folder = objective.reference_path or model_folder
-                self._reference = load_model(folder, config, world_size=world_size).requires_grad_(False)
+                self._reference = load_model(folder, config, world_size=world_size, trained=False)
         self._critic: Critic | None = None
         if objective.baseline == "critic":
             self._critic = Critic(config, model_folder=model_folder, world_size=world_size)
