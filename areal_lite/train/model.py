@@ -71,8 +71,8 @@ def load_reward_model(folder: str, config: Recipe, *, world_size: int, pad_token
     """
     architectures = AutoConfig.from_pretrained(folder).architectures or []
     new_head = not any("SequenceClassification" in name for name in architectures)
-    changes = {"num_labels": 1, "pad_token_id": pad_token_id}
-    return _load(AutoModelForSequenceClassification, folder, config, world_size, new_head=new_head, **changes)
+    kind = AutoModelForSequenceClassification
+    return _load(kind, folder, config, world_size, new_head=new_head, num_labels=1, pad_token_id=pad_token_id)
 
 
 def _load(
