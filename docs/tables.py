@@ -388,11 +388,24 @@ def scored(pair: Row) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- all of them
 
+
+def families(content: Row) -> Parts:
+    """Return the table of model families: nats between engine and trainer."""
+    columns: Columns = {
+        "family": cell("family"),
+        "from the folder": cell("loaded", ".1e"),
+        "after a hand-over": cell("handed_over", ".1e"),
+        "which moved": cell("moved", ".1f"),
+    }
+    return {"families": f"{where(content)}\n\n{markdown(columns, content['rows'])}"}
+
+
 SOURCES = {
     "performance": performance,
     "presets": presets,
     "staleness-ablation": staleness,
     "demo": demo,
+    "families": families,
     "math-verifier": math_verifier,
 }
 """JSON file -> what makes its parts."""

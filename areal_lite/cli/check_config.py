@@ -23,10 +23,12 @@ def check_config(recipe: Recipe, overrides: Overrides) -> int:
     Every setting is shown with its value and meaning. Nothing is started.
     """
     from areal_lite.config.plugin_check import check_plugins
+    from areal_lite.rollout.vllm_engine import check_engine_arguments
 
     config = load_any_config(recipe, overrides)
     if isinstance(config, Config):
         check_plugins(config)
+        check_engine_arguments(config)
     _check_targets(config)
     print(*explained_section(config), sep="\n")
     size = (

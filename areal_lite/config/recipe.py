@@ -157,11 +157,6 @@ class Config(Section):
 
     def _device_problems(self) -> Iterable[str]:
         device, transport = self.run.device, self.weights.transport
-        if device == "cpu" and self.rollout.tensor_parallel > 1:
-            yield (
-                f"rollout.tensor_parallel={self.rollout.tensor_parallel} needs run.device=cuda, got cpu: set it to 1, "
-                "and use rollout.workers for more engines"
-            )
         if device == "cpu" and transport != "gloo":
             yield f"weights.transport={transport} needs run.device=cuda, got cpu: set weights.transport=gloo"
         if transport == "ipc" and self.rollout.tensor_parallel > 1:

@@ -160,11 +160,13 @@ class RolloutConfig(Section):
     threads: int = Field(1, ge=1)
     """CPU threads of one engine"""
     tensor_parallel: int = Field(1, ge=1)
-    """GPUs of one engine"""
+    """GPUs of one engine; processes on a cpu"""
     kv_cache_mb: int = Field(256, ge=16)
     """key-value cache of one engine in MiB (cpu)"""
     gpu_memory_fraction: float = Field(0.85, gt=0, le=1)
     """GPU memory an engine may take (cuda)"""
+    engine_arguments: dict[str, Any] = {}
+    """any other of vLLM's AsyncEngineArgs by its name there, such as quantization: fp8; see docs/models.md"""
 
     def _problems(self) -> Iterable[str]:
         if self.top_p != 1.0 or self.top_k != 0:

@@ -22,10 +22,14 @@ def engine_environment(config: Config) -> dict[str, str]:
 
 
 def engine_arguments(config: Config, *, model_folder: str) -> dict[str, Any]:
-    """Return those of vLLM's `AsyncEngineArgs`, but for the transport."""
+    """Return those of vLLM's `AsyncEngineArgs`, but for the transport: the recipe's, and over them our own."""
+    return {"enable_prefix_caching": True, **config.rollout.engine_arguments, **own_arguments(config, model_folder)}
+
+
+def own_arguments(config: Config, model_folder: str = "") -> dict[str, Any]:
+    """Return those that follow from other settings, or that a hand-over needs as they are."""
     where: dict[str, Any] = (
         {
-            "distributed_executor_backend": "uni",
             "enforce_eager": True,
             "kv_cache_memory_bytes": config.rollout.kv_cache_mb * 2**20,
             # vLLM rewinds a seeded request's generator after each part of a chunked prefill, which a CPU generator
@@ -36,9 +40,6 @@ def engine_arguments(config: Config, *, model_folder: str) -> dict[str, Any]:
         if config.run.device == "cpu"
         else {
             "gpu_memory_utilization": config.rollout.gpu_memory_fraction,
-            "tensor_parallel_size": config.rollout.tensor_parallel,
-            # Beside Ray vLLM would ask it for further actors; an engine's GPUs are all its own process's, on one node.
-            "distributed_executor_backend": "mp" if config.rollout.tensor_parallel > 1 else "uni",
         }
     )
     return {
@@ -46,10 +47,16 @@ def engine_arguments(config: Config, *, model_folder: str) -> dict[str, Any]:
         "dtype": config.compute_dtype,
         "max_model_len": config.model.max_context,
         "max_num_seqs": config.rollout.slots,
+        "tensor_parallel_size": config.rollout.tensor_parallel,
+        # Beside Ray vLLM would ask it for further actors; an engine's parts are all of one actor, on one node.
+        "distributed_executor_backend": "mp" if config.rollout.tensor_parallel > 1 else "uni",
         # The behaviour policy is the temperature-scaled distribution; raw log-probabilities are another one.
         "logprobs_mode": "processed_logprobs",
-        # With keep_kv a new request could start from a prefix cached under older weights.
-        "enable_prefix_caching": config.rollout.interrupt != "keep_kv",
         "disable_log_stats": False,
+        # Processes that no transport counts; more engines are `rollout.workers`.
+        "data_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        # With keep_kv a new request could start from a prefix cached under older weights.
+        **({"enable_prefix_caching": False} if config.rollout.interrupt == "keep_kv" else {}),
         **where,
     }

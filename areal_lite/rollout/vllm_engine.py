@@ -5,19 +5,24 @@ The only file of the rollout side that imports vLLM. Start it inside the process
 """
 
 import asyncio
+import dataclasses
 import gc
 import itertools
 import os
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any, Self, TypeVar
 
 import numpy as np
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
+from areal_lite.config.reading import explained
 from areal_lite.config.recipe import Config
-from areal_lite.errors import EngineError
+from areal_lite.config.sections import RolloutConfig
+from areal_lite.config.suggestion import suggestion
+from areal_lite.errors import ConfigError, EngineError
 from areal_lite.rollout.engine import Interrupt, Sampling
-from areal_lite.rollout.engine_settings import engine_arguments, engine_environment
+from areal_lite.rollout.engine_settings import engine_arguments, engine_environment, own_arguments
 from areal_lite.types import Float32, Sample, StopReason, VersionSpan
 
 T = TypeVar("T")
@@ -220,6 +225,37 @@ class VllmEngine:
         finally:
             task.cancel()
         return task.result()
+
+
+def check_engine_arguments(config: Config) -> None:
+    """Compare `rollout.engine_arguments` with what vLLM takes, which is imported only where there are any.
+
+    Raises:
+        ConfigError: Names that vLLM does not know or areal-lite sets, or values of another type; a line per mistake.
+    """
+    if config.rollout.engine_arguments and (mistakes := list(_argument_mistakes(config))):
+        raise ConfigError("\n".join(mistakes))
+
+
+def _argument_mistakes(config: Config) -> Iterable[str]:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = {field.name: field.type for field in dataclasses.fields(AsyncEngineArgs)}
+    own = {"weight_transfer_config": "", **own_arguments(config)}
+    for name, value in config.rollout.engine_arguments.items():
+        place = f"rollout.engine_arguments.{name}"
+        if name in own:
+            yield f"{place} must not be set, areal-lite does (from rollout, model, weights, run.device): leave it out"
+        elif name not in known:
+            yield f"{place} is none of vLLM's AsyncEngineArgs{suggestion(name, known.keys() - own)}"
+        else:
+            try:
+                TypeAdapter(known[name]).validate_python(value)
+            except ValidationError as error:
+                yield from explained(error, RolloutConfig, prefix=f"{place}.")
+            except (PydanticUserError, NameError):
+                continue  # vLLM's own annotation means nothing here: it looks at the value as it starts
 
 
 def sampling_params(sampling: Sampling) -> Any:

@@ -1,6 +1,6 @@
-"""The CPU transport: a vLLM weight-transfer engine over gloo, one pair of processes per group.
+"""The CPU transport: a vLLM weight-transfer engine over gloo, one engine per group.
 
-Trainer rank 0 and one engine form a group of two on a TCPStore of their own, so that an engine that dies
+Trainer rank 0 and the processes of one engine form a group on a TCPStore of their own, so that an engine that dies
 touches nobody else. The parameters travel as one flat run of bytes. The receiving side stages, in a thread, so that
 the engine goes on generating: it takes everything, checks names, shapes, dtypes and a checksum, makes the new weights
 ready beside the old ones (`prepared.py`), and says so. Only `finish_weight_update`, which the hand-over calls in the
@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Any, ClassVar, Self
 
 import torch
-from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import AllreduceOptions, ProcessGroupGloo, ReduceOp, TCPStore  # type: ignore[attr-defined]
 from vllm.distributed.weight_transfer.base import (
     ParamMeta,
     TrainerInitInfo,
@@ -50,6 +50,8 @@ class GlooInitInfo(WeightTransferInitInfo):
     port: int
     timeout_s: float
     join_timeout_s: float
+    engine_ranks: int = 1
+    """processes that hold a part of the engine's model"""
 
 
 @dataclass
@@ -68,11 +70,11 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
 
 
 def _join(store: TCPStore, rank: int, info: "GlooInitInfo | GlooTrainerInitInfo") -> ProcessGroupGloo:
-    """Join a pair from the address on the way to its store: gloo would take that of the host name, often 127.0.1.1."""
+    """Join a group from the address on the way to its store: gloo would take that of the host name, often 127.0.1.1."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from torch's stubs
     options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(store.host))]
     options._timeout = timedelta(seconds=info.join_timeout_s)
-    group = ProcessGroupGloo(store, rank, 2, options)
+    group = ProcessGroupGloo(store, rank, 1 + info.engine_ranks, options)
     group._set_default_timeout(timedelta(seconds=info.timeout_s))
     return group
 
@@ -82,7 +84,7 @@ def _size_bytes(meta: ParamMeta) -> int:
 
 
 def _broadcast(group: ProcessGroupGloo, flat: torch.Tensor) -> None:
-    """Send (rank 0) or receive (rank 1) a flat uint8 tensor; the group's timeout bounds each bucket."""
+    """Send (rank 0) or receive a flat uint8 tensor; the group's timeout bounds each bucket."""
     for bucket in flat.split(_BUCKET_BYTES):
         group.broadcast(bucket, root=0).wait()  # type: ignore[attr-defined]  # missing from torch's stubs
 
@@ -91,10 +93,12 @@ def _checksum(flat: torch.Tensor) -> int:
     return zlib.crc32(flat.numpy().data)
 
 
-def _acknowledge(group: ProcessGroupGloo, staged: bool = False) -> bool:
-    """Tell (rank 1) or learn (rank 0) whether the engine holds everything."""
+def _acknowledge(group: ProcessGroupGloo, staged: bool = True) -> bool:
+    """Say whether this process of the engine holds everything (rank 0 always does); returns whether all do."""
     answer = torch.tensor([staged], dtype=torch.uint8)
-    group.broadcast(answer, root=1).wait()  # type: ignore[attr-defined]  # missing from torch's stubs
+    options = AllreduceOptions()
+    options.reduceOp = ReduceOp.MIN
+    group.allreduce([answer], options).wait()  # type: ignore[attr-defined]  # missing from torch's stubs
     return bool(answer.item())
 
 
@@ -113,10 +117,21 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         self._known: list[ParamMeta] | None = None
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        """Form a new pair with the trainer; an earlier one is given up."""
+        """Form a new group with the trainer; an earlier one is given up.
+
+        Raises:
+            HandoverError: Layers of the model would be loaded wrongly, in silence.
+        """
+        if lost := [] if is_plain(self.model) else _packed_once(self.model):
+            raise HandoverError(
+                f"an engine's layers must take new weights, but vLLM packs the experts of {len(lost)} layers as it "
+                f"starts and never again: {lost[:3]}; leave out what quantises them, or use a GPU"
+            )
         timeout = timedelta(seconds=init_info.join_timeout_s)
-        store = TCPStore(init_info.host, init_info.port, world_size=2, is_master=False, timeout=timeout)
-        self._group = _join(store, 1, init_info)
+        store = TCPStore(
+            init_info.host, init_info.port, world_size=1 + init_info.engine_ranks, is_master=False, timeout=timeout
+        )
+        self._group = _join(store, 1 + self.parallel_config.rank, init_info)
         self._receiving = None
 
     def start_weight_update(self) -> None:
@@ -218,6 +233,12 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
         head.quant_method.process_weights_after_loading(head)
 
 
+def _packed_once(model: torch.nn.Module) -> list[str]:
+    """Names of expert layers that have a kernel: a reload leaves their weights unpacked (nats off on a CPU)."""
+    methods = {name: getattr(layer, "quant_method", None) for name, layer in model.named_modules()}
+    return [name for name, method in methods.items() if getattr(method, "moe_kernel", None) is not None]
+
+
 def _difference(known: list[ParamMeta], got: list[ParamMeta]) -> str:
     before, after = {meta.name: meta for meta in known}, {meta.name: meta for meta in got}
     missing, added = sorted(before.keys() - after.keys()), sorted(after.keys() - before.keys())
@@ -247,6 +268,7 @@ class GlooTrainerInitInfo(TrainerInitInfo):
     ports: range
     timeout_s: float
     join_timeout_s: float
+    engine_ranks: int = 1
 
 
 class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
@@ -271,7 +293,9 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         assert init_info.is_sender, "pairs are formed by rank 0"
         store = open_store(init_info.host, init_info.ports, timeout_s=init_info.join_timeout_s)
         timeouts = {"timeout_s": init_info.timeout_s, "join_timeout_s": init_info.join_timeout_s}
-        engine_info = GlooInitInfo(host=init_info.host, port=store.port, **timeouts)
+        engine_info = GlooInitInfo(
+            host=init_info.host, port=store.port, engine_ranks=init_info.engine_ranks, **timeouts
+        )
         with ThreadPoolExecutor(max_workers=1) as pool:
             joined = pool.submit(client.init_weight_transfer_engine, asdict(engine_info))
             try:

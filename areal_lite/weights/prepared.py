@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
@@ -21,11 +22,11 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from areal_lite.errors import HandoverError
 
-_PACKING = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+_PACKING = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
 
 
 def is_plain(model: nn.Module) -> bool:
-    """Whether nothing is derived from the weights but the packed form of linear and embedding layers."""
+    """Whether nothing is derived from the weights but the packed form of linear, embedding and expert layers."""
     return all(
         type(getattr(layer, "quant_method", None)) in (type(None), *_PACKING)
         and (type(layer) is Attention or not is_deferred_attention_layer(layer))
@@ -101,6 +102,9 @@ def _pack(twin: Any) -> dict[str, Any]:
     quant_method = getattr(twin, "quant_method", None)
     if not isinstance(quant_method, _PACKING):
         return {}
+    if isinstance(quant_method, UnquantizedFusedMoEMethod):
+        # Beside a kernel it would leave weights unpacked, which the CPU's kernel takes for packed: nats off.
+        quant_method.moe_kernel = None  # the twin's own: it is a module below the layer
     before = dict(vars(twin))
     quant_method.process_weights_after_loading(twin)
     return {name: value for name, value in vars(twin).items() if value is not before.get(name)}

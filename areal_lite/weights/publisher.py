@@ -158,7 +158,10 @@ class WeightPublisher:
         self._senders = {name: sender for name, sender in self._senders.items() if name in kept}
         new = {name: client for name, client in clients.items() if self._rank == 0 and name not in self._senders}
         with ThreadPoolExecutor(max_workers=max(1, len(new))) as pool:
-            joining = {name: pool.submit(self._connect_pair, client) for name, client in new.items()}
+            joining = {
+                name: pool.submit(self._connect_pair, client, num_engine_ranks // len(clients))
+                for name, client in new.items()
+            }
         for name, pair in joining.items():
             try:
                 self._senders[name] = pair.result()
@@ -197,9 +200,11 @@ class WeightPublisher:
         named = error.engines if isinstance(error, HandoverError) else {}
         return named or dict.fromkeys(self._members, f"{type(error).__name__}: {error}")
 
-    def _connect_pair(self, client: Any) -> Any:
+    def _connect_pair(self, client: Any, engine_ranks: int) -> Any:
         timeouts = {"timeout_s": self._timeout_s, "join_timeout_s": self._join_timeout_s}
-        info = GlooTrainerInitInfo(host=self._host, ports=self._ports, rank=self._rank, **timeouts)
+        info = GlooTrainerInitInfo(
+            host=self._host, ports=self._ports, rank=self._rank, engine_ranks=engine_ranks, **timeouts
+        )
         return factory.WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._snapshot)
 
     def _connect_group(self, client: Any, num_engine_ranks: int) -> Any:

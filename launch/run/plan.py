@@ -51,7 +51,7 @@ def plan(config: Config | OfflineConfig, nodes: Sequence[Node], *, only_free: bo
     ranks: list[tuple[str, ...]] = [(f"trainer/{index}",) for index in range(config.trainer.ranks)]
     engines, others, engine_size = list[tuple[str, ...]](), list[Bundle](), 1
     if isinstance(config, Config):
-        engine_size = config.rollout.tensor_parallel if on_gpu else config.rollout.threads
+        engine_size = config.rollout.tensor_parallel * (1 if on_gpu else config.rollout.threads)
         engines = [(f"rollout/{index}",) for index in range(config.rollout.workers)]
         if config.weights.transport == "ipc":  # an engine sees the weights of a rank on its own GPU alone
             pairs = [rank + engine for rank, engine in zip(ranks, engines, strict=False)]

@@ -38,6 +38,7 @@ from areal_lite.launch.run.view import View
 from areal_lite.record.paths import find_model_folder, with_absolute_paths
 from areal_lite.record.run_folder import RunFolder, run_path
 from areal_lite.record.writer import SoleWriter
+from areal_lite.rollout.vllm_engine import check_engine_arguments
 from areal_lite.sample_queue.service import read_state
 from areal_lite.train.lora import check_targets
 from areal_lite.train.ptx import load_documents
@@ -102,6 +103,7 @@ def train(
 def _online(config: Config, console: Console) -> _Made[Config]:
     """Load everything, so that bad data is found before any actor starts."""
     check_plugins(config)
+    check_engine_arguments(config)
     config = with_absolute_paths(config)
     model_folder = prepare_model(config, console=console)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)

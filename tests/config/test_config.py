@@ -218,7 +218,6 @@ COMBINATIONS = [
         ["data.arith.min_terms", "5 and 3", "lower the one or raise the other"],
     ),
     ({"data": {"template": "prompt"}}, ["data.template", "'prompt'", "put {prompt} where"]),
-    ({"rollout": {"tensor_parallel": 2}}, ["rollout.tensor_parallel=2", "run.device=cuda", "set it to 1"]),
     ({"weights": {"transport": "nccl"}}, ["weights.transport=nccl", "run.device=cuda", "set weights.transport=gloo"]),
     ({"run": {"device": "cuda"}}, ["weights.transport=gloo", "run.device=cuda", "set weights.transport=nccl"]),
 ]

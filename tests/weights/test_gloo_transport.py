@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -91,9 +92,11 @@ class FakeSource(WeightSource):
         return iter(self.tensors.items())
 
 
-def make_engine(model: nn.Module) -> GlooWeightTransferEngine:
+def make_engine(model: nn.Module, *, rank: int = 0) -> GlooWeightTransferEngine:
     record_metadata_for_reloading(model)
-    vllm_config: Any = SimpleNamespace(parallel_config=None, model_config=SimpleNamespace(dtype=torch.float32))
+    vllm_config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(rank=rank), model_config=SimpleNamespace(dtype=torch.float32)
+    )
     config: Any = SimpleNamespace(backend="gloo")
     return GlooWeightTransferEngine(config, vllm_config, torch.device("cpu"), model)
 
@@ -176,6 +179,61 @@ def test_a_layer_that_keeps_its_weights_in_another_form_gets_them_in_that_form()
         sender.send_weights()
         assert torch.equal(engine.linear.weight, trainer.linear.weight.t())
     assert engine.linear.weight.data_ptr() == place
+
+
+class PartsClient:
+    """Passes the trainer's calls to every process of an engine at once, as vLLM does; all are in this one."""
+
+    def __init__(self, *parts: GlooWeightTransferEngine) -> None:
+        self._parts = parts
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._each("init_transfer_engine", GlooInitInfo(**init_info))
+
+    def start_weight_update(self) -> None:
+        self._each("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._each("update_weights", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._each("finish_weight_update")
+
+    def _each(self, method: str, *arguments: Any) -> None:
+        with ThreadPoolExecutor(len(self._parts)) as pool:
+            for call in [pool.submit(getattr(part, method), *arguments) for part in self._parts]:
+                call.result()
+
+
+def test_every_part_of_an_engine_gets_the_weights_or_the_trainer_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with a group of two, and with the answer of the first part alone."""
+    trainer, models = TinyModel(seed=1), [TinyModel(seed=2), TinyModel(seed=3)]
+    parts = [make_engine(model, rank=rank) for rank, model in enumerate(models)]
+    info = GlooTrainerInitInfo(
+        host=HOST, ports=PORTS, timeout_s=TIMEOUT_S, join_timeout_s=TIMEOUT_S, rank=0, engine_ranks=2
+    )
+    client: Any = PartsClient(*parts)
+    sender = GlooTrainerWeightTransferEngine.trainer_init(info, client=client, source=ModuleSource(trainer))
+    sender.send_weights()
+    assert all(same(weights_of(model), weights_of(trainer)) for model in models)
+    prepare = gloo.PreparedWeights
+
+    def refuse_second(model: nn.Module, weights: Any) -> Any:
+        if model is models[1]:
+            raise MemoryError("no room")
+        return prepare(model, weights)
+
+    monkeypatch.setattr(gloo, "PreparedWeights", refuse_second)
+    with pytest.raises(MemoryError, match="no room"):
+        sender.stage_weights()
+
+
+def test_layers_that_a_reload_would_leave_wrong_are_refused_by_name_before_anything_is_sent() -> None:
+    """Seen failing without the check."""
+    engine = TinyModel(seed=2)
+    vars(engine.linear)["quant_method"] = SimpleNamespace(moe_kernel=object())
+    with pytest.raises(HandoverError, match=r"experts of 1 layers .*\['linear'\]; leave out"):
+        make_sender(LocalClient(make_engine(engine)), ModuleSource(TinyModel(seed=1)))
 
 
 def test_bfloat16_travels_as_it_is() -> None:
