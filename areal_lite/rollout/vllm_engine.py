@@ -241,7 +241,7 @@ def _argument_mistakes(config: Config) -> Iterable[str]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    known = {field.name: field.type for field in dataclasses.fields(AsyncEngineArgs)}
+    known: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(AsyncEngineArgs)}
     own = {"weight_transfer_config": "", **own_arguments(config)}
     for name, value in config.rollout.engine_arguments.items():
         place = f"rollout.engine_arguments.{name}"

@@ -97,7 +97,7 @@ def _acknowledge(group: ProcessGroupGloo, staged: bool = True) -> bool:
     """Say whether this process of the engine holds everything (rank 0 always does); returns whether all do."""
     answer = torch.tensor([staged], dtype=torch.uint8)
     options = AllreduceOptions()
-    options.reduceOp = ReduceOp.MIN
+    options.reduceOp = ReduceOp.MIN  # type: ignore[assignment]  # as torch has it
     group.allreduce([answer], options).wait()  # type: ignore[attr-defined]  # missing from torch's stubs
     return bool(answer.item())
 
