@@ -17,6 +17,7 @@ import numpy.typing as npt
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 
+_LARGEST = float(np.finfo(np.float32).max)
 GIVEN = -1
 """In place of a version: tokens that no model produced, such as an environment's reply. They never train."""
 
@@ -92,6 +93,12 @@ class Score:
     def __post_init__(self) -> None:
         if (self.reward is None) == (self.failure is None):
             raise ValueError(f"a score must be a reward or a failure, got {self.reward!r} and {self.failure!r}")
+        earned = (self.reward or 0.0, self.total or 0.0, *(step.value for step in self.step_rewards))
+        if not all(abs(value) <= _LARGEST for value in earned):
+            raise ValueError(
+                f"a score must hold rewards that float32 can, got {self.reward!r} with {self.step_rewards}: a verifier "
+                "that gave no such number is a failure, such as Score(failure='nan')"
+            )
 
     @property
     def total(self) -> float | None:

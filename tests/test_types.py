@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from areal_lite.errors import WireError
 from areal_lite.types import GIVEN, Sample, Score, StepReward, StopReason, VersionSpan
+from areal_lite.wire import decode, encode
 
 
 def make_sample(*spans: tuple[int, int, int], num_tokens: int = 3, **changes: Any) -> Sample:
@@ -65,6 +67,17 @@ def test_a_score_replaces_all_that_was_said_before() -> None:
     assert (generated.total_reward, scored.total_reward) == (None, 0.75)
     failed = scored.scored(Score(failure="timeout"))
     assert (failed.score, failed.step_rewards, failed.total_reward) == (Score(failure="timeout"), (), None)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1e39])
+def test_a_reward_that_cannot_train_is_no_score(wrong: float) -> None:
+    """Nor when it comes from another process: its group would be `ready`. Seen failing without the check."""
+    for content in ({"reward": wrong}, {"reward": 0.0, "step_rewards": [{"token": 0, "value": wrong}]}):
+        with pytest.raises(WireError, match="rewards that float32 can"):
+            decode(encode(content), Score)
+    steps = (StepReward(token=0, value=3e38), StepReward(token=1, value=3e38))
+    with pytest.raises(ValueError, match="rewards that float32 can"):
+        Score(reward=1.0, step_rewards=steps)
 
 
 def test_a_score_must_fit_its_sample() -> None:

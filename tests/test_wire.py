@@ -58,11 +58,14 @@ plain = st.recursive(
 figures = st.dictionaries(texts, st.floats(allow_nan=False), max_size=2)
 
 
+rewards = st.floats(-1e35, 1e35)
+
+
 def scores(num_tokens: int = 10) -> st.SearchStrategy[Score]:
-    steps = st.builds(StepReward, token=st.integers(0, num_tokens - 1), value=st.floats())
+    steps = st.builds(StepReward, token=st.integers(0, num_tokens - 1), value=rewards)
     return st.builds(
         Score,
-        reward=st.floats(),
+        reward=rewards,
         step_rewards=st.lists(steps, max_size=2).map(tuple),
         parts=figures,
         metrics=figures,
