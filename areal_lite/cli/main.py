@@ -18,6 +18,7 @@ from areal_lite.cli.eval import eval_model
 from areal_lite.cli.launch import launch
 from areal_lite.cli.rehearse import rehearse
 from areal_lite.cli.report import report
+from areal_lite.cli.scale import scale
 from areal_lite.cli.train import dpo, resume, reward_model, sft, train
 from areal_lite.cli.verify import verify
 from areal_lite.config.reading import shipped_recipes
@@ -29,6 +30,7 @@ COMMANDS: dict[str, Callable[..., int] | typer.Typer] = {
     "reward-model": reward_model,
     "dpo": dpo,
     "resume": resume,
+    "scale": scale,
     "eval": eval_model,
     "launch": launch,
     "rehearse": rehearse,

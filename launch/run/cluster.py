@@ -182,6 +182,26 @@ class Cluster:
         for name in workers:
             self.restarts.back(name)
 
+    def scale(self, wanted: Mapping[Role, int]) -> tuple[list[str], list[str]]:
+        """Have so many workers of a role from now on: those that lack are started beside the steps, others dismissed.
+
+        Returns:
+            Their names; dismissed are those with the highest numbers.
+        """
+        started, dismissed = list[str](), list[str]()
+        for role, count in wanted.items():
+            there = [name for name in (*self._workers, *self.restarts.states) if _role(name) is role]
+            started += [name for name in _names(role, count) if name not in there or name in self.restarts.dead]
+            dismissed += sorted(set(there) - set(_names(role, count)))
+        for name in started:
+            self.restarts.add(name)
+        for name in dismissed:
+            self.restarts.dismiss(name)
+            kill_all([handle] if (handle := self.engines.forget(name) or self.verifiers.pop(name, None)) else [])
+            self._serving.pending.pop(name, None)
+            self.queue.forget(worker=name)
+        return started, dismissed
+
     def states(self) -> dict[str, int]:
         """How many workers are in each state."""
         alive = {name: State.SUSPECT if name in self._silent else State.HEALTHY for name in self._workers}
@@ -258,7 +278,7 @@ class Cluster:
         self.queue.forget(worker=name)  # last, as the queue may be what died
 
     def _respawn(self, name: str) -> Any:
-        return self._spawn(name) if self._places.has_node(name) else None
+        return self._spawn(name) if self._places.has_place(name) else None
 
     def _spawn(self, name: str) -> Any:
         role = _role(name)

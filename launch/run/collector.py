@@ -90,7 +90,7 @@ class Collector:
                 self._own[-1].emit("joining", worker=name)
             else:
                 self._own[-1].emit("rejoined", worker=name)
-                self._view.say(f"{name} is back")
+                self._view.say(f"{name} is back" if self._cluster.restarts.was_lost(name) else f"{name} has joined")
 
     def _keep_counts(self, worker: str) -> None:
         """What a lost process has done counts on beside what its successor will do; in work it has none."""

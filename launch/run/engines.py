@@ -54,11 +54,15 @@ class RayEngines:
 
     def drop(self, name: str, reason: str) -> None:
         """Kill an actor and report it lost."""
-        if (handle := self.handles.pop(name, None)) is not None:
+        if (handle := self.forget(name)) is not None:
             ray.kill(handle)
-            self._calls.pending.pop(name, None)  # Its successor of this name must not be blamed for its answer.
             self._last_lost = f"{name}, was lost in {reason}"
             self._on_drop(name, reason)
+
+    def forget(self, name: str) -> Any:
+        """Return the handle of an actor that leaves, if it is there."""
+        self._calls.pending.pop(name, None)  # Its successor of this name must not be blamed for its answer.
+        return self.handles.pop(name, None)
 
     def raise_if_none(self) -> None:
         """Raise when there is nobody left to generate.

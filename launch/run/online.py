@@ -17,6 +17,7 @@ from areal_lite.actors.calls import call_all
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ArealLiteError, FruitlessError, HandoverError
 from areal_lite.events import EventBuffer
+from areal_lite.launch.run import scaling
 from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.collector import Collector
 from areal_lite.launch.run.controller import POLL_S, Controller
@@ -27,6 +28,7 @@ from areal_lite.launch.run.view import View
 from areal_lite.record import quarters
 from areal_lite.record.online_recorder import OnlineRecorder
 from areal_lite.record.run_folder import RunFolder
+from areal_lite.sample_queue.access import Role
 from areal_lite.sample_queue.requests import BatchInfo
 from areal_lite.types import Group, Prompt
 from areal_lite.weights.handover import hand_over
@@ -68,6 +70,8 @@ class OnlineController(Controller):
         self._at_boundary = True
         self._has_warned = False
         self._first_version = 0
+        self._wanted: Mapping[Role, int] = {}
+        """Workers that somebody asked for, until there is a moment for it."""
 
     def _spawn(self, checkpoint: Path | None) -> Cluster:
         state = (checkpoint / "queue.msgpack").read_bytes() if checkpoint else None
@@ -149,6 +153,7 @@ class OnlineController(Controller):
     def _wait_for_batch(self, batch_id: str) -> BatchInfo | None:
         queue = self._cluster.queue
         self._watchdog.restart()
+        self._scale()
         self._cluster.check_workers()
         ended_before: int | None = None
         wait_s = 0.0
@@ -156,6 +161,7 @@ class OnlineController(Controller):
             wait_s = POLL_S
             if self._interrupts:
                 return None
+            self._scale()
             self._cluster.check_workers()
             if self._cluster.is_halted:
                 self._watchdog.restart()
@@ -172,6 +178,14 @@ class OnlineController(Controller):
                 culprit=functools.partial(_late_workers, status),
             )
         return info
+
+    def _scale(self) -> None:
+        """Have as many workers as were asked for, here where no weights are under way."""
+        if self._wanted:
+            started, dismissed = self._cluster.scale(self._wanted)
+            self._wanted = {}
+            self._controller_lane.emit("scaled", started=started, dismissed=dismissed)
+            self._view.say(f"starting {', '.join(started) or 'nobody'}, dismissing {', '.join(dismissed) or 'nobody'}")
 
     def _raise_if_fruitless(self, ended: int, counts: dict[str, int]) -> None:
         """Groups that end without ever making a batch look like progress to the watchdog; they are not."""
@@ -247,6 +261,7 @@ class OnlineController(Controller):
             )
 
     def _look_after(self) -> None:
+        self._wanted = scaling.take(self._folder.path) or self._wanted
         self._cluster.look_after()
         self._collector.collect()
         self._evaluations.poll()

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.run.lifetime import actor_options
-from areal_lite.launch.run.plan import NOWHERE, Bundle, Node, plan, table
+from areal_lite.launch.run.plan import NOWHERE, Bundle, Node, place_for, plan, table
 from areal_lite.launch.run.whereabouts import Whereabouts
 from areal_lite.network import interface_of, local_address
 
@@ -29,22 +30,38 @@ class Places:
     def __init__(
         self, config: Config | OfflineConfig, group: PlacementGroup, bundles: list[Bundle], nodes: list[Node]
     ) -> None:
-        self._config, self._group = config, group
+        self._config = config
         self.run = config.run
         """With its network settled."""
         self.whereabouts = Whereabouts(nodes, bundles)
-        self._bundle_of = {lane: index for index, bundle in enumerate(bundles) for lane in bundle.lanes}
+        self._place_of = {lane: (group, index) for index, bundle in enumerate(bundles) for lane in bundle.lanes}
         self._node_of = {lane: nodes[bundle.node].key for bundle in bundles for lane in bundle.lanes}
 
     def spawn(self, kind: type, lane: str, **arguments: Any) -> Any:
         """Start the actor of a lane such as `rollout/0`; returns its handle, while it is still being made."""
-        strategy = PlacementGroupSchedulingStrategy(self._group, self._bundle_of[lane])
+        strategy = PlacementGroupSchedulingStrategy(*self._place_of[lane])
         options = actor_options(self._config, lane.partition("/")[0])
         return ray.remote(kind).options(scheduling_strategy=strategy, **options).remote(self._config, **arguments)
 
-    def has_node(self, lane: str) -> bool:
-        """Whether the node of a lane's place is alive; Ray would wait for one that is gone."""
-        return any(node["Alive"] and node["NodeID"] == self._node_of[lane] for node in ray.nodes())
+    def has_place(self, lane: str) -> bool:
+        """Whether a worker can start: where it was, or where there is room now if that node is gone or it is new."""
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        if self._node_of.get(lane) in alive:
+            return True  # Ray would wait for one that is gone.
+        if not isinstance(self._config, Config) or self._config.weights.transport == "ipc":
+            return False  # An engine is where its rank is.
+        nodes = _nodes()
+        bundle = place_for(lane, self._config, nodes, lanes_at=Counter(self._node_of.values()))
+        if bundle.node == NOWHERE or (group := _reserved([bundle], nodes)) is None:
+            return False
+        self._place_of[lane], self._node_of[lane] = (group, 0), nodes[bundle.node].key
+        self.whereabouts.settle(lane, nodes[bundle.node])
+        return True
+
+    def give_back(self) -> None:
+        """Free everything."""
+        for group in {group.id: group for group, _ in self._place_of.values()}.values():
+            remove_placement_group(group)
 
 
 @contextlib.contextmanager
@@ -68,7 +85,7 @@ def places_for(config: Config | OfflineConfig, *, say: Callable[[str], object]) 
     try:
         yield places
     finally:
-        remove_placement_group(group)
+        places.give_back()
 
 
 def _reserve(
@@ -83,14 +100,9 @@ def _reserve(
                 f"the run must fit into the cluster's GPUs, an engine on one node; it does not:\n{table(most, nodes)}\n"
                 "lower rollout.workers, rollout.tensor_parallel or trainer.ranks, or join more nodes to the Ray cluster"
             )
-        if all(bundle.node != NOWHERE for bundle in bundles):
-            group = placement_group(
-                [{f"node:{nodes[bundle.node].address}": 0.001, "GPU": bundle.gpus} for bundle in bundles],
-                bundle_label_selector=[{"ray.io/node-id": nodes[bundle.node].key} for bundle in bundles],
-            )
-            if group.wait(_RESERVE_TIMEOUT_S):
-                return group, bundles, nodes
-            remove_placement_group(group)
+        has_room = all(bundle.node != NOWHERE for bundle in bundles)
+        if has_room and (group := _reserved(bundles, nodes)) is not None:
+            return group, bundles, nodes
         if time.monotonic() > deadline:
             raise StallError(
                 f"GPUs must be free within run.start_timeout_s={config.run.start_timeout_s:g} s; others hold them:\n"
@@ -100,6 +112,18 @@ def _reserve(
             say(f"waiting for GPUs that others hold:\n{table(most, nodes)}")
             told = True
         time.sleep(_RETRY_S)
+
+
+def _reserved(bundles: list[Bundle], nodes: list[Node]) -> PlacementGroup | None:
+    """Hold what bundles need; None where somebody else was quicker."""
+    group = placement_group(
+        [{f"node:{nodes[bundle.node].address}": 0.001, "GPU": bundle.gpus} for bundle in bundles],
+        bundle_label_selector=[{"ray.io/node-id": nodes[bundle.node].key} for bundle in bundles],
+    )
+    if group.wait(_RESERVE_TIMEOUT_S):
+        return group
+    remove_placement_group(group)
+    return None
 
 
 def _nodes() -> list[Node]:

@@ -5,7 +5,7 @@ driver. On a CPU cores are counted, but shared where there are too few: a laptop
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from areal_lite.config.offline import OfflineConfig
@@ -74,6 +74,19 @@ def plan(config: Config | OfflineConfig, nodes: Sequence[Node], *, only_free: bo
         if all(bundle.node != NOWHERE for bundle in bundles):
             break
     return bundles
+
+
+def place_for(lane: str, config: Config, nodes: Sequence[Node], *, lanes_at: Mapping[str, int]) -> Bundle:
+    """Give one more worker a node, or `NOWHERE`, while a run goes on.
+
+    Args:
+        lanes_at: Processes of the run by the key of their node; without GPUs the most cores that are left win.
+    """
+    gpus = config.rollout.tensor_parallel if config.run.device == "cuda" and lane.startswith("rollout") else 0
+    space = [node.free_gpus if gpus else node.cores - lanes_at.get(node.key, 0) for node in nodes]
+    working = [number for number, node in enumerate(nodes) if gpus or node.cores] or [0]
+    (index,) = _nodes_for(1, gpus or 1, [space[number] for number in working], together=False, crowded=not gpus)
+    return Bundle(node=index if index == NOWHERE else working[index], gpus=gpus, lanes=(lane,))
 
 
 def _nodes_for(count: int, size: int, space: list[int], *, together: bool, crowded: bool) -> list[int]:

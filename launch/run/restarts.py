@@ -87,6 +87,23 @@ class Restarts:
         self.handles.clear()
         self._starting.pending.clear()
 
+    def add(self, name: str) -> None:
+        """Start a worker that is new, or was dead or dismissed, at once."""
+        self.dead.pop(name, None)
+        del self._num_starts[name]
+        self._due[name] = self._clock()
+        self.states[name] = State.JOINING
+
+    def dismiss(self, name: str) -> None:
+        """Forget a worker for good."""
+        kill_all([handle] if (handle := self.handles.pop(name, None)) else [])
+        for known in (self._due, self._starting.pending, self.dead, self.states, self._back_at):
+            known.pop(name, None)
+
+    def was_lost(self, name: str) -> bool:
+        """Whether a worker is there for the second time."""
+        return self._num_starts[name] > 0
+
     def give_up(self, name: str, reason: str) -> None:
         """Leave a worker dead."""
         self.dead[name] = reason
@@ -98,7 +115,7 @@ class Restarts:
         for name in [name for name, due in self._due.items() if due <= now]:
             del self._due[name]
             if (handle := self._spawn(name)) is None:
-                self.give_up(name, "the node of its place is gone")
+                self.give_up(name, "no node has a place for it")
                 continue
             self.handles[name], self._deadlines[name] = handle, now + self._start_timeout_s
             self._starting.pending[name] = handle.start.remote()

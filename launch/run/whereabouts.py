@@ -20,6 +20,12 @@ class Whereabouts:
             for number, node in enumerate(nodes)
         }
 
+    def settle(self, lane: str, node: Node) -> None:
+        """Note that a lane is on a node from now on."""
+        known = next((one for one in self._lanes if one.key == node.key), node)
+        self._lanes = {one: [name for name in lanes if name != lane] for one, lanes in self._lanes.items()}
+        self._lanes.setdefault(known, []).append(lane)
+
     def lines(self) -> Iterator[str]:
         """Yield one for each node, where there are several."""
         for node, lanes in self._lanes.items():

@@ -33,7 +33,7 @@ def test_counts_add_up_and_the_worst_latency_stands() -> None:
 def test_what_a_lost_worker_has_done_counts_on_beside_its_successor() -> None:
     """Its loss and its return are said and written once. Seen failing with counts that go back to 0."""
     said, written = list[str](), list[Any]()
-    cluster: Any = SimpleNamespace(restarts=SimpleNamespace(changes=[]))
+    cluster: Any = SimpleNamespace(restarts=SimpleNamespace(changes=[], was_lost=lambda name: name != "rollout/1"))
     recorder: Any = SimpleNamespace(feed=written.extend)
     view: Any = SimpleNamespace(say=lambda text, style="": said.append(text))
     collector = Collector(cluster, recorder=recorder, view=view, logs="logs", own=[EventBuffer("controller")])
@@ -50,16 +50,19 @@ def test_what_a_lost_worker_has_done_counts_on_beside_its_successor() -> None:
     collect(100, {**FIRST, "waiting": 3})
     collect(None, SECOND, *(Change(name, State.RESTARTING, "it died") for name in ("rollout/0", "verifier/0")))
     assert collector.tokens() == 100
-    collect(7, SECOND, Change("rollout/0", State.JOINING), Change("rollout/0", State.HEALTHY))
+    collect(7, SECOND, *(Change("rollout/0", state) for state in (State.JOINING, State.HEALTHY)))
+    collect(7, SECOND, Change("rollout/1", State.HEALTHY))
     assert collector.tokens() == 107
     together = collector.verifiers()["verifiers"]["sum"]
     assert (together["calls"], together["waiting"], together["busy"]) == (15, SECOND["waiting"], SECOND["busy"])
     assert said == [
         *(f"{name} was lost (it died); it is started again" for name in ("rollout/0", "verifier/0")),
         "rollout/0 is back",
+        "rollout/1 has joined",
     ]
     assert [(event["kind"], event["worker"]) for event in written] == [
-        ("lost", "rollout/0"), ("lost", "verifier/0"), ("joining", "rollout/0"), ("rejoined", "rollout/0")
+        ("lost", "rollout/0"), ("lost", "verifier/0"), ("joining", "rollout/0"),
+        ("rejoined", "rollout/0"), ("rejoined", "rollout/1"),
     ]  # fmt: skip
 
 

@@ -68,11 +68,43 @@ def test_a_way_that_starts_on_loopback_is_refused_with_several_nodes(fake_ray: S
         with_network(config_of(run={"network": "other"}))
 
 
-def test_a_place_whose_node_is_gone_is_known(fake_ray: SimpleNamespace) -> None:
-    """Ray would wait for it. Seen failing with nodes that Ray only remembers."""
-    fake_ray.nodes = lambda: [{"NodeID": "one", "Alive": True}, {"NodeID": "two", "Alive": False}]
-    nodes = [Node(address="10.0.0.2", key=key, cores=1, gpus=0, free_gpus=0) for key in ("one", "two")]
+def test_a_worker_whose_node_is_gone_and_a_new_one_get_a_place_where_there_is_room(
+    fake_ray: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would wait for the node. Seen failing with nodes that Ray only remembers."""
+    alive = [Node(address="10.0.0.2", key="one", cores=4, gpus=0, free_gpus=0)]
+    gone = Node(address="10.0.0.3", key="two", cores=4, gpus=0, free_gpus=0)
+    fake_ray.nodes = lambda: [{"NodeID": node.key, "Alive": node in alive} for node in (*alive, gone)]
+    reserved, freed = list[Bundle](), list[Any]()
+
+    def reserve(bundles: list[Bundle], _: list[Node]) -> Any:
+        reserved.extend(bundles)
+        return SimpleNamespace(id=len(reserved)) if len(reserved) < 4 else None
+
+    monkeypatch.setattr(places, "_nodes", lambda: alive)
+    monkeypatch.setattr(places, "_reserved", reserve)
+    monkeypatch.setattr(places, "remove_placement_group", lambda group: freed.append(group.id))
     bundles = [Bundle(node=index, gpus=0, lanes=(f"rollout/{index}",)) for index in (0, 1)]
+    first: Any = SimpleNamespace(id=0)
+    settled = Places(config_of(), first, bundles, [*alive, gone])
+    assert settled.has_place("rollout/0")
+    assert reserved == []
+    assert settled.has_place("rollout/1")
+    alive.append(Node(address="10.0.0.4", key="three", cores=4, gpus=0, free_gpus=0))
+    assert settled.has_place("rollout/2")
+    assert settled.has_place("rollout/1"), "it has one now"
+    assert [(bundle.lanes, bundle.node) for bundle in reserved] == [(("rollout/1",), 0), (("rollout/2",), 1)]
+    assert list(settled.whereabouts.lines()) == [
+        " (10.0.0.2): rollout/0, rollout/1", " (10.0.0.3): nothing", " (10.0.0.4): rollout/2"
+    ]  # fmt: skip
+    assert settled.has_place("rollout/3")
+    assert not settled.has_place("rollout/4"), "others were quicker"
+    settled.give_back()
+    assert freed == [0, 1, 2, 3]
+
+
+def test_over_ipc_an_engine_stays_with_its_rank(fake_ray: SimpleNamespace) -> None:
+    fake_ray.nodes = list
     group: Any = None
-    settled = Places(config_of(), group, bundles, nodes)
-    assert [settled.has_node(f"rollout/{index}") for index in (0, 1)] == [True, False]
+    settled = Places(config_of(weights={"transport": "ipc"}, run={"device": "cuda"}), group, [], [])
+    assert not settled.has_place("rollout/0")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from areal_lite.config.recipe import Config, parse_config
-from areal_lite.launch.run.plan import NOWHERE, Bundle, Node, plan, table
+from areal_lite.launch.run.plan import NOWHERE, Bundle, Node, place_for, plan, table
 
 
 def nodes_of(*gpus: int, cores: int = 16, free: tuple[int, ...] | None = None) -> list[Node]:
@@ -124,3 +124,19 @@ def test_the_table_has_a_row_per_node_and_one_for_what_fits_on_none() -> None:
         ["10.0.0.2", "8", "8", "3", "3", "x", "rollout", "of", "2,", "2", "x", "trainer", "of", "1"],
         ["no", "node", "2", "2", "x", "trainer", "of", "1"],
     ]
+
+
+@pytest.mark.parametrize(("free", "node"), [((0, 2), 1), ((4, 2), 0), ((1, 1), NOWHERE)])
+def test_one_more_engine_goes_where_its_gpus_are_free(free: tuple[int, ...], node: int) -> None:
+    config = recipe(ranks=1, engines=1, tensor_parallel=2)
+    assert place_for("rollout/1", config, nodes_of(8, 8, free=free), lanes_at={}).node == node
+
+
+def test_one_more_verifier_or_engine_without_gpus_goes_where_most_cores_are_left() -> None:
+    """A node without cores works for nobody, as crowded as others may be. Seen failing with the head of a cluster."""
+    nodes = [
+        Node(address=key, key=key, cores=cores, gpus=8, free_gpus=8) for key, cores in [("head", 0), ("a", 4), ("b", 6)]
+    ]
+    for config, lane in [(recipe(ranks=1, engines=1), "verifier/1"), (cpu_recipe(ranks=1, engines=1), "rollout/1")]:
+        for lanes_at, node in [({}, 2), ({"b": 3}, 1), ({"a": 9, "b": 9}, 2)]:
+            assert place_for(lane, config, nodes, lanes_at=lanes_at) == Bundle(node=node, gpus=0, lanes=(lane,))

@@ -1,0 +1,74 @@
+"""`areal-lite scale`: a request that waits in the run folder until the run takes it up."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import PositiveInt, TypeAdapter, ValidationError
+
+from areal_lite.config.recipe import Config
+from areal_lite.errors import ConfigError, StallError
+from areal_lite.record.run_folder import RunFolder
+from areal_lite.sample_queue.access import Role
+
+_ROLES = (Role.ROLLOUT, Role.VERIFIER)
+_REQUEST = TypeAdapter(dict[Role, PositiveInt])
+_POLL_S = 0.25
+
+
+def parse_counts(words: Sequence[str]) -> dict[Role, int]:
+    """Read `rollout=8 verifier=2`.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    try:
+        counts = _REQUEST.validate_python(dict(word.split("=", 1) for word in words))
+    except (ValueError, ValidationError):
+        counts = {}
+    if not counts or not set(counts) <= set(_ROLES):
+        raise ConfigError(
+            f"workers must be given as rollout=N or verifier=N, N at least 1, got {' '.join(words) or 'nothing'}"
+        )
+    return counts
+
+
+def request(folder: Path, counts: Mapping[Role, int], *, timeout_s: float) -> None:
+    """Leave a request for the run that works in a folder, and wait until it is taken up.
+
+    Raises:
+        ConfigError: The folder is not that of a run with such workers.
+        StallError: Nobody took it up; it is withdrawn.
+    """
+    config = RunFolder(folder).recipe()
+    if not isinstance(config, Config) or (config.weights.transport == "ipc" and Role.ROLLOUT in counts):
+        raise ConfigError(
+            f"{folder} must be the run of a recipe with rollout workers on GPUs of their own, to have more or fewer: "
+            f"got command: {config.command}, {'weights.transport=ipc' if isinstance(config, Config) else 'no workers'}"
+        )
+    path, until = folder / "scale.json", time.monotonic() + timeout_s
+    unfinished = folder / ".scale.json.tmp"
+    unfinished.write_bytes(_REQUEST.dump_json(dict(counts)))
+    unfinished.replace(path)
+    try:
+        while path.exists():
+            if time.monotonic() > until:
+                raise StallError(
+                    f"a run that goes on in {folder} must take this up within {timeout_s:g} s, nobody did: wait until "
+                    f"it has started, or go on with it: areal-lite resume {folder} "
+                    + " ".join(f"{role}.workers={count}" for role, count in counts.items())
+                )
+            time.sleep(_POLL_S)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def take(folder: Path) -> dict[Role, int]:
+    """Return what is asked for, once; nothing where nobody asks."""
+    path = folder / "scale.json"
+    try:
+        content = path.read_bytes()
+        path.unlink()
+        return _REQUEST.validate_json(content)
+    except (OSError, ValidationError):
+        return {}
