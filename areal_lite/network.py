@@ -96,6 +96,16 @@ def listen(address: str, ports: range) -> socket.socket:
     )
 
 
+def listens(address: str, *, timeout_s: float) -> bool:
+    """Whether somebody takes connections at `host:port`; one that does not exist counts as nobody."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=timeout_s).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def port_range(text: str) -> range:
     """Read a range of ports such as `20000-21999`, both ends included.
 

@@ -47,7 +47,6 @@ _NOTICED = r"(?m)^(?!step \d|.*\(raylet\)).*(lost|died|failed|Error|stopping aft
 _UNDISTURBED = "none"
 _ELSEWHERE = {
     "node": "areal-lite rehearse nodes --kill-node STEP",
-    "raylet": "lost with its node: areal-lite rehearse nodes --kill-node STEP",
     "slow-network": "areal-lite rehearse nodes --slow MBIT",
     "disk-full": "not provoked, as it takes a file system of its own",
 }
@@ -156,6 +155,8 @@ class DrilledRun:
             self.send(_TO_COMMAND[name], [self.command])
         elif name in _TO_LANES:
             must_be_back = self.strike(*_TO_LANES[name])
+        elif name in _TO_RAY:
+            self.send(SIGKILL, [one for one in _tree(self.command) if _is_named(one, _TO_RAY[name])])
         else:
             says = _TO_FILES[name](self)
         self.wait(lambda: self._said(_NOTICED, begun) or self.command.poll() is not None, "a word on the fault")
@@ -237,7 +238,8 @@ def _tree(process: psutil.Process) -> list[psutil.Process]:
 
 def _is_named(process: psutil.Process, part: str) -> bool:
     try:
-        return part in " ".join(process.cmdline())
+        # Its number may be another's by now.
+        return process.is_running() and part in " ".join(process.cmdline())
     except psutil.NoSuchProcess:  # or a zombie
         return False
 
@@ -286,8 +288,9 @@ _TO_LANES = {
     "hang-trainer": ("trainer", "", SIGSTOP),
 }
 _TO_COMMAND = {"controller": SIGKILL, "sigterm": SIGTERM, "sighup": SIGHUP}
+_TO_RAY = {"raylet": "/raylet/raylet ", "gcs": "/gcs/gcs_server "}
 _TO_FILES = {"two-writers": _two_writers, "torn-save": _torn_save, "bit-flip": _bit_flip}
-FAULTS = [*_TO_LANES, *_TO_COMMAND, *_TO_FILES]
+FAULTS = [*_TO_LANES, *_TO_RAY, *_TO_COMMAND, *_TO_FILES]
 KILLS = ["engine", "rollout", "verifier", "queue", "trainer", "controller"]
 
 

@@ -231,6 +231,8 @@ class Controller(ABC):
 
     def _tick(self) -> None:
         """What every wait does first, and again and again."""
+        if self._places.head_is_lost():
+            self._interrupts.give_notice("the loss of Ray's head process (GCS)")
         if self._interrupts.are_news():
             why = self._interrupts.notice or "press Ctrl-C again to stop at once"
             self._view.say(f"stopping after this step and saving ({why}) ...")

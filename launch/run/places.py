@@ -16,12 +16,14 @@ from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.run.lifetime import actor_options
 from areal_lite.launch.run.plan import NOWHERE, Bundle, Node, place_for, plan, table
 from areal_lite.launch.run.whereabouts import Whereabouts
-from areal_lite.network import interface_of, local_address
+from areal_lite.network import interface_of, listens, local_address
 
 _RETRY_S = 1.0
 """How often a run that waits for GPUs looks for free ones."""
 _RESERVE_TIMEOUT_S = 10.0
 """For GPUs that were free a moment ago."""
+_LOOK_EVERY_S = 5.0
+"""How often, and for how long at most, Ray's head is asked for a sign of life."""
 
 
 class Places:
@@ -34,6 +36,7 @@ class Places:
         self.run = config.run
         """With its network settled."""
         self.whereabouts = Whereabouts(nodes, bundles)
+        self._head, self._looks_at, self._unanswered = ray.get_runtime_context().gcs_address, 0.0, 0
         self._place_of = {lane: (group, index) for index, bundle in enumerate(bundles) for lane in bundle.lanes}
         self._node_of = {lane: nodes[bundle.node].key for bundle in bundles for lane in bundle.lanes}
 
@@ -57,6 +60,13 @@ class Places:
         self._place_of[lane], self._node_of[lane] = (group, 0), nodes[bundle.node].key
         self.whereabouts.settle(lane, nodes[bundle.node])
         return True
+
+    def head_is_lost(self) -> bool:
+        """Whether Ray's head process gave no answer twice; without it Ray ends all processes after a minute."""
+        if (now := time.monotonic()) > self._looks_at:
+            self._looks_at = now + _LOOK_EVERY_S
+            self._unanswered = 0 if listens(self._head, timeout_s=_LOOK_EVERY_S) else self._unanswered + 1
+        return self._unanswered > 1
 
     def give_back(self) -> None:
         """Free everything."""

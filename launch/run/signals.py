@@ -28,7 +28,7 @@ class Interrupts:
 
     def __init__(self, *, save_deadline_s: float) -> None:
         self.notice = ""
-        """Name of the signal by which a batch system gave notice; empty while none has come."""
+        """Name of the signal by which a batch system gave notice, or what else leaves little time; else empty."""
         self._save_deadline_s, self._ends_at = save_deadline_s, 0.0
         self._is_asked = self._is_told = False
         self._presses = 0
@@ -50,6 +50,12 @@ class Interrupts:
     def ask(self) -> None:
         """Ask to stop, as one Ctrl-C does."""
         self._is_asked = True
+
+    def give_notice(self, why: str) -> None:
+        """Ask to stop, and to save within the deadline."""
+        if not self.notice:
+            self.notice, self._ends_at = why, time.monotonic() + self._save_deadline_s
+        self.ask()
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, *NOTICES)}
@@ -84,8 +90,9 @@ class Interrupts:
     def _handle(self, number: int, frame: Any) -> None:
         # Nothing is printed here: the handler may have interrupted somebody who is printing.
         self._presses += number == signal.SIGINT
-        if number != signal.SIGINT and not self.notice:
-            self.notice, self._ends_at = signal.Signals(number).name, time.monotonic() + self._save_deadline_s
-        self.ask()
+        if number == signal.SIGINT:
+            self.ask()
+        else:
+            self.give_notice(signal.Signals(number).name)
         if self._at_once or (number == signal.SIGINT and self._presses > 1):
             raise KeyboardInterrupt

@@ -8,7 +8,6 @@ import functools
 import json
 import logging
 import os
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -35,6 +34,7 @@ from areal_lite.launch.run.places import Places, places_for
 from areal_lite.launch.run.preflight import check_cluster
 from areal_lite.launch.run.signals import notices_held_back
 from areal_lite.launch.run.view import View
+from areal_lite.network import listens
 from areal_lite.record.paths import find_model_folder, with_absolute_paths
 from areal_lite.record.run_folder import RunFolder, run_path
 from areal_lite.record.writer import SoleWriter
@@ -191,7 +191,7 @@ def _join(address: str) -> None:
     if address != "local":
         # The head of a cluster asks for a token wherever an earlier start left one; who joins by address is not told.
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-        if ":" in address and not _listens(address):
+        if ":" in address and not listens(address, timeout_s=_PROBE_TIMEOUT_S):
             raise ConfigError(
                 f"a Ray cluster must answer at {address} (RAY_ADDRESS), nobody does; correct it, or start Ray there "
                 "and here; unset RAY_ADDRESS to run on this machine alone"
@@ -216,16 +216,6 @@ def _leave() -> None:
     for one in below:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
-
-
-def _listens(address: str) -> bool:
-    """Whether somebody is there; Ray would try for minutes, and end as it does where a token is refused."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=_PROBE_TIMEOUT_S).close()
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def prepare_model(config: Config | OfflineConfig, *, console: Console) -> Path:

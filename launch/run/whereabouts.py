@@ -1,12 +1,11 @@
 """Which processes are on which node, in words: when a run on several nodes begins, and in the error that ends it."""
 
-import contextlib
 import re
-import socket
 from collections.abc import Iterator, Sequence
 
 from areal_lite.errors import ArealLiteError
 from areal_lite.launch.run.plan import Bundle, Node
+from areal_lite.network import listens
 
 _ANSWER_TIMEOUT_S = 3.0
 
@@ -33,14 +32,22 @@ class Whereabouts:
                 yield f"{_words(node)}: {', '.join(lanes) or 'nothing'}"
 
     def out_of_reach(self) -> list[Node]:
-        """Other nodes with processes of the run that do not answer."""
-        return [node for node in list(self._lanes)[1:] if self._lanes[node] and not _answers(node)]
+        """Nodes with processes of the run whose Ray does not answer."""
+        return [
+            node
+            for node, lanes in self._lanes.items()
+            if lanes and not listens(f"{node.address}:{node.port}", timeout_s=_ANSWER_TIMEOUT_S)
+        ]
 
     def located(self, error: BaseException) -> BaseException:
         """Return an error with the nodes of the processes that it names, and the nodes that are out of reach."""
-        if len(self._lanes) < 2 or not isinstance(error, ArealLiteError):
+        if not isinstance(error, ArealLiteError) or not self._lanes:
             return error
         here, lost = next(iter(self._lanes)), self.out_of_reach()
+        if here in lost:
+            return type(error)(f"Ray on this machine (its raylet) is down, and all that it ran; noticed first: {error}")
+        if len(self._lanes) < 2:
+            return error
         parts, text = [], str(error)
         for node, lanes in self._lanes.items():
             named = [lane for lane in lanes if re.search(rf"\b{lane}(?!\d)", text)]
@@ -56,10 +63,3 @@ class Whereabouts:
 
 def _words(node: Node) -> str:
     return f"{node.name} ({node.address})"
-
-
-def _answers(node: Node) -> bool:
-    """Whether Ray's port on a node can be connected to: a closed one says that nobody is there either."""
-    with contextlib.suppress(OSError), socket.create_connection((node.address, node.port), timeout=_ANSWER_TIMEOUT_S):
-        return True
-    return False

@@ -37,7 +37,7 @@ from areal_lite.record.run_folder import RunFolder
 from areal_lite.watchdog import Watchdog
 
 FIGURES = {"loss": 0.5, "accuracy": 0.9, "tokens": 12.0, "lr": 1e-3, "grad_norm": 1.0, "step_skipped": 0.0}
-NO_PLACES: Any = SimpleNamespace(whereabouts=Whereabouts([], []))
+NO_PLACES: Any = SimpleNamespace(whereabouts=Whereabouts([], []), head_is_lost=lambda: False)
 """No process is started here."""
 STATS = {metric.name: 1 for metric in METRICS if metric.reduction} | {"age_histogram": {0: 30}, "age_max": 0}
 
@@ -424,12 +424,14 @@ class SlowRanks(FakeRanks):
 
 @pytest.mark.parametrize(
     ("during", "takes_s", "saved"),
-    [("step", 29, [1, 2]), ("step", 31, [1]), ("save", 0, [1, 2]), ("evaluate", 9, [1, 2])],
+    [("step", 29, [1, 2]), ("step", 31, [1]), ("save", 0, [1, 2]), ("evaluate", 9, [1, 2]), ("head", 29, [1, 2])],
 )
 def test_a_run_that_is_given_notice_saves_in_time_and_can_be_told_to_go_on(
     offline: OfflineController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str, takes_s: float, saved: Any
 ) -> None:
     """In the middle of a step, of a save or of an evaluation; what is late is given up, and what was kept is said.
+
+    The loss of Ray's head process is a notice as well.
 
     Seen failing with a wait that looks at nothing but its watchdog, and with the export of a model that takes time.
     """
@@ -439,12 +441,14 @@ def test_a_run_that_is_given_notice_saves_in_time_and_can_be_told_to_go_on(
     monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: ranks.now))
     processes = SimpleNamespace(kill=lambda: None)
     vars(offline).update(_ranks=ranks, _spawn=lambda _: processes, _start=lambda _: None, _prepare=lambda _: None)
+    places = SimpleNamespace(**vars(NO_PLACES) | {"head_is_lost": lambda: during == "head" and ranks.version == 2})
+    offline._places = places  # type: ignore[assignment]
     with pytest.raises(Interrupted, match=str(tmp_path / "run")):
         offline.run()
     assert [int(path.name.removeprefix("step-")) for path in sorted(offline._folder.checkpoints.iterdir())] == saved
     assert {method for method, *_ in ranks.asked} == {"save"}
     said = offline._view._console.file.getvalue()  # type: ignore[attr-defined]
-    assert "SIGUSR1" in said
+    assert ("the loss of Ray's head process" if during == "head" else "SIGUSR1") in said
     assert re.search(rf"step(-0+| ){saved[-1]}\b", said)
     for number in signals.NOTICES:  # which the end of a process that was told to end ignores
         signal.signal(number, signal.SIG_DFL)
@@ -518,7 +522,7 @@ def test_a_node_that_is_out_of_reach_is_not_waited_for(
 ) -> None:
     log = falling(offline, monkeypatch, [(3, RankDied("rank"))])
     whereabouts = SimpleNamespace(out_of_reach=lambda: ["node-2"], located=lambda error: error)
-    monkeypatch.setattr(offline, "_places", SimpleNamespace(whereabouts=whereabouts))
+    monkeypatch.setattr(offline, "_places", SimpleNamespace(whereabouts=whereabouts, head_is_lost=lambda: False))
     with pytest.raises(RankDied):
         offline.run()
     assert log == ["start", 1, 2, 3]

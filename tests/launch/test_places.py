@@ -108,3 +108,20 @@ def test_over_ipc_an_engine_stays_with_its_rank(fake_ray: SimpleNamespace) -> No
     group: Any = None
     settled = Places(config_of(weights={"transport": "ipc"}, run={"device": "cuda"}), group, [], [])
     assert not settled.has_place("rollout/0")
+
+
+def test_the_head_is_lost_when_it_gave_no_answer_twice(
+    fake_ray: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A moment without an answer stops no run. Seen failing with one look."""
+    group: Any = None
+    settled = Places(config_of(), group, [], [])
+    clock, answers = SimpleNamespace(now=0.0), [False, True, False, False]
+    monkeypatch.setattr(places, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(places, "listens", lambda address, **_: address == "10.0.0.1:6379" and answers.pop(0))
+    seen = []
+    for _ in range(20):
+        clock.now += 1
+        seen.append(settled.head_is_lost())
+    assert seen == [False] * 18 + [True] * 2
+    assert answers == []

@@ -16,10 +16,11 @@ def node(name: str, port: int) -> Node:
 
 @pytest.fixture
 def where() -> Iterator[Whereabouts]:
-    """The second node listens, the third does not; the driver's is not asked."""
+    """Two nodes listen, the third does not."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        nodes = [node("one", 0), node("two", server.getsockname()[1]), node("three", closed.getsockname()[1])]
+        port = server.getsockname()[1]
+        nodes = [node("one", port), node("two", port), node("three", closed.getsockname()[1])]
         lanes = [("queue",), ("trainer/0",), ("trainer/1",), ("trainer/10",), ("rollout/0",)]
         at = [0, 0, 1, 1, 2]
         yield Whereabouts(nodes, [Bundle(node=n, gpus=0, lanes=names) for n, names in zip(at, lanes, strict=True)])
@@ -45,5 +46,18 @@ def test_an_error_names_nodes(where: Whereabouts) -> None:
 
 def test_one_node_and_errors_of_others_stay_as_they_are(where: Whereabouts) -> None:
     error, other = TrainerError("trainer/0 died"), KeyError("trainer/0")
-    assert Whereabouts([node("one", 0)], [Bundle(node=0, gpus=0, lanes=("trainer/0",))]).located(error) is error
+    assert alone(*where._lanes).located(error) is error
     assert where.located(other) is other
+
+
+def test_a_dead_raylet_is_named_before_what_died_of_it(where: Whereabouts) -> None:
+    """Seen failing with a trainer rank that is blamed, and waited for in vain."""
+    *_, closed = where._lanes
+    error = alone(closed).located(TrainerError("trainer/0 died"))
+    assert str(error) == "Ray on this machine (its raylet) is down, and all that it ran; noticed first: trainer/0 died"
+    assert isinstance(error, TrainerError)
+    assert alone(closed).out_of_reach() == [closed]
+
+
+def alone(first: Node, *_: Node) -> Whereabouts:
+    return Whereabouts([first], [Bundle(node=0, gpus=0, lanes=("trainer/0",))])

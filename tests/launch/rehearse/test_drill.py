@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from user_run import alive
 
@@ -188,6 +189,14 @@ def test_runs_are_alike_to_the_last_bit(tmp_path: Path) -> None:
         folder.append("metrics.jsonl", [figures | {"loss": loss, "time_s": id(folder)}])
     assert are_alike(folders[0], folders[1])
     assert not are_alike(folders[0], folders[2])
+
+
+def test_a_process_that_got_the_number_of_a_dead_one_is_another() -> None:
+    """Seen failing with a stranger that outlives the run."""
+    process = psutil.Process()
+    assert module._is_named(process, "python")
+    process._ident = (process.pid, 0.0)
+    assert not module._is_named(process, "")
 
 
 def test_faults_are_chosen_by_name() -> None:
