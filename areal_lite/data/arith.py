@@ -35,16 +35,6 @@ class ArithProblem:
     """The number after `#`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArithPair:
-    """Two answers. Example: `ArithPair(prompt="7+5=?", chosen="7+5=12#12", rejected="7+5=2#2")`."""
-
-    prompt: str
-    chosen: str
-    rejected: str
-    """Ends in another number."""
-
-
 def arith_problems(settings: ArithConfig, split: Literal["train", "eval"]) -> list[ArithProblem]:
     """Make the problems of a split, the same ones for the same settings.
 
@@ -68,8 +58,10 @@ def worked_solutions(
     return [_work_out(problem, rng, carelessness) for problem in problems]
 
 
-def preference_pairs(settings: ArithConfig, split: Literal["train", "eval"], *, carelessness: float) -> list[ArithPair]:
-    """Pair the right solution of a problem with a careless one that ends in another number.
+def preference_pairs(
+    settings: ArithConfig, split: Literal["train", "eval"], *, carelessness: float
+) -> list[tuple[str, str, str]]:
+    """Return a problem's prompt, its right solution, and a careless one that ends in another number.
 
     Problems without a carry or a borrow cannot be got wrong that way and make no pair, so that there are fewer pairs
     than `train_size` and `eval_size`. The splits have no prompt in common.
@@ -78,22 +70,17 @@ def preference_pairs(settings: ArithConfig, split: Literal["train", "eval"], *, 
         ConfigError: The settings allow too few different problems, or none that can be got wrong.
     """
     problems = _problems(settings, split, stream="pairs", count=settings.train_size)
-    rng = random.Random(f"pairs/{split}")
-    pairs = [pair for problem in problems if (pair := _pair(problem, rng, carelessness))]
+    rng, pairs = random.Random(f"pairs/{split}"), list[tuple[str, str, str]]()
+    for problem in problems:
+        drafts = (_work_out(problem, rng, carelessness).solution for _ in range(_CARELESS_ATTEMPTS))
+        wrong = (draft for draft in drafts if draft.rpartition("#")[2] != problem.answer)  # two slips may cancel
+        pairs += [(problem.prompt, problem.solution, draft) for draft in itertools.islice(wrong, 1)]
     if not pairs:
         raise ConfigError(
             f"data.arith must have carries or borrows to forget, got none in {len(problems)} problems with numbers up "
             f"to {settings.max_value}: raise data.arith.max_value or max_terms"
         )
     return pairs
-
-
-def _pair(problem: ArithProblem, rng: random.Random, carelessness: float) -> ArithPair | None:
-    for _ in range(_CARELESS_ATTEMPTS):
-        rejected = _work_out(problem, rng, carelessness).solution
-        if rejected.rpartition("#")[2] != problem.answer:  # two slips may cancel
-            return ArithPair(prompt=problem.prompt, chosen=problem.solution, rejected=rejected)
-    return None
 
 
 def _problems(settings: ArithConfig, split: Literal["train", "eval"], *, stream: str, count: int) -> list[ArithProblem]:

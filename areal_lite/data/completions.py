@@ -99,10 +99,9 @@ def _examples(config: OfflineConfig, tokenizer: Tokenizer, split: Split, reader:
 def _arith_rows(config: OfflineConfig, split: Split) -> list[dict[str, Any]]:
     arith, carelessness, data = config.data.arith, config.data.carelessness, config.data
     if config.command != "sft":
-        return [
-            {data.prompt_column: pair.prompt, data.chosen_column: pair.chosen, data.rejected_column: pair.rejected}
-            for pair in preference_pairs(arith, split, carelessness=carelessness)
-        ]
+        columns = [getattr(data, name) for name in _PAIR_COLUMNS]
+        pairs = preference_pairs(arith, split, carelessness=carelessness)
+        return [dict(zip(columns, pair, strict=True)) for pair in pairs]
     problems = worked_solutions(arith, arith.train_size, seed=arith.seed, carelessness=carelessness, split=split)
     return [{data.prompt_column: problem.prompt, data.completion_column: problem.solution} for problem in problems]
 

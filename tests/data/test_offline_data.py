@@ -352,16 +352,16 @@ def test_every_built_in_pair_has_a_right_and_a_wrong_answer(split: Any) -> None:
     """Seen failing without the look at the last number: two slips may cancel."""
     pairs = preference_pairs(ARITH, split, carelessness=0.6)
     assert len(pairs) > 50
-    for pair in pairs:
-        right = str(eval(pair.prompt.removesuffix("=?")))
-        assert pair.chosen.endswith(f"#{right}")
-        assert not pair.rejected.endswith(f"#{right}")
+    for prompt, chosen, rejected in pairs:
+        right = str(eval(prompt.removesuffix("=?")))
+        assert chosen.endswith(f"#{right}")
+        assert not rejected.endswith(f"#{right}")
 
 
 def test_built_in_splits_have_no_prompt_in_common() -> None:
     held_out = {problem.prompt for problem in arith_problems(ARITH, "eval")}
-    assert {pair.prompt for pair in preference_pairs(ARITH, "eval", carelessness=0.6)} <= held_out
-    assert not held_out & {pair.prompt for pair in preference_pairs(ARITH, "train", carelessness=0.6)}
+    assert {prompt for prompt, _, _ in preference_pairs(ARITH, "eval", carelessness=0.6)} <= held_out
+    assert not held_out & {prompt for prompt, _, _ in preference_pairs(ARITH, "train", carelessness=0.6)}
 
 
 @pytest.mark.parametrize("command", ["sft", "dpo"])
