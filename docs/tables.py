@@ -13,7 +13,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -316,6 +316,59 @@ def draw_staleness(content: Row) -> None:
         axes.legend(frameon=False)
 
 
+# ---------------------------------------------------------------- long answers
+
+ENGINE = "memory-bound"
+"""Whose figures are shown; of the other one the speed alone."""
+PARTS = ("257-1024", "1025-4096")
+
+
+def long_answers(content: Row) -> Parts:
+    """Return the table of what `long_answers.py` simulated; speeds are over that of `mask` at the same `max_ahead`."""
+    masks = {row["ahead"]: row for row in reversed(content["rows"]) if row["policy"] == "mask"}
+
+    def speed(engine: str) -> Callable[[Row], str]:
+        rate = f"{engine}.groups_per_time"
+        value = cell(rate)
+        return lambda row: format(float(value(row)) / float(value(masks[row["ahead"]])), ".2f")
+
+    def quarters(name: str) -> Callable[[Row], str]:
+        return lambda row: " / ".join(f"{min(share, 1):.0%}"[:-1] for share in row[ENGINE]["shares"][name])
+
+    columns: Columns = {
+        "`on_stale`": cell("policy"),
+        "`max_staleness`": cell("eta"),
+        "`max_ahead`": cell("ahead"),
+        "speed": speed(ENGINE),
+        "on a CPU": speed("compute-bound"),
+        **{f"{name} tokens, %": quarters(name) for name in PARTS},
+        "age": cell(f"{ENGINE}.ages.mean", ".1f"),
+        "oldest": cell(f"{ENGINE}.ages.max"),
+    }
+    columns = together(together(columns, "`max_staleness`", "`max_ahead`"), "age", "oldest")
+    return {"long answers": f"{where(content)}\n\n{markdown(columns, content['rows'])}"}
+
+
+def draw_long_answers(content: Row) -> None:
+    """Draw what share of each quarter trains, over the length of the sample; a panel per policy."""
+    rows = [row for row in content["rows"] if row["ahead"] == 1 and (row["eta"] == 1 or row["policy"] == "wait")]
+    rows = [row for row in rows if "," not in row["policy"]]
+    with picture(HERE / "long-answers.svg", size=(9, 3.0), font=9, ncols=len(rows), sharey=True) as (figure, panels):
+        for row, axes in zip(rows, panels, strict=True):
+            shares = row[ENGINE]["shares"]
+            for quarter, color in enumerate(("#9ecae1", "#6baed6", "#3182bd", "#08306b")):
+                heights = [parts[quarter] for parts in shares.values()]
+                places = [place + 0.2 * (quarter - 1.5) for place in range(len(shares))]
+                axes.bar(places, heights, 0.2, color=color, label=("first quarter", "second", "third", "last")[quarter])
+            axes.set_xticks(range(len(shares)), list(shares), rotation=60)
+            name = row["policy"] if row["eta"] == row["ahead"] else f"{row['policy']}, max_staleness {row['eta']}"
+            speed = row[ENGINE]["groups_per_time"] / rows[0][ENGINE]["groups_per_time"]
+            axes.set_title(f"{name}\nspeed {speed:.2f}", fontsize=9)
+        panels[0].set_ylabel("trains, of what is generated")
+        figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="outside right center")
+        panels[len(rows) // 2].set_xlabel("tokens of the sample")
+
+
 # ---------------------------------------------------------------- demo
 
 PAUSES = ("pausing", "transferring", "reloading", "stamping")
@@ -404,6 +457,7 @@ SOURCES = {
     "performance": performance,
     "presets": presets,
     "staleness-ablation": staleness,
+    "long-answers": long_answers,
     "demo": demo,
     "families": families,
     "math-verifier": math_verifier,
@@ -441,6 +495,7 @@ def main(words: Sequence[str]) -> None:
         path.write_text(filled(path.read_text(), parts))
     draw_presets(load("presets"))
     draw_staleness(load("staleness-ablation"))
+    draw_long_answers(load("long-answers"))
     for recipe in RECIPES:
         if modes := load("performance").get(f"modes {recipe}"):
             draw_modes(modes, HERE / f"modes-{recipe}.svg")

@@ -145,3 +145,22 @@ def test_the_best_asynchronous_mode_is_compared_whatever_its_eta(tables: ModuleT
     assert gain["measure"] == "`longtail_cpu`: async-eta1 over sync-split, samples/s"
     assert (gain["at_least"], gain["median"]) == (2.2, 2.5)
     assert (paused["at_most"], paused["median"], paused["high"]) == (3.0, 2.0, 4.0)
+
+
+def test_the_simulation_loses_of_long_answers_what_each_policy_loses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mask` their beginnings, `drop` whole ones, `keep` nothing, and `wait` nothing but time.
+
+    Seen failing with new weights that do not reach samples in flight, and with dropped groups left in the engine.
+    """
+    simulation = load_tables("long_answers")
+    monkeypatch.setattr(simulation, "STEPS", 40)
+    found = {
+        policy: simulation.Simulation(policy=policy, eta=1, ahead=1, half=64.0).run()
+        for policy in ("mask", "drop", "wait", "keep")
+    }
+    long = {policy: row["shares"]["257-1024"] for policy, row in found.items()}
+    assert long["mask"][0] < 0.8 < long["mask"][3]
+    assert max(long["drop"]) < 0.9
+    assert long["wait"] == long["keep"] == [1.0] * 4
+    assert found["keep"]["ages"]["max"] > 1 == found["wait"]["ages"]["max"] == found["mask"]["ages"]["max"]
+    assert found["wait"]["groups_per_time"] < found["keep"]["groups_per_time"] == found["mask"]["groups_per_time"]

@@ -32,9 +32,9 @@ def blocks(page: str, *languages: str) -> list[Block]:
     return [block for block in found if not languages or block.language in languages]
 
 
-def tables() -> ModuleType:
-    """Return the script that makes the pages of measurements."""
-    spec = importlib.util.spec_from_file_location("tables", DOCS / "tables.py")
+def tables(name: str = "tables") -> ModuleType:
+    """Return the script that makes the pages of measurements, or another one in docs/."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,0 +1,202 @@
+"""Simulates what the policies of `queue.on_stale` make of long answers; writes docs/long-answers.json.
+
+    python docs/long_answers.py && python docs/tables.py        about ten minutes
+
+The ledger is the real one, on a virtual clock. An engine decodes one token of each running sample in `1 + n / half`
+units of time: with `half` samples running each is half as fast as one alone. A batch is trained in the time that the
+engine takes to decode one with full slots. Lengths are log-normal, and each sample's its own. New weights reach samples
+in flight, as in a run; scoring takes no time.
+"""
+
+import json
+import math
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areal_lite.launch.bench.harness import surroundings
+from areal_lite.record.quarters import EDGES, LENGTHS
+from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
+from areal_lite.sample_queue.staleness import age_limit, trainable_mask
+from areal_lite.types import Sample, Score, StopReason, VersionSpan
+
+OLD_FIRST = "wait, old first"
+"""`wait` in an engine that, while the trainer waits for them, decodes due groups alone."""
+CASES = [
+    (policy, wide if is_wide else ahead, ahead)
+    for ahead, wide in ((1, 4), (4, 12))
+    for is_wide, policies in ((False, ("mask", "drop", "wait", "keep", OLD_FIRST)), (True, ("mask", "wait")))
+    for policy in policies
+]
+"""Policy, `queue.max_staleness`, `queue.max_ahead`."""
+STEPS, GROUPS, SAMPLES, SLOTS = 300, 8, 8, 64
+MEDIAN, SIGMA, LONGEST = 64, 1.0, 2048
+ENGINES = {"memory-bound": 64.0, "compute-bound": 1.0}
+"""`half` of each kind: a GPU whose batch is far from full, and a CPU, where the time grows with the batch."""
+
+
+@dataclass(eq=False)
+class Running:
+    """A sample in the engine."""
+
+    group: str
+    length: int
+    done: float = 0.0
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """(version, first token) of each change."""
+
+    def sample(self) -> Sample:
+        """Return it as the engine would hand it in."""
+        first = dict((start, version) for version, start in self.spans)  # of two changes at one token the last counts
+        starts = sorted(start for start in first if start < self.length)
+        ends = [*starts[1:], self.length]
+        spans = [VersionSpan(version=first[a], start=a, end=b) for a, b in zip(starts, ends, strict=True)]
+        nothing = np.zeros(self.length, np.int32)
+        return Sample(
+            token_ids=nothing, logprobs=nothing.astype(np.float32), spans=tuple(spans), stop_reason=StopReason.STOP
+        )
+
+
+class Simulation:
+    """One run."""
+
+    def __init__(self, *, policy: str, eta: int, ahead: int, half: float) -> None:
+        self.policy, self.eta, self.half = policy, eta, half
+        on_stale = policy.partition(",")[0]
+        self.limit = age_limit(eta, on_stale=on_stale)
+        self.ledger = Ledger(
+            LedgerSettings(
+                max_staleness=eta, max_ahead=ahead, on_stale=on_stale, total_steps=STEPS, groups_per_step=GROUPS,
+                samples_per_group=SAMPLES, lease_timeout_s=math.inf,
+            )
+        )  # fmt: skip
+        self.rng = np.random.default_rng(0)
+        self.time = self.step_ends = 0.0
+        mean = MEDIAN * math.exp(SIGMA**2 / 2)
+        self.step_s = GROUPS * SAMPLES * mean * (1 + SLOTS / half) / SLOTS
+        self.batch, self.prompts = None, 0
+        self.leases, self.running, self.ended = {}, [], {}
+        self.drawn, self.trained = np.zeros((2, len(LENGTHS), 4))
+        self.num_drawn = self.num_trained = 0
+        self.ages = Counter()
+
+    def run(self) -> dict:
+        """Run all steps; return what was found."""
+        ledger = self.ledger
+        while ledger.version < STEPS:
+            self.fill()
+            if self.batch is None and (batch := ledger.take(f"step-{ledger.version}")) is not None:
+                self.batch, self.step_ends = batch, self.time + self.step_s
+                continue
+            self.advance()
+        ages = np.array(sorted(self.ages.elements())[::101])
+        return {
+            "groups_per_time": self.num_trained / self.time,
+            "shares": {
+                name: (trained / self.num_trained / (drawn / self.num_drawn)).round(3).tolist()
+                for name, drawn, trained in zip(LENGTHS, self.drawn, self.trained, strict=True)
+                if drawn.sum() > 0.005 * self.drawn.sum()
+            },
+            "ages": {"mean": float(ages.mean()), "p99": float(np.quantile(ages, 0.99)), "max": max(self.ages)},
+        }  # fmt: skip
+
+    def fill(self) -> None:
+        """Lend groups while there are slots for one, admitting what may be admitted."""
+        while len(self.running) + SAMPLES <= SLOTS:
+            leases = self.ledger.lease_rollout("w", limit=1)
+            if not leases:
+                if not self.ledger.capacity():
+                    return
+                self.ledger.admit(f"p{self.prompts}")
+                self.prompts += 1
+                continue
+            (lease,) = leases
+            self.leases[lease.group.group_id], self.ended[lease.group.group_id] = lease, []
+            lengths = np.clip(self.rng.lognormal(math.log(MEDIAN), SIGMA, SAMPLES).round(), 1, LONGEST).astype(int)
+            self.num_drawn += 1
+            for length in lengths.tolist():
+                self.count(self.drawn, np.ones(length, bool))
+                self.running.append(Running(lease.group.group_id, length, spans=[(self.ledger.version, 0)]))
+
+    def chosen(self) -> list[Running]:
+        """Return which samples the engine decodes: those of due groups alone, where they are what the trainer lacks."""
+        if self.policy != OLD_FIRST or self.batch is not None or self.ledger.missing():
+            return self.running
+        due = self.ledger.version - self.eta
+        old = [one for one in self.running if self.leases[one.group].group.admitted_version <= due]
+        return old or self.running
+
+    def advance(self) -> None:
+        """Go on to the next end, of a sample or of a step."""
+        running = self.chosen()
+        rate = 1 / (1 + len(running) / self.half)
+        seconds = min(((one.length - one.done) / rate for one in running), default=math.inf)
+        if self.batch is not None:
+            seconds = min(seconds, self.step_ends - self.time)
+        assert seconds < math.inf
+        self.time += seconds
+        for one in running:
+            one.done += seconds * rate
+        for one in [one for one in running if one.done > one.length - 1e-6]:
+            self.running.remove(one)
+            self.end(one)
+        if self.batch is not None and self.time >= self.step_ends - 1e-9:
+            self.publish()
+
+    def end(self, one: Running) -> None:
+        """A group whose last sample has ended is scored at once."""
+        ended = self.ended[one.group]
+        ended.append(one.sample())
+        if len(ended) == SAMPLES:
+            self.ledger.complete_rollout(self.leases.pop(one.group).lease_id, self.ended.pop(one.group))
+            (lease,) = self.ledger.lease_verify("v", limit=1)
+            self.ledger.complete_verify(lease.lease_id, [Score(reward=float(place % 2)) for place in range(SAMPLES)])
+
+    def publish(self) -> None:
+        """The step ends: new weights for every sample in flight; dropped groups leave the engine."""
+        batch, self.batch = self.batch, None
+        for group in batch.groups:
+            self.num_trained += 1
+            for sample in group.samples:
+                mask = trainable_mask(
+                    sample.spans, num_tokens=sample.num_tokens, version=batch.version, max_staleness=self.limit
+                )
+                self.count(self.trained, mask)
+                for span in sample.spans:
+                    if (age := batch.version - span.version) <= self.limit:
+                        self.ages[age] += span.end - span.start
+        self.ledger.complete_step(batch.batch_id)
+        for one in self.running:
+            one.spans.append((self.ledger.version, math.ceil(one.done)))
+        gone = set(self.ledger.renew("w", [lease.lease_id for lease in self.leases.values()]))
+        for group in [name for name, lease in self.leases.items() if lease.lease_id in gone]:
+            del self.leases[group], self.ended[group]
+            self.running = [one for one in self.running if one.group != group]
+
+    @staticmethod
+    def count(cells: np.ndarray, mask: np.ndarray) -> None:
+        """Add a sample's tokens to the cell of its length, by quarter."""
+        length = len(mask)
+        cells[np.searchsorted(EDGES, length)] += np.bincount(4 * np.flatnonzero(mask) // length, minlength=4)
+
+
+def main() -> None:
+    """Simulate all policies, and write what was found."""
+    rows = []
+    for policy, eta, ahead in CASES:
+        row: dict[str, Any] = {"policy": policy, "eta": eta, "ahead": ahead}
+        for engine, half in ENGINES.items():
+            row[engine] = Simulation(policy=policy, eta=eta, ahead=ahead, half=half).run()
+        rows.append(row)
+        print(json.dumps(row), file=sys.stderr, flush=True)
+    settings = {"steps": STEPS, "groups": GROUPS, "samples": SAMPLES, "slots": SLOTS, "median": MEDIAN, "sigma": SIGMA}
+    content = {**surroundings(), "settings": settings, "rows": rows}
+    (Path(__file__).parent / "long-answers.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
