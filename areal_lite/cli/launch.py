@@ -1,5 +1,6 @@
 """The command `areal-lite launch`: any other command as a job on a cluster, and what has become of it."""
 
+import re
 import shlex
 import sys
 import time
@@ -127,13 +128,8 @@ def _ask(verb: str, name: str) -> int:
     elif verb == "logs":
         sys.stdout.write(kind.logs(job))
     else:
-        status = kind.status(job)
-        print(
-            f"{job.name}: {status.words}",
-            f"command: areal-lite {shlex.join(job.words)}",
-            f"record: {job.files}",
-            sep="\n",
-        )
+        print(f"{job.name}: {kind.status(job).words}")
+        print(f"command: areal-lite {shlex.join(job.words)}\nrecord: {job.files}")
         if job.run_folder:
             print(f"run folder: {job.run_folder}")
     return 0
@@ -145,10 +141,6 @@ def _print_profile(kind: str) -> int:
     find_kind(kind)
     hidden = KINDS.keys() - {kind}
     print(f"# A profile for areal-lite launch --on {kind}: change what differs, leave out what does not.")
-    keep = True
-    for line in explained_section(Profile()):
-        if not line.startswith(" "):
-            keep = line.partition(":")[0] not in hidden
-        if keep:
-            print(line)
+    sections = re.split(r"\n(?! )", "\n".join(explained_section(Profile())))
+    print(*(text for text in sections if text.partition(":")[0] not in hidden), sep="\n")
     return 0
