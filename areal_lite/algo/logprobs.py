@@ -1,7 +1,6 @@
-"""Log-probabilities and entropies of tokens from logits, in float32 and in pieces.
+"""Log-probabilities and entropies of tokens from logits, in float32.
 
-Called by the trainer and the supervised loop. A piece at a time keeps the float32 copies of a large
-vocabulary small; in the backward pass each piece is computed again instead of being kept.
+Called by the trainer and the supervised loop, which give a large vocabulary's logits in pieces.
 
 Shape letters: `T` tokens, `V` vocabulary.
 """
@@ -11,13 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, log_softmax
-from torch.utils.checkpoint import checkpoint
-
-_PIECE_ELEMENTS = 2**25
-"""Logits of one piece: 128 MiB in float32."""
 
 
-def token_logprobs(logits_TV: Tensor, *, token_ids_T: Tensor, temperature: float) -> Tensor:
+def token_logprobs(logits_TV: Tensor, token_ids_T: Tensor, *, temperature: float) -> Tensor:
     """Return `log softmax(logits / temperature)` at the given tokens.
 
     Args:
@@ -36,10 +31,8 @@ def token_logprobs(logits_TV: Tensor, *, token_ids_T: Tensor, temperature: float
             f"expected logits [tokens, vocabulary] and as many token ids, got {tuple(logits_TV.shape)} and "
             f"{tuple(token_ids_T.shape)}"
         )
-
-    num_rows = _piece_rows(logits_TV)
-    pieces = zip(torch.split(logits_TV, num_rows), torch.split(token_ids_T, num_rows), strict=True)
-    return torch.cat([_TokenLogprobs.apply(*piece, temperature) for piece in pieces])  # type: ignore[no-untyped-call]
+    result: Tensor = _TokenLogprobs.apply(logits_TV, token_ids_T, temperature)  # type: ignore[no-untyped-call]
+    return result
 
 
 def token_entropies(logits_TV: Tensor, *, temperature: float, differentiable: bool = False) -> Tensor:
@@ -61,22 +54,13 @@ def token_entropies(logits_TV: Tensor, *, temperature: float, differentiable: bo
     if logits_TV.ndim != 2:
         raise ValueError(f"expected logits [tokens, vocabulary], got {tuple(logits_TV.shape)}")
 
-    def of_piece(logits: Tensor) -> Tensor:
-        logprobs = log_softmax(logits.float() / temperature, dim=-1)
-        return -(logprobs.exp() * logprobs).sum(dim=-1)
-
-    pieces = torch.split(logits_TV if differentiable else logits_TV.detach(), _piece_rows(logits_TV))
-    if not differentiable:
-        return torch.cat([of_piece(piece) for piece in pieces])
-    return torch.cat([checkpoint(of_piece, piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces])
-
-
-def _piece_rows(logits_TV: Tensor) -> int:
-    return max(1, _PIECE_ELEMENTS // logits_TV.shape[1])
+    logits_TV = (logits_TV if differentiable else logits_TV.detach()).float() / temperature
+    logprobs_TV = log_softmax(logits_TV, dim=-1)
+    return -(logprobs_TV.exp() * logprobs_TV).sum(dim=-1)
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """What `token_logprobs` says, of a piece; `d logprob / d logits = (onehot - softmax) / temperature`.
+    """What `token_logprobs` says; `d logprob / d logits = (onehot - softmax) / temperature`.
 
     Only the logits are kept. `checkpoint` around the forward pass would do the same with more passes over the
     vocabulary, and with a cost per call that small models notice.

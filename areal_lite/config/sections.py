@@ -273,6 +273,8 @@ class TrainerConfig(Section):
     """AdamW second moment decay"""
     max_grad_norm: float = Field(1.0, gt=0)
     """gradient norm is clipped to this"""
+    reduce_every: Literal["micro_batch", "update"] = "micro_batch"
+    """when ranks add up gradients; update = less traffic, but each rank holds those of the whole model in float32"""
     activation_checkpointing: bool = False
     """recompute activations in the backward pass"""
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = "auto"

@@ -30,6 +30,7 @@ from areal_lite.config.sections import LoraConfig
 from areal_lite.errors import CheckpointError
 from areal_lite.train.lora import add_adapters
 from areal_lite.train.micro_batch import MicroBatch
+from areal_lite.train.pieces import Later, Reading, read_in_pieces
 
 Recipe = Config | OfflineConfig
 
@@ -189,17 +190,19 @@ def shard_model(model: nn.Module, *, world_size: int, device: torch.device, comp
     return model
 
 
-def completion_logits(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Run the model and return the logits that predict the completion tokens, prompt and padding left out.
+def completion_outputs(model: nn.Module, batch: MicroBatch, read: Reading, *aligned_T: Tensor) -> Tensor:
+    """Run the model and read something off the logits that predict the completion tokens.
 
     Args:
         batch: One micro-batch with T completion tokens.
+        read: From [t, V] logits in the compute dtype, of some of the tokens, and their part of `aligned_T`, to one or
+            several numbers per token.
 
     Returns:
-        [T, V] logits in the compute dtype.
+        What `read` says of all T tokens. Matrices of logits of more than a piece never exist.
     """
     causal_lm: Any = model
-    return _at_predictors(model, causal_lm.get_output_embeddings(), batch)
+    return _at_predictors(model, causal_lm.get_output_embeddings(), batch, read, *aligned_T)
 
 
 def completion_values(model: nn.Module, batch: MicroBatch) -> Tensor:
@@ -211,25 +214,33 @@ def completion_values(model: nn.Module, batch: MicroBatch) -> Tensor:
     Returns:
         [T] float32 values in units of return.
     """
-    return _at_predictors(model, _value_head(model), batch).squeeze(1).float()
+    return _at_predictors(model, _value_head(model), batch, lambda values: values.squeeze(1).float())
 
 
-def _at_predictors(model: nn.Module, output_layer: nn.Module, batch: MicroBatch) -> Tensor:
-    """Return the outputs at the places that predict the completion tokens, [T, outputs].
+def _at_predictors(
+    model: nn.Module, output_layer: nn.Module, batch: MicroBatch, read: Reading, *aligned_T: Tensor
+) -> Tensor:
+    """Read the outputs at the places that predict the completion tokens.
 
-    The positions are chosen in front of the output layer, which for a large vocabulary is most of the memory. A hook
-    does it, because the model's own `forward` must run: FSDP hangs on it, and some models scale their logits there.
+    The positions are chosen in front of the output layer, which waits for the end of the model's own `forward`. Hooks
+    do both, because that must run: FSDP hangs on it, and some models scale their logits there.
     """
 
     def choose(_layer: nn.Module, inputs: tuple[Tensor]) -> Tensor:
-        return inputs[0].flatten(0, 1).index_select(0, batch.predictors_T).unsqueeze(0)
+        hidden = inputs[0].flatten(0, 1).index_select(0, batch.predictors_T).unsqueeze(0)
+        return Later(hidden, lambda piece: piece)
 
-    hook = output_layer.register_forward_pre_hook(choose)
+    def finish(_model: nn.Module, _inputs: Any, output: Any) -> None:
+        output.logits = read_in_pieces(output.logits, read, *aligned_T)
+
+    # In front of FSDP's own hook, which ends the time of whole weights.
+    hooks = [output_layer.register_forward_pre_hook(choose), model.register_forward_hook(finish, prepend=True)]
     try:
-        logits: Tensor = model(input_ids=batch.input_ids_RS, use_cache=False).logits
+        result: Tensor = model(input_ids=batch.input_ids_RS, use_cache=False).logits
     finally:
-        hook.remove()
-    return logits.squeeze(0)
+        for hook in hooks:
+            hook.remove()
+    return result
 
 
 def _value_head(model: nn.Module) -> nn.Linear:

@@ -23,7 +23,7 @@ from areal_lite.errors import PluginError
 from areal_lite.train.batch import PolicyBatch, Tokens, described
 from areal_lite.train.distributed import gather_over_ranks, sum_over_ranks
 from areal_lite.train.micro_batch import MicroBatch
-from areal_lite.train.model import completion_logits
+from areal_lite.train.model import completion_outputs
 from areal_lite.train.score import needs_proximal_first
 
 PolicyTerm = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -123,12 +123,17 @@ class UpdateLoss:
         """Run the model; return the share of the loss, and what is logged, by the names of the metrics."""
         everything, places_T = self.batch.tokens, micro_batch.tokens_T
         objective, temperature = self.config.objective, self.config.rollout.temperature
-        logits_TV = completion_logits(self.model, micro_batch)
-        token_ids_T = everything.token_ids_T[places_T]
-        current_T = token_logprobs(logits_TV, token_ids_T=token_ids_T, temperature=temperature)
+
+        def read(logits_TV: Tensor, token_ids_T: Tensor) -> Tensor:
+            logprobs_T = token_logprobs(logits_TV, token_ids_T, temperature=temperature)
+            differentiable = objective.entropy_coef > 0
+            entropies_T = token_entropies(logits_TV, temperature=temperature, differentiable=differentiable)
+            return torch.stack([logprobs_T, entropies_T], dim=1)
+
+        outputs_T2 = completion_outputs(self.model, micro_batch, read, everything.token_ids_T[places_T])
+        current_T, entropies_T = outputs_T2.unbind(dim=1)
         if self.is_first and objective.proximal != "behaviour" and not needs_proximal_first(objective):
             everything.proximal_logprobs_T[places_T] = current_T.detach()
-        entropies_T = token_entropies(logits_TV, temperature=temperature, differentiable=objective.entropy_coef > 0)
         tokens = everything.at(places_T)
         weights_T, above_cap_T = self._behaviour_weights(tokens)
         weighting = {

@@ -6,6 +6,7 @@ completion tokens, `F` figures.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from areal_lite.algo.logprobs import token_logprobs
 from areal_lite.algo.preference import bradley_terry_loss, dpo_loss, simpo_loss
 from areal_lite.config.offline import PreferenceConfig
 from areal_lite.train.micro_batch import MicroBatch
-from areal_lite.train.model import completion_logits
+from areal_lite.train.model import completion_outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +46,13 @@ class Supervised:
 
     def sums(self, model: nn.Module, part: Part) -> tuple[Tensor, Tensor]:
         """Return the negative log-likelihood, and the number of tokens that are the most likely ones."""
-        logits_TV = completion_logits(model, part.batch)
-        logprobs_T = token_logprobs(logits_TV, token_ids_T=part.token_ids_T, temperature=1.0)
-        correct = (logits_TV.detach().argmax(dim=-1) == part.token_ids_T).sum().float()
-        return -logprobs_T.sum(), correct.unsqueeze(0)
+
+        def read(logits_TV: Tensor, token_ids_T: Tensor) -> Tensor:
+            correct_T = logits_TV.argmax(dim=-1) == token_ids_T
+            return torch.stack([token_logprobs(logits_TV, token_ids_T, temperature=1.0), correct_T.float()], dim=1)
+
+        logprobs_T, correct_T = completion_outputs(model, part.batch, read, part.token_ids_T).unbind(dim=1)
+        return -logprobs_T.sum(), correct_T.detach().sum().unsqueeze(0)
 
 
 class _OfPairs:
@@ -109,8 +113,7 @@ they are divided by, when both are added up over passes and ranks."""
 
 def row_logprobs(model: nn.Module, part: Part) -> Tensor:
     """Return the log-probability of each row's completion, [B] float32 nats: the sum over its tokens."""
-    logits_TV = completion_logits(model, part.batch)
-    logprobs_T = token_logprobs(logits_TV, token_ids_T=part.token_ids_T, temperature=1.0)
+    logprobs_T = completion_outputs(model, part.batch, partial(token_logprobs, temperature=1.0), part.token_ids_T)
     rows_T = torch.repeat_interleave(torch.arange(len(part.lengths_B), device=part.lengths_B.device), part.lengths_B)
     return torch.zeros(len(part.lengths_B), device=logprobs_T.device).index_add(0, rows_T, logprobs_T)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -46,7 +47,7 @@ class Learner:
             weight_decay=settings.weight_decay,
             fused=True,
         )
-        self._max_grad_norm = settings.max_grad_norm
+        self._max_grad_norm, self._reduce_every = settings.max_grad_norm, settings.reduce_every
         self._world_size = world_size
         # What AdamW would make on its first step, so that a checkpoint before it is like any other.
         for parameter in trained:
@@ -63,10 +64,12 @@ class Learner:
             shares: Their losses, of all micro-batches and all ranks, add up to the loss of the update. Equally many on
                 every rank.
         """
-        figures = []
-        for share in shares:
-            loss, logged = share()
+        figures, waiting = [], list(shares)
+        while waiting:
+            loss, logged = waiting.pop(0)()
             figures.append(logged)
+            if isinstance(self.model, FSDPModule):
+                self.model.set_requires_gradient_sync(not waiting or self._reduce_every == "micro_batch")
             # FSDP averages gradients over the ranks; the shares are to be added.
             (loss * self._world_size).backward()  # type: ignore[no-untyped-call]
         grad_norm = self._clip_gradients()

@@ -40,7 +40,7 @@ def model_outputs(model: Any, tokens: Sequence[int] | None = None) -> dict[str, 
     tokens_T = logits_TV.argmax(dim=1) if tokens is None else torch.tensor(tokens, device=device)
     return {
         "tokens": tokens_T.tolist(),
-        "logprobs": token_logprobs(logits_TV, token_ids_T=tokens_T, temperature=1.0).tolist(),
+        "logprobs": token_logprobs(logits_TV, tokens_T, temperature=1.0).tolist(),
         "entropy": token_entropies(logits_TV, temperature=1.0).mean().item(),
     }
 

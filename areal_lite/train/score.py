@@ -4,6 +4,7 @@ Shape letter: `T` completion tokens of the shard.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
 
 import torch
@@ -17,7 +18,7 @@ from areal_lite.train.batch import PolicyBatch
 from areal_lite.train.distributed import sum_over_ranks
 from areal_lite.train.lora import adapters_off
 from areal_lite.train.micro_batch import MicroBatch
-from areal_lite.train.model import completion_logits, completion_values, reshard
+from areal_lite.train.model import completion_outputs, completion_values, reshard
 
 Output = Callable[[nn.Module, MicroBatch], Tensor]
 """One number per completion token of a micro-batch."""
@@ -45,8 +46,8 @@ def logprobs_of(token_ids_T: Tensor, *, temperature: float) -> Output:
     """Return the function from a causal model and a micro-batch to its tokens' log-probabilities, float32 nats."""
 
     def output(model: nn.Module, micro_batch: MicroBatch) -> Tensor:
-        logits_TV = completion_logits(model, micro_batch)
-        return token_logprobs(logits_TV, token_ids_T=token_ids_T[micro_batch.tokens_T], temperature=temperature)
+        read = partial(token_logprobs, temperature=temperature)
+        return completion_outputs(model, micro_batch, read, token_ids_T[micro_batch.tokens_T])
 
     return output
 

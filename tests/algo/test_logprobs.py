@@ -1,10 +1,9 @@
-"""Token logprobs and entropies against numpy, whole and in pieces."""
+"""Token logprobs and entropies against numpy."""
 
 import numpy as np
 import pytest
 import torch
 
-from areal_lite.algo import logprobs
 from areal_lite.algo.logprobs import token_entropies, token_logprobs
 
 
@@ -29,7 +28,7 @@ def test_values_and_gradient_against_numpy(case: tuple[torch.Tensor, torch.Tenso
     weights = np.linspace(-1, 1, 7)
     reference = numpy_log_softmax(logits.double().numpy() / temperature)
     logits.requires_grad_()
-    values = token_logprobs(logits, token_ids_T=token_ids, temperature=temperature)
+    values = token_logprobs(logits, token_ids, temperature=temperature)
     (values * torch.tensor(weights)).sum().backward()
     np.testing.assert_allclose(values.detach(), reference[np.arange(7), token_ids], rtol=1e-5)
     gradient = weights[:, None] * (np.eye(5)[token_ids] - np.exp(reference)) / temperature
@@ -56,40 +55,9 @@ def test_entropy_gradient_against_numpy(case: tuple[torch.Tensor, torch.Tensor],
     np.testing.assert_allclose(logits.grad, gradient, atol=1e-6)
 
 
-def test_no_softmax_is_kept_for_the_backward_pass(case: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Only the logits themselves stay: the forward pass packs nothing else of their size.
-
-    Seen failing without the recomputation.
-    """
-    logits, packed = case[0].requires_grad_(), []
-
-    def pack(saved: torch.Tensor) -> torch.Tensor:
-        packed.append(saved.untyped_storage().data_ptr())
-        return saved
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
-        token_entropies(logits, temperature=0.7, differentiable=True)
-    assert set(packed) <= {logits.untyped_storage().data_ptr()}
-
-
-def test_pieces_change_nothing(case: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen failing with the pieces of the token ids cut at another length."""
-    logits, token_ids = case
-    results = []
-    for elements in (2**25, 10, 1):
-        monkeypatch.setattr(logprobs, "_PIECE_ELEMENTS", elements)
-        leaf = logits.clone().requires_grad_()
-        values = token_logprobs(leaf, token_ids_T=token_ids, temperature=0.7)
-        (values.square() + token_entropies(leaf, temperature=0.7, differentiable=True)).sum().backward()
-        results.append((values.detach(), leaf.grad, token_entropies(leaf, temperature=0.7)))
-    for other in results[1:]:
-        for expected, got in zip(results[0], other, strict=True):
-            torch.testing.assert_close(got, expected)
-
-
 def test_low_precision_logits_are_computed_in_float32(case: tuple[torch.Tensor, torch.Tensor]) -> None:
     logits, token_ids = case[0].bfloat16(), case[1]
-    values = token_logprobs(logits, token_ids_T=token_ids, temperature=0.7)
+    values = token_logprobs(logits, token_ids, temperature=0.7)
     assert values.dtype == torch.float32
     reference = numpy_log_softmax(logits.double().numpy() / 0.7)[np.arange(7), token_ids]
     np.testing.assert_allclose(values, reference, rtol=1e-5)
@@ -97,7 +65,7 @@ def test_low_precision_logits_are_computed_in_float32(case: tuple[torch.Tensor, 
 
 def test_no_tokens_give_an_empty_result_with_a_gradient() -> None:
     logits = torch.zeros((0, 5), requires_grad=True)
-    values = token_logprobs(logits, token_ids_T=torch.zeros(0, dtype=torch.int64), temperature=1.0)
+    values = token_logprobs(logits, torch.zeros(0, dtype=torch.int64), temperature=1.0)
     values.sum().backward()
     assert values.shape == (0,)
     assert logits.grad is not None
@@ -106,6 +74,6 @@ def test_no_tokens_give_an_empty_result_with_a_gradient() -> None:
 
 def test_refuses_shapes_that_do_not_belong_together() -> None:
     with pytest.raises(ValueError, match=r"got \(3, 5\) and \(2,\)"):
-        token_logprobs(torch.zeros(3, 5), token_ids_T=torch.zeros(2, dtype=torch.int64), temperature=1.0)
+        token_logprobs(torch.zeros(3, 5), torch.zeros(2, dtype=torch.int64), temperature=1.0)
     with pytest.raises(ValueError, match=r"got \(1, 3, 5\)"):
         token_entropies(torch.zeros(1, 3, 5), temperature=1.0)

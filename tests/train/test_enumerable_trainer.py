@@ -23,6 +23,7 @@ from areal_lite.train.advantages import batch_advantages
 from areal_lite.train.batch import PolicyBatch
 from areal_lite.train.micro_batch import MicroBatch
 from areal_lite.train.objective import UpdateLoss, weigh_tokens
+from areal_lite.train.pieces import Reading
 from areal_lite.types import Row, Sample, Shard, StopReason, VersionSpan
 
 LANGUAGE = Language(num_symbols=3, max_length=2)
@@ -75,10 +76,10 @@ def trainer_step(
     behaviour_XV = proximal_XV if behaviour_logits_XV is None else behaviour_logits_XV.log_softmax(dim=1)
 
     def loss(batch: Batch, logprobs_XV: Tensor) -> Tensor:
-        def table_logits(_: object, micro_batch: MicroBatch) -> Tensor:
-            return logprobs_XV[batch.prefixes_T[micro_batch.tokens_T]]
+        def table_outputs(_: object, micro_batch: MicroBatch, read: Reading, token_ids_T: Tensor) -> Tensor:
+            return read(logprobs_XV[batch.prefixes_T[micro_batch.tokens_T]], token_ids_T)
 
-        monkeypatch.setattr(objective_module, "completion_logits", table_logits)
+        monkeypatch.setattr(objective_module, "completion_outputs", table_outputs)
         policy_batch = PolicyBatch.from_shard(shard_of(batch, behaviour_XV), config=config, device=CPU)
         tokens, kl_coef = policy_batch.tokens, config.objective.kl_coef
         tokens.proximal_logprobs_T = batch.at_tokens(proximal_XV).float()

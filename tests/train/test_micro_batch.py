@@ -12,7 +12,7 @@ from train_builders import save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from areal_lite.train.micro_batch import MicroBatch, TokenRows, equalise, pack_rows, split_micro_batches
-from areal_lite.train.model import completion_logits
+from areal_lite.train.model import completion_outputs
 
 CPU = torch.device("cpu")
 PAIRS = [([5, 6, 7], [8, 9]), ([2], [3, 4, 5, 6]), ([4, 4], [11]), ([9, 8, 7, 6], [5, 4, 3])]
@@ -70,7 +70,7 @@ def test_logits_equal_those_of_rows_alone(model: nn.Module, max_tokens: int) -> 
     rows = TokenRows(PAIRS)
     (batches,) = split_micro_batches(rows, [range(len(rows))], max_tokens=max_tokens, device=CPU)
     with torch.no_grad():
-        parts = [completion_logits(model, batch) for batch in batches]
+        parts = [completion_outputs(model, batch, torch.clone) for batch in batches]
         alone = [
             model(input_ids=torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1] for prompt, output in PAIRS
         ]
@@ -81,11 +81,11 @@ def test_logits_equal_those_of_rows_alone(model: nn.Module, max_tokens: int) -> 
 
 
 def test_the_model_is_left_as_it_was(model: nn.Module) -> None:
-    """The hook in front of the output layer goes, also after an error."""
+    """The hooks go, also after an error."""
     tokens = torch.tensor([[2, 3, 4]])
     nowhere = MicroBatch(input_ids_RS=tokens, predictors_T=torch.tensor([99]), tokens_T=torch.tensor([0]))
     with pytest.raises(IndexError):
-        completion_logits(model, nowhere)
+        completion_outputs(model, nowhere, torch.clone)
     assert model(input_ids=tokens).logits.shape[:2] == (1, 3)
 
 
@@ -94,7 +94,7 @@ def test_an_empty_micro_batch_trains_nothing_but_runs(model: nn.Module, monkeypa
     monkeypatch.setattr("areal_lite.train.micro_batch.max_over_ranks", lambda counts: counts.new_tensor([2, 1]))
     updates = equalise([[], []], device=CPU)
     assert [len(update) for update in updates] == [2, 1]
-    completion_logits(model, updates[0][0]).sum().backward()
+    completion_outputs(model, updates[0][0], torch.clone).sum().backward()
     for parameter in model.parameters():
         assert parameter.grad is not None
         assert not parameter.grad.any()
