@@ -45,7 +45,7 @@ class Later(Tensor):
         """Put off one more function."""
         name = function.__name__
         if name == "__get__":  # size, dtype, device
-            return super().__torch_function__(function, types, args, kwargs)
+            return super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
             raise TrainerError(f"expected logits that stay as they are made, got {name} on them: do it to a copy")
         call = (args, kwargs or {})
@@ -113,4 +113,4 @@ class _Pieces(torch.autograd.Function):
 
 
 def _split(num_rows: int, *tensors_T: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    return zip(*(tensor.split(num_rows) for tensor in tensors_T), strict=True)
+    return zip(*(torch.split(tensor, num_rows) for tensor in tensors_T), strict=True)
