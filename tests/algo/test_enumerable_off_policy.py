@@ -125,9 +125,13 @@ def test_gspo_on_old_samples_climbs_the_return_per_token() -> None:
     exact_XV = weighted_gradient(LANGUAGE.random_rewards(0) / LANGUAGE.lengths_S)
     knobs = PRESETS["gspo"] | {"behaviour_weight_cap": 1e9}
     assert_equal(estimate(plain(**knobs), behaviour_logits_XV=other_logits()), exact_XV)
-    for cap, lost in ((1e9, 0.56), (5.0, 0.60)):
-        objective = plain(**knobs | {"behaviour_weight": "token", "behaviour_weight_cap": cap})
-        step_XV = estimate(objective, behaviour_logits_XV=other_logits())
+    for changes, lost in (
+        ({"behaviour_weight": "token"}, 0.56),
+        ({"behaviour_weight": "token", "behaviour_weight_cap": 5.0}, 0.60),
+        ({"behaviour_weight_cap": 5.0}, 0.39),
+        ({"behaviour_weight_cap": 5.0, "behaviour_weight_above": "truncate"}, 0.20),
+    ):
+        step_XV = estimate(plain(**knobs | changes), behaviour_logits_XV=other_logits())
         assert relative_distance(step_XV, exact_XV) == pytest.approx(lost, abs=0.01)
 
 

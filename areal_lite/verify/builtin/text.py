@@ -187,10 +187,6 @@ def _stated_choice(text: str, letters: str) -> str | None:
 def _last_text(completion: str, letters: str, texts: Sequence[str]) -> str | None:
     """Return the letter of the longest choice's text that the completion ends with."""
     end = completion.rstrip().rstrip(".!").rstrip().casefold()
-    fitting = [(len(text), letter) for letter, text in zip(letters, texts, strict=False) if _ends_with(end, text)]
+    plain = zip((text.strip().rstrip(".!").casefold() for text in texts), letters, strict=False)
+    fitting = [(len(text), letter) for text, letter in plain if text and re.search(rf"(?<!\w){re.escape(text)}$", end)]
     return max(fitting)[1] if fitting else None
-
-
-def _ends_with(end: str, text: str) -> bool:
-    plain = text.strip().rstrip(".!").casefold()
-    return bool(plain) and re.search(rf"(?<!\w){re.escape(plain)}$", end) is not None
