@@ -26,8 +26,7 @@ Only = Annotated[
 ]
 Out = Annotated[Path, typer.Option(metavar="DIR", help="folder of the results")]
 RunsOut = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="folder of all files; default runs/modes-RECIPE or runs/bench-PLAN"),
+    Path | None, typer.Option(metavar="DIR", help="folder of all files; default runs/modes-RECIPE or runs/bench-PLAN")
 ]
 
 

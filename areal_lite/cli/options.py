@@ -13,8 +13,7 @@ def word_list(metavar: str, help: str) -> Any:
 
 
 Recipe = Annotated[
-    str,
-    typer.Argument(metavar="RECIPE", help=f"path of a YAML file, or one of: {', '.join(shipped_recipes())}"),
+    str, typer.Argument(metavar="RECIPE", help=f"path of a YAML file, or one of: {', '.join(shipped_recipes())}")
 ]
 Overrides = Annotated[
     list[str], word_list("[section.field=value]...", "settings that replace the recipe's, e.g. run.steps=50")

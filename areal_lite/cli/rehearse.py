@@ -22,12 +22,10 @@ def nodes(
     words: _Words,
     nodes: Annotated[int, typer.Option(min=2, max=200, metavar="N", help="machines to pretend")] = 3,
     kill_node: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="STEP", show_default=False, help="then the second node loses its power"),
+        int | None, typer.Option(min=1, metavar="STEP", show_default=False, help="then the second node loses its power")
     ] = None,
     cut_link: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="STEP", show_default=False, help="then the second node loses its link"),
+        int | None, typer.Option(min=1, metavar="STEP", show_default=False, help="then the second node loses its link")
     ] = None,
     slow: Annotated[
         float | None, typer.Option(min=0.1, metavar="MBIT", show_default=False, help="rate of every link, in Mbit/s")

@@ -124,11 +124,6 @@ def _other_host(job: Job) -> str:
 
 def bash_problems(scripts: Mapping[str, str]) -> list[str]:
     """Return what bash cannot read in scripts, by name; nothing of them is run."""
-    found = []
-    for name, text in scripts.items():
-        done = ask("bash", "-n", text=text)
-        if done.returncode:
-            found.append(
-                f"{name} must be a script that bash reads, got {done.stderr.strip()}: see enter in the profile"
-            )
-    return found
+    read = {name: ask("bash", "-n", text=text) for name, text in scripts.items()}
+    problem = "{} must be a script that bash reads, got {}: see enter in the profile"
+    return [problem.format(name, done.stderr.strip()) for name, done in read.items() if done.returncode]

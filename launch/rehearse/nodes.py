@@ -41,12 +41,7 @@ def settings_of(num_nodes: int) -> list[str]:
 
 @contextlib.contextmanager
 def rehearsal(
-    name: str,
-    words: Sequence[str],
-    *,
-    num_nodes: int,
-    faults: Sequence[Fault] = (),
-    slow_mbit: float | None = None,
+    name: str, words: Sequence[str], *, num_nodes: int, faults: Sequence[Fault] = (), slow_mbit: float | None = None
 ) -> Iterator[Job]:
     """Make nodes for a job, and break them as asked until the block ends; submitting it is the caller's.
 
