@@ -108,6 +108,12 @@ def test_on_cpu_nodes_ranks_lie_together_and_engines_have_the_rest() -> None:
     assert where(bundles, "rollout") == [1, 1]
 
 
+def test_on_a_cpu_an_engine_of_two_processes_takes_two_cores() -> None:
+    """Seen failing with the threads of one of them."""
+    config = parse_config({"trainer": {"ranks": 2}, "rollout": {"workers": 2, "tensor_parallel": 2}})
+    assert where(plan(config, nodes_of(0, 0, cores=4)), "rollout") == [1, 0]
+
+
 @pytest.mark.parametrize(("ranks", "engines", "parallel"), [(1, 1, 8), (9, 4, 2), (1, 9, 2)])
 def test_what_does_not_fit_is_nowhere(ranks: int, engines: int, parallel: int) -> None:
     """The first has GPUs enough, but an engine is not split. Seen failing with a sum over the nodes."""
