@@ -8,6 +8,7 @@ import functools
 import json
 import logging
 import os
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -47,6 +48,8 @@ from areal_lite.types import Prompt
 
 _CACHE = Path(".cache") / "areal-lite"
 _PROBE_TIMEOUT_S = 5.0
+_RAY_SAYS = 160
+"""Characters at most."""
 _Recipe = TypeVar("_Recipe", Config, OfflineConfig)
 _Made = tuple[_Recipe, Path, Callable[[RunFolder, Places], Controller], Callable[[Path], None]]
 """The recipe with its paths, the model's folder, the controller, and whether a checkpoint is of the same data."""
@@ -177,9 +180,16 @@ def ray_session() -> Iterator[None]:
         with notices_held_back():
             # Without an address Ray would join whatever cluster this machine happens to run.
             _join(os.environ.get("RAY_ADDRESS") or "local")
+        ray._private.worker.print_to_stdstream = _say_briefly  # Ray has no setting for it
         yield
     finally:
         _leave()
+
+
+def _say_briefly(message: Mapping[str, Any], **_: Any) -> None:
+    """Print the beginning of what Ray has to say: of a lost process it would print half a page, log lines included."""
+    first = next(iter("".join(message["lines"]).strip().splitlines()), "")
+    print(f"({message['pid']}) {textwrap.shorten(first, _RAY_SAYS, placeholder=' ...')}")
 
 
 def _join(address: str) -> None:

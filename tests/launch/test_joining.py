@@ -8,7 +8,7 @@ import ray
 
 from areal_lite.errors import ConfigError
 from areal_lite.launch.run import train
-from areal_lite.launch.run.train import ray_session
+from areal_lite.launch.run.train import _say_briefly, ray_session
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +62,16 @@ def test_an_address_that_nobody_answers_is_named_at_once(joins: list[str], monke
     with pytest.raises(ConfigError, match=r"at 127\.0\.0\.1:1 \(RAY_ADDRESS\), nobody does; correct it"), ray_session():
         pass
     assert joins == ["token"]
+
+
+def test_ray_says_what_it_has_to_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ray finds the function by its name. Seen failing with forty lines of raylet log over the progress display."""
+    assert "print_to_stdstream" in ray._private.worker.listen_error_messages.__code__.co_names
+    _say_briefly(
+        {"lines": [f"\nRaylet is terminated. {'Or so. ' * 40}\n  [log]\n"], "pid": "raylet"}, ignore_prefix=False
+    )
+    said = capsys.readouterr().out
+    assert said.startswith("(raylet) Raylet is terminated. Or so. ")
+    assert said.endswith("Or so. ...\n")
+    assert len(said) < 180
+    _say_briefly({"lines": [], "pid": "raylet"})
