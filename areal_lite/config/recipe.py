@@ -170,6 +170,11 @@ class Config(Section):
                 f"{self.rollout.workers} and trainer.ranks={self.trainer.ranks}: raise trainer.ranks, or set "
                 "weights.transport=nccl"
             )
+        if self.trainer.sent_adapter and (transport != "gloo" or self.rollout.tensor_parallel > 1):
+            yield (
+                f"trainer.lora.handover=adapter needs weights.transport=gloo and rollout.tensor_parallel=1, got "
+                f"{transport} and {self.rollout.tensor_parallel}: set trainer.lora.handover=merged"
+            )
         if device == "cuda" and transport == "gloo":
             yield (
                 "weights.transport=gloo is the CPU transport, got run.device=cuda: set weights.transport=nccl (or ipc)"

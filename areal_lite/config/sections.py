@@ -238,14 +238,14 @@ class CriticConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters, which learn in the place of the weights."""
 
-    rank: int = Field(16, ge=1)
+    rank: int = Field(16, ge=1, le=512)
     """of the adapters"""
     alpha: float = Field(32.0, gt=0)
     """adapters count alpha / rank times"""
     targets: tuple[str, ...] = ()
     """the linear layers that get one, such as q_proj; empty = all but the output layer"""
-    handover: Literal["merged"] = "merged"
-    """what engines get: merged = whole weights, with the adapters in them"""
+    handover: Literal["merged", "adapter"] = "merged"
+    """what engines get: whole weights with the adapters merged in, or the adapters"""
 
 
 class TrainerConfig(Section):
@@ -285,6 +285,14 @@ class TrainerConfig(Section):
     """CPU threads of one rank"""
     collective_timeout_s: float = Field(600.0, gt=0)
     """seconds a rank waits for the others in one operation; more than stall_timeout_s"""
+
+    @property
+    def sent_adapter(self) -> dict[str, Any] | None:
+        """Settings of the adapter that engines get in the place of weights, as peft writes them; None = weights."""
+        if self.lora is None or self.lora.handover == "merged":
+            return None
+        targets = list(self.lora.targets) or "all-linear"
+        return {"peft_type": "LORA", "r": self.lora.rank, "lora_alpha": self.lora.alpha, "target_modules": targets}
 
 
 class WeightsConfig(Section):

@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import itertools
 import os
+import tempfile
 import time
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any, Self, TypeVar
@@ -36,7 +37,9 @@ _RESET_POLL_S = 0.005
 class VllmEngine:
     """One vLLM engine with exact version stamps, pause and resume, and weight transfer."""
 
-    def __init__(self, llm: Any, tokenizer: Any, progress: Any, *, ends_at_once: bool) -> None:
+    def __init__(
+        self, llm: Any, tokenizer: Any, progress: Any, *, ends_at_once: bool, gets_adapter: bool = False
+    ) -> None:
         self._llm = llm
         self._ends_at_once = ends_at_once
         self._tokenizer = tokenizer
@@ -44,6 +47,9 @@ class VllmEngine:
         self._request_numbers = itertools.count()
         self._tokens_before = 0
         self._closed = False
+        self._adapter: Any = None
+        """The adapter that requests ask for, once there is one."""
+        self._adapter_folder = tempfile.TemporaryDirectory(prefix="adapter-") if gets_adapter else None
 
     @classmethod
     async def start(cls, config: Config, *, model_folder: str) -> Self:
@@ -66,7 +72,8 @@ class VllmEngine:
         try:
             llm = AsyncLLM.from_engine_args(_engine_args(config, model_folder), stat_loggers=[progress])
             tokenizer = AutoTokenizer.from_pretrained(model_folder)
-            engine = cls(llm, tokenizer, progress, ends_at_once=config.run.device == "cpu")
+            kept = {"ends_at_once": config.run.device == "cpu", "gets_adapter": bool(config.trainer.sent_adapter)}
+            engine = cls(llm, tokenizer, progress, **kept)
             await engine.stamp(0)
             # The first request pays vLLM's warm-up; pay it before anybody measures or waits.
             await engine.generate([engine._tokenizer.eos_token_id or 0], Sampling(max_new_tokens=2, temperature=0.0))
@@ -172,12 +179,24 @@ class VllmEngine:
             case "init_weight_transfer_engine":
                 call = self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=argument or {}))
             case "update_weights":
+                if self._adapter_folder is not None:
+                    argument = {**(argument or {}), "folder": self._adapter_folder.name}
                 call = self._llm.update_weights(WeightTransferUpdateRequest(update_info=argument or {}))
             case "start_weight_update" | "finish_weight_update":
+                if method == "finish_weight_update" and self._adapter_folder is not None:
+                    await self._load_adapter(self._adapter_folder.name)
                 call = getattr(self._llm, method)()
             case _:
                 raise ValueError(f"not a weight-transfer call: {method!r}")
         await self._guarded(call)
+
+    async def _load_adapter(self, folder: str) -> None:
+        """Put what was staged in the place of the adapter before: running requests go on with it."""
+        from vllm.lora.request import LoRARequest
+
+        adapter = {"lora_name": "policy", "lora_int_id": 1, "lora_path": folder}
+        await self._guarded(self._llm.add_lora(LoRARequest(**adapter, load_inplace=True)))
+        self._adapter = LoRARequest(**adapter)
 
     def raise_if_dead(self) -> None:
         """Raise if the engine-core process has died.
@@ -200,6 +219,8 @@ class VllmEngine:
             self._closed = True
             gc.unfreeze()
             disable_envs_cache()
+            if self._adapter_folder is not None:
+                self._adapter_folder.cleanup()
             self._llm.shutdown(timeout=0.0 if self._ends_at_once else None)
 
     async def _final(self, prompt_ids: Sequence[int], params: Any) -> Any:
@@ -208,7 +229,8 @@ class VllmEngine:
         request_id = str(next(self._request_numbers))
         final = None
         try:
-            async for output in self._llm.generate({"prompt_token_ids": list(prompt_ids)}, params, request_id):
+            prompt = {"prompt_token_ids": list(prompt_ids)}
+            async for output in self._llm.generate(prompt, params, request_id, lora_request=self._adapter):
                 final = output
         except EngineDeadError as error:
             raise EngineError("the engine-core process died; see the worker's log") from error

@@ -27,12 +27,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 from areal_lite.errors import CheckpointError
 from areal_lite.train.distributed import sum_over_ranks
-from areal_lite.train.lora import export_adapter, is_adapted
+from areal_lite.train.lora import bit_sum, export_adapter, is_adapted
 from areal_lite.train.optimiser import Learner
 from areal_lite.train.outputs import check_outputs, model_outputs
 
@@ -163,15 +162,10 @@ def _fingerprint(model: nn.Module) -> dict[str, list[Any]]:
     frozen = {name: value for name, value in model.named_parameters() if not value.requires_grad}
     if frozen:
         # Integers: their sum does not depend on who adds up what.
-        sums = sum_over_ranks(torch.stack([_bits(value).sum(dtype=torch.int64) for value in frozen.values()]))
+        sums = sum_over_ranks(torch.stack([bit_sum(value) for value in frozen.values()]))
         for name, checksum in zip(frozen, sums.tolist(), strict=True):
             fingerprint[name].append(checksum)
     return fingerprint
-
-
-def _bits(value: torch.Tensor) -> torch.Tensor:
-    own: torch.Tensor = value.to_local() if isinstance(value, DTensor) else value
-    return own.detach().view(torch.int32 if own.element_size() == 4 else torch.int16)
 
 
 def _check_same_model(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
@@ -96,25 +97,31 @@ def merged(parameter: Tensor, layer: Any) -> Tensor:
     return parameter.detach() if layer is None else parameter.float() + layer.get_delta_weight(_NAME)
 
 
+def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, None]]:
+    """Yield what `model_parameters` leaves out, under the names of peft's files."""
+    for name, parameter in model.named_parameters():
+        if f".{_NAME}." in name:
+            yield f"base_model.model.{name.replace(f'.{_NAME}.', '.')}", parameter, None
+
+
+def bit_sum(value: Tensor) -> Tensor:
+    """Add up a tensor's bits, of a sharded one those of the own shard, as integers: the same in any order."""
+    own: Tensor = value.to_local() if isinstance(value, DTensor) else value
+    return own.detach().view(torch.int32 if own.element_size() == 4 else torch.int16).sum(dtype=torch.int64)
+
+
 def export_adapter(folder: Path, model: Any, *, rank: int) -> dict[str, Tensor]:
     """Write the adapter in peft's format, and return the whole weights with it merged in; collective.
 
     Returns:
         By name, in float32 where an adapter is in; rank 0 has them, the others nothing.
     """
-    from peft import get_peft_model_state_dict
-    from safetensors.torch import save_file
-
-    adapters = {name: _whole(value) for name, value in model.named_parameters() if f".{_NAME}." in name}
+    adapter = {name: _whole(value) for name, value, _ in adapter_parameters(model)}
     weights = {name: _whole(merged(value, layer)) for name, value, layer in model_parameters(model)}
     if rank != 0:
         return {}
     folder.mkdir(parents=True, exist_ok=True)
-    state = get_peft_model_state_dict(model, state_dict=adapters)
-    # As a peft model that wraps the transformers model would have named them.
-    save_file(
-        {f"base_model.model.{name}": value for name, value in state.items()}, folder / "adapter_model.safetensors"
-    )
+    save_file(adapter, folder / "adapter_model.safetensors")
     model.peft_config[_NAME].save_pretrained(folder)
     return weights
 

@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -36,6 +37,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from areal_lite.errors import HandoverError
 from areal_lite.network import address_towards
 from areal_lite.train.distributed import open_store
+from areal_lite.weights.adapter import StagedAdapter
 from areal_lite.weights.prepared import PreparedWeights, is_plain
 
 _BUCKET_BYTES = 256 * 2**20
@@ -62,6 +64,10 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
     dtype_names: list[str]
     shapes: list[list[int]]
     checksum: int
+    adapter: dict[str, Any] | None = None
+    """Settings of the adapter that is sent in the place of weights."""
+    folder: str = ""
+    """Where the engine is to write it."""
 
     def metadata(self) -> list[ParamMeta]:
         """One entry per parameter, in the order sent."""
@@ -112,7 +118,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         super().__init__(*args, **kwargs)
         self._group: ProcessGroupGloo | None = None
         self._receiving: Future[None] | None = None
-        self._staged: PreparedWeights | list[tuple[str, torch.Tensor]] = []
+        self._staged: PreparedWeights | StagedAdapter | list[tuple[str, torch.Tensor]] = []
         """What was received: ready to be swapped in, or, where the model is not plain, as it came."""
         self._known: list[ParamMeta] | None = None
 
@@ -165,20 +171,26 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
                 f"the parameters sent differ from those loaded before: {_difference(self._known, metadata)}"
             )
         self._receiving = Future()
-        arguments = (self._group, metadata, update_info.checksum, self._receiving)
+        arguments = (self._group, metadata, update_info, self._receiving)
         threading.Thread(target=self._receive, args=arguments, name="weights", daemon=True).start()
 
     def _receive(
-        self, group: ProcessGroupGloo, metadata: list[ParamMeta], checksum: int, receiving: Future[None]
+        self, group: ProcessGroupGloo, metadata: list[ParamMeta], info: GlooUpdateInfo, receiving: Future[None]
     ) -> None:
         """Consumes one broadcast, produces `_staged` and the acknowledgement; bounded by the group's timeout."""
         try:
             flat = torch.empty(sum(map(_size_bytes, metadata)), dtype=torch.uint8)
             _broadcast(group, flat)
-            if (got := _checksum(flat)) != checksum:
-                raise HandoverError(f"parameters were damaged on the way: checksum {checksum} sent, {got} received")
+            if (got := _checksum(flat)) != info.checksum:
+                raise HandoverError(
+                    f"parameters were damaged on the way: checksum {info.checksum} sent, {got} received"
+                )
             weights = list(_unpack(flat, metadata))
-            self._staged = PreparedWeights(self.model, weights) if is_plain(self.model) else weights
+            if info.adapter is not None:
+                settings: dict[str, Any] = {"folder": Path(info.folder), "settings": info.adapter}
+                self._staged = StagedAdapter(self.model, dict(weights), **settings)
+            else:
+                self._staged = PreparedWeights(self.model, weights) if is_plain(self.model) else weights
             self._known = metadata
             receiving.set_result(None)
         except Exception as error:
@@ -199,10 +211,10 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         if not self._staged:
             raise HandoverError("there is nothing to load: no parameters were received in this update")
         staged, self._staged = self._staged, []
-        if isinstance(staged, PreparedWeights):
-            staged.swap()
-        else:
+        if isinstance(staged, list):
             self._reload(staged)
+        else:
+            staged.swap()
 
     def shutdown(self) -> None:
         """Give up the group."""
@@ -324,6 +336,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
                 dtype_names=[str(meta.dtype).removeprefix("torch.") for meta in metadata],
                 shapes=[list(meta.shape) for meta in metadata],
                 checksum=_checksum(flat),
+                adapter=getattr(self.source, "adapter", None),
             )
         )
         self.client.start_weight_update()

@@ -128,7 +128,12 @@ class Pair:
         self._noise = torch.Generator().manual_seed(0)
 
     def connect(
-        self, client_class: type[SyncClient] = SyncClient, *, model: nn.Module | None = None, timeout_s: float = 15
+        self,
+        client_class: type[SyncClient] = SyncClient,
+        *,
+        model: nn.Module | None = None,
+        timeout_s: float = 15,
+        adapter: dict[str, Any] | None = None,
     ) -> Any:
         """Connect a new publisher of a model, by default the pair's; returns it."""
         from areal_lite.weights.publisher import WeightPublisher
@@ -142,6 +147,7 @@ class Pair:
             host="127.0.0.1",
             ports=range(20000, 22000),
             timeout_s=timeout_s,
+            adapter=adapter,
         )
         assert publisher.connect({"engine": client}, group_client=client, num_engine_ranks=1) == {"engine": None}
         return publisher
