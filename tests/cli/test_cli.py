@@ -82,6 +82,13 @@ def test_bad_usage_ends_with_2(words: list[str], message: str, capsys: pytest.Ca
     assert message in error
 
 
+def test_a_target_that_the_model_lacks_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen failing without the look at the model."""
+    assert cli.main(["check-config", "arith_cpu", "trainer.lora.targets=[q_proj]"]) == 0
+    assert cli.main(["check-config", "arith_cpu", "trainer.lora.targets=[q_pro]"]) == 1
+    assert "got 'q_pro'; did you mean q_proj?" in capsys.readouterr().err
+
+
 def test_overrides_may_stand_before_or_behind_options(capsys: pytest.CaptureFixture[str]) -> None:
     """Both reach the recipe, whose mistake is found before anything starts."""
     for words in (["trainer.lr=-1", "--recipe", "arith_cpu"], ["--recipe", "arith_cpu", "trainer.lr=-1"]):

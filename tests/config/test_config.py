@@ -220,6 +220,7 @@ COMBINATIONS = [
     ({"data": {"template": "prompt"}}, ["data.template", "'prompt'", "put {prompt} where"]),
     ({"weights": {"transport": "nccl"}}, ["weights.transport=nccl", "run.device=cuda", "set weights.transport=gloo"]),
     ({"run": {"device": "cuda"}}, ["weights.transport=gloo", "run.device=cuda", "set weights.transport=nccl"]),
+    ({**GPU, "trainer": {"lora": {"handover": "adapter"}}}, ["trainer.lora.handover=adapter", "nccl", "=merged"]),
 ]
 
 
@@ -278,6 +279,7 @@ def test_the_last_override_wins_and_the_file_is_not_touched() -> None:
         ("run.steps.x=3", "'run.steps.x=3' reaches into 'steps', which is a value"),
         ("run.steps=[", "the value of run.steps must be YAML, got '[': write it as 'run.steps=\"...\"'"),
         ("queue.max_stalenes=3", "unknown key queue.max_stalenes; did you mean queue.max_staleness?"),
+        ("trainer.lora.rnk=3", "unknown key trainer.lora.rnk; did you mean trainer.lora.rank?"),
         ("run.steps=x", "run.steps: input should be a valid integer"),
     ],
 )

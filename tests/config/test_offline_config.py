@@ -73,6 +73,7 @@ def test_check_config_says_what_a_recipe_is_for(capsys: pytest.CaptureFixture[st
         ({"preference": {"beta": 1.0}}, "the section preference is not read with command=sft"),
         ({"trainer": {"minibatches": 2}}, "trainer.minibatches"),
         ({"command": "reward_model", "data": {"carelessness": 0.5}, "preference": {"beta": 1.0}}, "preference.beta is"),
+        ({"command": "reward_model", "trainer": {"lora": {}}}, "trainer.lora is of a language model"),
         ({"command": "reward_model"}, "data.carelessness makes the rejected solutions"),
         ({"command": "dpo", "data": {"carelessness": 0.5}, "sft": {"batch_size": 3}}, "the section sft is not read"),
         (
