@@ -55,8 +55,7 @@ def load_prompts(
     left_out = {"workflow"} if rows_choose else {"workflow", "verifier"}
     tasks = []
     for number, row in rows:
-        named = {new_names.get(name, name): value for name, value in row.items()}
-        kept = {name: value for name, value in named.items() if name not in left_out}
+        kept = {new: value for name, value in row.items() if (new := new_names.get(name, name)) not in left_out}
         try:
             tasks.append(make_task(kept, origin=f"{path}:{number}", **found))
         except ValueError as error:

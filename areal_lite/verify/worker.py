@@ -136,13 +136,9 @@ def decoder_of(model_folder: str) -> Decode:
     """Return a function that decodes as samples are decoded; it loads the tokenizer when it is first called."""
 
     @functools.cache
-    def tokenizer() -> "object":
+    def tokenizer() -> Any:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(model_folder)
 
-    def decode(token_ids: Sequence[int]) -> str:
-        text: str = tokenizer().decode(list(token_ids), skip_special_tokens=True)  # type: ignore[attr-defined]
-        return text
-
-    return decode
+    return lambda token_ids: str(tokenizer().decode(list(token_ids), skip_special_tokens=True))
