@@ -41,7 +41,7 @@ def warning(rows: Sequence[Mapping[str, Any]]) -> str:
         return ""
     ledger = last[-1]["ledger"]
     lost = ledger.get("stale", 0) + ledger.get("failed(too_slow)", 0)
-    advice = "raise queue.max_staleness, or choose another queue.on_stale (docs/staleness.md)"
+    advice = "raise queue.max_staleness, with queue.max_ahead at what it is now (docs/staleness.md)"
     if lost > _MAX_LOST * (lost + ledger["trained"]):
         return f"{lost} groups were too old to train, {ledger['trained']} trained: long samples train less; {advice}"
     tokens_LQ, trained_LQ = np.array(list(found.values())).swapaxes(0, 1)
