@@ -4,6 +4,7 @@
     python docs/tables.py runs/bench-queue/results.json ...      takes over what `areal-lite bench` measured, first
     python docs/tables.py runs/seed-0 runs/seed-1 runs/seed-2    takes over runs of the demo, first
     python docs/tables.py score                                  scores the pairs of math-verifier.json anew, first
+    python docs/tables.py memory                                 estimates the rows of memory.json anew, first
 
 A pair of the verifier `math` is added to its JSON file by hand, with `expected` as a person judges it, before its score
 is known.
@@ -18,6 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from areal_lite.cli.estimate import all_figures, peak_gib
+from areal_lite.config.recipe import load_config
 from areal_lite.launch.bench.modes import ages, draw_modes
 from areal_lite.launch.bench.view import COLUMNS, Columns, Row, cell, markdown, picture
 
@@ -439,6 +442,47 @@ def scored(pair: Row) -> dict[str, Any]:
     return {**pair, "scored": verdict}
 
 
+# ---------------------------------------------------------------- memory
+
+SIZES = (("Qwen/Qwen2.5-7B", 2), ("Qwen/Qwen2.5-7B", 4), ("Qwen/Qwen2.5-7B", 8), ("Qwen/Qwen3-32B", 8),
+         ("Qwen/Qwen3-32B", 16))  # fmt: skip
+"""Models and trainer ranks, each with one sequence of 32,768 tokens per micro-batch."""
+MEMORY: Columns = {
+    "model": cell("model"),
+    "ranks": cell("ranks"),
+    "before": cell("before", ".1f"),
+    "now": cell("now", ".1f"),
+    "now, LoRA": cell("lora", ".1f"),
+    "kept by layers": cell("kept", ".1f"),
+    "other activations": cell("other", ".1f"),
+}
+
+
+def memory(content: Row) -> Parts:
+    """Return the table of `areal-lite estimate`, before and now."""
+    rows = [
+        {
+            **now, "before": peak_gib(before), "now": peak_gib(now),
+            "lora": peak_gib(now["lora"]) if "lora" in now else None,
+            "kept": now["trainer rank"]["activations kept by layers"], "other": now["trainer rank"]["activations"],
+        }
+        for before, now in zip(content["before"], content["now"], strict=True)
+    ]  # fmt: skip
+    return {"memory": f"Now: commit {content['commit']}.\n\n{markdown(MEMORY, rows)}"}
+
+
+def estimated(model: str, ranks: int) -> dict[str, Any]:
+    """Estimate a row of the table."""
+    words = {"model.path": model, "trainer.ranks": ranks, "model.max_context": 32768}
+    words |= {"rollout.max_new_tokens": 32767, "trainer.micro_batch_tokens": 32768}
+    plain, lora = (
+        {"trainer rank": all_figures(load_config("gsm8k_1node", [*settings, *more]), gpu="H100")["trainer rank"]}
+        for settings in [[f"{name}={value}" for name, value in words.items()]]
+        for more in ([], ["trainer.lora.rank=16"])
+    )
+    return {"model": model, "ranks": ranks, **plain, "lora": lora}
+
+
 # ---------------------------------------------------------------- all of them
 
 
@@ -461,6 +505,7 @@ SOURCES = {
     "demo": demo,
     "families": families,
     "math-verifier": math_verifier,
+    "memory": memory,
 }
 """JSON file -> what makes its parts."""
 FILE_OF_PLAN = {"presets": "presets", "staleness": "staleness-ablation"}
@@ -471,6 +516,12 @@ def take_over(words: Sequence[str]) -> None:
     if words == ["score"]:
         pairs = list(map(scored, load("math-verifier")["pairs"]))
         save("math-verifier", {"library": f"math-verify {version('math-verify')}", "pairs": pairs})
+        return
+    if words == ["memory"]:
+        from areal_lite.launch.bench.harness import surroundings
+
+        now = [estimated(*size) for size in SIZES]
+        save("memory", load("memory") | {"commit": surroundings()["commit"], "now": now})
         return
     if folders := [Path(word) for word in words if Path(word).is_dir()]:
         from areal_lite.launch.bench.harness import surroundings

@@ -14,6 +14,7 @@ from areal_lite.cli.bench import bench
 from areal_lite.cli.check_config import check_config
 from areal_lite.cli.doctor import doctor
 from areal_lite.cli.drill import drill
+from areal_lite.cli.estimate import estimate
 from areal_lite.cli.eval import eval_model
 from areal_lite.cli.launch import launch
 from areal_lite.cli.rehearse import rehearse
@@ -36,6 +37,7 @@ COMMANDS: dict[str, Callable[..., int] | typer.Typer] = {
     "rehearse": rehearse,
     "drill": drill,
     "check-config": check_config,
+    "estimate": estimate,
     "verify": verify,
     "bench": bench,
     "report": report,

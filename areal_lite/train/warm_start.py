@@ -58,7 +58,7 @@ def ensure_warm_start(config: Config | OfflineConfig, *, cache_dir: Path, progre
     unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=cache_dir))
     try:
         tokenizer = build_char_tokenizer(alphabet(config))
-        model = _build_model(config, tokenizer)
+        model = build_model(config, tokenizer)
         if config.model.warm_start.steps > 0:
             _learn(model, turn_examples(shown, tokenizer), settings=config.model.warm_start, progress=progress)
         model.save_pretrained(unfinished)
@@ -101,7 +101,8 @@ def _learn(model: Any, examples: Sequence[Example], *, settings: WarmStartConfig
         torch.set_num_threads(num_threads)
 
 
-def _build_model(config: Config | OfflineConfig, tokenizer: PreTrainedTokenizerFast) -> Any:
+def build_model(config: Config | OfflineConfig, tokenizer: PreTrainedTokenizerFast) -> Any:
+    """Make the built-in model, with random weights."""
     warm_start = config.model.warm_start
     num_heads = max(2, warm_start.hidden_size // _HEAD_DIM)
     architecture = Qwen3Config(

@@ -1,0 +1,58 @@
+"""`areal-lite estimate`: the verdict, and the command from end to end on a small folder without weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen3Config
+
+from areal_lite.cli import main as cli
+from areal_lite.cli.estimate import find_problems
+from areal_lite.config.recipe import load_config
+
+TINY = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+
+
+def verdict(*overrides: str, activations: float = 30.0, states: float = 30.0, kv_tokens: int = 10**6) -> list[str]:
+    config = load_config("gsm8k_1node", overrides)
+    rank = {"parameters": states, "activations": activations, "transfers (apart)": 100.0}
+    figures: dict[str, Any] = {"gpu": "H100", "gib": 80.0, "trainer rank": rank, "engine": {"KV cache": 1.0}}
+    return list(find_problems(config, figures | {"kv_tokens": kv_tokens}))
+
+
+def test_what_does_not_fit_comes_with_what_to_change() -> None:
+    """76 of 80 GiB may be planned with. Seen failing with transfers in the sum."""
+    full = "trainer.micro_batch_tokens=2048"
+    assert verdict(activations=45.9) == []
+    for overrides, sizes, words in (
+        (["trainer.activation_checkpointing=false"], {"activations": 47.0}, "set trainer.activation_checkpointing"),
+        ([], {"activations": 47.0}, "lower trainer.micro_batch_tokens=32768, down to model.max_context=2048"),
+        ([full], {"activations": 36.0, "states": 60.0}, "raise trainer.ranks=2 to 3"),
+        ([full], {"activations": 77.0}, "activations alone take 77.0: lower model.max_context=2048"),
+        ([full], {"kv_tokens": 2047}, "raise rollout.tensor_parallel=1"),
+        (["weights.transport=ipc", "rollout.workers=2", full], {}, "of 8.0 on H100"),
+    ):
+        (problem,) = verdict(*overrides, **sizes)  # type: ignore[arg-type]
+        assert words in problem
+
+
+def test_a_folder_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen failing with exit code 0 where nothing fits."""
+    Qwen3Config(**TINY, num_attention_heads=2, num_key_value_heads=1).save_pretrained(tmp_path)
+    words = ["estimate", "gsm8k_1node", f"model.path={tmp_path}", "trainer.micro_batch_tokens=2048"]
+    out = tmp_path / "figures.json"
+    assert cli.main([*words, "--json", str(out), "--gpu", "A100"]) == 0
+    assert "It fits on A100." in capsys.readouterr().out
+    figures = json.loads(out.read_text())
+    assert figures["gib"] == 79.1
+    assert figures["trainer rank"]["optimiser"] == pytest.approx(8 * figures["parameters"] / 2 / 2**30, rel=0.05)
+    assert cli.main([*words, "rollout.gpu_memory_fraction=0.005"]) == 1
+    assert "An engine does not fit" in capsys.readouterr().out
+
+
+def test_a_profile_must_have_enough_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen failing with the profile unread."""
+    (tmp_path / "profile.yaml").write_text("nodes: 1\ngpus_per_node: 4\n")
+    assert cli.main(["estimate", "gsm8k_1node", "--profile", str(tmp_path / "profile.yaml")]) == 1
+    assert "needs 8 GPUs" in capsys.readouterr().err
