@@ -115,6 +115,8 @@ class ModelConfig(Section):
     """prompt plus completion tokens the engine and trainer accept"""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of the trainer's matrix work and of the engine; auto = float32 on cpu, bfloat16 on cuda"""
+    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """dtype of the weights in model/, what a run leaves to load; auto = the one in which the model came"""
     warm_start: WarmStartConfig = WarmStartConfig()
 
     def dtype_on(self, device: str) -> str:

@@ -12,6 +12,8 @@ Writing is not atomic: the caller hands a temporary folder and renames it when e
 
 import json
 from collections.abc import Mapping
+from copy import deepcopy
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from areal_lite.errors import CheckpointError
 from areal_lite.train.distributed import sum_over_ranks
-from areal_lite.train.lora import bit_sum, export_adapter, is_adapted
+from areal_lite.train.lora import bit_sum, export_adapter, gather, is_adapted, merged, model_parameters
 from areal_lite.train.optimiser import Learner
 from areal_lite.train.outputs import check_outputs, model_outputs
 
@@ -123,26 +125,32 @@ def _load_learner(folder: Path, learner: Learner) -> None:
     set_optimizer_state_dict(learner.model, learner.optimizer, state["optimizer"])
 
 
-def export_model(folder: Path, model: nn.Module, *, tokenizer_folder: str, rank: int) -> None:
+def export_model(folder: Path, model: nn.Module, *, base_folder: str, rank: int, dtype: str) -> None:
     """Write a Hugging Face folder that transformers and vLLM load; collective, rank 0 writes.
 
     Args:
         folder: Created if missing.
-        model: A transformers model, sharded or not; its weights are written in their own dtype. One with adapters is
-            written without, merged; they are in `adapter/` beside that.
-        tokenizer_folder: Where the tokenizer is copied from.
+        model: A transformers model, sharded or not. One with adapters is written without, merged; they are in
+            `adapter/` beside that.
+        base_folder: What it was at the start; the tokenizer is copied from there, chat template included.
+        dtype: Of its parameters; `auto` = the one of `base_folder`.
     """
-    weights: Mapping[str, Any] = get_model_state_dict(
-        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
+    base_dtype = AutoConfig.from_pretrained(base_folder).dtype or torch.float32
+    target = base_dtype if dtype == "auto" else getattr(torch, dtype)
     if is_adapted(model):
-        weights = export_adapter(folder / "adapter", model, rank=rank)
+        export_adapter(folder / "adapter", model, rank=rank)
+    saved = model.state_dict().keys()
+    buffers = {name: value for name, value in model.named_buffers() if name in saved}
+    # Cast first: the rank that writes holds the model in that dtype, the others one tensor at a time.
+    parameters = ((name, merged(value, layer).to(target)) for name, value, layer in model_parameters(model))
+    weights = {name: value for name, value in gather(chain(parameters, buffers.items())) if rank == 0}
     if rank == 0:
-        # Gathering copies a tied tensor once per name, and transformers would take the copies for different tensors.
-        tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
         saver: Any = model
-        saver.save_pretrained(folder, state_dict={name: value for name, value in weights.items() if name not in tied})
-        AutoTokenizer.from_pretrained(tokenizer_folder).save_pretrained(folder)
+        saver.save_pretrained(folder, state_dict=weights)
+        config = deepcopy(saver.config)
+        config.dtype = config.get_text_config().dtype = target  # transformers names that of the masters
+        config.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(base_folder).save_pretrained(folder)
 
 
 def _state(learner: Learner) -> dict[str, Any]:

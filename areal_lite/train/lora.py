@@ -4,7 +4,7 @@ Per adapted layer `y = W x + s B A x`, with `s = alpha / rank` and B = 0 at the 
 made it: peft puts a layer of its own in the place of each linear one. Source: arXiv 2106.09685, section 4.1.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -110,21 +110,17 @@ def bit_sum(value: Tensor) -> Tensor:
     return own.detach().view(torch.int32 if own.element_size() == 4 else torch.int16).sum(dtype=torch.int64)
 
 
-def export_adapter(folder: Path, model: Any, *, rank: int) -> dict[str, Tensor]:
-    """Write the adapter in peft's format, and return the whole weights with it merged in; collective.
-
-    Returns:
-        By name, in float32 where an adapter is in; rank 0 has them, the others nothing.
-    """
-    adapter = {name: _whole(value) for name, value, _ in adapter_parameters(model)}
-    weights = {name: _whole(merged(value, layer)) for name, value, layer in model_parameters(model)}
+def export_adapter(folder: Path, model: Any, *, rank: int) -> None:
+    """Write the adapter in peft's format; collective, rank 0 writes."""
+    adapter = dict(gather((name, value) for name, value, _ in adapter_parameters(model)))
     if rank != 0:
-        return {}
+        return
     folder.mkdir(parents=True, exist_ok=True)
     save_file(adapter, folder / "adapter_model.safetensors")
     model.peft_config[_NAME].save_pretrained(folder)
-    return weights
 
 
-def _whole(value: Tensor) -> Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().contiguous()
+def gather(values: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors whole and on the CPU, one at a time; collective."""
+    for name, value in values:
+        yield name, (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().contiguous()

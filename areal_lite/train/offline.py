@@ -80,8 +80,9 @@ class OfflineTrainer(OfflineLoop):
         )
 
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face folder with weights (float32) and tokenizer."""
-        export_model(folder, self.learner.model, tokenizer_folder=self._model_folder, rank=self._rank)
+        """Write a Hugging Face folder with weights (`model.export_dtype`) and tokenizer."""
+        dtype = self._config.model.export_dtype
+        export_model(folder, self.learner.model, base_folder=self._model_folder, rank=self._rank, dtype=dtype)
 
 
 def _load(

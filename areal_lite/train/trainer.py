@@ -159,8 +159,9 @@ class Trainer:
         self._proximal_kl.restore(saved.get("proximal_kl"))
 
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face folder with weights (float32) and tokenizer."""
-        export_model(folder, self.model, tokenizer_folder=self._model_folder, rank=self._rank)
+        """Write a Hugging Face folder with weights (`model.export_dtype`) and tokenizer."""
+        dtype = self._config.model.export_dtype
+        export_model(folder, self.model, base_folder=self._model_folder, rank=self._rank, dtype=dtype)
 
     @property
     def _critic_learner(self) -> Learner | None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import run_ranks
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -255,6 +256,25 @@ def test_export_loads_in_transformers(tmp_path: Path, tie_embeddings: bool) -> N
     assert exported.config.tie_word_embeddings == tie_embeddings
     assert AutoTokenizer.from_pretrained(tmp_path / "export").encode("07") == [2, 9]
     assert list((tmp_path / "export").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(("asked", "dtype"), [("auto", torch.bfloat16), ("float32", torch.float32)])
+def test_an_export_is_what_came_in_but_for_the_weights(tmp_path: Path, asked: str, dtype: torch.dtype) -> None:
+    """Dtype, generation config and chat template. Seen failing with the dtype of the master weights in either file."""
+    base, out = Path(save_tiny_model(tmp_path / "model")), tmp_path / "export"
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
+    settings = json.loads((base / "generation_config.json").read_text()) | {"temperature": 0.6, "do_sample": True}
+    (base / "generation_config.json").write_text(json.dumps(settings))
+    (base / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    trainer = make_trainer(str(base), model={"export_dtype": asked})
+    trainer.train_step(shard(0))
+    trainer.export(out)
+    exported = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert exported.config.dtype == dtype
+    assert {value.dtype for value in load_file(out / "model.safetensors").values()} == {dtype}
+    assert_equal(exported.state_dict(), {name: value.to(dtype) for name, value in trainer.model.state_dict().items()})
+    assert exported.generation_config.temperature == 0.6
+    assert AutoTokenizer.from_pretrained(out).chat_template == "{{ messages[0].content }}"
 
 
 # --- two real ranks ---------------------------------------------------------------------------------------------------
