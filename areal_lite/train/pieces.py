@@ -34,9 +34,11 @@ class Later(Tensor):
     weights: list[Tensor]
     """What else `function` has a gradient to."""
 
+    __torch_dispatch__: Any = None  # never reached, but a tensor without elements must have it
+
     def __new__(cls, hidden: Tensor, function: Callable[[Tensor], Tensor], weights: Iterable[Tensor] = ()) -> "Later":
         """Put off a function of hidden states, [1, T, H]."""
-        later = hidden.as_subclass(cls)
+        later: Later = torch.Tensor._make_wrapper_subclass(cls, hidden.shape, dtype=hidden.dtype, device=hidden.device)
         later.hidden, later.function, later.weights = hidden, function, list(weights)
         return later
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -41,7 +42,7 @@ def make_model(family: str) -> nn.Module:
     config = AutoConfig.for_model(
         family, vocab_size=VOCABULARY, num_key_value_heads=2, initializer_range=0.2, **sizes, **FAMILIES[family]
     )
-    model: nn.Module = AutoModelForCausalLM.from_config(config).float()
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
     if family == "phi":
         nn.init.normal_(model.get_output_embeddings().bias)
     return model
@@ -121,6 +122,13 @@ def test_no_matrix_of_all_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None
     with Largest() as largest:
         results(model, in_pieces)
     assert 50 * VOCABULARY > largest.elements >= 32 * VOCABULARY
+
+
+def test_a_step_can_be_traced_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As estimates of memory do. Seen failing with hidden states made into a tensor that waits."""
+    monkeypatch.setattr(pieces, "_PIECE_ELEMENTS", 7 * VOCABULARY)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        results(make_model("gemma2"), in_pieces)
 
 
 def test_a_model_that_overwrites_its_logits_is_refused() -> None:
