@@ -12,6 +12,7 @@ import os
 import tempfile
 import time
 from collections.abc import Awaitable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -315,8 +316,16 @@ def _engine_args(config: Config, model_folder: str) -> Any:
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
+    arguments = engine_arguments(config, model_folder=model_folder)
+    if config.trainer.sent_adapter is not None:
+        from areal_lite.train.lora import linear_layers
+
+        # Unless told so, vLLM adapts the output layer too, and dies scoring prompts of several requests at once.
+        arguments["lora_target_modules"] = sorted(
+            {name.rpartition(".")[2] for name in linear_layers(Path(model_folder))}
+        )
     transfer = WeightTransferConfig(backend=config.weights.transport)
-    return AsyncEngineArgs(weight_transfer_config=transfer, **engine_arguments(config, model_folder=model_folder))
+    return AsyncEngineArgs(weight_transfer_config=transfer, **arguments)
 
 
 def _progress_logger_class() -> Any:

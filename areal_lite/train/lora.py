@@ -39,6 +39,16 @@ def add_adapters(model: nn.Module, settings: LoraConfig, *, base_dtype: torch.dt
             parameter.data = parameter.data.to(base_dtype)
 
 
+def linear_layers(folder: Path | None) -> list[str]:
+    """Return the names of a model's linear layers but the output one; without a folder, of the built-in model's."""
+    architecture: Any = Qwen3Config() if folder is None else AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(architecture)
+    output = model.get_output_embeddings()
+    layers = model.named_modules()
+    return [name for name, layer in layers if isinstance(layer, nn.Linear | Conv1D) and layer != output]
+
+
 def check_targets(settings: LoraConfig | None, folder: Path | None) -> None:
     """Look for every target among the linear layers of a model; without a folder, of the built-in one.
 
@@ -47,16 +57,10 @@ def check_targets(settings: LoraConfig | None, folder: Path | None) -> None:
     """
     if settings is None or not settings.targets:
         return
-    architecture: Any = Qwen3Config() if folder is None else AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(architecture)
-    output = model.get_output_embeddings()
-    layers = [
-        f".{name}" for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D) and layer != output
-    ]
+    layers = linear_layers(folder)
     known = sorted({name.rpartition(".")[2] for name in layers})
     for target in settings.targets:
-        if not any(name.endswith(f".{target}") for name in layers):
+        if not any(f".{name}".endswith(f".{target}") for name in layers):
             raise ConfigError(
                 f"trainer.lora.targets must name linear layers of the model, {', '.join(known)}, got {target!r}"
                 f"{suggestion(target, known)}: correct it, or leave targets out for all of them"
