@@ -48,13 +48,10 @@ def test_a_size_is_read_as_it_is_written() -> None:
 
 
 @pytest.mark.loop
-def test_hand_overs_of_a_real_engine_are_measured(tmp_path: Path) -> None:
+def test_hand_overs_of_a_real_engine_are_measured(ray_cluster: None, tmp_path: Path) -> None:
     """Every part of every hand-over took some time, and the parts of the pause fit into it."""
-    from areal_lite.launch.run.train import ray_session
-
     bench = HandoverBench(sizes=[], repeats=2, warm=0, requests=4, every_s=0.05)
-    with ray_session():
-        line = measure_handovers(bench, Size(width=64, layers=2), logs=tmp_path)
+    line = measure_handovers(bench, Size(width=64, layers=2), logs=tmp_path)
     assert line["size_bytes"] == 4 * line["parameters"] > 0
     for staging, pausing, loading, resuming, paused in zip(*(line[part] for part in PARTS), strict=True):
         assert min(staging, pausing, loading, resuming) > 0

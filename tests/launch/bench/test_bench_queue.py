@@ -63,11 +63,8 @@ def test_the_refused_take_is_refused_for_the_straggler(monkeypatch: pytest.Monke
 
 
 @pytest.mark.loop
-def test_every_carrier_brings_groups_to_the_trainer() -> None:
+def test_every_carrier_brings_groups_to_the_trainer(ray_cluster: None) -> None:
     """Real processes, a tenth of a second each."""
-    from areal_lite.launch.run.train import ray_session
-
     bench = QueueBench(repeats=1, measured_s=0.1, warm_s=0.0, tokens=(5,), clients=(3,))
-    with ray_session():
-        rows = summarise(in_turns(cases(bench), repeats=1, measure=QueuePeers(bench).measure))
+    rows = summarise(in_turns(cases(bench), repeats=1, measure=QueuePeers(bench).measure))
     assert {row["contender"] for row in rows if row["median"] > 0} == set(CONTENDERS)
