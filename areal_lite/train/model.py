@@ -191,7 +191,10 @@ def shard_model(model: nn.Module, *, world_size: int, device: torch.device, comp
 
 
 def completion_outputs(model: nn.Module, batch: MicroBatch, read: Reading, *aligned_T: Tensor) -> Tensor:
-    """Run the model and read something off the logits that predict the completion tokens.
+    """Run the model and read something off the logits, or the values, of the places that predict completion tokens.
+
+    The places are chosen in front of the output layer, which waits for the end of the model's own `forward`. Hooks do
+    both, because that must run: FSDP hangs on it, and some models scale their logits there.
 
     Args:
         batch: One micro-batch with T completion tokens.
@@ -199,32 +202,10 @@ def completion_outputs(model: nn.Module, batch: MicroBatch, read: Reading, *alig
             several numbers per token.
 
     Returns:
-        What `read` says of all T tokens. Matrices of logits of more than a piece never exist.
+        What `read` says of all T tokens. No matrix has more logits than a piece.
     """
     causal_lm: Any = model
-    return _at_predictors(model, causal_lm.get_output_embeddings(), batch, read, *aligned_T)
-
-
-def completion_values(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Run the value model and return the value of the state before each completion token.
-
-    Args:
-        batch: One micro-batch with T completion tokens.
-
-    Returns:
-        [T] float32 values in units of return.
-    """
-    return _at_predictors(model, _value_head(model), batch, lambda values: values.squeeze(1).float())
-
-
-def _at_predictors(
-    model: nn.Module, output_layer: nn.Module, batch: MicroBatch, read: Reading, *aligned_T: Tensor
-) -> Tensor:
-    """Read the outputs at the places that predict the completion tokens.
-
-    The positions are chosen in front of the output layer, which waits for the end of the model's own `forward`. Hooks
-    do both, because that must run: FSDP hangs on it, and some models scale their logits there.
-    """
+    output_layer = causal_lm.get_output_embeddings() or _value_head(model)
 
     def choose(_layer: nn.Module, inputs: tuple[Tensor]) -> Tensor:
         hidden = inputs[0].flatten(0, 1).index_select(0, batch.predictors_T).unsqueeze(0)
@@ -241,6 +222,18 @@ def _at_predictors(
         for hook in hooks:
             hook.remove()
     return result
+
+
+def completion_values(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """Run the value model and return the value of the state before each completion token.
+
+    Args:
+        batch: One micro-batch with T completion tokens.
+
+    Returns:
+        [T] float32 values in units of return.
+    """
+    return completion_outputs(model, batch, lambda values: values.squeeze(1).float())
 
 
 def _value_head(model: nn.Module) -> nn.Linear:
