@@ -77,12 +77,12 @@ def save_model(architecture: str, folder: Path) -> str:
     return save_tiny_model(folder, max_context=MAX_CONTEXT)
 
 
-def make_config(transport: str) -> Config:
+def make_config(transport: str, **rollout: Any) -> Config:
     return parse_config(
         {
             "run": {"device": "cpu" if transport == "gloo" else "cuda"},
             "model": {"max_context": MAX_CONTEXT, "compute_dtype": "float32"},
-            "rollout": {"slots": 16, "kv_cache_mb": 64, "gpu_memory_fraction": 0.2},
+            "rollout": {"slots": 16, "kv_cache_mb": 64, "gpu_memory_fraction": 0.2, **rollout},
             "weights": {"transport": transport},
         }
     )
@@ -118,7 +118,10 @@ def largest_difference(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) 
 class Pair:
     """A trainer's model and an engine, connected by a transport."""
 
-    def __init__(self, engine: VllmEngine, background: BackgroundLoop, *, transport: str, model_folder: str) -> None:
+    def __init__(
+        self, engine: VllmEngine, background: BackgroundLoop, *, transport: str, model_folder: str, ranks: int = 1
+    ) -> None:
+        self._ranks = ranks
         self.engine, self.background, self._transport = engine, background, transport
         self.model_folder = model_folder
         device = trainer_device(transport)
@@ -128,12 +131,7 @@ class Pair:
         self._noise = torch.Generator().manual_seed(0)
 
     def connect(
-        self,
-        client_class: type[SyncClient] = SyncClient,
-        *,
-        model: nn.Module | None = None,
-        timeout_s: float = 15,
-        adapter: dict[str, Any] | None = None,
+        self, client_class: type[SyncClient] = SyncClient, *, model: nn.Module | None = None, timeout_s: float = 15
     ) -> Any:
         """Connect a new publisher of a model, by default the pair's; returns it."""
         from areal_lite.weights.publisher import WeightPublisher
@@ -147,9 +145,10 @@ class Pair:
             host="127.0.0.1",
             ports=range(20000, 22000),
             timeout_s=timeout_s,
-            adapter=adapter,
         )
-        assert publisher.connect({"engine": client}, group_client=client, num_engine_ranks=1) == {"engine": None}
+        assert publisher.connect({"engine": client}, group_client=client, num_engine_ranks=self._ranks) == {
+            "engine": None
+        }
         return publisher
 
     def hand_over(self, publisher: Any) -> None:
@@ -229,6 +228,21 @@ def test_every_parameter_family_arrives(pair: Pair) -> None:
         moved[family] = largest_difference(before, expected)
     assert max(engine.values()) < pair.tolerance, engine
     assert min(moved.values()) > CLEAR * pair.tolerance, moved
+
+
+@pytest.mark.loop
+def test_an_engine_of_two_processes_gets_every_parameter(tmp_path: Path) -> None:
+    """Tensor parallel: each process keeps its part, and they share the one head of keys and values."""
+    folder = save_model("llama", tmp_path / "model")
+    with vllm_engine(make_config("gloo", tensor_parallel=2), folder) as (engine, background):
+        pair = Pair(engine, background, transport="gloo", model_folder=folder, ranks=2)
+        publisher = pair.connect()
+        for _ in range(2):
+            before = pair.expected()
+            pair.perturb()
+            pair.hand_over(publisher)
+            assert largest_difference(pair.score(), pair.expected()) < pair.tolerance
+            assert largest_difference(before, pair.expected()) > CLEAR * pair.tolerance
 
 
 @every_transport
