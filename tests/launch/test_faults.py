@@ -49,6 +49,12 @@ def typed(command: str, *, folder: Path) -> UserRun:
     return UserRun(["bash", "-c", command], run_folder=folder)
 
 
+def scale(run: UserRun, *, rollout: int) -> None:
+    words = f"areal-lite scale {run.folder.path} rollout={rollout} --timeout 300"
+    with typed(words, folder=run.folder.path) as command:
+        assert command.exit_code() == 0, command.output
+
+
 def summary(run: UserRun) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((run.folder.path / "summary.json").read_text())
     return content
@@ -109,27 +115,20 @@ def test_ctrl_c_finishes_the_step_and_saves(interrupted: UserRun) -> None:
 
 
 def test_the_printed_command_goes_on_and_lost_workers_come_back(interrupted: UserRun) -> None:
-    """Rollout workers are added and one dismissed; then one's process tree is killed, another's engine hangs.
-
-    The verifier is killed too.
+    """Two rollout workers are added. Of the three one is killed, the engine of another hangs; the verifier is killed.
 
     Each is started beside the run. A rollout worker joins with the trainer's weights, and what it makes is trained.
-    Then queue and trainer are killed: the run goes back to its checkpoint with new ones, and keeps the workers.
+    Then queue and trainer are killed: the run goes back to its checkpoint with new ones, and keeps the workers. In the
+    end one is dismissed.
     """
     (command,) = re.findall(r"^\s*(areal-lite resume .*)$", interrupted.output, flags=re.MULTILINE)
     resumed_at = len(steps(interrupted))
     changes = "run.steps=5000 weights.parity_every=1 run.checkpoint_every=1"
     with typed(f"{command.rstrip()} {changes}", folder=interrupted.folder.path) as run:
         run.wait_for_steps(resumed_at + 1)
-        more = typed(f"areal-lite scale {run.folder.path} rollout=4 --timeout 300", folder=run.folder.path)
-        with more:
-            assert more.exit_code() == 0, more.output
-        for name in ("rollout/1", "rollout/2", "rollout/3"):
+        scale(run, rollout=3)
+        for name in ("rollout/1", "rollout/2"):
             run.wait_until(lambda name=name: f"{name} has joined" in run.output, f"start of {name}")
-        fewer = typed(f"areal-lite scale {run.folder.path} rollout=3 --timeout 300", folder=run.folder.path)
-        with fewer:
-            assert fewer.exit_code() == 0, fewer.output
-        run.wait_until(lambda: "starting nobody, dismissing rollout/3" in run.output, "end of rollout/3")
         killed, verifiers = run.tree(run.actor("rollout/0")), run.tree(run.actor("verifier/0"))
         assert min(len(killed), len(verifiers)) > 1
         for pid in [*killed, verifiers[0]]:
@@ -150,6 +149,11 @@ def test_the_printed_command_goes_on_and_lost_workers_come_back(interrupted: Use
         run.wait_until(lambda: "back at step" in run.output, "new queue and trainer")
         run.wait_for_steps(before + 3)
         assert [run.actor(name) for name in ("rollout/0", "rollout/2", "verifier/0")] == workers
+        dismissed = run.tree(run.actor("rollout/2"))
+        scale(run, rollout=2)
+        run.wait_until(lambda: "starting nobody, dismissing rollout/2" in run.output, "word on rollout/2")
+        run.wait_until(lambda: not any(map(alive, dismissed)), "end of rollout/2")
+        run.wait_for_steps(len(steps(run)) + 2)
         run.press_ctrl_c()
         assert run.exit_code() == 130, run.output
         assert run.leftovers == []
