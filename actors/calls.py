@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from areal_lite.errors import ArealLiteError
+from areal_lite.node import out_of_memory
 
 
 class Calls:
@@ -89,4 +90,5 @@ def describe(error: BaseException) -> str:
     """Say in one line what went wrong, without Ray's wrapping."""
     cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
     lines = str(cause).strip().splitlines()
-    return f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__
+    ended = out_of_memory() if isinstance(cause, ray.exceptions.RayActorError) else ""
+    return f"{type(cause).__name__}: {lines[0]}{ended}" if lines else type(cause).__name__

@@ -95,7 +95,7 @@ def run(
         name = config_name(config) if isinstance(recipe, Mapping) else Path(recipe).stem
     console = Console(file=io.StringIO()) if quiet else Console()
     try:
-        summary = train(config, recipe_name=name, console=console, on_step=on_step)
+        summary = train(config, recipe_name=name, console=console, on_step=on_step, named=overrides or ())
     except Interrupted as stop:
         return Run(Path(str(stop)))
     return Run(Path(summary["folder"]))

@@ -106,6 +106,17 @@ def listens(address: str, *, timeout_s: float) -> bool:
     return True
 
 
+def speaks_grpc(address: str, *, timeout_s: float) -> bool:
+    """Whether a gRPC server without encryption, such as Ray's head, answers at `host:port`."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=timeout_s) as link:
+            link.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5))
+            return link.recv(9)[3:4] == b"\4"  # settings against settings: so each connection of HTTP/2 begins
+    except (OSError, ValueError):
+        return False
+
+
 def port_range(text: str) -> range:
     """Read a range of ports such as `20000-21999`, both ends included.
 

@@ -75,15 +75,14 @@ def look_at_node(paths: Iterable[str] = (), *, disk: str = ".", environment: Ite
     """
     gpus = _ask_gpus()
     folder = next(path for path in (Path(disk), *Path(disk).parents) if path.exists())
-    limit, memory, shm = Path("/sys/fs/cgroup/memory.max"), psutil.virtual_memory().total, Path("/dev/shm")
-    container = limit.read_text().strip() if limit.is_file() else "max"
+    shm = Path("/dev/shm")
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return NodeReport(
         host=socket.gethostname(),
         platform=f"{platform.system()} {platform.machine()}",
         versions=_versions() | ({"driver": gpus[0][2]} if gpus else {}),
         cores=len(os.sched_getaffinity(0)),
-        memory_gib=(memory if container == "max" else min(memory, int(container))) / _GIB,
+        memory_gib=memory_bytes() / _GIB,
         disk_gib=shutil.disk_usage(folder).free / _GIB,
         shm_gib=shutil.disk_usage(shm).total / _GIB if shm.is_dir() else 0.0,
         max_open_files=2**20 if open_files == resource.RLIM_INFINITY else open_files,
@@ -92,6 +91,36 @@ def look_at_node(paths: Iterable[str] = (), *, disk: str = ".", environment: Ite
         contents={path: content_hash(Path(path)) for path in paths},
         environment={name: os.environ.get(name, "") for name in environment},
     )
+
+
+def memory_bytes(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return what this process may take: the machine's memory, or the least that a control group (v1, v2) leaves it."""
+    found: list[int] = [psutil.virtual_memory().total]
+    for line in groups.read_text().splitlines() if groups.is_file() else ():
+        _, kinds, path = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        top, name = (root / "memory", "memory.limit_in_bytes") if kinds else (root, "memory.max")
+        inner = top / path.lstrip("/")  # of another namespace where it is not there
+        limits = [folder / name for folder in (inner, *inner.parents) if folder.is_relative_to(top)]
+        found += [int(text) for file in limits if file.is_file() and (text := file.read_text().strip()).isdecimal()]
+    return min(found)
+
+
+def out_of_memory() -> str:
+    """Say whether the kernel has ended a process of this machine for want of memory since this one began."""
+    if _oom_kills() == _OOM_KILLS:
+        return ""
+    to_do = "give it more, or lower rollout.kv_cache_mb, trainer.micro_batch_tokens or what a verifier keeps"
+    return f" (the kernel has ended a process here for want of memory, see dmesg: {to_do})"
+
+
+def _oom_kills() -> str:
+    counts = Path("/proc/vmstat")
+    return next((line for line in counts.read_text().splitlines() if line.startswith("oom_kill ")), "")
+
+
+_OOM_KILLS = _oom_kills()
 
 
 def _versions() -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from areal_lite.config.plugin_check import check_plugins
 from areal_lite.config.recipe import Config
+from areal_lite.data.encode import load_tokenizer
 from areal_lite.data.prompts import load_source
 from areal_lite.errors import ArealLiteError, ConfigError, EngineError
 from areal_lite.record.paths import EVALUATED, find_model_folder, with_absolute_paths
@@ -34,8 +35,6 @@ def evaluate(config: Config, *, model: str) -> list[Reply]:
         config: Its data, rollout and verifier sections say how.
         model: A model folder, or the folder of a run that has ended.
     """
-    from transformers import AutoTokenizer
-
     # Where there is an `eval_function`, the reward learned from is not asked; its model need not even be there.
     asked = config.model_copy(update={"verifier": config.verifier.for_evaluation()})
     check_plugins(asked, verifiers_only=True)
@@ -43,7 +42,7 @@ def evaluate(config: Config, *, model: str) -> list[Reply]:
     folder = str(find_model_folder(model, option="MODEL_OR_RUN"))
     # Rows may name any verifier of the recipe, whether it is asked here or not.
     named = asked.model_copy(update={"verifier": config.verifier})
-    prompts = load_source(named, AutoTokenizer.from_pretrained(folder), "eval")
+    prompts = load_source(named, load_tokenizer(folder, config.model), "eval")
     if not prompts:
         raise ConfigError("an evaluation needs held-out prompts, the recipe has none: set data.eval_path")
     return _in_a_process_of_its_own(asked, prompts, folder)

@@ -1,5 +1,6 @@
 """The command line: one file a command. Heavy imports happen inside the commands, so that `--help` answers at once."""
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -61,6 +62,7 @@ class _Commands(TyperGroup):
             Console(stderr=True).print(Text.assemble((type(error).__name__, "bold red"), f": {error}"), soft_wrap=True)
             code = 1
         except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever presses it twice gets the same end
             Console(stderr=True).print("stopped")
             code = 130
         raise typer.Exit(code or 0)

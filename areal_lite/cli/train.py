@@ -1,7 +1,7 @@
 """The commands `areal-lite train | sft | reward-model | dpo | resume`: a run and its summary, or how to go on."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,7 +64,8 @@ def resume(
 ) -> int:
     """Go on with a run from its newest checkpoint, with the recipe in its folder.
 
-    run.resume_from=step-N names an older checkpoint.
+    run.resume_from=step-N names an older checkpoint. More run.steps, and trainer.lr with what goes with it, may be
+    given as well. A run that is finished is left as it is.
     """
     from areal_lite.record.run_folder import RunFolder
 
@@ -74,20 +75,23 @@ def resume(
         del raw["run"]["steps"]  # follows from the epochs
     for override in [f"run.resume={folder.resolve()}", *overrides]:
         set_value(raw, *parse_override(override))
-    return _run(parse_any_config(raw), recipe_name=folder.name, take_over=take_over)
+    named = [override.partition("=")[0] for override in overrides]
+    return _run(parse_any_config(raw), recipe_name=folder.name, take_over=take_over, named=named)
 
 
 def _start(command: str, recipe: str, overrides: list[str]) -> int:
     return _run(load_any_config(recipe, overrides, command=command), recipe_name=Path(recipe).stem)
 
 
-def _run(config: Config | OfflineConfig, *, recipe_name: str, take_over: bool = False) -> int:
+def _run(
+    config: Config | OfflineConfig, *, recipe_name: str, take_over: bool = False, named: Sequence[str] = ()
+) -> int:
     from areal_lite.launch.run.controller import Interrupted
     from areal_lite.launch.run.train import train
 
     console, keys = Console(), SUMMARY_KEYS if config.command == "train" else _OFFLINE_KEYS
     try:
-        summary = train(config, recipe_name=recipe_name, console=console, take_over=take_over)
+        summary = train(config, recipe_name=recipe_name, console=console, take_over=take_over, named=named)
     except Interrupted as stop:
         console.print("stopped. To go on:", highlight=False)
         again = shlex.join(["areal-lite", "resume", str(stop)])

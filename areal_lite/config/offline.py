@@ -189,8 +189,12 @@ def check_resources(config: Config | OfflineConfig, *, num_cores: int, num_gpus:
     """Return a warning where a run would be slow on what there is; raise a `ConfigError` where GPUs are too few."""
     ranks = needed = config.trainer.ranks
     if config.run.device == "cpu":
-        slow = f"trainer.ranks={ranks} on {num_cores} CPU cores: ranks will wait for each other; set "
-        return f"{slow}trainer.ranks={num_cores} or fewer" if ranks > num_cores else ""
+        counts = {"trainer.ranks": ranks} | (
+            {"rollout.workers": config.rollout.workers} if isinstance(config, Config) else {}
+        )
+        many = [f"{key}={count}" for key, count in counts.items() if count > num_cores]
+        slow = f"{' and '.join(many)} on {num_cores} CPU cores: they will wait for each other; set {num_cores} or fewer"
+        return slow if many else ""
     settings = f"trainer.ranks {ranks}"
     if isinstance(config, Config):
         workers, parallel = config.rollout.workers, config.rollout.tensor_parallel

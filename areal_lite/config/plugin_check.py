@@ -1,11 +1,15 @@
 """Whether the functions that a recipe names are there, and take the arguments it gives them.
 
-A typing error should not cost half a minute of engines. Files and modules of a user's are looked at, but never run:
-what only running shows (an import that fails) is left to the workers.
+A typing error should not cost half a minute of engines. Files and modules of a user's are looked at, and before a run
+imported, in a process of their own.
 """
 
 import ast
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -25,21 +29,67 @@ def check_plugins(config: Config, *, verifiers_only: bool = False) -> None:
         raise ConfigError("\n".join(problems))
 
 
+def import_plugins(config: Config) -> None:
+    """Import what a user brings, as the workers will; a `ConfigError` with what that raised."""
+    named = list(_functions(config))
+    for key, section, one in _verifiers(config):
+        named.append((key, one.function, "verifier"))
+        if (inner := str(one.arguments.get("function", ""))) and one.function in known_names("verifier"):
+            named.append((f"{section}.arguments.function", inner, "reward function"))
+    given = [item for item in named if item[1] not in known_names(item[2])]
+    if not given:
+        return
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _IMPORT, json.dumps(given)],
+            env=os.environ | config.run.env,
+            capture_output=True,
+            text=True,
+            timeout=config.run.start_timeout_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        names = ", ".join(name for _, name, _ in given)
+        raise ConfigError(
+            f"{names} must be imported within run.start_timeout_s={config.run.start_timeout_s:g} s, which they were not"
+        ) from error
+    if done.returncode:
+        said = done.stderr.rpartition("\0")[2].strip()
+        raise ConfigError(
+            said or f"importing {given[0][1]} ended its process ({done.returncode}): {done.stderr[-500:]}"
+        )
+
+
+_IMPORT = """
+import json, sys
+from areal_lite.config.plugins import find_function
+for key, name, kind in json.loads(sys.argv[1]):
+    try:
+        find_function(name, kind=kind)
+    except ValueError as error:
+        sys.exit(f"\\0{key}: {error}")
+"""
+
+
 def plugin_problems(config: Config) -> Iterable[str]:
     """Yield one sentence (key, what is wrong, remedy) per function."""
+    for key, name, kind in _functions(config):
+        yield from _missing(key, name, kind=kind)
+    yield from _verifier_problems(config)
+
+
+def _functions(config: Config) -> Iterable[tuple[str, str, str]]:
+    """Yield setting, name and kind of every function but the verifiers."""
     rollout = config.rollout
     workflows = {f"rollout.workflows.{key}.function": one.function for key, one in rollout.workflows.items()}
     if rollout.workflow not in rollout.workflows:
         workflows["rollout.workflow"] = rollout.workflow
-    for key, name in workflows.items():
-        yield from _missing(key, name, kind="workflow")
+    yield from ((key, name, "workflow") for key, name in workflows.items())
     for key, source in config.data.sources.items():
         if ":" in source.source:
-            yield from _missing(f"{config.data.place_of(key)}.source", source.source, kind="source")
+            yield f"{config.data.place_of(key)}.source", source.source, "source"
     for key in ("loss_function", "advantage_function"):
         if (name := getattr(config.objective, key)) is not None:
-            yield from _missing(f"objective.{key}", name, kind=key.replace("_", " "))
-    yield from _verifier_problems(config)
+            yield f"objective.{key}", name, key.replace("_", " ")
 
 
 def _verifier_problems(config: Config) -> Iterable[str]:

@@ -115,6 +115,8 @@ class ModelConfig(Section):
     """prompt plus completion tokens the engine and trainer accept"""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of the trainer's matrix work and of the engine; auto = float32 on cpu, bfloat16 on cuda"""
+    chat_arguments: dict[str, Any] = {}
+    """what the model's chat template is given beside the messages, e.g. {enable_thinking: false}"""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """dtype of the weights in model/, what a run leaves to load; auto = the one in which the model came"""
     warm_start: WarmStartConfig = WarmStartConfig()

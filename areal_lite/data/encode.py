@@ -1,14 +1,43 @@
 """Texts and chats to token ids; what the model's tokenizer or chat template cannot do is named by row and character."""
 
+import functools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from areal_lite.config.sections import ModelConfig
 from areal_lite.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
+
+
+def load_tokenizer(folder: str | Path, model: ModelConfig) -> Tokenizer:
+    """Load the tokenizer of a model's folder; its chat template gets what the recipe says in `model.chat_arguments`.
+
+    Raises:
+        ConfigError: The folder has none, or one that cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # of many kinds, by the kind of tokenizer
+        raise _no_tokenizer(folder, f"{type(error).__name__}: {error}") from error
+    if len(tokenizer) <= len(tokenizer.added_tokens_encoder):  # transformers makes up an empty one
+        raise _no_tokenizer(folder, "none")
+    write = functools.partial(tokenizer.apply_chat_template, **model.chat_arguments)
+    tokenizer.apply_chat_template = write
+    return tokenizer
+
+
+def _no_tokenizer(folder: str | Path, found: str) -> ConfigError:
+    return ConfigError(
+        f"a model folder must hold its tokenizer (tokenizer.json, or what goes in its place), got {found} in {folder}: "
+        "copy the tokenizer's files there, from where the weights came"
+    )
 
 
 def encode_texts(

@@ -39,6 +39,9 @@ _FREE_ON_RESUME = {
 }  # fmt: skip
 """Settings that may change on a resume because they do not change what is learned."""
 
+_CHANGEABLE = {f"trainer.{name}" for name in ("lr", "schedule", "warmup_steps", "min_lr_fraction", "max_grad_norm")}
+"""Settings that may change where whoever resumes names them."""
+
 
 def run_path(run: RunConfig, *, recipe_name: str) -> Path:
     """Return the folder of a run: the one it continues in, its `run.dir`, or `runs/<recipe>-<time>`."""
@@ -57,13 +60,18 @@ class RunFolder:
         """Called before anything is written; raises where another process has taken the folder over."""
         self._late: dict[str, str] = {}
 
-    def begin(self, config: Config | OfflineConfig) -> None:
-        """Make a new folder and write the resolved config; a `ConfigError` where it already holds a run."""
-        if (self.path / "config.json").exists():
+    def check_new(self) -> None:
+        """Raise a `ConfigError` where the folder holds a run that has trained a step; what never began may again."""
+        if whole_checkpoints(self.checkpoints) or read_rows(self.path / "metrics.jsonl")[0]:
             raise ConfigError(
-                f"run.dir must be a new folder, got {self.path}, which holds a run: choose another, or continue it "
-                f"with areal-lite resume {self.path}"
+                f"run.dir must be a new folder, got {self.path}, which holds a run: choose another, or continue it; "
+                + self.how_to_go_on()
             )
+
+    def begin(self, config: Config | OfflineConfig) -> None:
+        """Make a new folder and write the resolved config, where `check_new` finds nothing against it."""
+        self.check_new()
+        self._set_aside(logger.info)
         for path in (self.logs, self.checkpoints):
             path.mkdir(parents=True, exist_ok=True)
         self.write_json("config.json", config.model_dump())
@@ -83,11 +91,29 @@ class RunFolder:
                 f"{error}: resume with those, or start anew without run.resume"
             ) from error
 
+    def finished(self, config: Config | OfflineConfig) -> dict[str, Any] | None:
+        """Return the summary of a run that has trained all that a recipe asks for; None where there is more to do."""
+        path = self.path / "summary.json"
+        summary: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+        if summary.get("status") != "done" or config.run.resume_from is not None:
+            return None
+        if isinstance(config, OfflineConfig) and config.batch.epochs is not None:
+            saved = self.recipe()
+            return summary if isinstance(saved, OfflineConfig) and saved.batch.epochs == config.batch.epochs else None
+        return summary if summary["version"] >= config.run.steps else None
+
     @classmethod
-    def resume(cls, config: Config | OfflineConfig, *, say: Callable[[str], object] = print) -> Self:
+    def resume(
+        cls,
+        config: Config | OfflineConfig,
+        *,
+        named: Iterable[str] = (),
+        say: Callable[[str], object] = print,
+    ) -> Self:
         """Open the folder of `run.resume` and check all of it; nothing changes before `go_on`.
 
         Args:
+            named: Settings that are changed on purpose.
             say: Told of checkpoints that are passed over, and why.
 
         Raises:
@@ -101,11 +127,13 @@ class RunFolder:
                 f"run.resume must name a run of command: {config.command}, got {folder.path}, which is one of "
                 f"command: {saved.command}"
             )
-        found = differences([saved.model_dump(), config.model_dump()]).items()
-        if different := [f"{key} was {was!r}, is {now!r}" for key, (was, now) in found if key not in _FREE_ON_RESUME]:
+        found, free = differences([saved.model_dump(), config.model_dump()]).items(), _CHANGEABLE.intersection(named)
+        free |= _FREE_ON_RESUME
+        if different := [f"{key} was {was!r}, is {now!r}" for key, (was, now) in found if key not in free]:
             raise CheckpointError(
                 f"the checkpoint belongs to another recipe: {'; '.join(different)}: resume with the recipe and "
-                "overrides of the first start, or start anew without run.resume"
+                "overrides of the first start, or start anew without run.resume (areal-lite resume DIR may change "
+                f"{', '.join(sorted(_CHANGEABLE))}, and what changes nothing that is learned)"
             )
         folder.checkpoint = choose_checkpoint(folder.checkpoints, config.run.resume_from, say=say)
         return folder

@@ -19,7 +19,7 @@ from typing import IO, Any, Self
 
 import psutil
 
-from areal_lite.errors import CheckpointError
+from areal_lite.errors import CheckpointError, ConfigError
 
 _CLOCK_S = 5.0
 """When a process began is reckoned from the clock, which may have been set since."""
@@ -52,11 +52,17 @@ class SoleWriter:
         self._mine = json.dumps(me | {"began": began, "since": time.ctime(), "id": time.time_ns()}).encode()
 
     def __enter__(self) -> Self:
-        """Take the folder; a `CheckpointError` names who else holds it."""
+        """Take the folder; a `CheckpointError` names who else holds it, a `ConfigError` what is no place to write."""
         self._is_new = not self._folder.exists()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        while not (file := self._taken()):
-            pass
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            while not (file := self._taken()):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"a run folder (run.dir) must be one to write in, got {self._folder}: {error.strerror}; choose "
+                "another, or mend that"
+            ) from error
         self._file = file
         self.check()  # where flock does nothing, two may have come this far
         self._heart = threading.Thread(target=self._beat, daemon=True)

@@ -22,6 +22,7 @@ from areal_lite.config.reading import explained
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import RolloutConfig
 from areal_lite.config.suggestion import suggestion
+from areal_lite.data.encode import load_tokenizer
 from areal_lite.errors import ConfigError, EngineError
 from areal_lite.rollout.engine import Interrupt, Sampling
 from areal_lite.rollout.engine_settings import engine_arguments, engine_environment, own_arguments
@@ -64,7 +65,6 @@ class VllmEngine:
             EngineError: vLLM could not start; its own words are in the message.
         """
         _set_environment(config)
-        from transformers import AutoTokenizer
         from vllm.envs import enable_envs_cache
         from vllm.utils.gc_utils import freeze_gc_heap
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -72,7 +72,7 @@ class VllmEngine:
         progress = _progress_logger_class()
         try:
             llm = AsyncLLM.from_engine_args(_engine_args(config, model_folder), stat_loggers=[progress])
-            tokenizer = AutoTokenizer.from_pretrained(model_folder)
+            tokenizer = load_tokenizer(model_folder, config.model)
             kept = {"ends_at_once": config.run.device == "cpu", "gets_adapter": bool(config.trainer.sent_adapter)}
             engine = cls(llm, tokenizer, progress, **kept)
             await engine.stamp(0)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import AutoTokenizer
 
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import PARITY_LIMITS
 from areal_lite.config.sections import LoraConfig
 from areal_lite.data.completions import load_offline
+from areal_lite.data.encode import load_tokenizer
 from areal_lite.train.checkpoint import export_model, load_checkpoint, save_checkpoint
 from areal_lite.train.model import load_model, load_reward_model
 from areal_lite.train.offline_loop import OfflineLoop, OfflineRows
@@ -31,7 +31,7 @@ class OfflineTrainer(OfflineLoop):
         """
         self._config, self._model_folder = config, model_folder
         self._limit = PARITY_LIMITS[config.compute_dtype]
-        tokenizer = AutoTokenizer.from_pretrained(model_folder)
+        tokenizer = load_tokenizer(model_folder, config.model)
         data = load_offline(config, tokenizer)
         self._held_out, self._checksum = OfflineRows(data.held_out), data.checksum
         padding = _padding(tokenizer) if config.command == "reward_model" else 0

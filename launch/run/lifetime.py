@@ -11,6 +11,7 @@ from areal_lite.actors.process import log_path
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ArealLiteError, EngineError, QueueError, RankDied, StallError
+from areal_lite.node import out_of_memory
 
 _STOP_TIMEOUT_S = 20.0
 
@@ -90,5 +91,5 @@ def _not_started(name: str, error: Exception, *, log: str) -> Exception:
     if isinstance(error, ray.exceptions.RayActorError):
         kinds: dict[str, type[ArealLiteError]] = {"queue": QueueError, "trainer": RankDied}
         kind = kinds.get(name.partition("/")[0], EngineError)
-        return kind(f"{name} did not start: its process ended (log: {log})")
+        return kind(f"{name} did not start: its process ended{out_of_memory()} (log: {log})")
     return error

@@ -13,6 +13,7 @@ from areal_lite.config.recipe import Config
 from areal_lite.errors import RankDied, StallError, TrainerError
 from areal_lite.launch.run.lifetime import kill_all, stop_all, wait_until_started
 from areal_lite.launch.run.places import Places
+from areal_lite.node import out_of_memory
 
 _ANSWER_TIMEOUT_S = 5.0
 """How long a healthy rank may take to say how far it is."""
@@ -108,5 +109,5 @@ class Ranks:
             return error
         answers = call_all(self.handles, "progress").answers(_ANSWER_TIMEOUT_S)
         for rank in [rank for rank, problem in answers if isinstance(problem, ray.exceptions.RayActorError)]:
-            return RankDied(f"{rank} died: its process ended; log: {log_path(self._logs, rank)}")
+            return RankDied(f"{rank} died: its process ended{out_of_memory()}; log: {log_path(self._logs, rank)}")
         return TrainerError(f"{name} failed: {describe(error)}; log: {log_path(self._logs, name)}")

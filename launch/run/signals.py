@@ -14,9 +14,9 @@ NOTICES = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @contextlib.contextmanager
-def notices_held_back() -> Iterator[None]:
-    """What this thread starts in the block never gets a notice, nor does what that starts."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
+def notices_held_back(*also: signal.Signals) -> Iterator[None]:
+    """What this thread starts in the block never gets a notice, nor does what that starts; itself it gets them late."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*NOTICES, *also))
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ import functools
 import json
 import logging
 import os
+import signal
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -22,9 +23,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from areal_lite.config.offline import OfflineConfig, check_resources
-from areal_lite.config.plugin_check import check_plugins
+from areal_lite.config.plugin_check import check_plugins, import_plugins
 from areal_lite.config.recipe import Config
 from areal_lite.data.completions import load_offline
+from areal_lite.data.encode import load_tokenizer
 from areal_lite.data.mix import make_cursor
 from areal_lite.data.prompts import load_source, load_sources
 from areal_lite.errors import ConfigError
@@ -35,7 +37,8 @@ from areal_lite.launch.run.places import Places, places_for
 from areal_lite.launch.run.preflight import check_cluster
 from areal_lite.launch.run.signals import notices_held_back
 from areal_lite.launch.run.view import View
-from areal_lite.network import listens
+from areal_lite.network import listens, speaks_grpc
+from areal_lite.node import memory_bytes
 from areal_lite.record.paths import find_model_folder, with_absolute_paths
 from areal_lite.record.run_folder import RunFolder, run_path
 from areal_lite.record.writer import SoleWriter
@@ -62,6 +65,7 @@ def train(
     console: Console,
     on_step: Callable[[Mapping[str, Any]], object] | None = None,
     take_over: bool = False,
+    named: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Run a recipe and return its summary, with the path of its `folder`, and of its `report` where there is one.
 
@@ -69,19 +73,25 @@ def train(
         recipe_name: Names the run folder where the recipe does not.
         on_step: Gets the row of every step; returning False ends the run like Ctrl-C.
         take_over: Take the run folder from whoever holds it.
+        named: Settings that a resume changes on purpose.
 
     Raises:
         ArealLiteError: With what to do about it.
         Interrupted: After Ctrl-C, saved.
     """
-    made = _online(config, console) if isinstance(config, Config) else _offline(config, console)
-    config, model_folder, make_controller, check_data = made
     say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
     warn = functools.partial(say, style="yellow")
     path = run_path(config.run, recipe_name=recipe_name)
+    if config.run.resume and (summary := RunFolder(path).finished(config)):
+        say(f"this run is finished: {path} has all its {summary['version']} steps; to train on, raise run.steps")
+        return summary | {"folder": str(path)}
     with contextlib.ExitStack() as stack:
         writer = stack.enter_context(SoleWriter(path, take_over=take_over, say=warn))
-        folder = RunFolder.resume(config, say=warn) if config.run.resume else RunFolder(path)
+        if not config.run.resume:
+            RunFolder(path).check_new()
+        made = _online(config, console) if isinstance(config, Config) else _offline(config, console)
+        config, model_folder, make_controller, check_data = made
+        folder = RunFolder.resume(config, named=named, say=warn) if config.run.resume else RunFolder(path)
         if folder.checkpoint is not None:
             check_data(folder.checkpoint)
         stack.enter_context(ray_session())
@@ -106,10 +116,11 @@ def train(
 def _online(config: Config, console: Console) -> _Made[Config]:
     """Load everything, so that bad data is found before any actor starts."""
     check_plugins(config)
+    import_plugins(config)
     check_engine_arguments(config)
     config = with_absolute_paths(config)
     model_folder = prepare_model(config, console=console)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)
+    tokenizer = load_tokenizer(model_folder, config.model)
     if config.objective.ptx_coef > 0 and config.objective.ptx_path is not None:
         load_documents(config.objective.ptx_path, tokenizer=tokenizer, max_tokens=config.model.max_context)
     prompts = load_sources(config, tokenizer, "train")
@@ -137,7 +148,7 @@ def _offline(config: OfflineConfig, console: Console) -> _Made[OfflineConfig]:
     """Load the data, and turn `epochs` into steps; the rows behind an epoch's last full batch are passed over."""
     config = with_absolute_paths(config)
     model_folder = prepare_model(config, console=console)
-    data = load_offline(config, transformers.AutoTokenizer.from_pretrained(model_folder))
+    data = load_offline(config, load_tokenizer(model_folder, config.model))
     if config.batch.epochs is not None:
         steps = max(1, round(config.batch.epochs * (len(data.train) // config.batch.batch_size)))
         config = config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
@@ -183,7 +194,8 @@ def ray_session() -> Iterator[None]:
         ray._private.worker.print_to_stdstream = _say_briefly  # Ray has no setting for it
         yield
     finally:
-        _leave()
+        with notices_held_back(signal.SIGINT):  # a second Ctrl-C must not leave half of it behind
+            _leave()
 
 
 def _say_briefly(message: Mapping[str, Any], **_: Any) -> None:
@@ -201,10 +213,11 @@ def _join(address: str) -> None:
     if address != "local":
         # The head of a cluster asks for a token wherever an earlier start left one; who joins by address is not told.
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-        if ":" in address and not listens(address, timeout_s=_PROBE_TIMEOUT_S):
+        answers = listens if os.environ.get("RAY_USE_TLS") == "1" else speaks_grpc
+        if address != "auto" and not answers(address, timeout_s=_PROBE_TIMEOUT_S):
             raise ConfigError(
-                f"a Ray cluster must answer at {address} (RAY_ADDRESS), nobody does; correct it, or start Ray there "
-                "and here; unset RAY_ADDRESS to run on this machine alone"
+                f"a Ray cluster must answer at {address} (RAY_ADDRESS), nobody does, or somebody else; give its head's "
+                "host:port (6379 by default), or start Ray there and here; unset RAY_ADDRESS to run here alone"
             )
     try:
         ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
@@ -284,3 +297,11 @@ def _check_resources(config: Config | OfflineConfig, console: Console) -> None:
     num_cores, num_gpus = int(resources.get("CPU", os.cpu_count() or 1)), int(resources.get("GPU", 0))
     if warning := check_resources(config, num_cores=num_cores, num_gpus=num_gpus):
         console.print(f"[yellow]warning:[/] {warning}", highlight=False)
+    if isinstance(config, Config) and config.run.device == "cpu" and len(ray.nodes()) == 1:
+        wanted = config.rollout.workers * config.rollout.kv_cache_mb << 20
+        if wanted > (there := memory_bytes()):
+            raise ConfigError(
+                f"the key-value caches of all engines must fit into the machine's {there >> 20} MiB of memory, got "
+                f"rollout.workers={config.rollout.workers} of rollout.kv_cache_mb={config.rollout.kv_cache_mb}: lower "
+                "one of them"
+            )

@@ -1,6 +1,7 @@
 """The command line: what it lists exists, and how each command ends."""
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -40,9 +41,9 @@ class FakeTraining:
         monkeypatch.setitem(sys.modules, "areal_lite.launch.run.train", train_module)
         monkeypatch.setitem(sys.modules, "areal_lite.launch.run.controller", controller_module)
 
-    def _train(self, config: Config, *, recipe_name: str, console: Any, take_over: bool) -> dict[str, Any]:
+    def _train(self, config: Config, *, recipe_name: str, console: Any, take_over: bool, named: Any) -> dict[str, Any]:
         self.calls.append((config, recipe_name))
-        self.take_over = take_over
+        self.take_over, self.named = take_over, named
         if isinstance(self.outcome, BaseException):
             raise self.outcome
         return self.outcome
@@ -181,7 +182,7 @@ def test_resume_reads_the_recipe_in_the_folder(
     ((config, _),) = training.calls
     run = {"resume": str(tmp_path), "steps": 400}
     assert config == first.model_copy(update={"run": first.run.model_copy(update=run)})
-    assert training.take_over == bool(options)
+    assert (training.take_over, training.named) == (bool(options), ["run.steps"])
 
 
 def test_resume_of_a_run_of_some_epochs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -201,8 +202,23 @@ def test_resume_of_no_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_a_second_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     FakeTraining(monkeypatch, KeyboardInterrupt())
-    assert cli.main(["train", "arith_cpu"]) == 130
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert cli.main(["train", "arith_cpu"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "stopped\n"
+
+
+def test_a_third_one_changes_nothing() -> None:
+    """While the process ends. Seen failing with the handler of before: -2, no exit code."""
+    code = (
+        "import os, signal; from areal_lite.cli import main as cli\n"
+        "def stop(*a, **k): raise KeyboardInterrupt\n"
+        "cli._Commands.__mro__[1].invoke = stop\n"
+        "code = cli.main(['doctor']); os.kill(os.getpid(), signal.SIGINT); raise SystemExit(code)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 130
 
 
 @pytest.mark.parametrize("message", ["late: rollout/0 [/usr/lib] and [bold]", "no progress for 120 s"])

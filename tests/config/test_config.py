@@ -299,7 +299,14 @@ def test_more_trainer_ranks_than_cores_is_a_warning_on_cpu(command: str) -> None
     assert check_resources(config, num_cores=3, num_gpus=0) == ""
     warning = check_resources(config, num_cores=2, num_gpus=0)
     assert "trainer.ranks=3 on 2 CPU cores" in warning
-    assert "set trainer.ranks=2" in warning
+    assert "set 2 or fewer" in warning
+
+
+def test_more_engines_than_cores_are_a_warning_on_cpu() -> None:
+    """Seen failing with the ranks alone counted."""
+    config = parse_config({"rollout": {"workers": 3}})
+    assert check_resources(config, num_cores=3, num_gpus=0) == ""
+    assert "rollout.workers=3 on 2 CPU cores" in check_resources(config, num_cores=2, num_gpus=0)
 
 
 @pytest.mark.parametrize(

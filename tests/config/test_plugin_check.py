@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.config.plugin_check import plugin_problems
+from areal_lite.config.plugin_check import import_plugins, plugin_problems
 from areal_lite.config.recipe import load_config, parse_config
 from areal_lite.errors import ConfigError
 
@@ -93,3 +93,18 @@ def test_a_verifier_that_rows_of_a_source_choose_is_looked_at_too() -> None:
     """Seen failing with the names of sources left out: `code` takes 27 s at most."""
     (problem,) = problems(data={"verifier": "code"})
     assert problem.startswith("verifier.timeout_s must be at least 27 for the verifier code")
+
+
+def test_before_a_run_files_are_imported_in_a_process_of_their_own(file: str, tmp_path: Path) -> None:
+    """Seen failing with nothing imported, with functions of `trl` passed over, and without run.env."""
+    with pytest.raises(ConfigError, match=r"^verifier.function: the verifier .*RuntimeError: this file must not run$"):
+        import_plugins(parse_config({"verifier": {"function": f"{file}:verify"}}))
+    trl = {"function": "trl", "arguments": {"function": f"{file}:verify"}}
+    with pytest.raises(ConfigError, match=r"^verifier.arguments.function: the reward function .* must not run$"):
+        import_plugins(parse_config({"verifier": trl}))
+    (tmp_path / "ends.py").write_text("import os\nos._exit(7)")
+    with pytest.raises(ConfigError, match=r"importing .*ends.py:step ended its process \(7\)"):
+        import_plugins(parse_config({"rollout": {"workflow": f"{tmp_path}/ends.py:step"}}))
+    (tmp_path / "good.py").write_text("import os\ndef verify(*a, **k): ...\nassert os.environ['TOLD'] == 'yes'")
+    good = {"verifier": {"function": f"{tmp_path}/good.py:verify"}, "run": {"env": {"TOLD": "yes"}}}
+    import_plugins(parse_config(good))

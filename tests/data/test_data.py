@@ -6,12 +6,15 @@ import logging
 import pytest
 from places import FIXTURES
 from tokenizers.processors import TemplateProcessing
+from train_builders import save_tiny_model
 from transformers import AutoTokenizer
 
 from areal_lite.config.data import SourceConfig
 from areal_lite.config.recipe import Config, parse_config
+from areal_lite.config.sections import ModelConfig
 from areal_lite.data.arith import CHARACTERS, arith_problems
 from areal_lite.data.cursor import PromptCursor
+from areal_lite.data.encode import load_tokenizer
 from areal_lite.data.prompts import load_source
 from areal_lite.data.sources import load_tasks
 from areal_lite.data.tokenizer import build_char_tokenizer
@@ -285,3 +288,13 @@ def test_a_state_of_other_data_is_refused_with_the_difference(other, difference)
 def test_a_cursor_needs_prompts():
     with pytest.raises(DataError, match="at least one prompt"):
         PromptCursor([], source="train", seed=0)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    """transformers makes up an empty one where it knows the model. Seen failing without the look at its words."""
+    save_tiny_model(tmp_path, max_context=32)
+    assert len(load_tokenizer(tmp_path, ModelConfig())) > 10
+    for path in tmp_path.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(ConfigError, match=f"must hold its tokenizer .*in {tmp_path}: copy"):
+        load_tokenizer(tmp_path, ModelConfig())

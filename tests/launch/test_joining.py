@@ -1,6 +1,9 @@
 """A Ray cluster that cannot be joined ends in a sentence of our own, with what to do."""
 
-import socket
+import socketserver
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -22,6 +25,20 @@ def joins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
+@pytest.fixture
+def head() -> Iterator[str]:
+    """The address of what greets as Ray's head does: with a frame of settings."""
+
+    class Greeting(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            self.request.sendall(bytes(3) + b"\4" + bytes(5))
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Greeting) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
 def failing(error: Exception) -> Any:
     def fail(**_: Any) -> None:
         raise error
@@ -30,38 +47,37 @@ def failing(error: Exception) -> Any:
 
 
 def test_the_token_is_shown_to_a_cluster_that_is_joined_and_a_private_one_makes_its_own(
-    joins: list[str], monkeypatch: pytest.MonkeyPatch
+    joins: list[str], head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen failing without: a token file that an earlier start left behind switched the head's check on, not ours."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with ray_session():
         assert joins == ["local"]
-    with socket.create_server(("127.0.0.1", 0)) as head:
-        monkeypatch.setenv("RAY_ADDRESS", address := f"127.0.0.1:{head.getsockname()[1]}")
-        with ray_session():
-            assert joins == ["local", "token", address]
+    monkeypatch.setenv("RAY_ADDRESS", head)
+    with ray_session():
+        assert joins == ["local", "token", head]
 
 
 @pytest.mark.parametrize("error", [ray.exceptions.AuthenticationError("no token"), ConnectionError("failed")])
-def test_a_token_that_is_refused_is_a_sentence(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_that_is_refused_is_a_sentence(error: Exception, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray 2.60 has either error for it (seen with a real head). Seen failing with Ray's traceback."""
     monkeypatch.setattr(ray, "init", failing(error))
-    with socket.create_server(("127.0.0.1", 0)) as head:
-        address = f"127.0.0.1:{head.getsockname()[1]}"
-        monkeypatch.setenv("RAY_ADDRESS", address)
-        message = (
-            rf"Ray at {address} must let this machine in, got: (no token|failed).*; where it asks for a token, copy"
-        )
-        with pytest.raises(ConfigError, match=message), ray_session():
-            pass
+    monkeypatch.setenv("RAY_ADDRESS", head)
+    message = rf"Ray at {head} must let this machine in, got: (no token|failed).*; where it asks for a token, copy"
+    with pytest.raises(ConfigError, match=message), ray_session():
+        pass
 
 
 def test_an_address_that_nobody_answers_is_named_at_once(joins: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing with Ray's own attempt, which took more than 45 s."""
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    with pytest.raises(ConfigError, match=r"at 127\.0\.0\.1:1 \(RAY_ADDRESS\), nobody does; correct it"), ray_session():
-        pass
-    assert joins == ["token"]
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:  # such as Ray's own dashboard
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        for address in ("127.0.0.1:1", f"127.0.0.1:{other.server_port}", "head"):
+            monkeypatch.setenv("RAY_ADDRESS", address)
+            with pytest.raises(ConfigError, match=rf"at {address} \(RAY_ADDRESS\), nobody does, or"), ray_session():
+                pass
+        other.shutdown()
+    assert set(joins) == {"token"}
 
 
 def test_ray_says_what_it_has_to_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:

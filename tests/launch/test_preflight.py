@@ -3,12 +3,17 @@
 import dataclasses
 import io
 import itertools
+from pathlib import Path
 
 import pytest
+import ray
 from rich.console import Console
 
+from areal_lite import node
+from areal_lite.actors.calls import describe
+from areal_lite.errors import StallError
 from areal_lite.launch.run.preflight import ClusterReport, find_problems, preflight_table
-from areal_lite.node import NodeReport, content_hash, look_at_node, measure_link, rounds, serve_link
+from areal_lite.node import NodeReport, content_hash, look_at_node, measure_link, memory_bytes, rounds, serve_link
 
 CANARY = "/shared/runs/.canary-1"
 ALIKE = NodeReport(
@@ -149,3 +154,26 @@ def test_the_table_has_a_row_for_each_node_and_the_slowest_link() -> None:
     assert "10.0.0.2" in text
     assert "900 MB/s, 0.10 ms to a" in text
     assert "all-reduce 500 MB/s" in text
+
+
+def test_a_control_group_leaves_less_memory_than_the_machine_has(tmp_path: Path) -> None:
+    """Of either version, above this process too. Seen failing with v1 passed over, and with the process's own alone."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "memory" / "c").mkdir(parents=True)
+    groups = tmp_path / "groups"
+    groups.write_text("0::/a/b\n")
+    (tmp_path / "a" / "memory.max").write_text("1000\n")
+    (tmp_path / "a" / "b" / "memory.max").write_text("max\n")
+    assert memory_bytes(groups, tmp_path) == 1000
+    groups.write_text("4:cpu,memory:/c/not/here\n3:cpu:/a\n")
+    (tmp_path / "memory" / "c" / "memory.limit_in_bytes").write_text("900\n")
+    assert memory_bytes(groups, tmp_path) == 900
+
+
+def test_whose_end_was_want_of_memory_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with every error taken for one."""
+    died = ray.exceptions.RayActorError(None, "its process ended")
+    assert describe(died) == "RayActorError: its process ended"
+    monkeypatch.setattr(node, "_oom_kills", lambda: "oom_kill 1000000")
+    assert "its process ended (the kernel has ended a process here for want of memory" in describe(died)
+    assert describe(StallError("late")) == "StallError: late"

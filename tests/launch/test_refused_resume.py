@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,10 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def resume(folder: Path, **sections: Any) -> dict[str, Any]:
+def resume(folder: Path, *, named: tuple[str, ...] = (), **sections: Any) -> dict[str, Any]:
     run = {"resume": str(folder / "run"), **sections.pop("run", {})}
-    return train(loop_config(folder, run=run, **sections), recipe_name="x", console=Console(file=io.StringIO()))
+    config = loop_config(folder, run=run, **sections)
+    return train(config, recipe_name="x", console=Console(file=io.StringIO()), named=named)
 
 
 @pytest.mark.parametrize(
@@ -118,3 +120,41 @@ def test_an_offline_run_on_other_rows_is_refused(stopped: Path) -> None:
     with pytest.raises(CheckpointError, match="must be of the same training rows"):
         resume_offline()
     assert contents(run.path) == before
+
+
+def test_a_learning_rate_may_change_where_it_is_named(stopped: Path) -> None:
+    """What is no matter of the pace may not. Seen failing with the names not looked at, and with every name allowed."""
+    with pytest.raises(ConfigError, match="no room"):
+        resume(stopped, trainer={"lr": 1e-2}, named=("trainer.lr",))
+    with pytest.raises(CheckpointError, match=r"queue\.max_staleness was 2, is 9"):
+        resume(stopped, queue={"max_staleness": 9}, named=("queue.max_staleness",))
+
+
+def test_a_finished_run_is_left_as_it_is(stopped: Path) -> None:
+    """Unless there is more to do. Seen failing without the look: resources were asked for."""
+    done = {"status": "done", "version": 3, "steps": 3}
+    (stopped / "run" / "summary.json").write_text(json.dumps(done))
+    before = contents(stopped / "run")
+    assert resume(stopped, run={"steps": 3}) == done | {"folder": str(stopped / "run")}
+    assert contents(stopped / "run") == before
+    with pytest.raises(ConfigError, match="no room"):
+        resume(stopped, run={"steps": 4})
+
+
+@pytest.mark.parametrize(("place", "message"), [("file/run", "Not a directory"), ("/proc/none/run", "No such file")])
+def test_no_place_to_write_is_said_before_anything_is_loaded(tmp_path: Path, place: str, message: str) -> None:
+    """Seen failing with Python's own error."""
+    (tmp_path / "file").touch()
+    config = loop_config(tmp_path, run={"dir": str(tmp_path / place)}, model={"path": "nowhere"})
+    with pytest.raises(ConfigError, match=rf"run folder .* must be one to write in, got .*{place}: {message}"):
+        train(config, recipe_name="x", console=Console(file=io.StringIO()))
+
+
+def test_caches_larger_than_the_machine_are_refused(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with one engine's counted."""
+    monkeypatch.setattr(train_module, "places_for", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(train_module, "memory_bytes", lambda: 1000 << 20)
+    monkeypatch.setattr(train_module.ray, "nodes", lambda: [{}])
+    monkeypatch.setattr(train_module.ray, "cluster_resources", lambda: {"CPU": 2})
+    with pytest.raises(ConfigError, match=r"1000 MiB of memory, got rollout\.workers=2 of rollout\.kv_cache_mb=600"):
+        resume(stopped, rollout={"slots": 16, "max_new_tokens": 16, "workers": 2, "kv_cache_mb": 600})
