@@ -48,7 +48,7 @@ class TrainerActor:
         log_to_file(log_folder, f"trainer/{rank}", environment=config.run.env)
         torch.manual_seed(config.run.seed)
         self._config, self._rank = config, rank
-        if config.run.device == "cpu":
+        if config.run.device == "cpu" or config.trainer.offload:
             torch.set_num_threads(config.trainer.threads)
 
     def open_store(self) -> str:

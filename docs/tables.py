@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from areal_lite.cli.estimate import all_figures, peak_gib
+from areal_lite.cli.estimate import HOST, all_figures, peak_gib
 from areal_lite.config.recipe import load_config
 from areal_lite.launch.bench.modes import ages, draw_modes
 from areal_lite.launch.bench.view import COLUMNS, Columns, Row, cell, markdown, picture
@@ -453,6 +453,8 @@ MEMORY: Columns = {
     "before": cell("before", ".1f"),
     "now": cell("now", ".1f"),
     "now, LoRA": cell("lora", ".1f"),
+    "now, offload": cell("offload", ".1f"),
+    "and in the host": cell("host", ".1f"),
     "kept by layers": cell("kept", ".1f"),
     "other activations": cell("other", ".1f"),
 }
@@ -463,24 +465,27 @@ def memory(content: Row) -> Parts:
     rows = [
         {
             **now, "before": peak_gib(before), "now": peak_gib(now),
-            "lora": peak_gib(now["lora"]) if "lora" in now else None,
+            "lora": peak_gib(now["lora"]),
+            "offload": peak_gib(now["offload"]), "host": now["offload"]["trainer rank"][HOST],
             "kept": now["trainer rank"]["activations kept by layers"], "other": now["trainer rank"]["activations"],
         }
         for before, now in zip(content["before"], content["now"], strict=True)
     ]  # fmt: skip
-    return {"memory": f"Now: commit {content['commit']}.\n\n{markdown(MEMORY, rows)}"}
+    columns = together(MEMORY, "now, offload", "and in the host")
+    columns = together(columns, "kept by layers", "other activations")
+    return {"memory": f"Now: commit {content['commit']}.\n\n{markdown(columns, rows)}"}
 
 
 def estimated(model: str, ranks: int) -> dict[str, Any]:
     """Estimate a row of the table."""
     words = {"model.path": model, "trainer.ranks": ranks, "model.max_context": 32768}
     words |= {"rollout.max_new_tokens": 32767, "trainer.micro_batch_tokens": 32768}
-    plain, lora = (
+    plain, lora, offload = (
         {"trainer rank": all_figures(load_config("gsm8k_1node", [*settings, *more]), gpu="H100")["trainer rank"]}
         for settings in [[f"{name}={value}" for name, value in words.items()]]
-        for more in ([], ["trainer.lora.rank=16"])
+        for more in ([], ["trainer.lora.rank=16"], ["trainer.offload=true"])
     )
-    return {"model": model, "ranks": ranks, **plain, "lora": lora}
+    return {"model": model, "ranks": ranks, **plain, "lora": lora, "offload": offload}
 
 
 # ---------------------------------------------------------------- all of them

@@ -16,6 +16,7 @@ from areal_lite.config.recipe import Config, load_config
 from areal_lite.errors import ConfigError
 
 APART = "transfers (apart)"
+HOST = "in the host's memory (apart)"
 FULL = 0.95
 """Share of a GPU's memory that may be planned with; the rest goes to CUDA, NCCL and gaps between tensors."""
 
@@ -76,9 +77,10 @@ def all_figures(config: Config, *, gpu: str) -> dict[str, Any]:
     size = memory.rank_size(architecture, config)
     engine = memory.engine_parts(architecture, size, config, gib=card["gib"])
     token = memory.kv_bytes_per_token(architecture, config)
+    offloaded = {HOST: size.host} if config.trainer.offload else {}
     return {
         "model": config.model.path, "parameters": size.num_parameters, "gpu": gpu, "gib": card["gib"],
-        "trainer rank": in_gib({**size.parts, APART: memory.handover_bytes(size, config)}),
+        "trainer rank": in_gib({**size.parts, APART: memory.handover_bytes(size, config)} | offloaded),
         "engine": in_gib(engine),
         "kv_tokens": max(0, int(engine["KV cache"] / token)),
         "tokens_per_s": {
@@ -95,7 +97,7 @@ def in_gib(parts: Mapping[str, float]) -> dict[str, float]:
 
 def peak_gib(figures: Mapping[str, Any]) -> float:
     """Return what a trainer rank takes at the peak of an update; transfers come when activations are gone."""
-    return float(sum(value for name, value in figures["trainer rank"].items() if name != APART))
+    return float(sum(value for name, value in figures["trainer rank"].items() if name not in (APART, HOST)))
 
 
 def memory_table(figures: Mapping[str, Any]) -> Table:
@@ -130,6 +132,7 @@ def find_problems(config: Config, figures: Mapping[str, Any]) -> Iterator[str]:
         elif fixed < limit:
             ranks = math.ceil(trainer.ranks * (peak - fixed) / (limit - fixed))
             to_do = f"raise trainer.ranks={trainer.ranks} to {ranks} or more"
+            to_do += "" if trainer.offload else ", or set trainer.offload=true"
         else:
             to_do = f"activations alone take {fixed:.1f}: lower model.max_context={context}, or take a larger GPU"
         yield f"A trainer rank does not fit: it takes {peak:.1f} GiB of {limit:.1f} on {figures['gpu']}; {to_do}."

@@ -281,6 +281,8 @@ class TrainerConfig(Section):
     """when ranks add up gradients; update = less traffic, but each rank holds those of the whole model in float32"""
     activation_checkpointing: bool = False
     """recompute activations in the backward pass"""
+    offload: bool = False
+    """keep weights, gradients and moments in the host's memory, and layers on the GPU while they are at work"""
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
     """of transformers' kernels, that which trains; auto = its default, eager where attention logits are capped"""
     lora: LoraConfig | None = None

@@ -8,8 +8,9 @@ import datetime
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing from torch's stubs
+from torch.distributed.tensor import DTensor
 
 from areal_lite.network import address_towards, listen, use_interface_of
 
@@ -32,7 +33,7 @@ def open_store(host: str, ports: range, *, timeout_s: float = 300.0) -> TCPStore
 
 
 def join_process_group(address: str, *, rank: int, world_size: int, device: str, timeout_s: float) -> None:
-    """Join the trainer's process group: NCCL on GPUs, gloo on CPUs.
+    """Join the trainer's process group: NCCL for what is on GPUs, gloo for what is not.
 
     Consumes nothing; waits until all ranks have joined; unblocked by `timeout_s`.
 
@@ -50,12 +51,18 @@ def join_process_group(address: str, *, rank: int, world_size: int, device: str,
     timeout = datetime.timedelta(seconds=timeout_s)
     use_interface_of(address_towards(host))
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
         store=TCPStore(host, int(port), is_master=False, timeout=timeout),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
     )
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return where a model computes; between its passes it may wait in the host's memory."""
+    parameter = next(model.parameters())
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
 def leave_process_group() -> None:

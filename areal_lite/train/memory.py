@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -87,6 +88,8 @@ class RankSize:
     """Numbers in the largest one."""
     parts: Mapping[str, float]
     """Bytes by what they are for."""
+    host: float = 0.0
+    """Bytes that wait in the host's memory instead (`trainer.offload`): by arithmetic, as the tracker sees one kind."""
 
     @property
     def peak(self) -> float:
@@ -109,7 +112,7 @@ def rank_size(architecture: Any, config: Config, *, depths: tuple[int, int] = TR
     high = _traced(architecture, config, many) if many > few else low
     slope = {name: (high[name] - low[name]) / max(1, many - few) for name in high}
     found = {name: low[name] + slope[name] * (num_layers - few) for name in high}
-    numbers = [round(found.pop(name)) for name in ("all", "active", "largest")]
+    numbers = [round(found.pop(name)) for name in ("all", "active", "largest", "own", "own trained")]
     in_layers = slope["activations"] * num_layers
     parts = found | {"activations": found["activations"] - in_layers, "activations kept by layers": in_layers}
     share = numbers[0] / config.trainer.ranks
@@ -117,11 +120,21 @@ def rank_size(architecture: Any, config: Config, *, depths: tuple[int, int] = TR
         parts["reference model"] = _itemsize(config) * share
     if config.objective.baseline == "critic":
         parts["critic"] = 12 * share  # float32 weights and two moments; its gradients come later
-    return RankSize(num_parameters=numbers[0], num_active=numbers[1], largest_parameter=numbers[2], parts=parts)
+    host = 0.0
+    if config.trainer.offload:
+        waiting = {"parameters": numbers[3], "gradients": numbers[4] * (config.trainer.reduce_every == "micro_batch")}
+        waiting |= {name: parts[name] for name in ("optimiser", "reference model", "critic") if name in parts}
+        host = sum(waiting.values())
+        parts = {name: size - waiting.get(name, 0.0) for name, size in parts.items()}
+    return RankSize(
+        num_parameters=numbers[0], num_active=numbers[1], largest_parameter=numbers[2], parts=parts, host=host
+    )
 
 
 def _traced(architecture: Any, config: Config, num_layers: int) -> Counter[str]:
-    """Return the bytes of each part at the peak, and the numbers of parameters `all`, `active` and the `largest`."""
+    """Return the bytes of each part at the peak, the numbers of parameters `all`, `active` and the `largest`, and the
+    bytes of a rank's `own` ones and `own trained` ones.
+    """
     shallow, world_size = copy.deepcopy(architecture), config.trainer.ranks
     shallow.num_hidden_layers = num_layers
     if getattr(shallow, "layer_types", None):
@@ -141,7 +154,11 @@ def _traced(architecture: Any, config: Config, num_layers: int) -> Counter[str]:
             # Fake parameters cannot move, and are where they belong.
             with fake, patch.object(nn.Module, "to", lambda module, *_, **__: module):
                 add_adapters(model, config.trainer.lora, base_dtype=dtype, seed=0)
-        shard_model(model, world_size=world_size, device=cpu, compute_dtype=dtype)
+        shard_model(model, settings=config.trainer, world_size=world_size, device=cpu, compute_dtype=dtype)
+        for parameter in model.parameters():
+            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            numbers["own"] += own.nbytes
+            numbers["own trained"] += own.nbytes * parameter.requires_grad
         with fake, _Ones():  # type: ignore[no-untyped-call]
             learner = Learner(model, settings=config.trainer, world_size=world_size)
             tracker = (

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
-from areal_lite.config.sections import LoraConfig
+from areal_lite.config.sections import LoraConfig, TrainerConfig
 from areal_lite.errors import CheckpointError
 from areal_lite.train.lora import add_adapters
 from areal_lite.train.micro_batch import MicroBatch
@@ -101,7 +101,9 @@ def _load(
     def shard(model: Any, *_: object) -> nn.Module:
         # A tied tensor is one before it is sharded, or it would be gathered once per name.
         model.tie_weights()
-        return shard_model(model, world_size=world_size, device=device, compute_dtype=compute_dtype)
+        return shard_model(
+            model, settings=config.trainer, world_size=world_size, device=device, compute_dtype=compute_dtype
+        )
 
     def shard_empty(model: Any, *_: object) -> nn.Module:
         return shard(model) if lora is None and _reads_in_parts(model, world_size) else model
@@ -132,7 +134,10 @@ def _load(
             module.p = 0.0
     if config.trainer.activation_checkpointing:
         model.gradient_checkpointing_enable()
-    loaded: nn.Module = model.to(device).train()
+    loaded: nn.Module = model.to("cpu" if config.trainer.offload else device).train()
+    for module in loaded.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
     return loaded
 
 
@@ -167,7 +172,9 @@ def _check_keys(model: nn.Module, keys: dict[str, set[str]], *, head: nn.Module 
         )
 
 
-def shard_model(model: nn.Module, *, world_size: int, device: torch.device, compute_dtype: torch.dtype) -> nn.Module:
+def shard_model(
+    model: nn.Module, *, settings: TrainerConfig, world_size: int, device: torch.device, compute_dtype: torch.dtype
+) -> nn.Module:
     """Spread the model over the ranks with FSDP2, in place: a unit per decoder layer, one for the rest.
 
     A single float32 rank has nothing to spread and nothing to cast, and is left alone: the hooks cost 4 % of a step
@@ -175,18 +182,20 @@ def shard_model(model: nn.Module, *, world_size: int, device: torch.device, comp
 
     Args:
         model: Alike on all ranks, or on the meta device.
-        world_size: Trainer ranks; their process group exists, unless it is one float32 rank.
+        settings: `offload`.
+        world_size: Trainer ranks; their process group exists, unless it is one float32 rank without offload.
         device: The rank's device.
         compute_dtype: Of the matrix work; master weights and gradient sums stay float32.
     """
-    if world_size == 1 and compute_dtype == torch.float32:
+    if world_size == 1 and compute_dtype == torch.float32 and not settings.offload:
         return model
     mesh = init_device_mesh(device.type, (world_size,))
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if settings.offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+            fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
     return model
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from areal_lite.config.sections import TrainerConfig
 from areal_lite.data.completions import Example
-from areal_lite.train.distributed import sum_over_ranks
+from areal_lite.train.distributed import device_of, sum_over_ranks
 from areal_lite.train.micro_batch import TokenRows, equalise, micro_batch, pack_rows
 from areal_lite.train.model import reshard
 from areal_lite.train.offline_objectives import Objective, Part, row_logprobs
@@ -70,7 +70,7 @@ class OfflineLoop:
         self._objective, self._rows, self._settings = objective, rows, settings
         self._steps, self._batch_size, self._seed, self._padding = steps, batch_size, seed, padding
         self._rank, self._world_size = rank, world_size
-        self._device = next(model.parameters()).device
+        self._device = device_of(model)
         self.seek(0)
 
     def seek(self, version: int) -> None:

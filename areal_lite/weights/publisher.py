@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, mater
 
 from areal_lite.errors import HandoverError
 from areal_lite.network import listen
+from areal_lite.train.distributed import device_of
 from areal_lite.train.lora import adapter_parameters, merged, model_parameters
 from areal_lite.weights.gloo import GlooTrainerInitInfo
 from areal_lite.weights.plugin import register
@@ -54,7 +55,8 @@ class CastSource(WeightSource):
     def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter, layer in self._parameters(self._model):
             # Cast first: the ranks then send each other what the engines get, and no more.
-            yield name, materialize_full_tensor(merged(parameter, layer).to(self._dtype))
+            value = merged(parameter, layer).to(self._dtype)
+            yield name, materialize_full_tensor(value.to(device_of(self._model)))
 
 
 class SnapshotSource(WeightSource):

@@ -281,8 +281,12 @@ def test_an_export_is_what_came_in_but_for_the_weights(tmp_path: Path, asked: st
 
 
 def cross(rank: int, world_size: int, model_folder: str, folder: str) -> None:
-    """Load what one rank wrote, give its state back whole, train a step, save it with two ranks; refuse another."""
-    trainer = Trainer(make_config(**PPO), model_folder=model_folder, rank=rank, world_size=world_size)
+    """Load what one rank wrote, give its state back whole, train a step, save it with two ranks; refuse another.
+
+    These offload, and the one does not.
+    """
+    config = make_config(**PPO, trainer={"offload": True})
+    trainer = Trainer(config, model_folder=model_folder, rank=rank, world_size=world_size)
     trainer.load(Path(folder) / "one")
     torch.save(full_state(trainer), Path(folder) / f"loaded-{rank}.pt")
     mine = [row for index, row in enumerate(make_rows(version=1, seed=1)) if index // 2 % 2 == rank]

@@ -115,6 +115,14 @@ def test_reference_and_critic_are_beside_the_policy() -> None:
     assert "reference model" not in plain.parts
 
 
+def test_what_is_offloaded_waits_in_the_host() -> None:
+    """Weights, gradients and two moments in float32; nothing else changes. Seen failing with gradients on the GPU."""
+    plain, offloaded = (memory.rank_size(architecture(), sharded_recipe(offload=on)) for on in (False, True))
+    assert offloaded.host == pytest.approx(16 * plain.num_parameters / 4, rel=0.01)
+    assert offloaded.peak == pytest.approx(plain.peak - offloaded.host, rel=0.01)
+    assert offloaded.parts["optimiser"] == 0
+
+
 def test_engines_by_hand() -> None:
     """A token's cache: keys and values, 4 layers, 2 heads of 64, 2 bytes. Seen failing with all 4 heads."""
     config = make_config(

@@ -14,6 +14,7 @@ import pytest
 import torch
 from rank_processes import run_ranks
 from safetensors.torch import load_file
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from train_builders import VOCABULARY, make_config, make_rows, make_shard, save_tiny_model
 
@@ -36,8 +37,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "pieces": {"trainer": {"reduce_every": "update", "micro_batch_tokens": 20}},
     "checkpointing": {"trainer": {"activation_checkpointing": True, "micro_batch_tokens": 4096}},
     "bfloat16": {"model": {"compute_dtype": "bfloat16"}},
+    "offload": {"trainer": {"offload": True}},
 }
-"""`pieces` is to be like `plain`, with logits of three tokens at a time."""
+"""`pieces`, three tokens' logits at a time, and `offload`, which moves nothing on a CPU, are to be like `plain`."""
 
 
 def batch_rows() -> list[Row]:
@@ -71,6 +73,9 @@ def train(rank: int, world_size: int, model_folder: str, out: str) -> None:
             config = make_config(**{"trainer": {}, **sections})
             trainer = Trainer(config, model_folder=model_folder, rank=rank, world_size=world_size)
             reduced.clear()
+            if isinstance(trainer.model, FSDPModule):
+                group = trainer.model._get_fsdp_state()._fsdp_param_group
+                assert isinstance(group.offload_policy, CPUOffloadPolicy) == (name == "offload")
             stats = trainer.train_step(make_shard([_at(row, 0) for row in rows], rewards=REWARDS, version=0, rank=rank))
             folder = Path(out) / f"{name}-{uneven}"
             trainer.export(folder)
@@ -125,7 +130,8 @@ def record(folder: Path, name: str, *, uneven: bool, rank: int = 0) -> dict[str,
 
 @pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize(
-    ("name", "tolerance"), [("plain", 2e-5), ("checkpointing", 2e-5), ("bfloat16", 2e-2), ("pieces", 2e-5)]
+    ("name", "tolerance"),
+    [("plain", 2e-5), ("checkpointing", 2e-5), ("bfloat16", 2e-2), ("pieces", 2e-5), ("offload", 2e-5)],
 )
 def test_two_ranks_learn_what_one_learns(outputs: dict[int, Path], name: str, tolerance: float, uneven: bool) -> None:
     """Same weights after two updates.
@@ -133,7 +139,7 @@ def test_two_ranks_learn_what_one_learns(outputs: dict[int, Path], name: str, to
     Seen failing without the factor that undoes FSDP's average, with each rank's own number of tokens as denominator,
     with gradients of the last piece alone, and (a time-out) without the empty micro-batches.
     """
-    same = "plain" if name == "pieces" else name
+    same = "plain" if name in ("pieces", "offload") else name
     one = load_file(outputs[1] / f"{same}-{uneven}" / "model.safetensors")
     two = load_file(outputs[2] / f"{name}-{uneven}" / "model.safetensors")
     assert one.keys() == two.keys()
