@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from areal_lite.config.recipe import Config
 from areal_lite.config.suggestion import suggestion
 from areal_lite.data.prompts import with_names
 from areal_lite.data.rows import check_columns, read_jsonl
+from areal_lite.data.sources import with_inner
 from areal_lite.data.tasks import make_task
 from areal_lite.errors import DataError
 from areal_lite.types import Prompt
@@ -45,7 +47,8 @@ def load_prompts(
     Raises:
         DataError: The file is missing or broken, lacks a column, or chooses a verifier that is not there.
     """
-    rows = _read(path, option="--data")
+    dotted = [*chain.from_iterable(columns.values()), *config.data.columns.values()]
+    rows = [(number, with_inner(row, dotted)) for number, row in _read(path, option="--data")]
     there = {name for _, row in rows for name in row}
     found = {
         f"{kind}_column": next((name for name in names if name in there), names[0]) for kind, names in columns.items()

@@ -11,7 +11,9 @@ from areal_lite.config.plugins import known_names, name_problems
 from areal_lite.config.section import HERE, FunctionName, Refers, Section
 from areal_lite.config.suggestion import suggestion
 
-RESERVED_COLUMNS = ("prompt", "completion", "answer", "messages")
+REFERENCES = "reference_answers"
+"""The column that a list of answers becomes."""
+RESERVED_COLUMNS = ("prompt", "completion", "answer", "messages", REFERENCES)
 """What a verify function is called with beside a row's columns."""
 
 _PATHS = {
@@ -113,7 +115,9 @@ class SourceConfig(Section):
     template: str = "{prompt}"
     """text around the prompt; {prompt} is replaced"""
     chat: bool = False
-    """apply the model's chat template to the prompt as a user message"""
+    """apply the model's chat template to the prompt as a user message; lists of messages always go through it"""
+    system: str | None = None
+    """system message before each chat that has none"""
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
     """share of unreadable rows above which loading fails"""
     verifier: str | None = None

@@ -110,7 +110,7 @@ class ModelConfig(Section):
     """The policy."""
 
     path: ModelFolder = "builtin:arith"
-    """Hugging Face model folder, a finished run's folder, or builtin:arith (tiny)"""
+    """Hugging Face model folder or hub id (owner/name), a finished run's folder, or builtin:arith (tiny)"""
     max_context: int = Field(512, ge=8)
     """prompt plus completion tokens the engine and trainer accept"""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"

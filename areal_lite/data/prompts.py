@@ -49,13 +49,14 @@ def _prompts(config: Config, source: SourceConfig, *, name: str, tokenizer: Toke
     if longest is None:  # it is known before tokenising which tasks remain
         tasks = tasks[:limit]
     tasks = with_names(tasks, source=source, config=config)
-    tasks = [replace(task, prompt=_render(task, source, tokenizer, where=where)) for task in tasks]
+    chat = source.chat or all(task.messages for task in tasks)
+    tasks = [replace(task, prompt=_render(task, source, tokenizer, chat=chat, where=where)) for task in tasks]
     tokens = encode_texts(
         [task.prompt for task in tasks],
         origins=[task.origin for task in tasks],
         tokenizer=tokenizer,
         # A chat template writes the special tokens itself; twice would be a prompt the model never saw.
-        add_special_tokens=not source.chat,
+        add_special_tokens=not chat,
     )
     pairs = list(zip(tasks, tokens, strict=True))
     if longest is not None:
@@ -71,17 +72,21 @@ def _prompts(config: Config, source: SourceConfig, *, name: str, tokenizer: Toke
     ]
 
 
-def _render(task: Task, source: SourceConfig, tokenizer: Tokenizer, *, where: str) -> str:
-    if task.messages and not source.chat:
+def _render(task: Task, source: SourceConfig, tokenizer: Tokenizer, *, chat: bool, where: str) -> str:
+    if task.messages and not chat:
         raise DataError(
-            f"the prompt of {task.origin} is a list of chat messages, which the model's chat template must write out: "
-            f"set {where}.chat=true"
+            f"the prompt of {task.origin} is a list of chat messages, others are plain texts: set {where}.chat=true"
         )
     text = source.template.replace("{prompt}", task.prompt)
-    if not source.chat:
+    if not chat:
+        if source.system is not None:
+            raise ConfigError(f"{where}.system is the first message of a chat, got plain texts: set {where}.chat=true")
         return text
+    messages = [*task.messages] or [{"role": "user", "content": text}]
+    if source.system is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": source.system})
     try:
-        return render_chat(task.messages or [{"role": "user", "content": text}], tokenizer, where=where)
+        return render_chat(messages, tokenizer, where=where)
     except ConfigError:
         raise
     except ValueError as error:

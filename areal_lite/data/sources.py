@@ -70,7 +70,7 @@ def _tasks(rows: Rows, problems: list[tuple[int, str]], name: str, source: Sourc
     """Make tasks of rows; `problems` are those of rows that could not be read."""
     options = {f"{where}.prompt_column": source.prompt_column, f"{where}.answer_column": source.answer_column}
     options |= {f"{where}.columns.{new}": old for new, old in source.columns.items()}
-    rows = [(number, _with_inner(row, options.values())) for number, row in rows]
+    rows = [(number, with_inner(row, options.values())) for number, row in rows]
     check_columns(name, rows, columns=options)
 
     def make(number: int, row: dict[str, Any]) -> Task:
@@ -95,7 +95,7 @@ def _tasks(rows: Rows, problems: list[tuple[int, str]], name: str, source: Sourc
     return [task for _, task in made]
 
 
-def _with_inner(row: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def with_inner(row: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Add what a name with dots reaches inside a column: `reward_model.ground_truth`."""
     found = {}
     for name in names:

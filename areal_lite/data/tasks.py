@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal_lite.config.data import RESERVED_COLUMNS
+from areal_lite.config.data import REFERENCES, RESERVED_COLUMNS
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import DataError, WireError
 from areal_lite.wire import encode
@@ -44,7 +44,8 @@ def make_task(
     Args:
         origin: Names the row in messages.
         prompt_column: Column with the prompt, a non-empty text or a list of chat messages.
-        answer_column: Column with the reference answer, a text or a number.
+        answer_column: Column with the reference answer, a text or a number, or with a list of them, of which each is
+            right: the first is the answer, and all are in the column `REFERENCES`.
 
     Raises:
         ValueError: The row is none of the kind, or holds what cannot travel between processes.
@@ -57,8 +58,11 @@ def make_task(
             f"column {prompt_column!r} must hold a non-empty text, or chat messages with role and content, got "
             f"{prompt!r:.60}"
         )
-    if not isinstance(answer, str | int | float):
-        raise ValueError(f"column {answer_column!r} must hold a text or a number, got {answer!r:.60}")
+    answers = answer if isinstance(answer, list) else [answer]
+    if not answers or not all(isinstance(one, str | int | float) for one in answers):
+        raise ValueError(
+            f"column {answer_column!r} must hold a text or a number, or some in a list, got {answer!r:.60}"
+        )
     others = {
         name: value
         for name, value in row.items()
@@ -70,9 +74,11 @@ def make_task(
             f"column {clash[0]!r} has the name of a verifier argument: rename it with data.columns, or make it "
             "data.prompt_column or data.answer_column"
         )
-    _check_columns_travel({"prompt": prompt, "answer": answer, **others})
+    if isinstance(answer, list):
+        others[REFERENCES] = list(map(str, answers))
+    _check_columns_travel({"prompt": prompt, "answer": answers, **others})
     return Task(
-        origin=origin, prompt=text, messages=messages, answer=str(answer), row=others, demonstration=demonstration
+        origin=origin, prompt=text, messages=messages, answer=str(answers[0]), row=others, demonstration=demonstration
     )
 
 

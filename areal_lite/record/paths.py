@@ -97,13 +97,16 @@ def find_model_folder(path: str | Path, *, option: str) -> Path:
     """Return the absolute path of a model's folder.
 
     Args:
-        path: A Hugging Face model folder, or the folder of a run that has ended: its newest checkpoint's model.
+        path: A Hugging Face model folder, or the folder of a run that has ended: its newest checkpoint's model; or an
+            id of the hub, `owner/name`, whose files are downloaded into its cache.
         option: Where the path was given, for messages.
 
     Raises:
         ConfigError: It is neither, the run has no model to give yet, or that of a checkpoint is not what was saved.
     """
     folder = Path(path).expanduser().resolve()
+    if is_hub_id(str(path)) and str(path).count("/") == 1 and ":" not in str(path):
+        folder = _from_hub(str(path), option=option)
     if (folder / "checkpoints").is_dir():
         folder = _model_of_run(folder, option=option)
     if not (folder / "config.json").is_file():
@@ -119,6 +122,18 @@ def find_model_folder(path: str | Path, *, option: str) -> Path:
             "copy the folder elsewhere to use it as it is"
         )
     return folder
+
+
+def _from_hub(name: str, *, option: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+    except Exception as error:  # connection errors of several libraries, and the library's own
+        raise ConfigError(
+            f"{option}={name} is no folder, and cannot be had from the hub ({type(error).__name__}): correct it; or, "
+            f"where there is a network, type `hf download {name} --local-dir DIR`, bring DIR here, and give that"
+        ) from error
 
 
 def _model_of_run(folder: Path, *, option: str) -> Path:

@@ -1,17 +1,20 @@
-"""Reward functions written for other libraries, as verifiers: `trl`, `verl` and `reasoning_gym`."""
+"""Reward functions written for other libraries, as verifiers: `trl`, `verl`, `openrlhf` and `reasoning_gym`."""
 
 import functools
 import inspect
+import json
 import re
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, Self
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
+from areal_lite.config.data import REFERENCES
 from areal_lite.config.plugins import find_function
 from areal_lite.config.section import Arguments, FunctionName
-from areal_lite.errors import PluginError
+from areal_lite.errors import PluginError, VerifierUnavailable
 from areal_lite.verify.result import VerifyResult, batched, prepared_by, with_arguments
 
 _BATCH_SIZE = 32
@@ -27,8 +30,8 @@ class TrlArguments(Arguments):
 
     function: FunctionName
     """the reward function as file.py:function or module:function; plain or async"""
-    answer_column: str = "answer"
-    """keyword under which the function looks for the answers, e.g. solution"""
+    answer_column: str | None = None
+    """keyword under which the function looks for the answers; null = answer, and what else it wants and no row has"""
     chat: bool = False
     """hand prompts and completions over as messages, as samples of several turns always are"""
 
@@ -40,6 +43,23 @@ class VerlArguments(Arguments):
     """the reward function as file.py:function or module:function; plain or async"""
     arguments: dict[str, Any] = Field({})
     """further keyword arguments for it (verl's reward_kwargs)"""
+
+
+class OpenRlhfArguments(Arguments):
+    """Of `openrlhf`: one of the two."""
+
+    function: FunctionName | None = None
+    """reward_func of a file, as file.py:function or module:function"""
+    url: str | None = None
+    """address of a remote reward model"""
+    timeout_s: float = Field(180.0, gt=0)
+    """seconds that it may take for an answer; verifier.timeout_s ends a call earlier"""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.function is None) == (self.url is None):
+            raise ValueError(f"openrlhf needs a function or a url, got {self.function} and {self.url}: give one")
+        return self
 
 
 class GymArguments(Arguments):
@@ -68,8 +88,8 @@ async def trl(
     """Score with a reward function for TRL: `f(prompts=..., completions=..., <column>=...) -> list[float | None]`.
 
     What TRL alone can give is not there: `completion_ids`, `trainer_state`. A column that a row lacks is None for it.
-    None as a reward is TRL's word for "not applicable", which its weighted sum passes over; a sample without any reward
-    cannot train, so here it is a failure. To apply a function to some rows only, choose verifiers per row.
+    None as a reward is TRL's word for "not applicable": a sum of verifiers passes over it, and a sample without any
+    reward is a failure.
 
     Returns:
         One reward per completion, with what the function logged through `log_metric` as metrics.
@@ -86,16 +106,30 @@ async def trl(
             row.get("messages") or [{"role": "assistant", "content": completion}]
             for row, completion in zip(rows, completions, strict=True)
         ]
-    rewards = _found(arguments.function)(
+    function, references = _found(arguments.function), list(map(_reference, answers, rows))
+    wanted = [arguments.answer_column] if arguments.answer_column else ["answer", *_wanted(function) - columns.keys()]
+    rewards = function(
         prompts=asked,
         completions=said,
         log_extra=lambda *_: None,
         log_metric=metrics.__setitem__,
-        **columns | {arguments.answer_column: list(answers)} | (arguments.model_extra or {}),
+        **columns | dict.fromkeys(wanted, references) | (arguments.model_extra or {}),
     )
     if inspect.isawaitable(rewards):
         rewards = await rewards
-    return [reward if reward is None else VerifyResult(reward, metrics=metrics) for reward in rewards]
+    return [VerifyResult(reward, metrics=metrics) for reward in rewards]
+
+
+def _wanted(function: Callable[..., Any]) -> set[str]:
+    """Return the keywords that a reward function must be given for which TRL would look among the columns."""
+    parameters = inspect.signature(function).parameters.values()
+    must = {one.name for one in parameters if one.default is one.empty and one.kind != one.VAR_KEYWORD}
+    return must - {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+
+
+def _reference(answer: str, row: Mapping[str, Any]) -> Any:
+    """Return the answer as the data has it: a text, or a list of those that are right."""
+    return row.get(REFERENCES, answer)
 
 
 @prepared_by(lambda arguments: _found(arguments.function))
@@ -125,7 +159,7 @@ async def verl(
     result = _found(arguments.function)(
         data_source=data_source,
         solution_str=completion,
-        ground_truth=(reward_model or {}).get("ground_truth", answer),
+        ground_truth=(reward_model or {}).get("ground_truth", _reference(answer, row)),
         extra_info=row if extra_info is None else extra_info,
         **arguments.arguments,
     )
@@ -135,6 +169,50 @@ async def verl(
         return VerifyResult(result)
     metrics = {name: float(value) for name, value in result.items() if name != "score" and isinstance(value, Real)}
     return VerifyResult(result["score"], metrics=metrics)
+
+
+@prepared_by(lambda arguments: arguments.function and _found(arguments.function))
+@batched(_BATCH_SIZE)
+@with_arguments(OpenRlhfArguments)
+def openrlhf(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    answers: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    arguments: OpenRlhfArguments,
+    /,
+) -> list[VerifyResult]:
+    """Score with what OpenRLHF's `--remote_rm_url` names: a server, or `reward_func(queries, prompts, labels)`.
+
+    Either gives a list or tensor of rewards, or a mapping with `rewards`, whose `extra_logs` become metrics.
+
+    Source: https://openrlhf.readthedocs.io/en/latest/, "Reinforced Fine-tuning" and "Remote Reward Model".
+    """
+    queries = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+    labels = list(map(_reference, answers, rows))
+    if arguments.function is not None:
+        said = _found(arguments.function)(queries, list(prompts), labels)
+    else:
+        asked = json.dumps({"query": queries, "prompts": list(prompts), "labels": labels}).encode()
+        request = urllib.request.Request(str(arguments.url), asked, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=arguments.timeout_s) as reply:
+                said = json.load(reply)
+        except OSError as error:  # what urllib raises inherits it
+            raise VerifierUnavailable(f"{arguments.url}: {error}") from error
+    logs = said.get("extra_logs", {}) if isinstance(said, Mapping) else {}
+    rewards = said["rewards"] if isinstance(said, Mapping) else said
+    columns = {name: values for name, values in logs.items() if len(_list(values)) == len(queries)}
+    return [
+        VerifyResult(reward, metrics={name: _list(values)[index] for name, values in columns.items()})
+        for index, reward in enumerate(_list(rewards))
+    ]
+
+
+def _list(values: Any) -> list[Any]:
+    """Return a list, a tensor's numbers, or a single number as a list."""
+    plain = values.tolist() if hasattr(values, "tolist") else values
+    return list(plain) if isinstance(plain, Sequence) else [plain]
 
 
 @with_arguments(GymArguments)

@@ -73,16 +73,16 @@ def _work(channel: socket.socket, function_name: str, options: Mapping[str, Any]
         os.close(listener)
     try:
         function = find_function(function_name, kind="verifier")
-        prepare_verifier(function, options["arguments"])
+        function, arguments = prepare_verifier(function, options["arguments"])
     except ArealLiteError as error:
         channel.sendall(pack([str(error), None, False]))
         return
     is_worn = _limit_memory(options["memory_mb"] << 20, reports)
     channel.sendall(pack([None, batch_size(function), is_async(function)]))
     if is_async(function):
-        asyncio.run(_serve_async(channel, function, options["arguments"], is_worn))
+        asyncio.run(_serve_async(channel, function, arguments, is_worn))
     else:
-        _serve(channel, function, options["arguments"], is_worn)
+        _serve(channel, function, arguments, is_worn)
 
 
 def _serve(

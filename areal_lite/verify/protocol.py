@@ -18,7 +18,7 @@ import struct
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from areal_lite.errors import VerifierError, VerifierUnavailable
 from areal_lite.verify.result import VerifyResult
@@ -27,6 +27,8 @@ VerifyFunction = Callable[..., Any]
 Call = tuple[str, str, str, Mapping[str, Any]]
 """Prompt as the model saw it, completion, reference answer, and the row's other columns."""
 
+NOT_APPLICABLE = "not_applicable"
+"""The failure of what has no reward to give."""
 _DETAIL_CHARS = 2000
 
 
@@ -34,7 +36,7 @@ _DETAIL_CHARS = 2000
 class Reply(VerifyResult):
     """What one completion got: a result whose every figure was checked, or a failure with its detail."""
 
-    reward: float | None  # type: ignore[assignment]  # None where there is a failure
+    reward: float | None
     failure: str | None = None
     """Short and countable: `nan`, `inf`, `wrong_type:<type>`, `exception:<type>`, `timeout` and so on."""
     detail: str = ""
@@ -61,15 +63,24 @@ def checked(reply: Reply) -> Reply:
     return next(problems, reply)
 
 
-def prepare_verifier(function: VerifyFunction, arguments: Mapping[str, Any]) -> None:
-    """Check the arguments by the function's model, and run what `prepared_by` names; a `VerifierError` if one fails."""
+def prepare_verifier(
+    function: VerifyFunction, arguments: Mapping[str, Any]
+) -> tuple[VerifyFunction, Mapping[str, Any]]:
+    """Check the arguments by the function's model, and run what `prepared_by` names; a `VerifierError` if one fails.
+
+    Returns:
+        What is called, and the arguments of every call: of a class one instance, made with the recipe's arguments.
+    """
     prepare = getattr(function, "_verifier_prepare", None)
     try:
+        if isinstance(function, type):
+            return function(**arguments), {}
         checked, named = _given(function, arguments)
         if prepare is not None:
             prepare(*checked, **named)
     except BaseException as error:  # user code runs here, sys.exit() included
         raise VerifierError(f"the verifier cannot be prepared with {dict(arguments)}: {_describe(error)}") from error
+    return function, arguments
 
 
 def batch_size(function: VerifyFunction) -> int | None:
@@ -142,10 +153,12 @@ def _read(value: Any, *, completion: str) -> Reply:
         {str(name): float(number) for name, number in table.items()} for table in (result.parts, result.metrics)
     )
     steps = tuple((int(end), float(number)) for end, number in result.step_rewards)
-    return checked(Reply(float(result.reward), parts, steps, result.feedback, metrics))
+    return checked(Reply(float(cast(float, result.reward)), parts, steps, result.feedback, metrics))
 
 
 def _problems(result: VerifyResult, completion: str) -> Iterator[Reply]:
+    if result.reward is None:
+        yield failed(NOT_APPLICABLE, "the verifier gives this completion no reward")
     yield from _number_problems(result.reward, "the reward")
     for field in ("parts", "metrics"):
         table = getattr(result, field)

@@ -1,15 +1,15 @@
 """When a verifier fails too often to be trusted: a run must not train on what little is left.
 
-An absent service and a lost process say nothing about the verifier: such calls are left out.
+An absent service, a lost process and what a verifier does not apply to say nothing against it: such calls are left out.
 """
 
 from collections import Counter, deque
 
 from areal_lite.errors import VerifierError
-from areal_lite.verify.protocol import Reply
+from areal_lite.verify.protocol import NOT_APPLICABLE, Reply
 
 _WINDOW, _FEWEST = 50, 20
-_NOT_ITS_OWN = ("unavailable", "lost")
+_NOT_ITS_OWN = ("unavailable", "lost", NOT_APPLICABLE)
 
 
 class Quarantine:
@@ -41,16 +41,16 @@ class Quarantine:
             f"the verifier {self._name} failed in {num_failed} of its last {num_calls} calls ({listed}), more than "
             f"max_failure_share={self._max_share:g} allows, and what is left may not be worth training on"
             + _last_word(reply)
-            + f". What to do: try it alone with `areal-lite verify {self._name}`; for timeout raise timeout_s, for "
-            "memory memory_mb; or raise max_failure_share"
+            + f". What to do: try it alone with `areal-lite verify {self._name} --data FILE`; for timeout raise "
+            "timeout_s, for memory memory_mb; or raise max_failure_share"
         )
 
     def _away(self, reply: Reply) -> VerifierError:
         return VerifierError(
             f"the service of the verifier {self._name} must answer, it did not for the last {self._num_unavailable} "
             f"calls, though asked again for unavailable_s={self._unavailable_s:g} seconds{_last_word(reply)}. What to "
-            f"do: see whether the service runs, then try it with `areal-lite verify {self._name}`; where it needs "
-            "longer to come back, raise unavailable_s"
+            f"do: see whether the service runs, then try it with `areal-lite verify {self._name} --data FILE`; "
+            "where it needs longer to come back, raise unavailable_s"
         )
 
 

@@ -1,8 +1,9 @@
 """What a verify function may return, and what it may say about itself. Imported by verifiers, so it imports little."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -17,8 +18,9 @@ class VerifyResult:
     Example: `VerifyResult(0.7, parts={"correct": 1.0, "brief": -0.3}, step_rewards=[(12, 0.5)], feedback="well done")`
     """
 
-    reward: float
-    """For the outcome, in units of reward."""
+    reward: float | None
+    """For the outcome, in units of reward; None = it does not apply to this completion: no part of a sum, and a failure
+    where nothing else applies."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """What the reward is made of, by name; shown as means, never added up again."""
     step_rewards: Sequence[tuple[int, float]] = ()
@@ -50,6 +52,18 @@ def batched(size: int) -> Callable[[F], F]:
     dicts, and returns a list with one number or `VerifyResult` for each.
     """
     return _marked(_verifier_batch=size)
+
+
+def any_reference(function: F) -> F:
+    """Decorate a verify function: where the data holds a list of right answers, the best of their scores counts."""
+
+    @functools.wraps(function)
+    def verify(
+        prompt: str, completion: str, answer: str, *rest: Any, reference_answers: Sequence[str] = (), **row: Any
+    ) -> Any:
+        return max(function(prompt, completion, one, *rest, **row) for one in reference_answers or [answer])
+
+    return cast(F, verify)
 
 
 def _marked(**marks: Any) -> Callable[[F], F]:

@@ -12,7 +12,7 @@ from typing import Any
 from areal_lite.config.verifier import VerifierConfig, VerifierSettings
 from areal_lite.types import Prompt
 from areal_lite.verify.pool import Messages, VerifierPool, quantile
-from areal_lite.verify.protocol import Reply, checked, failed
+from areal_lite.verify.protocol import NOT_APPLICABLE, Reply, checked, failed
 
 
 class VerifierSet:
@@ -130,7 +130,8 @@ def weighted_sum(replies: Mapping[str, Reply], weights: Mapping[str, float]) -> 
 
     Returns:
         A reward, with each verifier's own, unweighted, among `parts`; or a failure, where any verifier failed: a part
-        of a sum is another quantity. A sum that is no number of float32 fails as `inf`.
+        of a sum is another quantity. One that does not apply is no part, unless none does. A sum that is no number of
+        float32 fails as `inf`.
 
     Example:
         >>> said = {"math": Reply(1.0), "format": Reply(0.5, parts={"tags": 0.5})}
@@ -138,6 +139,8 @@ def weighted_sum(replies: Mapping[str, Reply], weights: Mapping[str, float]) -> 
         >>> total.reward, total.parts
         (1.1, {'math': 1.0, 'format': 0.5, 'format/tags': 0.5})
     """
+    if applicable := {name: reply for name, reply in replies.items() if reply.failure != NOT_APPLICABLE}:
+        replies = applicable
     total = 0.0
     steps: list[tuple[int, float]] = []
     parts: dict[str, float] = {}

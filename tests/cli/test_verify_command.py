@@ -22,6 +22,17 @@ GSM8K_LIKE = str(FIXTURES / "gsm8k_like.jsonl")
 MOODY = f"{FIXTURES / 'tried_verifiers.py'}:moody"
 
 
+COUNTS = """
+class Counts:
+    def __init__(self, first):
+        self.count = first - 1
+
+    def __call__(self, prompt, completion, answer, **row):
+        self.count += 1
+        return self.count
+"""
+
+
 def write_lines(path: Path, *rows: Any) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -195,8 +206,8 @@ def test_a_recipe_is_tried_with_its_sum_and_the_choice_of_its_rows(tmp_path: Pat
     assert [row["reward"] for row in json.loads(out.read_text())["results"]] == [1.0, 0.0, 0.0]
 
 
-def test_a_none_of_a_trl_function_ends_as_a_failure(tmp_path: Path) -> None:
-    """Through the real pool: the other completions of the batch keep their rewards."""
+def test_a_none_of_a_trl_function_is_no_part_of_a_sum_and_alone_a_failure(tmp_path: Path) -> None:
+    """Through the real pool: the others keep their rewards. Seen failing with None as a failure of the sum."""
     rows = [{"question": "q", "answer": "a", "task": task} for task in ("math", "code", "math")]
     data, out = write_lines(tmp_path / "d.jsonl", *rows), tmp_path / "out.json"
     arguments = json.dumps({"function": f"{FIXTURES / 'reward_functions.py'}:only_math"})
@@ -204,9 +215,46 @@ def test_a_none_of_a_trl_function_ends_as_a_failure(tmp_path: Path) -> None:
     results = json.loads(out.read_text())["results"]
     assert [(row["reward"], row["failure"]) for row in results] == [
         (1.0, None),
-        (None, "wrong_type:NoneType"),
+        (None, "not_applicable"),
         (1.0, None),
     ]
+    named = {
+        "math": {
+            "function": "trl",
+            "arguments": json.loads(arguments),
+        }
+    }
+    recipe = {
+        "data": {"source": "jsonl", "path": str(data)},
+        "verifier": {"function": {"math": 2, "exact": 1}, "named": named},
+    }
+    (tmp_path / "sum.yaml").write_text(yaml.safe_dump(recipe))
+    assert cli.main(["verify", str(tmp_path / "sum.yaml"), "--data", str(data), "--json", str(out)]) == 0
+    parts = [(row["reward"], row["parts"]) for row in json.loads(out.read_text())["results"]]
+    assert parts == [(3.0, {"math": 1.0, "exact": 1.0}), (1.0, {"exact": 1.0}), (3.0, {"math": 1.0, "exact": 1.0})]
+
+
+def test_columns_inside_columns_lists_of_answers_and_a_class(tmp_path: Path) -> None:
+    """As in a run. Seen failing with dots read as one name, with the first answer alone, and with a class called."""
+    row = {"q": {"text": "x"}, "right": {"is": ["a", "b"]}}
+    data, out = write_lines(tmp_path / "d.jsonl", row), tmp_path / "out.json"
+    said = write_lines(tmp_path / "c.jsonl", {"completion": ["a", "b", "c"]})
+    columns = [
+        "--prompt-column",
+        "q.text",
+        "--answer-column",
+        "right.is",
+        "--completions",
+        str(said),
+        "--json",
+        str(out),
+    ]
+    assert cli.main(["verify", "exact", "--data", str(data), *columns]) == 0
+    assert [row["reward"] for row in json.loads(out.read_text())["results"]] == [1.0, 1.0, 0.0]
+    (tmp_path / "counts.py").write_text(COUNTS)
+    words = ["verify", f"{tmp_path}/counts.py:Counts", "--arguments", '{"first": 5}', "--data", str(data), *columns]
+    assert cli.main(words) == 0
+    assert sorted(row["reward"] for row in json.loads(out.read_text())["results"]) == [5.0, 6.0, 7.0]
 
 
 @pytest.mark.parametrize(

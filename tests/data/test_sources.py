@@ -304,13 +304,16 @@ TEMPLATE = (
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_chats_and_columns_inside_columns(kind: str, tmp_path: Path) -> None:
-    """Rows as verl and TRL have them. Seen failing with lists refused as prompts, and with dots read as one name."""
+    """Rows as verl and TRL have them, recognised as chats; a system message goes before those that have none.
+
+    Seen failing with lists refused as prompts, with dots read as one name, and with two system messages.
+    """
     path = tmp_path / f"rows.{kind}"
     if kind == "parquet":
         write_parquet(path, VERL_ROWS)
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in VERL_ROWS))
-    source = source_of(path, prompt_column="prompt", answer_column="reward_model.ground_truth", chat=True)
+    source = source_of(path, prompt_column="prompt", answer_column="reward_model.ground_truth", system="be kind")
     source["columns"] = {"number": "extra_info.index"}
     tokenizer = build_char_tokenizer(PRINTABLE)
     tokenizer.chat_template = TEMPLATE
@@ -318,5 +321,20 @@ def test_chats_and_columns_inside_columns(kind: str, tmp_path: Path) -> None:
     assert [prompt.text for prompt in prompts] == [f"s:be brief;u:{n}+1=?;a:" for n in range(3)]
     assert [prompt.answer for prompt in prompts] == ["1", "2", "3"]
     assert [prompt.row["number"] for prompt in prompts] == [0, 1, 2]
-    with pytest.raises(DataError, match=r"a list of chat messages.*set data\.chat=true"):
-        load_sources(recipe(data=source | {"chat": False}), tokenizer, "train")
+    rows = [
+        {"prompt": f"{n}+1=?", "reward_model": {"ground_truth": [n, "n"]}, "extra_info": {"index": n}} for n in (1, 2)
+    ]
+    plain = tmp_path / "plain.jsonl"
+    plain.write_text("".join(map(json.dumps, rows)).replace("}{", "}\n{"))
+    source |= {"source": "jsonl", "path": str(plain)}
+    (prompts,) = load_sources(recipe(data=source | {"chat": True}), tokenizer, "train").values()
+    assert [prompt.text for prompt in prompts] == [f"s:be kind;u:{n}+1=?;a:" for n in (1, 2)]
+    assert [(prompt.answer, prompt.row["reference_answers"]) for prompt in prompts] == [
+        ("1", ["1", "n"]),
+        ("2", ["2", "n"]),
+    ]
+    with pytest.raises(ConfigError, match=r"data\.system is the first message of a chat.*set data\.chat=true"):
+        load_sources(recipe(data=source), tokenizer, "train")
+    plain.write_text(json.dumps(rows[0]) + "\n" + json.dumps(VERL_ROWS[0]))
+    with pytest.raises(DataError, match=r"a list of chat messages, others are plain texts: set data\.chat=true"):
+        load_sources(recipe(data=source | {"system": None}), tokenizer, "train")

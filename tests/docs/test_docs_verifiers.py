@@ -1,4 +1,4 @@
-"""Every snippet of docs/verifiers.md, workflows.md and data.md, run.
+"""Every snippet of docs/verifiers.md, workflows.md, data.md and migrating.md, run.
 
 Each block that begins with `# name.ending` is a file of one folder, as the reader would make it. A Python file is
 called on an example here (`CALLS`); a recipe is read by what `check-config` uses, and everything it names is found; a
@@ -6,6 +6,7 @@ line of a shell is typed, with the installed command. A whole training is not ty
 checked with `check-config`, and `test_five_lines.py` runs it.
 """
 
+import asyncio
 import json
 import re
 import shlex
@@ -26,12 +27,14 @@ from places import ROOT
 from areal_lite.config.plugins import find_function, split_name
 from areal_lite.config.recipe import load_config
 from areal_lite.config.verifier import VerifierSettings
-from areal_lite.data.prompts import load_sources
+from areal_lite.data.prompts import load_source, load_sources
+from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import VerifierUnavailable
 from areal_lite.rollout.engine import Sampling
 from areal_lite.verify.protocol import answer
+from areal_lite.verify.verifier_set import VerifierSet
 
-PAGES = ("verifiers.md", "workflows.md", "data.md")
+PAGES = ("verifiers.md", "workflows.md", "data.md", "migrating.md")
 ROWS = [
     {"question": "A hall has 40 rows of 35 seats. How many is that?", "answer": "40*35 = 1400\n#### 1400", "level": 2},
     {"question": "7+25=?", "answer": "32", "level": 1},
@@ -74,7 +77,7 @@ def judge_port() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, judge_port: int) -> Path:
-    """What a reader's folder holds after all three pages, and the files that they take for granted.
+    """What a reader's folder holds after all pages, and the files that they take for granted.
 
     The judge's server is on a port that is free here.
     """
@@ -88,6 +91,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, judge_port: int) -> Path:
     for name in ("data.jsonl", "train.jsonl", "eval.jsonl"):
         (folder / name).write_text(lines)
     (folder / "completions.jsonl").write_text("".join(json.dumps({"completion": row["answer"]}) + "\n" for row in ROWS))
+    for name, block in zip(("trl", "verl", "openrlhf"), blocks("migrating.md", "json"), strict=True):
+        (folder / f"{name}_rows.jsonl").write_text(json.dumps(json.loads(block.text)) + "\n")
     (folder / "words.txt").write_text("the cat sat")
     return folder
 
@@ -181,6 +186,43 @@ def check_squares() -> None:
     assert [prompt.answer for prompt in held_out] == [str(n * n) for n in range(50, 70)]
 
 
+def tried(name: str) -> list[tuple[float, dict[str, float]]]:
+    """Score the answer of a page's row with its recipe, as a run would; and a wrong one."""
+    config = load_config(f"from_{name}.yaml")
+    tokenizer = build_char_tokenizer("".join(map(chr, range(10, 127))))
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}"
+    (prompt,) = load_source(config, tokenizer, "train")
+
+    async def score() -> list[Any]:
+        verifiers = VerifierSet(config.verifier)
+        try:
+            return await verifiers.score(prompt, ["#### 32" if name == "verl" else "32", "31"])
+        finally:
+            await verifiers.close()
+
+    shown = {"trl": "user:7+25=?;", "openrlhf": "system:Answer with a number.;user:7+25=?;"}
+    assert prompt.text == shown.get(name, prompt.text)
+    return [(reply.reward, dict(reply.metrics or reply.parts)) for reply in asyncio.run(score())]
+
+
+def check_trl() -> None:
+    """Accuracy and a tenth for brevity; the latter alone where the row is of another task, and None for what it is."""
+    assert tried("trl") == [(1.1, {"accuracy": 1.0, "brief": 1.0}), (0.1, {"accuracy": 0.0, "brief": 1.0})]
+    path = Path("trl_rows.jsonl")
+    before = path.read_text()
+    path.write_text(before.replace("sums", "words"))
+    assert tried("trl") == [(1.0, {"accuracy": 1.0}), (0.0, {"accuracy": 0.0})]
+    path.write_text(before)
+
+
+def check_verl() -> None:
+    assert tried("verl") == [(1.0, {"has_format": 1.0}), (0.0, {"has_format": 0.0})]
+
+
+def check_openrlhf() -> None:
+    assert tried("openrlhf") == [(1.0, {"length": 2.0}), (0.0, {"length": 2.0})]
+
+
 CALLS: dict[str, Callable[[], None]] = {
     "my_verifier.py": check_five_lines,
     "close.py": check_arguments,
@@ -193,6 +235,9 @@ CALLS: dict[str, Callable[[], None]] = {
     "shop.py": check_tools,
     "second_thoughts.py": check_second_thoughts,
     "squares.py": check_squares,
+    "trl_rewards.py": check_trl,
+    "verl_reward.py": check_verl,
+    "openrlhf_reward.py": check_openrlhf,
 }
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from areal_lite.config.offline import OfflineConfig
@@ -246,3 +247,20 @@ def test_a_learned_reward_needs_its_model(tmp_path: Path) -> None:
         with_absolute_paths(recipe(verifier={"function": "reward_model"}))
     with pytest.raises(ConfigError, match=r"verifier\.arguments\.model must be a Hugging Face model folder"):
         with_absolute_paths(recipe(verifier={"function": "reward_model", "arguments": {"model": str(tmp_path)}}))
+
+
+def test_a_model_of_the_hub_is_downloaded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network the message says what to bring. Seen failing with the name taken for a folder alone."""
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(tmp_path / name.partition("/")[0]))
+    (tmp_path / "Qwen").mkdir()
+    (tmp_path / "Qwen" / "config.json").touch()
+    assert find_model_folder("Qwen/Qwen3-0.6B", option="model.path") == tmp_path / "Qwen"
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(
+        ConfigError, match=r"^model.path=Qwen/Qwen3-0.6B is no folder.*`hf download Qwen/Qwen3-0.6B --lo"
+    ):
+        find_model_folder("Qwen/Qwen3-0.6B", option="model.path")

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,18 @@ import pytest
 from places import FIXTURES
 
 from areal_lite.config.recipe import parse_config
-from areal_lite.errors import PluginError
+from areal_lite.errors import PluginError, VerifierUnavailable
 from areal_lite.record.paths import EVALUATED, with_absolute_paths
-from areal_lite.verify.adapters import GymArguments, TrlArguments, VerlArguments, reasoning_gym, trl, verl
+from areal_lite.verify.adapters import (
+    GymArguments,
+    OpenRlhfArguments,
+    TrlArguments,
+    VerlArguments,
+    openrlhf,
+    reasoning_gym,
+    trl,
+    verl,
+)
 from areal_lite.verify.result import VerifyResult
 
 FUNCTIONS = FIXTURES / "reward_functions.py"
@@ -46,15 +57,13 @@ def test_a_trl_function_gets_texts_and_columns_as_lists() -> None:
     """`a0` is the answer of the first completion. Seen failing with columns handed over row by row."""
     assert call_trl("digits", ["a1b22", ""]) == [3.0, 0.0]
     assert call_trl("matches_solution", ["a0", "a0"], answer_column="solution") == [1.0, 0.0]
+    assert call_trl("matches_solution", ["a0", "a0"]) == [1.0, 0.0]
     rows = [{"solution": "x"}, {"solution": "y", "other": 1}]
     assert call_trl("matches_solution", ["y", "y"], rows) == [0.0, 1.0]
 
 
 def test_a_trl_none_stays_none_and_is_no_reward() -> None:
-    """None means "does not apply". Seen failing with None read as 0.
-
-    The pool makes a failure of it; test_verify_command.py follows it that far.
-    """
+    """None means "does not apply". Seen failing with None read as 0. What becomes of it: test_verify_command.py."""
     assert call_trl("only_math", ["x", "x"], [{"task": "math"}, {"task": "code"}]) == [1.0, None]
 
 
@@ -86,6 +95,35 @@ def test_a_verl_function_gets_its_four_arguments() -> None:
 def test_a_verl_mapping_gives_its_score_and_its_other_numbers() -> None:
     result = call_verl("compute_score_with_more", "7", "7", keywords={"scale": 2.0})
     assert (result.reward, dict(result.metrics)) == (2.0, {"acc": 1.0, "length": 2.0})
+
+
+class RemoteModel(BaseHTTPRequestHandler):
+    """Answers as OpenRLHF's reward model server does: here a point where the query ends with its label."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        rewards = [float(query.endswith(f"{p}{label}")) for query, p, label in zip(*asked.values(), strict=True)]
+        body = json.dumps({"rewards": rewards, "extra_logs": {"share": 0.5, "length": [1, 2]}}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_remote_reward_model_is_asked_as_openrlhf_asks() -> None:
+    """Seen failing with completions in the place of queries. One that is not there may be asked again."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), RemoteModel) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/get_reward"
+        said = openrlhf(["p", "p"], ["7", "8"], ["7", "7"], [{}, {}], OpenRlhfArguments(url=url))
+        server.shutdown()
+    assert said == [VerifyResult(1.0, metrics={"length": 1}), VerifyResult(0.0, metrics={"length": 2})]
+    with pytest.raises(VerifierUnavailable, match="refused"):
+        openrlhf(["p"], ["7"], ["7"], [{}], OpenRlhfArguments(url="http://127.0.0.1:9"))
+    with pytest.raises(ValueError, match="needs a function or a url, got None and None: give one"):
+        OpenRlhfArguments()
 
 
 def test_a_missing_function_is_named() -> None:

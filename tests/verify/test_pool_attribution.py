@@ -228,7 +228,7 @@ def test_a_verifier_is_not_trusted_once_it_fails_too_often():
         "max_failure_share=0.5 allows"
     )
     assert "the last said: KeyError: 'kg'" in str(error)
-    assert "areal-lite verify math" in str(error)
+    assert "areal-lite verify math --data FILE" in str(error)
 
 
 def test_only_the_last_fifty_calls_count_and_the_share_itself_is_allowed():

@@ -28,6 +28,9 @@ def parts(prompt, completion, answer, *, tag="t", **row):
     steps = [(len(completion), 1.0)]
     return VerifyResult(0.5, parts={tag: 2.0}, step_rewards=steps, feedback="hm", metrics={"n": 3})
 
+def nothing(prompt, completion, answer, **row):
+    return VerifyResult(None)
+
 def turns(prompt, completion, answer, *, messages=(), **row):
     return len(messages)
 
@@ -247,3 +250,12 @@ def test_impossible_recipes_are_refused(verifier, message):
 def test_possible_ones_are_not():
     named = {"mine": {"function": f"{Path('v.py')}:verify"}}
     parse_config({"verifier": {"function": {"mine": 1, "format": 0.2, "a.b:c": 0.1}, "named": named}})
+
+
+def test_what_does_not_apply_is_no_fault_of_the_verifiers(file):
+    """Seen failing with such calls counted: the run ended."""
+
+    async def scenario(verifiers):
+        return {reply.failure for _ in range(8) for reply in await verifiers.score(make_prompt(), ["x"] * 4)}
+
+    assert with_set(scenario, function=f"{file}:nothing", max_failure_share=0.1) == {"not_applicable"}

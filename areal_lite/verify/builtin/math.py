@@ -11,7 +11,7 @@ from pydantic import Field
 
 from areal_lite.errors import VerifierError
 from areal_lite.verify.builtin.final_answer import AnswerArguments, FinalAnswer, final_answer
-from areal_lite.verify.result import prepared_by, with_arguments
+from areal_lite.verify.result import any_reference, prepared_by, with_arguments
 
 _PLAIN_NUMBER = re.compile(r"\\?\$?\s*(-?)\s*\\?\$?\s*(\d{1,3}(?:(?:,|\{,\})\d{3})+|\d+)?(\.\d+)?\.?")
 _DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[")
@@ -36,6 +36,7 @@ def _prepare(_: MathArguments) -> None:
     _parse("\\boxed{\\frac{1}{2}}")  # the first parse builds tables for a second
 
 
+@any_reference
 @prepared_by(_prepare)
 @with_arguments(MathArguments)
 def math(prompt: str, completion: str, answer: str, arguments: MathArguments, /, **row: Any) -> float:

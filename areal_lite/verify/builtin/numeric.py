@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field
 
 from areal_lite.verify.builtin.final_answer import AnswerArguments, final_answer
-from areal_lite.verify.result import with_arguments
+from areal_lite.verify.result import any_reference, with_arguments
 
 _MAX_EXPONENT = 400  # a float's range; 1e999999999 would take all memory as an exact number
 
@@ -69,6 +69,7 @@ class NumericArguments(AnswerArguments):
     """share = 75% is 0.75; unit = 75% is 75"""
 
 
+@any_reference
 @with_arguments(NumericArguments)
 def numeric(prompt: str, completion: str, answer: str, arguments: NumericArguments, /, **row: Any) -> float:
     r"""Score 1 where the completion's number is the reference's within a tolerance, else 0.

@@ -10,13 +10,14 @@ from pydantic import AfterValidator
 
 from areal_lite.config.section import Arguments
 from areal_lite.verify.builtin.final_answer import AnswerArguments
-from areal_lite.verify.result import with_arguments
+from areal_lite.verify.result import any_reference, with_arguments
 
 # A minus between two numbers is an operator. Thousands may be separated: 1,234.5
 _NUMBER = re.compile(r"(?:(?<![0-9])-)?(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
+@any_reference
 def last_number(prompt: str, completion: str, answer: str, **row: Any) -> float:
     """Score 1 where the completion's final number equals the reference's, else 0.
 
@@ -53,6 +54,7 @@ class ExactArguments(Arguments):
     """upper and lower case are the same"""
 
 
+@any_reference
 @with_arguments(ExactArguments)
 def exact(prompt: str, completion: str, answer: str, arguments: ExactArguments, /, **row: Any) -> float:
     """Score 1 where the completion is the reference, else 0.
@@ -115,6 +117,7 @@ class ChoiceArguments(AnswerArguments):
     """how many there are, or their texts in order; a column choices of the row goes before it"""
 
 
+@any_reference
 @with_arguments(ChoiceArguments)
 def multiple_choice(
     prompt: str,
