@@ -252,6 +252,15 @@ class LoraConfig(Section):
     """what engines get: whole weights with the adapters merged in, or the adapters"""
 
 
+class MeshConfig(Section):
+    """How many copies of the model the trainer ranks hold, and how many of them hold each together."""
+
+    replicate: int = Field(1, ge=1)
+    """copies; weights are gathered within each, gradients are added up over all: for nodes with slow links between"""
+    shard: int | None = Field(None, ge=1)
+    """ranks that a copy is spread over; null = as many as there are"""
+
+
 class TrainerConfig(Section):
     """Learning."""
 
@@ -281,6 +290,7 @@ class TrainerConfig(Section):
     """when ranks add up gradients; update = less traffic, but each rank holds those of the whole model in float32"""
     activation_checkpointing: bool = False
     """recompute activations in the backward pass"""
+    mesh: MeshConfig = MeshConfig()
     offload: bool = False
     """keep weights, gradients and moments in the host's memory, and layers on the GPU while they are at work"""
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
@@ -291,6 +301,14 @@ class TrainerConfig(Section):
     """CPU threads of one rank"""
     collective_timeout_s: float = Field(600.0, gt=0)
     """seconds a rank waits for the others in one operation; more than stall_timeout_s"""
+
+    def _problems(self) -> Iterable[str]:
+        copies, size = self.mesh.replicate, self.mesh.shard
+        if copies * (size or self.ranks // copies) != self.ranks:
+            yield (
+                f"trainer.mesh must multiply to trainer.ranks={self.ranks}, got replicate={copies} and shard="
+                f"{'null' if size is None else size}: set the one or the other"
+            )
 
     @property
     def sent_adapter(self) -> dict[str, Any] | None:

@@ -109,9 +109,10 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, No
 
 
 def bit_sum(value: Tensor) -> Tensor:
-    """Add up a tensor's bits, of a sharded one those of the own shard, as integers: the same in any order."""
-    own: Tensor = value.to_local() if isinstance(value, DTensor) else value
-    return own.detach().view(torch.int32 if own.element_size() == 4 else torch.int16).sum(dtype=torch.int64)
+    """Add up a tensor's bits as integers: the same in any order; collective if it is sharded."""
+    bits = torch.int32 if value.element_size() == 4 else torch.int16
+    total = value.detach().view(bits).sum(dtype=torch.int64)
+    return total.full_tensor() if isinstance(total, DTensor) else total
 
 
 def export_adapter(folder: Path, model: Any, *, rank: int) -> None:

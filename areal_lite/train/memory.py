@@ -115,7 +115,7 @@ def rank_size(architecture: Any, config: Config, *, depths: tuple[int, int] = TR
     numbers = [round(found.pop(name)) for name in ("all", "active", "largest", "own", "own trained")]
     in_layers = slope["activations"] * num_layers
     parts = found | {"activations": found["activations"] - in_layers, "activations kept by layers": in_layers}
-    share = numbers[0] / config.trainer.ranks
+    share = numbers[0] / (config.trainer.ranks / config.trainer.mesh.replicate)
     if config.objective.kl != "none" and (config.trainer.lora is None or config.objective.reference_path is not None):
         parts["reference model"] = _itemsize(config) * share
     if config.objective.baseline == "critic":

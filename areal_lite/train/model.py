@@ -97,6 +97,7 @@ def _load(
         # Of itself transformers takes sdpa, which leaves capped logits uncapped, and says nothing.
         attention = "eager" if getattr(architecture, "attn_logit_softcapping", None) else None
     device, compute_dtype = torch.device(config.run.device), getattr(torch, config.compute_dtype)
+    num_parts = world_size // config.trainer.mesh.replicate
 
     def shard(model: Any, *_: object) -> nn.Module:
         # A tied tensor is one before it is sharded, or it would be gathered once per name.
@@ -106,7 +107,7 @@ def _load(
         )
 
     def shard_empty(model: Any, *_: object) -> nn.Module:
-        return shard(model) if lora is None and _reads_in_parts(model, world_size) else model
+        return shard(model) if lora is None and _reads_in_parts(model, num_parts) else model
 
     # What transformers calls between building a model without storage and reading its weights, of which it reads what
     # the sharded parameters lack. Its own sharding knows fewer architectures and one precision.
@@ -141,7 +142,7 @@ def _load(
     return loaded
 
 
-def _reads_in_parts(model: nn.Module, world_size: int) -> bool:
+def _reads_in_parts(model: nn.Module, num_parts: int) -> bool:
     """Tell whether what transformers makes of the files' tensors can be made of a rank's rows of them.
 
     It can where experts are stacked, each rank having some; not where projections are fused or split.
@@ -149,7 +150,7 @@ def _reads_in_parts(model: nn.Module, world_size: int) -> bool:
     converters = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightConverter)]
     experts = [len(weight) for weight in model.parameters() if weight.dim() == 3]
     return not converters or (
-        all(-(-count // world_size) * (world_size - 1) < count for count in experts)
+        all(-(-count // num_parts) * (num_parts - 1) < count for count in experts)
         and all(
             isinstance(first, MergeModulelist) and all(isinstance(one, Concatenate) and one.dim > 0 for one in rest)
             for first, *rest in (one.operations for one in converters)
@@ -182,14 +183,16 @@ def shard_model(
 
     Args:
         model: Alike on all ranks, or on the meta device.
-        settings: `offload`.
+        settings: `mesh` and `offload`.
         world_size: Trainer ranks; their process group exists, unless it is one float32 rank without offload.
         device: The rank's device.
         compute_dtype: Of the matrix work; master weights and gradient sums stay float32.
     """
     if world_size == 1 and compute_dtype == torch.float32 and not settings.offload:
         return model
-    mesh = init_device_mesh(device.type, (world_size,))
+    copies = settings.mesh.replicate
+    sizes = {"replicate": copies, "shard": world_size // copies} if copies > 1 else {"shard": world_size}
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if settings.offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for module in model.modules():

@@ -218,6 +218,7 @@ COMBINATIONS = [
         ["data.arith.min_terms", "5 and 3", "lower the one or raise the other"],
     ),
     ({"data": {"template": "prompt"}}, ["data.template", "'prompt'", "put {prompt} where"]),
+    ({"trainer": {"ranks": 4, "mesh": {"replicate": 3}}}, ["trainer.ranks=4", "replicate=3", "shard=null"]),
     ({"weights": {"transport": "nccl"}}, ["weights.transport=nccl", "run.device=cuda", "set weights.transport=gloo"]),
     ({"run": {"device": "cuda"}}, ["weights.transport=gloo", "run.device=cuda", "set weights.transport=nccl"]),
     ({**GPU, "trainer": {"lora": {"handover": "adapter"}}}, ["trainer.lora.handover=adapter", "nccl", "=merged"]),

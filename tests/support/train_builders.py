@@ -6,10 +6,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.data.tokenizer import build_char_tokenizer
+from areal_lite.train.trainer import Trainer
 from areal_lite.types import Row, Sample, Shard, StopReason, VersionSpan
 
 VOCABULARY = 12
@@ -91,3 +97,15 @@ def make_shard(rows: Sequence[Row], *, rewards: np.ndarray | None = None, versio
     if rewards is None:
         rewards = np.array([[1, 0, 0, 1], [0, 0, 0, 1], [1, 1, 0, 1]])
     return Shard(batch_id="batch-0", rank=rank, version=version, rewards=rewards.astype(np.float32), rows=tuple(rows))
+
+
+def full_state(trainer: Trainer) -> dict[str, Any]:
+    """Return weights and optimiser state as whole tensors; collective."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
+    state: dict[str, Any] = {}
+    for prefix, learner in (("", trainer._learner), ("critic.", trainer._critic_learner)):
+        if learner is not None:
+            optimizer = get_optimizer_state_dict(learner.model, learner.optimizer, options=options)
+            whole = {**get_model_state_dict(learner.model, options=options), **optimizer}
+            state |= {prefix + name: value for name, value in whole.items()}
+    return state

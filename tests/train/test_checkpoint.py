@@ -10,12 +10,7 @@ import pytest
 import torch
 from rank_processes import run_ranks
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
-from train_builders import make_config, make_rows, make_shard, save_tiny_model
+from train_builders import full_state, make_config, make_rows, make_shard, save_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lite.errors import CheckpointError
@@ -36,18 +31,6 @@ def make_trainer(model_folder: str, **sections: Any) -> Trainer:
 
 def shard(version: int) -> Shard:
     return make_shard(make_rows(version=version, seed=version), version=version)
-
-
-def full_state(trainer: Trainer) -> dict[str, Any]:
-    """Return weights and optimiser state as whole tensors; collective."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
-    state: dict[str, Any] = {}
-    for prefix, learner in (("", trainer._learner), ("critic.", trainer._critic_learner)):
-        if learner is not None:
-            optimizer = get_optimizer_state_dict(learner.model, learner.optimizer, options=options)
-            whole = {**get_model_state_dict(learner.model, options=options), **optimizer}
-            state |= {prefix + name: value for name, value in whole.items()}
-    return state
 
 
 def assert_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
