@@ -27,6 +27,8 @@ class StopReason(StrEnum):
 
     STOP = "stop"
     """The model produced the end-of-sequence token, which is the last of `token_ids`."""
+    STRING = "stop_string"
+    """It completed a stop string, whose tokens are the last of `token_ids`."""
     LENGTH = "length"
     """The token limit was reached; no end-of-sequence token is present."""
 

@@ -18,6 +18,8 @@ class Sampling:
     """0 = greedy."""
     seed: int | None = None
     """Seeds this completion alone; None where nothing is random."""
+    stop: tuple[str, ...] = ()
+    """Also end behind any of these texts, special tokens included."""
     ignore_end: bool = False
     """Go on behind the end-of-sequence token, up to `max_new_tokens`: for benchmarks, whose lengths are given."""
 

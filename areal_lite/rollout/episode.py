@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -95,13 +95,19 @@ class EpisodeEngine:
         return None if self._seed_of is None else self._seed_of(0)
 
     async def generate(
-        self, token_ids: Sequence[int], *, max_new_tokens: int | None = None, ignore_end: bool = False
+        self,
+        token_ids: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        ignore_end: bool = False,
     ) -> Sample:
         """Have the model produce its next turn. A weight update in between is the engine's business.
 
         Args:
             token_ids: The whole context so far: the prompt's, and those of all turns that the episode will return.
             max_new_tokens: Of this turn at most; None = all the room there is.
+            stop: The turn also ends behind this text, or any of these: with the token that completes it.
             ignore_end: Go on behind an end-of-sequence token, up to that number; for benchmarks.
 
         Raises:
@@ -121,7 +127,8 @@ class EpisodeEngine:
                 "rollout.max_new_tokens"
             )
         limit = room if max_new_tokens is None else min(room, max_new_tokens)
-        turn = await self._request(context, limit, ignore_end=ignore_end)
+        ends = (stop,) if isinstance(stop, str) else tuple(stop)
+        turn = await self._request(context, max_new_tokens=limit, stop=ends, ignore_end=ignore_end)
         for array in (turn.token_ids, turn.logprobs):
             array.setflags(write=False)
         self._made.append((turn, context))
@@ -237,13 +244,12 @@ class EpisodeEngine:
                 "that was in its context, in order"
             )
 
-    async def _request(self, context: tuple[int, ...], limit: int, *, ignore_end: bool) -> Sample:
+    async def _request(self, context: tuple[int, ...], **sampling: Any) -> Sample:
         seed = None if self._seed_of is None else self._seed_of(self._calls)
         self._calls += 1
         with self._waiting():
             try:
-                sampling = replace(self._sampling, max_new_tokens=limit, seed=seed, ignore_end=ignore_end)
-                return await self._engine.generate(context, sampling)
+                return await self._engine.generate(context, replace(self._sampling, seed=seed, **sampling))
             except Exception as error:
                 self.failure = error
                 raise

@@ -115,7 +115,9 @@ class VllmEngine:
                 VersionSpan(version=int(span.version), start=span.start, end=span.end)
                 for span in completion.weight_versions
             ),
-            stop_reason=StopReason(completion.finish_reason),
+            stop_reason=StopReason.STRING
+            if isinstance(completion.stop_reason, str)
+            else StopReason(completion.finish_reason),
             text=self._tokenizer.decode(completion.token_ids, skip_special_tokens=True),
         )
 
@@ -294,7 +296,9 @@ def sampling_params(sampling: Sampling) -> Any:
         seed=sampling.seed,
         logprobs=0,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        detokenize=False,
+        stop=list(sampling.stop),
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,
         skip_clone=True,  # made for this one request
     )
 

@@ -133,22 +133,26 @@ def test_an_answer_that_was_cut_off_is_the_last() -> None:
     assert (len(engine.contexts), sample.stop_reason, sample.text) == (1, StopReason.LENGTH, "fifty")
 
 
-def test_a_workflow_that_cuts_answers_short_itself_gets_the_end_token_as_given() -> None:
-    """The conversation reads as the template writes it. Seen failing with the end token left out."""
+@pytest.mark.parametrize("limit", [{"max_new_tokens": 3}, {"stop": "b<"}])
+def test_a_workflow_that_cuts_answers_short_itself_gets_the_end_token_as_given(limit: dict[str, Any]) -> None:
+    """The conversation reads as the template writes it.
+
+    Seen failing with the end token left out, and with a stop string taken for an end token.
+    """
 
     async def episode(engine: Any, row: Mapping[str, Any]) -> list[Any]:
-        first = await engine.generate(engine.prompt_ids, max_new_tokens=3)
+        first = await engine.generate(engine.prompt_ids, **limit)
         reply = engine.reply([{"role": "assistant", "content": first.text}], "go on")
         return [first, reply, await engine.generate([*engine.prompt_ids, *first.token_ids, *reply.token_ids])]
 
     tokenizer = make_tokenizer(CHATML)
     prompt = make_chat_prompt(tokenizer, "Hi")
     workflows = Workflows(default="own", loaded={"own": (episode, {})}, is_chat=lambda _: True)
-    sample = play(Speaker(["abcdef", "g"], tokenizer=tokenizer), workflows, prompt)
+    sample = play(Speaker(["ab<def", "g"], tokenizer=tokenizer), workflows, prompt)
     assert tokenizer.decode(sample.token_ids.tolist()) == (
-        "abc<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\ng<|im_end|>"
+        "ab<<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\ng<|im_end|>"
     )
-    # `$` for the two marks: abc | $\n$user\ngo on$\n$assistant\n | g$
+    # `$` for the two marks: ab< | $\n$user\ngo on$\n$assistant\n | g$
     assert spans_of(sample) == [(0, 0, 3), (-1, 3, 3 + 8 + 5 + 3 + 10), (0, 29, 31)]
 
 

@@ -20,7 +20,7 @@ from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.runner import complete_greedily, load_workflows
 from areal_lite.rollout.vllm_engine import VllmEngine
 from areal_lite.rollout.worker import sample_seed
-from areal_lite.types import Prompt, Sample
+from areal_lite.types import Prompt, Sample, StopReason
 
 pytestmark = pytest.mark.loop
 
@@ -147,3 +147,20 @@ def test_greedy_games_are_the_same_every_time(config: Config, started: tuple[Vll
         return [sample and sample.text for sample in samples]
 
     assert texts() == texts()
+
+
+def test_a_stop_string_ends_a_turn_and_changes_nothing_before_it(started: tuple[VllmEngine, BackgroundLoop]) -> None:
+    """Its own tokens stay, as sampled. Seen failing with the end token's reason, and with special tokens left out."""
+    engine, background = started
+
+    def draw(*stop: str) -> Sample:
+        sampling = Sampling(max_new_tokens=40, temperature=1.0, seed=0, stop=stop, ignore_end=True)
+        return background.call(engine.generate(ids("1-9?"), sampling))
+
+    whole = draw()
+    end = whole.token_ids.tolist().index(ids("$")[0])
+    for stop, num_tokens in ((whole.text[2:5], 5), (engine.tokenizer.eos_token, end + 1)):
+        cut = draw("not said", stop)
+        assert cut.stop_reason is StopReason.STRING
+        np.testing.assert_array_equal(cut.token_ids, whole.token_ids[:num_tokens])
+        np.testing.assert_array_equal(cut.logprobs, whole.logprobs[:num_tokens])

@@ -49,7 +49,8 @@ class Speaker(ScriptedEngine):
         self.samplings.append(sampling)
         said = self.answers(self.tokenizer.decode(prompt_ids)) if callable(self.answers) else self.answers[number]
         whole = [*self.tokenizer(said, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
-        tokens = whole[: sampling.max_new_tokens]
+        stops = [n for n in range(len(whole)) if self.tokenizer.decode(whole[:n]).endswith(sampling.stop)]
+        tokens = whole[: min([sampling.max_new_tokens, *stops])]
         versions = []
         for _ in tokens:
             await self._running.wait()
@@ -61,7 +62,11 @@ class Speaker(ScriptedEngine):
             token_ids=np.array(tokens, dtype=np.int32),
             logprobs=-np.arange(len(prompt_ids), len(prompt_ids) + len(tokens), dtype=np.float32),
             spans=tuple(VersionSpan(version=version, start=i, end=i + 1) for i, version in enumerate(versions)),
-            stop_reason=StopReason.STOP if len(tokens) == len(whole) else StopReason.LENGTH,
+            stop_reason=StopReason.STOP
+            if len(tokens) == len(whole)
+            else StopReason.STRING
+            if len(tokens) in stops
+            else StopReason.LENGTH,
             text=self.tokenizer.decode(tokens, skip_special_tokens=True),
         )
 
