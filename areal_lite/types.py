@@ -127,6 +127,11 @@ class Sample:
     """The turns behind the prompt as `{"role": ..., "content": ...}`; empty for a plain completion."""
     score: Score | None = None
     """The verifier's word on it, or why it could not be generated; None before verification."""
+    prompt_ids: tuple[int, ...] = ()
+    """What it was generated behind, where that is not the data row's prompt but an agent's own."""
+    branches: tuple["Sample", ...] = ()
+    """Further ways through the same rollout, where an agent's calls are a tree: each with its own `prompt_ids`, which
+    hold all that trains elsewhere, and no score. The rollout's reward is that of every way."""
     role: ClassVar[str] = "assistant"
     """Who speaks, where it is a turn of an episode."""
     is_given: ClassVar[bool] = False
@@ -146,6 +151,10 @@ class Sample:
             raise ValueError(f"version spans must cover all {num_tokens} tokens without gaps, got {self.spans}")
         if self.spans[-1].version == GIVEN and (self.score is None or self.score.failure is None):
             raise ValueError(f"a sample must end with a token that the model produced, got a given one: {self.spans}")
+        if any(not branch.prompt_ids or branch.branches or branch.score for branch in self.branches):
+            raise ValueError(
+                "a branch must have prompt_ids of its own, no branches and no score: those are the sample's"
+            )
         if any(not 0 <= step.token < num_tokens for step in self.step_rewards):
             raise ValueError(f"step rewards must be at tokens 0..{num_tokens - 1}, got {self.step_rewards}")
 
@@ -175,7 +184,14 @@ class Sample:
             text=self.text,
             messages=self.messages,
             score=score,
+            prompt_ids=self.prompt_ids,
+            branches=self.branches,
         )
+
+    @property
+    def ways(self) -> tuple["Sample", ...]:
+        """Itself and its branches: one row of a batch each."""
+        return (self, *self.branches)
 
     @property
     def is_lost(self) -> bool:
@@ -189,8 +205,9 @@ class Sample:
 
     @property
     def oldest_version(self) -> int | None:
-        """Version of the oldest token that the model produced; None in a lost sample."""
-        return min((span.version for span in self.spans if span.version != GIVEN), default=None)
+        """Version of the oldest token that the model produced, on any way; None in a lost sample."""
+        versions = (span.version for way in self.ways for span in way.spans if span.version != GIVEN)
+        return min(versions, default=None)
 
     @property
     def step_rewards(self) -> tuple[StepReward, ...]:
@@ -227,12 +244,14 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One sample of a taken batch, with its place in the batch."""
+    """One sample of a taken batch, or one of its branches, with its place in the batch."""
 
     group_index: int
     """0..N-1, the row of `Shard.rewards`."""
     sample_index: int
     """0..G-1, the column of `Shard.rewards`."""
+    is_branch: bool = False
+    """Whether it is a further way of a rollout that has another row."""
     minibatch: int
     """Which optimiser update of the step this row belongs to."""
     prompt_token_ids: tuple[int, ...]

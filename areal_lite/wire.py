@@ -25,7 +25,7 @@ import numpy as np
 from areal_lite.errors import WireError
 from areal_lite.types import Group, Lease, Prompt, Row, Sample, Score, Shard, StepReward, VersionSpan
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """Goes up with every change of a dataclass in `types.py` or of the layout above."""
 
 ARRAY_DTYPES = ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8")

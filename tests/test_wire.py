@@ -152,13 +152,13 @@ def test_decode_restores_dataclasses(value: Any) -> None:
 
 def test_golden_bytes() -> None:
     """The layout, written out by hand from the msgpack specification; a change of it needs a new SCHEMA_VERSION."""
-    assert encode({"a": [1, None]}) == bytes.fromhex("92 05 81 a161 92 01 c0")
+    assert encode({"a": [1, None]}) == bytes.fromhex("92 06 81 a161 92 01 c0")
     row = bytes.fromhex("d6 04 0500ff7f")  # 4 bytes of the fourth dtype, <i2: 5 and 32767, low byte first
-    assert encode(np.array([5, 32767], "<i2")) == bytes.fromhex("92 05") + row
+    assert encode(np.array([5, 32767], "<i2")) == bytes.fromhex("92 06") + row
     table = bytes.fromhex("93 a33c6932 92 01 02 c404 0500ff7f")  # ["<i2", [1, 2], 4 bytes]
-    assert encode(np.array([[5, 32767]], "<i2")) == bytes.fromhex("92 05 c7") + bytes([len(table), 0]) + table
+    assert encode(np.array([[5, 32767]], "<i2")) == bytes.fromhex("92 06 c7") + bytes([len(table), 0]) + table
     step = bytes.fromhex("82 a5746f6b656e 07 a576616c7565 cb3ff0000000000000")
-    assert encode(StepReward(token=7, value=1.0)) == bytes.fromhex("92 05") + step
+    assert encode(StepReward(token=7, value=1.0)) == bytes.fromhex("92 06") + step
 
 
 def test_values_that_change_kind_on_the_way() -> None:

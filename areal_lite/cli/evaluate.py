@@ -105,6 +105,8 @@ async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) 
 async def _score(verifiers: VerifierSet, prompt: Prompt, sample: Sample | None) -> Reply:
     if sample is None:
         return failed("workflow", "")
+    if (score := sample.score) is not None:  # an agent's own
+        return Reply(score.total, parts=score.parts, metrics=score.metrics, failure=score.failure)
     (reply,) = await verifiers.score(prompt, [sample.text], messages=[sample.messages], held_out=True)
     return reply
 

@@ -166,4 +166,5 @@ def _readable_sample(sample: Sample) -> dict[str, Any]:
         "stop_reason": sample.stop_reason.value,
         "tokens": sample.num_tokens,
         "spans": [[span.version, span.start, span.end] for span in sample.spans],
+        **({"branches": [_readable_sample(branch) for branch in sample.branches]} if sample.branches else {}),
     }

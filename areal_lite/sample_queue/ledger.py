@@ -168,7 +168,7 @@ class Ledger:
                 f"expected one score per sample of {group.group_id}: {len(group.samples)}, got {len(scores)}"
             )
         samples = tuple(
-            sample if sample.is_lost else sample.scored(score)
+            sample.scored(score) if sample.score is None else sample
             for sample, score in zip(group.samples, scores, strict=True)
         )
         state, reason = decisions.verdict(samples, reject=self._settings.reject)
@@ -316,7 +316,7 @@ class Ledger:
                 f"expected {self._settings.samples_per_group} samples of {group.group_id}, got {len(samples)}: "
                 "a group is completed as a whole"
             )
-        newest = max(span.version for sample in samples for span in sample.spans)
+        newest = max(span.version for sample in samples for way in sample.ways for span in way.spans)
         if newest > self._version:
             raise ValueError(
                 f"expected tokens of versions up to {self._version} in {group.group_id}, got version {newest}: "

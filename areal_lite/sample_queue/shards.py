@@ -5,6 +5,7 @@ It decides nothing about groups; which rows go together stands in `split.py`.
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -17,7 +18,10 @@ from areal_lite.types import Group, Prompt, Row, Shard
 
 
 class ShardedBatch:
-    """A taken batch whose rows, sample by sample through the groups in order, have their minibatches and ranks."""
+    """A taken batch whose rows, sample by sample through the groups in order, have their minibatches and ranks.
+
+    The branches of a rollout are rows of its minibatch and rank.
+    """
 
     def __init__(
         self, batch: Batch, prompts: Sequence[Prompt], *, num_minibatches: int, num_ranks: int, run_seed: int
@@ -33,22 +37,31 @@ class ShardedBatch:
         """
         self.batch = batch
         self._prompts, self._num_ranks = prompts, num_ranks
-        places = [(index, place) for index, group in enumerate(batch.groups) for place in range(len(group.samples))]
-        minibatches, self._ranks = assign_rows(
-            [len(prompts[index].token_ids) + batch.groups[index].samples[place].num_tokens for index, place in places],
+        rollouts = [
+            [
+                Row(
+                    group_index=index,
+                    sample_index=place,
+                    is_branch=way is not sample,
+                    minibatch=0,
+                    prompt_token_ids=way.prompt_ids or prompts[index].token_ids,
+                    sample=way,
+                )
+                for way in sample.ways
+            ]
+            for index, group in enumerate(batch.groups)
+            for place, sample in enumerate(group.samples)
+        ]
+        minibatches, ranks = assign_rows(
+            [sum(len(row.prompt_token_ids) + row.sample.num_tokens for row in rows) for rows in rollouts],
             num_minibatches=num_minibatches,
             num_ranks=num_ranks,
             seed=zlib.crc32(f"{run_seed}/{batch.version}".encode()),
         )
         self._rows = [
-            Row(
-                group_index=index,
-                sample_index=place,
-                minibatch=minibatch,
-                prompt_token_ids=prompts[index].token_ids,
-                sample=batch.groups[index].samples[place],
-            )
-            for (index, place), minibatch in zip(places, minibatches, strict=True)
+            (rank, replace(row, minibatch=minibatch))
+            for rows, minibatch, rank in zip(rollouts, minibatches, ranks, strict=True)
+            for row in rows
         ]
 
     def info(self) -> BatchInfo:
@@ -87,7 +100,7 @@ class ShardedBatch:
             rank=rank,
             version=self.batch.version,
             rewards=np.array(rewards_NG, dtype=np.float32),
-            rows=tuple(row for row, owner in zip(self._rows, self._ranks, strict=True) if owner == rank),
+            rows=tuple(row for owner, row in self._rows if owner == rank),
             has_step_rewards=any(sample.step_rewards for group in self.batch.groups for sample in group.samples),
         )
 

@@ -219,7 +219,8 @@ def _of_rows(values_NG: Tensor, batch: PolicyBatch) -> Tensor:
 
 
 def _over_ranks(values_B: Tensor, batch: PolicyBatch) -> Tensor:
-    """Put every rank's rows, [B] or [B, K], into one [N, G] or [N, G, K] float64 tensor; collective."""
+    """Put every rank's rows but branches, [B] or [B, K], into one [N, G] or [N, G, K] float64 tensor; collective."""
     values_NG = values_B.new_zeros(batch.rewards_NG.shape + values_B.shape[1:], dtype=torch.float64)
-    values_NG[batch.groups_B, batch.samples_B] = values_B.double()
+    firsts_B = batch.firsts_B
+    values_NG[batch.groups_B[firsts_B], batch.samples_B[firsts_B]] = values_B[firsts_B].double()
     return sum_over_ranks(values_NG)

@@ -115,6 +115,8 @@ class PolicyBatch:
     """[B] int64, the row of `rewards_NG`."""
     samples_B: Tensor
     """[B] int64, the column of `rewards_NG`."""
+    firsts_B: Tensor
+    """[B] booleans: not a branch, so that it stands for its rollout in its group."""
     lengths_B: Tensor
     """[B] int64 completion tokens."""
 
@@ -145,6 +147,7 @@ class PolicyBatch:
             rewards_NG=rewards_NG,
             groups_B=groups_B,
             samples_B=samples_B,
+            firsts_B=torch.tensor([not row.is_branch for row in shard.rows], dtype=torch.bool).to(device),
             lengths_B=torch.tensor(rows.output_lengths, dtype=torch.int64).to(device),
         )
 

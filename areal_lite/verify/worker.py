@@ -79,14 +79,15 @@ class VerifierWorker(LeaseWorker):
         self._events.emit("verify", group_id=group.group_id, start=start, end=time.time(), failures=failures)
 
     async def _scores(self, group: Group) -> list[Score]:
+        # Lost samples have a score, and those that an agent has scored.
+        samples = [sample for sample in group.samples if sample.score is None]
         replies = await self._pool.score(
-            group.prompt,
-            [sample.text for sample in group.samples],
-            messages=[sample.messages for sample in group.samples],
+            group.prompt, [sample.text for sample in samples], messages=[sample.messages for sample in samples]
         )
 
         def scores() -> list[Score]:
-            return [score_of(*pair, self._decode) for pair in zip(replies, group.samples, strict=True)]
+            found = iter([score_of(*pair, self._decode) for pair in zip(replies, samples, strict=True)])
+            return [sample.score or next(found) for sample in group.samples]
 
         # The first step loads a tokenizer: heartbeats and deadlines must not wait for that.
         has_steps = any(reply.step_rewards for reply in replies)

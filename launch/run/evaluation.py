@@ -84,23 +84,27 @@ class Evaluations:
         done = [(prompt, sample) for prompt, sample in pairs if sample is not None]
         self._done, self._num_failed = done, len(pairs) - len(done)
         name, verifier = next(iter(self._cluster.verifiers.items()))
-        prompts, samples = [prompt for prompt, _ in done], [sample for _, sample in done]
+        unscored = [(prompt, sample) for prompt, sample in done if sample.score is None]  # an agent may have scored it
+        prompts, samples = [prompt for prompt, _ in unscored], [sample for _, sample in unscored]
         texts, messages = [sample.text for sample in samples], [sample.messages for sample in samples]
         return Calls({name: verifier.score.remote(prompts, texts, messages)})
 
     def _result(self, done: list[tuple[Prompt, Sample]], scores: list[Score]) -> dict[str, Any]:
         by_source: dict[str, list[float]] = {}
-        for (prompt, _), score in zip(done, scores, strict=True):
-            if score.reward is not None:
-                by_source.setdefault(prompt.prompt_id.partition("/")[0], []).append(score.reward)
+        found = iter(scores)
+        for prompt, sample in done:
+            if (reward := (sample.score or next(found)).total) is not None:
+                by_source.setdefault(prompt.prompt_id.partition("/")[0], []).append(reward)
         rewards = [reward for part in by_source.values() for reward in part]
         return {
             "step": self._step,
             "accuracy": sum(rewards) / len(rewards) if rewards else 0.0,
             "by_source": {source: sum(part) / len(part) for source, part in sorted(by_source.items())},
             "problems": len(rewards),
-            "failures": self._num_failed + len(scores) - len(rewards),
-            "versions": sorted({s.version for _, sample in done for s in sample.spans if s.version != GIVEN}),
+            "failures": self._num_failed + len(done) - len(rewards),
+            "versions": sorted(
+                {s.version for _, sample in done for way in sample.ways for s in way.spans if s.version != GIVEN}
+            ),
         }
 
 

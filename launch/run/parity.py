@@ -12,8 +12,10 @@ from areal_lite.types import Group, Prompt
 
 def stored_sequences(groups: Iterable[Group], limit: int) -> list[tuple[list[int], list[int]]]:
     """Return token ids of prompt and completion of the first samples."""
-    samples = [(group.prompt.token_ids, sample.token_ids) for group in groups for sample in group.samples]
-    return [(list(prompt), output.tolist()) for prompt, output in samples[:limit]]
+    ways = [
+        (way.prompt_ids or group.prompt.token_ids, way) for group in groups for s in group.samples for way in s.ways
+    ]
+    return [(list(prompt), way.token_ids.tolist()) for prompt, way in ways[:limit]]
 
 
 def prompt_sequences(prompts: Iterable[Prompt], limit: int) -> list[tuple[list[int], list[int]]]:

@@ -1,6 +1,7 @@
 """The verifier worker against a fake queue that writes down what happened."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -135,6 +136,33 @@ def test_groups_are_leased_scored_and_completed_with_real_processes():
     assert completed == {f"lease-{n}": [Score(reward=1.0), Score(reward=0.0)] for n in range(5)}
     assert [event["kind"] for event in events] == ["verify"] * len(events)
     assert gauges["calls"] == 10
+
+
+def test_a_sample_that_has_a_score_keeps_it():
+    """An agent's own word, and why a sample is lost. Seen failing with all samples given to the verifier."""
+
+    async def scenario():
+        lease = make_lease(0, texts=("#2", "#3", "#2"))
+        own = Score(reward=0.25, parts={"brief": 0.25})
+        first, second, third = lease.group.samples
+        samples = (first.scored(own), second, third.scored(Score(failure="workflow:ValueError")))
+        lease = replace(lease, group=replace(lease.group, samples=samples))
+        pool = VerifierSet(VerifierConfig(function="last_number", timeout_s=20.0))
+        client = FakeQueue([lease])
+        worker, _ = make_worker(client, pool)
+        await pool.start()
+        try:
+            running = asyncio.create_task(worker.run())
+            await client.until(lambda queue: queue.completed)
+            await worker.stop()
+            await running
+        finally:
+            await pool.close()
+        return client.completed["lease-0"], worker.gauges()["calls"], own
+
+    scores, calls, own = run(scenario)
+    assert scores == [own, Score(reward=0.0), Score(failure="workflow:ValueError")]
+    assert calls == 1
 
 
 def test_events_tell_group_times_and_failures():
