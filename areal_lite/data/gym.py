@@ -63,7 +63,7 @@ def _create(settings: GymConfig, *, seed: int, size: int, where: str) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"{where}.source=reasoning_gym needs the package reasoning-gym, it cannot be imported ({error}): "
-            "pip install 'areal-lite[gym]'"
+            "pip install reasoning-gym"
         ) from error
     if settings.dataset not in DATASETS:
         raise ConfigError(

@@ -252,7 +252,7 @@ def _scorer(family: str) -> Callable[[str, Any], float]:
     try:
         from reasoning_gym.factory import get_score_answer_fn
     except ImportError as error:
-        raise PluginError("the verifier reasoning_gym needs the package: pip install 'areal-lite[gym]'") from error
+        raise PluginError("the verifier reasoning_gym needs the package: pip install reasoning-gym") from error
     try:
         score: Callable[[str, Any], float] = get_score_answer_fn(family)
     except ValueError as error:

@@ -91,7 +91,7 @@ def _client(job: Job) -> Any:
         return JobSubmissionClient(job.profile.ray.jobs)
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
-            f"Ray jobs need ray[default] here and on the cluster, got {error}: pip install 'areal-lite[jobs]', or use "
+            f"Ray jobs need ray[default] here and on the cluster, got {error}: pip install 'ray[default]', or use "
             "ray.address on a node of the cluster"
         ) from error
     except ConnectionError as error:

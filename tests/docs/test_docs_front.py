@@ -1,5 +1,6 @@
 """README and all pages: links, paths, commands and figures hold; the front door stays short."""
 
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -75,11 +76,37 @@ def test_no_table_is_wider_than_seven_columns(page: Path) -> None:
     assert max(widths, default=0) <= 7
 
 
+def typed(page: Path) -> list[str]:
+    """All blocks of a page, those that are set in too, with long lines joined."""
+    text = page.read_text().replace("\\\n", " ")
+    return [*FENCE.findall(text), *re.findall(r"^ {4}(\S.*)$", text, flags=re.MULTILINE)]
+
+
+@named()
+def test_a_program_that_a_page_types_is_there(page: Path) -> None:
+    """Those of areal-lite are tried below. Seen failing with `vllm serve`, and with areal-lite wanted of an index."""
+    lines = [line for block in typed(page) for line in block.splitlines()]
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    for line in [line for line in lines if re.match(r"(make|pip|python|\.venv/bin/python|vllm) ", line)]:
+        program, first, *words = shlex.split(line, comments=True)
+        if program == "make":
+            assert first in targets, line
+        elif program == "pip":
+            assert first in ("install", "uninstall"), line
+            assert not any(word.startswith("areal-lite") for word in words), line
+        elif first == "-m":
+            package, *inner = words[0].split(".")
+            spec = importlib.util.find_spec(package)
+            assert spec is not None
+            assert Path(str(spec.origin)).parent.joinpath(*inner).with_suffix(".py").exists() or not inner, line
+        else:
+            assert (ROOT / first).is_file(), line
+
+
 def commands() -> list[tuple[str, str]]:
     found = []
     for page in PAGES:
-        for block in FENCE.findall(page.read_text()):
-            text = block.replace("\\\n", " ")
+        for text in typed(page):
             found += [(page.stem, words.strip().rstrip(";").split("; done")[0]) for words in COMMAND.findall(text)]
         found += [(page.stem, words.strip()) for words in re.findall(r"`areal-lite ([^`\n]+)`", page.read_text())]
     return sorted({(stem, words) for stem, words in found if "<" not in words})

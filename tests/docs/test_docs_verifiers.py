@@ -41,7 +41,7 @@ ROWS = [
     {"question": "What is 9*9*9?", "answer": "#### 729", "level": 5},
 ]
 SPLITS: tuple[Literal["train"], Literal["eval"]] = ("train", "eval")
-SHOWN_ONLY = {"vllm"}
+SHOWN_ONLY = {"python"}
 """Commands that serve for ever; `JudgingHandler` stands for this one, and the judge's own tests start it."""
 
 
