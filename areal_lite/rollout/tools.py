@@ -16,21 +16,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from areal_lite.rollout.episode import EpisodeEngine, Turn
-from areal_lite.rollout.workflows import call, checked_by, converse, named
+from areal_lite.rollout.workflows import call, check_limits, checked_by, converse, named
 
 _CALL = re.compile(r"<tool>\s*(\w+)\s*\((.*?)\)\s*</tool>", re.DOTALL)
 
 Functions = Mapping[str, Callable[..., Any]]
 
 
-def _find_functions(*, functions: Sequence[str], max_turns: int = 8, max_characters: int = 2000) -> Functions:
+def _find_functions(*, functions: Sequence[str], max_characters: int = 2000, **limits: Any) -> Functions:
+    check_limits(**limits)
     if isinstance(functions, str) or not functions:
         raise ValueError(f"functions must be a list of names, module:function or path.py:function, got {functions!r}")
     found = {name.rpartition(":")[2]: named(name, kind="tool") for name in functions}
     if len(found) < len(functions):
         raise ValueError(f"every function needs a name of its own for the model to call, got {list(functions)}")
-    if max_turns < 1 or max_characters < 1:
-        raise ValueError(f"max_turns and max_characters must be at least 1, got {max_turns} and {max_characters}")
+    if max_characters < 1:
+        raise ValueError(f"max_characters must be at least 1, got {max_characters}")
     return found
 
 
@@ -40,8 +41,8 @@ async def tools(
     row: Mapping[str, Any],
     *,
     functions: Sequence[str],
-    max_turns: int = 8,
     max_characters: int = 2000,
+    **limits: Any,
 ) -> list[Turn]:
     """Let the model call functions until it answers without a call.
 
@@ -52,15 +53,16 @@ async def tools(
     Args:
         functions: `module:function` or `path.py:function`; the model calls them by the part behind the colon.
         max_characters: Longest result shown; the rest of a longer one is cut off.
+        limits: As `converse` takes them; with `stop: "</tool>"` no result can be made up in the turn of its call.
     """
-    found = _find_functions(functions=functions, max_turns=max_turns, max_characters=max_characters)
+    found = _find_functions(functions=functions)
 
     async def answer(messages: Sequence[Mapping[str, str]]) -> tuple[str, bool]:
         calls = _CALL.findall(messages[-1]["content"])
         replies = [await _result(engine, found, name, written, max_characters) for name, written in calls]
         return "\n".join(replies), not calls
 
-    return await converse(engine, answer=answer, max_turns=max_turns)
+    return await converse(engine, answer=answer, **limits)
 
 
 async def _result(engine: EpisodeEngine, functions: Functions, name: str, written: str, max_characters: int) -> str:

@@ -8,7 +8,7 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -40,22 +40,31 @@ async def single_turn(engine: EpisodeEngine, row: Mapping[str, Any]) -> list[Tur
     return [await engine.generate(engine.prompt_ids)]
 
 
-def _find_step(*, step: str | Step, max_turns: int = 8) -> Step:
-    if max_turns < 1:
-        raise ValueError(f"max_turns must be at least 1, got {max_turns}")
+def check_limits(*, max_turns: int = 8, max_turn_tokens: int | None = None, stop: str | Sequence[str] = ()) -> None:
+    """Check what `converse` takes.
+
+    Raises:
+        ValueError: A limit below 1, or a stop string that is empty.
+    """
+    if max_turns < 1 or (max_turn_tokens is not None and max_turn_tokens < 1):
+        raise ValueError(f"max_turns and max_turn_tokens must be at least 1, got {max_turns} and {max_turn_tokens}")
+    if not all((stop,) if isinstance(stop, str) else stop):
+        raise ValueError(f"stop must be texts of at least one character, got {stop!r}")
+
+
+def _find_step(*, step: str | Step, **limits: Any) -> Step:
+    check_limits(**limits)
     return named(step, kind="environment") if isinstance(step, str) else step
 
 
 @checked_by(_find_step)
-async def multi_turn(
-    engine: EpisodeEngine, row: Mapping[str, Any], *, step: str | Step, max_turns: int = 8
-) -> list[Turn]:
+async def multi_turn(engine: EpisodeEngine, row: Mapping[str, Any], *, step: str | Step, **limits: Any) -> list[Turn]:
     """Let the model and an environment speak in turns.
 
-    The episode ends when the environment is done (its last words are not kept), after `max_turns` turns of the model's
-    (the environment is not asked again), when a turn was cut off, and when a reply leaves no room for an answer.
+    The episode ends when the environment is done (its last words are not kept), and as `converse` says.
 
     Args:
+        limits: As `converse` takes them.
         step: `step(messages, row) -> (reply, done)`, or its name, `module:function` or `path.py:function`. Messages are
             the turns so far, without the prompt: `{"role": "assistant" | "environment", "content": text}`. A sync
             function runs in a thread of its own; one that never returns keeps its thread after the deadline.
@@ -64,26 +73,39 @@ async def multi_turn(
         TimeoutError: A step took longer than `rollout.turn_timeout_s`.
         TypeError: A step returned something else.
     """
-    function = _find_step(step=step, max_turns=max_turns)
+    function = _find_step(step=step)
 
     async def answer(messages: list[dict[str, str]]) -> tuple[str, bool]:
         return _reply(await engine.in_time(call(function, messages, row)))
 
-    return await converse(engine, answer=answer, max_turns=max_turns)
+    return await converse(engine, answer=answer, **limits)
 
 
 async def converse(
     engine: EpisodeEngine,
     *,
     answer: Callable[[list[dict[str, str]]], Awaitable[tuple[str, bool]]],
-    max_turns: int,
+    max_turns: int = 8,
+    max_turn_tokens: int | None = None,
+    stop: str | Sequence[str] = (),
 ) -> list[Turn]:
-    """Alternate between the model and `answer(messages) -> (reply, done)`, which keeps its own deadlines."""
+    """Alternate between the model and `answer(messages) -> (reply, done)`, which keeps its own deadlines.
+
+    The episode ends when the answer is done, after the model's last turn, when there was no room for the whole of a
+    turn, and when a reply leaves no room for an answer.
+
+    Args:
+        max_turns: Turns of the model's; the environment is not asked behind the last.
+        max_turn_tokens: Of a turn of the model's; the environment answers one that was cut off there. None = all the
+            room there is.
+        stop: Texts that end a turn of the model's; they stay in it.
+    """
     turns: list[Turn] = []
     context = list(engine.prompt_ids)
     for number in range(1, max_turns + 1):
-        turns.append(own := await engine.generate(context))
-        if own.stop_reason is StopReason.LENGTH or engine.room == 0 or number == max_turns:
+        turns.append(own := await engine.generate(context, max_new_tokens=max_turn_tokens, stop=stop))
+        no_room = own.stop_reason is StopReason.LENGTH and own.num_tokens != max_turn_tokens
+        if no_room or engine.room == 0 or number == max_turns:
             break
         reply, done = await answer(messages_of(turns))
         if done:

@@ -11,7 +11,7 @@ import pytest
 from episode_builders import TOKENIZER, UNCUT, Speaker, given_mask, ids, load, make_prompt, play, run, spans_of
 from scripted_engine import ScriptedEngine
 
-from areal_lite.errors import EngineError, EpisodeError
+from areal_lite.errors import EngineError, EpisodeError, PluginError
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.runner import Workflows
 from areal_lite.types import StopReason
@@ -30,9 +30,8 @@ async def done_at_c(messages: Messages, row: Mapping[str, Any]) -> tuple[str, bo
     return "?" * len(messages), messages[-1]["content"] == "c"
 
 
-def talk(step: str = "larger", **rollout: Any) -> Workflows:
-    arguments = {"step": f"{HERE}:{step}", "max_turns": rollout.pop("max_turns", 3)}
-    return load("multi_turn", arguments=arguments, **rollout)
+def talk(step: str = "larger", **limits: Any) -> Workflows:
+    return load("multi_turn", arguments={"step": f"{HERE}:{step}", "max_turns": 3, **limits})
 
 
 # --- tokens, log-probabilities and versions ---
@@ -169,6 +168,30 @@ def test_a_turn_that_is_cut_off_ends_the_episode() -> None:
     assert [sampling.max_new_tokens for sampling in engine.samplings] == [10, 4]
     assert sample.token_ids.tolist() == ids("abc$>>defg")
     assert sample.stop_reason is StopReason.LENGTH
+
+
+def test_a_turn_may_have_a_limit_of_its_own_and_stop_strings() -> None:
+    """Behind either the environment speaks. Seen failing with the episode ended at the limit of a turn."""
+    sample = play(Speaker(["abcdefgh", "i;j", "k"]), talk(max_turn_tokens=4, stop=["c;", ";"]))
+    assert sample.token_ids.tolist() == ids("abcd>>i;>>k$")
+    assert (sample.messages[2]["content"], sample.stop_reason) == ("i;", StopReason.STOP)
+    sample = play(Speaker(["abc;"]), talk(max_turn_tokens=8, max_turns=1, stop=";"))
+    assert (sample.text, sample.stop_reason) == ("abc;", StopReason.STRING)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_turns": 0}, "at least 1, got 0 and None"),
+        ({"max_turn_tokens": 0}, "at least 1, got 3 and 0"),
+        ({"stop": ["a", ""]}, r"at least one character, got \['a', ''\]"),
+        ({"max_tokens": 3}, "unexpected keyword argument 'max_tokens'"),
+    ],
+)
+def test_limits_of_turns_are_checked_at_the_start(limits: dict[str, Any], message: str) -> None:
+    """Seen failing with the limits looked at in the episode."""
+    with pytest.raises(PluginError, match=message):
+        talk(**limits)
 
 
 @pytest.mark.parametrize("limit", [5, 6])
