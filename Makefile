@@ -36,6 +36,7 @@ test: setup ## run the tests (ARGS="-k ledger" for some of them)
 	[ -x /usr/sbin/sshd ] || leave sshd "sshd is missing: apt-get install openssh-server"; \
 	{ command -v slurmctld && command -v munged; } >/dev/null || leave slurm "Slurm is missing: apt-get install slurm-wlm munge"; \
 	$(PYTHON) -c "import reasoning_gym" 2>/dev/null || leave gym "reasoning-gym is missing: see .venv/setup.log"; \
+	$(PYTHON) -c "import wandb, mlflow" 2>/dev/null || leave trackers "pip install wandb mlflow-skinny"; \
 	{ command -v chromium || command -v google-chrome; } >/dev/null && command -v chromedriver >/dev/null || \
 	leave browser "Chromium or its chromedriver is missing: apt-get install chromium chromium-driver"; \
 	[ -n "$$AREAL_LITE_GSM8K_DIR" ] || leave data "AREAL_LITE_GSM8K_DIR names no folder with the GSM8K files"; \

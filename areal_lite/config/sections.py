@@ -36,6 +36,8 @@ class RunConfig(Section):
     """newest checkpoints kept on disk"""
     report: bool = True
     """write report.html at the end; areal-lite report makes it at any time"""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    """where else figures, samples and recipe are shown, through packages of their own"""
     log_samples: int = Field(2, ge=0)
     """groups of each batch written to samples.jsonl"""
     stall_timeout_s: float = Field(120.0, gt=0)

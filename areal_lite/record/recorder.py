@@ -1,4 +1,4 @@
-"""What every kind of run writes: rows with TensorBoard beside them, events, and the summary."""
+"""What every kind of run writes: rows with trackers beside them, events, and the summary."""
 
 import contextlib
 import functools
@@ -7,7 +7,7 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from areal_lite.node import package_versions
 from areal_lite.record.metrics import OFFLINE_METRICS, Metric
 from areal_lite.record.prometheus import PrometheusPage
 from areal_lite.record.run_folder import RunFolder
+from areal_lite.record.trackers import Tracker, open_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +28,6 @@ class Recorder:
     """The part that does not depend on the kind of run."""
 
     def __init__(self, folder: RunFolder, metrics: Iterable[Metric], run: RunConfig) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         self._folder, self._metrics = folder, metrics
         self._page: PrometheusPage | None = None
         if run.prometheus_port is not None:
@@ -45,7 +44,7 @@ class Recorder:
             for event in evaluations
         }
         """Figures over the held-out rows, by completed steps."""
-        self._board = SummaryWriter(str(folder.path / "tensorboard"), purge_step=last["step"] + 1)
+        self._trackers = open_trackers(run.trackers, folder.path, next_step=int(last["step"]) + 1)
 
     def feed(self, events: Sequence[Event]) -> None:
         """Write events down."""
@@ -57,19 +56,23 @@ class Recorder:
         row = {name: _finite(value) for name, value in (times | figures).items()}
         self.rows.append(row)
         self._folder.append("metrics.jsonl", [row])
-        with _going_on():
-            self._draw(row)
+        self._track(lambda tracker: tracker.show(step, dict(self._scalars(row))))
         if self._page is not None:
             self._page.show(row)
         return row
 
-    def _draw(self, row: Mapping[str, Any]) -> None:
+    def _track(self, show: Callable[[Tracker], None]) -> None:
+        for tracker in self._trackers:
+            with _going_on(Exception):  # of packages that know networks and servers
+                show(tracker)
+
+    def _scalars(self, row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         for metric in self._metrics:
             value = row.get(metric.name) if metric.board else None
             scalars = {f"/{name}": part for name, part in value.items()} if isinstance(value, Mapping) else {"": value}
             for name, scalar in scalars.items():
                 if scalar is not None:
-                    self._board.add_scalar(metric.tag + name, scalar, row["step"])
+                    yield metric.tag + name, float(scalar)
 
     def sum_up(self, status: str, figures: Mapping[str, Any]) -> dict[str, Any]:
         """Write `summary.json` and `trace.json`, and return the summary."""
@@ -89,9 +92,8 @@ class Recorder:
         return content
 
     def close(self) -> None:
-        """Let go of TensorBoard's file and the page's port."""
-        with _going_on():
-            self._board.close()
+        """Let go of the trackers and the page's port."""
+        self._track(lambda tracker: tracker.close())
         if self._page is not None:
             self._page.close()
 
@@ -131,11 +133,11 @@ def mean_of_ends(rows: Sequence[Mapping[str, Any]], key: str, name: str) -> dict
 
 
 @contextlib.contextmanager
-def _going_on() -> Iterator[None]:
+def _going_on(kind: type[Exception] = OSError) -> Iterator[None]:
     """What people read of a run may fail to be written; that ends no run."""
     try:
         yield
-    except OSError as error:
+    except kind as error:
         logger.warning("the run goes on without what could not be written: %s", error)
 
 

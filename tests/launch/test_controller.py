@@ -375,7 +375,7 @@ def test_a_full_disk_ends_no_run_before_its_end(
     offline._config = offline._config.model_copy(update={"run": offline._config.run.model_copy(update=changed)})
     ranks: Any = offline._ranks
     vars(ranks)["ask"] = ask
-    vars(offline._recorder._board)["add_scalar"] = fail
+    vars(offline._recorder._trackers[0])["show"] = fail
     vars(offline._view._console.file)["_stream"] = SimpleNamespace(write=fail, flush=fail, isatty=lambda: False)
     for name in ("metrics.jsonl", ".summary.json.tmp"):
         (tmp_path / "run" / name).symlink_to("/dev/full")

@@ -1,0 +1,114 @@
+"""Where else the figures of a run are shown, each through its own package: `run.trackers`.
+
+A run that is resumed, or goes back, goes on in the same place there. Accounts, servers and projects are the packages'
+own settings (`WANDB_PROJECT`, `WANDB_MODE`, `MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME`).
+"""
+
+import importlib.util
+import json
+import os
+import uuid
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from areal_lite.errors import ConfigError
+
+Sample = tuple[int, str, str, str, float | None]
+"""Step, prompt, answer, completion and reward."""
+_COLUMNS = ("step", "prompt", "answer", "completion", "reward")
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
+
+
+class Tracker(Protocol):
+    """One place."""
+
+    def show(self, step: int, figures: Mapping[str, float]) -> None:
+        """Add a step's figures, by `group/name`."""
+
+    def show_samples(self, samples: Iterable[Sample]) -> None:
+        """Add some samples of a batch, as a table."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+def open_trackers(names: Iterable[str], folder: Path, *, next_step: int) -> list[Tracker]:
+    """Open what `run.trackers` names for a run folder with its `config.json`; a `ConfigError` where one cannot be."""
+    kinds: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _MlFlow}
+    trackers = []
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"run.trackers={name} needs a package that is not here: pip install {_PACKAGES[name]}")
+        try:
+            trackers.append(kinds[name](folder, next_step))
+        except Exception as error:  # the packages' own, of many kinds
+            raise ConfigError(
+                f"run.trackers={name} must let the run in, got {type(error).__name__}: {error}"
+            ) from error
+    return trackers
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, next_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=next_step)
+
+    def show(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._board.add_scalar(name, value, step)
+
+    def show_samples(self, samples: Iterable[Sample]) -> None:
+        pass
+
+    def close(self) -> None:
+        self._board.close()
+
+
+class _Wandb:
+    """Figures stand over the trainer's steps: wandb's own only grow, and a run may go back."""
+
+    def __init__(self, folder: Path, next_step: int) -> None:
+        import wandb
+
+        self._table, number = wandb.Table, folder / "wandb-id"
+        if not number.is_file():
+            number.write_text(uuid.uuid4().hex[:12])
+        project = os.environ.get("WANDB_PROJECT", "areal-lite")
+        known: dict[str, Any] = {"project": project, "name": folder.name, "id": number.read_text(), "dir": str(folder)}
+        self._run = wandb.init(**known, resume="allow", config=json.loads((folder / "config.json").read_text()))
+        self._run.define_metric("*", step_metric="step")
+
+    def show(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log({**figures, "step": step})
+
+    def show_samples(self, samples: Iterable[Sample]) -> None:
+        self._run.log({"samples": self._table(columns=list(_COLUMNS), data=list(map(list, samples)))})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _MlFlow:
+    def __init__(self, folder: Path, next_step: int) -> None:
+        import mlflow
+
+        self._client, number = mlflow.MlflowClient(), folder / "mlflow-id"
+        if not number.is_file():
+            title = os.environ.get("MLFLOW_EXPERIMENT_NAME", "areal-lite")
+            run = self._client.create_run(mlflow.set_experiment(title).experiment_id, run_name=folder.name)
+            number.write_text(run.info.run_id)
+        self._id = number.read_text()
+        self._client.log_artifact(self._id, str(folder / "config.json"))
+
+    def show(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._client.log_metric(self._id, name, value, step=step)
+
+    def show_samples(self, samples: Iterable[Sample]) -> None:
+        columns: Any = zip(*samples, strict=True)
+        self._client.log_table(self._id, dict(zip(_COLUMNS, map(list, columns), strict=False)), "samples.json")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)

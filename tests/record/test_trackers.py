@@ -1,0 +1,113 @@
+"""Where figures are shown beside the run folder, each place through its own package, without a network."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ledger_builders import make_sample
+from run_folders import new_run_folder
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from areal_lite.config.recipe import parse_config
+from areal_lite.errors import ConfigError
+from areal_lite.record import recorder as recorder_module
+from areal_lite.record.online_recorder import OnlineRecorder
+from areal_lite.record.run_folder import RunFolder
+from areal_lite.record.trackers import open_trackers
+from areal_lite.types import Group, Prompt
+
+STATS = {"age_histogram": {0: 3}, "reward_mean": 0.5, "tokens_trained": 3}
+GROUP = Group(
+    group_id="g#0",
+    prompt=Prompt(prompt_id="g", text="1+1=?", token_ids=(1,), answer="2", row={}),
+    samples=(make_sample(),),
+)
+
+
+def recorder(folder: Path, *trackers: str) -> OnlineRecorder:
+    config = parse_config({"run": {"dir": str(folder / "run"), "trackers": trackers}})
+    run = RunFolder(folder / "run")
+    return OnlineRecorder(config, run if (run.path / "config.json").is_file() else new_run_folder(config))
+
+
+def two_steps(folder: Path, *trackers: str) -> None:
+    """Of which the second comes after a resume."""
+    for step in (1, 2):
+        written = recorder(folder, *trackers)
+        written.step(STATS, step=step, tokens_generated=3, ledger={}, trainer_wait_s=1.0, train_s=1.0, publish_s=1.0)
+        written.samples(step, [GROUP])
+        written.close()
+
+
+def test_tensorboard_is_one_of_them_and_may_be_left_out(tmp_path: Path) -> None:
+    """Seen failing with the steps left out."""
+    two_steps(tmp_path, "tensorboard")
+    board = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in board.Scalars("reward/reward_mean")] == [(1, 0.5), (2, 0.5)]
+    two_steps(tmp_path / "without")
+    assert not (tmp_path / "without" / "run" / "tensorboard").exists()
+
+
+def test_one_that_fails_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Seen failing with the errors of files alone caught."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no server")
+
+    place = SimpleNamespace(show=fail, show_samples=fail, close=fail)
+    monkeypatch.setattr(recorder_module, "open_trackers", lambda *_, **__: [place])
+    with caplog.at_level(logging.WARNING):
+        two_steps(tmp_path)
+    assert "no server" in caplog.text
+    assert len(RunFolder(tmp_path / "run").read("metrics.jsonl")) == 2
+
+
+def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"run.trackers=mlflow needs a package .*: pip install mlflow-skinny$"):
+        open_trackers(["mlflow"], tmp_path, next_step=1)
+
+
+@pytest.fixture
+def mlflow_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    import mlflow
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri(f"file://{tmp_path}/store")
+    yield mlflow.MlflowClient()
+    mlflow.set_tracking_uri(None)
+
+
+@pytest.mark.trackers
+def test_a_resumed_run_is_one_of_mlflow(tmp_path: Path, mlflow_store: Any) -> None:
+    """Its figures by group, its samples as one table, its recipe. Seen failing with a new run for each start."""
+    two_steps(tmp_path, "mlflow")
+    (experiment,) = mlflow_store.search_experiments(filter_string="name = 'areal-lite'")
+    (run,) = mlflow_store.search_runs([experiment.experiment_id])
+    assert run.info.run_name == "run"
+    history = mlflow_store.get_metric_history(run.info.run_id, "reward/reward_mean")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 0.5), (2, 0.5)]
+    assert {found.path for found in mlflow_store.list_artifacts(run.info.run_id)} == {"config.json", "samples.json"}
+    table = json.loads(
+        Path(mlflow_store.download_artifacts(run.info.run_id, "samples.json", str(tmp_path))).read_text()
+    )
+    assert [row[:2] for row in table["data"]] == [[1, "1+1=?"], [2, "1+1=?"]]
+
+
+@pytest.mark.trackers
+def test_a_resumed_run_is_one_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline, as `WANDB_MODE` says: two files of the same run. Seen failing with a new id for each start."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    two_steps(tmp_path, "wandb")
+    number = (tmp_path / "run" / "wandb-id").read_text()
+    written = list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    assert [path.name for path in written] == [f"run-{number}.wandb"] * len(written)
+    assert written
+    assert any(b"reward/reward_mean" in path.read_bytes() for path in written)
