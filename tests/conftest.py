@@ -1,5 +1,6 @@
 """One thread for torch, and one Ray for all integration tests."""
 
+import gc
 import logging
 import os
 import re
@@ -14,6 +15,7 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 # Read when torch is imported, here and in every process that a test starts. Two threads on these tiny matrices, beside
 # other processes, spend their time waiting for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+gc.set_threshold(10_000)  # torch, transformers and vLLM are imported in less time
 
 
 # A busy machine is no failure: no example has to be quick.
@@ -52,6 +54,7 @@ def ray_cluster() -> Iterator[None]:
     """A private Ray, started when the first test asks for it."""
     import ray
 
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # as a run does
     ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()

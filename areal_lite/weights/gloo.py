@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch.distributed import AllreduceOptions, ProcessGroupGloo, ReduceOp, TCPStore  # type: ignore[attr-defined]
@@ -32,13 +32,14 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from areal_lite.errors import HandoverError
 from areal_lite.network import address_towards
 from areal_lite.train.distributed import open_store
 from areal_lite.weights.adapter import StagedAdapter
-from areal_lite.weights.prepared import PreparedWeights, is_plain
+
+if TYPE_CHECKING:
+    from areal_lite.weights.prepared import PreparedWeights
 
 _BUCKET_BYTES = 256 * 2**20
 """Largest single broadcast; gloo's own limit is 2 GiB."""
@@ -128,6 +129,8 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         Raises:
             HandoverError: Layers of the model would be loaded wrongly, in silence.
         """
+        from areal_lite.weights.prepared import is_plain  # as below: of no use to a trainer, and takes a second or two
+
         if lost := [] if is_plain(self.model) else _packed_once(self.model):
             raise HandoverError(
                 f"an engine's layers must take new weights, but vLLM packs the experts of {len(lost)} layers as it "
@@ -178,6 +181,8 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         self, group: ProcessGroupGloo, metadata: list[ParamMeta], info: GlooUpdateInfo, receiving: Future[None]
     ) -> None:
         """Consumes one broadcast, produces `_staged` and the acknowledgement; bounded by the group's timeout."""
+        from areal_lite.weights.prepared import PreparedWeights, is_plain
+
         try:
             flat = torch.empty(sum(map(_size_bytes, metadata)), dtype=torch.uint8)
             _broadcast(group, flat)
@@ -222,10 +227,12 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     def _reload(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Load layer by layer as vLLM does, which takes longer, but knows every kind of layer."""
+        from vllm.model_executor.model_loader import reload
+
         expected = {name for name, _ in self.model.named_parameters()}
-        initialize_layerwise_reload(self.model)
+        reload.initialize_layerwise_reload(self.model)
         loaded = self.model.load_weights(weights)
-        finalize_layerwise_reload(self.model, self.model_config)
+        reload.finalize_layerwise_reload(self.model, self.model_config)
         if missing := expected - set(loaded):
             self._known = None
             raise HandoverError(f"{len(missing)} engine parameters were not sent: {sorted(missing)[:5]}")

@@ -4,6 +4,7 @@ vLLM calls `register` in every process it starts (entry point `vllm.general_plug
 engine-core process knows them as well.
 """
 
+import gc
 import multiprocessing
 import os
 import threading
@@ -23,14 +24,15 @@ def register() -> None:
         ):
             registry._registry.pop(name, None)
             registry.register_engine(name, f"areal_lite.weights.{name}", class_name)
-    _die_with_parent()
+    _begin_engine_process()
 
 
-def _die_with_parent() -> None:
-    """End an engine-core process whose parent was killed; by itself it would live for ever."""
+def _begin_engine_process() -> None:
+    """Hasten the start of an engine-core process, and end it when its parent is killed: it would live for ever."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
+    gc.freeze()  # what is imported stays: as it starts, vLLM has the collector look through all of it, time and again
 
     def watch() -> None:
         parent.join()

@@ -137,6 +137,7 @@ def start_script(job: Job, *, ports: range, head: str, peer: str | None, env: Ma
     ]  # fmt: skip
     # Nobody serves from it: it need not wait for its workers to leave, which would take longer than the grace it has.
     own = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+    own["RAY_prestart_worker_first_driver"] = "0"
     text = script(job, start, {**env, **own})
     say = f'address=$({inside} -c {shlex.quote(look_up)}) || exit 1\necho "areal-lite address $address"\n'
     return text.replace('echo "areal-lite pid', say + 'echo "areal-lite pid')

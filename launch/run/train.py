@@ -187,6 +187,8 @@ def ray_session() -> Iterator[None]:
         return
     # Ray would warn about this variable on machines without a GPU, over the progress display.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Actors are processes of their own: those that Ray keeps ready for tasks, one for every core, have none.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     try:
         with notices_held_back():
             # Without an address Ray would join whatever cluster this machine happens to run.

@@ -141,6 +141,21 @@ def test_the_core_loads_neither_ray_nor_vllm():
     assert done.stdout.split() == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("areal_lite.actors.queue, areal_lite.actors.verifier, areal_lite.actors.rollout", {"torch", "transformers"}),
+        ("areal_lite.actors.trainer, areal_lite.weights.publisher", {"areal_lite.weights.prepared"}),
+    ],
+)
+def test_an_actor_loads_no_more_than_it_needs(module: str, unwanted: set[str]) -> None:
+    """Seconds of every start. Seen failing with `import torch` in rollout/worker.py, and `prepared` above gloo.py."""
+    script = f"import {module}, sys\nprint(*{unwanted} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.split() == []
+
+
 @pytest.mark.parametrize("line", ["import actors", "from launch.train import train", "import launch.cluster"])
 def test_ruff_bans_the_folders_at_the_root(line):
     """Seen failing with the `banned-api` table removed."""

@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from areal_lite.errors import HandoverError
-from areal_lite.weights import gloo
+from areal_lite.weights import gloo, prepared
 from areal_lite.weights.gloo import (
     GlooInitInfo,
     GlooTrainerInitInfo,
@@ -216,14 +216,14 @@ def test_every_part_of_an_engine_gets_the_weights_or_the_trainer_hears_of_it(mon
     sender = GlooTrainerWeightTransferEngine.trainer_init(info, client=client, source=ModuleSource(trainer))
     sender.send_weights()
     assert all(same(weights_of(model), weights_of(trainer)) for model in models)
-    prepare = gloo.PreparedWeights
+    prepare = prepared.PreparedWeights
 
     def refuse_second(model: nn.Module, weights: Any) -> Any:
         if model is models[1]:
             raise MemoryError("no room")
         return prepare(model, weights)
 
-    monkeypatch.setattr(gloo, "PreparedWeights", refuse_second)
+    monkeypatch.setattr(prepared, "PreparedWeights", refuse_second)
     with pytest.raises(MemoryError, match="no room"):
         sender.stage_weights()
 
