@@ -165,7 +165,7 @@ class RolloutActor:
         """Tokens generated so far: a number that grows while the engine works."""
         return self._engine.tokens_generated
 
-    async def collect(self) -> tuple[list[Event], dict[str, float]]:
+    async def collect(self) -> tuple[list[Event], dict[str, Any]]:
         """Events since the last call, and figures of this moment."""
         self._engine.raise_if_dead()
         return self._events.drain(), self._worker.gauges()

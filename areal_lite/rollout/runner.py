@@ -39,7 +39,8 @@ class Workflows:
     """Whether a prompt went through the model's chat template."""
     turn_timeout_s: float = 10.0
     """Seconds an episode may spend away from the engine at a stretch."""
-    _shown: set[str] = field(default_factory=set)
+    errors: dict[str, str] = field(default_factory=dict)
+    """What the first error of each reason said."""
 
     async def sample(
         self, engine: GenerationEngine, prompt: Prompt, *, sampling: Sampling, seed_of: Callable[[int], int] | None
@@ -77,8 +78,8 @@ class Workflows:
 
     def log(self, error: EpisodeError, what: str) -> None:
         """Write why something could not be generated; the traceback once for each reason."""
-        is_new = error.reason not in self._shown
-        self._shown.add(error.reason)
+        is_new = error.reason not in self.errors
+        self.errors.setdefault(error.reason, f"{error!s:.500}")
         logger.error("%s could not be generated: %s", what, error, exc_info=error if is_new else None)
 
     def _find(self, name: Any) -> tuple[Function, Mapping[str, Any]]:

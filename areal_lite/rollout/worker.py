@@ -78,9 +78,14 @@ class RolloutWorker(LeaseWorker):
             self._engine, prompts, max_new_tokens=self._sampling.max_new_tokens, workflows=self._workflows
         )
 
-    def gauges(self) -> dict[str, float]:
-        """Figures of this moment."""
-        return {"running": self._running, "slots": self._slots, "tokens": self._engine.tokens_generated}
+    def gauges(self) -> dict[str, Any]:
+        """Figures of this moment, and the first error of each reason for which episodes failed."""
+        return {
+            "running": self._running,
+            "slots": self._slots,
+            "tokens": self._engine.tokens_generated,
+            "errors": self._workflows.errors,
+        }
 
     def _room(self) -> int:
         return -(-(self._slots - self._running) // self._samples_per_group)

@@ -49,6 +49,10 @@ class Collector:
         """Failed verifications so far, by reason."""
         return _added(gauges.get("failures", {}) for gauges in self._gauges.values())
 
+    def errors(self) -> dict[str, str]:
+        """What the first error said, of each reason for which episodes failed."""
+        return {reason: told for gauges in self._gauges.values() for reason, told in gauges.get("errors", {}).items()}
+
     def verifiers(self) -> dict[str, Any]:
         """Failed verifications by reason, and each verifier's own figures, over all workers."""
         parts: dict[str, list[dict[str, Any]]] = {}
@@ -69,13 +73,14 @@ class Collector:
         return self.tokens(), sum(gauge.get("calls", 0) for gauge in self._gauges.values())
 
     def _say_failures(self) -> None:
-        for reason in self.failures().keys() - self._said:
-            self._said.add(reason)
-            self._view.say(
-                f"a verification failed ({reason}): such samples are left out, and counted; see "
-                f"{self._logs}/verifier-0.log",
-                style="yellow",
-            )
+        verifications = {reason: (f"a verification failed ({reason})", "verifier") for reason in self.failures()}
+        episodes = {reason: (f"an episode failed ({told})", "rollout") for reason, told in self.errors().items()}
+        for reason, (what, role) in (verifications | episodes).items():
+            if reason not in self._said:
+                self._said.add(reason)
+                self._view.say(
+                    f"{what}: such samples are left out, and counted; see {self._logs}/{role}-*.log", style="yellow"
+                )
 
     def _say_changes(self) -> None:
         changes, self._cluster.restarts.changes = self._cluster.restarts.changes, []

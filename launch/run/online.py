@@ -191,10 +191,16 @@ class OnlineController(Controller):
         """Groups that end without ever making a batch look like progress to the watchdog; they are not."""
         if ended > _FRUITLESS_BATCHES * self._config.queue.groups_per_step:
             reasons = ", ".join(f"{state} {count}" for state, count in counts.items() if "(" in state)
+            self._collector.collect(force=True)
+            what_to_do = f"see {self._folder.logs}/verifier-*.log, and try the verifier alone with areal-lite verify"
+            if errors := list(self._collector.errors().values()):
+                what_to_do = (
+                    f"episodes failed with {' | '.join(errors)}; mend that (tracebacks are in "
+                    f"{self._folder.logs}/rollout-*.log), and play some episodes without training by areal-lite eval"
+                )
             raise FruitlessError(
                 f"a batch needs {self._config.queue.groups_per_step} groups, got none out of {ended} that ended since "
-                f"the last one: {reasons or counts}; the first errors are in {self._folder.logs}, verifier-*.log, or "
-                "rollout-*.log where a workflow failed; try a verifier on its own with areal-lite verify"
+                f"the last one: {reasons or counts}; {what_to_do}"
             )
 
     def _publish(self, batch_id: str) -> None:

@@ -66,6 +66,23 @@ def test_what_a_lost_worker_has_done_counts_on_beside_its_successor() -> None:
     ]  # fmt: skip
 
 
+def test_the_first_error_of_each_reason_is_said_once() -> None:
+    """Seen failing with episodes that nobody hears of, and with a line for each worker that meets it."""
+    said = list[str]()
+    told = {f"rollout/{n}": {"errors": {"workflow:KeyError": f"workflow:KeyError: {n}"}} for n in range(2)}
+    gauges = [{"verifier/0": {"failures": {"nan": 2}}}, {"rollout/0": told["rollout/0"]}, told]
+    cluster: Any = SimpleNamespace(restarts=SimpleNamespace(changes=[]), collect=lambda: ([], gauges.pop(0)))
+    nobody: Any = SimpleNamespace(feed=lambda _: None)
+    view: Any = SimpleNamespace(say=lambda text, style="": said.append(text))
+    collector = Collector(cluster, recorder=nobody, view=view, logs="logs", own=[])
+    for _ in range(3):
+        collector.collect(force=True)
+    assert said == [
+        "a verification failed (nan): such samples are left out, and counted; see logs/verifier-*.log",
+        "an episode failed (workflow:KeyError: 0): such samples are left out, and counted; see logs/rollout-*.log",
+    ]
+
+
 RESULT = {
     "step": 20,
     "accuracy": 0.25,

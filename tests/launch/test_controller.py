@@ -259,7 +259,10 @@ def test_a_start_that_fails_leaves_a_summary_that_says_why(rl: OnlineController,
 
 
 def test_groups_that_end_without_ever_making_a_batch_are_no_progress(rl: OnlineController) -> None:
-    """The watchdog sees the ledger move, for ever (I6). Seen running on without the check."""
+    """The watchdog sees the ledger move, for ever (I6). Seen running on without the check.
+
+    Where a workflow is to blame, its own words are told: seen failing with the reason alone and advice for verifiers.
+    """
     failed = itertools.count(0, step=100)
 
     def status() -> dict[str, Any]:
@@ -269,7 +272,11 @@ def test_groups_that_end_without_ever_making_a_batch_are_no_progress(rl: OnlineC
 
     rl._cluster.queue.take = lambda **_: None
     rl._cluster.queue.status = status
-    with pytest.raises(StallError, match=r"got none out of .*failed\(exception:NameError\)"):
+    with pytest.raises(StallError, match=r"got none out of .*failed\(exception:NameError\).*areal-lite verify"):
+        rl._step()
+    errors = {"workflow:ValueError": "workflow:ValueError: no level 7"}
+    rl._cluster.collect = lambda: ([], {"rollout/0": {"errors": errors}})  # type: ignore[method-assign]
+    with pytest.raises(StallError, match=r"failed with workflow:ValueError: no level 7; .*rollout-\*.log.*eval"):
         rl._step()
 
 

@@ -160,19 +160,20 @@ def test_the_traceback_is_logged_once_for_each_reason(caplog: pytest.LogCaptureF
             return "no pair"
         raise RuntimeError(f"level {row['level']}")
 
-    async def scenario() -> list[Any]:
+    async def scenario() -> tuple[list[Any], Any]:
         leases = [make_lease(n, level=n) for n in range(3)] + [make_lease(3, odd=True)]
         client = FakeQueue(leases)
         worker, _ = make_worker(client, Speaker(lambda _: "a"), workflows=talk(step))
         await serve_until(worker, client, lambda queue: len(queue.asked("fail")) == 4)
-        return client.asked("fail")
+        return client.asked("fail"), worker.gauges()["errors"]
 
     with caplog.at_level(logging.ERROR):
-        failed = run(scenario)
+        failed, errors = run(scenario)
     assert sorted(failed) == [
         *((f"lease-{n}", "workflow:RuntimeError") for n in range(3)),
         ("lease-3", "workflow:TypeError"),
     ]
+    assert errors["workflow:RuntimeError"] == "workflow:RuntimeError: level 0"
     records = [record for record in caplog.records if "could not be generated" in record.message]
     assert len(records) == 4 * 2  # samples of each group
     traced = [record for record in records if record.exc_info]
