@@ -31,6 +31,10 @@ _SLICES = {
 """Begin event -> (kind of the slice, end event)."""
 
 
+GAP = "gap"
+"""The run did not live from this event on, until each lane's next one: such time is part of no share."""
+
+
 class Slice(NamedTuple):
     """What a whole lane did for a while."""
 
@@ -95,12 +99,12 @@ class _LaneClock:
     def feed(self, event: Event) -> None:
         """Take the next event of the lane, in order of time; kinds it does not know change nothing."""
         time, kind = event["time"], event["kind"]
-        if kind != "running" and kind not in _STATES:
+        if kind not in ("running", GAP) and kind not in _STATES:
             return
         self._totals = self.read(time)
         self._time = time if self._time is None else max(time, self._time)
-        self._state = _STATES.get(kind, self._state)
-        if kind in ("running", "lost"):
+        self._state = kind if kind == GAP else _STATES.get(kind, "generating" if self._state == GAP else self._state)
+        if kind in ("running", "lost", GAP):
             self._running = event.get("n", 0)
 
     def read(self, time: float) -> dict[str, float]:
@@ -122,6 +126,8 @@ class LaneClocks:
     def feed(self, events: Iterable[Event]) -> None:
         """Take events of any lanes, each lane's in order of time."""
         for event in events:
+            for clock in self._clocks.values() if event["kind"] == GAP else ():
+                clock.feed(event)
             lane = _lane(event)
             if lane.startswith("rollout/") and lane not in self._clocks and event["kind"] != "lost":
                 self._clocks[lane] = _LaneClock("generating")
@@ -165,7 +171,7 @@ class Stretch:
 
     def shares(self, lane: str) -> dict[str, float]:
         """Share of a lane's time by state; empty for no time."""
-        spent = {state: seconds for state, seconds in self._gained(lane).items() if state != "slot_seconds"}
+        spent = {state: seconds for state, seconds in self._gained(lane).items() if state not in ("slot_seconds", GAP)}
         elapsed = sum(spent.values())
         return {state: seconds / elapsed for state, seconds in spent.items() if seconds > 0}
 

@@ -26,7 +26,12 @@ class OnlineRecorder(Recorder):
         super().__init__(folder, METRICS, config.run)
         self._config = config
         self._clocks = LaneClocks()
-        self._last = self._first = _Moment(time.time(), tokens=0.0, steps=0, lanes={})
+        self._clocks.feed(self._earlier)
+        now, trained = time.time(), [event["time"] for event in self._earlier if event["kind"] == "published"]
+        self._last = self._first = _Moment(now, tokens=0.0, steps=0, lanes=self._clocks.read(now))
+        self._origin = Stretch.of(self._earlier, start=trained[0], end=trained[0]).before if trained else None
+        """The clocks at the run's first step, where that was before it was resumed."""
+        self._earlier.clear()
         self._pending: dict[str, Any] = {}
 
     def feed(self, events: Sequence[Event]) -> None:
@@ -86,7 +91,7 @@ class OnlineRecorder(Recorder):
 
     def shares(self) -> dict[str, float]:
         """Shares of the time between the first and the last trained step: idle, paused and its parts, occupancy."""
-        run, trainer = Stretch(self._first.lanes, self._last.lanes), ("training", "publishing", "other")
+        run, trainer = Stretch(self._origin or self._first.lanes, self._last.lanes), ("training", "publishing", "other")
         return {
             "rollout_occupancy": self._rates(self._first)["rollout_occupancy"],
             "rollout_idle_fraction": run.share("idle"),

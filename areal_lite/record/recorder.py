@@ -16,6 +16,7 @@ from areal_lite.config.sections import RunConfig
 from areal_lite.events import Event
 from areal_lite.network import local_address
 from areal_lite.node import package_versions
+from areal_lite.record.lanes import GAP
 from areal_lite.record.metrics import OFFLINE_METRICS, Metric
 from areal_lite.record.prometheus import PrometheusPage
 from areal_lite.record.run_folder import RunFolder
@@ -37,7 +38,12 @@ class Recorder:
         """Rows of `metrics.jsonl`; a resumed run goes on behind those it finds."""
         last = self.rows[-1] if self.rows else {"step": 0, "time_s": 0.0}
         self._started = time.time() - last["time_s"]
-        evaluations = (event for event in folder.read("events.jsonl") if event["kind"] == "eval")
+        self._earlier: list[Event] = sorted(folder.read("events.jsonl"), key=lambda event: event["time"])
+        if self._earlier:
+            gap = {"time": self._earlier[-1]["time"], "lane": "controller", "kind": GAP}
+            self._earlier.append(gap)
+            folder.append("events.jsonl", [gap])
+        evaluations = (event for event in self._earlier if event["kind"] == "eval")
         self.evaluations: dict[int, dict[str, Any]] = {
             event["step"]: event.get("figures")
             or {"accuracy": event["accuracy"], "by_source": event.get("by_source", {})}  # runs of 0.2.0 have none

@@ -219,6 +219,28 @@ def test_shares_lie_between_the_first_and_the_last_step(recorder: OnlineRecorder
     assert summary["publish_s_median"] == 0.25
 
 
+def test_shares_after_a_resume_are_of_both_lives_and_of_no_time_between(
+    recorder: OnlineRecorder, config: Config, clock: FakeClock
+) -> None:
+    """From the publication at 8 s to the log's end at 11 s, and from 112 to 120 s: 11 s, the trainer waits 3 + 4.
+
+    Seen failing with the second life alone, and with the 101 s between as time of waiting.
+    """
+    play(recorder, clock, until=12.0, step=1)
+    recorder.close()
+    clock.now = BEGIN + 112
+    second = OnlineRecorder(config, RunFolder(Path(str(config.run.dir))))
+    second.feed([event(112.0, "trainer", "wait"), event(112.0, "rollout/0", "running", n=4)])
+    second.feed([event(116.0, "trainer", "train")])
+    clock.now = BEGIN + 116
+    assert do_step(second, 2)["paused_s"] == 0.0
+    clock.now = BEGIN + 120
+    do_step(second, 3)
+    summary = second.summary("done", ledger={})
+    assert summary["trainer_idle_fraction"] == pytest.approx(7 / 11)
+    assert summary["paused_fraction"] == pytest.approx((1 / 11 + 0) / 2)
+
+
 def test_rewards_of_both_ends_are_means_of_ten_steps(recorder: OnlineRecorder) -> None:
     """Seen failing with the first and the last row alone."""
     for step in range(1, 31):

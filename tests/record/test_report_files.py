@@ -68,6 +68,17 @@ def test_a_lost_worker_neither_works_nor_idles() -> None:
     assert lane_shares(log)["rollout/1"]["lost"] == pytest.approx(0.5)
 
 
+def test_the_time_between_two_lives_of_a_run_is_no_part_of_any_share() -> None:
+    """Three steps, an hour without the run, two steps. Seen failing without: engines generated for an hour."""
+    before, after = [row for row in make_events(steps=3) if row["time"] <= 3.0], make_events(steps=2)
+    gap = event(3.0, "controller", "gap")
+    log = [*before, gap, *({**row, "time": row["time"] + 3600} for row in after)]
+    shares = lane_shares(log)
+    assert shares["trainer"] == pytest.approx({"waiting": 0.1, "training": 0.7, "publishing": 0.2}, abs=0.1)
+    assert shares["rollout/0"]["generating"] == pytest.approx(0.9, abs=0.1)
+    assert "gap" not in shares["rollout/0"]
+
+
 def test_lengths_and_latencies_are_those_of_the_log(tmp_path: Path) -> None:
     """All samples have 20 tokens. A verification takes 10 ms for worker 0 and 20 ms for worker 1."""
     run = read_run(make_run(tmp_path / "run", steps=2))
