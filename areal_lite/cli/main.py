@@ -19,7 +19,7 @@ from areal_lite.cli.estimate import estimate
 from areal_lite.cli.eval import eval_model
 from areal_lite.cli.launch import launch
 from areal_lite.cli.rehearse import rehearse
-from areal_lite.cli.report import report
+from areal_lite.cli.report import report, watch
 from areal_lite.cli.scale import scale
 from areal_lite.cli.train import dpo, resume, reward_model, sft, train
 from areal_lite.cli.verify import verify
@@ -42,6 +42,7 @@ COMMANDS: dict[str, Callable[..., int] | typer.Typer] = {
     "verify": verify,
     "bench": bench,
     "report": report,
+    "watch": watch,
     "doctor": doctor,
 }
 """What one types, in the order of `--help`: a function that returns the exit code, or further commands."""

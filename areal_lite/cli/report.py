@@ -1,5 +1,6 @@
-"""The command `areal-lite report`."""
+"""The commands `areal-lite report` and `watch`."""
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -31,3 +32,21 @@ def report(
         path = write_report(folders[0], out=out)
     Console().print(f"report: {path}", highlight=False, markup=False, soft_wrap=True)
     return 0
+
+
+def watch(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="folder of a run that goes on")],
+    every_s: Annotated[float, typer.Option("--every", min=1.0, metavar="S", help="seconds between two pages")] = 20.0,
+) -> int:
+    """Keep the report of a run up to date until it ends.
+
+    Writes report.html into the folder again and again; the page loads itself anew in a browser that shows it. Sees the
+    folder alone, so that it works beside the run, or on any machine that shares its disk.
+    """
+    from areal_lite.record.report import write_report
+
+    while (folder / "writer.json").exists():  # whoever writes there holds it
+        path = write_report(folder, refresh_s=every_s)
+        Console().print(f"{time.strftime('%H:%M:%S')} {path}", highlight=False, markup=False, soft_wrap=True)
+        time.sleep(every_s)
+    return report([folder])

@@ -147,3 +147,19 @@ def test_one_source_has_no_curves_of_its_own(tmp_path: Path) -> None:
     page = write_report(make_run(tmp_path / "one")).read_text()
     assert "reward over steps" in page
     assert "by source over" not in page
+
+
+def test_a_run_is_watched_until_nobody_writes_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page loads itself anew as long as it is written anew. Seen failing with the last page left so."""
+    run, marks = make_run(tmp_path / "run", summary=False), list[bool]()
+    (run / "writer.json").touch()
+
+    def sleep(seconds: float) -> None:
+        marks.append(f'content="{seconds}"' in (run / "report.html").read_text()[:500])
+        if len(marks) == 2:
+            (run / "writer.json").unlink()
+
+    monkeypatch.setattr("areal_lite.cli.report.time.sleep", sleep)
+    assert main(["watch", str(run), "--every", "5"]) == 0
+    assert marks == [True, True]
+    assert "http-equiv" not in (run / "report.html").read_text()[:500]

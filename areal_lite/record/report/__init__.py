@@ -12,11 +12,14 @@ from areal_lite.record.report.run_contents import comparison_sections, run_secti
 __all__ = ["write_bench", "write_comparison", "write_report"]
 
 
-def write_report(run_folder: Path, *, out: Path | None = None) -> Path:
-    """Write the page of a run, ended or still going, to `out` or `report.html` in its folder, and return its path."""
+def write_report(run_folder: Path, *, out: Path | None = None, refresh_s: float = 0.0) -> Path:
+    """Write the page of a run, ended or still going, to `out` or `report.html` in its folder, and return its path.
+
+    With `refresh_s` it loads itself anew so often, for whoever writes it again and again.
+    """
     run = read_run(run_folder)
     path, sections = out or run_folder / "report.html", run_sections(run)
-    return write_page(path, title=run.name, subtitle=_subtitle(run), sections=sections)
+    return write_page(path, title=run.name, subtitle=_subtitle(run), sections=sections, refresh_s=refresh_s)
 
 
 def write_comparison(run_folders: Sequence[Path], *, out: Path) -> Path:

@@ -47,8 +47,8 @@ class Section:
         return self.title.lower().replace(" ", "-").replace(",", "")
 
 
-def write_page(path: Path, *, title: str, subtitle: str, sections: Iterable[Section]) -> Path:
-    """Write a page whole or not at all, and return its path."""
+def write_page(path: Path, *, title: str, subtitle: str, sections: Iterable[Section], refresh_s: float = 0.0) -> Path:
+    """Write a page whole or not at all, and return its path; one with `refresh_s` loads itself anew so often."""
     from plotly.offline import get_plotlyjs
 
     shown = [section for section in sections if section.blocks]
@@ -65,7 +65,9 @@ def write_page(path: Path, *, title: str, subtitle: str, sections: Iterable[Sect
         "script": Markup("\n").join(map(_file, _SCRIPTS)),
     }
     page = environment.get_template("page.html")
-    write_whole(path, page.render(title=title, subtitle=subtitle, sections=shown, data=data, **files))
+    write_whole(
+        path, page.render(title=title, subtitle=subtitle, sections=shown, data=data, refresh_s=refresh_s, **files)
+    )
     return path
 
 
