@@ -8,6 +8,7 @@ import functools
 import json
 import logging
 import os
+import resource
 import signal
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -51,6 +52,7 @@ from areal_lite.types import Prompt
 
 _CACHE = Path(".cache") / "areal-lite"
 _PROBE_TIMEOUT_S = 5.0
+_ADDRESS_SPACE = 8 << 30
 _RAY_SAYS = 160
 """Characters at most."""
 _Recipe = TypeVar("_Recipe", Config, OfflineConfig)
@@ -189,6 +191,11 @@ def ray_session() -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Actors are processes of their own: those that Ray keeps ready for tasks, one for every core, have none.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    if 0 <= (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) < _ADDRESS_SPACE:
+        raise ConfigError(
+            f"Ray and engines need {_ADDRESS_SPACE >> 30} GiB of address space at least, got {limit >> 20} MiB (ulimit "
+            "-v): type `ulimit -v unlimited` before, or ask whoever set it"
+        )
     try:
         with notices_held_back():
             # Without an address Ray would join whatever cluster this machine happens to run.

@@ -58,6 +58,15 @@ def test_the_token_is_shown_to_a_cluster_that_is_joined_and_a_private_one_makes_
         assert joins == ["local", "token", head]
 
 
+def test_too_small_an_address_space_is_said_at_once(joins: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing without the look; Ray itself needed 49 s for a traceback."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (4 << 30, -1))
+    with pytest.raises(ConfigError, match=r"got 4096 MiB \(ulimit -v\): type `ulimit -v unlimited`"), ray_session():
+        pass
+    assert joins == []
+
+
 @pytest.mark.parametrize("error", [ray.exceptions.AuthenticationError("no token"), ConnectionError("failed")])
 def test_a_token_that_is_refused_is_a_sentence(error: Exception, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray 2.60 has either error for it (seen with a real head). Seen failing with Ray's traceback."""
