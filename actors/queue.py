@@ -31,7 +31,7 @@ class QueueActor:
             ledger,
             cursor,
             num_minibatches=config.trainer.minibatches,
-            num_ranks=config.trainer.ranks,
+            num_ranks=config.trainer.row_ranks,
             seed=config.run.seed,
             bind=self._address if config.queue.bind == "auto" else config.queue.bind,
             ports=port_range(config.run.ports),

@@ -60,7 +60,8 @@ class TrainerActor:
         """Meet the other ranks; returns this one's place."""
         place = {"rank": self._rank, "world_size": self._config.trainer.ranks}
         device, timeout_s = self._config.run.device, self._config.trainer.collective_timeout_s
-        join_process_group(address, device=device, timeout_s=timeout_s, **place)
+        tensor = self._config.trainer.mesh.tensor
+        join_process_group(address, device=device, timeout_s=timeout_s, tensor=tensor, **place)
         return place
 
     def progress(self) -> int:
@@ -138,7 +139,8 @@ class OnlineTrainerActor(TrainerActor):
     @_work
     def step(self, batch_id: str) -> dict[str, Any]:
         """Fetch this rank's shard of a taken batch and train it."""
-        return self._trainer.train_step(self._queue.fetch(batch_id=batch_id, rank=self._rank))
+        rank = self._rank // self._config.trainer.mesh.tensor
+        return self._trainer.train_step(self._queue.fetch(batch_id=batch_id, rank=rank))
 
     @_work
     def publish(self) -> dict[str, str | None]:

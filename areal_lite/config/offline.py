@@ -149,7 +149,7 @@ class OfflineConfig(Section):
             yield (
                 "data.carelessness makes the rejected solutions of data.source=arith, got 0: set it, for example to 0.6"
             )
-        if self.batch.batch_size < self.trainer.ranks:
+        if self.batch.batch_size < self.trainer.row_ranks:
             yield (
                 f"every trainer rank needs a row in each step, got {read}.batch_size={self.batch.batch_size} and "
                 f"trainer.ranks={self.trainer.ranks}: raise the one or lower the other"

@@ -111,11 +111,11 @@ class Config(Section):
                 f"{queue.groups_per_step} * {queue.samples_per_group} = {self.samples_per_step} and "
                 f"{trainer.minibatches}: set trainer.minibatches to a divisor"
             )
-        if self.samples_per_step // trainer.minibatches < trainer.ranks:
+        if self.samples_per_step // trainer.minibatches < trainer.row_ranks:
             yield (
                 f"every trainer rank needs a sample in each minibatch, got {self.samples_per_step} samples, "
-                f"{trainer.minibatches} minibatches and {trainer.ranks} ranks: raise queue.groups_per_step or lower "
-                "trainer.ranks"
+                f"{trainer.minibatches} minibatches and {trainer.row_ranks} ranks: raise queue.groups_per_step or "
+                "lower trainer.ranks"
             )
         choices = {key: getattr(objective, key) for key in ("baseline", "scale", "sample_filter")}
         compared = [f"objective.{key}={value}" for key, value in choices.items() if value in _COMPARED]

@@ -261,6 +261,8 @@ class MeshConfig(Section):
     """copies; weights are gathered within each, gradients are added up over all: for nodes with slow links between"""
     shard: int | None = Field(None, ge=1)
     """ranks that a copy is spread over; null = as many as there are"""
+    tensor: int = Field(1, ge=1)
+    """neighbouring ranks that work on the same rows, each with some heads and columns of every layer"""
 
 
 class TrainerConfig(Section):
@@ -305,12 +307,19 @@ class TrainerConfig(Section):
     """seconds a rank waits for the others in one operation; more than stall_timeout_s"""
 
     def _problems(self) -> Iterable[str]:
-        copies, size = self.mesh.replicate, self.mesh.shard
-        if copies * (size or self.ranks // copies) != self.ranks:
+        copies, size, tensor = self.mesh.replicate, self.mesh.shard, self.mesh.tensor
+        if copies * (size or self.ranks // (copies * tensor)) * tensor != self.ranks:
             yield (
-                f"trainer.mesh must multiply to trainer.ranks={self.ranks}, got replicate={copies} and shard="
-                f"{'null' if size is None else size}: set the one or the other"
+                f"trainer.mesh must multiply to trainer.ranks={self.ranks}, got replicate={copies}, shard="
+                f"{'null' if size is None else size} and tensor={tensor}: set one of them"
             )
+        if tensor > 1 and self.lora is not None:
+            yield f"trainer.lora is not split over ranks, got trainer.mesh.tensor={tensor}: set 1, or leave lora out"
+
+    @property
+    def row_ranks(self) -> int:
+        """Ranks with rows of their own, of which those that hold a layer together have the same."""
+        return self.ranks // self.mesh.tensor
 
     @property
     def sent_adapter(self) -> dict[str, Any] | None:

@@ -14,6 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from areal_lite.network import address_towards, listen, use_interface_of
 
+_rows: dist.ProcessGroup | None = None
+"""Ranks that differ in their rows; None = all."""
+
 
 def open_store(host: str, ports: range, *, timeout_s: float = 300.0) -> TCPStore:
     """Open a store at which processes meet; it listens from now on, and lives as long as the returned object.
@@ -32,7 +35,9 @@ def open_store(host: str, ports: range, *, timeout_s: float = 300.0) -> TCPStore
     return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor)
 
 
-def join_process_group(address: str, *, rank: int, world_size: int, device: str, timeout_s: float) -> None:
+def join_process_group(
+    address: str, *, rank: int, world_size: int, device: str, timeout_s: float, tensor: int = 1
+) -> None:
     """Join the trainer's process group: NCCL for what is on GPUs, gloo for what is not.
 
     Consumes nothing; waits until all ranks have joined; unblocked by `timeout_s`.
@@ -41,6 +46,7 @@ def join_process_group(address: str, *, rank: int, world_size: int, device: str,
         address: `host:port` of an open store (`open_store`), the same on all ranks.
         device: `cpu` or `cuda`; a rank sees one GPU, or takes the one of its number.
         timeout_s: Seconds that joining, and later any collective, may take.
+        tensor: Neighbouring ranks with the same rows; one of them counts in sums and maxima.
 
     Raises:
         RuntimeError: A rank did not come in time (torch's own error types).
@@ -57,6 +63,10 @@ def join_process_group(address: str, *, rank: int, world_size: int, device: str,
         world_size=world_size,
         timeout=timeout,
     )
+    if tensor > 1:
+        global _rows
+        groups = [list(range(first, world_size, tensor)) for first in range(tensor)]
+        _rows, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -67,6 +77,8 @@ def device_of(model: nn.Module) -> torch.device:
 
 def leave_process_group() -> None:
     """Leave the process group; does nothing when there is none."""
+    global _rows
+    _rows = None
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -88,8 +100,8 @@ def gather_over_ranks(values: Tensor) -> tuple[Tensor, slice]:
     """
     if not dist.is_initialized():
         return values, slice(None)
-    rank = dist.get_rank()
-    lengths = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=values.device)
+    rank = dist.get_rank(_rows)
+    lengths = torch.zeros(dist.get_world_size(_rows), dtype=torch.int64, device=values.device)
     lengths[rank] = len(values)
     ends = sum_over_ranks(lengths).cumsum(dim=0).tolist()
     mine = slice(ends[rank] - len(values), ends[rank])
@@ -102,5 +114,5 @@ def _all_reduce(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
     if not dist.is_initialized():
         return values
     reduced = values.clone()
-    dist.all_reduce(reduced, op=operation)
+    dist.all_reduce(reduced, op=operation, group=_rows)
     return reduced

@@ -31,6 +31,7 @@ from areal_lite.errors import CheckpointError
 from areal_lite.train.lora import add_adapters
 from areal_lite.train.micro_batch import MicroBatch
 from areal_lite.train.pieces import Later, Reading, read_in_pieces
+from areal_lite.train.tensor_parallel import split_layers
 
 Recipe = Config | OfflineConfig
 
@@ -97,7 +98,7 @@ def _load(
         # Of itself transformers takes sdpa, which leaves capped logits uncapped, and says nothing.
         attention = "eager" if getattr(architecture, "attn_logit_softcapping", None) else None
     device, compute_dtype = torch.device(config.run.device), getattr(torch, config.compute_dtype)
-    num_parts = world_size // config.trainer.mesh.replicate
+    num_parts = world_size // (config.trainer.mesh.replicate * config.trainer.mesh.tensor)
 
     def shard(model: Any, *_: object) -> nn.Module:
         # A tied tensor is one before it is sharded, or it would be gathered once per name.
@@ -190,9 +191,13 @@ def shard_model(
     """
     if world_size == 1 and compute_dtype == torch.float32 and not settings.offload:
         return model
-    copies = settings.mesh.replicate
-    sizes = {"replicate": copies, "shard": world_size // copies} if copies > 1 else {"shard": world_size}
-    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    copies, tensor = settings.mesh.replicate, settings.mesh.tensor
+    sizes = {"replicate": copies, "shard": world_size // (copies * tensor), "tensor": tensor}
+    names = tuple(name for name, size in sizes.items() if size > 1 or name == "shard")
+    mesh = init_device_mesh(device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+    if tensor > 1:
+        split_layers(model, mesh["tensor"])
+        mesh = mesh[names[:-1]]
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if settings.offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for module in model.modules():

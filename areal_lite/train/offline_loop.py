@@ -59,9 +59,10 @@ class OfflineLoop:
             settings: Optimiser, learning rate and micro-batches.
             padding: Token id behind shorter rows.
         """
-        if not world_size <= batch_size <= len(rows.examples):
+        row_rank, row_ranks = rank // settings.mesh.tensor, world_size // settings.mesh.tensor
+        if not row_ranks <= batch_size <= len(rows.examples):
             raise ValueError(
-                f"batch_size must be between the number of ranks, {world_size}, and of examples, "
+                f"batch_size must be between the number of ranks, {row_ranks}, and of examples, "
                 f"{len(rows.examples)}, got {batch_size}"
             )
         self.learner = Learner(model, settings=settings, world_size=world_size)
@@ -69,7 +70,7 @@ class OfflineLoop:
         """Grows with every forward pass, for whoever watches for stalls."""
         self._objective, self._rows, self._settings = objective, rows, settings
         self._steps, self._batch_size, self._seed, self._padding = steps, batch_size, seed, padding
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._mine = rank, slice(row_rank, None, row_ranks)
         self._device = device_of(model)
         self.seek(0)
 
@@ -121,7 +122,7 @@ class OfflineLoop:
     @torch.no_grad()
     def measure(self, rows: OfflineRows) -> dict[str, float]:
         """Return `loss` and the objective's figures, means over all given examples; collective."""
-        parts = self._parts(rows, range(len(rows.examples))[self._rank :: self._world_size])
+        parts = self._parts(rows, range(len(rows.examples))[self._mine])
         weight, _ = self._weigh(parts)
         sums = []
         for part in parts:
@@ -140,7 +141,7 @@ class OfflineLoop:
         """
         rows = OfflineRows(examples)
         logprobs_N2 = torch.zeros((len(examples), 2), device=self._device)
-        for part in self._parts(rows, range(len(examples))[self._rank :: self._world_size]):
+        for part in self._parts(rows, range(len(examples))[self._mine]):
             self.progress += 1
             logprobs_N2[part.places_E] = row_logprobs(model, part).view(-1, 2)
         reshard(model)
@@ -156,7 +157,7 @@ class OfflineLoop:
         while True:
             order = rng.permutation(len(self._rows.examples)).tolist()
             for start in range(0, len(order) - self._batch_size + 1, self._batch_size):
-                yield order[start : start + self._batch_size][self._rank :: self._world_size]
+                yield order[start : start + self._batch_size][self._mine]
 
     def _parts(self, rows: OfflineRows, chosen: Sequence[int]) -> list[Part]:
         """Split examples into forward passes, the completions of an example in one; collective."""

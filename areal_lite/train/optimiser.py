@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,15 +41,19 @@ class Learner:
     def __init__(self, model: nn.Module, *, settings: TrainerConfig, world_size: int) -> None:
         self.model = model
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # Tensor operations on lists take those of one mesh.
+        groups: dict[Any, list[nn.Parameter]] = {}
+        for parameter in trained:
+            groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
         self.optimizer = torch.optim.AdamW(
-            trained,
+            [{"params": parameters} for parameters in groups.values()],
             lr=settings.lr,
             betas=(settings.beta1, settings.beta2),
             weight_decay=settings.weight_decay,
             fused=True,
         )
         self._max_grad_norm, self._reduce_every = settings.max_grad_norm, settings.reduce_every
-        self._world_size = world_size
+        self._num_shares = world_size // settings.mesh.tensor
         # What AdamW would make on its first step, so that a checkpoint before it is like any other.
         for parameter in trained:
             self.optimizer.state[parameter] = {
@@ -71,7 +76,7 @@ class Learner:
             if isinstance(self.model, FSDPModule):
                 self.model.set_requires_gradient_sync(not waiting or self._reduce_every == "micro_batch")
             # FSDP averages gradients over the ranks; the shares are to be added.
-            (loss * self._world_size).backward()  # type: ignore[no-untyped-call]
+            (loss * self._num_shares).backward()  # type: ignore[no-untyped-call]
         grad_norm = self._clip_gradients()
         applied = math.isfinite(grad_norm)
         if applied:
@@ -84,10 +89,14 @@ class Learner:
         return Update(applied=applied, grad_norm=grad_norm, figures=figures)
 
     def _clip_gradients(self) -> float:
-        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], foreach=True)
-        clip_grads_with_norm_(parameters, self._max_grad_norm, norm, foreach=True)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        norms = [
+            get_total_norm([each.grad for each in group if each.grad is not None], foreach=True) for group in groups
+        ]
+        norm = math.hypot(*(float(each.full_tensor() if isinstance(each, DTensor) else each) for each in norms))
+        for group in groups:
+            clip_grads_with_norm_(group, self._max_grad_norm, torch.tensor(norm), foreach=True)
+        return norm
 
 
 def learning_rate(step: int, *, total_steps: int, settings: TrainerConfig) -> float:

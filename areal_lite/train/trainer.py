@@ -64,7 +64,9 @@ class Trainer:
             self._critic = Critic(config, model_folder=model_folder, world_size=world_size)
         self._ptx: PtxDocuments | None = None
         if objective.ptx_coef > 0:
-            self._ptx = PtxDocuments(config, tokenizer_folder=model_folder, rank=rank, world_size=world_size)
+            tensor = config.trainer.mesh.tensor
+            place = {"rank": rank // tensor, "world_size": world_size // tensor}
+            self._ptx = PtxDocuments(config, tokenizer_folder=model_folder, **place)
         self._kl = KLCoefficient(objective.kl_coef, target=objective.kl_target)
         self._proximal_kl = KLCoefficient(objective.proximal_kl_coef, target=objective.proximal_kl_target)
         self.version = 0

@@ -19,6 +19,7 @@ import yaml
 from loop_builders import loop_config
 from places import SUPPORT
 from test_loop import conserved, trained_groups
+from train_builders import save_tiny_model
 from user_run import UserRun, adopting_orphans, alive
 
 pytestmark = pytest.mark.loop
@@ -212,13 +213,14 @@ def test_ctrl_c_while_engines_start_ends_at_once(loop_folder: Path) -> None:
 
 
 def test_a_dead_trainer_rank_ends_the_run_by_name(loop_folder: Path) -> None:
-    """Rank 1 is killed; rank 0 fails too, and must not be blamed.
+    """Rank 1 is killed; rank 0 fails too, and must not be blamed. They work on the same rows, each with half the heads.
 
     Seen failing without the look for a dead rank in `Ranks.blame`.
     """
-    with start(
-        loop_folder, "rank", run={"steps": 1000, "checkpoint_every": 2, "max_restarts": 0}, trainer={"ranks": 2}
-    ) as run:
+    settings = {"steps": 1000, "checkpoint_every": 2, "max_restarts": 0}
+    (folder := loop_folder / "two-heads").mkdir()
+    model = {"path": save_tiny_model(folder, max_context=128, num_key_value_heads=2)}
+    with start(loop_folder, "rank", run=settings, model=model, trainer={"ranks": 2, "mesh": {"tensor": 2}}) as run:
         run.wait_for_steps(4)
         os.kill(run.actor("trainer/1"), signal.SIGKILL)
         assert run.exit_code() == 1, run.output

@@ -17,7 +17,7 @@ def offline_config(
     """Build a recipe of 4 rows a step with 4 held out; data and model are made in `folder` when missing."""
     model, data = folder / "model", folder / "rows.jsonl"
     if not model.exists():
-        save_tiny_model(model)
+        save_tiny_model(model, num_key_value_heads=2)
     if not data.exists():
         data.write_text("".join(json.dumps(_row(index)) + "\n" for index in range(num_rows)))
     raw: dict[str, Any] = {

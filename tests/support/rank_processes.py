@@ -12,7 +12,7 @@ PRELOADED = ["areal_lite.train.trainer", "areal_lite.train.offline", "torch.dist
 """Imported once, by the server that the ranks of all tests are forked from."""
 
 
-def run_ranks(function: Callable[..., None], *arguments: Any, world_size: int = 2) -> None:
+def run_ranks(function: Callable[..., None], *arguments: Any, world_size: int = 2, tensor: int = 1) -> None:
     """Call `function(rank, world_size, *arguments)` on each rank; an error on any of them is raised here.
 
     A single rank runs in this process, which saves importing torch again.
@@ -20,17 +20,19 @@ def run_ranks(function: Callable[..., None], *arguments: Any, world_size: int = 
     store = open_store("127.0.0.1", range(20000, 22000))
     address = f"{store.host}:{store.port}"
     if world_size == 1:
-        _rank(0, 1, address, function, arguments)
+        _rank(0, 1, address, 1, function, arguments)
         return
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     multiprocessing.start_processes(
-        _rank, args=(world_size, address, function, arguments), nprocs=world_size, start_method="forkserver"
+        _rank, args=(world_size, address, tensor, function, arguments), nprocs=world_size, start_method="forkserver"
     )
 
 
-def _rank(rank: int, world_size: int, address: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, world_size: int, address: str, tensor: int, function: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
-    join_process_group(address, rank=rank, world_size=world_size, device="cpu", timeout_s=20.0)
+    join_process_group(address, rank=rank, world_size=world_size, device="cpu", timeout_s=20.0, tensor=tensor)
     try:
         function(rank, world_size, *arguments)
     finally:

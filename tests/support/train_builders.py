@@ -22,7 +22,13 @@ VOCABULARY = 12
 
 
 def save_tiny_model(
-    folder: Path, *, tie_embeddings: bool = True, num_layers: int = 2, seed: int = 0, max_context: int = 64
+    folder: Path,
+    *,
+    tie_embeddings: bool = True,
+    num_layers: int = 2,
+    seed: int = 0,
+    max_context: int = 64,
+    num_key_value_heads: int = 1,
 ) -> str:
     """Save a Qwen3 of width 32 with random weights, large enough to prefer some tokens, and its tokenizer."""
     torch.manual_seed(seed)
@@ -32,7 +38,7 @@ def save_tiny_model(
         intermediate_size=64,
         num_hidden_layers=num_layers,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=num_key_value_heads,
         head_dim=32,
         max_position_embeddings=max_context,
         tie_word_embeddings=tie_embeddings,

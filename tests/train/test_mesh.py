@@ -2,42 +2,76 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from rank_processes import run_ranks
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from train_builders import full_state, make_config, make_rows, make_shard
+from train_builders import VOCABULARY, full_state, make_config, make_rows, make_shard, save_tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from areal_lite.config.recipe import Config
+from areal_lite.errors import ConfigError
+from areal_lite.train import pieces
+from areal_lite.train.tensor_parallel import split_layers
 from areal_lite.train.trainer import Trainer
 from areal_lite.weights.publisher import CastSource
 
 pytestmark = pytest.mark.slow
 
 PPO: dict[str, Any] = {"objective": {"preset": "ppo"}, "critic": {"lr": 1e-3}}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "spread": PPO,
-    "copies": {**PPO, "trainer": {"mesh": {"replicate": 2, "shard": 2}, "ranks": 4}},
-    "adapters": {"trainer": {"mesh": {"replicate": 2}, "ranks": 4, "lora": {"rank": 4}}},
-}
+LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
+    "4": {
+        "spread": PPO,
+        "copies": {**PPO, "trainer": {"mesh": {"replicate": 2, "shard": 2}, "ranks": 4}},
+        "adapters": {"trainer": {"mesh": {"replicate": 2}, "ranks": 4, "lora": {"rank": 4}}},
+    },
+    "4, two by two": {
+        "split and spread": {**PPO, "trainer": {"mesh": {"shard": 2, "tensor": 2}, "ranks": 4, "offload": True}},
+        "split copies": {"trainer": {"mesh": {"replicate": 2, "tensor": 2}, "ranks": 4}},
+    },
+    "2, both on the same rows": {
+        "split": {
+            "trainer": {
+                "mesh": {"tensor": 2}, "ranks": 2,
+                "reduce_every": "update", "micro_batch_tokens": 20, "activation_checkpointing": True,
+            }
+        },
+    },
+}  # fmt: skip
+"""By number of ranks; each is to be like one rank."""
+ALL = {name: group for group, layouts in LAYOUTS.items() for name in layouts}
 
 
-def train(rank: int, world_size: int, model_folder: str, out: str) -> None:
+def recipe(sections: dict[str, dict[str, Any]], world_size: int) -> Config:
+    """Build a recipe; one rank has no mesh, and nothing is offloaded."""
+    alone = {"mesh": {}, "ranks": 1, "offload": False} if world_size == 1 else {}
+    return make_config(**{**sections, "trainer": sections.get("trainer", {}) | alone})
+
+
+def train(rank: int, world_size: int, model_folder: str, out: str, group: str) -> None:
     """Train two steps in each layout; write down what is sent, saved, exported and said."""
-    for name, sections in LAYOUTS.items():
-        config = make_config(**{"trainer": {}, **sections})
+    for name, sections in LAYOUTS[group].items():
+        config = recipe(sections, world_size)
+        # Three tokens' logits at a time.
+        pieces._PIECE_ELEMENTS = 3 * VOCABULARY if "split" in name else 2**25
         trainer = Trainer(config, model_folder=model_folder, rank=rank, world_size=world_size)
         folder = Path(out) / name
+        row_rank, row_ranks = (part // config.trainer.mesh.tensor for part in (rank, world_size))
         for version in range(2):
             rows = make_rows(version=version, seed=version)
-            mine = [row for index, row in enumerate(rows) if index // 2 % world_size == rank]
-            stats = trainer.train_step(make_shard(mine, version=version, rank=rank))
-        if world_size == 4:
-            weight = next(iter(trainer.model.parameters()))
+            mine = [row for index, row in enumerate(rows) if index // 2 % row_ranks == row_rank]
+            stats = trainer.train_step(make_shard(mine, version=version, rank=row_rank))
+        if world_size > 1:
+            weight = trainer.model.get_parameter(
+                "model.layers.0.mlp.up_proj.weight" if name != "adapters" else "model.norm.weight"
+            )
             assert isinstance(weight, DTensor)
-            assert weight.to_local().numel() * (4 if name == "spread" else 2) == weight.numel()
+            assert weight.to_local().numel() * world_size // config.trainer.mesh.replicate == weight.numel()
         trainer.save(folder / "checkpoint")
         trainer.export(folder / "model")
         state, sent = full_state(trainer), dict(CastSource(trainer.model, torch.float32))
@@ -47,28 +81,54 @@ def train(rank: int, world_size: int, model_folder: str, out: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory, model_folder: str) -> dict[int, Path]:
-    folders = {world_size: tmp_path_factory.mktemp(f"ranks-{world_size}") for world_size in (1, 4)}
-    for world_size, folder in folders.items():
-        run_ranks(train, model_folder, str(folder), world_size=world_size)
-    return folders
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), num_key_value_heads=2)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_learns_what_one_rank_learns(outputs: dict[int, Path], name: str, model_folder: str) -> None:
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory, model_folder: str) -> tuple[Path, Path]:
+    """Return the folders of one rank and of several."""
+    one, several = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("several")
+    for group in LAYOUTS:
+        run_ranks(train, model_folder, str(one), group, world_size=1)
+        tensor = 1 if group == "4" else 2
+        run_ranks(train, model_folder, str(several), group, world_size=int(group[0]), tensor=tensor)
+    return one, several
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_layout_learns_what_one_rank_learns(outputs: tuple[Path, Path], name: str, model_folder: str) -> None:
     """Weights and moments of policy and critic, statistics, what is sent and exported; one rank loads what is saved.
 
-    Seen failing with gradients that are not added up over the copies, and with checksums that count every copy.
+    Moments are gradients, of which AdamW hides the scale. Seen failing with gradients that are not added up over the
+    copies, with checksums that count every copy, with sums over ranks of the same rows, and with a part of the gradient
+    to the norms of heads.
     """
-    one, four = (torch.load(folder / name / "found.pt") for folder in outputs.values())
+    one, several = (torch.load(folder / name / "found.pt") for folder in outputs)
     for place in ("state", "sent"):
-        torch.testing.assert_close(four[place], one[place], atol=2e-5, rtol=1e-3)
-    torch.testing.assert_close(load_file(outputs[4] / name / "model/model.safetensors"), four["sent"], atol=0, rtol=0)
-    expected, got = (json.loads((folder / name / "stats.json").read_text()) for folder in outputs.values())
+        torch.testing.assert_close(several[place], one[place], atol=2e-5, rtol=1e-3)
+    exported = load_file(outputs[1] / name / "model/model.safetensors")
+    torch.testing.assert_close(exported, several["sent"], atol=0, rtol=0)
+    expected, got = (json.loads((folder / name / "stats.json").read_text()) for folder in outputs)
     for key, value in expected.items():
         if not key.endswith("_s"):
             assert got[key] == (pytest.approx(value, rel=1e-3, abs=1e-4) if isinstance(value, float) else value), key
-    back = Trainer(make_config(**LAYOUTS[name]), model_folder=model_folder, rank=0, world_size=1)
-    back.load(outputs[4] / name / "checkpoint")
+    back = Trainer(recipe(LAYOUTS[ALL[name]][name], 1), model_folder=model_folder, rank=0, world_size=1)
+    back.load(outputs[1] / name / "checkpoint")
     assert back.version == 2
-    torch.testing.assert_close(full_state(back), four["state"], atol=0, rtol=0)
+    torch.testing.assert_close(full_state(back), several["state"], atol=0, rtol=0)
+
+
+def test_a_model_that_cannot_be_split_is_refused() -> None:
+    """Seen failing, one by one, without each of the three conditions."""
+    two, three = (cast(DeviceMesh, SimpleNamespace(size=lambda size=size: size)) for size in (2, 3))
+    sizes = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 64, "pad_token_id": 0}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    for kind, mesh, words in (
+        ("qwen3", three, "with these and .*intermediate_size': 64"),
+        ("gpt2", two, "GPT2LMHeadModel with no plan"),
+        ("phi3", two, "Phi3ForCausalLM with colwise_gather_output, rowwise_split_input"),
+    ):
+        architecture = AutoConfig.for_model(kind, **sizes)
+        with pytest.raises(ConfigError, match=words), torch.device("meta"):
+            split_layers(AutoModelForCausalLM.from_config(architecture), mesh)

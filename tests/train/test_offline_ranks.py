@@ -18,11 +18,12 @@ pytestmark = pytest.mark.slow
 COMMANDS = ["sft", "reward_model", "dpo"]
 
 
-def train(rank: int, world_size: int, folder: str, out: str) -> None:
+def train(rank: int, world_size: int, folder: str, out: str, tensor: int) -> None:
     """Three steps of each command: figures, evaluation, weights."""
     for command in COMMANDS:
         section = {"sft" if command == "sft" else "preference": {"batch_size": 5}}
-        config = offline_config(Path(folder), command, **section)
+        mesh = {"ranks": world_size, "mesh": {"tensor": tensor}}
+        config = offline_config(Path(folder), command, trainer=mesh, **section)
         trainer = offline_trainer(config, rank=rank, world_size=world_size)
         trainer.prepare()
         figures = [trainer.step() for _ in range(3)]
@@ -32,12 +33,13 @@ def train(rank: int, world_size: int, folder: str, out: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Path]:
+    """Return the folders of one rank, of two, and of two on the same rows."""
     folder = tmp_path_factory.mktemp("offline")
     offline_config(folder)
-    outputs = {world_size: tmp_path_factory.mktemp(f"offline-{world_size}") for world_size in (1, 2)}
-    for world_size, out in outputs.items():
-        run_ranks(train, str(folder), str(out), world_size=world_size)
+    outputs = {sizes: tmp_path_factory.mktemp("offline") for sizes in ((1, 1), (2, 1), (2, 2))}
+    for (world_size, tensor), out in outputs.items():
+        run_ranks(train, str(folder), str(out), tensor, world_size=world_size, tensor=tensor)
     return outputs
 
 
@@ -45,16 +47,19 @@ def record(folder: Path, command: str, rank: int = 0) -> dict[str, Any]:
     return json.loads((folder / f"{command}-{rank}.json").read_text())
 
 
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 2)], ids=["two shares", "one share"])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_two_ranks_learn_what_one_learns(outputs: dict[int, Path], command: str) -> None:
+def test_two_ranks_learn_what_one_learns(
+    outputs: dict[tuple[int, int], Path], command: str, sizes: tuple[int, int]
+) -> None:
     """Seen failing with each rank's own number of rows as the denominator, and without the sum of the references."""
-    one, two = (record(outputs[world_size], command) for world_size in (1, 2))
-    assert record(outputs[2], command, rank=1) == two
+    one, two = (record(outputs[of], command) for of in ((1, 1), sizes))
+    assert record(outputs[sizes], command, rank=1) == two
     if command == "dpo":  # policy and reference are equal in the first step: the sign of their difference is rounding
         del one["figures"][0]["accuracy"], two["figures"][0]["accuracy"]
     for mine, theirs in zip([*one["figures"], one["evaluation"]], [*two["figures"], two["evaluation"]], strict=True):
         assert theirs == pytest.approx(mine, rel=2e-3, abs=1e-4)
-    weights = [load_file(outputs[world_size] / command / "model.safetensors") for world_size in (1, 2)]
+    weights = [load_file(outputs[of] / command / "model.safetensors") for of in ((1, 1), sizes)]
     assert weights[0].keys() == weights[1].keys()
     for name, value in weights[0].items():
         assert (weights[1][name] - value).abs().max() < 2e-3, name
