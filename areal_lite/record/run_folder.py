@@ -17,7 +17,7 @@ from typing import Any, Self
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.reading import parse_section
 from areal_lite.config.recipe import Config
-from areal_lite.config.sections import LaunchConfig, RunConfig, WeightsConfig
+from areal_lite.config.sections import LaunchConfig, MeshConfig, RunConfig, WeightsConfig
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.events import Event
 from areal_lite.record.checkpoints import choose_checkpoint, go_on_from, whole_checkpoints, write_checkpoint
@@ -35,6 +35,7 @@ _FREE_ON_RESUME = {
     "rollout.workers", "rollout.slots", "rollout.threads", "rollout.kv_cache_mb", "rollout.gpu_memory_fraction",
     "rollout.tensor_parallel", "queue.lease_timeout_s", "queue.bind", "queue.max_message_mb", "verifier.timeout_s",
     "verifier.processes", "verifier.workers", "trainer.ranks", "trainer.threads", "trainer.micro_batch_tokens",
+    *(f"trainer.mesh.{name}" for name in MeshConfig.model_fields), "trainer.offload",
     "trainer.activation_checkpointing", "sft.epochs", "preference.epochs",
 }  # fmt: skip
 """Settings that may change on a resume because they do not change what is learned."""

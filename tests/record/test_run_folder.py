@@ -228,17 +228,17 @@ def test_a_resume_needs_a_run_and_a_checkpoint(folder: RunFolder, tmp_path: Path
 
 
 def test_what_does_not_change_what_is_learned_may_change(folder: RunFolder, tmp_path: Path) -> None:
-    """The folder then holds the recipe that the run goes on with."""
+    """The folder then holds the recipe that the run goes on with. Seen failing without `trainer.mesh`."""
     checkpoint(folder, 1)
     changes: dict[str, dict[str, Any]] = {
         "rollout": {"workers": 2, "slots": 8, "threads": 2},
         "verifier": {"processes": 3, "timeout_s": 1.0},
-        "trainer": {"ranks": 2, "micro_batch_tokens": 64},
+        "trainer": {"ranks": 4, "micro_batch_tokens": 64, "mesh": {"replicate": 2, "tensor": 2}, "offload": True},
         "weights": {"parity_every": 0},
     }
     again = resumed(tmp_path, run={"steps": 999, "eval_every": 7}, **changes)
     saved = json.loads((again.path / "config.json").read_text())
-    assert (saved["run"]["steps"], saved["rollout"]["workers"], saved["trainer"]["ranks"]) == (999, 2, 2)
+    assert (saved["run"]["steps"], saved["rollout"]["workers"], saved["trainer"]["ranks"]) == (999, 2, 4)
 
 
 @pytest.mark.parametrize(
