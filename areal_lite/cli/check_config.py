@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def check_config(recipe: Recipe, overrides: Overrides) -> int:
     """Check a recipe and print it in full.
 
-    Every setting is shown with its value and meaning. Nothing is started.
+    Every setting is shown with its value and meaning. Functions of yours are imported; nothing else is started.
     """
     from areal_lite.config.plugin_check import check_plugins
     from areal_lite.rollout.vllm_engine import check_engine_arguments

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from areal_lite.config.offline import OfflineConfig, check_resources
-from areal_lite.config.plugin_check import check_plugins, import_plugins
+from areal_lite.config.plugin_check import check_plugins
 from areal_lite.config.recipe import Config
 from areal_lite.data.completions import load_offline
 from areal_lite.data.encode import load_tokenizer
@@ -118,7 +118,6 @@ def train(
 def _online(config: Config, console: Console) -> _Made[Config]:
     """Load everything, so that bad data is found before any actor starts."""
     check_plugins(config)
-    import_plugins(config)
     check_engine_arguments(config)
     config = with_absolute_paths(config)
     model_folder = prepare_model(config, console=console)

@@ -49,7 +49,7 @@ def test_any_other_function_is_written_down_with_what_it_refers_to(tmp_path: Pat
     assert list(plugin_problems(config)) == []
     Path(names[0]).unlink()
     (problem,) = plugin_problems(config)
-    assert f"there is no file {names[0]}" in problem
+    assert f"No such file or directory: '{names[0]}'" in problem
     with pytest.raises(PluginError, match="cannot be imported: FileNotFoundError"):
         find_function(names[0], kind="verifier")
 
