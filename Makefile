@@ -4,10 +4,10 @@
 SHELL := /bin/bash
 PYTHON := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test-fast test examples format check size clean
+.PHONY: help setup demo test-fast test gpu-check examples format check size clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## make .venv ready; instant when it is (EXTRA=gpu for the CUDA build)
 	@./setup.sh $(EXTRA)
@@ -45,6 +45,9 @@ test: setup ## run the tests (ARGS="-k ledger" for some of them)
 	$(SIDE_BY_SIDE) -m "not ($(ALONE) or $(RUNS))$$keep" $(ARGS) || [ $$? = 5 ] || exit 1; \
 	$(PYTHON) -m pytest -m "($(ALONE)) and not ($(RUNS))$$keep" $(ARGS) || [ $$? = 5 ] || exit 1; \
 	$(PYTHON) -m pytest -n 3 --dist loadscope -m "($(RUNS))$$keep" $(ARGS) || [ $$? = 5 ]
+
+gpu-check: setup ## the first hour on GPUs: what passes, what to send us (ARGS="--cpu" rehearses it without one)
+	@.venv/bin/areal-lite bench gpu-check $(ARGS)
 
 examples: setup ## run the classic algorithms of examples/classic, pictures to docs/classic (ARGS="ppo" for one)
 	@$(PYTHON) examples/classic/run_all.py --out docs/classic $(ARGS)

@@ -159,3 +159,21 @@ def presets(overrides: Overrides, only: Only, out: RunsOut = None) -> int:
 def staleness(overrides: Overrides, only: Only, out: RunsOut = None) -> int:
     """The runs of the shipped plan staleness."""
     return run_plan("staleness", overrides, only, out)
+
+
+@bench.command("gpu-check")
+def gpu_check(
+    overrides: Overrides,
+    only: Only,
+    cpu: Annotated[bool, typer.Option("--cpu", help="rehearse on this machine without a GPU")] = False,
+    out: Out = Path("runs/gpu-check"),
+) -> int:
+    """The first hour on GPUs: a part more with every short run, and what passed.
+
+    Parity of engine and trainer in float32 and bfloat16; NCCL to one and two ranks and to engines of one and two GPUs;
+    CUDA IPC; FSDP over two ranks against one; an engine that dies; tokens/s of a 1.7B model. Writes gpu-check.md and
+    results.json: what to send us. Called again, it goes on where it stopped.
+    """
+    from areal_lite.launch.bench.gpu_check import bench
+
+    return bench(overrides, cpu=cpu, only=only, out=out)

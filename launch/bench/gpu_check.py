@@ -1,0 +1,254 @@
+"""`areal-lite bench gpu-check`: the first hour on GPUs, as short runs with one part more than the one before.
+
+Every run is synchronous with fixed seeds, so that what differs between two of them is the part that was added: the
+first step's samples, loss and gradient must be the same. With `--cpu` the same runs go over gloo on this machine.
+"""
+
+import itertools
+import json
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from areal_lite.config.reading import parse_override
+from areal_lite.errors import ConfigError
+from areal_lite.launch.bench.harness import PlannedRun, run_to_the_end, say, summary, surroundings, write_results
+from areal_lite.launch.bench.plan import choose, planned_config
+from areal_lite.launch.bench.view import Columns, Row, cell, markdown, table
+from areal_lite.node import package_versions
+from areal_lite.record.run_folder import write_whole
+
+_RECIPE = "arith_cpu"
+_SPEED_MODEL, _SPEED_PARAMETERS = "Qwen/Qwen3-1.7B", 1.72e9
+_SETTINGS: dict[str, Any] = {
+    "model.warm_start.steps": 30, "verifier.function": f"{__name__}:any_reward", "run.steps": 4, "run.eval_every": 0,
+    "run.checkpoint_every": 0, "rollout.slots": 64, "queue.max_staleness": 0, "queue.groups_per_step": 8,
+    "trainer.minibatches": 1, "weights.parity_every": 1, "weights.parity_limit": 0,
+}  # fmt: skip
+_PLACES: Mapping[str, dict[str, Any]] = {
+    "cuda": {"run.device": "cuda", "weights.transport": "nccl", "rollout.gpu_memory_fraction": 0.3},
+    "cpu": {"run.device": "cpu", "weights.transport": "gloo"},
+}
+_PARITY = {"float32": 1e-3, "bfloat16": 0.1}
+"""Nats between engine and rank; float32 is wider than on a CPU, where attention kernels agree to 1e-5."""
+_SAME = {"float32": 1e-3, "bfloat16": 0.1}
+"""Relative difference of the first step's gradient norm from that of the run before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One run: what it adds, and what it needs."""
+
+    shows: str
+    gpus: int
+    settings: dict[str, Any]
+    like: str | None = None
+    """The run whose first step it must repeat."""
+    on_cpu: bool = True
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the work."""
+        return str(self.settings.get("model.compute_dtype", "float32"))
+
+
+_FLOAT32: dict[str, Any] = {"model.compute_dtype": "float32"}
+PARTS: Mapping[str, Part] = {
+    "float32": Part(shows="an engine and a rank in float32", gpus=2, settings=_FLOAT32),
+    "bfloat16": Part(shows="the same in bfloat16", gpus=2, settings={"model.compute_dtype": "bfloat16"}),
+    "two-ranks": Part(shows="FSDP over two ranks", gpus=3, settings={**_FLOAT32, "trainer.ranks": 2}, like="float32"),
+    "wide-engine": Part(
+        shows="an engine of two GPUs", gpus=3, settings={**_FLOAT32, "rollout.tensor_parallel": 2}, like="float32"
+    ),
+    "both": Part(
+        shows="two ranks, an engine of two GPUs",
+        gpus=4,
+        settings={**_FLOAT32, "trainer.ranks": 2, "rollout.tensor_parallel": 2},
+        like="float32",
+    ),
+    "ipc": Part(
+        shows="weights by CUDA IPC, engine and rank on one GPU",
+        gpus=1,
+        settings={**_FLOAT32, "weights.transport": "ipc"},
+        like="float32",
+        on_cpu=False,
+    ),
+    "speed": Part(
+        shows=f"throughput of {_SPEED_MODEL}, random weights",
+        gpus=2,
+        settings={
+            "model.compute_dtype": "bfloat16", "model.max_context": 1024, "rollout.max_new_tokens": 768,
+            "trainer.micro_batch_tokens": 16384, "trainer.activation_checkpointing": True,
+            "rollout.gpu_memory_fraction": 0.8,
+        },
+        on_cpu=False,
+    ),
+}  # fmt: skip
+_COLUMNS: Columns = {
+    "part": lambda row: f"{row['name']}: {row['shows']}",
+    "parity": cell("parity", ".1e"),
+    "gradient": cell("grad_norm", ".5g"),
+    "s/step": cell("step_s", ".1f"),
+    "outcome": lambda row: row["outcome"].partition(":")[0],
+}
+
+
+def any_reward(prompt: str, completion: str, answer: str, **row: Any) -> float:
+    """Return a number between 0 and 1 that is the completion's own: gradients need no model that knows anything."""
+    return zlib.crc32(completion.encode()) % 101 / 100
+
+
+def bench(overrides: Sequence[str], *, cpu: bool, only: Sequence[str], out: Path) -> int:
+    """Run what the machine has GPUs for, and say what passed; 1 where something did not."""
+    console, out = Console(), out.resolve()
+    device, num_gpus = ("cpu", 0) if cpu else ("cuda", torch.cuda.device_count())
+    if not cpu and not num_gpus:
+        raise ConfigError(
+            "gpu-check needs a GPU that PyTorch sees, got none: see areal-lite doctor, or rehearse: --cpu"
+        )
+    chosen = choose([*PARTS, "dead-engine"], only, what="part")
+    left_out = {name: _why_not(PARTS[name], cpu=cpu, num_gpus=num_gpus) for name in chosen if name in PARTS}
+    for name, reason in left_out.items():
+        if reason:
+            say(console, f"{name} is left out: {reason}")
+    extra = dict(map(parse_override, overrides))
+    runs = [
+        PlannedRun(name=name, overrides=dict(part.settings), config=_config(name, part, device, extra, out=out))
+        for name, part in PARTS.items()
+        if left_out.get(name, "no") is None
+    ]
+    rows: list[Row] = []
+
+    def collect() -> dict[str, Any]:
+        rows[:] = judged([(run.name, out / run.name) for run in runs])
+        content = {**surroundings(), "versions": package_versions(), "device": device, "left_out": left_out}
+        content = {"benchmark": "gpu-check", **content, **_gpus(), "overrides": list(overrides), "rows": rows}
+        write_results(content, out=out)
+        write_whole(out / "gpu-check.md", _page(content))
+        return content
+
+    def show(content: Mapping[str, Any]) -> None:
+        console.print(table(_COLUMNS, rows, title="gpu-check"))
+        for row in rows:
+            if row["outcome"] != "passed":
+                say(console, f"{row['name']}: {row['outcome']}")
+        say(console, f"to send us: {out / 'gpu-check.md'} and results.json beside it")
+
+    code = run_to_the_end(lambda run: run(runs), out=out, collect=collect, show=show, console=console)
+    if code == 0 and "dead-engine" in chosen:
+        say(console, "dead-engine: an engine is killed in a run, which must go on")
+        words = ["drill", _RECIPE, *(f"{key}={value}" for key, value in {**_PLACES[device], **extra}.items())]
+        command = [sys.argv[0], *words, "--faults", "engine", "--out", str(out / "dead-engine")]
+        code = subprocess.run(command, check=False).returncode
+    return code or int(any(row["outcome"] != "passed" for row in rows))
+
+
+def judged(folders: Iterable[tuple[str, Path]]) -> list[dict[str, Any]]:
+    """Read finished runs, and say of each whether it passed, or what was expected and what came."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name, folder in folders:
+        part, found = PARTS[name], summary(folder)
+        row: dict[str, Any] = {"name": name, **asdict(part), "outcome": "failed: it has not ended; its log says why"}
+        rows[name] = row
+        if found.get("status") != "done":
+            continue
+        steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        parities = [one["parity_max_abs_logprob_diff"] for one in steps]
+        row |= {
+            "parity": max(value for value in parities if value is not None),
+            "loss": steps[0]["loss"],
+            "grad_norm": steps[0]["grad_norm"],
+            "step_s": (steps[-1]["time_s"] - steps[0]["time_s"]) / len(steps[1:]),
+            "trained_per_s": sum(one["tokens_trained"] for one in steps[1:]) / sum(one["train_s"] for one in steps[1:]),
+            "gen_tokens_per_s": steps[-1]["gen_tokens_per_s"],
+        }
+        row["outcome"] = _verdict(row, rows.get(part.like or ""), part)
+    return list(rows.values())
+
+
+def _verdict(row: Mapping[str, Any], other: Mapping[str, Any] | None, part: Part) -> str:
+    if not row["parity"] <= _PARITY[part.dtype]:
+        limit = _PARITY[part.dtype]
+        return f"failed: engine and rank must agree within {limit:g} nats, got {row['parity']:.2g}"
+    if other and "grad_norm" in other:
+        difference = abs(row["grad_norm"] / other["grad_norm"] - 1)
+        if not difference <= _SAME[part.dtype]:
+            return (
+                f"failed: the first step's gradient norm must be that of {other['name']}, {other['grad_norm']:.6g}, "
+                f"got {row['grad_norm']:.6g}"
+            )
+    return "passed"
+
+
+def _why_not(part: Part, *, cpu: bool, num_gpus: int) -> str | None:
+    if cpu:
+        return None if part.on_cpu else "it needs a GPU"
+    return None if num_gpus >= part.gpus else f"it needs {part.gpus} GPUs, there are {num_gpus}"
+
+
+def _config(name: str, part: Part, device: str, extra: dict[str, Any], *, out: Path) -> Any:
+    more: dict[str, Any] = {"model.path": str(_random_model(out / "model"))} if name == "speed" else {}
+    return planned_config(_RECIPE, name, [_SETTINGS, _PLACES[device], part.settings, more, extra])
+
+
+def _random_model(folder: Path) -> Path:
+    """Write a model of a known shape with random weights, whose completions hardly ever end by themselves."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from areal_lite.data.tokenizer import build_char_tokenizer
+    from areal_lite.train.memory import KNOWN
+
+    if not (folder / "config.json").is_file():
+        tokenizer = build_char_tokenizer("0123456789+-*=?; \n")
+        shape = KNOWN["models"][_SPEED_MODEL] | {
+            "max_position_embeddings": 4096,
+            "eos_token_id": tokenizer.eos_token_id,
+        }
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _utilisation(content: Mapping[str, Any]) -> Iterable[str]:
+    from areal_lite.train.memory import KNOWN
+
+    speed = next((row for row in content["rows"] if row["name"] == "speed" and "trained_per_s" in row), None)
+    card = next((name for name in KNOWN["gpus"] if any(name in gpu for gpu in content["gpus"])), None)
+    if speed and card:
+        share = 6 * _SPEED_PARAMETERS * speed["trained_per_s"] / (KNOWN["gpus"][card]["tflops"] * 1e12)
+        yield f"- speed: {share:.1%} of the peak of {card} (MFU: 6 operations a parameter and token)"
+
+
+def _gpus() -> dict[str, Any]:
+    cuda = torch.cuda
+    names = [cuda.get_device_name(index) for index in range(cuda.device_count())] if cuda.is_available() else []
+    left = [round(free / total, 3) for free, total in (cuda.mem_get_info(index) for index in range(len(names)))]
+    return {"gpus": names, "memory_free_at_the_end": left}
+
+
+def _page(content: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    where = ", ".join(content["gpus"]) or content["processor"]
+    lines = [
+        f"# gpu-check on {where}",
+        f"areal-lite {content['commit']}; {versions}",
+        markdown(_COLUMNS, content["rows"]),
+    ]
+    lines += [f"- **{row['name']}**: {row['outcome']}" for row in content["rows"] if row["outcome"] != "passed"]
+    lines += [f"- {name} was left out: {why}" for name, why in content["left_out"].items() if why]
+    lines += [
+        f"- {row['name']}: {row['trained_per_s']:,.0f} tokens/s trained, {row['gen_tokens_per_s']:,.0f} generated"
+        for row in content["rows"]
+        if "trained_per_s" in row
+    ]
+    lines += list(_utilisation(content))
+    free = ", ".join(f"{share:.0%}" for share in content["memory_free_at_the_end"])
+    return "\n\n".join(itertools.chain(lines, [f"GPU memory free at the end: {free}"] if free else [])) + "\n"
