@@ -159,6 +159,11 @@ class RolloutConfig(Section):
     """keyword arguments of every episode of workflow"""
     workflows: dict[str, WorkflowConfig] = {}
     """further workflows by name, for rows and sources that choose their own"""
+    tool_parser: str | None = None
+    """how an agent's model calls tools: one of vLLM's tool parsers, such as hermes, or module:function, see
+    docs/agents.md"""
+    reasoning_parser: str | None = None
+    """how an agent's model thinks aloud: one of vLLM's reasoning parsers, such as qwen3"""
     turn_timeout_s: float = Field(10.0, gt=0)
     """seconds an environment may take for one reply"""
     slots: int = Field(64, ge=1)

@@ -75,10 +75,11 @@ def render_chat(
     messages: Sequence[Mapping[str, Any]],
     tokenizer: Tokenizer,
     *,
+    tools: Sequence[Mapping[str, Any]] = (),
     add_generation_prompt: bool = True,
     where: str = "data",
 ) -> str:
-    """Return a chat as the model's chat template writes it.
+    """Return a chat as the model's chat template writes it, with what it is told of tools.
 
     Raises:
         ConfigError: The model has no chat template.
@@ -91,7 +92,10 @@ def render_chat(
         )
     try:
         text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
         )
     except Exception as error:  # templates raise their own kinds
         raise ValueError(f"the chat template refuses a chat of {len(messages)} messages ({error})") from error

@@ -6,7 +6,7 @@ last answer.
 
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from areal_lite.data.encode import encode_text, render_chat
 
@@ -24,10 +24,6 @@ def reply_ids(
 ) -> list[int]:
     """Return the token ids of an environment's turn, up to where the model's next turn begins.
 
-    This is the rendering of the conversation with the reply and a generation prompt, less what is there: all up to the
-    model's last answer, and its end token where it produced one. White space that a template puts before the end token
-    cannot be put back between tokens that were sampled, and is left out.
-
     Args:
         messages: The turns so far, without the prompt; the last is the model's answer.
         end: The end-of-sequence token that the model produced; None where its answer was cut off.
@@ -36,20 +32,45 @@ def reply_ids(
         ValueError: The template refuses the conversation, or the tokenizer the reply.
         ConfigError: The model has no chat template.
     """
-    # A mark stands for the last answer: templates may rewrite an answer (trim it, cut its thoughts), which is
-    # nothing to what the model really said. For the prompt too something stands; it lies before.
-    contents = [message["content"] for message in messages]
-    mark = next(name for name in (f"answer{n}" for n in count()) if not any(name in text for text in contents))
-    turns = [
-        {"role": "user", "content": _PROMPT},
+    before = [
+        {"role": "user", "content": _PROMPT},  # something stands for the prompt: it lies before
         *({**message, "role": "user"} if message["role"] == ENVIRONMENT else message for message in messages[:-1]),
-        {"role": "assistant", "content": mark},
-        {"role": "user", "content": reply},
     ]
-    _, found, behind = render_chat(turns, tokenizer).partition(mark)
+    behind = text_behind(before, [{"role": "user", "content": reply}], tokenizer=tokenizer)
+    return ids_behind(behind, tokenizer=tokenizer, end=end)
+
+
+def text_behind(
+    before: Sequence[Mapping[str, Any]],
+    new: Sequence[Mapping[str, Any]],
+    *,
+    tokenizer: "PreTrainedTokenizerBase",
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """Return what a chat template writes behind the model's answer to `before` where `new` follows it.
+
+    Raises:
+        ValueError: The template refuses the conversation.
+        ConfigError: The model has no chat template.
+    """
+    # A mark stands for the answer: templates may rewrite one (trim it, cut its thoughts), which is nothing to what the
+    # model really said.
+    said = repr([*before, *new, *tools])
+    mark = next(name for name in (f"answer{n}" for n in count()) if name not in said)
+    turns = [*before, {"role": "assistant", "content": mark}, *new]
+    _, found, behind = render_chat(turns, tokenizer, tools=tools).partition(mark)
     if not found:
         raise ValueError("the chat template must write the assistant's messages into the conversation, it does not")
+    return behind
+
+
+def ids_behind(text: str, *, tokenizer: "PreTrainedTokenizerBase", end: int | None) -> list[int]:
+    """Return the token ids of a `text_behind`, less the end token where the model produced it.
+
+    White space that a template puts before the end token cannot be put back between tokens that were sampled, and is
+    left out.
+    """
     end_text = "" if end is None else str(tokenizer.decode([end]))
-    if end_text and behind.lstrip().startswith(end_text):
-        behind = behind.lstrip().removeprefix(end_text)
-    return encode_text(behind, tokenizer)
+    if end_text and text.lstrip().startswith(end_text):
+        text = text.lstrip().removeprefix(end_text)
+    return encode_text(text, tokenizer)

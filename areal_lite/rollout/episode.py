@@ -135,6 +135,20 @@ class EpisodeEngine:
         self.room = room - turn.num_tokens
         return turn
 
+    @property
+    def temperature(self) -> float:
+        """Of the policy that is sampled from; 0 = greedy."""
+        return self._sampling.temperature
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self._engine.tokenizer
+
+    def decode(self, token_ids: Sequence[int] | Int32) -> str:
+        """Return the text of token ids, special ones included."""
+        return str(self.tokenizer.decode(list(token_ids)))
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, none added."""
         return encode_text(text, self._engine.tokenizer)
@@ -185,7 +199,7 @@ class EpisodeEngine:
                     f"the environment may take rollout.turn_timeout_s={self._turn_timeout_s:g} s, it took longer"
                 ) from error
 
-    def join(self, turns: object, *, with_messages: bool) -> Sample:
+    def join(self, turns: object, *, with_messages: bool, behind: tuple[int, ...] | None = None) -> Sample:
         """Check what a workflow returned, and join it into one sample with one list of version spans.
 
         Given turns at the end are cut off, as nothing trains behind the model's last token. The sample counts as cut
@@ -194,6 +208,7 @@ class EpisodeEngine:
         Args:
             turns: In order, at least one of the model's.
             with_messages: Whether the sample names its turns.
+            behind: What the first of them stands behind; None = the prompt.
 
         Raises:
             TypeError: It returned something else than turns.
@@ -202,7 +217,7 @@ class EpisodeEngine:
         """
         if not isinstance(turns, list | tuple) or not all(isinstance(turn, Turn) for turn in turns):
             raise TypeError(f"a workflow must return a list of turns, got {turns!r:.80}")
-        context = self.prompt_ids
+        context = self.prompt_ids if behind is None else behind
         for number, turn in enumerate(turns):
             if isinstance(turn, Sample):
                 self._check_origin(turn, context, number=number)

@@ -15,6 +15,8 @@ from typing import Any
 from areal_lite.config.plugins import find_function, known_names
 from areal_lite.config.recipe import Config
 from areal_lite.errors import EngineError, EpisodeError, PluginError
+from areal_lite.rollout.agents import Agent, is_agent
+from areal_lite.rollout.endpoint import Endpoint
 from areal_lite.rollout.engine import GenerationEngine, Sampling, token_limit
 from areal_lite.rollout.episode import EpisodeEngine
 from areal_lite.rollout.workflows import named, single_turn
@@ -22,7 +24,7 @@ from areal_lite.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
-Function = Callable[..., Awaitable[Any]]
+Function = Callable[..., Awaitable[Any]] | Agent
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,8 +41,16 @@ class Workflows:
     """Whether a prompt went through the model's chat template."""
     turn_timeout_s: float = 10.0
     """Seconds an episode may spend away from the engine at a stretch."""
+    max_context: int = 512
+    """Tokens that a call of an agent may have with its answer."""
+    endpoint: Endpoint = field(default_factory=Endpoint)
+    """What agents call."""
     errors: dict[str, str] = field(default_factory=dict)
     """What the first error of each reason said."""
+
+    async def close(self) -> None:
+        """End the endpoint."""
+        await self.endpoint.close()
 
     async def sample(
         self, engine: GenerationEngine, prompt: Prompt, *, sampling: Sampling, seed_of: Callable[[int], int] | None
@@ -59,20 +69,28 @@ class Workflows:
         clock, episode = asyncio.timeout(None), None
         try:
             function, arguments = self._find(prompt.row.get("workflow"))
+            limit = token_limit(prompt, default=sampling.max_new_tokens)
+            prompt_ids, room = ((), self.max_context) if isinstance(function, Agent) else (prompt.token_ids, limit)
+            if isinstance(function, Agent):
+                await function.endpoint.start()
             async with clock:
                 episode = EpisodeEngine(
                     engine,
-                    prompt.token_ids,
-                    sampling=replace(sampling, max_new_tokens=token_limit(prompt, default=sampling.max_new_tokens)),
+                    prompt_ids,
+                    sampling=replace(sampling, max_new_tokens=room),
                     seed_of=seed_of,
                     is_chat=self.is_chat(prompt),
                     turn_timeout_s=self.turn_timeout_s,
                     clock=clock,
                 )
-                turns = await function(episode, _row(prompt), **arguments)
+                if isinstance(function, Agent):
+                    sample = await function.play(episode, _row(prompt), limit, **arguments)
+                else:
+                    turns = await function(episode, _row(prompt), **arguments)
+                    sample = episode.join(turns, with_messages=function is not single_turn)
             if isinstance(episode.failure, EngineError):
                 raise episode.failure
-            return episode.join(turns, with_messages=function is not single_turn)
+            return sample
         except (Exception, SystemExit) as error:  # sys.exit() of a user's workflow must not end the worker
             raise self._attributed(error, episode, timed_out=clock.expired()) from error
 
@@ -92,7 +110,7 @@ class Workflows:
                     f"a column workflow must name one of {', '.join(sorted({*self.loaded, *known}))}; got {name!r}: "
                     "add it to rollout.workflows"
                 )
-            self.loaded[name] = _load(name, {})
+            self.loaded[name] = _load(name, {}, self.endpoint)
         return self.loaded[name]
 
     def _attributed(self, error: BaseException, episode: EpisodeEngine | None, *, timed_out: bool) -> Exception:
@@ -120,17 +138,20 @@ def load_workflows(config: Config) -> Workflows:
     """
     named.cache_clear()  # one process may serve several runs, and the user may have changed a file in between
     rollout = config.rollout
-    loaded = {name: _load(one.function, one.arguments) for name, one in rollout.workflows.items()}
+    endpoint = Endpoint(tool_parser=rollout.tool_parser, reasoning_parser=rollout.reasoning_parser)
+    loaded = {name: _load(one.function, one.arguments, endpoint) for name, one in rollout.workflows.items()}
     if rollout.workflow not in loaded:
-        loaded[rollout.workflow] = _load(rollout.workflow, rollout.workflow_arguments)
+        loaded[rollout.workflow] = _load(rollout.workflow, rollout.workflow_arguments, endpoint)
     for source in (config.data, *config.data.mix.values()):
         if source.workflow is not None and source.workflow not in loaded:
-            loaded[source.workflow] = _load(source.workflow, {})
+            loaded[source.workflow] = _load(source.workflow, {}, endpoint)
     return Workflows(
         default=rollout.workflow,
         loaded=loaded,
         is_chat=lambda prompt: config.data.mix.get(prompt.prompt_id.split("/")[0], config.data).chat,
         turn_timeout_s=rollout.turn_timeout_s,
+        max_context=config.model.max_context,
+        endpoint=endpoint,
     )
 
 
@@ -163,9 +184,10 @@ def _row(prompt: Prompt) -> dict[str, Any]:
     return {**copy.deepcopy(columns), "prompt": prompt.text, "answer": prompt.answer}
 
 
-def _load(name: str, arguments: Mapping[str, Any]) -> tuple[Function, Mapping[str, Any]]:
+def _load(name: str, arguments: Mapping[str, Any], endpoint: Endpoint) -> tuple[Function, Mapping[str, Any]]:
     function = find_function(name, kind="workflow")
-    if not inspect.iscoroutinefunction(function):
+    takes = "(task, llm)" if is_agent(function) else "(engine, row)"
+    if not is_agent(function) and not inspect.iscoroutinefunction(function):
         raise PluginError(f"a workflow must be an async function, {name!r} is none: write async def")
     try:
         inspect.signature(function).bind(None, {}, **arguments)
@@ -173,6 +195,6 @@ def _load(name: str, arguments: Mapping[str, Any]) -> tuple[Function, Mapping[st
             check(**arguments)
     except (TypeError, ValueError) as error:
         raise PluginError(
-            f"the workflow {name!r} is called with (engine, row) and the arguments {dict(arguments)}: {error}"
+            f"the workflow {name!r} is called with {takes} and the arguments {dict(arguments)}: {error}"
         ) from error
-    return function, arguments
+    return Agent(function=function, endpoint=endpoint) if is_agent(function) else function, arguments

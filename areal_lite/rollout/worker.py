@@ -72,6 +72,11 @@ class RolloutWorker(LeaseWorker):
         self._emitted_running = 0
         self._emit_pending = False
 
+    async def stop(self) -> None:
+        """Let go of all leases, and end `run` and what agents call; idempotent."""
+        await super().stop()
+        await self._workflows.close()
+
     async def evaluate(self, prompts: Sequence[Prompt]) -> list[Sample | None]:
         """Run the episodes of prompts greedily, beside whatever else the engine does; None for one that failed."""
         return await complete_greedily(

@@ -136,15 +136,15 @@ def _given(function: VerifyFunction, arguments: Mapping[str, Any]) -> tuple[list
 
 def _replies(function: VerifyFunction, value: Any, calls: Sequence[Call]) -> list[Reply]:
     if batch_size(function) is None:
-        return [_read(value, completion=calls[0][1])]
+        return [read_result(value, completion=calls[0][1])]
     if not isinstance(value, Sequence) or isinstance(value, str):
         return [_wrong_type(value, "a list, as the function is @batched")]
     if len(value) != len(calls):
         return [failed("wrong_length", f"must return {len(calls)} results, got {len(value)}")]
-    return [_read(item, completion=call[1]) for item, call in zip(value, calls, strict=True)]
+    return [read_result(item, completion=call[1]) for item, call in zip(value, calls, strict=True)]
 
 
-def _read(value: Any, *, completion: str) -> Reply:
+def read_result(value: Any, *, completion: str) -> Reply:
     """Check everything that a verify function said about one completion."""
     result = value if isinstance(value, VerifyResult) else VerifyResult(value)
     if problem := next(_problems(result, completion), None):

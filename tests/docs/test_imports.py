@@ -10,7 +10,10 @@ from places import ROOT
 LINKS = {path.resolve(): path.name for path in (ROOT / "areal_lite").iterdir() if path.is_symlink()}
 HEAVY = {
     "ray": ("areal_lite.actors", "areal_lite.launch"),
-    "vllm": ("areal_lite.rollout.vllm_engine", "areal_lite.weights"),
+    "vllm": (
+        *(f"areal_lite.rollout.{name}" for name in ("vllm_engine", "endpoint", "api_formats")),
+        "areal_lite.weights",
+    ),
     "zmq": (
         *(f"areal_lite.sample_queue.{name}" for name in ("access", "client", "connections", "server")),
         "areal_lite.launch.bench",

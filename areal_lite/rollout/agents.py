@@ -1,0 +1,99 @@
+"""Agents: programs that speak to the model through an API they know, trained as they are.
+
+`async def agent(task, llm)` is an ordinary function, sync or async, which sends its requests to `llm.base_url`, where
+`endpoint.py` answers them, and returns its reward.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from areal_lite.rollout.endpoint import Endpoint
+from areal_lite.rollout.episode import EpisodeEngine
+from areal_lite.rollout.sessions import Session
+from areal_lite.rollout.workflows import call
+from areal_lite.types import Sample
+from areal_lite.verify.protocol import read_result
+from areal_lite.verify.result import VerifyResult
+from areal_lite.verify.worker import score_of
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+
+@dataclass
+class Llm:
+    """The model as one rollout of an agent sees it: an OpenAI-compatible API of its own."""
+
+    base_url: str
+    """For OpenAI's SDKs."""
+    api_key: str
+    anthropic_base_url: str
+    """For Anthropic's SDKs."""
+    model: str = "policy"
+    """Any other name is as good."""
+
+    @cached_property
+    def client(self) -> "AsyncOpenAI":
+        """A client, ready to use, which is closed when the agent ends."""
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+        # Without TLS, whose certificates take longer to read than many an agent takes in all.
+        http = DefaultAsyncHttpxClient(verify=False)
+        return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, http_client=http)
+
+    async def close(self) -> None:
+        """Close the client, if there is one."""
+        if "client" in vars(self):
+            await self.client.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agent:
+    """An agent's function and the endpoint that it is given."""
+
+    function: Callable[..., Any]
+    endpoint: Endpoint
+
+    async def play(
+        self, engine: EpisodeEngine, task: Mapping[str, Any], max_new_tokens: int, /, **arguments: Any
+    ) -> Sample:
+        """Run the agent once.
+
+        Args:
+            engine: Of this rollout alone, without a prompt.
+            task: The data row.
+            max_new_tokens: Of one call at most.
+
+        Raises:
+            ValueError: It called nothing, or returned something else than a reward.
+        """
+        session = Session(engine, max_new_tokens=max_new_tokens, parse=self.endpoint.parser(engine.tokenizer))
+        async with self.endpoint.serving(session) as (root, key):
+            llm = Llm(base_url=f"{root}/v1", api_key=key, anthropic_base_url=root)
+            try:
+                result = await call(self.function, task, llm, **arguments)
+            finally:
+                await llm.close()
+        sample = session.sample()
+        return sample if result is None else _scored(sample, result, engine.tokenizer)
+
+
+def is_agent(function: Callable[..., Any]) -> bool:
+    """Whether a function takes a task and an `llm`."""
+    return list(inspect.signature(function).parameters)[1:2] == ["llm"]
+
+
+def _scored(sample: Sample, result: Any, tokenizer: Any) -> Sample:
+    if isinstance(result, Mapping):
+        result = VerifyResult(result.get("reward", None), parts={k: v for k, v in result.items() if k != "reward"})
+    reply = read_result(result, completion=sample.text)
+    if reply.failure is not None:
+        raise ValueError(
+            f"an agent must return its reward, a number or a dict of numbers with one named reward, or None to leave "
+            f"it to the verifier; got {result!r:.80} ({reply.detail})"
+        )
+    decode = lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))  # noqa: E731
+    return sample.scored(score_of(reply, sample, decode))

@@ -1,0 +1,229 @@
+"""One rollout of an agent: a tree of calls, and the sample that it becomes. Nothing here knows HTTP.
+
+A call whose messages go on from what an earlier one was answered is generated behind the *exact* tokens of that one;
+any other begins a branch. So nothing that was sampled is ever tokenised again, and each token trains once.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from areal_lite.data.encode import encode_text, render_chat
+from areal_lite.rollout.dialogue import ENVIRONMENT, ids_behind, text_behind
+from areal_lite.rollout.episode import EpisodeEngine, Turn
+from areal_lite.types import Sample, StopReason
+
+Message = dict[str, Any]
+
+Parse = Callable[[str, Sequence[Mapping[str, Any]]], Message]
+"""From what the model said, special tokens included, and the tools it was told of, to the assistant's message."""
+
+
+class ContextTooLongError(ValueError):
+    """A call's messages leave no room for an answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call:
+    """One answer of the model's to an agent."""
+
+    messages: tuple[Message, ...]
+    """What was asked, as `normalised`; empty where it was plain text."""
+    prompt: str
+    """The plain text that was asked; empty for messages."""
+    tools: tuple[Mapping[str, Any], ...]
+    context: tuple[int, ...]
+    """Tokens that it was generated behind."""
+    turn: Sample
+    answer: Message
+    """What the agent was told."""
+    parent: "Call | None"
+    """The call whose tokens begin `context`."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The context, and what was generated behind it."""
+        return (*self.context, *self.turn.token_ids.tolist())
+
+
+class Session:
+    """The calls of one rollout."""
+
+    def __init__(self, engine: EpisodeEngine, *, max_new_tokens: int, parse: Parse | None = None) -> None:
+        """Begin a rollout.
+
+        Args:
+            engine: Of this rollout alone, without a prompt, with room for the model's whole context.
+            max_new_tokens: Of one call at most.
+            parse: Finds tool calls and reasoning in what the model says; None = it is plain text.
+        """
+        self.engine = engine
+        self._max_context, self._max_new_tokens, self._parse = engine.room, max_new_tokens, parse
+        self._calls: list[Call] = []
+
+    async def complete(
+        self,
+        asked: Sequence[Mapping[str, Any]] | str,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Call:
+        """Have the model answer; what the agent got to see of it must then be given to `keep`.
+
+        Args:
+            asked: Chat messages, as the OpenAI API has them, or plain text.
+            max_tokens: Of the answer, which is never longer than `max_new_tokens` and the room that is left.
+
+        Raises:
+            ContextTooLongError: No room is left.
+            ValueError: The model has no chat template, or it refuses the messages, the tokenizer has no token for a
+                character, or messages hold more than text.
+        """
+        messages, prompt = ((), asked) if isinstance(asked, str) else (tuple(map(normalised, asked)), "")
+        parent, context = self._text_context(prompt) if prompt else self._chat_context(messages, tools)
+        if len(context) >= self._max_context:
+            raise ContextTooLongError(
+                f"a call may have model.max_context={self._max_context} tokens with its answer, got {len(context)} "
+                "before it: shorten its messages, or raise model.max_context"
+            )
+        limit = min(self._max_new_tokens, max_tokens or self._max_new_tokens)
+        turn = await self.engine.generate(context, max_new_tokens=limit, stop=tuple(stop))
+        is_parsed = self._parse is not None and not prompt
+        said = self.engine.decode(turn.token_ids[: -1 if turn.stop_reason is StopReason.STOP else None])
+        text = _before(said if is_parsed else turn.text, stop)
+        answer = self._parse(text, tools) if self._parse and is_parsed else {"role": "assistant", "content": text}
+        return Call(
+            messages=messages,
+            prompt=prompt,
+            tools=tuple(tools),
+            context=context,
+            turn=turn,
+            answer=answer,
+            parent=parent,
+        )
+
+    def keep(self, calls: Iterable[Call]) -> None:
+        """Take calls into the rollout, as the agent has seen their answers."""
+        self._calls += calls
+
+    def sample(self) -> Sample:
+        """Join the calls into one sample: every way from a beginning to an end is one sequence, its own or a branch's.
+
+        The last call's way comes first, so that a verifier sees how the rollout ended. What ways share trains in the
+        first of them, and is a prompt in the others.
+
+        Raises:
+            ValueError: There is no call.
+        """
+        if not self._calls:
+            raise ValueError(
+                "an agent must call the model at least once, it did not: send its requests to llm.base_url"
+            )
+        last, parents = self._calls[-1], {id(call.parent) for call in self._calls}
+        ends = [last, *(call for call in self._calls if id(call) not in parents and call is not last)]
+        ways, seen = [], set[int]()
+        for end in ends:
+            ways.append([call for call in _lineage(end) if id(call) not in seen])
+            seen.update(map(id, ways[-1]))
+        first, *branches = map(self._joined, ways)
+        return replace(first, messages=tuple(_messages(ways[0])), branches=tuple(branches))
+
+    def _joined(self, calls: Sequence[Call]) -> Sample:
+        turns: list[Turn] = []
+        end = behind = calls[0].context
+        for call in calls:
+            if between := call.context[len(end) :]:
+                turns.append(self.engine.given(between))
+            turns.append(call.turn)
+            end = call.tokens
+        joined = self.engine.join(turns, with_messages=False, behind=behind)
+        return replace(joined, prompt_ids=behind)
+
+    def _chat_context(
+        self, messages: tuple[Message, ...], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[Call | None, tuple[int, ...]]:
+        if self.engine.tokenizer.chat_template is None:
+            raise ValueError(
+                "chat messages need a model with a chat template, this one has none: send plain text to /completions"
+            )
+        text = render_chat(messages, self.engine.tokenizer, tools=tools)
+        asked = list(map(_compared, messages))
+        for call in sorted(self._calls[::-1], key=lambda call: -len(call.messages)):
+            before = [*map(_compared, call.messages), _compared(normalised(call.answer))]
+            if not call.messages or call.tools != tuple(tools) or asked[: len(before)] != before:
+                continue
+            try:
+                behind = text_behind(
+                    call.messages, messages[len(before) :], tokenizer=self.engine.tokenizer, tools=tools
+                )
+            except ValueError:  # a template that wants to see the tool calls that its answers belong to
+                break
+            if text.endswith(behind):  # else it writes what is behind in another way, as the answer was another
+                end = int(call.turn.token_ids[-1]) if call.turn.stop_reason is StopReason.STOP else None
+                return call, (*call.tokens, *ids_behind(behind, tokenizer=self.engine.tokenizer, end=end))
+        return None, tuple(encode_text(text, self.engine.tokenizer))
+
+    def _text_context(self, prompt: str) -> tuple[Call | None, tuple[int, ...]]:
+        for call in sorted(self._calls[::-1], key=lambda call: -len(call.prompt)):
+            if call.prompt and prompt.startswith(said := call.prompt + call.turn.text):
+                return call, (*call.tokens, *encode_text(prompt[len(said) :], self.engine.tokenizer))
+        return None, tuple(encode_text(prompt, self.engine.tokenizer, add_special_tokens=True))
+
+
+def normalised(message: Mapping[str, Any]) -> Message:
+    """Return a chat message as templates want it: its content one text, arguments of tool calls no JSON but values.
+
+    Raises:
+        ValueError: It holds more than text.
+    """
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        others = {part.get("type") for part in content} - {"text", "input_text", "output_text"}
+        if others:
+            raise ValueError(f"the content of a message must be text, got parts of type {', '.join(map(str, others))}")
+        content = "\n".join(part["text"] for part in content)
+    role = "system" if message["role"] == "developer" else message["role"]
+    kept = {name: value for name, value in message.items() if value and name not in ("content", "role")}
+    if calls := kept.get("tool_calls"):
+        kept["tool_calls"] = [{**call, "function": _with_values(call["function"])} for call in calls]
+    return {"role": role, "content": content, **kept}
+
+
+def _with_values(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments") or {}
+    try:
+        return {**function, "arguments": json.loads(arguments) if isinstance(arguments, str) else arguments}
+    except ValueError:
+        return dict(function)
+
+
+def _compared(message: Message) -> object:
+    """Return what tells a message from others: of an assistant's its text and calls, as clients leave out the rest."""
+    if message["role"] != "assistant":
+        return message
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+    return message["content"].strip(), calls
+
+
+def _before(text: str, stop: Sequence[str]) -> str:
+    return text[: min((place for end in stop if (place := text.find(end)) >= 0), default=len(text))]
+
+
+def _lineage(call: Call) -> list[Call]:
+    found = [call]
+    while (parent := found[-1].parent) is not None:
+        found.append(parent)
+    return found[::-1]
+
+
+def _messages(calls: Sequence[Call]) -> Iterable[dict[str, str]]:
+    """Yield what was said behind the first call's messages, tool calls as the model wrote them."""
+    for number, call in enumerate(calls):
+        before = calls[number - 1]
+        if number and call.prompt:
+            yield {"role": ENVIRONMENT, "content": call.prompt[len(before.prompt + before.turn.text) :]}
+        for message in call.messages[len(before.messages) + 1 :] if number else ():
+            yield {"role": message["role"], "content": message["content"]}
+        yield {"role": "assistant", "content": call.turn.text}

@@ -1,0 +1,369 @@
+"""Agents over real sockets and the public SDKs: what is captured, what trains, and what they are told."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import vllm.entrypoints.openai.chat_completion.protocol  # noqa: F401  here it takes nobody's time
+from episode_builders import UNCUT, Speaker, given_mask, make_prompt, run
+from test_workflow_chat import CHATML, THINKING, make_tokenizer
+
+from areal_lite.errors import EpisodeError
+from areal_lite.rollout.agents import Agent
+from areal_lite.rollout.endpoint import Endpoint
+from areal_lite.rollout.engine import Sampling
+from areal_lite.rollout.runner import Workflows
+from areal_lite.types import Sample
+
+TOOLS_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}},
+}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+
+def train(
+    agent: Callable[..., Any],
+    answers: Sequence[str] | Callable[[str], str],
+    *,
+    template: str | None = CHATML,
+    sampling: Sampling = UNCUT,
+    max_context: int = 4000,
+    turn_timeout_s: float = 30.0,
+    endpoint: Mapping[str, Any] | None = None,
+    engine: Speaker | None = None,
+    num: int = 1,
+) -> tuple[list[Sample | Exception], Speaker]:
+    """Run an agent, `num` times at once, with what the model answers; returns samples or errors."""
+    tokenizer = make_tokenizer(template or CHATML)
+    tokenizer.chat_template = template
+    speaker = engine or Speaker(answers, tokenizer=tokenizer)
+
+    async def scenario() -> list[Sample | Exception]:
+        server = Endpoint(**(endpoint or {}))
+        workflows = Workflows(
+            default="own",
+            loaded={"own": (Agent(function=agent, endpoint=server), {})},
+            turn_timeout_s=turn_timeout_s,
+            max_context=max_context,
+            endpoint=server,
+        )
+        try:
+            rollouts = (
+                workflows.sample(speaker, make_prompt(answer="12"), sampling=sampling, seed_of=lambda call: 100 + call)
+                for _ in range(num)
+            )
+            return list(await asyncio.gather(*rollouts, return_exceptions=True))  # type: ignore[arg-type]
+        finally:
+            await workflows.close()
+
+    return run(scenario), speaker
+
+
+def trained(agent: Callable[..., Any], answers: Any, **options: Any) -> tuple[Sample, Speaker]:
+    (sample,), speaker = train(agent, answers, **options)
+    if isinstance(sample, BaseException):
+        raise sample
+    return sample, speaker
+
+
+async def say(llm: Any, messages: list[dict[str, Any]], **options: Any) -> str:
+    """Ask, and put the answer behind the messages."""
+    response = await llm.client.chat.completions.create(model=llm.model, messages=messages, **options)
+    message = response.choices[0].message
+    messages.append(message.model_dump(exclude_none=True))
+    return message.content or ""
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def own(sample: Sample) -> list[int]:
+    """Tokens of all ways that train."""
+    return [
+        int(token)
+        for way in sample.ways
+        for token, given in zip(way.token_ids, given_mask(way), strict=True)
+        if not given
+    ]
+
+
+def test_twenty_turns_train_the_tokens_that_were_sampled() -> None:
+    """Ids captured are ids trained, byte for byte, on one way: also of thoughts that the template would cut.
+
+    Seen failing with contexts that are rendered anew each time.
+    """
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        messages = [user(task["prompt"])]
+        for number in range(20):
+            await say(llm, messages)
+            messages.append(user(f"and {number}"))
+        return 0.5
+
+    sample, speaker = trained(agent, [f"hm{number}</think> a{number} " for number in range(20)], template=THINKING)
+    assert sample.branches == ()
+    assert sample.score is not None
+    assert sample.score.reward == 0.5
+    tokens = [*sample.prompt_ids, *sample.token_ids.tolist()]
+    for context in speaker.contexts:
+        assert tokens[: len(context)] == context
+    places = len(sample.prompt_ids) + np.arange(sample.num_tokens)
+    np.testing.assert_array_equal(-sample.logprobs, np.where(given_mask(sample), 0, places))
+    assert speaker.tokenizer.decode(own(sample)) == "".join(f"hm{n}</think> a{n} <|im_end|>" for n in range(20))
+    assert [message["role"] for message in sample.messages] == ["assistant", "user"] * 19 + ["assistant"]
+
+
+async def two_branches(task: Mapping[str, Any], llm: Any) -> float:
+    """Plan, edit what was planned (so the history is another), and ask the first way once more at the end."""
+    plan = [user("plan")]
+    await say(llm, plan)
+    edited = [user("plan"), {"role": "assistant", "content": "edited"}, user("solve")]
+    await say(llm, edited)
+    plan.append(user("go on"))
+    await say(llm, plan)
+    return 1.0
+
+
+def test_history_that_was_rewritten_is_a_branch() -> None:
+    """The last call's way is the sample; what the other holds trains there, and every token once.
+
+    Seen failing with histories compared by their length alone.
+    """
+    sample, speaker = trained(two_branches, ["p1", "s", "p2"])
+    (branch,) = sample.branches
+    assert [message["content"] for message in sample.messages] == ["p1", "go on", "p2"]
+    assert branch.text == "s"
+    assert "edited" in speaker.tokenizer.decode(branch.prompt_ids)
+    assert speaker.tokenizer.decode(own(sample)) == "p1<|im_end|>p2<|im_end|>s<|im_end|>"
+
+
+def test_the_same_again_on_purpose_is_a_sibling_and_shared_tokens_train_once() -> None:
+    """Two answers behind one beginning: the beginning is a prompt in the second way.
+
+    Seen failing with every way from its root: the first answer trains twice.
+    """
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> None:
+        messages = [user("a")]
+        await say(llm, messages)
+        for _ in range(2):
+            await say(llm, [*messages, user("b")])
+        await llm.client.chat.completions.create(model="x", messages=[*messages, user("b")], n=2)
+
+    sample, speaker = trained(agent, ["one", "two", "three", "four", "five"])
+    assert sample.score is None
+    assert [way.text for way in sample.branches] == ["two", "three", "four"]
+    assert [m["content"] for m in sample.messages] == ["one", "b", "five"]
+    assert len({way.prompt_ids for way in sample.branches}) == 1
+    assert sample.branches[0].prompt_ids == tuple(speaker.contexts[1])
+    assert len(own(sample)) == len("onetwothreefourfive") + 5
+
+
+def test_two_agents_in_one_rollout_do_not_interleave() -> None:
+    """Each goes on from its own answers, however their calls meet. Seen failing with the newest call as the parent."""
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        async def one(name: str) -> None:
+            messages = [user(name)]
+            for number in range(3):
+                await say(llm, messages)
+                messages.append(user(f"{name} {number}"))
+
+        await asyncio.gather(one("planner"), one("solver"))
+        return 0
+
+    sample, speaker = trained(agent, lambda text: f"so {text[-20:-12]}")
+    assert len(sample.branches) == 1
+    for way in sample.ways:
+        text = speaker.tokenizer.decode([*way.prompt_ids, *way.token_ids])
+        assert ("planner" in text) != ("solver" in text)
+        assert sum(not span for span in given_mask(way)) > 0
+    assert len(speaker.contexts) == 6
+
+
+def test_a_dict_is_a_reward_with_parts_and_none_is_left_to_the_verifier() -> None:
+    def returns(value: Any) -> Callable[..., Any]:
+        async def agent(task: Mapping[str, Any], llm: Any) -> Any:
+            await say(llm, [user(task["prompt"])])
+            return value
+
+        return agent
+
+    sample, _ = trained(returns({"reward": 0.5, "brief": 1}), ["a"])
+    assert sample.score is not None
+    assert (sample.score.reward, sample.score.parts) == (0.5, {"brief": 1.0})
+    for wrong in ("good", {"brief": 1.0}, float("nan")):
+        with pytest.raises(EpisodeError, match=r"workflow:ValueError: an agent must return its reward"):
+            trained(returns(wrong), ["a"])
+
+
+def test_agents_that_fail_are_lost_samples() -> None:
+    """One that raises, one that calls nothing, one that never ends: no reward, and the others live on.
+
+    Seen failing (never ending) without a clock on the agent's own time.
+    """
+
+    async def raises(task: Mapping[str, Any], llm: Any) -> float:
+        await say(llm, [user("a")])
+        raise KeyError("tool")
+
+    async def silent(task: Mapping[str, Any], llm: Any) -> float:
+        return 1.0
+
+    async def endless(task: Mapping[str, Any], llm: Any) -> float:
+        await say(llm, [user("a")])
+        await asyncio.sleep(3600)
+        return 1.0
+
+    for agent, message in ((raises, "workflow:KeyError"), (silent, "at least once"), (endless, "turn_timeout_s=0.5")):
+        with pytest.raises(EpisodeError, match=message):
+            trained(agent, ["a"], turn_timeout_s=0.5)
+
+
+def test_an_agent_in_a_thread_uses_the_sync_client_and_is_refused_after_its_end() -> None:
+    """A session ends with its rollout; no other key opens it. Seen failing with sessions that stay open."""
+    seen: list[Any] = []
+
+    def agent(task: Mapping[str, Any], llm: Any) -> float:
+        seen.append(llm)
+        client = openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key)
+        assert client.models.list().data[0].id == "policy"
+        client.chat.completions.create(model="m", messages=[user("a")])
+        if llm is seen[0]:
+            return 1.0
+        other = openai.OpenAI(base_url=seen[0].base_url, api_key=llm.api_key)
+        with pytest.raises((openai.AuthenticationError, openai.NotFoundError)):
+            other.models.list()
+        late = openai.OpenAI(base_url=seen[0].base_url, api_key=seen[0].api_key)
+        with pytest.raises(openai.NotFoundError, match="no such session"):
+            list(iter(late.models.list, None))  # until it is refused
+        return 1.0
+
+    samples, _ = train(agent, lambda _: "x", num=2)
+    assert all(isinstance(sample, Sample) for sample in samples), samples
+
+
+def test_a_key_opens_its_own_session_only() -> None:
+    """Seen failing with the key not compared."""
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        other = openai.AsyncOpenAI(base_url=llm.base_url, api_key="another")
+        with pytest.raises(openai.AuthenticationError, match="this session's"):
+            await other.chat.completions.create(model="m", messages=[user("a")])
+        await other.close()
+        await say(llm, [user("a")])
+        return 1.0
+
+    sample, _ = trained(agent, ["x"])
+    assert sample.branches == ()
+
+
+def test_text_completions_go_on_from_exact_tokens() -> None:
+    """Without a chat template; a chat is refused by a sentence. Seen failing with prompts encoded anew."""
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        first = await llm.client.completions.create(model="m", prompt="Q: ")
+        await llm.client.completions.create(model="m", prompt=f"Q: {first.choices[0].text} So? ")
+        with pytest.raises(openai.BadRequestError, match="chat template"):
+            await say(llm, [user("a")])
+        return 1.0
+
+    sample, speaker = trained(agent, ["one", "two"], template=None)
+    assert speaker.tokenizer.decode([*sample.prompt_ids, *sample.token_ids]) == "Q: one<|im_end|> So? two<|im_end|>"
+    assert [m["content"] for m in sample.messages] == ["one", " So? ", "two"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 0.3}, r"rollout.temperature=1 .* got temperature=0.3: leave it out, or set rollout"),
+        ({"top_p": 0.9}, "got top_p=0.9: leave it out"),
+        ({"presence_penalty": 1.0}, "got presence_penalty=1.0"),
+        ({"logit_bias": {"5": 1}}, "got logit_bias="),
+        ({"tools": [ADD]}, "tools need rollout.tool_parser"),
+        ({"n": 0}, "n and max_tokens must be at least 1, got 0"),
+    ],
+)
+def test_what_would_be_another_policy_is_refused(options: dict[str, Any], message: str) -> None:
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        with pytest.raises(openai.BadRequestError, match=message):
+            await say(llm, [user("a")], **options)
+        await say(llm, [user("a")], temperature=1, top_p=1.0, max_tokens=2, seed=3)
+        return 1.0
+
+    sample, _ = trained(agent, ["abc"])
+    assert sample.num_tokens == 2
+
+
+def test_an_evaluation_is_greedy_whatever_temperature_is_asked_for() -> None:
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        await say(llm, [user("a")], temperature=0.3)
+        return 1.0
+
+    _, speaker = trained(agent, ["a"], sampling=Sampling(max_new_tokens=9, temperature=0.0))
+    assert speaker.samplings[0].temperature == 0.0
+
+
+def test_a_context_that_is_too_long_is_an_error_that_sdks_know() -> None:
+    """And an answer ends where the context does. Seen failing with the engine's own error, a 500."""
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        with pytest.raises(openai.BadRequestError, match=r"model\.max_context=100") as caught:
+            await say(llm, [user("a" * 100)])
+        assert caught.value.code == "context_length_exceeded"
+        await say(llm, [user("a" * 40)])
+        return 1.0
+
+    sample, _ = trained(agent, ["b" * 100], max_context=100)
+    assert len(sample.prompt_ids) + sample.num_tokens == 100
+
+
+def test_stop_strings_are_not_shown_but_train() -> None:
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        messages = [user("a")]
+        assert await say(llm, messages, stop=["END"]) == "done "
+        await say(llm, [*messages, user("b")])
+        return 1.0
+
+    sample, speaker = trained(agent, ["done END more", "c"])
+    assert sample.branches == ()
+    assert "done END<|im_end|>\n<|im_start|>user\nb" in speaker.tokenizer.decode(sample.token_ids)
+
+
+def test_weights_that_change_between_and_within_calls_are_stamped_by_token() -> None:
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        messages = [user("a")]
+        await say(llm, messages)
+        await say(llm, [*messages, user("b")])
+        return 1.0
+
+    tokenizer = make_tokenizer(CHATML)
+    engine = Speaker(["abc", "def"], tokenizer=tokenizer, stamps={2: 1, 4: 2, 6: 3})
+    sample, _ = trained(agent, [], engine=engine)
+    versions = [span.version for span in sample.spans for _ in range(span.start, span.end)]
+    assert [version for version in versions if version >= 0] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_two_hundred_sessions_at_once() -> None:
+    """Each gets its own tokens. Seen failing with one session for all."""
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        messages = [user(llm.api_key[:6])]
+        await say(llm, messages)
+        await say(llm, [*messages, user("b")])
+        return 1.0
+
+    samples, _ = train(agent, lambda text: "hm", num=200)
+    assert all(isinstance(sample, Sample) and sample.branches == () for sample in samples)
+    assert len({sample.prompt_ids for sample in samples if isinstance(sample, Sample)}) == 200
