@@ -213,7 +213,9 @@ def metrics_page() -> str:
         "`areal-lite sft`, `reward-model`, `dpo`": OFFLINE_METRICS,
         "Shares of time in `summary.json`": SHARES,
     }
-    head = "The keys of `metrics.jsonl`, one row per trainer step; made from `areal_lite/record/metrics.py`."
+    head = (
+        "For readers of figures: the keys of `metrics.jsonl`, a row per step; made from `areal_lite/record/metrics.py`."
+    )
     return f"# Metrics\n\n{head}\n" + "".join(f"\n## {title}\n\n{_table(metrics)}" for title, metrics in tables.items())
 
 

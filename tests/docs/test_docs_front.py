@@ -70,6 +70,12 @@ def test_the_map_names_files_in_their_folders() -> None:
             assert any((ROOT / folder / name).exists() for folder in re.findall(r"`([^`]+)`", folders)), name
 
 
+@named([page for page in PAGES if page.parent == DOCS and page.stem not in ("README", "log")])
+def test_a_page_says_first_whom_it_is_for(page: Path) -> None:
+    """Seen failing with five pages of old."""
+    assert re.match(r"# .*\n\nFor (readers|programs|whoever)\b", page.read_text())
+
+
 @named()
 def test_no_table_is_wider_than_seven_columns(page: Path) -> None:
     widths = [len(line.split("|")) - 2 for line in page.read_text().splitlines() if re.match(r"\|[-:| ]+\|$", line)]

@@ -53,7 +53,7 @@ function answer(sample, best) {
   const reward = sample.failure ? `failed: ${sample.failure}` : `reward ${sample.reward === null ? "none" : Number(sample.reward).toPrecision(3)}`;
   const tone = sample.failure ? "low" : sample.reward === best ? "high" : "";
   const versions = versionsOf(sample);
-  const about = [`${sample.tokens} tokens`, sample.stop_reason, `version ${versions.join(", ")}`].map((words) => element("span", {}, words));
+  const about = [`${sample.tokens} tokens`, sample.stop_reason === "length" ? "cut off" : "ended", `version ${versions.join(", ")}`].map((words) => element("span", {}, words));
   const [parts, isExact] = colouredText(sample);
   const text = element("div", { class: "text" }, ...(sample.messages ? turns(sample) : parts));
   const more = [];

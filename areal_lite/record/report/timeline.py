@@ -194,7 +194,7 @@ def _packed(
     shown = [segment for segment in segments if segment.row < 0 or segment.row % stride == 0]
     return {
         "name": name,
-        "note": f"1 of {stride} of {rows} lines" if stride > 1 else "",
+        "note": f"{-(-rows // stride)} of {rows} lines drawn" if stride > 1 else "",
         "rows": max(-(-rows // stride), 1),
         "row": [segment.row if segment.row < 0 else segment.row // stride for segment in shown],
         "start": [_ticks(segment.start - start) for segment in shown],
