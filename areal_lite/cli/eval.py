@@ -27,12 +27,13 @@ def eval_model(
     """
     config = load_config(recipe, overrides)
     from areal_lite.cli.evaluate import evaluate
+    from areal_lite.record.metrics import mean_called
 
     replies = evaluate(config, model=model)
     rewards = [reply.total for reply in replies if reply.total is not None]
     if not rewards:
         raise VerifierError(f"the verifier should have scored {len(replies)} completions, it failed on all of them")
     failures = f", {len(replies) - len(rewards)} could not be scored" if len(rewards) < len(replies) else ""
-    accuracy = sum(rewards) / len(rewards)
-    Console().print(f"held-out accuracy, greedy: {accuracy:.3f} ({len(rewards)} problems{failures})", highlight=False)
+    called, mean = mean_called(rewards), sum(rewards) / len(rewards)
+    Console().print(f"held-out {called}, greedy: {mean:.3f} ({len(rewards)} problems{failures})", highlight=False)
     return 0

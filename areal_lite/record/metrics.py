@@ -206,6 +206,11 @@ SHARES = (
 # fmt: on
 
 
+def mean_called(rewards: Iterable[float]) -> str:
+    """Return what a mean of rewards is called: an accuracy where each is 0 or 1."""
+    return "accuracy" if set(rewards) <= {0.0, 1.0} else "mean reward"
+
+
 def metrics_page() -> str:
     """Return `docs/metrics.md`."""
     tables = {

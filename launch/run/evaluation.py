@@ -7,6 +7,7 @@ from areal_lite.actors.calls import Calls, describe
 from areal_lite.events import EventBuffer
 from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.view import View
+from areal_lite.record.metrics import mean_called
 from areal_lite.record.online_recorder import OnlineRecorder
 from areal_lite.types import GIVEN, Prompt, Sample, Score
 
@@ -99,6 +100,7 @@ class Evaluations:
         return {
             "step": self._step,
             "accuracy": sum(rewards) / len(rewards) if rewards else 0.0,
+            "called": mean_called(rewards),
             "by_source": {source: sum(part) / len(part) for source, part in sorted(by_source.items())},
             "problems": len(rewards),
             "failures": self._num_failed + len(done) - len(rewards),
@@ -115,7 +117,7 @@ def in_words(result: Mapping[str, Any]) -> str:
         return f"held-out accuracy at step {step}: none, as not one of {failures} completions could be scored"
     by_source = [f"{name} {value:.3f}" for name, value in result["by_source"].items()]
     return (
-        f"held-out accuracy at step {step}: {result['accuracy']:.3f} "
+        f"held-out {result['called']} at step {step}: {result['accuracy']:.3f} "
         + (f"[{', '.join(by_source)}] " if len(by_source) > 1 else "")
         + f"({result['problems']} problems, versions {result['versions']}"
         + (f", {failures} could not be scored)" if failures else ")")

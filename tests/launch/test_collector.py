@@ -86,6 +86,7 @@ def test_the_first_error_of_each_reason_is_said_once() -> None:
 RESULT = {
     "step": 20,
     "accuracy": 0.25,
+    "called": "accuracy",
     "by_source": {"a": 0.5, "b": 0.0},
     "problems": 8,
     "failures": 0,
@@ -98,8 +99,8 @@ RESULT = {
     [
         ({}, "held-out accuracy at step 20: 0.250 [a 0.500, b 0.000] (8 problems, versions [20])"),
         (
-            {"by_source": {"a": 0.25}, "failures": 2},
-            "held-out accuracy at step 20: 0.250 (8 problems, versions [20], 2 could not be scored)",
+            {"by_source": {"a": 0.25}, "failures": 2, "called": "mean reward"},
+            "held-out mean reward at step 20: 0.250 (8 problems, versions [20], 2 could not be scored)",
         ),
         (
             {"problems": 0, "failures": 9},

@@ -12,6 +12,7 @@ import pytest
 from report_builders import HOSTILE, make_offline_run, make_run
 
 from areal_lite.cli.main import main
+from areal_lite.record.metrics import mean_called
 from areal_lite.record.report import _subtitle, write_bench, write_comparison, write_report
 
 
@@ -163,3 +164,15 @@ def test_a_run_is_watched_until_nobody_writes_there(tmp_path: Path, monkeypatch:
     assert main(["watch", str(run), "--every", "5"]) == 0
     assert marks == [True, True]
     assert "http-equiv" not in (run / "report.html").read_text()[:500]
+
+
+def test_an_accuracy_is_of_zeros_and_ones_alone(tmp_path: Path) -> None:
+    """Seen failing with every mean called so."""
+    assert (mean_called([0.0, 1.0]), mean_called([0.5])) == ("accuracy", "mean reward")
+    run = make_run(tmp_path / "run")
+    assert "held-out accuracy over" in write_report(run).read_text()
+    events = (run / "events.jsonl").read_text().replace('"accuracy": 0.75', '"called": "mean reward", "accuracy": 0.75')
+    (run / "events.jsonl").write_text(events)
+    page = write_report(run).read_text()
+    assert "held-out mean reward over" in page
+    assert "held-out accuracy" not in page

@@ -27,7 +27,8 @@ def learning(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
         yield lines(f"reward over {over}", smoothed(_named(runs, "reward_mean", x)), x=axis, y="mean of the batch")
         for figure in ("accuracy", "loss", "margin"):
             curves = [_evaluated(run, figure, x, name=run.name) for run in runs]
-            yield lines(f"held-out {figure} over {over}", curves, x=axis, y=figure)
+            title = runs[0].accuracy_is_called if figure == "accuracy" else figure
+            yield lines(f"held-out {title} over {over}", curves, x=axis, y=title)
     if len(runs) == 1:
         yield from _by_source(runs[0])
 
@@ -40,7 +41,8 @@ def _by_source(run: RunFiles) -> Iterator[Chart | None]:
             break
         yield lines(f"reward by source over {over}", rewards, x=axis, y="mean of the batch")
         curves = [_evaluated(run, name, x, within="by_source") for name in sources]
-        yield lines(f"held-out accuracy by source over {over}", curves, x=axis, y="accuracy")
+        title = run.accuracy_is_called
+        yield lines(f"held-out {title} by source over {over}", curves, x=axis, y=title)
     parts = {"reward_parts": "parts of the reward", "verifier_metrics": "further figures of the verifiers"}
     for key, title in parts.items():
         yield lines(title, _parts(run, key, "step"), x=STEPS, y="mean", legend=True)

@@ -70,6 +70,12 @@ class RunFiles:
                 found[step] = figures | {"by_source": table(event.get("by_source"))}
         return dict(sorted(found.items()))
 
+    @property
+    def accuracy_is_called(self) -> str:
+        """What the held-out figure is: a mean reward where one of them was neither 0 nor 1."""
+        called = {event.get("called", "accuracy") for event in self.events if event["kind"] == "eval"}
+        return "mean reward" if "mean reward" in called else "accuracy"
+
     def seconds_at(self, step: int) -> float | None:
         """Seconds of the run when a step was complete; 0 before the first."""
         times = {row["step"]: number(row.get("time_s")) for row in self.metrics}

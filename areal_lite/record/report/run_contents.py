@@ -52,7 +52,7 @@ def _headline(run: RunFiles) -> dict[str, str]:
         "status": run.status,
         "steps": number(run.last.get("step")),
         "seconds": number(run.last.get("time_s")),
-        "held-out accuracy": f"{held_out[0]:.3f} → {held_out[-1]:.3f}" if held_out else None,
+        f"held-out {run.accuracy_is_called}": f"{held_out[0]:.3f} → {held_out[-1]:.3f}" if held_out else None,
     }
     for name in ("reward", "loss"):
         ends = [number(summary.get(f"{name}_{end}")) for end in ("first", "last")]
