@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from areal_lite.rollout.sessions import Call
@@ -96,7 +97,7 @@ def _write_chat(name: str, body: Mapping[str, Any], calls: Sequence[Call]) -> di
         {
             "index": index,
             "message": {**call.answer, "content": call.answer["content"] or None},
-            "finish_reason": "tool_calls" if call.answer.get("tool_calls") else _finish(call),
+            "finish_reason": _finish(call),
             "logprobs": None,
         }
         for index, call in enumerate(calls)
@@ -163,6 +164,8 @@ def _answer(
 
 
 def _finish(call: Call) -> str:
+    if call.answer.get("tool_calls"):
+        return "tool_calls"
     return "length" if call.turn.stop_reason is StopReason.LENGTH else "stop"
 
 
@@ -170,8 +173,155 @@ def _stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
+def _read_messages(body: Mapping[str, Any]) -> Asked:
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+    request = AnthropicServingMessages.to_chat_completion_request(AnthropicMessagesRequest.model_validate(body))
+    return _of_chat(request, [dict(message) for message in request.messages], max_tokens=None)
+
+
+def _write_messages(name: str, body: Mapping[str, Any], calls: Sequence[Call]) -> dict[str, Any]:
+    ((call, answer),) = [(call, call.answer) for call in calls]
+    ends = [end for end in body.get("stop_sequences") or () if end in call.turn.text]
+    content: list[dict[str, Any]] = []
+    if thoughts := answer.get("reasoning_content"):
+        content.append({"type": "thinking", "thinking": thoughts, "signature": name})
+    if answer["content"] or not answer.get("tool_calls"):
+        content.append({"type": "text", "text": answer["content"]})
+    for one in answer.get("tool_calls", ()):
+        function = one["function"]
+        arguments = json.loads(function["arguments"])
+        content.append({"type": "tool_use", "id": one["id"], "name": function["name"], "input": arguments})
+    is_string = call.turn.stop_reason is StopReason.STRING
+    reasons = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "stop_sequence" if is_string else "end_turn"}
+    return {
+        "id": f"msg_{name}",
+        "type": "message",
+        "role": "assistant",
+        "model": body["model"],
+        "content": content,
+        "stop_reason": reasons[_finish(call)],
+        "stop_sequence": ends[0] if is_string and ends else None,
+        "usage": {"input_tokens": len(call.context), "output_tokens": call.turn.num_tokens},
+    }
+
+
+def _messages_events(answer: dict[str, Any], body: Mapping[str, Any]) -> Iterable[Event]:
+    def event(kind: str, **data: Any) -> Event:
+        return kind, {"type": kind, **data}
+
+    begun = {**answer, "content": [], "stop_reason": None, "stop_sequence": None}
+    yield event("message_start", message={**begun, "usage": {**answer["usage"], "output_tokens": 0}})
+    for index, block in enumerate(answer["content"]):
+        empty: dict[str, Any]
+        match block:
+            case {"type": "text", "text": text}:
+                empty, deltas = {"text": ""}, [{"type": "text_delta", "text": text}]
+            case {"type": "thinking", "thinking": text}:
+                signature = {"type": "signature_delta", "signature": block["signature"]}
+                empty, deltas = (
+                    {"thinking": "", "signature": ""},
+                    [{"type": "thinking_delta", "thinking": text}, signature],
+                )
+            case _:
+                written = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+                empty, deltas = {"input": {}}, [written]
+        yield event("content_block_start", index=index, content_block={**block, **empty})
+        for delta in deltas:
+            yield event("content_block_delta", index=index, delta=delta)
+        yield event("content_block_stop", index=index)
+    end = {"stop_reason": answer["stop_reason"], "stop_sequence": answer["stop_sequence"]}
+    yield event("message_delta", delta=end, usage=answer["usage"])
+    yield event("message_stop")
+
+
+def _read_response(body: Mapping[str, Any]) -> Asked:
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
+
+    for name in ("previous_response_id", "conversation", "background"):
+        if body.get(name):
+            raise ValueError(f"nothing is stored between calls, got {name}={body[name]!r}: send the whole input again")
+    if ((body.get("text") or {}).get("format") or {}).get("type", "text") != "text":
+        raise ValueError("text.format must be text: any other would sample from another policy")
+    request = ResponsesRequest.model_validate(body)
+    return Asked(
+        asked=construct_input_messages(request_instructions=request.instructions, request_input=request.input),
+        tools=tuple(construct_tool_dicts(request.tools, request.tool_choice, True) or ()),
+        max_tokens=request.max_output_tokens,
+    )
+
+
+def _write_response(name: str, body: Mapping[str, Any], calls: Sequence[Call]) -> dict[str, Any]:
+    ((call, answer),) = [(call, call.answer) for call in calls]
+    output: list[dict[str, Any]] = []
+    if thoughts := answer.get("reasoning_content"):
+        content = [{"type": "reasoning_text", "text": thoughts}]
+        output.append({"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": content})
+    if answer["content"] or not answer.get("tool_calls"):
+        part = {"type": "output_text", "text": answer["content"], "annotations": []}
+        said = {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": "completed", "content": [part]}
+        output.append(said)
+    for number, one in enumerate(answer.get("tool_calls", ())):
+        made = {"type": "function_call", "id": f"fc_{number}_{name}", "call_id": one["id"], "status": "completed"}
+        output.append({**made, **one["function"]})
+    is_cut_off = _finish(call) == "length"
+    num_prompt, num_own = len(call.context), call.turn.num_tokens
+    return {
+        "id": f"resp_{name}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": body.get("model") or "policy",
+        "status": "incomplete" if is_cut_off else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut_off else None,
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "usage": {
+            "input_tokens": num_prompt,
+            "output_tokens": num_own,
+            "total_tokens": num_prompt + num_own,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
+        },
+    }
+
+
+def _response_events(answer: dict[str, Any], body: Mapping[str, Any]) -> Iterable[Event]:
+    numbers = count()
+
+    def event(kind: str, **data: Any) -> Event:
+        return f"response.{kind}", {"type": f"response.{kind}", "sequence_number": next(numbers), **data}
+
+    yield event("created", response={**answer, "status": "in_progress", "output": []})
+    for index, item in enumerate(answer["output"]):
+        place = {"item_id": item["id"], "output_index": index}
+        match item["type"]:
+            case "message":
+                (part,) = item["content"]
+                place["content_index"] = 0
+                yield event("output_item.added", output_index=index, item={**item, "content": []})
+                yield event("content_part.added", **place, part={**part, "text": ""})
+                yield event("output_text.delta", **place, delta=part["text"], logprobs=[])
+                yield event("output_text.done", **place, text=part["text"], logprobs=[])
+                yield event("content_part.done", **place, part=part)
+            case "function_call":
+                written = {"arguments": item["arguments"], "name": item["name"]}
+                yield event("output_item.added", output_index=index, item={**item, "arguments": ""})
+                yield event("function_call_arguments.delta", **place, delta=item["arguments"])
+                yield event("function_call_arguments.done", **place, **written)
+            case _:
+                yield event("output_item.added", output_index=index, item=item)
+        yield event("output_item.done", output_index=index, item=item)
+    yield event(answer["status"], response=answer)
+
+
 FORMATS = {
     "chat/completions": Format(read=_read_chat, write=_write_chat, events=_chat_events),
+    "messages": Format(read=_read_messages, write=_write_messages, events=_messages_events),
+    "responses": Format(read=_read_response, write=_write_response, events=_response_events),
     "completions": Format(read=_read_completion, write=_write_completion, events=_completion_events),
 }
 """By the end of their address."""

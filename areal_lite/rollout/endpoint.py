@@ -164,9 +164,8 @@ class Endpoint:
         if api not in FORMATS:
             return _refusal(404, f"there is no {api}, only {', '.join([*FORMATS, 'models'])}", code="unknown_api")
         try:
-            body = await request.json()
-            form = FORMATS[api]
-            asked = form.read(body)
+            raw, form = (await request.body()).decode(), FORMATS[api]
+            body, asked = dict(json.loads(raw)), form.read(json.loads(raw))  # reading may change what it reads
             check_policy(body, temperature=door.session.engine.temperature)
             if asked.tools and self._tool_parser is None:
                 raise ValueError("tools need rollout.tool_parser, which finds their calls in what the model says")
@@ -174,7 +173,7 @@ class Endpoint:
             return _refusal(400, str(error))
         key = request.headers.get("idempotency-key")
         record = door.record(
-            f"{api} {key or json.dumps(body, sort_keys=True)}",
+            f"{api} {key or raw}",
             asked,
             is_retry=bool(key) or request.headers.get("x-stainless-retry-count", "0") != "0",
         )

@@ -1,0 +1,218 @@
+"""What agents may speak, by the public SDKs: tools, streams, Anthropic's messages, OpenAI's responses, retries."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from test_agents import ADD, CALL, TOOLS_TEMPLATE, own, say, trained, user
+from test_workflow_chat import make_tokenizer
+
+HERMES = {"endpoint": {"tool_parser": "hermes"}, "template": TOOLS_TEMPLATE}
+SAID = ["so " + CALL, "it is 3"]
+CLAUDE_ADD = {"name": "add", "description": "Add.", "input_schema": ADD["function"]["parameters"]}
+
+
+def rendered(messages: list[dict[str, Any]], tools: list[Any]) -> str:
+    """As transformers renders it, with the schema as it was given."""
+    text = make_tokenizer(TOOLS_TEMPLATE).apply_chat_template(
+        messages, tools=tools, tokenize=False, add_generation_prompt=True
+    )
+    return str(text)
+
+
+def check_calls(sample: Any, speaker: Any) -> None:
+    """Two calls on one way: the second behind the exact tokens of the first and the tool's answer alone."""
+    assert sample.branches == ()
+    contexts = [speaker.tokenizer.decode(context) for context in speaker.contexts]
+    assert contexts[0] == rendered([user("1+2?")], [ADD])
+    assert contexts[1].startswith(contexts[0] + SAID[0] + "<|im_end|>\n<|im_start|>tool\n3<|im_end|>")
+    assert speaker.tokenizer.decode(own(sample)) == "".join(said + "<|im_end|>" for said in SAID)
+    assert [m["role"] for m in sample.messages] == ["assistant", "tool", "assistant"]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_chat_tools_and_streams_keep_every_token(is_streamed: bool) -> None:
+    """Seen failing with tools left out of the rendering, and with arguments compared as text."""
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        async def ask(messages: list[dict[str, Any]]) -> Any:
+            if not is_streamed:
+                return (await llm.client.chat.completions.create(model="m", messages=messages, tools=[ADD])).choices[0]
+            async with llm.client.chat.completions.stream(model="m", messages=messages, tools=[ADD]) as stream:
+                return (await stream.get_final_completion()).choices[0]
+
+        first = await ask([user("1+2?")])
+        (call,) = first.message.tool_calls
+        assert (first.finish_reason, first.message.content.strip(), call.function.name) == ("tool_calls", "so", "add")
+        said = {
+            "role": "assistant",
+            "content": [{"type": "text", "text": "so"}],
+            "tool_calls": [
+                {"id": call.id, "type": "function", "function": {"name": "add", "arguments": '{"b":2, "a":1}'}}
+            ],
+        }
+        result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
+        last = await ask([user("1+2?"), said, result])
+        assert (last.finish_reason, last.message.content) == ("stop", "it is 3")
+        return 1.0
+
+    check_calls(*trained(agent, SAID, **HERMES))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_anthropics_sdk_runs_as_it_is(is_streamed: bool) -> None:
+    """Seen failing without the tool results' conversion."""
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        client = anthropic.AsyncAnthropic(base_url=llm.anthropic_base_url, api_key=llm.api_key)
+
+        async def ask(messages: list[dict[str, Any]]) -> Any:
+            asked = {"model": "claude", "max_tokens": 100, "messages": messages, "tools": [CLAUDE_ADD]}
+            if not is_streamed:
+                return await client.messages.create(**asked)
+            async with client.messages.stream(**asked) as stream:
+                return await stream.get_final_message()
+
+        first = await ask([user("1+2?")])
+        text, use = first.content
+        assert (first.stop_reason, text.text.strip(), use.name, use.input) == (
+            "tool_use",
+            "so",
+            "add",
+            {"a": 1, "b": 2},
+        )
+        said = {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in first.content]}
+        result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "3"}]}
+        last = await ask([user("1+2?"), said, result])
+        assert (last.stop_reason, last.content[0].text) == ("end_turn", "it is 3")
+        with pytest.raises(anthropic.BadRequestError, match=r"model\.max_context"):
+            await ask([user("a" * 5000)])
+        with pytest.raises(anthropic.AuthenticationError):
+            await anthropic.AsyncAnthropic(base_url=llm.anthropic_base_url, api_key="no").messages.create(
+                model="m", max_tokens=1, messages=[user("a")]
+            )
+        await client.close()
+        return 1.0
+
+    check_calls(*trained(agent, SAID, **HERMES))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_responses_run_as_they_are(is_streamed: bool) -> None:
+    flat = {"type": "function", **ADD["function"]}
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        async def ask(items: list[Any]) -> Any:
+            if not is_streamed:
+                return await llm.client.responses.create(model="m", input=items, tools=[flat])
+            async with llm.client.responses.stream(model="m", input=items, tools=[flat]) as stream:
+                return await stream.get_final_response()
+
+        first = await ask([user("1+2?")])
+        text, use = first.output
+        assert (text.content[0].text.strip(), use.name, json.loads(use.arguments)) == ("so", "add", {"a": 1, "b": 2})
+        result = {"type": "function_call_output", "call_id": use.call_id, "output": "3"}
+        said = [
+            {k: v for k, v in item.model_dump(exclude_none=True).items() if k != "parsed_arguments"}
+            for item in (text, use)
+        ]
+        last = await ask([user("1+2?"), *said, result])
+        assert last.output_text == "it is 3"
+        with pytest.raises(openai.BadRequestError, match="send the whole input again"):
+            await llm.client.responses.create(model="m", input="a", previous_response_id=last.id)
+        return 1.0
+
+    check_calls(*trained(agent, SAID, **HERMES))
+
+
+def test_a_parser_of_ones_own_and_reasoning(tmp_path: Any) -> None:
+    """The tool call in a syntax of one's own; thoughts apart by vLLM's parser, and in the context all the same."""
+    file = tmp_path / "calc.py"
+    file.write_text(
+        "def parse(text):\n    name, _, x = text.partition(':')\n    return '', [{'name': name, 'arguments': {'x': x}}]"
+    )
+
+    async def calls(task: Mapping[str, Any], llm: Any) -> float:
+        response = await llm.client.chat.completions.create(model="m", messages=[user("a")], tools=[ADD])
+        (call,) = response.choices[0].message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("add", '{"x": "1"}')
+        return 1.0
+
+    trained(calls, ["add:1"], template=TOOLS_TEMPLATE, endpoint={"tool_parser": f"{file}:parse"})
+
+    async def thinks(task: Mapping[str, Any], llm: Any) -> float:
+        messages = [user("a")]
+        response = await llm.client.chat.completions.create(model="m", messages=messages)
+        message = response.choices[0].message
+        assert (message.reasoning_content.strip(), message.content.strip()) == ("hm", "yes")
+        await say(llm, [*messages, {"role": "assistant", "content": message.content}, user("b")])
+        return 1.0
+
+    sample, speaker = trained(thinks, ["hm</think>yes", "no"], endpoint={"reasoning_parser": "qwen3"})
+    assert sample.branches == ()
+    assert "hm</think>yes<|im_end|>" in speaker.tokenizer.decode(speaker.contexts[1])
+
+
+def test_a_retry_is_answered_from_the_record() -> None:
+    """By the SDK's header, by an idempotency key, and the same again where nobody heard the first answer.
+
+    Seen failing with every request a call of its own.
+    """
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        async def post(body: dict[str, Any], timeout: float = 30.0, **headers: str) -> str:
+            async with httpx.AsyncClient(timeout=timeout) as client:
+                response = await client.post(
+                    f"{llm.base_url}/chat/completions",
+                    json=body,
+                    headers={"authorization": f"Bearer {llm.api_key}", **headers},
+                )
+                return str(response.json()["choices"][0]["message"]["content"])
+
+        def asking(text: str) -> dict[str, Any]:
+            return {"messages": [user(text)]}
+
+        assert await post(asking("a")) == "1"
+        assert await post(asking("a"), **{"x-stainless-retry-count": "1"}) == "1"
+        assert await post(asking("b"), **{"idempotency-key": "k"}) == "2"
+        assert await post(asking("b"), **{"idempotency-key": "k"}) == "2"
+        await llm_engine.pause("recompute")
+        with pytest.raises(httpx.ReadTimeout):
+            await post(asking("c"), timeout=0.5)
+        await llm_engine.resume()
+        await asyncio.sleep(0.2)
+        assert await post(asking("c")) == "3"
+        assert await post(asking("c")) == "4"  # on purpose
+        return 1.0
+
+    from episode_builders import Speaker
+    from test_workflow_chat import CHATML
+
+    llm_engine = Speaker(["1", "2", "3", "4"], tokenizer=make_tokenizer(CHATML))
+    sample, speaker = trained(agent, [], engine=llm_engine)
+    assert [way.text for way in sample.ways] == ["4", "1", "2", "3"]
+    assert len(speaker.contexts) == 4
+
+
+def test_an_answer_that_nobody_heard_does_not_train_and_leaked_calls_end_with_the_rollout() -> None:
+    """Seen failing with calls that are kept as they end."""
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        await say(llm, [user("a")])
+        leaked = asyncio.create_task(say(llm, [user("b")]))
+        while len(engine.contexts) < 2:
+            await asyncio.sleep(0.01)
+        leaked.cancel()
+        return 1.0
+
+    from episode_builders import Speaker
+    from test_workflow_chat import CHATML
+
+    engine = Speaker(["x", "y" * 1000], tokenizer=make_tokenizer(CHATML))
+    sample, _ = trained(agent, [], engine=engine)
+    assert [way.text for way in sample.ways] == ["x"]
