@@ -9,7 +9,7 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from areal_lite.errors import EpisodeError, QueueTimeout, WireError
@@ -44,9 +44,9 @@ def sample_seed(run_seed: int, group_id: str, sample_index: int, call: int = 0) 
 class RolloutWorker(LeaseWorker):
     """Leases prompts, generates groups, returns them.
 
-    Every sample is an episode of its prompt's workflow, and takes one slot from the lease to its end: also while an
-    environment thinks, when the engine has nothing to do for it. More slots than the engine decodes well at once are
-    no remedy, as all of them may speak at the same time; a slow environment wants more rollout workers.
+    Every sample is an episode of its prompt's workflow, and takes a slot only while the engine has something to do for
+    it: where some wait for their environments, others are begun, up to `max_episodes`. Those that come back and find no
+    slot wait in the engine, in their order; nothing is leased meanwhile.
     """
 
     def __init__(
@@ -62,13 +62,16 @@ class RolloutWorker(LeaseWorker):
         heartbeat_s: float,
         events: EventBuffer,
         workflows: Workflows | None = None,
+        max_episodes: int | None = None,
     ) -> None:
         super().__init__(client, name=name, heartbeat_s=heartbeat_s)
         self._engine, self._events = engine, events
         self._samples_per_group, self._slots = samples_per_group, slots
+        self._max_episodes = max_episodes or 8 * slots
+        self._counted: Any = _Counted(engine, self._count_running)
         self._sampling, self._run_seed = sampling, run_seed
         self._workflows = workflows or Workflows()
-        self._running = 0
+        self._running = self._episodes = 0
         self._emitted_running = 0
         self._emit_pending = False
 
@@ -93,11 +96,13 @@ class RolloutWorker(LeaseWorker):
         }
 
     def _room(self) -> int:
-        return -(-(self._slots - self._running) // self._samples_per_group)
+        room = min(self._slots - self._running, self._max_episodes - self._episodes)
+        return -(-room // self._samples_per_group)
 
     async def _ask(self, limit: int) -> list[Lease]:
         leases = await self._client.lease_rollout(worker=self._name, limit=limit, wait_s=_LEASE_WAIT_S)
-        self._count_running(len(leases) * self._samples_per_group)
+        begun = len(leases) * self._samples_per_group
+        self._count_running(begun, episodes=begun)  # until those that begin with the engine are there
         return leases
 
     def _progress(self) -> int:
@@ -109,6 +114,7 @@ class RolloutWorker(LeaseWorker):
         tasks = [
             asyncio.ensure_future(self._sample(group.group_id, group.prompt, i)) for i in range(self._samples_per_group)
         ]
+        asyncio.get_running_loop().call_soon(self._count_running, -self._samples_per_group)  # behind their beginnings
         try:
             samples = await asyncio.gather(*tasks)
             self._emit_group(group.group_id, started, samples)
@@ -133,24 +139,26 @@ class RolloutWorker(LeaseWorker):
     async def _sample(self, group_id: str, prompt: Prompt, index: int) -> tuple[Sample, float]:
         seed_of = functools.partial(sample_seed, self._run_seed, group_id, index)
         try:
-            sample = await self._workflows.sample(self._engine, prompt, sampling=self._sampling, seed_of=seed_of)
+            sample = await self._workflows.sample(self._counted, prompt, sampling=self._sampling, seed_of=seed_of)
         except EpisodeError as error:
             self._workflows.log(error, f"sample {index} of group {group_id}")
             sample = Sample.lost(error.reason)
         finally:
-            self._count_running(-1)
+            self._count_running(0, episodes=-1)
         return sample, time.time()
 
-    def _count_running(self, change: int) -> None:
+    def _count_running(self, change: int, *, episodes: int = 0) -> None:
         self._running += change
-        self._room_changed.set()
+        self._episodes += episodes
         if not self._emit_pending:
             self._emit_pending = True
             asyncio.get_running_loop().call_later(_OCCUPANCY_RESOLUTION_S, self._emit_running)
 
     def _emit_running(self) -> None:
+        # Not at once: an environment that answers within a moment gives nobody else room.
+        self._room_changed.set()
         self._emit_pending = False
-        # A group is leased as soon as one slot is free; its samples beyond the slots wait in the engine.
+        # Samples beyond the slots wait in the engine: those of a group leased for fewer, and those that come back.
         running = min(self._running, self._slots)
         if running != self._emitted_running:
             self._emitted_running = running
@@ -164,3 +172,20 @@ class RolloutWorker(LeaseWorker):
             {"end": round(ended, 4), "tokens": sample.num_tokens, "spans": spans(sample)} for sample, ended in samples
         ]
         self._events.emit("group", group=group_id, start=started, samples=entries)
+
+
+class _Counted:
+    """The engine, with its calls in flight counted."""
+
+    def __init__(self, engine: GenerationEngine, count: Callable[[int], None]) -> None:
+        self._engine, self._count = engine, count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Sample:
+        self._count(1)
+        try:
+            return await self._engine.generate(prompt_ids, sampling)
+        finally:
+            self._count(-1)
