@@ -19,8 +19,10 @@ from areal_lite.cli.estimate import estimate
 from areal_lite.cli.eval import eval_model
 from areal_lite.cli.launch import launch
 from areal_lite.cli.rehearse import rehearse
+from areal_lite.cli.replay import replay
 from areal_lite.cli.report import report, watch
 from areal_lite.cli.scale import scale
+from areal_lite.cli.serve import serve
 from areal_lite.cli.train import dpo, resume, reward_model, sft, train
 from areal_lite.cli.verify import verify
 from areal_lite.config.reading import shipped_recipes
@@ -34,6 +36,8 @@ COMMANDS: dict[str, Callable[..., int] | typer.Typer] = {
     "resume": resume,
     "scale": scale,
     "eval": eval_model,
+    "serve": serve,
+    "replay": replay,
     "launch": launch,
     "rehearse": rehearse,
     "drill": drill,

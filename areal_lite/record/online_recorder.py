@@ -159,7 +159,8 @@ def _in_order(counts: Mapping[Any, int]) -> dict[str, int]:
 def _readable(step: int, group: Group) -> dict[str, Any]:
     """Return a group as a row of `samples.jsonl`, of the step that trained it."""
     prompt, samples = group.prompt, [_readable_sample(sample) for sample in group.samples]
-    return {"step": step, "group": group.group_id, "prompt": prompt.text, "answer": prompt.answer, "samples": samples}
+    told = {"step": step, "group": group.group_id, "prompt": prompt.text, "answer": prompt.answer}
+    return told | ({"row": dict(prompt.row)} if prompt.row else {}) | {"samples": samples}
 
 
 def _readable_sample(sample: Sample) -> dict[str, Any]:

@@ -1,0 +1,67 @@
+"""`areal-lite serve`: the endpoint that agents call in training, on a model that is there."""
+
+import asyncio
+import math
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from areal_lite.cli.options import Overrides
+from areal_lite.config.recipe import Config, load_config
+
+MODEL = "model folder, or the folder of a run that has ended"
+
+
+def serve(
+    model: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help=MODEL)],
+    overrides: Overrides,
+    recipe: Annotated[str, typer.Option(help="the recipe whose model, rollout and run sections count")] = "arith_cpu",
+) -> int:
+    """Open a model to an agent, as in training: the same addresses, tools and refusals, one session.
+
+    Prints base URL and key, and answers until Ctrl-C. Tokens are drawn at rollout.temperature; nothing is trained.
+    """
+    from areal_lite.record.paths import find_model_folder, with_absolute_paths
+
+    config = with_absolute_paths(load_config(recipe, overrides))
+    folder = str(find_model_folder(model, option="MODEL_OR_RUN"))
+    try:
+        asyncio.run(serve_model(config, folder, console=Console()))
+    except KeyboardInterrupt:
+        Console().print("stopped")
+    return 0
+
+
+async def serve_model(config: Config, folder: str, *, console: Console) -> None:
+    """Start an engine and answer one session until it is cancelled."""
+    from areal_lite.rollout.endpoint import Endpoint
+    from areal_lite.rollout.engine import Sampling
+    from areal_lite.rollout.episode import EpisodeEngine
+    from areal_lite.rollout.sessions import Session
+    from areal_lite.rollout.vllm_engine import VllmEngine
+
+    rollout = config.rollout
+    endpoint = Endpoint(tool_parser=rollout.tool_parser, reasoning_parser=rollout.reasoning_parser)
+    with console.status("starting the engine ..."):
+        engine = await VllmEngine.start(config, model_folder=folder)
+    try:
+        await endpoint.start()
+        sampling = Sampling(max_new_tokens=config.model.max_context, temperature=rollout.temperature)
+        async with asyncio.timeout(None) as clock:
+            episode = EpisodeEngine(engine, (), sampling=sampling, seed_of=None, turn_timeout_s=math.inf, clock=clock)
+            parse = endpoint.parser(engine.tokenizer)
+            session = Session(episode, max_new_tokens=rollout.max_new_tokens, parse=parse)
+            async with endpoint.serving(session) as (root, key):
+                lines = (
+                    f"export OPENAI_BASE_URL={root}/v1",
+                    f"export OPENAI_API_KEY={key}",
+                    f"export ANTHROPIC_BASE_URL={root}",
+                    f"export ANTHROPIC_API_KEY={key}",
+                )
+                console.print(*lines, sep="\n", highlight=False, soft_wrap=True)
+                console.print("model: policy (any name is as good); Ctrl-C ends it")
+                await asyncio.Event().wait()
+    finally:
+        await endpoint.close()
+        await engine.close()
