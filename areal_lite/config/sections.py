@@ -159,6 +159,10 @@ class RolloutConfig(Section):
     """keyword arguments of every episode of workflow"""
     workflows: dict[str, WorkflowConfig] = {}
     """further workflows by name, for rows and sources that choose their own"""
+    workflow_command: str | None = None
+    """a program in place of workflow, as typed in a shell: an agent of any language, see docs/agents.md"""
+    command_memory_mb: int = Field(4096, ge=1)
+    """MiB that each process of workflow_command may take"""
     tool_parser: str | None = None
     """how an agent's model calls tools: one of vLLM's tool parsers, such as hermes, or module:function, see
     docs/agents.md"""
@@ -187,6 +191,8 @@ class RolloutConfig(Section):
                 f"training samples with temperature only, got top_p={self.top_p}, top_k={self.top_k}: a token outside "
                 "the set would have probability 0 for the trainer; set top_p=1 and top_k=0"
             )
+        if self.workflow_command is not None and self.workflow != "single_turn":
+            yield f"rollout.workflow_command stands in place of rollout.workflow={self.workflow}: leave one out"
         if self.workflow not in self.workflows:
             yield from name_problems("rollout.workflow", self.workflow, kind="workflow")
         for key, one in self.workflows.items():

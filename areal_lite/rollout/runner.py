@@ -16,6 +16,7 @@ from areal_lite.config.plugins import find_function, known_names
 from areal_lite.config.recipe import Config
 from areal_lite.errors import EngineError, EpisodeError, PluginError
 from areal_lite.rollout.agents import Agent, is_agent
+from areal_lite.rollout.commands import run_command
 from areal_lite.rollout.endpoint import Endpoint
 from areal_lite.rollout.engine import GenerationEngine, Sampling, token_limit
 from areal_lite.rollout.episode import EpisodeEngine
@@ -145,8 +146,13 @@ def load_workflows(config: Config) -> Workflows:
     for source in (config.data, *config.data.mix.values()):
         if source.workflow is not None and source.workflow not in loaded:
             loaded[source.workflow] = _load(source.workflow, {}, endpoint)
+    default = rollout.workflow
+    if rollout.workflow_command is not None:
+        default = "workflow_command"
+        options = {"command": rollout.workflow_command, "memory_mb": rollout.command_memory_mb}
+        loaded[default] = Agent(function=run_command, endpoint=endpoint), options
     return Workflows(
-        default=rollout.workflow,
+        default=default,
         loaded=loaded,
         is_chat=lambda prompt: config.data.mix.get(prompt.prompt_id.split("/")[0], config.data).chat,
         turn_timeout_s=rollout.turn_timeout_s,

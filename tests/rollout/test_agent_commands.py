@@ -1,0 +1,97 @@
+"""Agents that are programs: what they are told, what they print, and how they end."""
+
+import asyncio
+import functools
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_agents import trained
+
+from areal_lite.errors import EpisodeError
+from areal_lite.rollout.agents import Llm
+from areal_lite.rollout.commands import run_command
+from areal_lite.types import Sample
+
+ASKS = """
+import json, os, sys, urllib.request
+task = json.loads(sys.stdin.readline())
+body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": task["prompt"]}]}
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+)
+said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+"""
+
+
+def play(tmp_path: Path, program: str, *, memory_mb: int = 4096) -> Sample:
+    file = tmp_path / "agent.py"
+    file.write_text(ASKS + program)
+    command = functools.partial(run_command, command=f"{sys.executable} {file}", memory_mb=memory_mb)
+    sample, _ = trained(command, ["12"])
+    return sample
+
+
+@pytest.mark.parametrize(
+    ("printed", "reward"),
+    [("print('hm'); print(float(said == task['answer']))", 1.0), ('print(\'{"reward": 0.5, "brief": 1}\')', 0.5)],
+)
+def test_a_program_prints_its_reward_last(tmp_path: Path, printed: str, reward: float) -> None:
+    sample = play(tmp_path, printed)
+    assert sample.score is not None
+    assert (sample.score.reward, sample.text) == (reward, "12")
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("print('hm'); print('about 1')", r"workflow:ValueError: the last line .* got 'about 1'"),
+        ("", r"workflow:ValueError: the last line .* got ''"),
+        ("print('\"good\"')", r"workflow:ValueError: an agent must return its reward"),
+        ("print(1); raise SystemExit('no tools')", r"workflow:ChildProcessError: .* exit code 0, got 1: 'no tools'"),
+        ("x = bytearray(3 * 2**30); print(1)", r"workflow:ChildProcessError: .*MemoryError"),
+    ],
+)
+def test_a_program_that_fails_is_a_lost_sample_that_quotes_it(tmp_path: Path, program: str, message: str) -> None:
+    """Seen failing (memory) without the limit, and (exit code) with the reward it printed before."""
+    with pytest.raises(EpisodeError, match=message):
+        play(tmp_path, program, memory_mb=1024)
+
+
+ORPHAN = """
+import os, subprocess, sys, time
+child = ("import os, time; os.fork() and os._exit(0); os.setsid(); name = {file!r} + '.new'; "
+         "open(name, 'w').write(str(os.getpid())); os.rename(name, {file!r}); time.sleep(3600)")
+subprocess.Popen([sys.executable, "-c", child])
+while not os.path.exists({file!r}):
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("ending", ["time.sleep(3600)", "print(1)"])
+def test_whatever_a_program_started_ends_with_it(tmp_path: Path, ending: str) -> None:
+    """One that forks into another session, and never ends or ends at once.
+
+    Seen failing with its own process alone killed.
+    """
+    file, program = tmp_path / "pid", tmp_path / "agent.py"
+    program.write_text(ORPHAN.format(file=str(file)) + ending)
+    llm = Llm(base_url="", api_key="a-key-of-this-test-alone", anthropic_base_url="")
+
+    async def scenario() -> None:
+        command = f"{sys.executable} {program}"
+        playing = asyncio.create_task(run_command({}, llm, command=command, memory_mb=4096))
+        while not file.exists():
+            await asyncio.sleep(0.01)
+        if "sleep" in ending:
+            playing.cancel()
+        await asyncio.wait([playing])
+
+    asyncio.run(scenario())
+    status = Path(f"/proc/{int(file.read_text())}/stat")
+    deadline = time.monotonic() + 60
+    while status.exists() and status.read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline, "a process was left behind"
+        time.sleep(0.01)
