@@ -1,4 +1,4 @@
-"""Every snippet of docs/verifiers.md, workflows.md, data.md and migrating.md, run.
+"""Every snippet of docs/verifiers.md, workflows.md, data.md, migrating.md and first.md, run.
 
 Each block that begins with `# name.ending` is a file of one folder, as the reader would make it. A Python file is
 called on an example here (`CALLS`); a recipe is read by what `check-config` uses, and everything it names is found; a
@@ -34,7 +34,7 @@ from areal_lite.rollout.engine import Sampling
 from areal_lite.verify.protocol import answer
 from areal_lite.verify.verifier_set import VerifierSet
 
-PAGES = ("verifiers.md", "workflows.md", "data.md", "migrating.md")
+PAGES = ("verifiers.md", "workflows.md", "data.md", "migrating.md", "first.md")
 ROWS = [
     {"question": "A hall has 40 rows of 35 seats. How many is that?", "answer": "40*35 = 1400\n#### 1400", "level": 2},
     {"question": "7+25=?", "answer": "32", "level": 1},
@@ -223,6 +223,12 @@ def check_openrlhf() -> None:
     assert tried("openrlhf") == [(1.0, {"length": 2.0}), (0.0, {"length": 2.0})]
 
 
+def check_my_task() -> None:
+    train, held_out = (load_sources(load_config("my_task.yaml"), TOKENIZER, split)["rows"] for split in SPLITS)
+    assert (len(train), len(held_out)) == (500, 100)
+    assert scored("my_task.py:verify", "1+2=3;3+3=6#6", "6").reward == pytest.approx(1 - 0.26)
+
+
 CALLS: dict[str, Callable[[], None]] = {
     "my_verifier.py": check_five_lines,
     "close.py": check_arguments,
@@ -238,6 +244,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "trl_rewards.py": check_trl,
     "verl_reward.py": check_verl,
     "openrlhf_reward.py": check_openrlhf,
+    "my_task.py": check_my_task,
 }
 
 
