@@ -96,7 +96,10 @@ def _write_chat(name: str, body: Mapping[str, Any], calls: Sequence[Call]) -> di
     choices = [
         {
             "index": index,
-            "message": {**call.answer, "content": call.answer["content"] or None},
+            "message": {
+                **call.answer,
+                "content": call.answer["content"] or (None if "tool_calls" in call.answer else ""),
+            },
             "finish_reason": _finish(call),
             "logprobs": None,
         }

@@ -171,7 +171,7 @@ def test_the_same_again_on_purpose_is_a_sibling_and_shared_tokens_train_once() -
 
 
 def test_two_agents_in_one_rollout_do_not_interleave() -> None:
-    """Each goes on from its own answers, however their calls meet. Seen failing with the newest call as the parent."""
+    """Each goes on from its own answers, however their calls meet. Seen failing with answers that are not compared."""
 
     async def agent(task: Mapping[str, Any], llm: Any) -> float:
         async def one(name: str) -> None:
@@ -209,10 +209,7 @@ def test_a_dict_is_a_reward_with_parts_and_none_is_left_to_the_verifier() -> Non
 
 
 def test_agents_that_fail_are_lost_samples() -> None:
-    """One that raises, one that calls nothing, one that never ends: no reward, and the others live on.
-
-    Seen failing (never ending) without a clock on the agent's own time.
-    """
+    """One that raises, one that calls nothing, one that never ends: no reward."""
 
     async def raises(task: Mapping[str, Any], llm: Any) -> float:
         await say(llm, [user("a")])
@@ -315,8 +312,19 @@ def test_an_evaluation_is_greedy_whatever_temperature_is_asked_for() -> None:
     assert speaker.samplings[0].temperature == 0.0
 
 
+def test_an_empty_answer_is_a_text() -> None:
+    """Many an agent adds texts up. Seen failing with null, as for tool calls."""
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        response = await llm.client.chat.completions.create(model="m", messages=[user("a")])
+        assert response.choices[0].message.content == ""
+        return 1.0
+
+    trained(agent, [""])
+
+
 def test_a_context_that_is_too_long_is_an_error_that_sdks_know() -> None:
-    """And an answer ends where the context does. Seen failing with the engine's own error, a 500."""
+    """And an answer ends where the context does. Seen failing with the engine's own error, which has no code."""
 
     async def agent(task: Mapping[str, Any], llm: Any) -> float:
         with pytest.raises(openai.BadRequestError, match=r"model\.max_context=100") as caught:
