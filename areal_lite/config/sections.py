@@ -173,7 +173,7 @@ class RolloutConfig(Section):
     slots: int = Field(64, ge=1)
     """samples an engine decodes at once; the worker keeps them filled"""
     max_episodes: int | None = Field(None, ge=1)
-    """samples a worker holds at most, with those that wait for their environments; null = 8 times slots"""
+    """samples a worker holds at most, with those that wait for their environments; null = 16 times slots"""
     threads: int = Field(1, ge=1)
     """CPU threads of one engine"""
     tensor_parallel: int = Field(1, ge=1)

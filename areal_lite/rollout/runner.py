@@ -21,7 +21,7 @@ from areal_lite.rollout.endpoint import Endpoint
 from areal_lite.rollout.engine import GenerationEngine, Sampling, token_limit
 from areal_lite.rollout.episode import EpisodeEngine
 from areal_lite.rollout.workflows import named, single_turn
-from areal_lite.types import Prompt, Sample
+from areal_lite.types import Prompt, Sample, Score
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +87,11 @@ class Workflows:
                 if isinstance(function, Agent):
                     sample = await function.play(episode, _row(prompt), limit, **arguments)
                 else:
-                    turns = await function(episode, _row(prompt), **arguments)
-                    sample = episode.join(turns, with_messages=function is not single_turn)
+                    match await function(episode, _row(prompt), **arguments):
+                        case (turns, Score() as score):
+                            sample = episode.join(turns, with_messages=True).scored(score)
+                        case turns:
+                            sample = episode.join(turns, with_messages=function is not single_turn)
             if isinstance(episode.failure, EngineError):
                 raise episode.failure
             return sample

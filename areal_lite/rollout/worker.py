@@ -67,7 +67,7 @@ class RolloutWorker(LeaseWorker):
         super().__init__(client, name=name, heartbeat_s=heartbeat_s)
         self._engine, self._events = engine, events
         self._samples_per_group, self._slots = samples_per_group, slots
-        self._max_episodes = max_episodes or 8 * slots
+        self._max_episodes = max_episodes or 16 * slots
         self._counted: Any = _Counted(engine, self._count_running)
         self._sampling, self._run_seed = sampling, run_seed
         self._workflows = workflows or Workflows()

@@ -31,6 +31,7 @@ from areal_lite.data.prompts import load_source, load_sources
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import VerifierUnavailable
 from areal_lite.rollout.engine import Sampling
+from areal_lite.rollout.gymnasium import rows as gymnasium_rows
 from areal_lite.verify.protocol import answer
 from areal_lite.verify.verifier_set import VerifierSet
 
@@ -173,6 +174,16 @@ def check_tools() -> None:
     assert [message["content"] for message in sample.messages[1::2]] == [reply for _, reply in pairs]
 
 
+def check_thermostat() -> None:
+    (row, *_) = gymnasium_rows("train", env="thermostat.py:Thermostat", train_size=1)
+    workflows = load("gymnasium", arguments={"env": "thermostat.py:Thermostat", "max_turns": 10, "max_turn_tokens": 4})
+    engine = Speaker(lambda text: "up" if int(text[-3:-1]) < 20 else "down")
+    steps = abs(int(row["question"][:-1]) - 20) or 2
+    assert play(engine, workflows, make_prompt(row["question"], seed=row["seed"])).total_reward == pytest.approx(
+        1 - 0.1 * (steps - 1)
+    )
+
+
 def check_second_thoughts() -> None:
     sample = play(Speaker(["7", "8"]), load("second_thoughts.py:episode", arguments={"remark": "?"}))
     assert [(message["role"], message["content"]) for message in sample.messages] == [
@@ -239,6 +250,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "service.py": check_service,
     "hints.py": check_hints,
     "shop.py": check_tools,
+    "thermostat.py": check_thermostat,
     "second_thoughts.py": check_second_thoughts,
     "squares.py": check_squares,
     "trl_rewards.py": check_trl,

@@ -1,0 +1,76 @@
+"""gymnasium's environments of texts: the source `gymnasium`, whose prompts are first observations, and the workflow."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from areal_lite.rollout.episode import EpisodeEngine, Turn, messages_of
+from areal_lite.rollout.workflows import call, check_limits, checked_by, converse, named
+from areal_lite.types import Score
+
+_EVAL_SEED = 10**6
+
+
+def rows(
+    split: Literal["train", "eval"], *, env: str, train_size: int = 1024, eval_size: int = 64, **arguments: Any
+) -> list[dict[str, Any]]:
+    """Make the tasks of a split: one for each seed of the environment, its first observation the question.
+
+    Args:
+        env: `module:class` or `path.py:class`, or the id of a registered environment (`module:id` where a module does).
+        arguments: Of the class, or of `gymnasium.make`.
+    """
+    first, size = (0, train_size) if split == "train" else (_EVAL_SEED, eval_size)
+    made = _maker(env=env)(**arguments)
+    try:
+        seeds = range(first, first + size)
+        return [{"question": str(made.reset(seed=seed)[0]), "answer": "", "seed": seed} for seed in seeds]
+    finally:
+        made.close()
+
+
+def _maker(*, env: str, arguments: Mapping[str, Any] | None = None, **limits: Any) -> Callable[..., Any]:
+    check_limits(**limits)
+    if ":" in env and env.rpartition(":")[2].isidentifier():
+        return named(env, kind="environment")
+    import gymnasium
+
+    return partial(gymnasium.make, env)
+
+
+@checked_by(_maker)
+async def play(
+    engine: EpisodeEngine,
+    row: Mapping[str, Any],
+    *,
+    env: str,
+    arguments: Mapping[str, Any] | None = None,
+    **limits: Any,
+) -> tuple[Sequence[Turn], Score]:
+    """Let the model act, a turn an action, on what it is shown; the rewards of all steps add up to the sample's.
+
+    Each step, and the reset, may take `rollout.turn_timeout_s`.
+
+    Args:
+        env: As `rows` takes it.
+        row: Its column `seed` resets the environment.
+        arguments: As there.
+        limits: As `converse` takes them.
+    """
+    made = await engine.in_time(call(_maker(env=env), **(arguments or {})))
+    rewards = []
+
+    async def act(messages: Sequence[Mapping[str, str]]) -> tuple[str, bool]:
+        shown, reward, terminated, truncated, _ = await engine.in_time(call(made.step, messages[-1]["content"].strip()))
+        rewards.append(float(reward))
+        return str(shown), bool(terminated or truncated)
+
+    try:
+        await engine.in_time(call(made.reset, seed=row["seed"]))
+        turns = await converse(engine, answer=act, **limits)
+        own = [turn for turn in turns if not turn.is_given]
+        if len(rewards) < len(own):  # behind the last turn nobody answers, but it is an action
+            await act(messages_of(own))
+        return turns, Score(reward=sum(rewards))
+    finally:
+        await call(made.close)
