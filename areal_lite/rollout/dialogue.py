@@ -5,6 +5,7 @@ last answer.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,17 @@ _PROMPT = "?"
 
 
 def reply_ids(
-    messages: Sequence[Mapping[str, str]], reply: str, *, tokenizer: "PreTrainedTokenizerBase", end: int | None
+    messages: Sequence[Mapping[str, str]],
+    reply: str | Sequence[str],
+    *,
+    tokenizer: "PreTrainedTokenizerBase",
+    end: int | None,
 ) -> list[int]:
     """Return the token ids of an environment's turn, up to where the model's next turn begins.
 
     Args:
         messages: The turns so far, without the prompt; the last is the model's answer.
+        reply: The user's words; or results of tools, each a message of role `tool` where the template writes those.
         end: The end-of-sequence token that the model produced; None where its answer was cut off.
 
     Raises:
@@ -36,6 +42,13 @@ def reply_ids(
         {"role": "user", "content": _PROMPT},  # something stands for the prompt: it lies before
         *({**message, "role": "user"} if message["role"] == ENVIRONMENT else message for message in messages[:-1]),
     ]
+    if not isinstance(reply, str):
+        new = [{"role": "tool", "content": result} for result in reply]
+        with suppress(ValueError):  # a template that knows no such role, or none without calls that it can read
+            behind = text_behind(before, new, tokenizer=tokenizer)
+            if all(result.strip() in behind for result in reply):
+                return ids_behind(behind, tokenizer=tokenizer, end=end)
+        reply = "\n".join(reply)
     behind = text_behind(before, [{"role": "user", "content": reply}], tokenizer=tokenizer)
     return ids_behind(behind, tokenizer=tokenizer, end=end)
 

@@ -161,11 +161,12 @@ class EpisodeEngine:
             text, token_ids = self._decode(text_or_ids), list(text_or_ids)
         return Given(token_ids=_frozen(token_ids), text=text)
 
-    def reply(self, messages_before: Sequence[Mapping[str, str]], reply_text: str) -> Given:
+    def reply(self, messages_before: Sequence[Mapping[str, str]], reply: str | Sequence[str]) -> Given:
         """Return the environment's answer to the model's last turn: in the chat template if the prompt is in one.
 
         Args:
             messages_before: `messages_of` the turns so far, the model's last.
+            reply: A text, or the results of tools, for which templates may have a role of their own.
 
         Raises:
             ValueError: The last message is not the model's, or the reply cannot be encoded.
@@ -175,12 +176,13 @@ class EpisodeEngine:
         if answer is None:
             raise ValueError(f"a reply answers what the model said last, got {last!r:.60}, which it did not say")
         end = int(answer.token_ids[-1]) if answer.stop_reason is StopReason.STOP else None
+        text = reply if isinstance(reply, str) else "\n".join(reply)
         token_ids = (
-            reply_ids(messages_before, reply_text, tokenizer=self._engine.tokenizer, end=end)
+            reply_ids(messages_before, reply, tokenizer=self._engine.tokenizer, end=end)
             if self._is_chat
-            else self.encode(reply_text)
+            else self.encode(text)
         )
-        return Given(token_ids=_frozen(token_ids), text=reply_text)
+        return Given(token_ids=_frozen(token_ids), text=text)
 
     async def in_time(self, work: Awaitable[T]) -> T:
         """Await something of the environment's, `rollout.turn_timeout_s` at most.

@@ -7,20 +7,28 @@ The model calls a function in plain text, in a base model's completion and a cha
     <result>3</result>                      what it is answered
     <error>ZeroDivisionError: ...</error>   or this; the model may read it and try again
 
+or as chat models do, whose template then writes what is answered, in role `tool` where it has one:
+
+    <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
+
 A turn without a call ends the episode: it is the answer.
 """
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from areal_lite.rollout.episode import EpisodeEngine, Turn
 from areal_lite.rollout.workflows import call, check_limits, checked_by, converse, named
 
 _CALL = re.compile(r"<tool>\s*(\w+)\s*\((.*?)\)\s*</tool>", re.DOTALL)
+_CHAT_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 Functions = Mapping[str, Callable[..., Any]]
+Call = tuple[str, list[Any], dict[str, Any]]
+"""Name, positional arguments, and arguments by name."""
 
 
 def _find_functions(*, functions: Sequence[str], max_characters: int = 2000, **limits: Any) -> Functions:
@@ -57,33 +65,44 @@ async def tools(
     """
     found = _find_functions(functions=functions)
 
-    async def answer(messages: Sequence[Mapping[str, str]]) -> tuple[str, bool]:
-        calls = _CALL.findall(messages[-1]["content"])
-        replies = [await _result(engine, found, name, written, max_characters) for name, written in calls]
-        return "\n".join(replies), not calls
+    async def answer(messages: Sequence[Mapping[str, str]]) -> tuple[str | list[str], bool]:
+        said = messages[-1]["content"]
+        if calls := [partial(_read_chat_call, written) for written in _CHAT_CALL.findall(said)]:
+            return [(await _result(engine, found, read, max_characters))[1] for read in calls], False
+        calls = [partial(_read_call, *written) for written in _CALL.findall(said)]
+        replies = [await _result(engine, found, read, max_characters) for read in calls]
+        return "\n".join(f"<{kind}>{told}</{kind}>" for kind, told in replies), not calls
 
     return await converse(engine, answer=answer, **limits)
 
 
-async def _result(engine: EpisodeEngine, functions: Functions, name: str, written: str, max_characters: int) -> str:
+async def _result(
+    engine: EpisodeEngine, functions: Functions, read: Callable[[], Call], max_characters: int
+) -> tuple[str, str]:
     try:
+        name, positional, by_name = read()
         if name not in functions:
             raise NameError(f"there is no function {name}, only {', '.join(functions)}")
-        positional, by_name = _read_arguments(written)
         result = await engine.in_time(call(functions[name], *positional, **by_name))
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-        return f"<result>{text[:max_characters]}</result>"
+        return "result", text[:max_characters]
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-        return f"<error>{told[:max_characters]}</error>"
+        return "error", f"{type(error).__name__}: {error}"[:max_characters]
 
 
-def _read_arguments(written: str) -> tuple[list[Any], dict[str, Any]]:
+def _read_chat_call(written: str) -> Call:
+    match json.loads(written):
+        case {"name": str() as name, "arguments": dict() as by_name}:
+            return name, [], by_name
+    raise ValueError(f'a call must be {{"name": ..., "arguments": {{...}}}}, got {written.strip()!r:.80}')
+
+
+def _read_call(name: str, written: str) -> Call:
     try:
         values = json.loads(f"[{written}]")
     except ValueError as error:
         raise ValueError(f'arguments must be JSON, such as {{"a": 1}} or 1, 2; got {written!r:.80}') from error
     match values:
         case [dict() as by_name]:
-            return [], by_name
-    return values, {}
+            return name, [], by_name
+    return name, values, {}

@@ -84,7 +84,7 @@ async def multi_turn(engine: EpisodeEngine, row: Mapping[str, Any], *, step: str
 async def converse(
     engine: EpisodeEngine,
     *,
-    answer: Callable[[list[dict[str, str]]], Awaitable[tuple[str, bool]]],
+    answer: Callable[[list[dict[str, str]]], Awaitable[tuple[str | Sequence[str], bool]]],
     max_turns: int = 8,
     max_turn_tokens: int | None = None,
     stop: str | Sequence[str] = (),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from episode_builders import UNCUT, Speaker, load, play
+from test_workflow_chat import CHATML, make_chat_prompt, make_tokenizer
 
 from areal_lite.errors import PluginError
 from areal_lite.rollout.engine import Sampling
@@ -43,6 +44,13 @@ async def hangs_too() -> None:
     await asyncio.Event().wait()
 
 
+def missing() -> None:
+    raise KeyError("x")
+
+
+USER = "<|im_start|>user\n3\nKeyError: 'x'<|im_end|>\n"
+
+
 def replies_to(*calls: str, **options: Any) -> list[str]:
     """Have the model make a call a turn, then answer."""
     names = ("add", "greet", "table", "long", "exits", "hangs", "hangs_too")
@@ -70,7 +78,7 @@ def test_functions_are_called_by_name_and_their_results_come_back() -> None:
 def test_what_goes_wrong_is_a_reply() -> None:
     """Seen failing with the errors raised: one bad call would cost the whole group."""
     unknown, not_json, few, raised, ended = replies_to(
-        "<tool>open('/etc/passwd')</tool>",
+        '<tool>open("/etc/passwd")</tool>',
         "<tool>add(one)</tool>",
         "<tool>add()</tool>",
         '<tool>add("a", 1)</tool>',
@@ -102,6 +110,37 @@ def test_a_turn_without_a_call_is_the_answer() -> None:
     workflows = load("tools", arguments={"functions": [f"{HERE}:add"]})
     for said in ("42", "<tool>add(1", "add(1)"):
         assert play(Speaker([said, "never"]), workflows, sampling=UNCUT).text == said
+
+
+@pytest.mark.parametrize(
+    ("template", "answered"),
+    [
+        (CHATML, "<|im_start|>tool\n3<|im_end|>\n<|im_start|>tool\nKeyError: 'x'<|im_end|>\n"),
+        (CHATML.replace("+ message.role +", "+ {'user': 'user', 'assistant': 'assistant'}[message.role] +"), USER),
+        (CHATML.replace("{{- '<|im_start|>' + message", "{%- if message.role != 'tool' %}{{- '<|im_start|>' + message")
+         .replace("'\n' }}{%- endfor %}", "'\n' }}{%- endif %}{%- endfor %}"), USER),
+    ],
+    ids=["knows tools", "refuses", "leaves out"],
+)  # fmt: skip
+def test_chat_models_call_in_their_own_way(template: str, answered: str) -> None:
+    """Results are messages of role `tool` where the template writes those, else the user's.
+
+    Seen failing with the user's role throughout, and with results that a template leaves out.
+    """
+    tokenizer = make_tokenizer(template)
+    said = (
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+        '<tool_call>{"name": "missing", "arguments": {}}</tool_call>'
+    )
+    workflows = load("tools", arguments={"functions": [f"{HERE}:add", f"{HERE}:missing"]})
+    workflows.is_chat = lambda _: True
+    engine = Speaker([said, "3"], tokenizer=tokenizer)
+    prompt = make_chat_prompt(tokenizer, "1+2?")
+    play(engine, workflows, prompt, sampling=LONG)
+    context = tokenizer.decode(engine.contexts[1])
+    assert context == f"{prompt.text}{said}<|im_end|>\n{answered}<|im_start|>assistant\n"
+    (unreadable,) = replies_to('<tool_call>{"name": "add"}</tool_call>')
+    assert unreadable.startswith('ValueError: a call must be {"name": ..., "arguments": {...}}, got')
 
 
 @pytest.mark.parametrize(
