@@ -111,5 +111,8 @@ def _run(
 
 def _evaluations(summary: Mapping[str, Any]) -> dict[str, list[float]]:
     """Return every measured figure from first to last."""
-    rows = [row if isinstance(row, dict) else {"accuracy, greedy": row} for row in summary["eval"].values()]
+    rows = [
+        row if isinstance(row, dict) else {f"{summary.get('eval_called', 'accuracy')}, greedy": row}
+        for row in summary["eval"].values()
+    ]
     return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}

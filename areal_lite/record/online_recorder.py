@@ -39,9 +39,11 @@ class OnlineRecorder(Recorder):
         super().feed(events)
         self._clocks.feed(events)
 
-    def evaluation(self, step: int, accuracy: float, *, by_source: Mapping[str, float]) -> None:
+    def evaluation(
+        self, step: int, accuracy: float, *, by_source: Mapping[str, float], called: str = "accuracy"
+    ) -> None:
         """Note a held-out accuracy, over all and by data source; it stands in the next row and in the summary."""
-        self.evaluations[step] = {"accuracy": accuracy, "by_source": dict(by_source)}
+        self.evaluations[step] = {"accuracy": accuracy, "called": called, "by_source": dict(by_source)}
         self._pending |= {"eval_accuracy": accuracy, "eval_step": step, "eval_by_source": dict(by_source)}
 
     def parity(self, difference: float) -> None:
@@ -115,6 +117,7 @@ class OnlineRecorder(Recorder):
             **self._rates(self._first),
             "trained_tokens_per_s": sum(row["tokens_trained"] for row in trained) / seconds,
             **mean_of_ends(rows, "reward_mean", "reward"),
+            "eval_called": evaluations[-1][1].get("called", "accuracy") if evaluations else None,
             "eval": {str(step): found["accuracy"] for step, found in evaluations},
             "eval_by_source": {str(step): found["by_source"] for step, found in evaluations},
             "length_histogram": _in_order(Counter(length // 16 * 16 for length in sample_lengths(events))),

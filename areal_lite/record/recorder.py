@@ -46,7 +46,7 @@ class Recorder:
         evaluations = (event for event in self._earlier if event["kind"] == "eval")
         self.evaluations: dict[int, dict[str, Any]] = {
             event["step"]: event.get("figures")
-            or {"accuracy": event["accuracy"], "by_source": event.get("by_source", {})}  # runs of 0.2.0 have none
+            or {"by_source": {}} | {key: event[key] for key in ("accuracy", "called", "by_source") if key in event}
             for event in evaluations
         }
         """Figures over the held-out rows, by completed steps."""

@@ -75,7 +75,9 @@ class Evaluations:
         result = self._result(self._done, scores)
         self.end()
         if result["problems"]:
-            self._recorder.evaluation(self._step, result["accuracy"], by_source=result["by_source"])
+            self._recorder.evaluation(
+                self._step, result["accuracy"], by_source=result["by_source"], called=result["called"]
+            )
             self._lane.emit("eval", **result)
         self._view.say(in_words(result), style="" if result["problems"] else "red")
 

@@ -126,7 +126,9 @@ class View:
         steps = sorted(self._evaluations)
         ends = [self._evaluations[step] for step in dict.fromkeys((steps[0], steps[-1]))]
         names = [name for name, value in ends[0].items() if isinstance(value, float)]
-        figures = ", ".join(f"{name} {' → '.join(f'{end[name]:.3f}' for end in ends)}" for name in names)
+        figures = ", ".join(
+            f"{ends[-1].get('called', name)} {' → '.join(f'{end[name]:.3f}' for end in ends)}" for name in names
+        )
         return figures + (f" (step {steps[-1]})" if len(steps) > 1 else "")
 
     def _time_left(self) -> str:

@@ -20,8 +20,8 @@ from areal_lite.config.recipe import Config, load_config
 from areal_lite.errors import StallError
 
 COMMANDS = [
-    "train", "sft", "reward-model", "dpo", "resume", "scale", "eval", "launch", "rehearse", "drill", "check-config",
-    "estimate", "verify", "bench", "report", "watch", "doctor",
+    "train", "sft", "reward-model", "dpo", "resume", "scale", "eval", "serve", "replay", "launch", "rehearse",
+    "drill", "check-config", "estimate", "verify", "bench", "report", "watch", "doctor",
 ]  # fmt: skip
 SUMMARY: dict[str, Any] = dict.fromkeys(SUMMARY_KEYS, 0.5) | {"eval": {"0": 0.21, "50": 0.3, "100": 0.41}}
 
@@ -137,10 +137,12 @@ def test_a_summary_without_evaluations_is_one_too(
     evaluations: dict[str, float],
     shown: str | None,
 ) -> None:
-    FakeTraining(monkeypatch, SUMMARY | {"eval": evaluations, "parity_max_abs_logprob_diff": None})
+    FakeTraining(
+        monkeypatch, SUMMARY | {"eval": evaluations, "eval_called": "mean reward", "parity_max_abs_logprob_diff": None}
+    )
     assert cli.main(["train", "arith_cpu"]) == 0
     output = capsys.readouterr().out
-    assert ("accuracy" in output) == (shown is not None)
+    assert ("held-out mean reward" in output) == (shown is not None)
     assert shown is None or shown in output
 
 

@@ -174,6 +174,8 @@ def test_one_evaluation_is_one_number() -> None:
     screen = Screen()
     screen.view.step(ROW, evaluations={0: {"accuracy": 0.25}}, shares={})
     assert any("held out  accuracy 0.250  " in line for line in screen.panel())
+    screen.view.step(ROW, evaluations={0: {"accuracy": 0.25, "called": "mean reward"}}, shares={})
+    assert any("held out  mean reward 0.250  " in line for line in screen.panel())
 
 
 def test_a_resumed_run_counts_from_its_first_step() -> None:
