@@ -118,6 +118,8 @@ class SourceConfig(Section):
     """apply the model's chat template to the prompt as a user message; lists of messages always go through it"""
     system: str | None = None
     """system message before each chat that has none"""
+    tools: list[FunctionName] = []
+    """functions that the chat template tells the model of, as it does of tools: signatures and docstrings"""
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
     """share of unreadable rows above which loading fails"""
     verifier: str | None = None

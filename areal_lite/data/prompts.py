@@ -3,17 +3,19 @@
 Data must not choose code: a row may only name a verifier or workflow that the recipe or an installed package offers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from areal_lite.config.data import SourceConfig
+from areal_lite.config.plugins import find_function
 from areal_lite.config.recipe import Config
 from areal_lite.data.encode import Tokenizer, encode_texts, render_chat
 from areal_lite.data.rows import Split
 from areal_lite.data.sources import load_tasks
 from areal_lite.data.tasks import Task, in_ranges, report_left_out
-from areal_lite.errors import ConfigError, DataError
+from areal_lite.errors import ConfigError, DataError, PluginError
 from areal_lite.types import Prompt
 
 
@@ -50,7 +52,8 @@ def _prompts(config: Config, source: SourceConfig, *, name: str, tokenizer: Toke
         tasks = tasks[:limit]
     tasks = with_names(tasks, source=source, config=config)
     chat = source.chat or all(task.messages for task in tasks)
-    tasks = [replace(task, prompt=_render(task, source, tokenizer, chat=chat, where=where)) for task in tasks]
+    tools = [_schema(tool, where=where) for tool in source.tools]
+    tasks = [replace(task, prompt=_render(task, source, tokenizer, tools, chat=chat, where=where)) for task in tasks]
     tokens = encode_texts(
         [task.prompt for task in tasks],
         origins=[task.origin for task in tasks],
@@ -72,7 +75,28 @@ def _prompts(config: Config, source: SourceConfig, *, name: str, tokenizer: Toke
     ]
 
 
-def _render(task: Task, source: SourceConfig, tokenizer: Tokenizer, *, chat: bool, where: str) -> str:
+def _schema(tool: str, *, where: str) -> dict[str, Any]:
+    from transformers.utils import get_json_schema
+
+    try:
+        return get_json_schema(find_function(tool, kind="tool"))  # type: ignore[no-any-return]
+    except PluginError:
+        raise
+    except Exception as error:  # of several kinds
+        raise PluginError(
+            f"{where}.tools needs functions with types and a docstring that has Args, got {tool} ({error})"
+        ) from error
+
+
+def _render(
+    task: Task,
+    source: SourceConfig,
+    tokenizer: Tokenizer,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    chat: bool,
+    where: str,
+) -> str:
     if task.messages and not chat:
         raise DataError(
             f"the prompt of {task.origin} is a list of chat messages, others are plain texts: set {where}.chat=true"
@@ -81,16 +105,24 @@ def _render(task: Task, source: SourceConfig, tokenizer: Tokenizer, *, chat: boo
     if not chat:
         if source.system is not None:
             raise ConfigError(f"{where}.system is the first message of a chat, got plain texts: set {where}.chat=true")
+        if tools:
+            raise ConfigError(f"{where}.tools are told by a chat template, got plain texts: set {where}.chat=true")
         return text
     messages = [*task.messages] or [{"role": "user", "content": text}]
     if source.system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": source.system})
     try:
-        return render_chat(messages, tokenizer, where=where)
+        text = render_chat(messages, tokenizer, tools=tools, where=where)
     except ConfigError:
         raise
     except ValueError as error:
         raise DataError(f"{error} at {task.origin}: correct the prompt, or choose another model") from error
+    if untold := [tool["function"]["name"] for tool in tools if tool["function"]["name"] not in text]:
+        raise ConfigError(
+            f"{where}.tools must be in what the model's chat template writes, it leaves {', '.join(untold)} out: "
+            f"describe them in {where}.system"
+        )
+    return text
 
 
 def _check_lengths(config: Config, pairs: Sequence[tuple[Task, Sequence[int]]]) -> None:

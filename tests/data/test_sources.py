@@ -15,7 +15,7 @@ from areal_lite.config.data import is_hub_id
 from areal_lite.data.demonstrations import PRINTABLE
 from areal_lite.data.prompts import load_source, load_sources
 from areal_lite.data.tokenizer import build_char_tokenizer
-from areal_lite.errors import ConfigError, DataError
+from areal_lite.errors import ConfigError, DataError, PluginError
 from areal_lite.record.paths import with_absolute_paths
 from areal_lite.verify.protocol import Reply
 
@@ -338,3 +338,30 @@ def test_chats_and_columns_inside_columns(kind: str, tmp_path: Path) -> None:
     plain.write_text(json.dumps(rows[0]) + "\n" + json.dumps(VERL_ROWS[0]))
     with pytest.raises(DataError, match=r"a list of chat messages, others are plain texts: set data\.chat=true"):
         load_sources(recipe(data=source | {"system": None}), tokenizer, "train")
+
+
+def price(fruit: str) -> int:
+    """Return the price of a fruit.
+
+    Args:
+        fruit: Its name.
+    """
+    return 3
+
+
+def test_a_chat_template_tells_the_model_of_tools(tmp_path: Path) -> None:
+    """Seen failing with tools not handed to the template, and with a template that is silent about them."""
+    source = source_of(write_jsonl(tmp_path / "rows.jsonl", ROWS), chat=True, tools=["test_sources:price"])
+    tokenizer = build_char_tokenizer(PRINTABLE)
+    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + TEMPLATE
+    (prompts,) = load_sources(recipe(data=source), tokenizer, "train").values()
+    told = json.loads(prompts[0].text.partition("u:")[0])["function"]
+    assert (told["name"], told["description"]) == ("price", "Return the price of a fruit.")
+    assert told["parameters"]["properties"] == {"fruit": {"type": "string", "description": "Its name."}}
+    with pytest.raises(ConfigError, match=r"data\.tools are told by a chat template.*set data\.chat=true"):
+        load_sources(recipe(data=source | {"chat": False}), tokenizer, "train")
+    with pytest.raises(PluginError, match=r"functions with types and a docstring that has Args, got math:sqrt"):
+        load_sources(recipe(data=source | {"tools": ["math:sqrt"]}), tokenizer, "train")
+    tokenizer.chat_template = TEMPLATE
+    with pytest.raises(ConfigError, match=r"it leaves price out: describe them in data\.system"):
+        load_sources(recipe(data=source), tokenizer, "train")
