@@ -1,6 +1,8 @@
 """Agents over real sockets and the public SDKs: what is captured, what trains, and what they are told."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -375,3 +377,15 @@ def test_two_hundred_sessions_at_once() -> None:
     samples, _ = train(agent, lambda text: "hm", num=200)
     assert all(isinstance(sample, Sample) and sample.branches == () for sample in samples)
     assert len({sample.prompt_ids for sample in samples if isinstance(sample, Sample)}) == 200
+
+
+def test_runs_without_agents_import_and_open_nothing() -> None:
+    """Seen failing with `import uvicorn` at the top of the endpoint."""
+    program = (
+        "import sys; from areal_lite.config.recipe import parse_config; "
+        "from areal_lite.rollout.runner import load_workflows; workflows = load_workflows(parse_config({})); "
+        "assert workflows.endpoint._serving is None; "
+        "print({'starlette', 'uvicorn', 'openai', 'vllm'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
