@@ -23,16 +23,24 @@ settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
 
+LONGEST = ("nodes", "test_faults", "test_bench_loop", "test_loop", "test_nccl_run", "test_rlhf", "local_job")
+"""Begun first, so that all lanes end together: files that start the whole system, and those of one lane."""
+
+
 class Lanes(LoadScopeScheduling):  # type: ignore[misc]
-    """Three lanes of equal length for the tests that start the whole system: nodes made on this machine are in one.
+    """A file at a time for each lane, the longest first; files that make nodes on this machine are all of one lane.
 
     pytest-xdist's own groups come to nothing under pytest 9.2, whose ids cannot be changed.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        if re.search("/rehearse/|test_ssh_nodes|test_slurm_jobs", nodeid):
-            return "nodes"
-        return "faults" if re.search("test_faults|test_loop|test_nccl_run|test_bench_loop", nodeid) else "runs"
+        file = nodeid.partition("::")[0]
+        return "nodes" if re.search("/rehearse/|test_ssh_nodes|test_slurm_jobs", file) else file
+
+    def _assign_work_unit(self, node: Any) -> None:
+        for scope in [scope for name in LONGEST for scope in self.workqueue if name in scope][:1]:
+            self.workqueue.move_to_end(scope, last=False)
+        super()._assign_work_unit(node)
 
     def remove_node(self, node: Any) -> str | None:
         """A test that ended its worker is not run again, as xdist would, once for every worker that it may replace."""
