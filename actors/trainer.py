@@ -60,8 +60,8 @@ class TrainerActor:
         """Meet the other ranks; returns this one's place."""
         place = {"rank": self._rank, "world_size": self._config.trainer.ranks}
         device, timeout_s = self._config.run.device, self._config.trainer.collective_timeout_s
-        tensor = self._config.trainer.mesh.tensor
-        join_process_group(address, device=device, timeout_s=timeout_s, tensor=tensor, **place)
+        mesh = self._config.trainer.mesh
+        join_process_group(address, device=device, timeout_s=timeout_s, mesh=mesh, **place)
         return place
 
     def progress(self) -> int:
@@ -139,7 +139,7 @@ class OnlineTrainerActor(TrainerActor):
     @_work
     def step(self, batch_id: str) -> dict[str, Any]:
         """Fetch this rank's shard of a taken batch and train it."""
-        rank = self._rank // self._config.trainer.mesh.tensor
+        rank = self._rank // self._config.trainer.mesh.same_rows
         return self._trainer.train_step(self._queue.fetch(batch_id=batch_id, rank=rank))
 
     @_work

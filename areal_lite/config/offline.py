@@ -160,6 +160,8 @@ class OfflineConfig(Section):
             dpo_only = self.preference.changed(PreferenceConfig.model_fields.keys() - SftConfig.model_fields.keys())
             for key in sorted(dpo_only)[:1]:
                 yield f"preference.{key} is of command=dpo, got command=reward_model: remove it"
+            if self.trainer.mesh.context > 1:
+                yield "trainer.mesh.context is of tokens, got command=reward_model, which scores rows: set it to 1"
             if self.trainer.lora is not None:
                 yield "trainer.lora is of a language model, got command=reward_model, whose head is new: leave it out"
 

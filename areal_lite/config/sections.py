@@ -276,6 +276,13 @@ class MeshConfig(Section):
     """ranks that a copy is spread over; null = as many as there are"""
     tensor: int = Field(1, ge=1)
     """neighbouring ranks that work on the same rows, each with some heads and columns of every layer"""
+    context: int = Field(1, ge=1)
+    """neighbouring ranks, of those of `shard`, that work on the same rows, each with a part of their tokens"""
+
+    @property
+    def same_rows(self) -> int:
+        """Ranks that have the same rows."""
+        return self.tensor * self.context
 
 
 class TrainerConfig(Section):
@@ -326,13 +333,20 @@ class TrainerConfig(Section):
                 f"trainer.mesh must multiply to trainer.ranks={self.ranks}, got replicate={copies}, shard="
                 f"{'null' if size is None else size} and tensor={tensor}: set one of them"
             )
+        if (context := self.mesh.context) > 1 and (
+            (self.ranks // copies) % context or tensor > 1 or self.attention not in ("auto", "sdpa")
+        ):
+            yield (
+                f"trainer.mesh.context must divide the {self.ranks // copies} ranks of a copy, with tensor=1 and "
+                f"trainer.attention=sdpa, got {context}, {tensor} and {self.attention}: set it to 1, or set those"
+            )
         if tensor > 1 and self.lora is not None:
             yield f"trainer.lora is not split over ranks, got trainer.mesh.tensor={tensor}: set 1, or leave lora out"
 
     @property
     def row_ranks(self) -> int:
-        """Ranks with rows of their own, of which those that hold a layer together have the same."""
-        return self.ranks // self.mesh.tensor
+        """Ranks, of those with the same rows one."""
+        return self.ranks // self.mesh.same_rows
 
     @property
     def sent_adapter(self) -> dict[str, Any] | None:

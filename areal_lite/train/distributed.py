@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing from torch's stubs
 from torch.distributed.tensor import DTensor
 
+from areal_lite.config.sections import MeshConfig
 from areal_lite.network import address_towards, listen, use_interface_of
 
 _rows: dist.ProcessGroup | None = None
 """Ranks that differ in their rows; None = all."""
+_context: dist.ProcessGroup | None = None
+"""Ranks that have parts of the same rows' tokens; None = each has whole rows."""
 
 
 def open_store(host: str, ports: range, *, timeout_s: float = 300.0) -> TCPStore:
@@ -36,7 +39,7 @@ def open_store(host: str, ports: range, *, timeout_s: float = 300.0) -> TCPStore
 
 
 def join_process_group(
-    address: str, *, rank: int, world_size: int, device: str, timeout_s: float, tensor: int = 1
+    address: str, *, rank: int, world_size: int, device: str, timeout_s: float, mesh: MeshConfig | None = None
 ) -> None:
     """Join the trainer's process group: NCCL for what is on GPUs, gloo for what is not.
 
@@ -46,7 +49,7 @@ def join_process_group(
         address: `host:port` of an open store (`open_store`), the same on all ranks.
         device: `cpu` or `cuda`; a rank sees one GPU, or takes the one of its number.
         timeout_s: Seconds that joining, and later any collective, may take.
-        tensor: Neighbouring ranks with the same rows; one of them counts in sums and maxima.
+        mesh: Says which ranks have the same rows; one of them counts in sums and maxima.
 
     Raises:
         RuntimeError: A rank did not come in time (torch's own error types).
@@ -63,10 +66,12 @@ def join_process_group(
         world_size=world_size,
         timeout=timeout,
     )
-    if tensor > 1:
-        global _rows
-        groups = [list(range(first, world_size, tensor)) for first in range(tensor)]
+    global _rows, _context
+    if mesh is not None and (same := mesh.same_rows) > 1:
+        groups = [list(range(first, world_size, same)) for first in range(same)]
         _rows, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
+    if mesh is not None and mesh.context > 1:
+        _context, _ = dist.new_subgroups(mesh.context)  # type: ignore[no-untyped-call]
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -77,10 +82,15 @@ def device_of(model: nn.Module) -> torch.device:
 
 def leave_process_group() -> None:
     """Leave the process group; does nothing when there is none."""
-    global _rows
-    _rows = None
+    global _rows, _context
+    _rows = _context = None
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def context_group() -> dist.ProcessGroup | None:
+    """Return the ranks that share this one's rows, part by part of the tokens; None = nobody does."""
+    return _context
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -207,10 +207,13 @@ def _fake_ranks(world_size: int) -> Iterator[None]:
 
 
 def _batch(config: Config) -> PolicyBatch:
-    """Make a rank's rows of two micro-batches, as full and as wide as the recipe allows."""
-    width = config.model.max_context
-    output = min(config.rollout.max_new_tokens, width - 1)
-    num_rows = 2 * max(1, config.trainer.micro_batch_tokens // width)
+    """Make a rank's rows of two micro-batches, as full and as wide as the recipe allows, or its part of them."""
+    parts, tokens = config.trainer.mesh.context, config.trainer.micro_batch_tokens
+    width = config.model.max_context // parts
+    output = min(config.rollout.max_new_tokens // parts, width - 1)
+    num_rows = 2 * max(1, tokens // config.model.max_context)
+    part = config.trainer.model_copy(update={"micro_batch_tokens": tokens // parts})
+    config = config.model_copy(update={"trainer": part})
     sample = Sample(
         token_ids=np.zeros(output, np.int32),
         logprobs=np.zeros(output, np.float32),

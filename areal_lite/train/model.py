@@ -28,6 +28,7 @@ from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import LoraConfig, TrainerConfig
 from areal_lite.errors import CheckpointError
+from areal_lite.train.context_parallel import NAME, check_divisible, own_part, together
 from areal_lite.train.lora import add_adapters
 from areal_lite.train.micro_batch import MicroBatch
 from areal_lite.train.pieces import Later, Reading, read_in_pieces
@@ -97,12 +98,16 @@ def _load(
     if attention == "auto":
         # Of itself transformers takes sdpa, which leaves capped logits uncapped, and says nothing.
         attention = "eager" if getattr(architecture, "attn_logit_softcapping", None) else None
+    if config.trainer.mesh.context > 1:
+        attention = NAME
     device, compute_dtype = torch.device(config.run.device), getattr(torch, config.compute_dtype)
     num_parts = world_size // (config.trainer.mesh.replicate * config.trainer.mesh.tensor)
 
     def shard(model: Any, *_: object) -> nn.Module:
         # A tied tensor is one before it is sharded, or it would be gathered once per name.
         model.tie_weights()
+        if attention == NAME:
+            check_divisible(model, config.trainer.mesh.context)
         return shard_model(
             model, settings=config.trainer, world_size=world_size, device=device, compute_dtype=compute_dtype
         )
@@ -223,9 +228,12 @@ def completion_outputs(model: nn.Module, batch: MicroBatch, read: Reading, *alig
     """
     causal_lm: Any = model
     output_layer = causal_lm.get_output_embeddings() or _value_head(model)
+    arguments, predictors, mine = own_part(batch)
+    if mine is not None:
+        aligned_T = tuple(aligned.index_select(0, mine) for aligned in aligned_T)
 
     def choose(_layer: nn.Module, inputs: tuple[Tensor]) -> Tensor:
-        hidden = inputs[0].flatten(0, 1).index_select(0, batch.predictors_T).unsqueeze(0)
+        hidden = inputs[0].flatten(0, 1).index_select(0, predictors).unsqueeze(0)
         return Later(hidden, lambda piece: piece)
 
     def finish(_model: nn.Module, _inputs: Any, output: Any) -> None:
@@ -234,11 +242,11 @@ def completion_outputs(model: nn.Module, batch: MicroBatch, read: Reading, *alig
     # In front of FSDP's own hook, which ends the time of whole weights.
     hooks = [output_layer.register_forward_pre_hook(choose), model.register_forward_hook(finish, prepend=True)]
     try:
-        result: Tensor = model(input_ids=batch.input_ids_RS, use_cache=False).logits
+        result: Tensor = model(**arguments, use_cache=False).logits
     finally:
         for hook in hooks:
             hook.remove()
-    return result
+    return result if mine is None else together(result, mine, len(batch.predictors_T))
 
 
 def completion_values(model: nn.Module, batch: MicroBatch) -> Tensor:

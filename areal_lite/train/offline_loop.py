@@ -59,7 +59,7 @@ class OfflineLoop:
             settings: Optimiser, learning rate and micro-batches.
             padding: Token id behind shorter rows.
         """
-        row_rank, row_ranks = rank // settings.mesh.tensor, world_size // settings.mesh.tensor
+        row_rank, row_ranks = rank // settings.mesh.same_rows, world_size // settings.mesh.same_rows
         if not row_ranks <= batch_size <= len(rows.examples):
             raise ValueError(
                 f"batch_size must be between the number of ranks, {row_ranks}, and of examples, "

@@ -15,6 +15,7 @@ import torch
 
 from areal_lite.algo.logprobs import token_entropies, token_logprobs
 from areal_lite.errors import CheckpointError
+from areal_lite.train.context_parallel import whole_rows
 from areal_lite.train.distributed import device_of
 from areal_lite.train.model import reshard
 
@@ -36,7 +37,8 @@ def model_outputs(model: Any, tokens: Sequence[int] | None = None) -> dict[str, 
         return None
     device, vocabulary = device_of(model), model.get_input_embeddings().num_embeddings
     input_ids = (torch.arange(64, device=device) * 7919 % vocabulary).view(4, 16)
-    logits_TV = model(input_ids=input_ids, use_cache=False).logits.flatten(0, 1)
+    with whole_rows(model):
+        logits_TV = model(input_ids=input_ids, use_cache=False).logits.flatten(0, 1)
     reshard(model)
     tokens_T = logits_TV.argmax(dim=1) if tokens is None else torch.tensor(tokens, device=device)
     return {

@@ -64,8 +64,8 @@ class Trainer:
             self._critic = Critic(config, model_folder=model_folder, world_size=world_size)
         self._ptx: PtxDocuments | None = None
         if objective.ptx_coef > 0:
-            tensor = config.trainer.mesh.tensor
-            place = {"rank": rank // tensor, "world_size": world_size // tensor}
+            same = config.trainer.mesh.same_rows
+            place = {"rank": rank // same, "world_size": world_size // same}
             self._ptx = PtxDocuments(config, tokenizer_folder=model_folder, **place)
         self._kl = KLCoefficient(objective.kl_coef, target=objective.kl_target)
         self._proximal_kl = KLCoefficient(objective.proximal_kl_coef, target=objective.proximal_kl_target)

@@ -220,6 +220,8 @@ COMBINATIONS = [
     ({"data": {"template": "prompt"}}, ["data.template", "'prompt'", "put {prompt} where"]),
     ({"trainer": {"ranks": 4, "mesh": {"replicate": 3}}}, ["trainer.ranks=4", "replicate=3", "shard=null"]),
     ({"trainer": {"ranks": 4, "mesh": {"shard": 4, "tensor": 2}}}, ["trainer.ranks=4", "shard=4 and tensor=2"]),
+    ({"trainer": {"ranks": 4, "mesh": {"replicate": 2, "context": 4}}}, ["trainer.mesh.context", "2 ranks", "got 4"]),
+    ({"trainer": {"ranks": 2, "mesh": {"context": 2}, "attention": "eager"}}, ["trainer.attention=sdpa", "eager"]),
     ({"trainer": {"ranks": 2, "mesh": {"tensor": 2}, "lora": {}}}, ["trainer.lora", "trainer.mesh.tensor=2", "leave"]),
     ({"weights": {"transport": "nccl"}}, ["weights.transport=nccl", "run.device=cuda", "set weights.transport=gloo"]),
     ({"run": {"device": "cuda"}}, ["weights.transport=gloo", "run.device=cuda", "set weights.transport=nccl"]),

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
 from areal_lite.train import pieces
+from areal_lite.train.context_parallel import check_divisible
 from areal_lite.train.tensor_parallel import split_layers
 from areal_lite.train.trainer import Trainer
 from areal_lite.weights.publisher import CastSource
@@ -33,6 +34,13 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "4, two by two": {
         "split and spread": {**PPO, "trainer": {"mesh": {"shard": 2, "tensor": 2}, "ranks": 4, "offload": True}},
         "split copies": {"trainer": {"mesh": {"replicate": 2, "tensor": 2}, "ranks": 4}},
+    },
+    "4, halves of rows": {
+        "half rows": {**PPO, "trainer": {"mesh": {"context": 2}, "ranks": 4}},
+        "half rows, copies": {
+            "trainer": {"mesh": {"replicate": 2, "context": 2}, "ranks": 4, "activation_checkpointing": True}
+        },
+        "half rows, adapters": {"trainer": {"mesh": {"context": 2}, "ranks": 4, "lora": {"rank": 4}}},
     },
     "2, both on the same rows": {
         "split": {
@@ -55,20 +63,20 @@ def recipe(sections: dict[str, dict[str, Any]], world_size: int) -> Config:
 
 def train(rank: int, world_size: int, model_folder: str, out: str, group: str) -> None:
     """Train two steps in each layout; write down what is sent, saved, exported and said."""
+    if world_size > 1:  # in a process of its own: three tokens' logits at a time
+        pieces._PIECE_ELEMENTS = 3 * VOCABULARY
     for name, sections in LAYOUTS[group].items():
         config = recipe(sections, world_size)
-        # Three tokens' logits at a time.
-        pieces._PIECE_ELEMENTS = 3 * VOCABULARY if "split" in name else 2**25
         trainer = Trainer(config, model_folder=model_folder, rank=rank, world_size=world_size)
         folder = Path(out) / name
-        row_rank, row_ranks = (part // config.trainer.mesh.tensor for part in (rank, world_size))
+        row_rank, row_ranks = (part // config.trainer.mesh.same_rows for part in (rank, world_size))
         for version in range(2):
             rows = make_rows(version=version, seed=version)
             mine = [row for index, row in enumerate(rows) if index // 2 % row_ranks == row_rank]
             stats = trainer.train_step(make_shard(mine, version=version, rank=row_rank))
         if world_size > 1:
             weight = trainer.model.get_parameter(
-                "model.layers.0.mlp.up_proj.weight" if name != "adapters" else "model.norm.weight"
+                "model.layers.0.mlp.up_proj.weight" if "adapters" not in name else "model.norm.weight"
             )
             assert isinstance(weight, DTensor)
             assert weight.to_local().numel() * world_size // config.trainer.mesh.replicate == weight.numel()
@@ -91,8 +99,8 @@ def outputs(tmp_path_factory: pytest.TempPathFactory, model_folder: str) -> tupl
     one, several = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("several")
     for group in LAYOUTS:
         run_ranks(train, model_folder, str(one), group, world_size=1)
-        tensor = 1 if group == "4" else 2
-        run_ranks(train, model_folder, str(several), group, world_size=int(group[0]), tensor=tensor)
+        mesh = next(iter(LAYOUTS[group].values())).get("trainer", {}).get("mesh", {})
+        run_ranks(train, model_folder, str(several), group, world_size=int(group[0]), mesh=mesh)
     return one, several
 
 
@@ -101,8 +109,8 @@ def test_every_layout_learns_what_one_rank_learns(outputs: tuple[Path, Path], na
     """Weights and moments of policy and critic, statistics, what is sent and exported; one rank loads what is saved.
 
     Moments are gradients, of which AdamW hides the scale. Seen failing with gradients that are not added up over the
-    copies, with checksums that count every copy, with sums over ranks of the same rows, and with a part of the gradient
-    to the norms of heads.
+    copies, with checksums that count every copy, with sums over ranks of the same rows, with a part of the gradient to
+    the norms of heads, and with positions that begin anew on each rank.
     """
     one, several = (torch.load(folder / name / "found.pt") for folder in outputs)
     for place in ("state", "sent"):
@@ -120,10 +128,19 @@ def test_every_layout_learns_what_one_rank_learns(outputs: tuple[Path, Path], na
 
 
 def test_a_model_that_cannot_be_split_is_refused() -> None:
-    """Seen failing, one by one, without each of the three conditions."""
+    """Seen failing, one by one, without each of the conditions."""
     two, three = (cast(DeviceMesh, SimpleNamespace(size=lambda size=size: size)) for size in (2, 3))
     sizes = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 64, "pad_token_id": 0}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    for kind, number, words in (
+        ("qwen3", 4, r"full attention and \[2, 2\]"),
+        ("mistral", 2, "MistralForCausalLM with sliding_window"),
+        ("gemma2", 2, "with attn_logit_softcapping, sliding_attention, sliding_window"),
+        ("mpt", 2, "MptForCausalLM with full attention"),
+    ):
+        architecture = AutoConfig.for_model(kind, **sizes)
+        with pytest.raises(ConfigError, match=words), torch.device("meta"):
+            check_divisible(AutoModelForCausalLM.from_config(architecture), number)
     for kind, mesh, words in (
         ("qwen3", three, "with these and .*intermediate_size': 64"),
         ("gpt2", two, "GPT2LMHeadModel with no plan"),

@@ -39,7 +39,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], P
     offline_config(folder)
     outputs = {sizes: tmp_path_factory.mktemp("offline") for sizes in ((1, 1), (2, 1), (2, 2))}
     for (world_size, tensor), out in outputs.items():
-        run_ranks(train, str(folder), str(out), tensor, world_size=world_size, tensor=tensor)
+        run_ranks(train, str(folder), str(out), tensor, world_size=world_size, mesh={"tensor": tensor})
     return outputs
 
 

@@ -1,0 +1,123 @@
+"""Long rows split over ranks (Ulysses): each has a part of the tokens, and inside attention a part of the heads.
+
+In front of attention a rank gives its tokens' queries, keys and values to whoever has their heads, and gets back behind
+it what all heads made of its tokens. All other layers, the output layer too, see a token alone.
+Source: arXiv 2309.14509.
+
+Shape letters: `R` rows, `S` padded columns, `T` completion tokens, `H` heads, `D` their size.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.nn.functional import pad
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from areal_lite.errors import ConfigError
+from areal_lite.train.distributed import context_group
+from areal_lite.train.micro_batch import MicroBatch
+
+NAME = "ulysses"
+"""Of this attention among transformers' kernels."""
+
+
+def check_divisible(model: Any, num_ranks: int) -> None:
+    """Look whether a model's heads can be divided, and whether each of its layers looks at everything before, as it is.
+
+    Raises:
+        ConfigError: It cannot be trained so.
+    """
+    architecture = model.config.get_text_config()
+    heads = [architecture.num_attention_heads, getattr(architecture, "num_key_value_heads", num_ranks)]
+    kinds = set(getattr(architecture, "layer_types", None) or ["full_attention"]) - {"full_attention"}
+    kinds |= {name for name in ("sliding_window", "attn_logit_softcapping") if getattr(architecture, name, None)}
+    if any(number % num_ranks for number in heads) or kinds or not model._supports_attention_backend:
+        raise ConfigError(
+            f"trainer.mesh.context={num_ranks} needs a model whose attention transformers can replace, full and not "
+            f"capped, and whose heads, and those of keys, it divides, got {type(model).__name__} with "
+            f"{', '.join(sorted(kinds)) or 'full attention'} and {heads}: set it to 1, or to a divisor"
+        )
+
+
+def own_part(batch: MicroBatch) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
+    """Return the model's arguments for this rank's columns, its predictors' places in them, and which of T they are.
+
+    The last is None where it has whole rows.
+    """
+    group = context_group()
+    if group is None:
+        return {"input_ids": batch.input_ids_RS}, batch.predictors_T, None
+    number, rank = dist.get_world_size(group), dist.get_rank(group)
+    num_rows, width = batch.input_ids_RS.shape
+    size = -(-width // number)
+    columns = slice(rank * size, (rank + 1) * size)
+    places_S = torch.arange(size * number, device=batch.input_ids_RS.device)
+    rows_T, columns_T = batch.predictors_T // width, batch.predictors_T % width
+    mine = torch.nonzero(columns_T // size == rank).squeeze(1)
+    arguments = {
+        "input_ids": pad(batch.input_ids_RS, (0, size * number - width))[:, columns],
+        "position_ids": places_S[columns].expand(num_rows, size),
+    }
+    return arguments, (rows_T * size + columns_T % size)[mine], mine
+
+
+def together(own: Tensor, places: Tensor, num_tokens: int) -> Tensor:
+    """Put the numbers of all ranks' tokens together; gradients go back to whoever has the token."""
+    whole: Tensor = _Together.apply(own, places, num_tokens)  # type: ignore[no-untyped-call]
+    return whole
+
+
+class _Together(torch.autograd.Function):
+    """Each rank has the same loss, and answers for its tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, places: Tensor, num_tokens: int) -> Tensor:
+        ctx.save_for_backward(places)
+        whole = own.new_zeros(num_tokens, *own.shape[1:]).index_copy_(0, places, own)
+        dist.all_reduce(whole, group=context_group())
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return grad.index_select(0, places), None, None
+
+
+@contextmanager
+def whole_rows(model: Any) -> Iterator[None]:
+    """Have each rank run the model over whole rows."""
+    split = model.config._attn_implementation == NAME
+    if split:
+        model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        if split:
+            model.set_attn_implementation(NAME)
+
+
+def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, _: None, **settings: Any) -> tuple[Tensor, None]:
+    """Attend with some heads over all tokens, [R, H, S, D] to [R, S, H, D]."""
+    settings = {name: settings[name] for name in ("dropout", "scaling") if name in settings}
+    query, key, value = (_exchange(each, give=1, get=2) for each in (query, key, value))
+    seen, _ = sdpa_attention_forward(module, query, key, value, None, is_causal=True, **settings)
+    return _exchange(seen, give=1, get=2), None
+
+
+def _exchange(own: Tensor, *, give: int, get: int) -> Tensor:
+    """Give each rank its part of one dimension, and get its part of another."""
+    group = context_group()
+    assert group is not None
+    parts = torch.stack(own.chunk(dist.get_world_size(group), dim=give))
+    sizes = [1] * len(parts)
+    return torch.cat(list(all_to_all_single_autograd(parts, sizes, sizes, group)), dim=get)
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, lambda *_, **__: None)
