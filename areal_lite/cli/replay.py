@@ -53,6 +53,8 @@ def was_scored_by_agent(config: Config, row: Mapping[str, Any]) -> bool:
     from areal_lite.rollout.agents import is_agent
 
     rollout, name = config.rollout, row.get("row", {}).get("workflow") or config.rollout.workflow
+    if name == rollout.workflow and rollout.workflow_command is not None:
+        return True
     name = rollout.workflows[name].function if name in rollout.workflows else name
     return is_agent(find_function(name, kind="workflow"))
 
