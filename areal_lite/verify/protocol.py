@@ -146,6 +146,8 @@ def _replies(function: VerifyFunction, value: Any, calls: Sequence[Call]) -> lis
 
 def read_result(value: Any, *, completion: str) -> Reply:
     """Check everything that a verify function said about one completion."""
+    if value is None:  # a forgotten return is no word of "not applicable"
+        return _wrong_type(value, "the reward: a number")
     result = value if isinstance(value, VerifyResult) else VerifyResult(value)
     if problem := next(_problems(result, completion), None):
         return problem
