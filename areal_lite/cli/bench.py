@@ -136,6 +136,32 @@ def rollout(
     return bench(settings, recipes[0] if recipes else "longtail_cpu", overrides, out=out)
 
 
+@bench.command()
+def agents(
+    words: Words,
+    repeats: Repeats = 3,
+    seconds: Seconds = 10.0,
+    turns: Annotated[int, typer.Option(min=1, help="of the model's in a dialogue")] = 3,
+    turn_tokens: Annotated[int, typer.Option(min=1, help="of a turn at most")] = 16,
+    out: Out = Path("runs/bench-agents"),
+) -> int:
+    """Tokens/s of an agent over the endpoint, against the same dialogue as a workflow (about 5 minutes).
+
+    One engine (default recipe arith_cpu with 32 slots), dialogues of a few turns, environments that take 0, 0.1 and 1 s
+    for a word. Also how full a slow environment leaves the engine. Nothing is trained.
+    """
+    from areal_lite.launch.bench.agents import AgentsBench, bench
+
+    recipes, overrides = _split(words)
+    if len(recipes) > 1:
+        raise ConfigError(f"bench agents measures one recipe, got {' '.join(recipes)}: name one")
+    settings = AgentsBench(
+        repeats=repeats, measured_s=seconds, warm_s=3.0, latencies_s=(0.0, 0.1, 1.0), turns=turns,
+        turn_tokens=turn_tokens,
+    )  # fmt: skip
+    return bench(settings, recipes[0] if recipes else "arith_cpu", ["rollout.slots=32", *overrides], out=out)
+
+
 @bench.command("plan")
 def run_plan(
     plan: Annotated[str, typer.Argument(metavar="PLAN", help="path of a plan")],

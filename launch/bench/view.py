@@ -114,6 +114,13 @@ COLUMNS: dict[str, Columns] = {
         "accuracy": cell("last_accuracy", ".3f"),
         "tokens": cell("tokens", ".1f"),
     },
+    "agents": {
+        "dialogue": cell("side"),
+        "environment s": cell("latency_s", "g"),
+        "tokens/s": cell("tokens_per_s", ".0f", ranged=True),
+        "slots full": cell("full", ".0%", ranged=True),
+        "over workflow": cell("over", ".2f", ranged=True),
+    },
     "drill": {
         "fault": lambda row: (f"{row['times']} x " if row["times"] > 1 else "") + row["fault"],
         "noticed, s": cell("noticed_s", ".1f", ranged=True),

@@ -1,0 +1,208 @@
+"""`areal-lite bench agents`: what the endpoint costs beside the built-in workflow, and how full slow environments leave
+the engine.
+
+One engine, filled by the rollout worker with the prompts of a recipe; there is no queue, no verifier and no trainer. A
+dialogue has a few short turns, and the environment's word after each is a single character. Both sides have the same
+one: `multi_turn`, and an agent with OpenAI's client.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from areal_lite.config.recipe import Config, load_config
+from areal_lite.events import EventBuffer
+from areal_lite.launch.bench.harness import finish, ratios, target, turns
+from areal_lite.launch.bench.view import Row
+from areal_lite.rollout.agents import Agent
+from areal_lite.rollout.endpoint import Endpoint
+from areal_lite.rollout.engine import Sampling
+from areal_lite.rollout.runner import Workflows
+from areal_lite.rollout.worker import RolloutWorker
+from areal_lite.rollout.workflows import multi_turn
+from areal_lite.types import Group, Lease, Prompt
+from areal_lite.watchdog import Watchdog
+
+_REPLY = "?"
+_POLL_S = 0.02
+Case = tuple[str, float]
+"""`workflow` or `agent`, and the seconds its environment takes for each word."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentsBench:
+    """Settings of the bench."""
+
+    repeats: int
+    measured_s: float
+    warm_s: float
+    latencies_s: tuple[float, ...]
+    """Of the environment, for one word."""
+    turns: int
+    """Of the model's in a dialogue."""
+    turn_tokens: int
+    """Of a turn at most."""
+
+
+def bench(settings: AgentsBench, recipe: str, overrides: Sequence[str], *, out: Path) -> int:
+    """Measure every case once per repeat, on the same engine."""
+    room = settings.turns * (settings.turn_tokens + 1)
+    ours = [f"rollout.max_new_tokens={room}", f"model.max_context={room + 64}"]
+    config, console = load_config(recipe, [*ours, *overrides]), Console()
+    from areal_lite.launch.run.train import prepare_model
+
+    folder = str(prepare_model(config, console=console))
+    cases = [(side, latency) for latency in settings.latencies_s for side in ("workflow", "agent")]
+    measured = asyncio.run(_measure_all(settings, config, cases, folder=folder, console=console))
+    rows = summarise(measured)
+    return finish(
+        "agents",
+        title="dialogues of one engine",
+        settings={"recipe": recipe, "overrides": list(overrides), **asdict(settings)},
+        rows=rows,
+        targets=targets(rows),
+        out=out,
+        console=console,
+    )
+
+
+def summarise(measured: Mapping[Case, Sequence[tuple[float, float]]]) -> list[dict[str, Any]]:
+    """Return a row per case: tokens/s and share of full slots of all repeats, and the agent's over the workflow's."""
+    return [
+        {
+            "side": side,
+            "latency_s": latency,
+            "tokens_per_s": [rate for rate, _ in repeats],
+            "full": [full for _, full in repeats],
+            "over": ratios([rate for rate, _ in repeats], [rate for rate, _ in measured["workflow", latency]])
+            if side == "agent"
+            else [],
+        }
+        for (side, latency), repeats in measured.items()
+    ]
+
+
+def targets(rows: Sequence[Row]) -> list[Any]:
+    """Return what is aimed at: a cheap endpoint, and an engine that a slow environment leaves full."""
+    quick = [row for row in rows if row["side"] == "agent" and row["latency_s"] == 0]
+    slow = [row for row in rows if row["side"] == "agent" and row["latency_s"] >= 1]
+    return [
+        *(target("an agent over the built-in workflow, tokens/s", row["over"], at_least=0.9) for row in quick),
+        *(target(f"slots full, environment of {row['latency_s']:g} s", row["full"], at_least=0.8) for row in slow),
+    ]
+
+
+async def _measure_all(
+    settings: AgentsBench, config: Config, cases: Sequence[Case], *, folder: str, console: Console
+) -> dict[Case, list[tuple[float, float]]]:
+    from areal_lite.data.encode import load_tokenizer
+    from areal_lite.data.mix import make_cursor
+    from areal_lite.data.prompts import load_sources
+    from areal_lite.rollout.vllm_engine import VllmEngine
+
+    prompts = load_sources(config, load_tokenizer(folder, config.model), "train")
+    measured: dict[Case, list[tuple[float, float]]] = {case: [] for case in cases}
+    engine = await VllmEngine.start(config, model_folder=folder)
+    try:
+        for _, case in turns(cases, settings.repeats):
+            lender = _Lender(make_cursor(config, prompts).next)
+            rate, full = await _measure(settings, config, case, engine=engine, lender=lender)
+            console.print(f"{case[0]}, environment of {case[1]:g} s: {rate:,.0f} tokens/s, {full:.0%} full")
+            measured[case].append((rate, full))
+            await engine.reset()
+            await engine.resume()
+    finally:
+        await engine.close()
+    return measured
+
+
+async def _measure(
+    settings: AgentsBench, config: Config, case: Case, *, engine: Any, lender: "_Lender"
+) -> tuple[float, float]:
+    """Return tokens/s and the share of slots that were taken."""
+    rollout, clock, (side, latency_s) = config.rollout, asyncio.get_running_loop().time, case
+    workflows = _workflows(settings, config, side, latency_s)
+    worker = RolloutWorker(
+        lender,  # type: ignore[arg-type]  # in the place of a client
+        engine,
+        name="rollout/0",
+        samples_per_group=config.queue.samples_per_group,
+        slots=rollout.slots,
+        sampling=Sampling(max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature),
+        run_seed=config.run.seed,
+        heartbeat_s=1.0,
+        events=EventBuffer("rollout/0"),
+        workflows=workflows,
+        max_episodes=rollout.max_episodes,
+    )
+    if side == "agent":
+        await workflows.endpoint.start()
+    begin = clock() + settings.warm_s
+    working = asyncio.ensure_future(worker.run())
+    seen, began, watchdog = list[int](), 0, Watchdog(config.run.stall_timeout_s)
+    try:
+        while (now := clock()) < begin + settings.measured_s or not lender.num_done:
+            watchdog.check(engine.tokens_generated, waiting_for="tokens", culprit=lambda: "the engine, or its worker")
+            if working.done():
+                working.result()
+            if now >= begin:
+                began = began or engine.tokens_generated
+                seen.append(min(worker.gauges()["running"], rollout.slots))
+            await asyncio.sleep(_POLL_S)
+        rate = (engine.tokens_generated - began) / (clock() - begin)
+    finally:
+        await worker.stop()
+        await working
+    return rate, sum(seen) / len(seen) / rollout.slots
+
+
+def _workflows(settings: AgentsBench, config: Config, side: str, latency_s: float) -> Workflows:
+    async def step(messages: object, row: object) -> tuple[str, bool]:
+        await asyncio.sleep(latency_s)
+        return _REPLY, False
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        text, wanted = task["prompt"], settings.turn_tokens
+        for number in range(settings.turns):
+            if number:
+                await asyncio.sleep(latency_s)
+                text += _REPLY
+            reply = await llm.client.completions.create(model=llm.model, prompt=text, max_tokens=wanted)
+            text += reply.choices[0].text
+        return 0.0
+
+    endpoint = Endpoint()
+    dialogue = {"step": step, "max_turns": settings.turns, "max_turn_tokens": settings.turn_tokens}
+    one = (multi_turn, dialogue) if side == "workflow" else (Agent(function=agent, endpoint=endpoint), {})
+    context = config.model.max_context
+    return Workflows(default=side, loaded={side: one}, turn_timeout_s=60.0, max_context=context, endpoint=endpoint)
+
+
+class _Lender:
+    """Stands for the sample queue's client: it always lends, and forgets what it gets."""
+
+    def __init__(self, next_prompt: Callable[[], Prompt]) -> None:
+        self._next, self._numbers, self.num_done = next_prompt, itertools.count(), 0
+
+    async def lease_rollout(self, *, worker: str, limit: int, wait_s: float) -> list[Lease]:
+        await asyncio.sleep(0)
+        prompts = [(next(self._numbers), self._next()) for _ in range(limit)]
+        return [
+            Lease(lease_id=f"lease-{number}", group=Group(group_id=f"{prompt.prompt_id}#0", prompt=prompt), version=0)
+            for number, prompt in prompts
+        ]
+
+    async def complete_rollout(self, **_: object) -> bool:
+        self.num_done += 1
+        return True
+
+    async def fail(self, *, lease_id: str, reason: str) -> bool:
+        raise RuntimeError(f"every dialogue must come through, {lease_id} failed: {reason}")
+
+    async def heartbeat(self, **_: object) -> list[str]:
+        return []
