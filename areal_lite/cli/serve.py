@@ -1,6 +1,7 @@
 """`areal-lite serve`: the endpoint that agents call in training, on a model that is there."""
 
 import asyncio
+import gc
 import math
 from typing import Annotated
 
@@ -30,6 +31,7 @@ def serve(
         asyncio.run(serve_model(config, folder, console=Console()))
     except KeyboardInterrupt:
         Console().print("stopped")
+    gc.collect()  # vLLM's engine complains of an end that comes with the interpreter's
     return 0
 
 

@@ -7,6 +7,7 @@ one: `multi_turn`, and an agent with OpenAI's client.
 """
 
 import asyncio
+import gc
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -59,6 +60,7 @@ def bench(settings: AgentsBench, recipe: str, overrides: Sequence[str], *, out: 
     folder = str(prepare_model(config, console=console))
     cases = [(side, latency) for latency in settings.latencies_s for side in ("workflow", "agent")]
     measured = asyncio.run(_measure_all(settings, config, cases, folder=folder, console=console))
+    gc.collect()  # vLLM's engine complains of an end that comes with the interpreter's
     rows = summarise(measured)
     return finish(
         "agents",
