@@ -41,8 +41,8 @@ _LONGEST_PAUSE_S = 20.0
 """Between two faults of a soak."""
 _PATIENCE_S = 400.0
 """How long nothing may be heard of a command; its own deadlines come first (run.start_timeout_s)."""
-_LINGER_S = 20.0
-"""How long processes may outlive the last command; those of earlier ones end beside it."""
+_LINGER_S = 90.0
+"""How long processes may outlive the last command: agents of Ray give a head that was lost a minute."""
 _NOTICED = r"(?m)^(?!step \d|.*\(raylet\)).*(lost|died|failed|Error|stopping after|saving step|no progress)"
 _UNDISTURBED = "none"
 _ELSEWHERE = {
