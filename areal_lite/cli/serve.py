@@ -24,8 +24,10 @@ def serve(
     Prints base URL and key, and answers until Ctrl-C. Tokens are drawn at rollout.temperature; nothing is trained.
     """
     from areal_lite.record.paths import find_model_folder, with_absolute_paths
+    from areal_lite.rollout.vllm_engine import check_engine_arguments
 
     config = with_absolute_paths(load_config(recipe, overrides))
+    check_engine_arguments(config)
     folder = str(find_model_folder(model, option="MODEL_OR_RUN"))
     try:
         asyncio.run(serve_model(config, folder, console=Console()))

@@ -70,6 +70,8 @@ def _functions(config: Config) -> Iterable[tuple[str, str, str]]:
     if rollout.workflow not in rollout.workflows:
         workflows["rollout.workflow"] = rollout.workflow
     yield from ((key, name, "workflow") for key, name in workflows.items())
+    if ":" in (rollout.tool_parser or ""):
+        yield "rollout.tool_parser", str(rollout.tool_parser), "tool parser"
     for key, source in config.data.sources.items():
         if ":" in source.source:
             yield f"{config.data.place_of(key)}.source", source.source, "source"

@@ -253,16 +253,33 @@ class VllmEngine:
 
 
 def check_engine_arguments(config: Config) -> None:
-    """Compare `rollout.engine_arguments` with what vLLM takes, which is imported only where there are any.
+    """Compare what `rollout` says in vLLM's words with what vLLM takes, which is imported only where there is any.
 
     Raises:
         ConfigError: Names that vLLM does not know or areal-lite sets, or values of another type; a line per mistake.
     """
-    if config.rollout.engine_arguments and (mistakes := list(_argument_mistakes(config))):
+    if mistakes := [*_argument_mistakes(config), *_parser_mistakes(config)]:
         raise ConfigError("\n".join(mistakes))
 
 
+def _parser_mistakes(config: Config) -> Iterable[str]:
+    for kind in ("tool", "reasoning"):
+        name = getattr(config.rollout, f"{kind}_parser")
+        if name is None or (":" in name and kind == "tool"):  # a function, which is imported with the recipe's others
+            continue
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        from vllm.reasoning import ReasoningParserManager
+        from vllm.tool_parsers import ToolParserManager
+
+        known = (ToolParserManager if kind == "tool" else ReasoningParserManager).list_registered()
+        if name not in known:
+            names = ", ".join(known)
+            yield f"rollout.{kind}_parser must be one of vLLM's, {names}; got {name!r}{suggestion(name, known)}"
+
+
 def _argument_mistakes(config: Config) -> Iterable[str]:
+    if not config.rollout.engine_arguments:
+        return
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm.engine.arg_utils import AsyncEngineArgs
 

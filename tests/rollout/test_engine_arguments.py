@@ -1,4 +1,4 @@
-"""`rollout.engine_arguments`: what vLLM takes goes through, the rest is found before an engine starts."""
+"""What `rollout` says in vLLM's words: what vLLM takes goes through, the rest is found before an engine starts."""
 
 from typing import Any
 
@@ -34,11 +34,13 @@ def test_what_vllm_takes_reaches_it_and_areal_lites_own_stands() -> None:
         ({"weight_transfer_config": {}}, {}, "weight_transfer_config must not be set"),
         ({"data_parallel_size": 2}, {}, "data_parallel_size must not be set"),
         ({"enable_prefix_caching": True}, {"interrupt": "keep_kv"}, "enable_prefix_caching must not be set"),
+        ({}, {"tool_parser": "hermez"}, r"tool_parser must be one of .*got 'hermez'; did you mean hermes\?"),
+        ({}, {"reasoning_parser": "a:b", "tool_parser": "x.py:f"}, r"^rollout\.reasoning_parser must .* got 'a:b'$"),
         ({"maxnumseqs": 1, "seed": "x"}, {}, "maxnumseqs is none(.|\n)*seed: input should be a valid integer"),
     ],
 )
 def test_what_it_does_not_take_is_named(arguments: dict[str, Any], rollout: dict[str, Any], message: str) -> None:
-    """Seen failing without each of the three checks."""
+    """Seen failing without each of the checks, and with one parser looked up among the other's."""
     with pytest.raises(ConfigError, match=message):
         check_engine_arguments(make_config(arguments, **rollout))
 

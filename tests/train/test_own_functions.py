@@ -145,3 +145,5 @@ def test_a_missing_function_is_named_before_anything_starts(functions: Path) -> 
     check_plugins(config_of({"objective": {"loss_function": f"{functions}:same_loss"}}))
     with pytest.raises(ConfigError, match=r"objective\.loss_function: .* must have a function 'same_los'"):
         check_plugins(config_of({"objective": {"loss_function": f"{functions}:same_los"}}))
+    with pytest.raises(ConfigError, match=r"rollout\.tool_parser: .* must have a function 'calls'"):
+        check_plugins(config_of({"rollout": {"tool_parser": f"{functions}:calls"}}))
