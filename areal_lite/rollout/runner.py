@@ -127,6 +127,8 @@ class Workflows:
                 f"an episode may spend rollout.turn_timeout_s={self.turn_timeout_s:g} s away from the engine, it took "
                 "longer"
             )
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
         culprit = "generation" if error is failure else "workflow"
         return EpisodeError(f"{culprit}:{type(error).__name__}: {error}")
 
@@ -202,7 +204,7 @@ def _load(name: str, arguments: Mapping[str, Any], endpoint: Endpoint) -> tuple[
         inspect.signature(function).bind(None, {}, **arguments)
         if check := vars(function).get("_workflow_check"):
             check(**arguments)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ImportError) as error:
         raise PluginError(
             f"the workflow {name!r} is called with {takes} and the arguments {dict(arguments)}: {error}"
         ) from error
