@@ -34,6 +34,7 @@ from areal_lite.config.suggestion import suggestion
 from areal_lite.data.demonstrations import alphabet
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError
+from areal_lite.train import pieces
 from areal_lite.train.batch import PolicyBatch
 from areal_lite.train.lora import add_adapters
 from areal_lite.train.micro_batch import MicroBatch
@@ -47,8 +48,10 @@ from areal_lite.types import Row, Sample, Shard, StopReason, VersionSpan
 KNOWN: Mapping[str, Any] = json.loads((Path(__file__).parent / "known.json").read_text())
 """`models`: what of a published config.json decides sizes. `gpus`: GiB that torch sees, TFLOP/s of dense bfloat16
 matrices, TB/s of memory."""
-TRACED_LAYERS = (3, 5)
+TRACED_LAYERS = (3, 4)
 """With two, the layer that is gathered ahead is nowhere in the way of the peak."""
+_TRACED_PIECES = 2
+"""Of the logits of a micro-batch: they are alike too, and there may be 75."""
 _PARTS = {"Param": "parameters", "Buffer": "parameters", "All Gather": "parameters", "Grad": "gradients"} | {
     "Reduce Scatter": "gradients", "Opt": "optimiser"}  # fmt: skip
 """Words in the tracker's names of what it counts -> ours; whatever else there is are activations."""
@@ -159,7 +162,8 @@ def _traced(architecture: Any, config: Config, num_layers: int) -> Counter[str]:
             own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             numbers["own"] += own.nbytes
             numbers["own trained"] += own.nbytes * parameter.requires_grad
-        with fake, _Ones():  # type: ignore[no-untyped-call]
+        few = patch.object(pieces, "_pieces", lambda *sizes, cut=pieces._pieces: cut(*sizes)[:_TRACED_PIECES])
+        with fake, few, _Ones():  # type: ignore[no-untyped-call]
             learner = Learner(model, settings=config.trainer, world_size=world_size)
             tracker = (
                 MemTracker() if not isinstance(model, FSDPModule) else FSDPMemTracker(learner.model, learner.optimizer)

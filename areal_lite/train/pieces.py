@@ -95,24 +95,29 @@ class _Pieces(torch.autograd.Function):
     def forward(ctx: Any, given: Any, hidden_TH: Tensor, *_: Tensor) -> Tensor:
         read_piece, _, num_rows, aligned_T = ctx.given = given
         ctx.save_for_backward(hidden_TH)
-        return torch.cat([read_piece(*piece) for piece in _split(num_rows, hidden_TH, *aligned_T)])
+        result: Tensor | None = None
+        for piece in _pieces(len(hidden_TH), num_rows):
+            part = read_piece(hidden_TH[piece], *(aligned[piece] for aligned in aligned_T))
+            result = part.new_empty(len(hidden_TH), *part.shape[1:]) if result is None else result
+            result[piece] = part
+        assert result is not None, "there are more tokens than fit into one piece"
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        read_piece, weights, num_rows, aligned_T = ctx.given
+        (hidden_TH,), (read_piece, weights, num_rows, aligned_T) = ctx.saved_tensors, ctx.given
         sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
-        slopes = []
-        for slope, hidden_TH, *aligned in _split(num_rows, grad, *ctx.saved_tensors, *aligned_T):
+        slope_TH = torch.empty_like(hidden_TH)
+        for piece in _pieces(len(hidden_TH), num_rows):
             with torch.enable_grad():
-                hidden_TH = hidden_TH.detach().requires_grad_()
-                result = read_piece(hidden_TH, *aligned)
-            parts = torch.autograd.grad(result, [hidden_TH, *weights], slope)
-            slopes.append(parts[0])
-            for total, part in zip(sums, parts[1:], strict=True):
+                hidden = hidden_TH[piece].detach().requires_grad_()
+                result = read_piece(hidden, *(aligned[piece] for aligned in aligned_T))
+            slope_TH[piece], *parts = torch.autograd.grad(result, [hidden, *weights], grad[piece])
+            for total, part in zip(sums, parts, strict=True):
                 total += part
         gradients = [total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True)]
-        return None, torch.cat(slopes), *gradients
+        return None, slope_TH, *gradients
 
 
-def _split(num_rows: int, *tensors_T: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    return zip(*(torch.split(tensor, num_rows) for tensor in tensors_T), strict=True)
+def _pieces(num_tokens: int, num_rows: int) -> list[slice]:
+    return [slice(start, start + num_rows) for start in range(0, num_tokens, num_rows)]

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3For
 
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
-from areal_lite.train import memory
+from areal_lite.train import memory, pieces
 
 PUBLISHED = {
     "Qwen/Qwen2.5-0.5B": 494_032_768,
@@ -87,6 +87,16 @@ def test_two_depths_say_what_a_full_trace_says() -> None:
     assert full.parts["gradients"] == pytest.approx(states, rel=0.01)
     # A checkpoint of each layer: 4 rows of 256 tokens of width 256, two bytes each.
     assert line.parts["activations kept by layers"] == pytest.approx(12 * 4 * 256 * 256 * 2, rel=0.02)
+
+
+def test_two_pieces_of_the_logits_say_what_all_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with one piece."""
+    monkeypatch.setattr(pieces, "_PIECE_ELEMENTS", 4000 * 250)
+    sizes = []
+    for most in (memory._TRACED_PIECES, 1000):
+        monkeypatch.setattr(memory, "_TRACED_PIECES", most)
+        sizes.append(memory.rank_size(architecture(), sharded_recipe()).parts)
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.001)
 
 
 def test_the_estimate_is_what_a_process_takes(tmp_path: Path) -> None:
