@@ -4,8 +4,9 @@ A reading of a clock changes nothing, so that events that arrive late still coun
 difference of two readings.
 """
 
+import bisect
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -58,6 +59,14 @@ def lane_events(events: Iterable[Event]) -> dict[str, list[Event]]:
 def first_moment(events: Iterable[Event]) -> float:
     """Return when the first thing began that the log tells of: an event may be about what it ended; 0 for no events."""
     return min((min(event["time"], event.get("start", event["time"])) for event in events), default=0.0)
+
+
+def lived(events: Sequence[Event]) -> Callable[[float], float]:
+    """Return what gives the seconds from the first moment to another, without the time between two lives."""
+    begin, times = first_moment(events), sorted(event["time"] for event in events)
+    ends = [event["time"] for event in events if event["kind"] == GAP]
+    gaps = [(end, times[min(bisect.bisect(times, end), len(times) - 1)]) for end in ends]
+    return lambda moment: moment - begin - sum(min(max(moment, end), again) - end for end, again in gaps)
 
 
 def slices(events: Iterable[Event]) -> Iterator[Slice]:

@@ -1,5 +1,7 @@
 """One evaluation: greedy completions of held-out prompts, beside generation, scored by the run's verifier."""
 
+import math
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -104,6 +106,11 @@ class Evaluations:
             "accuracy": sum(rewards) / len(rewards) if rewards else 0.0,
             "called": mean_called(rewards),
             "by_source": {source: sum(part) / len(part) for source, part in sorted(by_source.items())},
+            "standard_errors": {
+                name: statistics.pstdev(part) / math.sqrt(len(part))
+                for name, part in {**by_source, "accuracy": rewards}.items()
+                if part
+            },
             "problems": len(rewards),
             "failures": self._num_failed + len(done) - len(rewards),
             "versions": sorted(

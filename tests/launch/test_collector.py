@@ -12,6 +12,7 @@ from areal_lite.events import EventBuffer
 from areal_lite.launch.run.collector import Collector, _together
 from areal_lite.launch.run.evaluation import Evaluations, in_words
 from areal_lite.launch.run.restarts import Change, State
+from areal_lite.types import Score
 
 FIRST = {
     "calls": 10, "timeouts": 1, "restarts": 2, "busy": 1, "waiting": 0,
@@ -111,6 +112,16 @@ RESULT = {
 def test_an_evaluation_in_words(changes: dict[str, Any], words: str) -> None:
     """An evaluation in which nothing was scored is no accuracy of 0. Seen failing as `0.000 (0 problems`."""
     assert in_words(RESULT | changes) == words
+
+
+def test_a_held_out_figure_has_its_standard_error() -> None:
+    """Of rewards 0, 0, 1, 1: 0.5 over the root of 4; of 1 and 1: none. Seen failing with the root left out."""
+    nobody: Any = None
+    rewards = {"a/0": 0.0, "a/1": 0.0, "b/0": 1.0, "b/1": 1.0}
+    done: Any = [(SimpleNamespace(prompt_id=name), SimpleNamespace(score=None, ways=())) for name in rewards]
+    evaluations = Evaluations(nobody, [], recorder=nobody, lane=nobody, view=nobody)
+    found = evaluations._result(done, [Score(reward=reward) for reward in rewards.values()])
+    assert found["standard_errors"] == {"a": 0.0, "b": 0.0, "accuracy": 0.25}
 
 
 def test_an_evaluation_that_finds_no_worker_is_said_to_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:

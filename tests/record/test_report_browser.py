@@ -1,7 +1,7 @@
 """The report in Chromium: it opens from disk without errors, charts have marks, the timeline zooms, all fits."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,19 @@ def prefer(browser: Any, scheme: str) -> None:
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
 
 
+def wait(browser: Any, until: Callable[[], bool]) -> None:
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    WebDriverWait(browser, 60).until(lambda _: until())
+
+
 def show(browser: Any, page: Path, *, width: int = 1280) -> None:
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     prefer(browser, "light")
     browser.get(page.as_uri())
+    drawn = "return document.querySelectorAll('.chart:not(.js-plotly-plot)').length == 0"
+    wait(browser, lambda: browser.execute_script(drawn))
 
 
 @pytest.mark.parametrize("width", [1280, 1920])
@@ -80,11 +88,70 @@ def test_a_page_opens_without_errors_and_every_chart_has_marks(
     assert browser.execute_script("return window.hacked") is None
 
 
+ROWS = """
+const rows = {};
+for (const child of arguments[0].children) {
+  const { top, left, right } = child.getBoundingClientRect();
+  (rows[Math.round(top)] ??= []).push([Math.round(left), Math.round(right)]);
+}
+return Object.values(rows).map((row) => [row.length, row[0][0], row.at(-1)[1]]);
+"""
+"""How many stand in each row of a grid, and where the row begins and ends."""
+
+
+@pytest.mark.parametrize("width", [390, 1280, 1920])
+@pytest.mark.parametrize("kind", ["run", "comparison"])
+def test_rows_are_full_and_nothing_is_wider_than_the_screen(
+    browser: Any, pages: dict[str, Path], kind: str, width: int
+) -> None:
+    """Rows of a grid differ by one at most, and end where the first does; a phone shows its tiles in twos.
+
+    Seen failing with columns of a fixed width, with one tile a row, and with a table that widens the page.
+    """
+    show(browser, pages[kind], width=width)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    grids = browser.execute_script("return [...document.querySelectorAll('.tiles, .grid, .answers')]")
+    for grid in grids:
+        rows = browser.execute_script(ROWS, grid)
+        counts = [count for count, *_ in rows]
+        assert max(counts) - min(counts) <= 1
+        assert all(abs(end - rows[0][2]) <= 2 for *_, end in rows)
+        if width == 390:
+            assert max(counts) == (2 if grid.get_attribute("class") == "tiles" else 1)
+    assert bool(grids)
+
+
+def test_the_navigation_stays_and_says_where_one_is(browser: Any, pages: dict[str, Path]) -> None:
+    """Seen failing with the navigation inside the head, which it leaves with, and without following."""
+    show(browser, pages["run"], width=390)
+    browser.execute_script("document.getElementById('samples').scrollIntoView()")
+    here = "return document.querySelector('nav a.here').textContent"
+    wait(browser, lambda: browser.execute_script(here) == "Samples")
+    assert browser.execute_script("return document.querySelector('nav').getBoundingClientRect().top") == 0
+    edges = "const { left, right } = document.querySelector('nav a.here').getBoundingClientRect(); return [left, right]"
+    left, right = browser.execute_script(edges)
+    assert 0 <= left < right <= 390
+
+
+def test_a_click_sorts_the_final_figures(browser: Any, pages: dict[str, Path]) -> None:
+    """By number, largest first, then the other way. Seen failing with figures sorted as text: 12 before 40."""
+    from selenium.webdriver.common.by import By
+
+    show(browser, pages["comparison"])
+    steps = "return [...document.querySelectorAll('.sortable tbody tr')].map(row => row.cells[2].textContent)"
+    button = browser.find_elements(By.CSS_SELECTOR, ".sortable th button")[2]
+    assert button.text == "steps"
+    orders = []
+    for _ in range(2):
+        button.click()
+        orders.append(browser.execute_script(steps))
+    assert orders == [["40", "12"], ["12", "40"]]
+
+
 def test_the_timeline_zooms_by_mouse_and_by_button(browser: Any, pages: dict[str, Path]) -> None:
     """Seen failing with a range that was not taken over: the picture was stretched instead of drawn anew."""
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.by import By
-    from selenium.webdriver.support.wait import WebDriverWait
 
     def extent() -> float:
         return float(browser.execute_script("return visible[1] - visible[0]"))
@@ -97,7 +164,7 @@ def test_the_timeline_zooms_by_mouse_and_by_button(browser: Any, pages: dict[str
     ActionChains(browser).move_to_element_with_offset(field, -100, 0).click_and_hold().move_by_offset(
         200, 5
     ).release().perform()
-    WebDriverWait(browser, 20).until(lambda _: extent() < before / 2)
+    wait(browser, lambda: extent() < before / 2)
     zoomed = extent()
     drawn = browser.execute_script(
         "const x = document.getElementById('timeline-chart').data[0].x; return x[x.length - 1] - x[0]"
@@ -108,31 +175,50 @@ def test_the_timeline_zooms_by_mouse_and_by_button(browser: Any, pages: dict[str
 
 
 def test_samples_can_be_chosen_and_show_their_versions(browser: Any, pages: dict[str, Path]) -> None:
-    """The second sample is two characters of version k - 1 and four of version k. Seen failing with one colour."""
+    """The second sample is two characters of version k - 1 and four of version k. Seen failing with one colour.
+
+    The last step comes first; one goes on by step and by group. Seen failing with the first step shown first.
+    """
+    from selenium.webdriver.common.by import By
+
+    def click(what: str) -> str:
+        browser.find_element(By.CSS_SELECTOR, f"[data-do={what}]").click()
+        return str(browser.execute_script(where))
+
     show(browser, pages["run"])
+    where = "return document.getElementById('sample-where').textContent"
+    assert browser.execute_script(where) == "step 40 of 40, group 1 of 2: sums/0/40#0"
+    assert click("group-on") == "step 40 of 40, group 2 of 2: sums/1/40#0"
+    assert click("step-back") == "step 39 of 40, group 2 of 2: sums/1/39#0"
     browser.execute_script(
         "const filter = document.getElementById('sample-filter');"
-        "filter.value = 'failures'; filter.dispatchEvent(new Event('change'))"
+        "filter.value = 'branches'; filter.dispatchEvent(new Event('change'))"
     )
-    assert browser.execute_script("return document.getElementById('sample-where').textContent").startswith("step 1, ")
+    assert browser.execute_script(where) == "step 39 of 40, group 1 of 1: sums/1/39#0"
+    heads = browser.execute_script(
+        "return [...document.querySelectorAll('.answer header')]"
+        ".map(head => [...head.children].map(part => part.textContent))"
+    )
+    assert heads[1:3] == [
+        ["branch 1", "9 tokens", "cut off at the token limit", "version 38 (age 0)"],
+        ["reward 0.00", "6 tokens", "cut off at the token limit", "version 37 (age 1)", "version 38 (age 0)"],
+    ]
     texts = browser.execute_script(
         "return [...document.querySelectorAll('.answer')[1].querySelectorAll('.text span')]"
         ".map(part => [part.textContent, part.title])"
     )
-    assert texts == [["ab", "version 0"], ["cdef", "version 1"]]
+    assert texts == [["ab", "version 37"], ["cdef", "version 38"]]
     given = browser.execute_script("return document.querySelectorAll('.answer .turn.given').length")
     assert given == 1
 
 
 def test_dark_mode_and_paper_change_the_colours(browser: Any, pages: dict[str, Path]) -> None:
     """Text of charts follows the page. Seen failing without drawing anew on a change."""
-    from selenium.webdriver.support.wait import WebDriverWait
-
     colour = "return document.getElementById('chart-0').layout.font.color"
     show(browser, pages["run"])
     light = browser.execute_script(colour)
     prefer(browser, "dark")
-    WebDriverWait(browser, 20).until(lambda _: browser.execute_script(colour) != light)
+    wait(browser, lambda: browser.execute_script(colour) != light)
     dark = browser.execute_script(colour)
     browser.execute_script("dispatchEvent(new Event('beforeprint'))")
     assert browser.execute_script(colour) == "#000"

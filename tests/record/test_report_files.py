@@ -1,16 +1,20 @@
 """What the report reads: gaps, half-written files and runs that are still going; shares and settings as they are."""
 
+import json
 from pathlib import Path
 
 import pytest
-from report_builders import event, make_events, make_offline_run, make_run
+from report_builders import event, make_events, make_offline_run, make_run, write_rows
 
 from areal_lite.errors import DataError
+from areal_lite.events import Event
 from areal_lite.record.differences import changed, differences
+from areal_lite.record.lanes import lived
 from areal_lite.record.report.charts import COLOURS, Line, lines, smoothed
-from areal_lite.record.report.curves import age_charts, age_histogram, constants, diagnostics
+from areal_lite.record.report.curves import age_charts, age_histogram, constants, diagnostics, learning
 from areal_lite.record.report.read import read_run
 from areal_lite.record.report.run_contents import different_settings
+from areal_lite.record.report.timeline import timeline
 from areal_lite.record.report.times import failure_table, lane_shares, length_charts, verifier_charts, verifier_table
 
 
@@ -46,7 +50,8 @@ def test_what_is_no_run_is_an_error_that_says_what_was_expected(tmp_path: Path) 
 def test_evaluations_are_those_of_either_kind_of_run(tmp_path: Path) -> None:
     online, offline = read_run(make_run(tmp_path / "a")), read_run(make_offline_run(tmp_path / "b"))
     assert {step: row["accuracy"] for step, row in online.evaluations.items()} == {0: 0.25, 12: 0.75}
-    assert offline.evaluations == {0: {"loss": 0.5, "accuracy": 0.9, "margin": 1.0, "by_source": {}}}
+    figures = {"loss": 0.5, "accuracy": 0.9, "margin": 1.0}
+    assert offline.evaluations == {0: {**figures, "by_source": {}, "standard_errors": {}}}
     assert (online.seconds_at(0), online.seconds_at(3), online.seconds_at(99)) == (0.0, 13.0, None)
 
 
@@ -77,6 +82,43 @@ def test_the_time_between_two_lives_of_a_run_is_no_part_of_any_share() -> None:
     assert shares["trainer"] == pytest.approx({"waiting": 0.1, "training": 0.7, "publishing": 0.2}, abs=0.1)
     assert shares["rollout/0"]["generating"] == pytest.approx(0.9, abs=0.1)
     assert "gap" not in shares["rollout/0"]
+
+
+def test_time_in_which_a_run_did_not_live_is_cut_out_and_seen(tmp_path: Path) -> None:
+    """Three steps, an hour without the run, two steps: six seconds in all but for a tenth, and a curve of two parts.
+
+    Seen failing with seconds since the first event, and with one line across the hour.
+    """
+    path = make_run(tmp_path / "run", steps=5)
+    log, gap = make_events(steps=5), event(3.0, "controller", "gap")
+    write_rows(path / "events.jsonl", [row for row in log if row["time"] <= 3.0] + [gap])
+    with (path / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(moved(row, 3600)) + "\n" for row in log if row["time"] > 3.0)
+    run = read_run(path)
+    clock = lived(run.events)
+    assert [clock(moment) for moment in (2.0, 3.0, 1800.0, 3604.0)] == pytest.approx([2.0, 3.0, 3.0, 3.9])
+    assert timeline(run.events)["end"] * 1e-4 == pytest.approx(5.9)
+    over_time = next(chart for chart in learning([run]) if chart and chart.title == "reward over time")
+    assert over_time.data[0]["x"] == [11.0, 12.0, 13.0, None, 14.0, 15.0]
+    over_steps = next(chart for chart in learning([run]) if chart and chart.title == "reward over steps")
+    assert None not in over_steps.data[0]["x"]
+
+
+def moved(row: Event, by: float) -> Event:
+    return {key: value + by if key in ("time", "start", "end") else value for key, value in row.items()}
+
+
+def test_held_out_points_have_bars_where_their_error_is_known(tmp_path: Path) -> None:
+    """1.96 standard errors either way, and words about it. Seen failing with the error itself, and without a note."""
+    path = make_run(tmp_path / "run")
+    titles = ["held-out accuracy over steps", "held-out accuracy over time"]
+    plain = [chart for chart in learning([read_run(path)]) if chart and chart.title in titles]
+    assert [("error_y" in chart.data[0], chart.note) for chart in plain] == [(False, "")] * 2
+    rows = [row | {"standard_errors": {"accuracy": 0.1}} if row["kind"] == "eval" else row for row in make_events()]
+    write_rows(path / "events.jsonl", rows)
+    for chart in (chart for chart in learning([read_run(path)]) if chart and chart.title in titles):
+        assert chart.data[0]["error_y"]["array"] == pytest.approx([0.196, 0.196])
+        assert chart.note.startswith("bars: 95 % confidence")
 
 
 def test_lengths_and_latencies_are_those_of_the_log(tmp_path: Path) -> None:

@@ -87,10 +87,10 @@ def test_a_lane_with_many_lines_shows_some_of_them_and_says_so() -> None:
     samples = [{"end": 5.0 + index, "tokens": 1, "spans": [[0, 0, 1]]} for index in range(8)]
     log = [event(13.0, "rollout/0", "group", group="g", start=1.0, samples=samples)]
     (lane,) = timeline(log, max_rows=4)["lanes"]
-    assert (lane["rows"], lane["note"]) == (4, "4 of 8 lines drawn")
+    assert (lane["rows"], lane["note"]) == (4, "8 slots, one in 2 shown")
     assert [end - start for _, start, end, _ in drawn(lane)] == pytest.approx([4.0, 6.0, 8.0, 10.0])
     (lane,) = timeline(log, max_segments=3)["lanes"]
-    assert (lane["rows"], lane["note"]) == (3, "3 of 8 lines drawn")
+    assert (lane["rows"], lane["note"]) == (3, "8 slots, one in 3 shown")
 
 
 def test_many_workers_are_not_all_shown() -> None:

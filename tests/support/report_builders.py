@@ -48,7 +48,7 @@ def make_run(folder: Path, *, steps: int = 12, settings: Mapping[str, Any] | Non
     (folder / "config.json").write_text(json.dumps(config.model_dump()))
     write_rows(folder / "metrics.jsonl", (_row(step) for step in range(1, steps + 1)))
     write_rows(folder / "events.jsonl", make_events(steps=steps))
-    write_rows(folder / "samples.jsonl", (_group(step) for step in range(1, steps + 1)))
+    write_rows(folder / "samples.jsonl", (_group(step, number) for step in range(1, steps + 1) for number in range(2)))
     if summary:
         content = {"status": "done", "steps": steps, "samples_per_s": 4.0, "versions": {"torch": "2"}}
         (folder / "summary.json").write_text(json.dumps(content))
@@ -90,13 +90,15 @@ def _row(step: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _group(step: int) -> dict[str, Any]:
+def _group(step: int, number: int) -> dict[str, Any]:
     turns = [{"role": "assistant", "content": HOSTILE}, {"role": "environment", "content": "<"}]
     samples = [
         {"text": HOSTILE, "reward": 1.0, "failure": None, "stop_reason": "stop", "tokens": 20,
-         "spans": [[step - 1, 0, 8], [-1, 8, 10], [step, 10, 20]], "messages": turns, "parts": {"found": 1.0}},
+         "spans": [[step - 2, 0, 8], [-1, 8, 10], [step - 1, 10, 20]], "messages": turns, "parts": {"found": 1.0},
+         "branches": [{"text": HOSTILE, "stop_reason": "length", "tokens": 9, "spans": [[step - 1, 0, 9]]}] * number},
         {"text": "abcdef", "reward": 0.0, "failure": None, "stop_reason": "length", "tokens": 6,
-         "spans": [[step - 1, 0, 2], [step, 2, 6]], "feedback": HOSTILE},
-        {"text": "", "reward": None, "failure": "timeout", "stop_reason": "stop", "tokens": 1, "spans": [[step, 0, 1]]},
+         "spans": [[step - 2, 0, 2], [step - 1, 2, 6]], "feedback": HOSTILE},
+        {"text": "", "reward": None, "failure": "timeout", "stop_reason": "stop", "tokens": 1,
+         "spans": [[step - 1, 0, 1]]},
     ]  # fmt: skip
-    return {"step": step, "group": f"sums/0/{step}#0", "prompt": HOSTILE, "answer": "32", "samples": samples}
+    return {"step": step, "group": f"sums/{number}/{step}#0", "prompt": HOSTILE, "answer": "32", "samples": samples}

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 COLOURS = ("#3f87c9", "#e07b39", "#35a06f", "#b065c6", "#c79a1e", "#d5505f", "#3da7ab", "#8d8072")
@@ -36,7 +37,7 @@ class Line:
 
 
 def lines(
-    title: str, curves: Sequence[Line], *, x: str, y: str = "", legend: bool = False, **axis: Any
+    title: str, curves: Sequence[Line], *, x: str, y: str = "", legend: bool = False, note: str = "", **axis: Any
 ) -> Chart | None:
     """Draw curves in colours by their order, and a legend if asked for or of several; None where all are empty."""
     data = []
@@ -49,23 +50,26 @@ def lines(
         colour = _colour(index)
         data.append(trace | {"line": {"width": 2, **colour}, "marker": colour} | curve.style)
     layout: dict[str, Any] = {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}, **axis}}
-    layout["showlegend"] = legend or len(data) > 1
-    return Chart(title=title, data=data, layout=layout) if data else None
+    if any("error_y" in curve.style for curve in curves):
+        note = "bars: 95 % confidence, as there are only so many held-out rows"
+    layout["showlegend"] = legend or sum(trace.get("showlegend", True) for trace in data) > 1
+    return Chart(title=title, data=data, layout=layout, note=note) if data else None
 
 
 def smoothed(curves: Sequence[Line], *, window: int = 10) -> list[Line]:
     """Return each curve faint, with its mean over the last points above it; short ones as they are."""
     found = []
     for index, curve in enumerate(curves):
-        colour, points = _colour(index), curve.points
-        if len(points) < 3 * window:
+        colour, values, means = _colour(index), list[float](), list[float | None]()
+        if len(curve.points) < 3 * window:
             found.append(replace(curve, style={"line": {"width": 2, **colour}, "marker": colour}))
             continue
-        parts = [[y for _, y in points[max(0, at - window + 1) : at + 1]] for at in range(len(points))]
-        means = [sum(part) / len(part) for part in parts]
+        for y in curve.y:
+            values += [] if y is None else [y]
+            means.append(None if y is None else fmean(values[-window:]))
         faint = {"line": {"width": 1, **colour}, "opacity": 0.4, "showlegend": False}
-        bold, name = {"line": {"width": 2.5, **colour}}, f"{curve.name}, mean of {window}"
-        found += [replace(curve, style=faint), Line(name=name, x=[x for x, _ in points], y=means, style=bold)]
+        bold = {"line": {"width": 2.5, **colour}}
+        found += [replace(curve, style=faint), replace(curve, y=means, style=bold)]
     return found
 
 
@@ -83,7 +87,8 @@ def bars(title: str, groups: Mapping[str, Mapping[Any, float]], *, x: str, y: st
         if values
     ]
     layout = {
-        "xaxis": {"title": {"text": x}, "type": "category"}, "yaxis": {"title": {"text": y}},
+        "xaxis": {"title": {"text": x}, "type": "category", "nticks": 10, "tickangle": 0},
+        "yaxis": {"title": {"text": y}},
         "barmode": "group", "bargap": 0.15, "showlegend": len(data) > 1,
     }  # fmt: skip
     return Chart(title=title, data=data, layout=layout, note=note) if data else None

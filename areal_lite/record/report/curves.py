@@ -10,21 +10,27 @@ from areal_lite.record.report.read import RunFiles, number, numbers, table
 
 STEPS = "trainer step"
 _AXES = {"step": (STEPS, "steps"), "time_s": ("seconds, warm-up included", "time")}
-_WAITING = ("waiting", "leased_rollout", "generated", "leased_verify", "ready", "taken")
+_WAITING = {
+    "waiting": "waiting for a rollout worker", "leased_rollout": "at a rollout worker",
+    "generated": "waiting for a verifier", "leased_verify": "at a verifier", "ready": "ready", "taken": "in a batch",
+}  # fmt: skip
 _ENDED = ("trained", "rejected", "failed", "stale", "abandoned")
 
 
 def _line(run: RunFiles, key: str, *, x: str = "step", name: str = "", within: str = "") -> Line:
-    """Return one figure of every step, by a key of the row, or of the mapping `within` it."""
-    places = [number(row.get(x)) for row in run.metrics]
-    rows = [table(row.get(within)) if within else row for row in run.metrics]
-    return Line(name=name or key, x=places, y=[number(row.get(key)) for row in rows])
+    """Return one figure of every step, by a key of the row, or of the mapping `within` it; over time with its gaps."""
+    cut = run.last_steps if x == "time_s" else set()
+    rows = [row for found in run.metrics for row in ([found, {}] if found["step"] in cut else [found])]
+    values = [number((table(row.get(within)) if within else row).get(key)) for row in rows]
+    return Line(name=name or key, x=[number(row.get(x)) for row in rows], y=values)
 
 
 def learning(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
     """Reward and held-out figures, over steps and over time; one run's by source as well, if it has several."""
     for x, (axis, over) in _AXES.items():
-        yield lines(f"reward over {over}", smoothed(_named(runs, "reward_mean", x)), x=axis, y="mean of the batch")
+        curves = smoothed(_named(runs, "reward_mean", x))
+        note = "faint: each step; bold: the mean of ten" if len(curves) > len(runs) else ""
+        yield lines(f"reward over {over}", curves, x=axis, y="mean of the batch", note=note)
         for figure in ("accuracy", "loss", "margin"):
             curves = [_evaluated(run, figure, x, name=run.name) for run in runs]
             title = runs[0].accuracy_is_called if figure == "accuracy" else figure
@@ -116,7 +122,7 @@ def age_histogram(run: RunFiles) -> dict[str, float]:
 
 def ledger_charts(run: RunFiles) -> Iterator[Chart | None]:
     """Groups on their way, and how they ended."""
-    in_flight = [_line(run, state, within="ledger") for state in _WAITING]
+    in_flight = [_line(run, state, within="ledger", name=name) for state, name in _WAITING.items()]
     ended = [_line(run, state, within="ledger") for state in _ENDED]
     yield stacked("groups on their way", in_flight, x=STEPS, y="groups")
     seen = [curve for curve in ended if any(curve.y)]
@@ -138,7 +144,9 @@ def _evaluated(run: RunFiles, figure: str, x: str, *, name: str = "", within: st
     found = {step: row[within] if within else row for step, row in run.evaluations.items()}
     places = [float(step) if x == "step" else run.seconds_at(step) for step in found]
     values = [number(row.get(figure)) for row in found.values()]
-    return Line(name=name or figure, x=places, y=values, style={"mode": "lines+markers"})
+    errors = [number(row["standard_errors"].get(figure)) for row in run.evaluations.values()]
+    bars = {"error_y": {"array": [1.96 * error for error in errors]}} if errors and None not in errors else {}
+    return Line(name=name or figure, x=places, y=values, style={"mode": "lines+markers", **bars})
 
 
 def _parts(run: RunFiles, within: str, x: str) -> list[Line]:

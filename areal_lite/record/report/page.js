@@ -41,17 +41,45 @@ function redraw() {
   if (DATA.timeline) drawTimeline();
 }
 
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-// Paper is narrower than the screen, and always light. Charts get their width by hand: the page is laid out for paper only later.
-const PAPER_WIDTH = 700;
+// As many in a row as fit, and rows as equal as can be: none is left half empty.
+function fill(grid) {
+  const { columnGap, width } = getComputedStyle(grid), gap = parseFloat(columnGap), count = grid.children.length;
+  const fit = Math.max(1, Math.floor((parseFloat(width) + gap) / (parseFloat(getComputedStyle(grid).getPropertyValue("--least")) + gap)));
+  const rows = Math.ceil(count / fit), start = (row) => Math.ceil((row * count) / rows);
+  for (let row = 0; row < rows; row++) {
+    const share = start(row + 1) - start(row);
+    for (let at = start(row); at < start(row + 1); at++) grid.children[at].style.flexBasis = `calc((100% - ${(share - 1) * gap}px) / ${share} - 0.1px)`;
+  }
+}
+
+function fillAll() {
+  document.querySelectorAll(".grid, .tiles, .answers").forEach(fill);
+}
+
+// By the first number of a cell, or the one behind its arrow, the largest first; else by its text.
+function sortBy(table, column) {
+  const heading = table.tHead.rows[0].cells[column];
+  const isFalling = heading.getAttribute("aria-sort") !== "descending";
+  const key = (row) => row.cells[column].textContent.split("→").pop().replaceAll(",", "");
+  const order = (a, b) => parseFloat(key(b)) - parseFloat(key(a)) || Number.isNaN(parseFloat(key(a))) - Number.isNaN(parseFloat(key(b))) || key(a).localeCompare(key(b));
+  for (const other of table.tHead.rows[0].cells) other.removeAttribute("aria-sort");
+  heading.setAttribute("aria-sort", isFalling ? "descending" : "ascending");
+  table.tBodies[0].append(...[...table.tBodies[0].rows].sort((a, b) => (isFalling ? order(a, b) : order(b, a))));
+}
+
+// The part of the page that is read stands out in the navigation, and stays in sight there.
+function follow() {
+  const nav = document.querySelector("nav"), sections = [...document.querySelectorAll("section")];
+  const at = sections.findLastIndex((section) => section.getBoundingClientRect().top < innerHeight / 3);
+  [...nav.children].forEach((link, index) => link.classList.toggle("here", index === Math.max(at, 0)));
+  const here = nav.querySelector(".here");
+  if (here.offsetLeft < nav.scrollLeft || here.offsetLeft + here.offsetWidth > nav.scrollLeft + nav.clientWidth) nav.scrollLeft = here.offsetLeft - 40;
+}
+
+// Paper is narrower than the screen, and always light.
 function onPaper(isPaper) {
   document.documentElement.classList.toggle("paper", isPaper);
+  fillAll();
   redraw();
-  document.querySelectorAll(".js-plotly-plot").forEach((place) => {
-    const columns = place.closest(".small") ? 3 : place.closest(".grid") ? 2 : 1;
-    Plotly.relayout(place, isPaper ? { width: PAPER_WIDTH / columns - 42 } : { width: null, autosize: true });
-  });
+  document.querySelectorAll(".js-plotly-plot").forEach((place) => Plotly.relayout(place, isPaper ? { width: place.clientWidth } : { width: null, autosize: true }));
 }
-addEventListener("beforeprint", () => onPaper(true));
-addEventListener("afterprint", () => onPaper(false));
-drawCharts();

@@ -1,8 +1,10 @@
-"""The page: sections of blocks, rendered by `page.html` into one file with everything in it, the chart library too.
+"""The page: sections of blocks, rendered by `page.html` into one file with everything in it, the chart library too:
+`plotly-cartesian.min.js` of npm's plotly.js-cartesian-dist-min, packed by `gzip -9n`, as the page holds it.
 
 Everything that comes from a run is escaped by the template; the page never asks the network for anything.
 """
 
+import base64
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +17,8 @@ from markupsafe import Markup
 from areal_lite.record.run_folder import write_whole
 
 _HERE = Path(__file__).parent
-_SCRIPTS = ("page.js", "timeline.js", "samples.js")
+_SCRIPTS = ("page.js", "timeline.js", "samples.js", "start.js")
+_PLOTLY = _HERE / "plotly-cartesian-4.1.1.min.js.gz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,7 @@ class Block:
     """One piece of a section; one without content is left out."""
 
     kind: str
-    """tiles, charts, small (charts), table, sentence, list, notes, folded, timeline or samples."""
+    """tiles, charts, small (charts), table, sortable (table), sentence, list, notes, folded, timeline or samples."""
     content: Any
     """Figures by name; charts, where None is left out; rows; texts; what the page's scripts read."""
     caption: str = ""
@@ -49,8 +52,6 @@ class Section:
 
 def write_page(path: Path, *, title: str, subtitle: str, sections: Iterable[Section], refresh_s: float = 0.0) -> Path:
     """Write a page whole or not at all, and return its path; one with `refresh_s` loads itself anew so often."""
-    from plotly.offline import get_plotlyjs
-
     shown = [section for section in sections if section.blocks]
     blocks = [block for section in shown for block in section.blocks]
     charts = [chart for block in blocks if block.kind in ("charts", "small") for chart in block.content]
@@ -61,7 +62,7 @@ def write_page(path: Path, *, title: str, subtitle: str, sections: Iterable[Sect
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     files = {
         "style": _file("page.css"),
-        "plotly": Markup(get_plotlyjs()),
+        "plotly": base64.b64encode(_PLOTLY.read_bytes()).decode(),
         "script": Markup("\n").join(map(_file, _SCRIPTS)),
     }
     page = environment.get_template("page.html")

@@ -3,6 +3,7 @@
 A run that is still going can be read at any moment.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.errors import DataError
+from areal_lite.record.lanes import GAP
 from areal_lite.record.run_folder import read_rows
 
 Row = dict[str, Any]
@@ -67,7 +69,7 @@ class RunFiles:
         for event in self.events:
             if event["kind"] == "eval" and isinstance(step := event.get("step"), int):
                 figures = table(event.get("figures")) or {"accuracy": event.get("accuracy")}
-                found[step] = figures | {"by_source": table(event.get("by_source"))}
+                found[step] = figures | {key: table(event.get(key)) for key in ("by_source", "standard_errors")}
         return dict(sorted(found.items()))
 
     @property
@@ -75,6 +77,12 @@ class RunFiles:
         """What the held-out figure is: a mean reward where one of them was neither 0 nor 1."""
         called = {event.get("called", "accuracy") for event in self.events if event["kind"] == "eval"}
         return "mean reward" if "mean reward" in called else "accuracy"
+
+    @property
+    def last_steps(self) -> set[int]:
+        """The steps behind which the run did not live for a while."""
+        kinds = [event for event in self.events if event["kind"] in ("published", GAP)]
+        return {event.get("version", 0) for event, after in itertools.pairwise(kinds) if after["kind"] == GAP}
 
     def seconds_at(self, step: int) -> float | None:
         """Seconds of the run when a step was complete; 0 before the first."""

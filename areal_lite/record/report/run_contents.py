@@ -36,7 +36,7 @@ def _online_sections(run: RunFiles) -> Iterator[Section]:
     verifiers = Block("table", times.verifier_table(run), "verifiers, as of the last step")
     failures = Block("table", times.failure_table(run), "failures, over all steps")
     yield Section("Verifiers", [charts_block(times.verifier_charts(run)), verifiers, failures])
-    ledger = {state.replace("_", " "): int(groups) for state, groups in numbers(run.last.get("ledger")).items()}
+    ledger = {state.replace("_", " "): int(n) for state, n in numbers(run.last.get("ledger")).items() if n}
     yield Section("Groups", [charts_block(curves.ledger_charts(run)), Block("sentence", ledger, "At the last step")])
 
 
@@ -51,20 +51,20 @@ def _headline(run: RunFiles) -> dict[str, str]:
     figures: dict[str, Any] = {
         "status": run.status,
         "steps": number(run.last.get("step")),
-        "seconds": number(run.last.get("time_s")),
+        "seconds": number(summary.get("wall_s", run.last.get("time_s"))),
         f"held-out {run.accuracy_is_called}": f"{held_out[0]:.3f} → {held_out[-1]:.3f}" if held_out else None,
     }
     for name in ("reward", "loss"):
         ends = [number(summary.get(f"{name}_{end}")) for end in ("first", "last")]
         if None not in ends:
-            figures[f"{name}, ten steps each"] = " → ".join(f"{end:.3f}" for end in ends)
-    for key in ("samples", "gen_tokens", "trained_tokens"):
-        figures[key.replace("_", " ") + "/s"] = number(summary.get(f"{key}_per_s"))
+            figures[f"{name}, first → last ten steps"] = " → ".join(f"{end:.3f}" for end in ends)
+    for key, name in (("samples", "samples"), ("gen_tokens", "tokens generated"), ("trained_tokens", "tokens trained")):
+        figures[f"{name}/s"] = number(summary.get(f"{key}_per_s"))
     for key, name in (("rollout_idle", "generators idle"), ("trainer_idle", "trainer idle"), ("paused", "paused")):
         if (share := number(summary.get(f"{key}_fraction"))) is not None:
             figures[name] = f"{share:.1%}"
     if "age_max_trained" in summary:
-        figures["oldest token trained"] = f"{summary['age_max_trained']}, eta {summary.get('max_staleness', '?')}"
+        figures["oldest token trained"] = f"{summary['age_max_trained']} (eta {summary.get('max_staleness', '?')})"
     known = {name: value for name, value in figures.items() if value is not None}
     return {name: f"{value:,.0f}" if isinstance(value, float) else value for name, value in known.items()}
 
@@ -75,12 +75,15 @@ def _settings(run: RunFiles) -> Iterator[Block]:
         if different is None:
             yield Block("text", "This version cannot read the run's settings: they are below as they are.")
         yield pairs_block(different or {}, caption="what differs from the defaults")
-        yield Block("folded", json.dumps(run.config, indent=2, ensure_ascii=False), "all settings")
         yield pairs_block(table(run.summary.get("versions")), caption="packages")
+        yield Block("folded", json.dumps(run.config, indent=2, ensure_ascii=False), "all settings")
 
 
 def comparison_sections(runs: Sequence[RunFiles]) -> Iterator[Section]:
     """Yield what there is to compare: overlaid curves, and tables of what differs."""
+    final = [{"run": run.name} | _headline(run) for run in runs]
+    names = dict.fromkeys(name for row in final for name in row)
+    yield Section("Final figures", [Block("sortable", [{name: row.get(name) for name in names} for row in final])])
     settings = different_settings(runs)
     same = Block("text", "" if settings else "All settings are the same.")
     yield Section("Settings", [_compared(runs, settings, caption="settings that differ"), same])

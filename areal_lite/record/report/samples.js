@@ -9,14 +9,18 @@ function element(name, attributes = {}, ...children) {
 const sourceOf = (group) => String(group.group ?? "").split("/")[0];
 const samplesOf = (group) => (Array.isArray(group.samples) ? group.samples : []);
 const spansOf = (sample) => (Array.isArray(sample.spans) ? sample.spans : []);
+const branchesOf = (sample) => (Array.isArray(sample.branches) ? sample.branches : []);
 const versionsOf = (sample) => [...new Set(spansOf(sample).map(([version]) => version))].filter((version) => version !== GIVEN);
+const ENDS = { stop: "ended", stop_string: "ended at a stop string", length: "cut off at the token limit" };
 
 const FILTERS = {
   all: () => true,
   mixed: (group) => new Set(samplesOf(group).map((sample) => sample.reward)).size > 1,
   versions: (group) => samplesOf(group).some((sample) => versionsOf(sample).length > 1),
   failures: (group) => samplesOf(group).some((sample) => sample.failure),
+  cut: (group) => samplesOf(group).some((sample) => sample.stop_reason === "length"),
   turns: (group) => samplesOf(group).some((sample) => sample.messages),
+  branches: (group) => samplesOf(group).some((sample) => branchesOf(sample).length),
 };
 
 // A text has no token borders. They are exact for one version, and for a tokenizer of characters; else in proportion.
@@ -41,36 +45,49 @@ function strip(sample) {
   })));
 }
 
+// Which versions wrote each of the model's turns: what is given stands between them.
 function turns(sample) {
-  return sample.messages.map(({ role, content }) => element(
-    "div", { class: role === "assistant" ? "turn" : "turn given" }, element("small", {}, role), String(content),
-  ));
+  const written = [[]];
+  for (const [version] of spansOf(sample)) version === GIVEN ? written.push([]) : written.at(-1).push(version);
+  const runs = written.filter((versions) => versions.length), own = sample.messages.filter(({ role }) => role === "assistant");
+  return sample.messages.map((message) => {
+    const isOwn = message.role === "assistant", versions = (isOwn && runs.length === own.length && runs[own.indexOf(message)]) || [];
+    const about = versions.length ? { title: `version ${versions.join(", ")}`, style: { borderColor: versionColour(versions[0]) } } : {};
+    return element("div", { class: isOwn ? "turn" : "turn given", ...about }, element("small", {}, message.role), String(message.content));
+  });
 }
 
 const figures = (values) => Object.entries(values).map(([name, value]) => `${name} ${Number(value).toPrecision(3)}`).join(", ");
+const line = (words) => element("div", { class: "more" }, words);
 
-function answer(sample, best) {
+// How long it is, how it ended, which weights wrote it and how old they were for the step that it trained; then the text.
+function told(sample, step, first) {
+  const written = versionsOf(sample).map((version) => `version ${version} (age ${step - 1 - version})`);
+  const about = [`${sample.tokens} tokens`, ENDS[sample.stop_reason] ?? sample.stop_reason, ...written].map((words) => element("span", {}, words));
+  const [parts, isExact] = colouredText(sample);
+  const note = isExact || sample.messages ? [] : [line("borders between versions in the text are in proportion to tokens")];
+  const text = element("div", { class: "text" }, ...(sample.messages ? turns(sample) : parts));
+  return [element("header", {}, first, ...about), strip(sample), text, ...note];
+}
+
+function answer(sample, best, step) {
   const reward = sample.failure ? `failed: ${sample.failure}` : `reward ${sample.reward === null ? "none" : Number(sample.reward).toPrecision(3)}`;
   const tone = sample.failure ? "low" : sample.reward === best ? "high" : "";
-  const versions = versionsOf(sample);
-  const about = [`${sample.tokens} tokens`, sample.stop_reason === "length" ? "cut off" : "ended", `version ${versions.join(", ")}`].map((words) => element("span", {}, words));
-  const [parts, isExact] = colouredText(sample);
-  const text = element("div", { class: "text" }, ...(sample.messages ? turns(sample) : parts));
   const more = [];
-  if (!isExact && !sample.messages) more.push("borders between versions in the text are in proportion to tokens");
   if (sample.parts) more.push(`parts: ${figures(sample.parts)}`);
   if (sample.metrics) more.push(`figures: ${figures(sample.metrics)}`);
   if (sample.step_rewards) more.push(`step rewards: ${sample.step_rewards.map(([token, value]) => `${value} at token ${token}`).join(", ")}`);
   if (sample.feedback) more.push(`feedback: ${sample.feedback}`);
-  const head = element("header", {}, element("b", { class: tone }, reward), ...about);
-  return element("div", { class: "answer" }, head, strip(sample), text, ...more.map((words) => element("div", { class: "more" }, words)));
+  const branches = branchesOf(sample).map((branch, index) => element("div", { class: "branch" }, ...told(branch, step, element("b", {}, `branch ${index + 1}`))));
+  return element("div", { class: "answer" }, ...told(sample, step, element("b", { class: tone }, reward)), ...more.map(line), ...branches);
 }
 
 function legend(group) {
-  const all = [...new Set(samplesOf(group).flatMap((sample) => spansOf(sample).map(([version]) => version)))].sort((a, b) => a - b);
+  const ways = samplesOf(group).flatMap((sample) => [sample, ...branchesOf(sample)]);
+  const all = [...new Set(ways.flatMap((sample) => spansOf(sample).map(([version]) => version)))].sort((a, b) => a - b);
   return element("div", { class: "legend" }, ...all.map((version) => element(
     "span", {}, element("i", { style: { background: versionColour(version) } }), version === GIVEN ? "given by the environment" : `version ${version}`,
-  )));
+  )), element("span", {}, "green: the group's best reward; red: failed; strip: tokens by version"));
 }
 
 function showGroup(group, where) {
@@ -78,37 +95,39 @@ function showGroup(group, where) {
   const place = document.getElementById("sample-group");
   if (!group) return place.replaceChildren("no such group among the sampled ones");
   const prompt = element("div", { class: "prompt" }, String(group.prompt ?? ""));
-  const expected = group.answer ? [element("div", { class: "more" }, `reference answer: ${group.answer}`)] : [];
+  const expected = group.answer ? [line(`reference answer: ${group.answer}`)] : [];
   const rewards = samplesOf(group).map((sample) => sample.reward).filter((reward) => reward !== null);
   const best = new Set(rewards).size > 1 || rewards[0] > 0 ? Math.max(...rewards) : undefined;
-  const answers = element("div", { class: "answers" }, ...samplesOf(group).map((sample) => answer(sample, best)));
+  const answers = element("div", { class: "answers" }, ...samplesOf(group).map((sample) => answer(sample, best, group.step)));
   place.replaceChildren(prompt, ...expected, legend(group), answers);
+  fill(answers);
 }
 
 function startSamples() {
-  const at = document.getElementById("sample-at"), filter = document.getElementById("sample-filter"), source = document.getElementById("sample-source");
+  const at = document.getElementById("sample-step"), filter = document.getElementById("sample-filter"), source = document.getElementById("sample-source");
   const sources = ["all", ...new Set(DATA.samples.map(sourceOf))];
   source.append(...sources.map((name) => element("option", { value: name }, name)));
-  let chosen = [];
+  let steps = [], place = 0, last = Infinity;
   const show = () => {
-    const group = chosen[Number(at.value)];
-    showGroup(group, group ? `step ${group.step}, ${group.group} (${Number(at.value) + 1} of ${chosen.length})` : "");
+    const [step, groups] = steps[at.value] ?? [], group = groups?.[(place = Math.max(0, Math.min(place, groups.length - 1)))];
+    last = step ?? last;
+    showGroup(group, group ? `step ${step} of ${DATA.samples.at(-1).step}, group ${place + 1} of ${groups.length}: ${group.group}` : "");
   };
   const choose = () => {
-    const step = chosen[Number(at.value)]?.step ?? 0;
-    chosen = DATA.samples.filter((group) => FILTERS[filter.value](group) && (source.value === "all" || sourceOf(group) === source.value));
-    at.max = Math.max(0, chosen.length - 1);
-    at.value = Math.max(0, chosen.findIndex((group) => group.step >= step));
+    const chosen = DATA.samples.filter((group) => FILTERS[filter.value](group) && (source.value === "all" || sourceOf(group) === source.value));
+    steps = [...new Set(chosen.map((group) => group.step))].map((step) => [step, chosen.filter((group) => group.step === step)]);
+    at.max = Math.max(0, steps.length - 1);
+    at.value = steps.findLastIndex(([step]) => step <= last);
     show();
   };
   at.addEventListener("input", show);
   filter.addEventListener("change", choose);
   source.addEventListener("change", choose);
   document.getElementById("sample-bar").addEventListener("click", (event) => {
-    const move = { previous: -1, next: 1 }[event.target.dataset.do];
-    if (move) { at.value = Number(at.value) + move; show(); }
+    const [what, way] = (event.target.dataset.do ?? "").split("-"), move = way === "on" ? 1 : -1;
+    if (what === "step") at.value = Number(at.value) + move;
+    if (what === "group") place += move;
+    if (what) show();
   });
   choose();
 }
-
-if (DATA.samples) startSamples();

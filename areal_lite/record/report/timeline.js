@@ -1,6 +1,11 @@
 // The timeline: every segment of the visible stretch is binned to the screen's columns, so that its length does not matter.
 const LANE_GAP = 0.4;
 const OTHER_COLOURS = { pause: "#7a1f2b", drain: "#c46a1a", verify: "#6a4fb3", train: "#2e7d55", publish: "#d6a21f", wait: "#858c94" };
+const KIND_WORDS = { pause: "pause of the engines", drain: "draining", verify: "verification", train: "training", publish: "publication", wait: "waiting" };
+const MARKS = {
+  eval: ["evaluation", "diamond", "◆"], checkpoint: ["checkpoint", "square", "■"], parity: ["parity check", "circle", "●"], lost: ["worker lost", "x", "✖"],
+  rejoined: ["worker back", "cross", "✚"], restarted: ["worker started anew", "triangle-up", "▲"],
+};
 
 function laneHeight(lane, rollouts) {
   return lane.name.startsWith("rollout/") ? Math.max(2.5, Math.min(10, lane.rows / 4, 20 / rollouts)) : 1;
@@ -58,7 +63,7 @@ function binned(timeline, layout, from, to, columns) {
 
 function described(timeline, { lane, index }) {
   const kind = lane.kind[index], label = timeline.labels[lane.label[index]];
-  const what = kind >= 0 ? `version ${kind}` : timeline.kinds[-1 - kind];
+  const what = kind >= 0 ? `version ${kind}` : KIND_WORDS[timeline.kinds[-1 - kind]];
   const seconds = (lane.end[index] - lane.start[index]) * timeline.unit;
   return `${lane.name}: ${what}${label ? ` · ${label}` : ""} · ${seconds.toPrecision(3)} s`;
 }
@@ -81,18 +86,35 @@ function timelineFigure(timeline, from, to, columns) {
   const seconds = (ticks) => ticks * timeline.unit;
   const x = Array.from({ length: columns + 1 }, (_, column) => seconds(from + ((to - from) * column) / columns));
   const colorscale = shades.flatMap((colour, index) => [[index / shades.length, colour], [(index + 1) / shades.length, colour]]);
-  const marks = timeline.marks.filter((mark) => mark.time >= from && mark.time <= to);
+  const inSight = (time) => time >= from && time <= to;
   const data = [
     { type: "heatmap", x, y: layout.edges, z, customdata, colorscale, zmin: -0.5, zmax: shades.length - 0.5, showscale: false,
       hoverongaps: false, hovertemplate: "%{customdata}<extra></extra>" },
-    { type: "scatter", mode: "markers", x: marks.map((mark) => seconds(mark.time)), y: marks.map(() => -0.5), text: marks.map((mark) => mark.text),
-      hovertemplate: "%{text}<extra></extra>", marker: { symbol: "diamond", size: 7, color: colourOf("--accent") }, showlegend: false },
   ];
+  const legend = [];
+  const key = (name, mark, color) => legend.push(element("span", {}, mark ? element("b", { style: { color } }, mark) : element("i", { style: { background: color } }), name));
+  const seen = [...new Set(segments.map(({ lane, index }) => lane.kind[index]))].filter((kind) => kind >= 0).sort((a, b) => a - b);
+  for (const first of seen.slice(0, COLOURS.length)) {
+    const versions = seen.filter((version) => version % COLOURS.length === first % COLOURS.length), more = versions.length > 2 ? ", ..." : "";
+    key(`version ${versions.slice(0, 2).join(", ")}${more}`, "", versionColour(first));
+  }
   for (const kind of timeline.kinds) {
     if (!timeline.lanes.some((lane) => lane.kind.some((value) => -1 - value === timeline.kinds.indexOf(kind)))) continue;
-    data.push({ type: "scatter", mode: "markers", x: [null], y: [null], name: kind, marker: { symbol: "square", size: 10, color: OTHER_COLOURS[kind] } });
+    key(KIND_WORDS[kind], "", OTHER_COLOURS[kind]);
   }
-  return { data, layout: timelineLayout(timeline, layout, seconds(from), seconds(to), publications(timeline, from, to)) };
+  const marksOf = (kind) => timeline.marks.filter((mark) => mark.kind === kind && inSight(mark.time));
+  for (const [kind, [name, symbol, mark]] of Object.entries(MARKS)) {
+    const marks = marksOf(kind), color = colourOf(kind === "lost" ? "--bad" : "--accent");
+    if (marks.length) key(name, mark, color);
+    data.push({ type: "scatter", mode: "markers", x: marks.map(({ time }) => seconds(time)), y: marks.map(() => -0.5), text: marks.map(({ text }) => text),
+      hovertemplate: "%{text}<extra></extra>", marker: { symbol, size: 8, color } });
+  }
+  const begins = publications(timeline, from, to), gaps = marksOf("gap").map(({ time }) => seconds(time));
+  if (begins.length) key("a publication begins", "┊", colourOf("--text"));
+  if (gaps.length) key("the run did not live: left out", "┃", colourOf("--bad"));
+  document.getElementById("timeline-legend").replaceChildren(...legend);
+  const edges = [...begins.map((x) => ({ x, line: { color: colourOf("--text"), width: 1, dash: "dot" } })), ...gaps.map((x) => ({ x, line: { color: colourOf("--bad"), width: 4 } }))];
+  return { data, layout: timelineLayout(timeline, layout, seconds(from), seconds(to), edges) };
 }
 
 // A line where each publication begins, as long as they can be told apart.
@@ -105,13 +127,13 @@ function publications(timeline, from, to) {
   return times.length > 60 ? [] : times;
 }
 
-function timelineLayout(timeline, rows, from, to, lines) {
-  const names = timeline.lanes.map((lane) => (lane.note ? `${lane.name}<br><sub>${lane.note}</sub>` : lane.name));
+function timelineLayout(timeline, rows, from, to, edges) {
+  const names = timeline.lanes.map((lane) => (lane.note ? `${lane.name}<br><sub>${lane.note.replace(", ", ",<br>")}</sub>` : lane.name));
   return themed({
-    height: 110 + Math.max(160, rows.height * 34), hovermode: "closest", dragmode: "zoom", showlegend: true,
-    xaxis: { range: [from, to], title: { text: "seconds since the first event" }, showgrid: false, zeroline: false },
+    height: 70 + Math.max(160, rows.height * 34), hovermode: "closest", dragmode: "zoom", showlegend: false,
+    xaxis: { range: [from, to], title: { text: "seconds of the run since its first event" }, showgrid: false, zeroline: false },
     yaxis: { range: [rows.height, -1], fixedrange: true, showgrid: false, zeroline: false, tickvals: rows.places.map(({ top, height }) => top + height / 2), ticktext: names },
-    shapes: lines.map((x) => ({ type: "line", x0: x, x1: x, y0: 0, y1: rows.height, line: { color: colourOf("--text"), width: 1, dash: "dot" }, opacity: 0.5 })),
+    shapes: edges.map(({ x, line }) => ({ type: "line", x0: x, x1: x, y0: 0, y1: rows.height, line, opacity: 0.6 })),
   });
 }
 
@@ -143,7 +165,7 @@ function moveTimeline(how) {
   if (how === "all") show(0, DATA.timeline.end);
 }
 
-if (DATA.timeline) {
+function startTimeline() {
   drawTimeline().then((place) => place.on("plotly_relayout", (change) => {
     const { unit } = DATA.timeline;
     if (change["xaxis.autorange"]) show(0, DATA.timeline.end);

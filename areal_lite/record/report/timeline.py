@@ -5,11 +5,11 @@ A rollout lane holds a row per slot; each sample is drawn where it was generated
 """
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from areal_lite.events import Event
-from areal_lite.record.lanes import first_moment, lane_events, slices
+from areal_lite.record.lanes import GAP, lane_events, lived, slices
 from areal_lite.types import GIVEN
 
 KINDS = ("pause", "drain", "verify", "train", "publish", "wait")
@@ -27,7 +27,7 @@ _MAX_LANES = {"rollout": 12, "verifier": 6, "trainer": 1}
 _UNIT_S = 1e-4
 """Times are whole numbers of this."""
 
-_MARKS = ("eval", "checkpoint", "parity", "lost", "rejoined", "restarted")
+_MARKS = ("eval", "checkpoint", "parity", "lost", "rejoined", "restarted", GAP)
 
 
 class Segment(NamedTuple):
@@ -53,7 +53,7 @@ Lives = Mapping[int, tuple[float, float]]
 def timeline(
     events: Sequence[Event], *, max_rows: int = _MAX_ROWS, max_segments: int = _MAX_SEGMENTS
 ) -> dict[str, Any]:
-    """Return the lanes as JSON: times in units of 0.1 ms since the first event.
+    """Return the lanes as JSON: times in units of 0.1 ms that the run lived since the first event.
 
     Args:
         events: Rows of `events.jsonl`.
@@ -68,7 +68,12 @@ def timeline(
     if not events:
         return {}
     by_name = lane_events(events)
-    start, end = first_moment(events), max(event["time"] for event in events)
+    clock = lived(events)
+
+    def ticks(moment: float) -> int:
+        return round(clock(moment) / _UNIT_S)
+
+    end = ticks(max(event["time"] for event in events))
     labels: dict[str, int] = {}
     packed, left_out = [], 0
     for kind, most in _MAX_LANES.items():
@@ -77,21 +82,21 @@ def timeline(
         lanes = {name: list(_segments(kind, by_name[name])) for name in names[:most]}
         stride = -(-sum(map(len, lanes.values())) // max_segments)
         for name, segments in lanes.items():
-            packed.append(_packed(segments, start=start, labels=labels, max_rows=max_rows, stride=stride, name=name))
+            packed.append(_packed(name, segments, ticks, labels, max_rows, stride))
     return {
         "unit": _UNIT_S,
-        "end": _ticks(end - start),
+        "end": end,
         "kinds": list(KINDS),
         "lanes": packed,
         "left_out": left_out,
         "labels": list(labels),
         "marks": [
-            {"time": _ticks(event["time"] - start), "text": f"{event['kind']} {event.get('step', name)}"}
+            {"time": ticks(event["time"]), "kind": event["kind"], "text": f"{event['kind']} {event.get('step', name)}"}
             for name, found in by_name.items()
             for event in found
             if event["kind"] in _MARKS
         ],
-        "focus": _focus(by_name.get("trainer", []), start=start, end=end),
+        "focus": _focus([ticks(row["time"]) for row in by_name.get("trainer", []) if row["kind"] == "trained"], end),
     }
 
 
@@ -177,32 +182,26 @@ def _kind(name: str) -> int:
     return -1 - KINDS.index(name)
 
 
-def _focus(trainer: Sequence[Event], *, start: float, end: float) -> list[int]:
+def _focus(trained: Sequence[int], end: int) -> list[int]:
     """Return a stretch of about six steps in the middle: pauses and versions can be told apart in it."""
-    times = [event["time"] for event in trainer if event["kind"] == "trained"]
-    if len(times) <= 8:
-        return [0, _ticks(end - start)]
-    middle = len(times) // 2
-    return [_ticks(times[middle - 3] - start), _ticks(times[middle + 3] - start)]
+    middle = len(trained) // 2
+    return [trained[middle - 3], trained[middle + 3]] if len(trained) > 8 else [0, end]
 
 
 def _packed(
-    segments: Sequence[Segment], *, name: str, start: float, labels: dict[str, int], max_rows: int, stride: int
+    name: str, segments: Sequence[Segment], ticks: Callable[[float], int], labels: dict[str, int], most: int, step: int
 ) -> dict[str, Any]:
     rows = 1 + max((segment.row for segment in segments), default=0)
-    stride = max(1, stride, -(-rows // max_rows))
+    stride = max(1, step, -(-rows // most))
     shown = [segment for segment in segments if segment.row < 0 or segment.row % stride == 0]
+    what = "slots" if name.startswith("rollout/") else "at a time"
     return {
         "name": name,
-        "note": f"{-(-rows // stride)} of {rows} lines drawn" if stride > 1 else "",
+        "note": f"{rows} {what}, one in {stride} shown" if stride > 1 else "",
         "rows": max(-(-rows // stride), 1),
         "row": [segment.row if segment.row < 0 else segment.row // stride for segment in shown],
-        "start": [_ticks(segment.start - start) for segment in shown],
-        "end": [_ticks(segment.end - start) for segment in shown],
+        "start": [ticks(segment.start) for segment in shown],
+        "end": [ticks(segment.end) for segment in shown],
         "kind": [segment.kind for segment in shown],
         "label": [labels.setdefault(segment.label, len(labels)) for segment in shown],
     }
-
-
-def _ticks(seconds: float) -> int:
-    return round(seconds / _UNIT_S)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from areal_lite.events import Event
-from areal_lite.record.lanes import Stretch, sample_lengths
+from areal_lite.record.lanes import Stretch, lived, sample_lengths
 from areal_lite.record.report.charts import COLOURS, Chart, Line, bars, lines
 from areal_lite.record.report.curves import STEPS, metric_charts
 from areal_lite.record.report.read import Row, RunFiles, number, numbers, table
@@ -46,9 +46,11 @@ def share_chart(shares: dict[str, dict[str, float]]) -> Chart | None:
     ]  # fmt: skip
     layout = {
         "barmode": "stack", "xaxis": {"tickformat": ".0%", "range": [0, 1]}, "hovermode": "closest",
-        "height": 130 + 42 * len(lanes), "showlegend": True, "legend": {"traceorder": "normal"},
+        "height": max(300, 130 + 42 * len(lanes)), "showlegend": True, "legend": {"traceorder": "normal"},
     }  # fmt: skip
-    note = "between the first and the last publication; idle: not paused, and nothing running"
+    note = (
+        "of the time in which the run lived, between the first and the last publication; idle: nothing runs, not paused"
+    )
     return Chart(title="shares of time", data=data, layout=layout, note=note) if data else None
 
 
@@ -57,32 +59,30 @@ def length_charts(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
     lengths = {run.name: list(sample_lengths(run.events)) for run in runs}
     longest = max((length for found in lengths.values() for length in found), default=0)
     width = max(1, -(-longest // _BINS))
-    histograms = {}
+    title, histograms = "tokens" if width == 1 else f"tokens, {width} from each figure on", {}
     for name, found in lengths.items():
         counts = Counter(length // width * width for length in found)
         starts = range(0, longest + 1, width) if found else ()
-        histograms[name] = {
-            str(start) if width == 1 else f"{start}-{start + width - 1}": counts[start] / len(found) for start in starts
-        }
-    yield bars("lengths of the completions", histograms, x="tokens", y="share of samples")
+        histograms[name] = {str(start): counts[start] / len(found) for start in starts}
+    yield bars("lengths of the completions", histograms, x=title, y="share of samples")
     yield from metric_charts(runs, "Lengths")
 
 
 def verifier_charts(run: RunFiles) -> Iterator[Chart | None]:
     """Draw how long a group's verification took over the run, and failures by step."""
     found = [event for event in run.events if event["kind"] == "verify"]
-    start = min((event["time"] for event in run.events), default=0.0)
-    width = max(max((event["end"] for event in found), default=start) - start, 1e-9) / _BINS
+    clock = lived(run.events)
+    width = max(max((clock(event["end"]) for event in found), default=0.0), 1e-9) / _BINS
     bins: dict[int, list[float]] = {}
     for event in found:
-        place = min(int((event["end"] - start) / width), _BINS - 1)
+        place = min(int(clock(event["end"]) / width), _BINS - 1)
         bins.setdefault(place, []).append(1e3 * (event["end"] - event["start"]))
     places = [(index + 0.5) * width for index in sorted(bins)]
     curves = []
     for name, share in (("median", 0.5), ("95 of 100", 0.95), ("slowest", 1.0)):
         found_ms = [float(np.quantile(bins[index], share, method="inverted_cdf")) for index in sorted(bins)]
         curves.append(Line(name=name, x=places, y=found_ms))
-    yield lines("verification of a group", curves, x="seconds since the first event", y="milliseconds", type="log")
+    yield lines("verification of a group", curves, x="seconds of the run", y="milliseconds", type="log", dtick="D2")
     failures = _added(run, "verifier_failures")
     steps = [number(row.get("step")) for row in run.metrics]
     failed = [
