@@ -52,7 +52,7 @@ def lines(
     layout: dict[str, Any] = {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}, **axis}}
     if any("error_y" in curve.style for curve in curves):
         note = "bars: 95 % confidence, as there are only so many held-out rows"
-    layout["showlegend"] = legend or sum(trace.get("showlegend", True) for trace in data) > 1
+    layout["showlegend"] = legend or sum(trace.get("showlegend") is not False for trace in data) > 1
     return Chart(title=title, data=data, layout=layout, note=note) if data else None
 
 

@@ -144,8 +144,9 @@ def _evaluated(run: RunFiles, figure: str, x: str, *, name: str = "", within: st
     found = {step: row[within] if within else row for step, row in run.evaluations.items()}
     places = [float(step) if x == "step" else run.seconds_at(step) for step in found]
     values = [number(row.get(figure)) for row in found.values()]
-    errors = [number(row["standard_errors"].get(figure)) for row in run.evaluations.values()]
-    bars = {"error_y": {"array": [1.96 * error for error in errors]}} if errors and None not in errors else {}
+    known = [numbers(row["standard_errors"]) for row in run.evaluations.values()]
+    errors = [1.96 * row[figure] for row in known if figure in row]
+    bars = {"error_y": {"array": errors}} if errors and len(errors) == len(values) else {}
     return Line(name=name or figure, x=places, y=values, style={"mode": "lines+markers", **bars})
 
 
