@@ -19,7 +19,7 @@ demo: setup ## watch a language model learn arithmetic by asynchronous RL, on th
 # mostly wait for each other's processes: in three lanes, one of them for nodes made on this machine.
 RUNS := loop or gpu or cluster
 ALONE := deadline or sandbox or browser
-FAST := not slow and not examples and not gym and not data and not ($(ALONE) or $(RUNS))
+FAST := not slow and not examples and not gym and not trackers and not data and not ($(ALONE) or $(RUNS))
 SIDE_BY_SIDE := $(PYTHON) -m pytest -n auto --maxprocesses 4
 
 test-fast: setup ## run what needs no Ray, vLLM or real deadline: under two minutes
@@ -37,6 +37,8 @@ test: setup ## run the tests (ARGS="-k ledger" for some of them)
 	{ command -v slurmctld && command -v munged; } >/dev/null || leave slurm "Slurm is missing: apt-get install slurm-wlm munge"; \
 	$(PYTHON) -c "import reasoning_gym" 2>/dev/null || leave gym "reasoning-gym is missing: see .venv/setup.log"; \
 	$(PYTHON) -c "import wandb, mlflow" 2>/dev/null || leave trackers "pip install wandb mlflow-skinny"; \
+	$(PYTHON) -c "import verifiers.v1" 2>/dev/null || leave verifiers "pip install verifiers"; \
+	$(PYTHON) -c "import openenv" 2>/dev/null || leave openenv "pip install openenv-core"; \
 	{ command -v chromium || command -v google-chrome; } >/dev/null && command -v chromedriver >/dev/null || \
 	leave browser "Chromium or its chromedriver is missing: apt-get install chromium chromium-driver"; \
 	[ -n "$$AREAL_LITE_GSM8K_DIR" ] || leave data "AREAL_LITE_GSM8K_DIR names no folder with the GSM8K files"; \
