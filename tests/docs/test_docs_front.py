@@ -76,6 +76,18 @@ def test_a_page_says_first_whom_it_is_for(page: Path) -> None:
     assert re.match(r"# .*\n\nFor (readers|programs|whoever)\b", page.read_text())
 
 
+@named([page for page in PAGES if page.stem != "design"])
+@pytest.mark.parametrize("word", ["eta", "parity", "publications?"])
+def test_a_word_of_ours_is_explained_where_it_comes_first(page: Path, word: str) -> None:
+    """In its line, or by a link in or before it. Seen failing with eleven pages of old."""
+    text = page.read_text()
+    if first := re.search(rf"(?<![\w.-]){word}(?![\w=_-])", text, re.IGNORECASE):
+        line_end = text.find("\n", first.end())
+        line = text[text.rfind("\n", 0, first.start()) : line_end]
+        is_defined = re.search(rf"`{word}` is|\*\*{word}\*\* is|{word} \(`", line, re.IGNORECASE)
+        assert is_defined or "design.md#words" in text[:line_end]
+
+
 @named()
 def test_no_table_is_wider_than_seven_columns(page: Path) -> None:
     widths = [len(line.split("|")) - 2 for line in page.read_text().splitlines() if re.match(r"\|[-:| ]+\|$", line)]
