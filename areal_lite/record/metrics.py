@@ -219,8 +219,8 @@ def metrics_page() -> str:
         "Shares of time in `summary.json`": SHARES,
     }
     head = (
-        "For readers of figures: the keys of `metrics.jsonl`, a row per step; made from `areal_lite/record/metrics.py`. "
-        "Words such as publication: [design.md](design.md#words)."
+        "For readers of figures: the keys of `metrics.jsonl`, a row per step; made from `areal_lite/record/metrics.py`."
+        " Words such as publication: [design.md](design.md#words)."
     )
     return f"# Metrics\n\n{head}\n" + "".join(f"\n## {title}\n\n{_table(metrics)}" for title, metrics in tables.items())
 
