@@ -136,7 +136,8 @@ class Config(Section):
         """Of episodes of several turns."""
         rollout = self.rollout
         chosen = {rollout.workflow, *(source.workflow or "single_turn" for source in self.data.sources.values())}
-        if chosen != {"single_turn"} and rollout.turn_timeout_s >= self.run.stall_timeout_s:
+        is_alone = chosen == {"single_turn"} and rollout.workflow_command is None
+        if not is_alone and rollout.turn_timeout_s >= self.run.stall_timeout_s:
             yield (
                 f"rollout.turn_timeout_s must be less than run.stall_timeout_s, got {rollout.turn_timeout_s:g} and "
                 f"{self.run.stall_timeout_s:g}: a run that waits for one reply so long counts as stalled; lower the "

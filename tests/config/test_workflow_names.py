@@ -88,6 +88,7 @@ def test_a_workflow_that_cannot_run_fails_the_start(rollout: dict[str, Any], mes
             {"rollout": {"workflow": "guess_number", "turn_timeout_s": 200.0}},
             r"rollout.turn_timeout_s must be less than run.stall_timeout_s, got 200 and 120",
         ),
+        ({"rollout": {"workflow_command": "true", "turn_timeout_s": 200.0}}, r"must be less than run.stall_timeout_s"),
     ],
 )
 def test_recipes_that_make_no_sense_are_told_so(raw: dict[str, Any], message: str) -> None:

@@ -7,13 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from episode_builders import TOKENIZER, Speaker, run
+from episode_builders import PATIENCE_S, TOKENIZER, Speaker, run
+from ledger_builders import FakeClock, make_settings
+from queue_builders import connected, serving
 from scripted_engine import ScriptedEngine
 from test_rollout_worker import FakeQueue, make_lease, make_worker, serve_until, settle
 
 from areal_lite.rollout.runner import Workflows
 from areal_lite.rollout.worker import sample_seed
 from areal_lite.rollout.workflows import multi_turn, single_turn
+from areal_lite.sample_queue.access import QueueAccess
+from areal_lite.sample_queue.client import AsyncQueueClient
 from areal_lite.types import Sample
 
 Messages = Sequence[Mapping[str, str]]
@@ -95,6 +99,55 @@ def test_a_slow_engine_is_no_slow_environment() -> None:
         return list(client.completed)
 
     assert run(scenario) == ["lease-0"]
+
+
+def test_an_environment_may_take_longer_than_a_lease_lasts() -> None:
+    """Its worker's heartbeats keep the lease for many times its length, and other groups come and go meanwhile.
+
+    Seen failing with heartbeats that name no lease.
+    """
+    clock, beats, settings = FakeClock(), list[list[str]](), make_settings()
+
+    async def scenario(access: QueueAccess) -> None:
+        is_over = asyncio.Event()
+
+        async def step(messages: Messages, row: Mapping[str, Any]) -> tuple[str, bool]:
+            if row["prompt"] == "0+1=?":
+                await is_over.wait()
+            return ">", False
+
+        class Client(AsyncQueueClient):
+            async def heartbeat(self, **named: Any) -> list[str]:
+                beats.append(await super().heartbeat(**named))
+                clock.now += 0.6 * settings.lease_timeout_s
+                return beats[-1]
+
+        client = Client(access, timeout_s=PATIENCE_S)
+        worker, _ = make_worker(
+            client,
+            Speaker(lambda _: "a"),
+            samples_per_group=3,
+            slots=12,
+            workflows=talk(step, turn_timeout_s=PATIENCE_S),
+        )
+        try:
+            running = asyncio.create_task(worker.run())
+            while len(beats) < 20 or (await client.status())["counts"]["generated"] < 3:
+                await asyncio.sleep(0.01)
+            assert not any("fake/0/0#0@1" in dead for dead in beats), "the lease was lost"
+            is_over.set()
+            while (await client.status())["counts"]["generated"] < 4:
+                await asyncio.sleep(0.01)
+            await worker.stop()
+            await running
+        finally:
+            client.close()
+
+    with serving(clock=clock) as access, connected(access) as plain:
+        plain.open_admission()
+        run(lambda: scenario(access))
+        groups = {lease.group.group_id for lease in plain.lease_verify(worker="verifier/0", limit=4, wait_s=0.0)}
+    assert "fake/0/0#0" in groups
 
 
 # --- cancellation ---
