@@ -1,10 +1,12 @@
 """README and all pages: links, paths, commands and figures hold; the front door stays short."""
 
+import ast
 import importlib.util
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +147,27 @@ def test_a_command_of_the_pages_is_one(page: str, words: str) -> None:
     command.make_context(words, list(arguments))
     if words.split()[0] in ("train", "check-config", "sft", "reward-model", "dpo") and "." not in arguments[0]:
         assert arguments[0] in shipped_recipes()
+
+
+def messages() -> list[str]:
+    rows = re.findall(r"^\| `([^`]+)` \|", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE)
+    return [row for row in rows if row != "message"]
+
+
+def texts() -> Iterator[str]:
+    """Every text of the package, with `...` for what a format fills in."""
+    for folder in ("areal_lite", "launch", "actors"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value
+
+
+def test_every_message_that_is_explained_is_one() -> None:
+    """Part by part and in order. Seen failing with a message reworded in the code, and with one made up."""
+    known = list(texts())
+    patterns = {message: ".*".join(map(re.escape, message.split("..."))) for message in messages()}
+    assert len(patterns) >= 20
+    assert [one for one, pattern in patterns.items() if not any(re.search(pattern, text) for text in known)] == []
