@@ -50,7 +50,7 @@ def _spread_chart(title: str, spreads: Mapping[str, Mapping[str, float]]) -> Cha
     known = {name: spread for name, spread in spreads.items() if "median" in spread}
     medians = [spread["median"] for spread in known.values()]
     error = {
-        "type": "data", "symmetric": False,
+        "type": "data", "symmetric": False, "color": COLOURS[-1],
         "array": [spread.get("high", spread["median"]) - spread["median"] for spread in known.values()],
         "arrayminus": [spread["median"] - spread.get("low", spread["median"]) for spread in known.values()],
     }  # fmt: skip

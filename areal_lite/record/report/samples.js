@@ -63,7 +63,7 @@ const line = (words) => element("div", { class: "more" }, words);
 // How long it is, how it ended, which weights wrote it and how old they were for the step that it trained; then the text.
 function told(sample, step, first) {
   const written = versionsOf(sample).map((version) => `version ${version} (age ${step - 1 - version})`);
-  const about = [`${sample.tokens} tokens`, ENDS[sample.stop_reason] ?? sample.stop_reason, ...written].map((words) => element("span", {}, words));
+  const about = [sample.tokens === 1 ? "1 token" : `${sample.tokens} tokens`, ENDS[sample.stop_reason] ?? sample.stop_reason, ...written].map((words) => element("span", {}, words));
   const [parts, isExact] = colouredText(sample);
   const note = isExact || sample.messages ? [] : [line("borders between versions in the text are in proportion to tokens")];
   const text = element("div", { class: "text" }, ...(sample.messages ? turns(sample) : parts));
