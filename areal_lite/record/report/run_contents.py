@@ -93,7 +93,7 @@ def comparison_sections(runs: Sequence[RunFiles]) -> Iterator[Section]:
     yield Section("Speed and lengths", [charts_block([*speed, *times.length_charts(runs)])])
     yield Section("Loss diagnostics", _diagnostics(runs))
     summaries = differences([run.summary for run in runs])
-    yield Section("Summary", [_compared(runs, summaries, caption="figures that differ", ratio=True)])
+    yield Section("Summary", [_compared(runs, summaries, caption="figures that differ")])
 
 
 def different_settings(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
@@ -104,13 +104,6 @@ def different_settings(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
     return {key: row for key, row in rows.items() if key in known - {"run.dir", "run.resume"}}
 
 
-def _compared(runs: Sequence[RunFiles], rows: Mapping[str, list[Any]], *, caption: str, ratio: bool = False) -> Block:
-    """A row per name; the ratio is of the last run to the first."""
-    shown = []
-    for name, values in rows.items():
-        row = {"name": name} | {run.name: value for run, value in zip(runs, values, strict=True)}
-        if ratio:
-            first, last = number(values[0]), number(values[-1])
-            row[f"{runs[-1].name} / {runs[0].name}"] = last / first if first and last is not None else None
-        shown.append(row)
-    return Block("table", shown, caption)
+def _compared(runs: Sequence[RunFiles], rows: Mapping[str, list[Any]], *, caption: str) -> Block:
+    names = ["name", *(run.name for run in runs)]
+    return Block("table", [dict(zip(names, [key, *row], strict=True)) for key, row in rows.items()], caption)

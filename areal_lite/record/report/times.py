@@ -48,9 +48,7 @@ def share_chart(shares: dict[str, dict[str, float]]) -> Chart | None:
         "barmode": "stack", "xaxis": {"tickformat": ".0%", "range": [0, 1]}, "hovermode": "closest",
         "height": max(300, 130 + 42 * len(lanes)), "showlegend": True, "legend": {"traceorder": "normal"},
     }  # fmt: skip
-    note = (
-        "of the time in which the run lived, between the first and the last publication; idle: nothing runs, not paused"
-    )
+    note = "of the time the run lived between the first and the last publication; idle: not paused, and nothing runs"
     return Chart(title="shares of time", data=data, layout=layout, note=note) if data else None
 
 
