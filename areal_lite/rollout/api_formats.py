@@ -1,14 +1,14 @@
 """The APIs that agents speak: from the body of a request to what is asked of a session, and from calls to an answer.
 
-Nothing here sends or generates. Requests are checked and converted by vLLM's own classes; streams are made of finished
-answers, so that no token is lost in them.
+Nothing here sends or generates. Requests are checked and converted by vLLM's own classes, and so are the answers of
+APIs other than OpenAI's first two; streams are made of finished answers, so that no token is lost in them.
 """
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from functools import partial
 from typing import Any
 
 from areal_lite.rollout.sessions import Call
@@ -27,7 +27,9 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Settings that would sample from another policy, with the values that do not."""
 
-Event = tuple[str | None, dict[str, Any]]
+Body = Mapping[str, Any]
+Calls = Sequence[Call]
+_DONE = "data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +55,10 @@ class Format:
 
     read: Callable[[Mapping[str, Any]], Asked]
     """From a request's body; a `ValueError` where it is none."""
-    write: Callable[[str, Mapping[str, Any], Sequence[Call]], dict[str, Any]]
+    write: Callable[[str, Body, Calls], dict[str, Any]]
     """From a name for the answer, the request's body and the calls that answer it, to the answer's body."""
-    events: Callable[[dict[str, Any], Mapping[str, Any]], Iterable[Event]]
-    """From the answer's body and the request's to the events, with their names, of a stream that says the same."""
+    events: Callable[[str, Body, Calls], AsyncIterator[str]]
+    """From the same to the events of a stream that says the same."""
 
 
 def check_policy(body: Mapping[str, Any], *, temperature: float) -> None:
@@ -75,7 +77,7 @@ def check_policy(body: Mapping[str, Any], *, temperature: float) -> None:
             )
 
 
-def _read_chat(body: Mapping[str, Any]) -> Asked:
+def _read_chat(body: Body) -> Asked:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     return _of_chat(ChatCompletionRequest.model_validate(body), body["messages"], max_tokens=body.get("max_tokens"))
@@ -92,37 +94,32 @@ def _of_chat(request: Any, messages: Sequence[Mapping[str, Any]], *, max_tokens:
     )
 
 
-def _write_chat(name: str, body: Mapping[str, Any], calls: Sequence[Call]) -> dict[str, Any]:
-    choices = [
-        {
-            "index": index,
-            "message": {
-                **call.answer,
-                "content": call.answer["content"] or (None if "tool_calls" in call.answer else ""),
-            },
-            "finish_reason": _finish(call),
-            "logprobs": None,
-        }
-        for index, call in enumerate(calls)
-    ]
-    return _answer("chatcmpl", "chat.completion", name, body, calls, choices)
+def _told(call: Call) -> dict[str, Any]:
+    content = call.answer["content"] or (None if "tool_calls" in call.answer else "")
+    return {"message": {**call.answer, "content": content, "reasoning": call.answer.get("reasoning_content")}}
 
 
-def _chat_events(answer: dict[str, Any], body: Mapping[str, Any]) -> Iterable[Event]:
-    def chunk(choices: list[dict[str, Any]], **more: Any) -> Event:
-        return None, {**answer, "object": "chat.completion.chunk", "choices": choices, "usage": None, **more}
+async def _chat_events(name: str, body: Body, calls: Calls) -> AsyncIterator[str]:
+    answer, options = _write_chat(name, body, calls), body.get("stream_options") or {}
+    usage = answer["usage"] if options.get("continuous_usage_stats") else None
+
+    def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
+        return _event({**answer, "object": "chat.completion.chunk", "choices": choices, "usage": usage, **more})
 
     for choice in answer["choices"]:
-        index, message = choice["index"], choice["message"]
-        if calls := message.get("tool_calls"):
-            message = {**message, "tool_calls": [{"index": number, **call} for number, call in enumerate(calls)]}
-        yield chunk([{"index": index, "delta": message, "finish_reason": None}])
-        yield chunk([{"index": index, "delta": {}, "finish_reason": choice["finish_reason"]}])
-    if (body.get("stream_options") or {}).get("include_usage"):
+        message = choice.pop("message")
+        if tools := message.get("tool_calls"):
+            message["tool_calls"] = [{"index": at, **call} for at, call in enumerate(tools)]
+        empty = {**choice, "finish_reason": None, "stop_reason": None}
+        yield chunk([{**empty, "delta": {"role": message.pop("role"), "content": ""}}])
+        yield chunk([{**empty, "delta": message}])
+        yield chunk([{**choice, "delta": {}}])
+    if options.get("include_usage"):
         yield chunk([], usage=answer["usage"])
+    yield _DONE
 
 
-def _read_completion(body: Mapping[str, Any]) -> Asked:
+def _read_completion(body: Body) -> Asked:
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
     request = CompletionRequest.model_validate(body)
@@ -136,47 +133,48 @@ def _read_completion(body: Mapping[str, Any]) -> Asked:
     )
 
 
-def _write_completion(name: str, body: Mapping[str, Any], calls: Sequence[Call]) -> dict[str, Any]:
-    choices = [
-        {"index": index, "text": call.answer["content"], "finish_reason": _finish(call), "logprobs": None}
-        for index, call in enumerate(calls)
-    ]
-    return _answer("cmpl", "text_completion", name, body, calls, choices)
+async def _completion_events(name: str, body: Body, calls: Calls) -> AsyncIterator[str]:
+    yield _event(_write_completion(name, body, calls)) + _DONE
 
 
-def _completion_events(answer: dict[str, Any], body: Mapping[str, Any]) -> Iterable[Event]:
-    yield None, answer
-
-
-def _answer(
-    prefix: str, kind: str, name: str, body: Mapping[str, Any], calls: Sequence[Call], choices: list[dict[str, Any]]
+def _write(
+    prefix: str, kind: str, told: Callable[[Call], dict[str, Any]], name: str, body: Body, calls: Calls
 ) -> dict[str, Any]:
-    num_prompt, num_own = len(calls[0].context), sum(call.turn.num_tokens for call in calls)
+    stops = _stops(body.get("stop"))
     return {
         "id": f"{prefix}-{name}",
         "object": kind,
         "created": int(time.time()),
         "model": body.get("model") or "policy",
-        "choices": choices,
-        "usage": {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_own,
-            "total_tokens": num_prompt + num_own,
-        },
+        "choices": [{"index": index, **told(call), **_end(call, stops)} for index, call in enumerate(calls)],
+        "usage": _usage(calls),
     }
 
 
-def _finish(call: Call) -> str:
-    if call.answer.get("tool_calls"):
-        return "tool_calls"
-    return "length" if call.turn.stop_reason is StopReason.LENGTH else "stop"
+_write_chat = partial(_write, "chatcmpl", "chat.completion", _told)
+_write_completion = partial(_write, "cmpl", "text_completion", lambda call: {"text": call.answer["content"]})
+
+
+def _usage(calls: Calls) -> dict[str, int]:
+    num_prompt, num_own = len(calls[0].context), sum(call.turn.num_tokens for call in calls)
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_own, "total_tokens": num_prompt + num_own}
+
+
+def _end(call: Call, stops: Sequence[str] = ()) -> dict[str, Any]:
+    has_calls, reason = bool(call.answer.get("tool_calls")), call.turn.stop_reason
+    said = call.turn.text if reason is StopReason.STRING else ""
+    return {
+        "finish_reason": "tool_calls" if has_calls else "length" if reason is StopReason.LENGTH else "stop",
+        "stop_reason": next((stop for stop in stops if stop in said), None),
+        "logprobs": None,
+    }
 
 
 def _stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
-def _read_messages(body: Mapping[str, Any]) -> Asked:
+def _read_messages(body: Body) -> Asked:
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
@@ -184,62 +182,28 @@ def _read_messages(body: Mapping[str, Any]) -> Asked:
     return _of_chat(request, [dict(message) for message in request.messages], max_tokens=None)
 
 
-def _write_messages(name: str, body: Mapping[str, Any], calls: Sequence[Call]) -> dict[str, Any]:
-    ((call, answer),) = [(call, call.answer) for call in calls]
-    ends = [end for end in body.get("stop_sequences") or () if end in call.turn.text]
-    content: list[dict[str, Any]] = []
-    if thoughts := answer.get("reasoning_content"):
-        content.append({"type": "thinking", "thinking": thoughts, "signature": name})
-    if answer["content"] or not answer.get("tool_calls"):
-        content.append({"type": "text", "text": answer["content"]})
-    for one in answer.get("tool_calls", ()):
-        function = one["function"]
-        arguments = json.loads(function["arguments"])
-        content.append({"type": "tool_use", "id": one["id"], "name": function["name"], "input": arguments})
-    is_string = call.turn.stop_reason is StopReason.STRING
-    reasons = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "stop_sequence" if is_string else "end_turn"}
-    return {
-        "id": f"msg_{name}",
-        "type": "message",
-        "role": "assistant",
-        "model": body["model"],
-        "content": content,
-        "stop_reason": reasons[_finish(call)],
-        "stop_sequence": ends[0] if is_string and ends else None,
-        "usage": {"input_tokens": len(call.context), "output_tokens": call.turn.num_tokens},
-    }
+def _as_chat(body: Body) -> dict[str, Any]:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    return {"model": body["model"], "stop": body.get("stop_sequences"), "stream_options": options}
 
 
-def _messages_events(answer: dict[str, Any], body: Mapping[str, Any]) -> Iterable[Event]:
-    def event(kind: str, **data: Any) -> Event:
-        return kind, {"type": kind, **data}
+def _write_messages(name: str, body: Body, calls: Calls) -> dict[str, Any]:
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 
-    begun = {**answer, "content": [], "stop_reason": None, "stop_sequence": None}
-    yield event("message_start", message={**begun, "usage": {**answer["usage"], "output_tokens": 0}})
-    for index, block in enumerate(answer["content"]):
-        empty: dict[str, Any]
-        match block:
-            case {"type": "text", "text": text}:
-                empty, deltas = {"text": ""}, [{"type": "text_delta", "text": text}]
-            case {"type": "thinking", "thinking": text}:
-                signature = {"type": "signature_delta", "signature": block["signature"]}
-                empty, deltas = (
-                    {"thinking": "", "signature": ""},
-                    [{"type": "thinking_delta", "thinking": text}, signature],
-                )
-            case _:
-                written = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-                empty, deltas = {"input": {}}, [written]
-        yield event("content_block_start", index=index, content_block={**block, **empty})
-        for delta in deltas:
-            yield event("content_block_delta", index=index, delta=delta)
-        yield event("content_block_stop", index=index)
-    end = {"stop_reason": answer["stop_reason"], "stop_sequence": answer["stop_sequence"]}
-    yield event("message_delta", delta=end, usage=answer["usage"])
-    yield event("message_stop")
+    chat = ChatCompletionResponse.model_validate(_write_chat(name, _as_chat(body), calls))
+    answer = AnthropicServingMessages.messages_full_converter(None, chat)  # its server is not needed for it
+    return dict(answer.model_dump(mode="json", exclude_none=True))
 
 
-def _read_response(body: Mapping[str, Any]) -> Asked:
+def _messages_events(name: str, body: Body, calls: Calls) -> AsyncIterator[str]:
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+    chunks = _chat_events(name, _as_chat(body), calls)
+    return AnthropicServingMessages.message_stream_converter(None, chunks)  # type: ignore[no-any-return]
+
+
+def _read_response(body: Body) -> Asked:
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
 
@@ -256,21 +220,40 @@ def _read_response(body: Mapping[str, Any]) -> Asked:
     )
 
 
-def _write_response(name: str, body: Mapping[str, Any], calls: Sequence[Call]) -> dict[str, Any]:
-    ((call, answer),) = [(call, call.answer) for call in calls]
-    output: list[dict[str, Any]] = []
+def _write_response(name: str, body: Body, calls: Calls) -> dict[str, Any]:
+    return _response(name, body, calls, _items(calls))
+
+
+async def _response_events(name: str, body: Body, calls: Calls) -> AsyncIterator[str]:
+    items = _items(calls)
+    answer = _response(name, body, calls, items)
+    begun = {"type": "response.created", "response": {**answer, "status": "in_progress", "output": []}}
+    events = [begun, *items, {"type": f"response.{answer['status']}", "response": answer}]
+    for at, event in enumerate(events):
+        yield _event({**event, "sequence_number": at})
+
+
+def _items(calls: Calls) -> list[dict[str, Any]]:
+    """Return the events of a response's parts."""
+    from vllm.entrypoints.openai.responses import streaming_events as of
+
+    ((answer, tools),) = [(call.answer, call.answer.get("tool_calls", ())) for call in calls]
+    events, state = list[Any](), of.SimpleStreamingState()
     if thoughts := answer.get("reasoning_content"):
-        content = [{"type": "reasoning_text", "text": thoughts}]
-        output.append({"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": content})
-    if answer["content"] or not answer.get("tool_calls"):
-        part = {"type": "output_text", "text": answer["content"], "annotations": []}
-        said = {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": "completed", "content": [part]}
-        output.append(said)
-    for number, one in enumerate(answer.get("tool_calls", ())):
-        made = {"type": "function_call", "id": f"fc_{number}_{name}", "call_id": one["id"], "status": "completed"}
-        output.append({**made, **one["function"]})
-    is_cut_off = _finish(call) == "length"
-    num_prompt, num_own = len(call.context), call.turn.num_tokens
+        events += of.emit_simple_reasoning_open(state) + of.emit_simple_reasoning_delta(state, thoughts)
+        events += of.emit_simple_reasoning_done(state)
+    if answer["content"] or not tools:
+        events += of.emit_simple_content_open(state) + of.emit_simple_content_delta(state, answer["content"])
+        events += of.emit_simple_content_done(state)
+    for at, one in enumerate(tools):
+        events += of.emit_simple_tool_call_open(state, one["function"]["name"], at, call_id=one["id"])
+        events += of.emit_simple_tool_call_delta(state, one["function"]["arguments"])
+        events += of.emit_simple_tool_call_done(state)
+    return [event.model_dump(mode="json", exclude_none=True) for event in events]
+
+
+def _response(name: str, body: Body, calls: Calls, items: Sequence[Body]) -> dict[str, Any]:
+    is_cut_off, usage = _end(calls[0])["finish_reason"] == "length", _usage(calls)
     return {
         "id": f"resp_{name}",
         "object": "response",
@@ -278,47 +261,23 @@ def _write_response(name: str, body: Mapping[str, Any], calls: Sequence[Call]) -
         "model": body.get("model") or "policy",
         "status": "incomplete" if is_cut_off else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut_off else None,
-        "output": output,
+        "output": [event["item"] for event in items if event["type"] == "response.output_item.done"],
         "parallel_tool_calls": True,
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
         "usage": {
-            "input_tokens": num_prompt,
-            "output_tokens": num_own,
-            "total_tokens": num_prompt + num_own,
+            "input_tokens": usage["prompt_tokens"],
+            "output_tokens": usage["completion_tokens"],
+            "total_tokens": usage["total_tokens"],
             "input_tokens_details": {"cached_tokens": 0},
             "output_tokens_details": {"reasoning_tokens": 0},
         },
     }
 
 
-def _response_events(answer: dict[str, Any], body: Mapping[str, Any]) -> Iterable[Event]:
-    numbers = count()
-
-    def event(kind: str, **data: Any) -> Event:
-        return f"response.{kind}", {"type": f"response.{kind}", "sequence_number": next(numbers), **data}
-
-    yield event("created", response={**answer, "status": "in_progress", "output": []})
-    for index, item in enumerate(answer["output"]):
-        place = {"item_id": item["id"], "output_index": index}
-        match item["type"]:
-            case "message":
-                (part,) = item["content"]
-                place["content_index"] = 0
-                yield event("output_item.added", output_index=index, item={**item, "content": []})
-                yield event("content_part.added", **place, part={**part, "text": ""})
-                yield event("output_text.delta", **place, delta=part["text"], logprobs=[])
-                yield event("output_text.done", **place, text=part["text"], logprobs=[])
-                yield event("content_part.done", **place, part=part)
-            case "function_call":
-                written = {"arguments": item["arguments"], "name": item["name"]}
-                yield event("output_item.added", output_index=index, item={**item, "arguments": ""})
-                yield event("function_call_arguments.delta", **place, delta=item["arguments"])
-                yield event("function_call_arguments.done", **place, **written)
-            case _:
-                yield event("output_item.added", output_index=index, item=item)
-        yield event("output_item.done", output_index=index, item=item)
-    yield event(answer["status"], response=answer)
+def _event(data: Body) -> str:
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{name}data: {json.dumps(data)}\n\n"
 
 
 FORMATS = {
@@ -328,12 +287,3 @@ FORMATS = {
     "completions": Format(read=_read_completion, write=_write_completion, events=_completion_events),
 }
 """By the end of their address."""
-
-
-def stream(answer: dict[str, Any], body: Mapping[str, Any], form: Format) -> str:
-    """Return an answer as the server-sent events of its API."""
-    events = [
-        (f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n"
-        for name, data in form.events(answer, body)
-    ]
-    return "".join(events) + ("" if events and events[0].startswith("event:") else "data: [DONE]\n\n")

@@ -155,7 +155,7 @@ class Endpoint:
     async def _post(self, request: "Request") -> "Response":
         from starlette.responses import JSONResponse, Response
 
-        from areal_lite.rollout.api_formats import FORMATS, check_policy, stream
+        from areal_lite.rollout.api_formats import FORMATS, check_policy
 
         door = self._door(request)
         if not isinstance(door, _Door):
@@ -187,10 +187,11 @@ class Endpoint:
         if not record.is_delivered:
             record.is_delivered = True
             door.session.keep(record.calls.result())
-        answer = form.write(record.name, body, record.calls.result())
+        answering = (record.name, body, record.calls.result())
         if body.get("stream"):
-            return Response(stream(answer, body, form), media_type="text/event-stream")
-        return JSONResponse(answer)
+            events = [event async for event in form.events(*answering)]
+            return Response("".join(events), media_type="text/event-stream")
+        return JSONResponse(form.write(*answering))
 
     def parser(self, tokenizer: Any) -> Parse | None:
         """Return what takes tool calls and reasoning apart; None where the recipe names no parser."""

@@ -159,6 +159,31 @@ def test_a_parser_of_ones_own_and_reasoning(tmp_path: Any) -> None:
     assert "hm</think>yes<|im_end|>" in speaker.tokenizer.decode(speaker.contexts[1])
 
 
+def test_streams_tell_thoughts_and_what_ended_them() -> None:
+    """In every API's own way, and an answer that says nothing. Seen failing without `reasoning` in chunks."""
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        asked = {"model": "m", "messages": [user("a")]}
+        async with llm.client.chat.completions.stream(**asked, stop="END") as stream:
+            (choice,) = (await stream.get_final_completion()).choices
+        assert (choice.message.reasoning, choice.message.content, choice.finish_reason) == ("hm", "yes", "stop")
+        assert choice.message.tool_calls is None
+        async with llm.client.responses.stream(model="m", input="a") as stream:
+            thoughts, said = (await stream.get_final_response()).output
+        assert (thoughts.content[0].text, said.content[0].text) == ("hm", "yes")
+        async with anthropic.AsyncAnthropic(base_url=llm.anthropic_base_url, api_key=llm.api_key) as client:
+            async with client.messages.stream(**asked, max_tokens=50, stop_sequences=["END"]) as stream:
+                message = await stream.get_final_message()
+            (thoughts, said), empty = message.content, await client.messages.create(**asked, max_tokens=50)
+        assert (thoughts.thinking, said.text, message.stop_sequence) == ("hm", "yes", "END")
+        assert (message.usage.output_tokens, empty.content[-1].type) == (len("hm</think>yesEND"), "thinking")
+        return 1.0
+
+    answers = ["hm</think>yesEND", "hm</think>yes", "hm</think>yesEND", "hm</think>"]
+    sample, speaker = trained(agent, answers, endpoint={"reasoning_parser": "qwen3"})
+    assert speaker.tokenizer.decode(own(sample)).count("hm</think>") == 4
+
+
 def test_a_retry_is_answered_from_the_record() -> None:
     """By the SDK's header, by an idempotency key, and the same again where nobody heard the first answer.
 
