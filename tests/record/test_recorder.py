@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from ledger_builders import FakeClock, make_sample
+from report_builders import make_events
 from run_folders import new_run_folder
 
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.events import Event
 from areal_lite.record.metrics import METRICS
 from areal_lite.record.online_recorder import OnlineRecorder
+from areal_lite.record.report.times import lane_shares
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.types import Group, Prompt, Score
 
@@ -329,6 +331,29 @@ def test_a_resumed_run_continues_where_the_first_one_ended(
     assert summary["length_histogram"] == {"16": 2}
     assert summary["gen_tokens_per_s"] == pytest.approx(50 / 10)
     assert summary["samples_per_s"] == pytest.approx(4 / 10)
+
+
+def test_page_and_summary_tell_the_same_shares_after_a_resume(
+    config: Config, folder: RunFolder, recorder: OnlineRecorder, clock: FakeClock
+) -> None:
+    """Of both lives, and nothing of the hour between, in which a step takes longer then: seen failing with the second
+    life's alone in the summary, and with the hour in the page's.
+    """
+    log = make_events(steps=6, workers=1)
+    for steps, dead in ((range(3), 0.0), (range(3, 6), 3600.0)):
+        recorder = OnlineRecorder(config, folder) if dead else recorder
+        for step in steps:
+            clock.now = BEGIN + dead + step + 1
+            now = [row for row in log if step < row["time"] <= step + 1 and not (dead and row["kind"] == "trained")]
+            recorder.feed([row | {"time": BEGIN + dead + row["time"]} for row in now])
+            do_step(recorder, step + 1)
+    summary, page = recorder.summary("done", ledger={"trained": 12}), lane_shares(folder.read("events.jsonl"))
+    assert page["trainer"]["training"] > 0.75
+    for lane, state, name in (
+        ("trainer", "training", "trainer_training_fraction"), ("trainer", "waiting", "trainer_idle_fraction"),
+        ("trainer", "publishing", "trainer_publishing_fraction"), ("rollout/0", "pausing", "paused_fraction"),
+    ):  # fmt: skip
+        assert page[lane][state] == pytest.approx(summary[name], abs=0.01), name
 
 
 def test_the_event_log_holds_every_event(recorder: OnlineRecorder, folder: RunFolder) -> None:
