@@ -95,7 +95,7 @@ class RolloutActor:
             heartbeat_s=config.queue.lease_timeout_s / 5,
             events=self._events,
             workflows=workflows,
-            max_episodes=config.rollout.max_episodes,
+            max_episodes=config.rollout.most_episodes,
         )
 
     async def run(self) -> None:

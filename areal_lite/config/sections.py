@@ -173,7 +173,8 @@ class RolloutConfig(Section):
     slots: int = Field(64, ge=1)
     """samples an engine decodes at once; the worker keeps them filled"""
     max_episodes: int | None = Field(None, ge=1)
-    """samples a worker holds at most, with those that wait for their environments; null = 16 times slots"""
+    """samples a worker holds at most, with those that wait for their environments; null = 16 times slots, and 16 of
+    workflow_command, which is a process each"""
     threads: int = Field(1, ge=1)
     """CPU threads of one engine"""
     tensor_parallel: int = Field(1, ge=1)
@@ -184,6 +185,11 @@ class RolloutConfig(Section):
     """GPU memory an engine may take (cuda)"""
     engine_arguments: dict[str, Any] = {}
     """any other of vLLM's AsyncEngineArgs by its name there, such as quantization: fp8; see docs/models.md"""
+
+    @property
+    def most_episodes(self) -> int:
+        """What max_episodes comes to."""
+        return self.max_episodes or (16 * self.slots if self.workflow_command is None else 16)
 
     def _problems(self) -> Iterable[str]:
         if self.top_p != 1.0 or self.top_k != 0:

@@ -34,6 +34,8 @@ class Llm:
     """For Anthropic's SDKs."""
     model: str = "policy"
     """Any other name is as good."""
+    transport: Any = None
+    """Of the client's requests; None = sockets."""
 
     @cached_property
     def client(self) -> "AsyncOpenAI":
@@ -41,7 +43,7 @@ class Llm:
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
         # Without TLS, whose certificates take longer to read than many an agent takes in all.
-        http = DefaultAsyncHttpxClient(verify=False)
+        http = DefaultAsyncHttpxClient(verify=False, transport=self.transport)
         return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, http_client=http)
 
     async def close(self) -> None:
@@ -72,7 +74,9 @@ class Agent:
         """
         session = Session(engine, max_new_tokens=max_new_tokens, parse=self.endpoint.parser(engine.tokenizer))
         async with self.endpoint.serving(session) as (root, key):
-            llm = Llm(base_url=f"{root}/v1", api_key=key, anthropic_base_url=root)
+            # An agent in a thread may bring an event loop of its own.
+            transport = self.endpoint.transport if inspect.iscoroutinefunction(self.function) else None
+            llm = Llm(base_url=f"{root}/v1", api_key=key, anthropic_base_url=root, transport=transport)
             try:
                 result = await call(self.function, task, llm, **arguments)
             finally:

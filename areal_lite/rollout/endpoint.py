@@ -89,6 +89,8 @@ class Endpoint:
         self._server: Any = None
         self._serving: asyncio.Task[None] | None = None
         self._root = ""
+        self.transport: Any = None
+        """Takes requests of httpx's clients here without a socket; for this event loop alone."""
         self._starting = asyncio.Lock()
 
     @asynccontextmanager
@@ -131,6 +133,7 @@ class Endpoint:
                 Route("/sessions/{session}/v1/{api:path}", self._post, methods=["POST"]),
             ]
         )
+        self.transport = _within_process(app)
         listener = socket.create_server((LOOPBACK, 0), backlog=2048)
         self._root = f"http://{LOOPBACK}:{listener.getsockname()[1]}"
         self._server = Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none"))
@@ -216,6 +219,20 @@ def _parse(parser: Any, tokenizer: Any, text: str, tools: Sequence[Mapping[str, 
     request = ChatCompletionRequest(messages=[], tools=list(tools) or None)
     reasoning, content, calls = parser(tokenizer, request.tools).parse(text, request, enable_auto_tools=bool(tools))
     return _message(content, [{"name": one.name, "arguments": one.arguments} for one in calls or ()], reasoning)
+
+
+def _within_process(app: Any) -> Any:
+    import httpx2
+
+    class Within(httpx2.ASGITransport):
+        async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+            try:
+                async with asyncio.timeout(request.extensions["timeout"]["read"]):
+                    return await super().handle_async_request(request)
+            except TimeoutError as error:
+                raise httpx2.ReadTimeout("no answer within the client's timeout", request=request) from error
+
+    return Within(app)
 
 
 async def _is_done(record: _Record, request: "Request") -> bool:

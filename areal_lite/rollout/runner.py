@@ -44,6 +44,8 @@ class Workflows:
     """Seconds an episode may spend away from the engine at a stretch."""
     max_context: int = 512
     """Tokens that a call of an agent may have with its answer."""
+    gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1 << 30))
+    """Lets in as many episodes as there may be at once, those of an evaluation included."""
     endpoint: Endpoint = field(default_factory=Endpoint)
     """What agents call."""
     errors: dict[str, str] = field(default_factory=dict)
@@ -74,7 +76,7 @@ class Workflows:
             prompt_ids, room = ((), self.max_context) if isinstance(function, Agent) else (prompt.token_ids, limit)
             if isinstance(function, Agent):
                 await function.endpoint.start()
-            async with clock:
+            async with self.gate, clock:
                 episode = EpisodeEngine(
                     engine,
                     prompt_ids,
@@ -162,6 +164,7 @@ def load_workflows(config: Config) -> Workflows:
         is_chat=lambda prompt: config.data.mix.get(prompt.prompt_id.split("/")[0], config.data).chat,
         turn_timeout_s=rollout.turn_timeout_s,
         max_context=config.model.max_context,
+        gate=asyncio.Semaphore(rollout.most_episodes),
         endpoint=endpoint,
     )
 

@@ -4,14 +4,19 @@ import asyncio
 import functools
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from episode_builders import Speaker, load, make_prompt, run
 from test_agents import trained
 
+from areal_lite.config.recipe import parse_config
 from areal_lite.errors import EpisodeError
 from areal_lite.rollout.agents import Llm
 from areal_lite.rollout.commands import run_command
+from areal_lite.rollout.runner import complete_greedily
 from areal_lite.types import Sample
 
 ASKS = """
@@ -58,6 +63,27 @@ def test_a_program_that_fails_is_a_lost_sample_that_quotes_it(tmp_path: Path, pr
     """Seen failing (memory) without the limit, and (exit code) with the reward it printed before."""
     with pytest.raises(EpisodeError, match=message):
         play(tmp_path, program, memory_mb=1024)
+
+
+def test_no_more_episodes_run_at_once_than_may() -> None:
+    """An evaluation begins all its prompts at once; programs are 16 unless the recipe says otherwise.
+
+    Seen failing without the gate.
+    """
+    running: list[int] = [0]
+
+    async def counts(engine: Any, row: Any) -> list[Any]:
+        running.append(running[-1] + 1)
+        await asyncio.sleep(0.01)
+        running.append(running[-1] - 1)
+        return [await engine.generate(engine.prompt_ids)]
+
+    workflows = replace(load(max_episodes=2), default="counts", loaded={"counts": (counts, {})})
+    prompts = [make_prompt()] * 6
+    samples = run(lambda: complete_greedily(Speaker(lambda _: "a"), prompts, max_new_tokens=9, workflows=workflows))
+    assert None not in samples
+    assert max(running) == 2
+    assert parse_config({"rollout": {"workflow_command": "true"}}).rollout.most_episodes == 16
 
 
 ORPHAN = """
