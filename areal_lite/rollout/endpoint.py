@@ -222,17 +222,22 @@ def _parse(parser: Any, tokenizer: Any, text: str, tools: Sequence[Mapping[str, 
 
 
 def _within_process(app: Any) -> Any:
-    import httpx2
+    from openai import DefaultAsyncHttpxClient
 
-    class Within(httpx2.ASGITransport):
-        async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-            try:
-                async with asyncio.timeout(request.extensions["timeout"]["read"]):
-                    return await super().handle_async_request(request)
-            except TimeoutError as error:
-                raise httpx2.ReadTimeout("no answer within the client's timeout", request=request) from error
+    # httpx, or httpx2: by openai's version.
+    httpx: Any = importlib.import_module(str(DefaultAsyncHttpxClient.__base__.__module__))
+    transport = httpx.ASGITransport(app)
+    send = transport.handle_async_request
 
-    return Within(app)
+    async def send_in_time(request: Any) -> Any:
+        try:
+            async with asyncio.timeout(request.extensions["timeout"]["read"]):
+                return await send(request)
+        except TimeoutError as error:
+            raise httpx.ReadTimeout("no answer within the client's timeout", request=request) from error
+
+    transport.handle_async_request = send_in_time
+    return transport
 
 
 async def _is_done(record: _Record, request: "Request") -> bool:
