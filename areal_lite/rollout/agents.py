@@ -81,8 +81,7 @@ class Agent:
                 result = await call(self.function, task, llm, **arguments)
             finally:
                 await llm.close()
-        sample = session.sample()
-        return sample if result is None else _scored(sample, result, engine.tokenizer)
+        return session.sample() if result is None else _scored(session, result)
 
 
 def is_agent(function: Callable[..., Any]) -> bool:
@@ -90,14 +89,18 @@ def is_agent(function: Callable[..., Any]) -> bool:
     return list(inspect.signature(function).parameters)[1:2] == ["llm"]
 
 
-def _scored(sample: Sample, result: Any, tokenizer: Any) -> Sample:
+def _scored(session: Session, result: Any) -> Sample:
+    sample, calls = session.sample(), None
     if isinstance(result, Mapping):
-        result = VerifyResult(result.get("reward", None), parts={k: v for k, v in result.items() if k != "reward"})
+        calls = result.get("calls")
+        parts = {name: value for name, value in result.items() if name not in ("reward", "calls")}
+        result = VerifyResult(result.get("reward"), parts=parts)
     reply = read_result(result, completion=sample.text)
     if reply.failure is not None:
         raise ValueError(
             f"an agent must return its reward, a number or a dict of numbers with one named reward, or None to leave "
             f"it to the verifier; got {result!r:.80} ({reply.detail})"
         )
-    decode = lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))  # noqa: E731
-    return sample.scored(score_of(reply, sample, decode))
+    decode = lambda ids: str(session.engine.tokenizer.decode(list(ids), skip_special_tokens=True))  # noqa: E731
+    score = score_of(reply, sample, decode)
+    return sample.scored(score if calls is None else session.credited(score, calls))

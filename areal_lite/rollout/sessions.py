@@ -12,7 +12,7 @@ from typing import Any
 from areal_lite.data.encode import encode_text, render_chat
 from areal_lite.rollout.dialogue import ENVIRONMENT, ids_behind, text_behind
 from areal_lite.rollout.episode import EpisodeEngine, Turn
-from areal_lite.types import Sample, StopReason
+from areal_lite.types import Sample, Score, StepReward, StopReason
 
 Message = dict[str, Any]
 
@@ -129,6 +129,21 @@ class Session:
             seen.update(map(id, ways[-1]))
         first, *branches = map(self._joined, ways)
         return replace(first, messages=tuple(_messages(ways[0])), branches=tuple(branches))
+
+    def credited(self, score: Score, values: Sequence[float]) -> Score:
+        """Add what each call earned: where it ends, if it lies on the last call's way, else to the reward of all ways.
+
+        Raises:
+            ValueError: There is not one number for each call.
+        """
+        if len(values) != len(self._calls):
+            raise ValueError(f"calls must be a number for each of the {len(self._calls)} answered, got {values!r:.80}")
+        way = _lineage(self._calls[-1])
+        ends = {id(call): len(call.tokens) - len(way[0].context) - 1 for call in way}
+        earned = [(ends.get(id(call)), float(value)) for call, value in zip(self._calls, values, strict=True)]
+        steps = tuple(StepReward(token=end, value=value) for end, value in earned if end is not None)
+        others = sum(value for end, value in earned if end is None)
+        return replace(score, reward=(score.reward or 0.0) + others, step_rewards=steps)
 
     def _joined(self, calls: Sequence[Call]) -> Sample:
         turns: list[Turn] = []

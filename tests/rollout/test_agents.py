@@ -210,6 +210,30 @@ def test_a_dict_is_a_reward_with_parts_and_none_is_left_to_the_verifier() -> Non
             trained(returns(wrong), ["a"])
 
 
+def test_a_reward_for_each_call_is_paid_where_the_call_ends() -> None:
+    """That of a call on another way counts for all. Seen failing with places counted from the last call on."""
+
+    def returns(*calls: Any) -> Callable[..., Any]:
+        async def agent(task: Mapping[str, Any], llm: Any) -> Any:
+            await two_branches(task, llm)
+            return {"reward": 1, "calls": calls, "brief": 2}
+
+        return agent
+
+    sample, speaker = trained(returns(0.5, 4, 0.25), ["p1", "s", "p2"])
+    assert sample.score is not None
+    assert (sample.score.reward, sample.score.parts, sample.total_reward) == (5, {"brief": 2.0}, 5.75)
+    ends = {step.token: step.value for step in sample.step_rewards}
+    assert list(ends.values()) == [0.5, 0.25]
+    assert [speaker.tokenizer.decode(sample.token_ids[: end + 1])[-12:] for end in ends] == [
+        "p1<|im_end|>",
+        "p2<|im_end|>",
+    ]
+    for wrong, message in (((1, 2), "each of the 3 answered, got"), ((1, 2, float("nan")), "float32")):
+        with pytest.raises(EpisodeError, match=f"workflow:ValueError: .*{message}"):
+            trained(returns(*wrong), ["p1", "s", "p2"])
+
+
 def test_agents_that_fail_are_lost_samples() -> None:
     """One that raises, one that calls nothing, one that never ends: no reward."""
 
