@@ -173,7 +173,7 @@ class RolloutConfig(Section):
     slots: int = Field(64, ge=1)
     """samples an engine decodes at once; the worker keeps them filled"""
     max_episodes: int | None = Field(None, ge=1)
-    """samples a worker holds at most, with those that wait for their environments; null = 16 times slots, and 16 of
+    """samples a worker holds at most, with those that wait for their environments; null = 16 times slots, and 8 of
     workflow_command, which is a process each"""
     threads: int = Field(1, ge=1)
     """CPU threads of one engine"""
@@ -189,7 +189,7 @@ class RolloutConfig(Section):
     @property
     def most_episodes(self) -> int:
         """What max_episodes comes to."""
-        return self.max_episodes or (16 * self.slots if self.workflow_command is None else 16)
+        return self.max_episodes or (16 * self.slots if self.workflow_command is None else 8)
 
     def _problems(self) -> Iterable[str]:
         if self.top_p != 1.0 or self.top_k != 0:

@@ -3,14 +3,14 @@ the engine.
 
 One engine, filled by the rollout worker with the prompts of a recipe; there is no queue, no verifier and no trainer. A
 dialogue has a few short turns, and the environment's word after each is a single character. Both sides have the same
-one: `multi_turn`, and an agent with OpenAI's client.
+one: `multi_turn`, and an agent with `llm.client`; or, in the third case, with such a client over a socket.
 """
 
 import asyncio
 import gc
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from areal_lite.watchdog import Watchdog
 _REPLY = "?"
 _POLL_S = 0.02
 Case = tuple[str, float]
-"""`workflow` or `agent`, and the seconds its environment takes for each word."""
+"""`workflow`, `agent` or `socket`, and the seconds its environment takes for each word."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,7 @@ def bench(settings: AgentsBench, recipe: str, overrides: Sequence[str], *, out: 
 
     folder = str(prepare_model(config, console=console))
     cases = [(side, latency) for latency in settings.latencies_s for side in ("workflow", "agent")]
+    cases.insert(2, ("socket", settings.latencies_s[0]))
     measured = asyncio.run(_measure_all(settings, config, cases, folder=folder, console=console))
     gc.collect()  # vLLM's engine complains of an end that comes with the interpreter's
     rows = summarise(measured)
@@ -82,7 +83,7 @@ def summarise(measured: Mapping[Case, Sequence[tuple[float, float]]]) -> list[di
             "tokens_per_s": [rate for rate, _ in repeats],
             "full": [full for _, full in repeats],
             "over": ratios([rate for rate, _ in repeats], [rate for rate, _ in measured["workflow", latency]])
-            if side == "agent"
+            if side != "workflow"
             else [],
         }
         for (side, latency), repeats in measured.items()
@@ -142,7 +143,7 @@ async def _measure(
         workflows=workflows,
         max_episodes=rollout.max_episodes,
     )
-    if side == "agent":
+    if side != "workflow":
         await workflows.endpoint.start()
     begin = clock() + settings.warm_s
     working = asyncio.ensure_future(worker.run())
@@ -170,12 +171,14 @@ def _workflows(settings: AgentsBench, config: Config, side: str, latency_s: floa
 
     async def agent(task: Mapping[str, Any], llm: Any) -> float:
         text, wanted = task["prompt"], settings.turn_tokens
+        client = (llm if side == "agent" else replace(llm, transport=None)).client
         for number in range(settings.turns):
             if number:
                 await asyncio.sleep(latency_s)
                 text += _REPLY
-            reply = await llm.client.completions.create(model=llm.model, prompt=text, max_tokens=wanted)
+            reply = await client.completions.create(model=llm.model, prompt=text, max_tokens=wanted)
             text += reply.choices[0].text
+        await client.close()
         return 0.0
 
     endpoint = Endpoint()

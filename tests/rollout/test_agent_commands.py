@@ -66,7 +66,7 @@ def test_a_program_that_fails_is_a_lost_sample_that_quotes_it(tmp_path: Path, pr
 
 
 def test_no_more_episodes_run_at_once_than_may() -> None:
-    """An evaluation begins all its prompts at once; programs are 16 unless the recipe says otherwise.
+    """An evaluation begins all its prompts at once; programs are 8 unless the recipe says otherwise.
 
     Seen failing without the gate.
     """
@@ -83,7 +83,7 @@ def test_no_more_episodes_run_at_once_than_may() -> None:
     samples = run(lambda: complete_greedily(Speaker(lambda _: "a"), prompts, max_new_tokens=9, workflows=workflows))
     assert None not in samples
     assert max(running) == 2
-    assert parse_config({"rollout": {"workflow_command": "true"}}).rollout.most_episodes == 16
+    assert parse_config({"rollout": {"workflow_command": "true"}}).rollout.most_episodes == 8
 
 
 ORPHAN = """

@@ -25,7 +25,7 @@ class Counting(ScriptedEngine):
         return await super().generate(prompt_ids, sampling)
 
 
-@pytest.mark.parametrize("side", ["workflow", "agent"])
+@pytest.mark.parametrize("side", ["workflow", "agent", "socket"])
 def test_both_sides_hold_the_same_dialogue(side: str) -> None:
     """Three turns of four tokens with the environment's character between them, and slots that are taken."""
     engine = Counting()
