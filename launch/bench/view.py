@@ -128,7 +128,9 @@ COLUMNS: dict[str, Columns] = {
         "lost": cell("steps_lost"),
         "healed by": cell("healed_by"),
         "losses": cell("losses"),
-        "outcome": lambda row: "FAILED" if row["problems"] else "passed",
+        "outcome": lambda row: (
+            "FAILED" if row["problems"] else "left out: needs root" if row.get("left_out") else "passed"
+        ),
     },
 }
 COLUMNS["soak"] = COLUMNS["drill"]

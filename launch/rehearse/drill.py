@@ -1,13 +1,15 @@
 """`areal-lite drill`: faults in real runs of a recipe on this machine, and what becomes of them.
 
 A run is the command a user types, with a Ray of its own. A fault is a signal to some of its processes, or a change of
-its files. What is looked at is what the command says and writes; one that ended goes on by `areal-lite resume`.
+its files; or the command is a rehearsal on two nodes, which breaks one. What is looked at is what the command says and
+writes; one that ended goes on by `areal-lite resume`.
 """
 
 import contextlib
 import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -26,6 +28,7 @@ from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ArealLiteError, ConfigError, StallError
 from areal_lite.launch.bench.harness import finish, say
 from areal_lite.launch.rehearse.books import are_alike, problems
+from areal_lite.launch.rehearse.namespaces import make_nodes
 from areal_lite.record.checkpoints import whole_checkpoints
 from areal_lite.record.run_folder import RunFolder
 
@@ -43,13 +46,12 @@ _PATIENCE_S = 400.0
 """How long nothing may be heard of a command; its own deadlines come first (run.start_timeout_s)."""
 _LINGER_S = 90.0
 """How long processes may outlive the last command: agents of Ray give a head that was lost a minute."""
-_NOTICED = r"(?m)^(?!step \d|.*\(raylet\)).*(lost|died|failed|Error|stopping after|saving step|no progress)"
+_NOTICED = (
+    r"(?m)^(?!step \d|areal-lite rehearse|.*\(raylet\))"
+    ".*(lost|died|failed|Error|stopping after|saving step|no progress|disk full)"
+)
 _UNDISTURBED = "none"
-_ELSEWHERE = {
-    "node": "areal-lite rehearse nodes --kill-node STEP",
-    "slow-network": "areal-lite rehearse nodes --slow MBIT",
-    "disk-full": "not provoked, as it takes a file system of its own",
-}
+_UNNOTICED = {_UNDISTURBED, "slow-network"}
 _Row = dict[str, Any]
 
 
@@ -93,6 +95,10 @@ class DrilledRun:
         path = self.folder.path / "metrics.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
+    def said(self, pattern: str, begun: int = 0) -> bool:
+        """Whether its commands have said something, behind so many bytes."""
+        return re.search(pattern, self._log.read_bytes()[begun:].decode(errors="replace")) is not None
+
     def wait(self, condition: Callable[[], object], what: str, *, poll_s: float = 0.1) -> None:
         """Wait; a command that ended before is gone on with, if it trained a step since it began.
 
@@ -119,11 +125,15 @@ class DrilledRun:
 
     def send(self, number: Signals, processes: Iterable[psutil.Process]) -> None:
         """Send a signal, and remember who is there, to be ended with the command."""
-        self._known.update(_tree(self.command))
-        self._struck_at = time.monotonic()
+        self.is_struck()
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended with its parent
                 process.send_signal(number)
+
+    def is_struck(self) -> None:
+        """Note that the fault comes now, and who is there."""
+        self._known.update(_tree(self.command))
+        self._struck_at = time.monotonic()
 
     def strike(self, role: str, part: str, number: Signals) -> str:
         """Send a signal to the processes of one lane of a role, or to those among them with a word in their name.
@@ -151,16 +161,18 @@ class DrilledRun:
         self.wait(lambda: self._stepped_at and self.num_rows() >= _FIRST_STEP, f"step {_FIRST_STEP}")
         begun, resumes, lost = self._log.stat().st_size, self._resumes, self._num_lost()
         says, must_be_back = "", ""
-        if name in _TO_COMMAND:
-            self.send(_TO_COMMAND[name], [self.command])
-        elif name in _TO_LANES:
-            must_be_back = self.strike(*_TO_LANES[name])
-        elif name in _TO_RAY:
-            self.send(SIGKILL, [one for one in _tree(self.command) if _is_named(one, _TO_RAY[name])])
-        else:
-            says = _TO_FILES[name](self)
-        self.wait(lambda: self._said(_NOTICED, begun) or self.command.poll() is not None, "a word on the fault")
-        noticed_at, struck_at = time.monotonic(), self._struck_at
+        with contextlib.ExitStack() as broken:
+            if name in _TO_COMMAND:
+                self.send(_TO_COMMAND[name], [self.command])
+            elif name in _TO_LANES:
+                must_be_back = self.strike(*_TO_LANES[name])
+            elif name in _TO_RAY:
+                self.send(SIGKILL, [one for one in _tree(self.command) if _is_named(one, _TO_RAY[name])])
+            else:
+                says = broken.enter_context(_BY_HAND[name](self))
+            self.wait(lambda: self.said(_NOTICED, begun) or self.command.poll() is not None, "a word on the fault")
+            noticed_at, struck_at = time.monotonic(), self._struck_at
+        whole_at = time.monotonic()
         if _TO_COMMAND.get(name):
             self.wait(lambda: self.command.poll() is not None, "the end of the command")
         code, saved = self.command.poll(), max([0, *whole_checkpoints(self.folder.checkpoints)])
@@ -169,18 +181,18 @@ class DrilledRun:
 
         def is_back() -> bool:
             is_lane = must_be_back and self._resumes == resumes
-            is_alive_and_steps = self.command.poll() is None and self._stepped_at > noticed_at
-            return self._said(must_be_back, begun) if is_lane else is_alive_and_steps
+            is_alive_and_steps = self.command.poll() is None and self._stepped_at > whole_at
+            return self.said(must_be_back, begun) if is_lane else is_alive_and_steps
 
         self.wait(is_back, "the run's return (with more run.steps, if it is done)")
-        if not self._said(says, begun):
+        if not self.said(says, begun):
             self.problems.append(f"the command must say: {says}")
         self.outcomes.append({
             "fault": name,
             "noticed_s": None if code == -SIGKILL else noticed_at - struck_at,
             "back_s": time.monotonic() - struck_at,
             "steps_lost": self._num_lost() - lost,
-            "healed_by": "the run itself" if self._resumes == resumes else "areal-lite resume",
+            "healed_by": _HEALERS.get(name, "the run itself") if self._resumes == resumes else "areal-lite resume",
         })  # fmt: skip
         told("{fault}: back after {back_s:.1f} s by {healed_by}, {steps_lost} steps lost".format(**self.outcomes[-1]))
 
@@ -221,9 +233,6 @@ class DrilledRun:
     def _num_lost(self) -> int:
         return len(self.folder.read("metrics.orphaned.jsonl"))
 
-    def _said(self, pattern: str, begun: int) -> bool:
-        return re.search(pattern, self._log.read_bytes()[begun:].decode(errors="replace")) is not None
-
     def _last_words(self) -> str:
         return " ".join(self._log.read_text(errors="replace").split()[-60:])
 
@@ -244,14 +253,59 @@ def _is_named(process: psutil.Process, part: str) -> bool:
         return False
 
 
-def _two_writers(run: DrilledRun) -> str:
+@contextlib.contextmanager
+def _own_disk(folder: Path) -> Iterator[None]:
+    """Have a new folder be a file system of its own, in memory; what lies there is kept."""
+    folder.mkdir()
+    _mount("-t", "tmpfs", "tmpfs", folder)
+    try:
+        yield
+    finally:
+        kept = folder.with_name(f".{folder.name}")
+        shutil.copytree(folder, kept)
+        subprocess.run(["umount", "--lazy", folder], check=True)
+        kept.replace(folder)
+
+
+def _mount(*words: str | Path) -> None:
+    subprocess.run(["mount", *words], check=True, capture_output=True)
+
+
+@contextlib.contextmanager
+def _disk_full(run: DrilledRun) -> Iterator[str]:
+    """Have the run's file system be no larger than what lies there, whatever is deleted, for two saves."""
+    disk = run.folder.path
+
+    def is_said(words: str) -> bool:
+        with contextlib.suppress(subprocess.CalledProcessError):  # it has grown since
+            _mount("-o", f"remount,size={shutil.disk_usage(disk).used}", disk)
+        return run.said(words)
+
+    run.is_struck()
+    run.wait(lambda: is_said("disk full: "), "a save without room")
+    yield f"disk full: \\d+ MB needed in {re.escape(str(disk))}"
+    run.wait(lambda: is_said(r"(?s)(step \d+) is not saved.*(?!\1)step \d+ is not saved"), "another")
+    _mount("-o", "remount,size=50%", disk)
+
+
+@contextlib.contextmanager
+def _node(run: DrilledRun) -> Iterator[str]:
+    run.wait(lambda: run.said("lost its power"), "the node's end")
+    run.is_struck()
+    yield "node-2 was lost|node-2 .* is not reached"
+    run.wait(lambda: run.said("is whole again"), "the node")
+
+
+@contextlib.contextmanager
+def _two_writers(run: DrilledRun) -> Iterator[str]:
     run.send(SIGSTOP, [run.command])  # it must not end before the other one has looked
     run.type(run.to_go_on).wait(timeout=_PATIENCE_S)
     run.command.send_signal(SIGCONT)
-    return "must have one writer, and is held by"
+    yield "must have one writer, and is held by"
 
 
-def _torn_save(run: DrilledRun) -> str:
+@contextlib.contextmanager
+def _torn_save(run: DrilledRun) -> Iterator[str]:
     def is_stopped_in_a_save() -> bool:
         if is_saving := any(run.folder.checkpoints.glob(".step-*.tmp")):
             run.send(SIGSTOP, [run.command])
@@ -262,10 +316,11 @@ def _torn_save(run: DrilledRun) -> str:
 
     run.wait(is_stopped_in_a_save, "a save", poll_s=0.005)
     run.send(SIGKILL, [run.command])
-    return ""
+    yield ""
 
 
-def _bit_flip(run: DrilledRun) -> str:
+@contextlib.contextmanager
+def _bit_flip(run: DrilledRun) -> Iterator[str]:
     run.wait(lambda: len(whole_checkpoints(run.folder.checkpoints)) > 1, "a second checkpoint")
     run.send(SIGKILL, [run.command])
     run.command.wait()
@@ -275,7 +330,7 @@ def _bit_flip(run: DrilledRun) -> str:
     for bit in run.random.sample(range(8 * len(content)), 8):
         content[bit // 8] ^= 1 << bit % 8
     path.write_bytes(content)
-    return re.escape(f"DAMAGED checkpoint, not taken: {newest}: {path.relative_to(newest)}")
+    yield re.escape(f"DAMAGED checkpoint, not taken: {newest}: {path.relative_to(newest)}")
 
 
 _TO_LANES = {
@@ -289,8 +344,18 @@ _TO_LANES = {
 }
 _TO_COMMAND = {"controller": SIGKILL, "sigterm": SIGTERM, "sighup": SIGHUP}
 _TO_RAY = {"raylet": "/raylet/raylet ", "gcs": "/gcs/gcs_server "}
-_TO_FILES = {"two-writers": _two_writers, "torn-save": _torn_save, "bit-flip": _bit_flip}
-FAULTS = [*_TO_LANES, *_TO_RAY, *_TO_COMMAND, *_TO_FILES]
+_BY_HAND = {
+    "two-writers": _two_writers, "torn-save": _torn_save, "bit-flip": _bit_flip, "disk-full": _disk_full, "node": _node
+}  # fmt: skip
+"""Each breaks something, yields what the command must say of it, and makes it whole once it is noticed."""
+_ON_NODES = {
+    "node": ["--kill-node", str(_FIRST_STEP + 1)],
+    "slow-network": ["--slow", "10", "run.min_bandwidth_mb_s=0"],
+}
+"""What a rehearsal on two nodes is told."""
+_AS_ROOT = {*_ON_NODES, "disk-full"}
+_HEALERS = {"node": "areal-lite launch"}
+FAULTS = [*_TO_LANES, *_TO_RAY, *_TO_COMMAND, *_BY_HAND, "slow-network"]
 KILLS = ["engine", "rollout", "verifier", "queue", "trainer", "controller"]
 
 
@@ -298,7 +363,7 @@ def choose(words: str) -> list[str]:
     """Return the faults that a list names; a `ConfigError` where one is unknown, or is not for a drill."""
     for name in words.split(","):
         if name not in FAULTS:
-            known = _ELSEWHERE.get(name) or f"choose of {', '.join(FAULTS)}{suggestion(name, FAULTS)}"
+            known = f"choose of {', '.join(FAULTS)}{suggestion(name, FAULTS)}"
             raise ConfigError(f"--faults must name faults of a drill, got {name!r}: {known}")
     return list(dict.fromkeys(words.split(",")))
 
@@ -317,6 +382,10 @@ def drill(
             "a drill needs a recipe of areal-lite train without run.dir and run.resume, and --out a new folder, got "
             f"{recipe} of command: {config.command}, run.dir={config.run.dir}, run.resume={config.run.resume}, {out}"
         )
+    if minutes and (alone := [name for name in names if name in _AS_ROOT]):
+        raise ConfigError(
+            f"a soak takes faults of the run's own processes and files, got {', '.join(alone)}: leave out"
+        )
     console, rows, code, reference = Console(), list[_Row](), 0, None
     told, ends_at = functools.partial(say, console), time.monotonic() + 60 * (minutes or 0)
     before = signal(SIGTERM, default_int_handler)  # else its commands would outlive it
@@ -325,9 +394,17 @@ def drill(
     try:
         for number, name in enumerate(runs, 1):
             told(f"{number} of {len(runs)}: {name}")
-            with (run := DrilledRun((out / name).resolve(), words, seed=seed)):
+            if why := _why_not(name):
+                rows.append(_row(name, [], []) | {"left_out": why})
+                told(f"{name}: left out, as {why}")
+                continue
+            folder, typed = (out / name).resolve(), words
+            if name in _ON_NODES:
+                typed = ["rehearse", "nodes", "--nodes=2", recipe, *words[2:], *_ON_NODES[name]]
+            disk = _own_disk(folder) if name == "disk-full" else contextlib.nullcontext()
+            with disk, (run := DrilledRun(folder, typed, seed=seed)):
                 try:
-                    for fault in _drawn(run, names, ends_at) if minutes else {name} - {_UNDISTURBED}:
+                    for fault in _drawn(run, names, ends_at) if minutes else {name} - _UNNOTICED:
                         run.suffer(fault, told)
                     steps = run.end_soon(config.queue.max_staleness) if minutes else config.run.steps
                     run.finish(steps, groups_per_step=config.queue.groups_per_step)
@@ -335,7 +412,7 @@ def drill(
                     rows += rows_of(run, name)
             if reference is None and name == _UNDISTURBED:
                 reference = run.folder
-            elif reference is not None:
+            elif reference is not None and name not in _ON_NODES:
                 rows[-1]["losses"] = "equal" if are_alike(run.folder, reference) else "differ"
                 run.problems += ["losses must be those of the undisturbed run"] * (rows[-1]["losses"] == "differ")
             failure = "; ".join(["FAILED", *run.problems, f"its run folder is {run.folder.path}"])
@@ -358,20 +435,29 @@ def _drawn(run: DrilledRun, names: Sequence[str], ends_at: float) -> Iterator[st
         yield run.random.choice(names)
 
 
+def _why_not(name: str) -> str:
+    """Say why a fault cannot be provoked on this machine; nothing where it can."""
+    try:
+        with make_nodes(["node-1"]) if name in _AS_ROOT else contextlib.nullcontext():
+            return ""
+    except ConfigError as error:
+        return str(error)
+
+
 def rows_of(run: DrilledRun, name: str) -> list[_Row]:
     """Return the table's rows of a run: where it suffered several faults, one for each kind, and one of all."""
-
-    def row(kind: str, outcomes: Sequence[_Row], problems: list[str]) -> _Row:
-        return {
-            "fault": kind,
-            "times": len(outcomes),
-            **{key: [one[key] for one in outcomes if one[key] is not None] for key in ("noticed_s", "back_s")},
-            "steps_lost": sum(one["steps_lost"] for one in outcomes),
-            "healed_by": ", ".join(sorted({one["healed_by"] for one in outcomes})) or None,
-            "losses": None,
-            "problems": problems,
-        }
-
     kinds = sorted({one["fault"] for one in run.outcomes} - {name})
-    of_each = [row(kind, [one for one in run.outcomes if one["fault"] == kind], []) for kind in kinds]
-    return [*of_each, row(name, run.outcomes, run.problems)]
+    of_each = [_row(kind, [one for one in run.outcomes if one["fault"] == kind], []) for kind in kinds]
+    return [*of_each, _row(name, run.outcomes, run.problems)]
+
+
+def _row(kind: str, outcomes: Sequence[_Row], problems: list[str]) -> _Row:
+    return {
+        "fault": kind,
+        "times": len(outcomes),
+        **{key: [one[key] for one in outcomes if one[key] is not None] for key in ("noticed_s", "back_s")},
+        "steps_lost": sum(one["steps_lost"] for one in outcomes),
+        "healed_by": ", ".join(sorted({one["healed_by"] for one in outcomes})) or None,
+        "losses": None,
+        "problems": problems,
+    }
