@@ -50,12 +50,14 @@ def rehearsal(
         slow_mbit: Rate of every node's link.
     """
     names = [f"node-{index + 1}" for index in range(num_nodes)]
-    with make_nodes(names) as nodes:
+    job = _job(name, words, names)
+    shared = [job.run_folder.parent] if job.run_folder else []
+    for folder in (job.files, *shared):
+        folder.mkdir(parents=True, exist_ok=True)
+    with make_nodes(names, shared=shared) as nodes:
         if slow_mbit is not None:
             for node in nodes:
                 node.slow(rate_mbit=slow_mbit)
-        job = _job(name, words, names)
-        job.files.mkdir(parents=True, exist_ok=True)
         for node in nodes:
             _write_shell(job, node)
         ended = threading.Event()
