@@ -17,6 +17,8 @@ from areal_lite.launch.clusters.remote import ask
 from areal_lite.launch.clusters.shipping import entrypoint, shipped, shipped_problems
 
 _FILES = "/etc/areal-lite"
+_SAVE_S = 300
+"""That a pod which has to go leaves the run; as long as Slurm's notice."""
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,44}[a-z0-9])?")
 """KubeRay makes further names from it, which end at 63 letters."""
 
@@ -95,7 +97,7 @@ class Kubernetes(Kind):
 def manifest(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the ConfigMap with the job's files, and the RayJob."""
     profile, kubernetes = job.profile, job.profile.kubernetes
-    _, files = shipped(job, _FILES)
+    there, files = shipped(job, _FILES)
     metadata = {"name": job.name, "namespace": kubernetes.namespace}
     keys = {f"file-{index}": path for index, path in enumerate(sorted(files))}
     config_map = {
@@ -105,6 +107,10 @@ def manifest(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
         "data": {key: files[path] for key, path in keys.items()},
     }
     group = {"rayStartParams": {"num-gpus": str(profile.gpus_per_node)}, "template": {"spec": _pod(job, keys)}}
+    # A kubelet signals process 1 alone, which is Ray: before, the supervisor is told, and has time to save.
+    save = f"pid=$(cat {there.files}/pid) && kill -INT $pid && while kill -0 $pid; do sleep 1; done"
+    pod = _pod(job, keys, lifecycle={"preStop": {"exec": {"command": ["sh", "-c", save]}}})
+    head = group | {"template": {"spec": {**pod, "terminationGracePeriodSeconds": _SAVE_S}}}
     workers = {"groupName": "workers", "replicas": profile.nodes - 1}
     bounds = {"minReplicas": profile.nodes - 1, "maxReplicas": profile.nodes - 1}
     rayjob = {
@@ -119,7 +125,7 @@ def manifest(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
             "rayClusterSpec": {
                 "rayVersion": version("ray"),
                 "authOptions": {"mode": "token"},
-                "headGroupSpec": group,
+                "headGroupSpec": head,
                 **({"workerGroupSpecs": [{**workers, **bounds, **group}]} if profile.nodes > 1 else {}),
             },
         },
@@ -127,7 +133,7 @@ def manifest(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
     return config_map, rayjob
 
 
-def _pod(job: Job, keys: Mapping[str, str]) -> dict[str, Any]:
+def _pod(job: Job, keys: Mapping[str, str], **more: Any) -> dict[str, Any]:
     profile, kubernetes = job.profile, job.profile.kubernetes
     claims = {**({kubernetes.claim: profile.shared} if kubernetes.claim else {}), **kubernetes.claims}
     size = {"cpu": str(kubernetes.cpus), "memory": kubernetes.memory}
@@ -142,6 +148,7 @@ def _pod(job: Job, keys: Mapping[str, str]) -> dict[str, Any]:
         "env": [{"name": name, "value": value} for name, value in profile.env.items()],
         "envFrom": [{"secretRef": {"name": name}} for name in kubernetes.secrets],
         "volumeMounts": [{"name": name, "mountPath": str(path)} for name, path in mounts.items()],
+        **more,
     }
     volumes: list[dict[str, Any]] = [
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": kubernetes.shared_memory}},

@@ -4,6 +4,9 @@ New snapshots, to be read before they are kept: python tests/launch/clusters/tes
 """
 
 import shlex
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -49,6 +52,27 @@ def test_the_entry_point_of_a_rayjob_is_plain_words() -> None:
     ]
     (key,) = [item["key"] for item in items if item["path"] == "start.sh"]
     assert "areal_lite.launch.clusters.attempts" in config_map["data"][key]
+
+
+def test_a_head_that_has_to_go_waits_until_the_run_is_saved(tmp_path: Path) -> None:
+    """Seen failing without the wait."""
+    job = make_job("kubernetes", WORDS, profile=make_profile(shared=str(tmp_path)))
+    pod = manifest(job)[1]["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    files, saved = tmp_path / job.name / "runs" / "jobs" / job.name, tmp_path / "saved"
+    files.mkdir(parents=True)
+    save = (
+        "import pathlib, signal, time\ntry:\n    print(flush=True)\n    signal.pause()\n"
+        f"except KeyboardInterrupt:\n    time.sleep(1)\n    pathlib.Path({str(saved)!r}).touch()"
+    )
+    with subprocess.Popen([sys.executable, "-c", save], stdout=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        run.stdout.readline()
+        (files / "pid").write_text(f"{run.pid}\n")
+        reaper = threading.Thread(target=run.wait)
+        reaper.start()
+        subprocess.run(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"], timeout=60, check=False)
+        assert saved.exists()
+        reaper.join()
 
 
 @pytest.mark.parametrize(
