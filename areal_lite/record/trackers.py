@@ -4,6 +4,7 @@ A run that is resumed, or goes back, goes on in the same place there. Accounts, 
 own settings (`WANDB_PROJECT`, `WANDB_MODE`, `MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME`).
 """
 
+import functools
 import importlib.util
 import json
 import os
@@ -53,11 +54,16 @@ class _TensorBoard:
     def __init__(self, folder: Path, next_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=next_step)
+        self._open = functools.partial(SummaryWriter, str(folder / "tensorboard"))
+        self._board = self._open(purge_step=next_step)
 
     def show(self, step: int, figures: Mapping[str, float]) -> None:
-        for name, value in figures.items():
-            self._board.add_scalar(name, value, step)
+        try:
+            for name, value in figures.items():
+                self._board.add_scalar(name, value, step)
+        except OSError:
+            self._board = self._open()  # once a disk was full, its thread has ended
+            raise
 
     def show_samples(self, samples: Iterable[Sample]) -> None:
         pass

@@ -1,7 +1,10 @@
 """Where figures are shown beside the run folder, each place through its own package, without a network."""
 
+import itertools
 import json
 import logging
+import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,6 +53,23 @@ def test_tensorboard_is_one_of_them_and_may_be_left_out(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in board.Scalars("reward/reward_mean")] == [(1, 0.5), (2, 0.5)]
     two_steps(tmp_path / "without")
     assert not (tmp_path / "without" / "run" / "tensorboard").exists()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboard_goes_on_once_it_can_write_again(tmp_path: Path) -> None:
+    """Its thread ends with the first error. Seen failing with that error in place of every later figure."""
+    (board,) = open_trackers(["tensorboard"], tmp_path, next_step=1)
+    shutil.rmtree(tmp_path / "tensorboard")
+    for step in itertools.count(1):
+        try:
+            board.show(step, {"a/b": 1.0})
+        except OSError:
+            break
+        time.sleep(0.01)
+    board.show(step, {"a/b": 0.5})
+    board.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("a/b")] == [(step, 0.5)]
 
 
 def test_one_that_fails_ends_no_run(
