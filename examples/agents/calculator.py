@@ -9,23 +9,23 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-MAX_CALLS = 8
+MAX_QUESTIONS = 8
 ASKED = 0.5
 """Share of additions for which the solutions that are shown ask the calculator."""
 
 
 async def agent(task: dict[str, Any], llm: Any) -> dict[str, float]:
     """Have the model work out `task["prompt"]`, such as `7+5+3:`; 1 for the right number behind `#`."""
-    text, num_calls = task["prompt"], 0
-    while num_calls < MAX_CALLS:
+    text, num_questions = task["prompt"], 0
+    while num_questions < MAX_QUESTIONS:
         reply = await llm.client.completions.create(model=llm.model, prompt=text)
         text += reply.choices[0].text
         question = re.search(r"(\d+)\+(\d+)\?$", text)
         if question is None:
             break
         text += calculate(*question.groups())
-        num_calls += 1
-    return {"reward": float(text.rpartition("#")[2] == task["answer"]), "calls": num_calls}
+        num_questions += 1
+    return {"reward": float(text.rpartition("#")[2] == task["answer"]), "questions": num_questions}
 
 
 def calculate(left: str, right: str) -> str:
