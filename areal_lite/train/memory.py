@@ -179,9 +179,11 @@ def _traced(architecture: Any, config: Config, num_layers: int) -> Counter[str]:
                 return loss_of(part)
 
             shares = [partial(share, part) for part in batch.updates[0]]
-            # In the first update DTensor finds out the shapes of whole parameters, which the tracker would count.
-            learner.update(shares[:1], lr=0.0)
-            # In the second, gradients of a micro-batch wait while the next one is at work.
+            # As it first steps, DTensor finds out the shapes of whole parameters, which the tracker would count.
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            learner.update([], lr=0.0)
+            # Gradients of a micro-batch wait while the next one is at work.
             with tracker:
                 learner.update(shares, lr=0.0)
             peak = tracker.get_tracker_snapshot("peak")[cpu]
