@@ -163,6 +163,9 @@ class RolloutConfig(Section):
     """a program in place of workflow, as typed in a shell: an agent of any language, see docs/agents.md"""
     command_memory_mb: int = Field(4096, ge=1)
     """MiB that each process of workflow_command may take"""
+    command_sandbox: bool = False
+    """run workflow_command in bubblewrap: it sees the system, Python and the working folder, may write none of them,
+    and reaches nothing but the model"""
     tool_parser: str | None = None
     """how an agent's model calls tools: one of vLLM's tool parsers, such as hermes, or module:function, see
     docs/agents.md"""

@@ -4,11 +4,15 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+from areal_lite.verify.builtin.sandbox import system_view
 from areal_lite.verify.descendants import kill_trees
 
 if TYPE_CHECKING:
@@ -18,7 +22,18 @@ _OUTPUT_MB = 64
 _SHOWN = 500
 
 
-async def run_command(task: Mapping[str, Any], llm: "Llm", *, command: str, memory_mb: int) -> Any:
+# The listener belongs to the sandbox, which has a network of its own; who accepts its connections is outside.
+_PRELUDE = """
+import os, socket, sys
+with socket.socket(fileno=int(sys.argv[1])) as outside, socket.create_server(("127.0.0.1", int(sys.argv[2]))) as own:
+    socket.send_fds(outside, [b"."], [own.fileno()])
+os.execv("/bin/sh", ["sh", "-c", sys.argv[3]])
+"""
+
+
+async def run_command(
+    task: Mapping[str, Any], llm: "Llm", *, command: str, memory_mb: int, is_sandboxed: bool = False
+) -> Any:
     """Run a shell command, which reads the task from a line of JSON; return what its last line says, as JSON.
 
     It finds the model by `OPENAI_BASE_URL`, `OPENAI_API_KEY` and `OPENAI_MODEL`, or by `ANTHROPIC_BASE_URL` and
@@ -26,6 +41,8 @@ async def run_command(task: Mapping[str, Any], llm: "Llm", *, command: str, memo
 
     Args:
         memory_mb: That each of its processes may take.
+        is_sandboxed: It sees the system, its interpreter and the working folder, none of which it may write, and of
+            networks the model's address alone.
 
     Raises:
         ChildProcessError: It ended with an error.
@@ -37,11 +54,15 @@ async def run_command(task: Mapping[str, Any], llm: "Llm", *, command: str, memo
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         stdin.write(json.dumps(dict(task), default=str).encode() + b"\n")
         stdin.seek(0)
-        process = await asyncio.create_subprocess_shell(
-            limited, env={**os.environ, **own}, start_new_session=True, stdin=stdin, stdout=stdout, stderr=stderr
-        )
+        streams: dict[str, Any] = {"start_new_session": True, "stdin": stdin, "stdout": stdout, "stderr": stderr}
+        process: asyncio.subprocess.Process | None = None
         try:
-            code = await process.wait()
+            async with contextlib.AsyncExitStack() as stack:
+                if is_sandboxed:
+                    process = await stack.enter_async_context(_sandboxed(limited, own, streams))
+                else:
+                    process = await asyncio.create_subprocess_shell(limited, env={**os.environ, **own}, **streams)
+                code = await process.wait()
         finally:
             kill_trees(lambda: _alive(process, llm.api_key))
         said, complaint = _end_of(stdout).strip(), _end_of(stderr).strip()[-_SHOWN:]
@@ -57,9 +78,45 @@ async def run_command(task: Mapping[str, Any], llm: "Llm", *, command: str, memo
         ) from error
 
 
-def _alive(process: asyncio.subprocess.Process, key: str) -> list[int]:
+@contextlib.asynccontextmanager
+async def _sandboxed(
+    command: str, own: Mapping[str, str], streams: Mapping[str, Any]
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Start a command in bubblewrap, and carry its connections to the model to where the model is."""
+    where = urlsplit(own["OPENAI_BASE_URL"])
+    here, there = socket.socketpair()
+    places = [place for folder in (sys.prefix, os.getcwd()) for place in ("--ro-bind", folder, folder)]
+    wrapped = ["bwrap", "--unshare-all", "--die-with-parent", "--cap-drop", "ALL", *system_view(), "--proc", "/proc"]
+    wrapped += ["--dev", "/dev", "--tmpfs", "/tmp", *places, "--chdir", os.getcwd(), "--"]
+    wrapped += [sys.executable, "-I", "-S", "-c", _PRELUDE, str(there.fileno()), str(where.port), command]
+    environment = {"PATH": os.environ["PATH"], "HOME": "/tmp", "LANG": "C.UTF-8", **own}
+    with here:
+        with there:
+            process = await asyncio.create_subprocess_exec(
+                *wrapped, env=environment, pass_fds=(there.fileno(),), **streams
+            )
+        _, descriptors, _, _ = await asyncio.to_thread(socket.recv_fds, here, 1, 1)
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        beyond, to_beyond = await asyncio.open_connection(where.hostname, where.port)
+        await asyncio.gather(carry(reader, to_beyond), carry(beyond, writer), return_exceptions=True)
+
+    async with contextlib.AsyncExitStack() as stack:
+        for descriptor in descriptors:  # none, where the sandbox does not stand: it says why itself
+            listener = socket.socket(fileno=descriptor)
+            stack.callback((await asyncio.start_server(connect, sock=listener)).close)
+        yield process
+
+
+def _alive(process: asyncio.subprocess.Process | None, key: str) -> list[int]:
     """Return the process, if it runs, and whoever else has its key in the environment: orphans, too."""
-    found = [] if process.returncode is not None else [process.pid]
+    found = [] if process is None or process.returncode is not None else [process.pid]
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if key.encode() in (folder / "environ").read_bytes():

@@ -22,6 +22,7 @@ from areal_lite.rollout.engine import GenerationEngine, Sampling, token_limit
 from areal_lite.rollout.episode import EpisodeEngine
 from areal_lite.rollout.workflows import named, single_turn
 from areal_lite.types import Prompt, Sample, Score
+from areal_lite.verify.builtin.sandbox import choose_kind
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +158,8 @@ def load_workflows(config: Config) -> Workflows:
     if rollout.workflow_command is not None:
         default = "workflow_command"
         options = {"command": rollout.workflow_command, "memory_mb": rollout.command_memory_mb}
+        if rollout.command_sandbox:
+            options["is_sandboxed"] = choose_kind("bubblewrap") == "bubblewrap"
         loaded[default] = Agent(function=run_command, endpoint=endpoint), options
     return Workflows(
         default=default,

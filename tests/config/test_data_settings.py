@@ -23,7 +23,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ),
     (
         {"source": "guess_numbr"},
-        ["gridworld, guess_number, gymnasium, or name a function", "did you mean guess_number?"],
+        ["gridworld, guess_number, gymnasium, verifiers, or name", "did you mean guess_number?"],
     ),
     ({"source": "guess_number", "path": "x"}, ["data.path=x is not read with data.source=guess_number"]),
     ({"source": "reasoning_gym"}, ["data.source=reasoning_gym needs data.reasoning_gym.dataset, got none"]),

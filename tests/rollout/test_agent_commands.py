@@ -2,7 +2,11 @@
 
 import asyncio
 import functools
+import http.server
+import os
+import socketserver
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -31,10 +35,12 @@ said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["cont
 """
 
 
-def play(tmp_path: Path, program: str, *, memory_mb: int = 4096) -> Sample:
+def play(tmp_path: Path, program: str, *, memory_mb: int = 4096, is_sandboxed: bool = False) -> Sample:
     file = tmp_path / "agent.py"
     file.write_text(ASKS + program)
-    command = functools.partial(run_command, command=f"{sys.executable} {file}", memory_mb=memory_mb)
+    command = functools.partial(
+        run_command, command=f"{sys.executable} {file}", memory_mb=memory_mb, is_sandboxed=is_sandboxed
+    )
     sample, _ = trained(command, ["12"])
     return sample
 
@@ -121,3 +127,46 @@ def test_whatever_a_program_started_ends_with_it(tmp_path: Path, ending: str) ->
     while status.exists() and status.read_text().split()[2] != "Z":
         assert time.monotonic() < deadline, "a process was left behind"
         time.sleep(0.01)
+
+
+LOOKS = """
+found = []
+for place in {places!r}:
+    try:
+        open(place).close()
+        found.append(place)
+    except OSError:
+        pass
+try:
+    open("agent.py", "a")
+    found.append("writes")
+except OSError:
+    pass
+try:
+    urllib.request.urlopen({address!r}, timeout=5)
+    found.append("network")
+except OSError:
+    pass
+open("/tmp/notes", "w")
+print(json.dumps({{"reward": float(said == "12"), "seen": len(found) + ("AREAL_SECRET" in os.environ)}}))
+"""
+
+
+@pytest.mark.sandbox
+def test_a_program_in_the_sandbox_reaches_the_model_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file of anybody's, no server beside the model's, no variable, no process. Without it all are there.
+
+    Seen failing with the network shared, and with the whole file system in view.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AREAL_SECRET", "1")
+    with socketserver.TCPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        places = [__file__, f"/proc/{os.getpid()}/environ"]
+        address = f"http://127.0.0.1:{server.server_address[1]}/"
+        program = LOOKS.format(places=places, address=address)
+        seen = [play(tmp_path, program, is_sandboxed=is_sandboxed).score for is_sandboxed in (True, False)]
+        server.shutdown()
+    assert [(score and score.reward, score and score.parts["seen"]) for score in seen] == [(1.0, 0.0), (1.0, 5.0)]

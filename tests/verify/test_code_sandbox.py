@@ -82,7 +82,7 @@ def test_an_attack_has_no_success(name: str, outside: Outside) -> None:
 
     Seen failing, one part of the command changed at a time: the network's namespace (network), the processes' (see and
     trace others, kill the parent), `--clearenv` with the environment handed on (read the environment), `--ro-bind / /`
-    in place of `_system` (read a secret file and others), `--disable-userns` (become root), `--as-pid-1` (kill the
+    in place of `system_view` (read a secret file and others), `--disable-userns` (become root), `--as-pid-1` (kill the
     parent, see and trace others), and the runner left dumpable (see and trace others).
     """
     result = outside.run(name)

@@ -170,7 +170,7 @@ def _bubblewrap(folder: Path, *, disk_mb: int, is_first: bool = False) -> list[s
         *("--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"),
         *(["--as-pid-1"] if is_first else []),
         *("--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"),
-        *_system(),
+        *system_view(),
         *("--ro-bind", FOLDER if os.geteuid() == 0 else str(folder), FOLDER),
         *("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"),
         *("--size", str(disk_mb * _MIB), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp", "--"),
@@ -180,7 +180,7 @@ def _bubblewrap(folder: Path, *, disk_mb: int, is_first: bool = False) -> list[s
     user = str(_OWN_USER + os.getpid())
     return [
         *("bwrap", "--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"),
-        *_system(),
+        *system_view(),
         *("--ro-bind", str(folder), FOLDER, "--bind", "/proc", "/proc", "--dev", "/dev", "--perms", "0755"),
         *("--dir", "/tmp", "--chdir", "/", "--", "setpriv", "--reuid", user, "--regid", user, "--clear-groups"),
         *("--pdeathsig", "KILL", *inner),
@@ -188,8 +188,8 @@ def _bubblewrap(folder: Path, *, disk_mb: int, is_first: bool = False) -> list[s
 
 
 @functools.cache
-def _system() -> tuple[str, ...]:
-    """Return what puts the system's programs and the interpreter into the view, and nothing of anybody's files."""
+def system_view() -> tuple[str, ...]:
+    """Return bubblewrap's arguments for a view of the system's programs and the interpreter, and of nobody's files."""
     command = ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "lib", "lib32", "lib64", "sbin"):
         place = Path("/") / name
