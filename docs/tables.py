@@ -3,6 +3,7 @@
     python docs/tables.py                                        makes all tables and pictures anew
     python docs/tables.py runs/bench-queue/results.json ...      takes over what `areal-lite bench` measured, first
     python docs/tables.py runs/seed-0 runs/seed-1 runs/seed-2    takes over runs of the demo, first
+    python docs/tables.py runs/calculator-0 ...                  takes over runs of the agent with a calculator, first
     python docs/tables.py score                                  scores the pairs of math-verifier.json anew, first
     python docs/tables.py memory                                 estimates the rows of memory.json anew, first
 
@@ -10,6 +11,7 @@ A pair of the verifier `math` is added to its JSON file by hand, with `expected`
 is known.
 """
 
+import functools
 import json
 import re
 import statistics
@@ -377,6 +379,7 @@ def draw_long_answers(content: Row) -> None:
 PAUSES = ("pausing", "transferring", "reloading", "stamping")
 DEMO: Columns = {
     "rise": lambda run: f"{list(run['eval'].values())[-1] - next(iter(run['eval'].values())):+.3f}",
+    "reward, sampled": lambda run: f"{run['reward_first']:.2f} to {run['reward_last']:.2f}",
     "seconds": cell("wall_s", ".0f"),
     "samples/s": cell("samples_per_s", ".0f"),
     "generators idle": cell("rollout_idle_fraction", ".1%"),
@@ -392,24 +395,30 @@ DEMO_KEYS = (
     "eval", "steps", "wall_s", "samples_per_s", "gen_tokens_per_s", "trained_tokens_per_s", "age_histogram",
     "age_max_trained", "max_staleness", "rollout_idle_fraction", "trainer_idle_fraction", "rollout_occupancy",
     "paused_fraction", *(f"paused_fraction_{part}" for part in PAUSES), "pause_s_median", "publish_s_median",
-    "parity_max_abs_logprob_diff", "versions",
+    "parity_max_abs_logprob_diff", "versions", "reward_first", "reward_last",
 )  # fmt: skip
 
 
-def demo(content: Row) -> Parts:
-    """Return the table of the demo: accuracy, throughput and shares of time, a column per seed."""
+LINES = tuple(line for line in DEMO if line != "reward, sampled")
+AGENT = ("rise", "reward, sampled", "seconds", "samples/s", "oldest token trained", "parity")
+"""Of DEMO: for the demo, and for the agent."""
+
+
+def demo(content: Row, name: str = "demo", lines: Sequence[str] = LINES) -> Parts:
+    """Return the table of some runs: accuracy, throughput and shares of time, a column per seed."""
     runs = content["runs"]
     steps = sorted({int(step) for run in runs for step in run["eval"]})
-    lines = {f"accuracy at step {step}": cell(f"eval.{step}", ".3f") for step in steps} | DEMO
-    rows = [{"": name} | {f"seed {run['seed']}": show(run) for run in runs} for name, show in lines.items()]
-    columns: Columns = {name: cell(name) for name in rows[0]}
-    return {"demo": f"{where(content)}\n\n{markdown(columns, rows)}"}
+    shown = {f"accuracy at step {step}": cell(f"eval.{step}", ".3f") for step in steps}
+    shown |= {line: DEMO[line] for line in lines}
+    rows = [{"": line} | {f"seed {run['seed']}": show(run) for run in runs} for line, show in shown.items()]
+    columns: Columns = {line: cell(line) for line in rows[0]}
+    return {name: f"{where(content)}\n\n{markdown(columns, rows)}"}
 
 
 def demo_run(folder: Path) -> dict[str, Any]:
     """Return what the page needs of one run folder."""
     found, config = (json.loads((folder / name).read_text()) for name in ("summary.json", "config.json"))
-    return {"seed": config["run"]["seed"], **{key: found[key] for key in DEMO_KEYS}}
+    return {"seed": config["run"]["seed"], **{key: found[key] for key in DEMO_KEYS if key in found}}
 
 
 # ---------------------------------------------------------------- the verifier math
@@ -508,6 +517,7 @@ SOURCES = {
     "staleness-ablation": staleness,
     "long-answers": long_answers,
     "demo": demo,
+    "calculator": functools.partial(demo, name="calculator", lines=AGENT),
     "families": families,
     "math-verifier": math_verifier,
     "memory": memory,
@@ -531,7 +541,8 @@ def take_over(words: Sequence[str]) -> None:
     if folders := [Path(word) for word in words if Path(word).is_dir()]:
         from areal_lite.launch.bench.harness import surroundings
 
-        save("demo", {**surroundings(), "runs": list(map(demo_run, folders))})
+        name = "calculator" if folders[0].name.startswith("calculator") else "demo"
+        save(name, {**surroundings(), "runs": list(map(demo_run, folders))})
     for results in (json.loads(Path(word).read_text()) for word in words if Path(word).is_file()):
         if "plan" in results:
             save(FILE_OF_PLAN[results["plan"]], results)
