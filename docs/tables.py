@@ -97,7 +97,24 @@ RECIPES = {"longtail_cpu": 2.2, "arith_cpu": 1.4}
 """Of `bench modes`, and what the best asynchronous mode is to reach over the best synchronous one."""
 NOTHING = "Not measured in this state."
 CARRIERS = ("areal-lite", "ray", "zeromq")
+BEFORE = {
+    "engine": "lost for good",
+    "rollout": "lost for good",
+    "verifier": "lost for good",
+    "queue": "noticed after 65 s, the run ended",
+    "trainer": "the run ended",
+    "raylet": "the run ended, trainer/0 was blamed",
+    "controller": "the same, resumed by hand",
+    "sigterm": "to all processes: nothing saved",
+    "sighup": "nothing saved",
+    "two-writers": "both trained, 96 prompts twice",
+    "torn-save": "the same, resumed by hand",
+    "bit-flip": "trained on, 29 of 30 times",
+}
+"""What became of faults until 0.5, as far as they were provoked."""
 NARROW = COLUMNS | {
+    "drill": {name: show for name, show in COLUMNS["drill"].items() if name != "losses"}
+    | {"until 0.5": lambda row: BEFORE.get(row["fault"], "-")},
     "queue": {name: COLUMNS["queue"][name] for name in ("samples", "clients")}
     | {f"{name}, groups/s": cell(f"{name}.groups_per_s", ".0f", ranged=True) for name in CARRIERS}
     | {name: cell(f"areal-lite.{name.replace(' ', '.')}", ".2f") for name in ("over ray", "over zeromq")},

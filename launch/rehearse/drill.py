@@ -173,10 +173,10 @@ class DrilledRun:
             self.wait(lambda: self.said(_NOTICED, begun) or self.command.poll() is not None, "a word on the fault")
             noticed_at, struck_at = time.monotonic(), self._struck_at
         whole_at = time.monotonic()
-        if _TO_COMMAND.get(name):
+        if name in (*_TO_COMMAND, "gcs"):
             self.wait(lambda: self.command.poll() is not None, "the end of the command")
         code, saved = self.command.poll(), max([0, *whole_checkpoints(self.folder.checkpoints)])
-        if _TO_COMMAND.get(name, SIGKILL) != SIGKILL and (code, saved) != (130, self.num_rows()):
+        if name in ("sigterm", "sighup", "gcs") and (code, saved) != (130, self.num_rows()):
             self.problems.append(f"expected exit code 130 and step {self.num_rows()} saved, got {code} and {saved}")
 
         def is_back() -> bool:
