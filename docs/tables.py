@@ -417,7 +417,7 @@ DEMO_KEYS = (
 
 
 LINES = tuple(line for line in DEMO if line != "reward, sampled")
-AGENT = ("rise", "reward, sampled", "seconds", "samples/s", "oldest token trained", "parity")
+AGENT = ("rise", "reward, sampled", "seconds", "samples/s", "oldest token trained")
 """Of DEMO: for the demo, and for the agent."""
 
 
