@@ -162,6 +162,10 @@ class RolloutActor:
         """Log-probabilities of stored sequences under the engine's present weights."""
         return list(await asyncio.gather(*(self._engine.score(prompt, output) for prompt, output in sequences)))
 
+    async def parameter_squares(self) -> Any:
+        """What each process of the engine has, for `weights/families.py`."""
+        return await self._engine.parameter_squares()
+
     async def progress(self) -> int:
         """Tokens generated so far: a number that grows while the engine works."""
         return self._engine.tokens_generated

@@ -148,6 +148,11 @@ class OnlineTrainerActor(TrainerActor):
         return self._publisher.publish()
 
     @_work
+    def squares(self) -> dict[str, float]:
+        """Sums of squares of the present weights, as they are sent."""
+        return self._publisher.squares()
+
+    @_work
     def score(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Any]:
         """Log-probabilities of stored sequences under the present weights."""
         return list(self._trainer.score(sequences))

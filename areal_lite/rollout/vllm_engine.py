@@ -193,6 +193,10 @@ class VllmEngine:
                 raise ValueError(f"not a weight-transfer call: {method!r}")
         await self._guarded(call)
 
+    async def parameter_squares(self) -> Any:
+        """Return what each process of the engine has, for `weights/families.py`."""
+        return await self._guarded(self._llm.collective_rpc("parameter_squares"))
+
     async def _load_adapter(self, folder: str) -> None:
         """Put what was staged in the place of the adapter before: running requests go on with it."""
         from vllm.lora.request import LoRARequest

@@ -18,6 +18,7 @@ from areal_lite.errors import HandoverError
 from areal_lite.network import listen
 from areal_lite.train.distributed import device_of
 from areal_lite.train.lora import adapter_parameters, merged, model_parameters
+from areal_lite.weights.families import squares
 from areal_lite.weights.gloo import GlooTrainerInitInfo
 from areal_lite.weights.plugin import register
 
@@ -202,6 +203,10 @@ class WeightPublisher:
         with ThreadPoolExecutor(max_workers=len(self._senders)) as pool:
             stages = pool.map(_failure, [sender.stage_weights for sender in self._senders.values()])
             return dict(zip(self._senders, stages, strict=True))
+
+    def squares(self) -> dict[str, float]:
+        """Return the sum of squares of each parameter as it is sent; every rank calls this."""
+        return squares(self._source)
 
     def _blamed(self, error: Exception) -> Mapping[str, str]:
         """Return who failed and why: of a group that broke, all where nobody is named."""

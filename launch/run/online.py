@@ -31,6 +31,7 @@ from areal_lite.record.run_folder import RunFolder
 from areal_lite.sample_queue.access import Role
 from areal_lite.sample_queue.requests import BatchInfo
 from areal_lite.types import Group, Prompt
+from areal_lite.weights.families import differing
 from areal_lite.weights.handover import hand_over
 
 logger = logging.getLogger(__name__)
@@ -258,12 +259,16 @@ class OnlineController(Controller):
         self._controller_lane.emit("parity", step=self._version, max_abs_logprob_diff=worst)
         limit, weights = self._config.parity_limit, self._config.weights
         if limit and worst > limit:
+            engine = call_all({name: self._cluster.engines.handles[name]}, "parameter_squares")
+            (squares, *_) = self._ask("squares", waiting_for="the trainer's sums of squares")
+            list(engine.answers(self._config.run.stall_timeout_s))
+            found = f"; {differing(squares, engine.values[name])}" if engine.values else ""
             raise HandoverError(
                 f"right after a publication, engines and trainer must give the same log-probabilities within "
                 f"weights.parity_limit={limit:g} nats, got a difference of {worst:.3g} from {name} at version "
-                f"{self._version}: check that vLLM and transformers agree on this model at all (areal-lite eval of the "
-                f"start), then what weights.transport={weights.transport} left out, and model.compute_dtype; a limit "
-                "of 0 only reports"
+                f"{self._version}{found}: check that vLLM and transformers agree on this model at all (areal-lite eval "
+                f"of the start), then what weights.transport={weights.transport} left out, and model.compute_dtype; "
+                "a limit of 0 only reports"
             )
 
     def _look_after(self) -> None:

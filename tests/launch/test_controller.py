@@ -141,8 +141,12 @@ def limit_parity(controller: OnlineController, limit: Any, *, every: int = 1) ->
 
 
 def scoring(difference: float) -> Any:
-    """A rollout actor that gives three tokens log-probabilities that are off."""
-    return SimpleNamespace(score=SimpleNamespace(remote=lambda _: [np.array([0.0, difference, 0.0])]))
+    """A rollout actor that gives three tokens log-probabilities that are off, and has another `up_proj`."""
+    squares = ({"model.layers.0.mlp.up_proj.weight": 4.0, "model.norm.weight": 1.0}, {})
+    return SimpleNamespace(
+        score=SimpleNamespace(remote=lambda _: [np.array([0.0, difference, 0.0])]),
+        parameter_squares=SimpleNamespace(remote=lambda: [squares]),
+    )
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -199,13 +203,20 @@ def test_a_step_whose_hand_over_fails_is_complete_and_has_its_row(
 def test_an_engine_too_far_from_the_trainer_ends_the_run(
     rl: OnlineController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: Any, difference: float
 ) -> None:
-    """Named, with the figure; the step is complete, so that the rescue saves it. Seen failing with a figure alone."""
+    """Named, with the figure and the parameters; the step is complete, so that the rescue saves it.
+
+    Seen failing with a figure alone.
+    """
     limit_parity(rl, limit)
     rl._cluster.engines.handles = {"rollout/0": scoring(0.0), "rollout/1": scoring(difference)}
     monkeypatch.setattr(online, "largest_differences", largest_differences)
-    vars(rl)["_ask"] = lambda method, *_, waiting_for: [dict(STATS) if method == "step" else [np.zeros(3)]]
+    squares = {"model.layers.0.mlp.up_proj.weight": 2.0, "model.norm.weight": 1.0}
+    answers = {"step": dict(STATS), "score": [np.zeros(3)], "squares": squares}
+    vars(rl)["_ask"] = lambda method, *_, waiting_for: [answers[method]]
     with pytest.raises(
-        HandoverError, match=r"parity_limit=\S+ nats, got a difference of .* from rollout/1 at version 1: c"
+        HandoverError,
+        match=r"parity_limit=\S+ nats, got a difference of .* from rollout/1 at version 1; the parameter families that "
+        r"differ are mlp\.up_proj\.weight: c",
     ):
         rl._step()
     rl._tick()
