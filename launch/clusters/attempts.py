@@ -299,7 +299,7 @@ def end_leftovers(job: Job) -> list[str]:
     shells = find_kind(job.kind).nodes(job)
     head = next(iter(shells.values()), _LOCAL)
     found = [
-        end_process(node, shells.get(node, head), pid, job.name)
+        end_process(node, shells.get(node, head), pid, job.name, "TERM" if node == "driver" else "INT")
         for node, pid in reversed(record.processes.items())
         if node in {"driver", *shells}
     ]

@@ -1,16 +1,24 @@
-"""A Ray cluster of a job's own: one `ray start` a node, with a token, and an end by recorded process id."""
+"""A Ray cluster of a job's own: one `ray start` a node, with a token, and an end by recorded process id.
+
+As a process of its own, `python -m areal_lite.launch.clusters.ray_nodes start ...`, it is that `ray start`: what a
+batch system sends to all processes does not end it before the run has saved; SIGINT does, with all that it started.
+"""
 
 import re
 import secrets
 import shlex
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
+
 from areal_lite.errors import StallError
 from areal_lite.launch.clusters.job import Job
 from areal_lite.launch.clusters.remote import Remote, python_of, script
+from areal_lite.launch.run.signals import NOTICES
 
 _STARTED = "Ray runtime started"
 _ADDRESS = re.compile(r"^areal-lite address (\S+)$", re.MULTILINE)
@@ -67,7 +75,7 @@ class RayNodes:
         return found | {name: self._end(name) for name in names[:1]}
 
     def _end(self, node: str) -> str | None:
-        return self.processes[node].end(self._job.name)
+        return self.processes[node].end(self._job.name, "INT")
 
     def _start(self, node: str, index: int) -> None:
         text = start_script(
@@ -132,7 +140,7 @@ def start_script(job: Job, *, ports: range, head: str, peer: str | None, env: Ma
         "num-gpus": profile.gpus_per_node,
     }
     start = [
-        python, "-m", "ray.scripts.scripts", "start", *where, "--block", "--disable-usage-stats",
+        python, "-m", __name__, "start", *where, "--block", "--disable-usage-stats",
         '--node-ip-address="$address"', *(f"--{name}={value}" for name, value in options.items()),
     ]  # fmt: skip
     # Nobody serves from it: it need not wait for its workers to leave, which would take longer than the grace it has.
@@ -141,3 +149,19 @@ def start_script(job: Job, *, ports: range, head: str, peer: str | None, env: Ma
     text = script(job, start, {**env, **own})
     say = f'address=$({inside} -c {shlex.quote(look_up)}) || exit 1\necho "areal-lite address $address"\n'
     return text.replace('echo "areal-lite pid', say + 'echo "areal-lite pid')
+
+
+def _main() -> None:
+    from ray.scripts.scripts import main
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
+    try:
+        main()
+    finally:
+        for process in psutil.Process().children(recursive=True):
+            process.kill()
+
+
+if __name__ == "__main__":
+    _main()

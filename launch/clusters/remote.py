@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from areal_lite.launch.clusters.job import Job
+from areal_lite.launch.run.signals import notices_held_back
 
 _TIMEOUT_S = 60.0
 _GRACE_S = 20
-"""Between SIGTERM and SIGKILL."""
+"""Before SIGKILL."""
 _PID = re.compile(r"^areal-lite pid (\d+)$", re.MULTILINE)
 
 
@@ -48,7 +49,8 @@ class Remote:
     def __init__(self, node: str, shell: Sequence[str], text: str, *, log: Path) -> None:
         """Start it; what it says goes into `log`."""
         self.node, self.shell, self.log = node, shell, log
-        with log.open("wb") as output:
+        # It outlives what is sent to all processes: what it reaches saves, and then ends it.
+        with log.open("wb") as output, notices_held_back():
             # A session of its own: Ctrl-C in a terminal is for the supervisor alone.
             self._process = subprocess.Popen(
                 [*shell, "bash", "-s"], stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
@@ -89,9 +91,9 @@ class Remote:
         if self.pid is not None and self.code is None:
             _run(self.shell, f"kill -{name} {self.pid}")
 
-    def end(self, job_name: str) -> str | None:
+    def end(self, job_name: str, by: str = "TERM") -> str | None:
         """Have it ended, by force after a grace; returns what went wrong."""
-        problem = end_process(self.node, self.shell, self.pid, job_name) if self.pid is not None else None
+        problem = end_process(self.node, self.shell, self.pid, job_name, by) if self.pid is not None else None
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -100,12 +102,12 @@ class Remote:
         return problem
 
 
-def end_process(node: str, shell: Sequence[str], pid: int, job_name: str) -> str | None:
+def end_process(node: str, shell: Sequence[str], pid: int, job_name: str, by: str = "TERM") -> str | None:
     """End a process of a job on a node, unless it has ended; returns what went wrong."""
     own = shlex.quote(f"AREAL_LITE_JOB={job_name}")
     text = (
         f"alive() {{ tr '\\0' '\\n' 2>/dev/null < /proc/{pid}/environ | grep -qxF {own}; }}\n"
-        f"alive || exit 0\nkill -TERM {pid}\n"
+        f"alive || exit 0\nkill -{by} {pid}\n"
         f"for i in $(seq {10 * _GRACE_S}); do alive || exit 0; sleep 0.1; done\nkill -KILL {pid}\n"
     )
     return _run(shell, text, node=node)

@@ -59,6 +59,7 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, *NOTICES)}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)  # whoever started this one may have held them back
         return self
 
     def __exit__(self, *error: object) -> None:
