@@ -79,11 +79,13 @@ class Slurm(Kind):
         ask("scancel", "--batch", "--signal=INT", "--state=RUNNING", job.id)
 
     def nodes(self, job: Job) -> Mapping[str, Sequence[str]]:
-        """Return a step of the job for each node of the allocation, this one first.
+        """Return a step of the job for each node of the allocation, this one first; one node needs no step.
 
         Steps overlap, so that each has all of its node. A step waits for a node that is down for as long as it is let,
         which is start_timeout_s of the profile.
         """
+        if job.profile.nodes == 1:
+            return {}  # What is sent to all processes has srun kill its steps at once.
         step = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", "--cpu-bind=none")
         asked = ask("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"])
         if asked.returncode:

@@ -44,7 +44,6 @@ MpiDefault=none
 MailProg=/bin/true
 ReturnToService=2
 SlurmdTimeout=30
-KillWait=10
 # Look for work that can start every second, not every half minute.
 SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0
 {nodes}

@@ -158,6 +158,24 @@ def test_stop_ends_a_job_on_all_nodes(user: User) -> None:
     assert "130" in user.types("launch", "--status", "stopped").stdout
 
 
+def test_a_job_of_one_node_saves_when_all_its_processes_are_told_to_end(user: User) -> None:
+    """What `scancel` and a preemption do. Seen failing on two nodes, whose steps srun kills."""
+    recipe = user.recipe("told", steps=1000, checkpoint_every=0, checkpoint_every_minutes=0)
+    profile = user.profile("one", nodes=1)
+    launch = ["launch", "--on", "slurm", "--profile", profile, "--name", "told", "--detach", "train", recipe]
+    job = submitted(user.types(*launch))
+    folder = RunFolder(user.folder / "runs" / "told")
+    user.wait_until(lambda: len(folder.read("metrics.jsonl")) >= 3, job, "steps")
+    user.slurm.ask("scancel", job)
+    deadline = time.monotonic() + _DEADLINE_S
+    while user.facts(job)["JobState"] not in ENDED:
+        assert time.monotonic() < deadline, user.facts(job)
+        time.sleep(0.5)
+    log = Path(user.facts(job)["StdOut"]).read_text()
+    assert re.search(r"saved step-\d+ after SIGTERM", log), log
+    assert int(folder.newest_checkpoint().name.removeprefix("step-")) == len(folder.read("metrics.jsonl"))
+
+
 def test_a_run_that_fails_is_a_job_that_fails(user: User) -> None:
     """Its exit code is the job's, which `launch` returns and `--status` tells."""
     recipe = user.recipe("fails", steps=2, start_timeout_s=0.5)

@@ -133,7 +133,7 @@ def test_a_controller_that_does_not_answer_fails_nothing(monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match="Slurm must answer, got"):
         Slurm().status(job)
     with pytest.raises(StallError, match="must name the job's nodes"):
-        Slurm().nodes(job)
+        Slurm().nodes(job.model_copy(update={"profile": Profile(nodes=2)}))
 
 
 @pytest.mark.parametrize(
