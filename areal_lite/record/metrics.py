@@ -206,9 +206,9 @@ SHARES = (
 # fmt: on
 
 
-def mean_called(rewards: Iterable[float]) -> str:
-    """Return what a mean of rewards is called: an accuracy where each is 0 or 1."""
-    return "accuracy" if set(rewards) <= {0.0, 1.0} else "mean reward"
+def mean_called(rewards: Iterable[float], *, before: Iterable[str] = ()) -> str:
+    """Return what a mean of rewards is called: an accuracy where each is 0 or 1, also of the means `before` it."""
+    return "accuracy" if set(rewards) <= {0.0, 1.0} and "mean reward" not in before else "mean reward"
 
 
 def metrics_page() -> str:

@@ -104,7 +104,9 @@ class Evaluations:
         return {
             "step": self._step,
             "accuracy": sum(rewards) / len(rewards) if rewards else 0.0,
-            "called": mean_called(rewards),
+            "called": mean_called(
+                rewards, before=(one.get("called", "") for one in self._recorder.evaluations.values())
+            ),
             "by_source": {source: sum(part) / len(part) for source, part in sorted(by_source.items())},
             "standard_errors": {
                 name: statistics.pstdev(part) / math.sqrt(len(part))

@@ -115,13 +115,18 @@ def test_an_evaluation_in_words(changes: dict[str, Any], words: str) -> None:
 
 
 def test_a_held_out_figure_has_its_standard_error() -> None:
-    """Of rewards 0, 0, 1, 1: 0.5 over the root of 4; of 1 and 1: none. Seen failing with the root left out."""
+    """Of rewards 0, 0, 1, 1: 0.5 over the root of 4; of 1 and 1: none. Seen failing with the root left out.
+
+    Where an earlier one was no accuracy, it is none either. Seen failing with a name from its own rewards alone.
+    """
     nobody: Any = None
+    recorder: Any = SimpleNamespace(evaluations={0: {}, 10: {"called": "mean reward"}})
     rewards = {"a/0": 0.0, "a/1": 0.0, "b/0": 1.0, "b/1": 1.0}
     done: Any = [(SimpleNamespace(prompt_id=name), SimpleNamespace(score=None, ways=())) for name in rewards]
-    evaluations = Evaluations(nobody, [], recorder=nobody, lane=nobody, view=nobody)
+    evaluations = Evaluations(nobody, [], recorder=recorder, lane=nobody, view=nobody)
     found = evaluations._result(done, [Score(reward=reward) for reward in rewards.values()])
     assert found["standard_errors"] == {"a": 0.0, "b": 0.0, "accuracy": 0.25}
+    assert found["called"] == "mean reward"
 
 
 def test_an_evaluation_that_finds_no_worker_is_said_to_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:

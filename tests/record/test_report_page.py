@@ -174,8 +174,9 @@ def test_a_run_is_watched_until_nobody_writes_there(tmp_path: Path, monkeypatch:
 
 
 def test_an_accuracy_is_of_zeros_and_ones_alone(tmp_path: Path) -> None:
-    """Seen failing with every mean called so."""
+    """Seen failing with every mean called so, and with a name that changes from one evaluation of a run to the next."""
     assert (mean_called([0.0, 1.0]), mean_called([0.5])) == ("accuracy", "mean reward")
+    assert mean_called([1.0], before=["accuracy", "mean reward"]) == "mean reward"
     run = make_run(tmp_path / "run")
     assert "held-out accuracy over" in write_report(run).read_text()
     events = (run / "events.jsonl").read_text().replace('"accuracy": 0.75', '"called": "mean reward", "accuracy": 0.75')
