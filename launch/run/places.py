@@ -69,9 +69,10 @@ class Places:
         return self._unanswered > 1
 
     def give_back(self) -> None:
-        """Free everything."""
-        for group in {group.id: group for group, _ in self._place_of.values()}.values():
-            remove_placement_group(group)
+        """Free everything; where Ray's head is lost there is nothing to free, and it would be waited for in vain."""
+        if listens(self._head, timeout_s=_LOOK_EVERY_S):
+            for group in {group.id: group for group, _ in self._place_of.values()}.values():
+                remove_placement_group(group)
 
 
 @contextlib.contextmanager
