@@ -35,7 +35,10 @@ def check_config(recipe: Recipe, overrides: Overrides) -> int:
         f"{config.batch.batch_size} rows" if isinstance(config, OfflineConfig) else f"{config.samples_per_step} samples"
     )
     command = COMMANDS[config.command]
-    print(f"# {recipe} is fine for areal-lite {command}: {size} per step, device {config.run.device}")
+    print(
+        f"# {recipe} is fine for areal-lite {command}: {size} per step, device {config.run.device} "
+        "(model and data are looked at when it starts)"
+    )
     return 0
 
 

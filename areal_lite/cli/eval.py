@@ -1,5 +1,7 @@
 """The command `areal-lite eval`."""
 
+import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,7 +25,7 @@ def eval_model(
     """Measure a model's accuracy on a recipe's held-out prompts.
 
     Completes them greedily, scores the completions with the recipe's verifier (verifier.eval_function where it has
-    one), and prints the mean reward.
+    one), and prints the mean reward, and the means of the verifier's parts and metrics.
     """
     config = load_config(recipe, overrides)
     from areal_lite.cli.evaluate import evaluate
@@ -34,6 +36,13 @@ def eval_model(
     if not rewards:
         raise VerifierError(f"the verifier should have scored {len(replies)} completions, it failed on all of them")
     failures = f", {len(replies) - len(rewards)} could not be scored" if len(rewards) < len(replies) else ""
-    called, mean = mean_called(rewards), sum(rewards) / len(rewards)
-    Console().print(f"held-out {called}, greedy: {mean:.3f} ({len(rewards)} problems{failures})", highlight=False)
+    summary = Path(model) / "summary.json"  # of a run: what it called its own
+    before = json.loads(summary.read_text()).get("eval_called") if summary.exists() else None
+    called, mean = mean_called(rewards, before=[before]), sum(rewards) / len(rewards)
+    console = Console(highlight=False)
+    console.print(f"held-out {called}, greedy: {mean:.3f} ({len(rewards)} problems{failures})")
+    for figures in ([reply.parts for reply in replies], [reply.metrics for reply in replies]):
+        for name in sorted({name for one in figures for name in one}):
+            values = [one[name] for one in figures if name in one]
+            console.print(f"  {name} {sum(values) / len(values):.3f} (mean of {len(values)})")
     return 0

@@ -206,7 +206,7 @@ SHARES = (
 # fmt: on
 
 
-def mean_called(rewards: Iterable[float], *, before: Iterable[str] = ()) -> str:
+def mean_called(rewards: Iterable[float], *, before: Iterable[str | None] = ()) -> str:
     """Return what a mean of rewards is called: an accuracy where each is 0 or 1, also of the means `before` it."""
     return "accuracy" if set(rewards) <= {0.0, 1.0} and "mean reward" not in before else "mean reward"
 

@@ -8,6 +8,7 @@ import pytest
 from scripted_engine import ScriptedEngine
 
 from areal_lite.cli.evaluate import _run
+from areal_lite.cli.main import main
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import StallError
 from areal_lite.rollout.vllm_engine import VllmEngine
@@ -75,3 +76,21 @@ def test_a_verifier_that_stands_still_is_named(tmp_path: Path, monkeypatch: pyte
     """Within `verifier.timeout_s`. Seen failing without a watchdog."""
     with pytest.raises(StallError, match=r"for 6 scores .*; late: the verifier, with 1 calls running and 5 waiting"):
         run(ScriptedEngine(eos_id=99), tmp_path, monkeypatch, seconds="50")
+
+
+def test_a_run_s_figure_keeps_its_name_and_parts_and_metrics_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen failing as an accuracy, where no half point was left at the end of a run that had some."""
+    replies = [Reply(1.0, parts={"right": 1.0}, metrics={"no_hash": 0.0}), Reply(0.0, metrics={"no_hash": 1.0})]
+    monkeypatch.setattr("areal_lite.cli.evaluate.evaluate", lambda *_, **__: replies)
+    (tmp_path / "summary.json").write_text('{"eval_called": "mean reward"}')
+    assert main(["eval", str(tmp_path), "--recipe", "arith_cpu"]) == 0
+    lines = [
+        "held-out mean reward, greedy: 0.500 (2 problems)",
+        "  right 1.000 (mean of 1)",
+        "  no_hash 0.500 (mean of 2)",
+    ]
+    assert capsys.readouterr().out.splitlines() == lines
+    assert main(["eval", "nowhere", "--recipe", "arith_cpu"]) == 0
+    assert capsys.readouterr().out.startswith("held-out accuracy, greedy: 0.500")

@@ -79,6 +79,11 @@ def test_a_missing_column_names_the_nearest(tmp_path):
         load(FIXTURES / "gsm8k_like.jsonl", prompt_column="questoin")
     with pytest.raises(DataError, match=r"no column 'anser'.*set data\.answer_column; did you mean "):
         load(FIXTURES / "gsm8k_like.jsonl", answer_column="anser")
+    (tmp_path / "x.jsonl").write_text('{"problem": "1+1", "info": {"id": 3, "solution": 2}}\n' * 2)
+    with pytest.raises(DataError, match=r"'info\.soluton'.*; did you mean info\.solution\?"):
+        load(tmp_path / "x.jsonl", prompt_column="problem", answer_column="info.soluton")
+    with pytest.raises(DataError, match=r"'question' in any row, only info, info\.solution, problem: set [^;]*$"):
+        load(tmp_path / "x.jsonl", prompt_column="question", answer_column="info.solution")
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])
