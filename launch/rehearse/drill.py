@@ -34,7 +34,7 @@ from areal_lite.record.run_folder import RunFolder
 
 _SETTINGS = (
     "run.checkpoint_every=1", "run.eval_every=0", "run.report=false", "run.log_samples=1000000",
-    "run.stall_timeout_s=20", "run.max_worker_restarts=1000",
+    "run.stall_timeout_s=20", "run.save_timeout_s=60", "run.max_worker_restarts=1000",
 )  # fmt: skip
 _STEPS, _FOR_EVER = 16, 1_000_000
 """Of a run with one fault: more than are admitted without a worker; and of a soak."""
