@@ -1,6 +1,7 @@
 """One thread for torch, and one Ray for all integration tests."""
 
 import gc
+import itertools
 import logging
 import os
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark.expression import Expression
 from hypothesis import settings
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
@@ -55,6 +57,17 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Lanes(config, log) if config.getoption("dist") == "loadscope" else None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file in which no test can have the marks that `-m` asks for is not imported: all take 20 s of a processor."""
+    asked = config.getoption("markexpr")
+    if not asked or not re.fullmatch(r"test_.*\.py", collection_path.name):
+        return None
+    named = set(re.findall(r"\bmark\.(\w+)", collection_path.read_text())) & set(re.findall(r"\w+", asked))
+    wanted = Expression.compile(asked)
+    possible = itertools.chain.from_iterable(itertools.combinations(named, size) for size in range(len(named) + 1))
+    return None if any(wanted.evaluate(lambda name, /, marks=marks, **_: name in marks) for marks in possible) else True
 
 
 @pytest.fixture(scope="session")

@@ -183,26 +183,6 @@ def test_ctrl_c_twice_ends_at_once(loop_folder: Path) -> None:
         assert "Traceback" not in run.output
 
 
-def test_notice_to_every_process_at_once_is_time_to_save(loop_folder: Path) -> None:
-    """What `scancel` does; Ray's own processes would end before anything is saved.
-
-    Seen failing where vLLM's start lets SIGTERM through to the engine, and where the next signal cuts a rescue short.
-    """
-    with start(loop_folder, "notice", run={"steps": 1000, "checkpoint_every": 0}) as run:
-        run.wait_for_steps(3)
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            for pid in run.processes():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-        assert run.exit_code() == 130, run.output
-        assert run.leftovers == []
-        assert re.search("saved step-\\d+ after SIG(TERM|HUP|USR1)", run.output), run.output  # whichever is seen first
-        assert "Traceback" not in run.output
-        assert summary(run)["status"] == "interrupted"
-        assert saved_step(run) == len(steps(run))
-        check_books(run, total=saved_step(run))
-
-
 def test_ctrl_c_while_engines_start_ends_at_once(loop_folder: Path) -> None:
     with start(loop_folder, "early", run={"steps": 1000}) as run:
         run.wait_until(lambda: "queue is ready" in run.output, "a first actor")
@@ -233,13 +213,18 @@ def test_a_dead_trainer_rank_ends_the_run_by_name(loop_folder: Path) -> None:
         assert "Traceback" not in run.output
 
 
-def test_the_last_worker_lost_for_good_ends_the_run_saved_and_hung_it_is_replaced(loop_folder: Path) -> None:
+def test_a_last_worker_killed_or_hung_and_a_notice_to_all_leave_the_run_saved(
+    loop_folder: Path,
+) -> None:
     """The only worker's engine is killed, and not started again: the run saves, and ends.
 
     Resumed, it hangs instead: the run says who, saves, begins again at this step, and waits for another engine.
 
-    The engine is stopped while a batch is waited for, as the workflow takes its time.
-    Seen failing without the save in `Controller._save_what_is_whole`.
+    The engine is stopped while a batch is waited for, as the workflow takes its time. At last every process is told to
+    end at once, as by `scancel`; Ray's own would end before anything is saved.
+
+    Seen failing without the save in `Controller._save_what_is_whole`, where vLLM's start lets SIGTERM through to the
+    engine, and where the next signal cuts a rescue short.
     """
     rollout = {"slots": 1, "workflow": f"{SUPPORT / 'loop_workflows.py'}:thinks", "turn_timeout_s": 5}
     settings = {"steps": 1000, "stall_timeout_s": 8, "max_worker_restarts": 0}
@@ -262,7 +247,16 @@ def test_the_last_worker_lost_for_good_ends_the_run_saved_and_hung_it_is_replace
         stopped_at = len(steps(resumed))
         assert saved_step(resumed) == stopped_at > before, "nothing is lost"
         resumed.wait_for_steps(stopped_at + 2)
-        resumed.press_ctrl_c()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            for pid in resumed.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
         assert resumed.exit_code() == 130, resumed.output
         assert resumed.leftovers == []
+        assert re.search("saved step-\\d+ after SIG(TERM|HUP|USR1)", resumed.output), (
+            resumed.output
+        )  # the one seen first
+        assert "Traceback" not in resumed.output
+        assert summary(resumed)["status"] == "interrupted"
+        assert saved_step(resumed) == len(steps(resumed))
         check_books(resumed, total=len(steps(resumed)))
