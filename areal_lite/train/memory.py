@@ -62,7 +62,9 @@ _BATCHED_TOKENS = 8192
 
 
 def architecture_of(config: Config) -> Any:
-    """Return the transformers config of the recipe's model: a known name, a folder with `config.json`, or built in.
+    """Return the transformers config of the recipe's model: built in, known by name, of a folder, or downloaded before.
+
+    A name with more behind it, as `-Instruct` or `-Base`, is a known model trained further: its sizes are the same.
 
     Raises:
         ConfigError: It is none of them.
@@ -70,14 +72,15 @@ def architecture_of(config: Config) -> Any:
     path = config.model.path
     if path == "builtin:arith":
         return build_model(config, build_char_tokenizer(alphabet(config))).config
-    if path in KNOWN["models"]:
-        return AutoConfig.for_model(**KNOWN["models"][path], max_position_embeddings=config.model.max_context)
-    if (Path(path) / "config.json").is_file():
-        return AutoConfig.from_pretrained(path)
-    raise ConfigError(
-        f"model.path must be a folder with config.json or one of {', '.join(KNOWN['models'])}, got {path}"
-        f"{suggestion(path, KNOWN['models'])}: weights are not needed"
-    )
+    if known := max((name for name in KNOWN["models"] if f"{path}-".startswith(f"{name}-")), key=len, default=None):
+        return AutoConfig.for_model(**KNOWN["models"][known], max_position_embeddings=config.model.max_context)
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except OSError as error:
+        raise ConfigError(
+            "model.path must be a folder with config.json, the hub id of a model downloaded before, or one of "
+            f"{', '.join(KNOWN['models'])}, got {path}{suggestion(path, KNOWN['models'])}: weights are not needed"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

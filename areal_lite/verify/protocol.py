@@ -148,6 +148,10 @@ def read_result(value: Any, *, completion: str) -> Reply:
     """Check everything that a verify function said about one completion."""
     if value is None:  # a forgotten return is no word of "not applicable"
         return _wrong_type(value, "the reward: a number")
+    if isinstance(value, Mapping):
+        return _wrong_type(
+            value, "the reward: a number, or areal_lite.verify.VerifyResult(reward, parts=..., metrics=...)"
+        )
     result = value if isinstance(value, VerifyResult) else VerifyResult(value)
     if problem := next(_problems(result, completion), None):
         return problem

@@ -155,6 +155,19 @@ def test_engines_by_hand() -> None:
     assert memory.trainer_tokens_per_s(shape, size, config, tflops=1e-12) == pytest.approx(1 / flops)
 
 
+@pytest.mark.parametrize(
+    ("name", "hidden_size"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", 4096),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", 2048),
+        ("Qwen/Qwen3-4B-Base", 2560),
+    ],
+)
+def test_a_model_trained_further_has_the_sizes_of_the_known_one(name: str, hidden_size: int) -> None:
+    """Seen failing with exact names alone."""
+    assert memory.architecture_of(make_config(model={"path": name})).hidden_size == hidden_size
+
+
 def test_an_unknown_model_is_named_with_the_nearest() -> None:
     """Seen failing without the suggestion."""
     with pytest.raises(ConfigError, match=r"Qwen2\.5-7b; did you mean Qwen/Qwen2\.5-7B\?"):

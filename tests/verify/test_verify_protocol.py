@@ -43,6 +43,7 @@ def test_a_result_comes_through_whole():
     [
         (VerifyResult(NAN), "nan", "the reward is nan"),
         (VerifyResult("1"), "wrong_type:str", "the reward: a number"),
+        ({"score": 1.0}, "wrong_type:dict", "areal_lite.verify.VerifyResult(reward"),
         (VerifyResult(1, parts={"x": NAN}), "nan", "parts['x'] is nan"),
         (VerifyResult(1, parts={"x": None}), "wrong_type:NoneType", "parts['x']: a number"),
         (VerifyResult(1, parts=[1.0]), "wrong_type:list", "parts: a dict"),
