@@ -48,7 +48,7 @@ _LINGER_S = 90.0
 """How long processes may outlive the last command: agents of Ray give a head that was lost a minute."""
 _NOTICED = (
     r"(?m)^(?!step \d|areal-lite rehearse|.*\(raylet\))"
-    ".*(lost|died|failed|Error|stopping after|saving step|no progress|disk full)"
+    ".*(lost|died|failed|Error|stopping after|saving step|late: |disk full)"
 )
 _UNDISTURBED = "none"
 _UNNOTICED = {_UNDISTURBED, "slow-network"}

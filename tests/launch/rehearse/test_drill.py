@@ -123,6 +123,15 @@ def test_a_run_is_healed_by_itself_or_by_a_resume(tmp_path: Path, monkeypatch: p
     assert all_of_them["healed_by"] == "areal-lite resume, the run itself"
 
 
+def test_a_rank_that_hangs_in_a_save_is_noticed_as_well() -> None:
+    """By other words than in a step. Seen failing, in a real drill, with "no progress" alone."""
+    hung = "the trainer ranks must save within 60 s; late: trainer/0 does not answer; the run goes back to step-000002"
+    stalled = "no progress for 20 s while waiting for a step (run.stall_timeout_s=20); late: trainer/0 does not answer"
+    for words in (hung, stalled):
+        assert re.search(module._NOTICED, f"step 2/16  tokens 0 masked as stale\n{words}\n")
+    assert not re.search(module._NOTICED, "step 2/16  tokens 0 masked as stale\n")
+
+
 @pytest.mark.cluster
 def test_a_full_disk_and_a_lost_node_are_whole_again_once_they_are_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
