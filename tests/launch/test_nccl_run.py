@@ -54,7 +54,7 @@ def test_a_run_over_nccl_loses_engines_in_transfers_and_nothing_else(
 
     None comes back: which one is rank 2 of the group, and breaks, must not depend on how long a start takes.
     """
-    save_tiny_model(tmp_path / "model", tie_embeddings=False, max_context=128)
+    save_tiny_model(tmp_path / "model", tie_embeddings=False, max_context=128, num_key_value_heads=2)
     monkeypatch.setattr(cluster, "OnlineTrainerActor", StandInTrainerActor)
     monkeypatch.setattr(online, "Cluster", functools.partial(cluster.Cluster, rollout_actor=StandInRolloutActor))
     run: dict[str, Any] = {
@@ -63,7 +63,8 @@ def test_a_run_over_nccl_loses_engines_in_transfers_and_nothing_else(
         "checkpoint_every": 0,
         "max_worker_restarts": 0,
     }
-    trainer, rollout = {"ranks": 2}, {"workers": 3, "slots": 16, "max_new_tokens": 16, "kv_cache_mb": 64}
+    trainer = {"ranks": 2, "mesh": {"context": 2}}
+    rollout = {"workers": 3, "slots": 16, "max_new_tokens": 16, "kv_cache_mb": 64}
     config = loop_config(tmp_path, run=run, trainer=trainer, rollout=rollout)
 
     def on_step(row: Mapping[str, Any]) -> None:
