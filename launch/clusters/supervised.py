@@ -42,12 +42,11 @@ class Supervised(Kind):
 
     def status(self, job: Job) -> Status:
         """Read the record of the attempts; a supervisor that is gone without a word has failed."""
-        status = Attempts.read(job).status()
-        if status.code is None and (host := _other_host(job)):
+        host, is_gone = _other_host(job), self._process(job) is None
+        status = Attempts.read(job).status()  # after that look, as it may have ended in between
+        if status.code is None and host:
             return Status(f"{status.words}; whether its supervisor still runs, ask on {host}")
-        if status.code is None and self._process(job) is None:
-            status = Attempts.read(job).status()  # it may have ended in between
-        if status.code is None and self._process(job) is None:
+        if status.code is None and is_gone:
             return Status(f"failed: its supervisor (process {job.id}) is gone; {status.words}; see {job.log}", code=1)
         return status
 

@@ -55,14 +55,10 @@ class Collector:
 
     def verifiers(self) -> dict[str, Any]:
         """Failed verifications by reason, and each verifier's own figures, over all workers."""
-        parts: dict[str, list[dict[str, Any]]] = {}
-        for gauges in self._gauges.values():
-            for name, figures in gauges.get("verifiers", {}).items():
-                parts.setdefault(name, []).append(figures)
-        return {
-            "verifier_failures": self.failures(),
-            "verifiers": {name: _together(figures) for name, figures in sorted(parts.items())},
-        }
+        workers = [gauges.get("verifiers", {}) for gauges in self._gauges.values()]
+        names = sorted(set().union(*workers))
+        together = {name: _together([of_one[name] for of_one in workers if name in of_one]) for name in names}
+        return {"verifier_failures": self.failures(), "verifiers": together}
 
     def tokens(self) -> float:
         """Tokens generated so far, by workers lost since as well."""

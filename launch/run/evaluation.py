@@ -67,11 +67,12 @@ class Evaluations:
             self._go_on(self._calls.values)
 
     def _go_on(self, values: Mapping[str, Any]) -> None:
-        if self._done is None and not self._cluster.verifiers:
-            self._view.say(f"the evaluation of step {self._step} was lost: no verifier worker is there")
-            return self.end()
         if self._done is None:
-            self._calls = self._score(values)
+            if self._cluster.verifiers:
+                self._calls = self._score(values)
+            else:
+                self._view.say(f"the evaluation of step {self._step} was lost: no verifier worker is there")
+                self.end()
             return
         (scores,) = values.values()
         result = self._result(self._done, scores)
@@ -95,8 +96,7 @@ class Evaluations:
         return Calls({name: verifier.score.remote(prompts, texts, messages)})
 
     def _result(self, done: list[tuple[Prompt, Sample]], scores: list[Score]) -> dict[str, Any]:
-        by_source: dict[str, list[float]] = {}
-        found = iter(scores)
+        by_source, found = dict[str, list[float]](), iter(scores)
         for prompt, sample in done:
             if (reward := (sample.score or next(found)).total) is not None:
                 by_source.setdefault(prompt.prompt_id.partition("/")[0], []).append(reward)

@@ -25,27 +25,24 @@ def actor_options(config: Config | OfflineConfig, kind: str) -> dict[str, Any]:
     Args:
         kind: `queue`, `rollout`, `verifier` or `trainer`.
     """
-    environment = {"TOKENIZERS_PARALLELISM": "false", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
-    shared_gpu = isinstance(config, Config) and config.weights.transport == "ipc"
-    on_gpu = config.run.device == "cuda"
+    share = 0.5 if isinstance(config, Config) and config.weights.transport == "ipc" else 1
+    gpus, threads, calls_at_once = 0.0, 1, None
     match kind:
         case "rollout":
             assert isinstance(config, Config), "an offline run has no engines"
-            environment["OMP_NUM_THREADS"] = str(config.rollout.threads)
-            options["num_gpus"] = config.rollout.tensor_parallel * (0.5 if shared_gpu else 1) if on_gpu else 0
-            options["max_concurrency"] = 1000
-        case "trainer":
-            environment["OMP_NUM_THREADS"] = str(config.trainer.threads)
-            options["num_gpus"] = (0.5 if shared_gpu else 1) if on_gpu else 0
-            # One thread works, the other answers `progress`.
-            options["max_concurrency"] = 2
+            gpus, threads, calls_at_once = config.rollout.tensor_parallel * share, config.rollout.threads, 1000
+        case "trainer":  # One thread works, the other answers `progress`.
+            gpus, threads, calls_at_once = share, config.trainer.threads, 2
         case "verifier":
-            environment["OMP_NUM_THREADS"] = "1"
-            options["max_concurrency"] = 1000
-        case _:
-            environment["OMP_NUM_THREADS"] = "1"
-    return {**options, "runtime_env": {"env_vars": environment | config.run.env}}
+            calls_at_once = 1000
+    environment = {"TOKENIZERS_PARALLELISM": "false", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    return {
+        "num_cpus": 0,
+        "num_gpus": gpus if config.run.device == "cuda" else 0,
+        "max_restarts": 0,
+        "max_concurrency": calls_at_once,
+        "runtime_env": {"env_vars": environment | {"OMP_NUM_THREADS": str(threads)} | config.run.env},
+    }
 
 
 def wait_until_started(

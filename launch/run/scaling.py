@@ -8,7 +8,7 @@ from pydantic import PositiveInt, TypeAdapter, ValidationError
 
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError, StallError
-from areal_lite.record.run_folder import RunFolder
+from areal_lite.record.run_folder import RunFolder, write_whole
 from areal_lite.sample_queue.access import Role
 
 _ROLES = (Role.ROLLOUT, Role.VERIFIER)
@@ -47,9 +47,7 @@ def request(folder: Path, counts: Mapping[Role, int], *, timeout_s: float) -> No
             f"got command: {config.command}, {'weights.transport=ipc' if isinstance(config, Config) else 'no workers'}"
         )
     path, until = folder / "scale.json", time.monotonic() + timeout_s
-    unfinished = folder / ".scale.json.tmp"
-    unfinished.write_bytes(_REQUEST.dump_json(dict(counts)))
-    unfinished.replace(path)
+    write_whole(path, _REQUEST.dump_json(dict(counts)).decode())
     try:
         while path.exists():
             if time.monotonic() > until:
