@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from areal_lite.launch.clusters.attempts import Attempts, last_step
 from areal_lite.launch.clusters.job import Job
@@ -71,18 +72,16 @@ def rehearsal(
 
 
 def _job(name: str, words: Sequence[str], hosts: list[str]) -> Job:
-    folder = Path.cwd()
-    job = Job(name=name, kind="ssh", folder=str(folder), words=list(words))
-    profile = Profile(
-        nodes=len(hosts),
-        shared="/",
-        network=str(NETWORK),
-        ports="10000-32767",
-        # The nodes share the machine's cores: one each is what Ray is told, so that the processes are spread.
-        env={"RAY_OVERRIDE_RESOURCES": '{"CPU": 1}'},
-        ssh=SshProfile(hosts=hosts, shell=f"{shlex.quote(str(job.files / 'shell-of-'))}{{host}}"),
-    )
-    return job.model_copy(update={"profile": profile})
+    job = Job(name=name, kind="ssh", folder=str(Path.cwd()), words=list(words))
+    ssh = SshProfile(hosts=hosts, shell=f"{shlex.quote(str(job.files / 'shell-of-'))}{{host}}")
+    return job.model_copy(update={"profile": profile_of(len(hosts), ssh=ssh)})
+
+
+def profile_of(num_nodes: int, **more: Any) -> Profile:
+    """Return the profile of such nodes."""
+    # They share the machine's cores: one each is what Ray is told, so that the processes are spread.
+    env = {"RAY_OVERRIDE_RESOURCES": '{"CPU": 1}'}
+    return Profile(nodes=num_nodes, shared="/", network=str(NETWORK), ports="10000-32767", env=env, **more)
 
 
 def _write_shell(job: Job, node: Node) -> None:

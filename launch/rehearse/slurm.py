@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from areal_lite.errors import ConfigError, StallError
-from areal_lite.launch.rehearse.namespaces import NETWORK, Node, make_nodes
+from areal_lite.launch.rehearse.namespaces import Node, make_nodes
+from areal_lite.launch.rehearse.nodes import profile_of
 
 _TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "setpriv")
 _START_TIMEOUT_S = 60.0
@@ -141,10 +140,7 @@ def _wait(slurm: Slurm, condition: Callable[[], bool], what: str) -> None:
 def run_job(slurm: Slurm, name: str, words: Sequence[str]) -> int:
     """Launch a command as a job on all nodes, with a line for each of its states; returns the exit code of `launch`."""
     profile = slurm.folder / "profile.yaml"
-    # The nodes share the machine's cores: one each is what Ray is told, so that the processes are spread.
-    env = {"RAY_OVERRIDE_RESOURCES": '{"CPU": 1}'}
-    settings = {"nodes": len(slurm.nodes), "shared": "/", "network": str(NETWORK), "ports": "10000-32767", "env": env}
-    profile.write_text(yaml.safe_dump(settings))
+    profile.write_text(profile_of(len(slurm.nodes)).model_dump_json())
     launch = [sys.executable, "-m", "areal_lite.cli.main", "launch", "--on", "slurm", "--name", name]
     process = subprocess.Popen(slurm.command([*launch, "--profile", str(profile), *words], cwd=Path.cwd()))
     shown, code = "", None
