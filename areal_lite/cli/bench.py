@@ -30,9 +30,12 @@ RunsOut = Annotated[
 ]
 
 
-def _split(words: list[str]) -> tuple[list[str], list[str]]:
+def _split(words: list[str], *, default: list[str], most: int = 1) -> tuple[list[str], list[str]]:
     """Tell recipes from overrides."""
-    return [word for word in words if "=" not in word], [word for word in words if "=" in word]
+    recipes = [word for word in words if "=" not in word] or default
+    if len(recipes) > most:
+        raise ConfigError(f"this benchmark measures one recipe, got {' '.join(recipes)}: name one")
+    return recipes, [word for word in words if "=" in word]
 
 
 @bench.command()
@@ -108,9 +111,8 @@ def train(
     """
     from areal_lite.launch.bench.train import TrainBench, bench
 
-    recipes, overrides = _split(words)
-    settings = TrainBench(repeats=repeats, steps=steps, rows=rows)
-    return bench(settings, recipes or ["longtail_cpu", "arith_cpu"], overrides, out=out)
+    recipes, overrides = _split(words, default=["longtail_cpu", "arith_cpu"], most=len(words) + 2)
+    return bench(TrainBench(repeats=repeats, steps=steps, rows=rows), recipes, overrides, out=out)
 
 
 @bench.command()
@@ -129,11 +131,9 @@ def rollout(
     """
     from areal_lite.launch.bench.rollout import RolloutBench, bench
 
-    recipes, overrides = _split(words)
-    if len(recipes) > 1:
-        raise ConfigError(f"bench rollout measures one recipe, got {' '.join(recipes)}: name one")
+    (recipe,), overrides = _split(words, default=["longtail_cpu"])
     settings = RolloutBench(repeats=repeats, measured_s=seconds, warm_s=warm, publish_every_s=every)
-    return bench(settings, recipes[0] if recipes else "longtail_cpu", overrides, out=out)
+    return bench(settings, recipe, overrides, out=out)
 
 
 @bench.command()
@@ -152,14 +152,9 @@ def agents(
     """
     from areal_lite.launch.bench.agents import AgentsBench, bench
 
-    recipes, overrides = _split(words)
-    if len(recipes) > 1:
-        raise ConfigError(f"bench agents measures one recipe, got {' '.join(recipes)}: name one")
-    settings = AgentsBench(
-        repeats=repeats, measured_s=seconds, warm_s=3.0, latencies_s=(0.0, 0.1, 1.0), turns=turns,
-        turn_tokens=turn_tokens,
-    )  # fmt: skip
-    return bench(settings, recipes[0] if recipes else "arith_cpu", ["rollout.slots=32", *overrides], out=out)
+    (recipe,), overrides = _split(words, default=["arith_cpu"])
+    settings = AgentsBench(repeats=repeats, measured_s=seconds, turns=turns, turn_tokens=turn_tokens)
+    return bench(settings, recipe, ["rollout.slots=32", *overrides], out=out)
 
 
 @bench.command("plan")

@@ -12,7 +12,7 @@ from areal_lite.cli.options import Overrides, Recipe
 def drill(
     recipe: Recipe,
     overrides: Overrides,
-    faults: Annotated[str | None, typer.Option(metavar="NAME,...", help="some of them; default all")] = None,
+    faults: Annotated[str | None, typer.Option(metavar="NAME,...", help="names or patterns; default all")] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="new folder; default runs/drill-<time>")] = None,
     minutes: Annotated[float | None, typer.Option(min=0.1, metavar="N", help="a soak instead of single faults")] = None,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="of what is drawn at random")] = 0,
@@ -28,8 +28,10 @@ def drill(
 
     Ctrl-C shows what was seen so far.
     """
-    from areal_lite.launch.rehearse.drill import FAULTS, KILLS, choose, drill
+    from areal_lite.launch.bench.plan import choose
+    from areal_lite.launch.rehearse.drill import FAULTS, KILLS, drill
 
-    names = choose(faults) if faults is not None else KILLS if minutes else FAULTS
+    default = KILLS if minutes else FAULTS
+    names = default if faults is None else choose(FAULTS, faults.split(","), what="fault of a drill")
     out = out or Path("runs") / f"drill-{time.strftime('%Y%m%d-%H%M%S')}"
     return drill(recipe, overrides, names=names, out=out, minutes=minutes, seed=seed)

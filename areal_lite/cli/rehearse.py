@@ -1,6 +1,5 @@
 """The commands `areal-lite rehearse`: a cluster's work on this machine alone, and its faults."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -77,11 +76,9 @@ def _train(words: list[str], settings: list[str]) -> list[str]:
 
 def _print_summary(run_folder: Path) -> None:
     from areal_lite.launch.rehearse.books import balance
+    from areal_lite.record.run_folder import read_summary
 
-    path = run_folder / "summary.json"
-    if not path.is_file():
-        return
-    summary = json.loads(path.read_text())
+    summary = read_summary(run_folder)
     if "ledger" not in summary:
         return  # the run never began
     table = Table(title="rehearsal", show_header=False, title_justify="left")

@@ -94,8 +94,7 @@ class RunFolder:
 
     def finished(self, config: Config | OfflineConfig) -> dict[str, Any] | None:
         """Return the summary of a run that has trained all that a recipe asks for; None where there is more to do."""
-        path = self.path / "summary.json"
-        summary: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+        summary = read_summary(self.path)
         if summary.get("status") != "done" or config.run.resume_from is not None:
             return None
         if isinstance(config, OfflineConfig) and config.batch.epochs is not None:
@@ -239,6 +238,13 @@ def write_whole(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Return a run's summary, empty where there is none."""
+    path = folder / "summary.json"
+    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return content
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:

@@ -14,11 +14,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.events import EventBuffer
-from areal_lite.launch.bench.harness import finish, ratios, target, turns
+from areal_lite.launch.bench.harness import CONSOLE, finish, ratios, say, target, turns
 from areal_lite.launch.bench.view import Row
 from areal_lite.rollout.agents import Agent
 from areal_lite.rollout.endpoint import Endpoint
@@ -41,50 +39,43 @@ class AgentsBench:
 
     repeats: int
     measured_s: float
-    warm_s: float
-    latencies_s: tuple[float, ...]
-    """Of the environment, for one word."""
     turns: int
     """Of the model's in a dialogue."""
     turn_tokens: int
     """Of a turn at most."""
+    warm_s: float = 3.0
+    """Seconds of each measurement that do not count."""
+    latencies_s: tuple[float, ...] = (0.0, 0.1, 1.0)
+    """Of the environment, for one word."""
 
 
 def bench(settings: AgentsBench, recipe: str, overrides: Sequence[str], *, out: Path) -> int:
     """Measure every case once per repeat, on the same engine."""
     room = settings.turns * (settings.turn_tokens + 1)
     ours = [f"rollout.max_new_tokens={room}", f"model.max_context={room + 64}"]
-    config, console = load_config(recipe, [*ours, *overrides]), Console()
+    config = load_config(recipe, [*ours, *overrides])
     from areal_lite.launch.run.train import prepare_model
 
-    folder = str(prepare_model(config, console=console))
+    folder = str(prepare_model(config, console=CONSOLE))
     cases = [(side, latency) for latency in settings.latencies_s for side in ("workflow", "agent")]
     cases.insert(2, ("socket", settings.latencies_s[0]))
-    measured = asyncio.run(_measure_all(settings, config, cases, folder=folder, console=console))
+    measured = asyncio.run(_measure_all(settings, config, cases, folder=folder))
     gc.collect()  # vLLM's engine complains of an end that comes with the interpreter's
     rows = summarise(measured)
-    return finish(
-        "agents",
-        title="dialogues of one engine",
-        settings={"recipe": recipe, "overrides": list(overrides), **asdict(settings)},
-        rows=rows,
-        targets=targets(rows),
-        out=out,
-        console=console,
-    )
+    described = {"recipe": recipe, "overrides": list(overrides), **asdict(settings)}
+    return finish("agents", "dialogues of one engine", rows, settings=described, out=out, targets=targets(rows))
 
 
 def summarise(measured: Mapping[Case, Sequence[tuple[float, float]]]) -> list[dict[str, Any]]:
     """Return a row per case: tokens/s and share of full slots of all repeats, and the agent's over the workflow's."""
+    rates = {case: [rate for rate, _ in repeats] for case, repeats in measured.items()}
     return [
         {
             "side": side,
             "latency_s": latency,
-            "tokens_per_s": [rate for rate, _ in repeats],
+            "tokens_per_s": rates[side, latency],
             "full": [full for _, full in repeats],
-            "over": ratios([rate for rate, _ in repeats], [rate for rate, _ in measured["workflow", latency]])
-            if side != "workflow"
-            else [],
+            "over": ratios(rates[side, latency], rates["workflow", latency]) if side != "workflow" else [],
         }
         for (side, latency), repeats in measured.items()
     ]
@@ -101,7 +92,7 @@ def targets(rows: Sequence[Row]) -> list[Any]:
 
 
 async def _measure_all(
-    settings: AgentsBench, config: Config, cases: Sequence[Case], *, folder: str, console: Console
+    settings: AgentsBench, config: Config, cases: Sequence[Case], *, folder: str
 ) -> dict[Case, list[tuple[float, float]]]:
     from areal_lite.data.encode import load_tokenizer
     from areal_lite.data.mix import make_cursor
@@ -115,7 +106,7 @@ async def _measure_all(
         for _, case in turns(cases, settings.repeats):
             lender = _Lender(make_cursor(config, prompts).next)
             rate, full = await _measure(settings, config, case, engine=engine, lender=lender)
-            console.print(f"{case[0]}, environment of {case[1]:g} s: {rate:,.0f} tokens/s, {full:.0%} full")
+            say(f"{case[0]}, environment of {case[1]:g} s: {rate:,.0f} tokens/s, {full:.0%} full", style="")
             measured[case].append((rate, full))
             await engine.reset()
             await engine.resume()
@@ -196,11 +187,9 @@ class _Lender:
 
     async def lease_rollout(self, *, worker: str, limit: int, wait_s: float) -> list[Lease]:
         await asyncio.sleep(0)
-        prompts = [(next(self._numbers), self._next()) for _ in range(limit)]
-        return [
-            Lease(lease_id=f"lease-{number}", group=Group(group_id=f"{prompt.prompt_id}#0", prompt=prompt), version=0)
-            for number, prompt in prompts
-        ]
+        prompts = [self._next() for _ in range(limit)]
+        groups = [Group(group_id=f"{prompt.prompt_id}#0", prompt=prompt) for prompt in prompts]
+        return [Lease(lease_id=f"lease-{next(self._numbers)}", group=group, version=0) for group in groups]
 
     async def complete_rollout(self, **_: object) -> bool:
         self.num_done += 1

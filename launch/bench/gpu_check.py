@@ -15,31 +15,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from areal_lite.config.reading import parse_override
 from areal_lite.errors import ConfigError
-from areal_lite.launch.bench.harness import PlannedRun, run_to_the_end, say, summary, surroundings, write_results
+from areal_lite.launch.bench.harness import CONSOLE, PlannedRun, run_to_the_end, say, write_results
 from areal_lite.launch.bench.plan import choose, planned_config
 from areal_lite.launch.bench.view import Columns, Row, cell, markdown, table
 from areal_lite.node import package_versions
-from areal_lite.record.run_folder import write_whole
+from areal_lite.record.run_folder import read_summary, write_whole
 
 _RECIPE = "arith_cpu"
 _SPEED_MODEL, _SPEED_PARAMETERS = "Qwen/Qwen3-1.7B", 1.72e9
 _SETTINGS: dict[str, Any] = {
     "model.warm_start.steps": 30, "verifier.function": f"{__name__}:any_reward", "run.steps": 4, "run.eval_every": 0,
     "run.checkpoint_every": 0, "rollout.slots": 64, "queue.max_staleness": 0, "queue.groups_per_step": 8,
-    "trainer.minibatches": 1, "weights.parity_every": 1, "weights.parity_limit": 0,
+    "trainer.minibatches": 1, "weights.parity_every": 1, "weights.parity_limit": 0, "model.compute_dtype": "float32",
 }  # fmt: skip
 _PLACES: Mapping[str, dict[str, Any]] = {
     "cuda": {"run.device": "cuda", "weights.transport": "nccl", "rollout.gpu_memory_fraction": 0.3},
     "cpu": {"run.device": "cpu", "weights.transport": "gloo"},
 }
-_PARITY = {"float32": 1e-3, "bfloat16": 0.1}
-"""Nats between engine and rank; float32 is wider than on a CPU, where attention kernels agree to 1e-5."""
-_SAME = {"float32": 1e-3, "bfloat16": 0.1}
-"""Relative difference of the first step's gradient norm from that of the run before."""
+_LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
+"""Nats between engine and rank, where float32 is wider than on a CPU, whose attention kernels agree to 1e-5; and the
+relative difference of the first step's gradient norm from that of the run before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,36 +57,26 @@ class Part:
         return str(self.settings.get("model.compute_dtype", "float32"))
 
 
-_FLOAT32: dict[str, Any] = {"model.compute_dtype": "float32"}
 PARTS: Mapping[str, Part] = {
-    "float32": Part(shows="an engine and a rank in float32", gpus=2, settings=_FLOAT32),
+    "float32": Part(shows="an engine and a rank in float32", gpus=2, settings={}),
     "bfloat16": Part(shows="the same in bfloat16", gpus=2, settings={"model.compute_dtype": "bfloat16"}),
-    "two-ranks": Part(shows="FSDP over two ranks", gpus=3, settings={**_FLOAT32, "trainer.ranks": 2}, like="float32"),
-    "wide-engine": Part(
-        shows="an engine of two GPUs", gpus=3, settings={**_FLOAT32, "rollout.tensor_parallel": 2}, like="float32"
-    ),
+    "two-ranks": Part(shows="FSDP over two ranks", gpus=3, settings={"trainer.ranks": 2}, like="float32"),
+    "wide-engine": Part(shows="an engine of two GPUs", gpus=3, settings={"rollout.tensor_parallel": 2}, like="float32"),
     "both": Part(
-        shows="two ranks, an engine of two GPUs",
-        gpus=4,
-        settings={**_FLOAT32, "trainer.ranks": 2, "rollout.tensor_parallel": 2},
-        like="float32",
+        shows="two ranks, an engine of two GPUs", gpus=4, like="float32",
+        settings={"trainer.ranks": 2, "rollout.tensor_parallel": 2},
     ),
     "ipc": Part(
-        shows="weights by CUDA IPC, engine and rank on one GPU",
-        gpus=1,
-        settings={**_FLOAT32, "weights.transport": "ipc"},
-        like="float32",
-        on_cpu=False,
+        shows="weights by CUDA IPC, engine and rank on one GPU", gpus=1, like="float32", on_cpu=False,
+        settings={"weights.transport": "ipc"},
     ),
     "speed": Part(
-        shows=f"throughput of {_SPEED_MODEL}, random weights",
-        gpus=2,
+        shows=f"throughput of {_SPEED_MODEL}, random weights", gpus=2, on_cpu=False,
         settings={
             "model.compute_dtype": "bfloat16", "model.max_context": 1024, "rollout.max_new_tokens": 768,
             "trainer.micro_batch_tokens": 16384, "trainer.activation_checkpointing": True,
             "rollout.gpu_memory_fraction": 0.8,
         },
-        on_cpu=False,
     ),
 }  # fmt: skip
 _COLUMNS: Columns = {
@@ -107,43 +95,38 @@ def any_reward(prompt: str, completion: str, answer: str, **row: Any) -> float:
 
 def bench(overrides: Sequence[str], *, cpu: bool, only: Sequence[str], out: Path) -> int:
     """Run what the machine has GPUs for, and say what passed; 1 where something did not."""
-    console, out = Console(), out.resolve()
+    out = out.resolve()
     device, num_gpus = ("cpu", 0) if cpu else ("cuda", torch.cuda.device_count())
     if not cpu and not num_gpus:
         raise ConfigError(
             "gpu-check needs a GPU that PyTorch sees, got none: see areal-lite doctor, or rehearse: --cpu"
         )
     chosen = choose([*PARTS, "dead-engine"], only, what="part")
-    left_out = {name: _why_not(PARTS[name], cpu=cpu, num_gpus=num_gpus) for name in chosen if name in PARTS}
+    reasons = {name: _why_not(PARTS[name], cpu=cpu, num_gpus=num_gpus) for name in chosen if name in PARTS}
+    left_out = {name: reason for name, reason in reasons.items() if reason}
     for name, reason in left_out.items():
-        if reason:
-            say(console, f"{name} is left out: {reason}")
+        say(f"{name} is left out: {reason}")
     extra = dict(map(parse_override, overrides))
-    runs = [
-        PlannedRun(name=name, overrides=dict(part.settings), config=_config(name, part, device, extra, out=out))
-        for name, part in PARTS.items()
-        if left_out.get(name, "no") is None
-    ]
+    runs = [_planned(name, device, extra, out=out) for name in reasons if name not in left_out]
     rows: list[Row] = []
 
     def collect() -> dict[str, Any]:
         rows[:] = judged([(run.name, out / run.name) for run in runs])
-        content = {**surroundings(), "versions": package_versions(), "device": device, "left_out": left_out}
-        content = {"benchmark": "gpu-check", **content, **_gpus(), "overrides": list(overrides), "rows": rows}
-        write_results(content, out=out)
+        content = {"benchmark": "gpu-check", "versions": package_versions(), "device": device, "left_out": left_out}
+        content = write_results({**content, **_gpus(), "overrides": list(overrides), "rows": rows}, out=out)
         write_whole(out / "gpu-check.md", _page(content))
         return content
 
-    def show(content: Mapping[str, Any]) -> None:
-        console.print(table(_COLUMNS, rows, title="gpu-check"))
+    def show(_content: object) -> None:
+        CONSOLE.print(table(_COLUMNS, rows, title="gpu-check"))
         for row in rows:
             if row["outcome"] != "passed":
-                say(console, f"{row['name']}: {row['outcome']}")
-        say(console, f"to send us: {out / 'gpu-check.md'} and results.json beside it")
+                say(f"{row['name']}: {row['outcome']}")
+        say(f"to send us: {out / 'gpu-check.md'} and results.json beside it")
 
-    code = run_to_the_end(lambda run: run(runs), out=out, collect=collect, show=show, console=console)
+    code = run_to_the_end([runs], out=out, collect=collect, show=show)
     if code == 0 and "dead-engine" in chosen:
-        say(console, "dead-engine: an engine is killed in a run, which must go on")
+        say("dead-engine: an engine is killed in a run, which must go on")
         words = ["drill", _RECIPE, *(f"{key}={value}" for key, value in {**_PLACES[device], **extra}.items())]
         command = [sys.argv[0], *words, "--faults", "engine", "--out", str(out / "dead-engine")]
         code = subprocess.run(command, check=False).returncode
@@ -154,7 +137,7 @@ def judged(folders: Iterable[tuple[str, Path]]) -> list[dict[str, Any]]:
     """Read finished runs, and say of each whether it passed, or what was expected and what came."""
     rows: dict[str, dict[str, Any]] = {}
     for name, folder in folders:
-        part, found = PARTS[name], summary(folder)
+        part, found = PARTS[name], read_summary(folder)
         row: dict[str, Any] = {"name": name, **asdict(part), "outcome": "failed: it has not ended; its log says why"}
         rows[name] = row
         if found.get("status") != "done":
@@ -174,12 +157,12 @@ def judged(folders: Iterable[tuple[str, Path]]) -> list[dict[str, Any]]:
 
 
 def _verdict(row: Mapping[str, Any], other: Mapping[str, Any] | None, part: Part) -> str:
-    if not row["parity"] <= _PARITY[part.dtype]:
-        limit = _PARITY[part.dtype]
+    limit = _LIMITS[part.dtype]
+    if not row["parity"] <= limit:
         return f"failed: engine and rank must agree within {limit:g} nats, got {row['parity']:.2g}"
     if other and "grad_norm" in other:
         difference = abs(row["grad_norm"] / other["grad_norm"] - 1)
-        if not difference <= _SAME[part.dtype]:
+        if not difference <= limit:
             return (
                 f"failed: the first step's gradient norm must be that of {other['name']}, {other['grad_norm']:.6g}, "
                 f"got {row['grad_norm']:.6g}"
@@ -193,9 +176,10 @@ def _why_not(part: Part, *, cpu: bool, num_gpus: int) -> str | None:
     return None if num_gpus >= part.gpus else f"it needs {part.gpus} GPUs, there are {num_gpus}"
 
 
-def _config(name: str, part: Part, device: str, extra: dict[str, Any], *, out: Path) -> Any:
+def _planned(name: str, device: str, extra: dict[str, Any], *, out: Path) -> PlannedRun:
     more: dict[str, Any] = {"model.path": str(_random_model(out / "model"))} if name == "speed" else {}
-    return planned_config(_RECIPE, name, [_SETTINGS, _PLACES[device], part.settings, more, extra])
+    changes = [_SETTINGS, _PLACES[device], PARTS[name].settings, more, extra]
+    return PlannedRun(name=name, config=planned_config(_RECIPE, name, changes))
 
 
 def _random_model(folder: Path) -> Path:
@@ -207,11 +191,9 @@ def _random_model(folder: Path) -> Path:
 
     if not (folder / "config.json").is_file():
         tokenizer = build_char_tokenizer("0123456789+-*=?; \n")
-        shape = KNOWN["models"][_SPEED_MODEL] | {
-            "max_position_embeddings": 4096,
-            "eos_token_id": tokenizer.eos_token_id,
-        }
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=torch.bfloat16)
+        shape = {"max_position_embeddings": 4096, "eos_token_id": tokenizer.eos_token_id}
+        config = AutoConfig.for_model(**KNOWN["models"][_SPEED_MODEL], **shape)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return folder
@@ -243,7 +225,7 @@ def _page(content: Mapping[str, Any]) -> str:
         markdown(_COLUMNS, content["rows"]),
     ]
     lines += [f"- **{row['name']}**: {row['outcome']}" for row in content["rows"] if row["outcome"] != "passed"]
-    lines += [f"- {name} was left out: {why}" for name, why in content["left_out"].items() if why]
+    lines += [f"- {name} was left out: {why}" for name, why in content["left_out"].items()]
     lines += [
         f"- {row['name']}: {row['trained_per_s']:,.0f} tokens/s trained, {row['gen_tokens_per_s']:,.0f} generated"
         for row in content["rows"]

@@ -9,6 +9,7 @@ import itertools
 import statistics
 import tempfile
 import time
+import timeit
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,12 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from rich.console import Console
 
-from areal_lite.config.recipe import Config, parse_config
+from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
 from areal_lite.events import Event
-from areal_lite.launch.bench.harness import finish, ratios
+from areal_lite.launch.bench.harness import CONSOLE, finish, ratios, say
+from areal_lite.launch.bench.plan import planned_config
 from areal_lite.rollout.engine import Sampling
 from areal_lite.train.warm_start import ensure_warm_start
 
@@ -73,23 +74,18 @@ def bench(settings: HandoverBench, *, out: Path) -> int:
     """Measure one model after another."""
     from areal_lite.launch.run.train import ray_session
 
-    console, rows = Console(), []
-    with ray_session(), console.status("measuring") as status:
+    rows = []
+    with ray_session(), CONSOLE.status("measuring") as status:
         for size in settings.sizes:
             status.update(f"model {size}: starting an engine and a trainer rank, then {settings.repeats} hand-overs")
             rows.append(line := measure_handovers(settings, size, logs=out / "logs" / str(size)))
             ms = {part: 1e3 * statistics.median(line[part]) for part in ("staging_s", "paused_s", "copy_s")}
             times = f"staged in {ms['staging_s']:.1f} ms, paused for {ms['paused_s']:.1f} ms"
-            console.print(f"{size}: {times}; memory copy {ms['copy_s']:.1f} ms", highlight=False)
-    return finish(
-        "handover",
-        title=f"hand-over of weights to an engine with {settings.requests} requests in flight; milliseconds",
-        settings=asdict(settings) | {"sizes": [size._asdict() for size in settings.sizes]},
-        rows=rows,
-        targets=[],  # what a pause may take depends on what else there is to do; see `bench modes`
-        out=out,
-        console=console,
-    )
+            say(f"{size}: {times}; memory copy {ms['copy_s']:.1f} ms", style="")
+    # No targets: what a pause may take depends on what else there is to do; see `bench modes`.
+    title = f"hand-over of weights to an engine with {settings.requests} requests in flight; milliseconds"
+    described = asdict(settings) | {"sizes": [size._asdict() for size in settings.sizes]}
+    return finish("handover", title, rows, settings=described, out=out)
 
 
 def parse_size(text: str) -> Size:
@@ -130,7 +126,10 @@ def _handovers(settings: HandoverBench, engine: Any, *, flat: Any) -> Iterator[t
             stamp = engine.cluster.queue.status
             published = engine.publish(version=version, interrupt="recompute", stamp_ledger=stamp)
             events, _ = engine.ask("collect")
-            copies_s = [_timed_copy(flat, copy) for _ in range(settings.copies)]
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)  # the engine has the other cores
+            copies_s = timeit.repeat(functools.partial(copy.copy_, flat), number=1, repeat=settings.copies)
+            torch.set_num_threads(threads)
             yield [*published, *events], statistics.median(copies_s)
 
 
@@ -143,29 +142,14 @@ def _requests(
         yield [2 + number % 10] * 8, Sampling(max_new_tokens=longest, temperature=1.0, ignore_end=True)
 
 
-def _timed_copy(source: Any, copy: Any) -> float:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the engine has the other cores
-    begins = time.perf_counter()
-    copy.copy_(source)
-    seconds = time.perf_counter() - begins
-    torch.set_num_threads(threads)
-    return seconds
-
-
 def _config(settings: HandoverBench, size: Size) -> Config:
     """Return a recipe for one model: random weights, one engine, one trainer rank, gloo."""
-    warm_start = {"steps": 0, "hidden_size": size.width, "num_layers": size.layers}
-    return parse_config(
-        {
-            "run": {"device": "cpu"},
-            "model": {"path": "builtin:arith", "max_context": _MAX_CONTEXT, "warm_start": warm_start},
-            "data": {"source": "arith"},
-            "rollout": {"workers": 1, "slots": max(settings.requests, 1), "max_new_tokens": settings.new_tokens},
-            "verifier": {"function": "last_number"},
-            "weights": {"transport": "gloo"},
-        }
-    )
+    changes = {
+        "model.max_context": _MAX_CONTEXT, "model.warm_start.steps": 0, "model.warm_start.hidden_size": size.width,
+        "model.warm_start.num_layers": size.layers, "rollout.slots": max(settings.requests, 1),
+        "rollout.max_new_tokens": settings.new_tokens,
+    }  # fmt: skip
+    return planned_config("arith_cpu", str(size), [changes])
 
 
 def parts(events: Iterable[Event]) -> dict[str, float]:

@@ -14,7 +14,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,13 +30,15 @@ from areal_lite.record.checkpoints import whole_checkpoints
 from areal_lite.record.differences import differences
 from areal_lite.record.paths import with_absolute_paths
 from areal_lite.record.recorder import commit_of_code
-from areal_lite.record.run_folder import write_whole
+from areal_lite.record.run_folder import read_summary, write_whole
 
 logger = logging.getLogger(__name__)
 
 Case = TypeVar("Case")
 Figure = TypeVar("Figure")
 
+CONSOLE = Console()
+"""Where benchmarks say how far they are."""
 _KNOWN_ELSEWHERE = {"preset", "clip_low", "clip_high", "behaviour_weight_cap", "proximal"}
 
 
@@ -65,11 +68,21 @@ def target(
     return {"measure": measure, "at_least": at_least, "at_most": at_most, **spread(values)}
 
 
-def changed_objective(config: Config) -> dict[str, Any]:
-    """Return the defaults of what a recipe changes in the objective, but for what other implementations know too."""
-    default = ObjectiveConfig().model_dump(exclude=_KNOWN_ELSEWHERE)
-    changed = config.objective.model_dump()
-    return {f"objective.{name}": default[name] for name in sorted(default) if changed[name] != default[name]}
+def check_comparable(config: Config, benchmark: str, wanted: Mapping[str, Any]) -> None:
+    """Refuse, by a `ConfigError`, a recipe of which other implementations cannot do the same work.
+
+    Args:
+        wanted: What it must say, beside the default objective, of which they know some settings too.
+    """
+    default = ObjectiveConfig()
+    names = sorted(type(default).model_fields.keys() - _KNOWN_ELSEWHERE)
+    wanted = {**wanted, **{f"objective.{name}": getattr(default, name) for name in names}}
+    found = {key: reduce(getattr, key.split("."), config) for key in wanted}
+    if others := [f"{key}={value}, got {found[key]}" for key, value in wanted.items() if found[key] != value]:
+        raise ConfigError(
+            f"bench {benchmark} compares recipes with {'; '.join(others)}: set it behind the recipe, or take another "
+            "one, such as arith_cpu"
+        )
 
 
 def surroundings() -> dict[str, Any]:
@@ -85,39 +98,34 @@ def surroundings() -> dict[str, Any]:
     }
 
 
-def write_results(content: Mapping[str, Any], *, out: Path) -> None:
-    """Write `results.json`, whole or not at all."""
+def write_results(content: Mapping[str, Any], *, out: Path) -> dict[str, Any]:
+    """Write `results.json`, whole or not at all, and return it: `content`, and what was measured on what."""
+    content = {**surroundings(), **content}
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / "results.json", json.dumps(content, indent=1) + "\n")
+    return content
 
 
 def finish(
-    benchmark: str,
-    *,
-    title: str,
-    settings: Mapping[str, Any],
-    rows: Sequence[Row],
-    targets: Sequence[Any],
-    out: Path,
-    console: Console,
+    benchmark: str, title: str, rows: Sequence[Row], *, settings: Mapping[str, Any], out: Path, targets: Any = ()
 ) -> int:
     """Write `results.json` of a benchmark that has rows, show them as `view.COLUMNS` says, and what was aimed at; 0."""
-    content = {"benchmark": benchmark, **surroundings(), "versions": package_versions(), "settings": dict(settings)}
-    write_results({**content, "rows": list(rows), "targets": list(targets)}, out=out)
-    console.print(table(COLUMNS[benchmark], rows, title=title))
+    figures = {"settings": dict(settings), "rows": list(rows), "targets": list(targets)}
+    write_results({"benchmark": benchmark, "versions": package_versions(), **figures}, out=out)
+    CONSOLE.print(table(COLUMNS[benchmark], rows, title=title))
     for one in targets:
         bound, is_met = f"at most {one['at_most']}", one["at_least"] is None and one["median"] <= one["at_most"]
         if one["at_least"] is not None:
             bound, is_met = f"at least {one['at_least']}", one["median"] >= one["at_least"]
         seen = f"{one['median']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
-        say(console, f"{one['measure']}: {seen}, aimed at {bound}: {'met' if is_met else 'missed'}")
-    console.print(f"results: {out / 'results.json'}", highlight=False, soft_wrap=True)
+        say(f"{one['measure']}: {seen}, aimed at {bound}: {'met' if is_met else 'missed'}")
+    say(f"results: {out / 'results.json'}", style="")
     return 0
 
 
-def say(console: Console, text: str) -> None:
+def say(text: str, style: str = "bold") -> None:
     """Show a line as it is."""
-    console.print(text, style="bold", highlight=False, markup=False, soft_wrap=True)
+    CONSOLE.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,17 +134,10 @@ class PlannedRun:
 
     name: str
     """Its folder's name too."""
-    overrides: dict[str, Any]
-    """What sets it apart from the other runs."""
     config: Config
     """The whole recipe."""
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    """Return a run's summary, empty when there is none."""
-    path = folder / "summary.json"
-    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return content
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """What sets it apart from the other runs of a plan."""
 
 
 def where_it_begins(run: PlannedRun, folder: Path) -> str:
@@ -156,23 +157,22 @@ def where_it_begins(run: PlannedRun, folder: Path) -> str:
             f"{folder} must hold a run of the plan's settings, got another: {said}: choose another --out, or delete "
             "the folder to run it anew"
         )
-    if summary(folder).get("status") == "done":
+    if read_summary(folder).get("status") == "done":
         return ""
     return "resume" if whole_checkpoints(folder / "checkpoints") else "dir"
 
 
 def run_to_the_end(
-    work: Callable[[Callable[[Sequence[PlannedRun]], None]], None],
+    parts: Iterable[Sequence[PlannedRun]],
     *,
     out: Path,
     collect: Callable[[], dict[str, Any]],
     show: Callable[[dict[str, Any]], None],
-    console: Console,
 ) -> int:
     """Do a benchmark's runs, one after another, each in a folder below `out`, and show what they say.
 
     Args:
-        work: Gets a function that runs what is not done yet of some runs.
+        parts: Runs, of which some may follow from what those before them say.
         collect: Writes what is known so far, and returns it; called after each run.
         show: Shows what `collect` returned, once all is done.
 
@@ -181,8 +181,9 @@ def run_to_the_end(
     """
     failures: dict[str, str] = {}
     try:
-        with training(console) as train:
-            work(lambda runs: failures.update(run_all(runs, out=out, train=train, console=console, after_each=collect)))
+        with training() as train:
+            for runs in parts:
+                failures |= run_all(runs, out=out, train=train, after_each=collect)
         show(collect())
         code, ending = 1, f"failed: {', '.join(failures)}; the same command tries them again:"
     except KeyboardInterrupt:
@@ -190,20 +191,20 @@ def run_to_the_end(
         code, ending = 130, "stopped. To go on:"
     if code == 1 and not failures:
         return 0
-    say(console, ending)
-    console.print(f"  {shlex.join(['areal-lite', *sys.argv[1:]])}", highlight=False, markup=False, soft_wrap=True)
+    say(ending)
+    say(f"  {shlex.join(['areal-lite', *sys.argv[1:]])}", style="")
     return code
 
 
 @contextmanager
-def training(console: Console) -> Iterator[Callable[[Config], object]]:
+def training() -> Iterator[Callable[[Config], object]]:
     """Yield what trains one recipe; after Ctrl-C the run is saved, and `KeyboardInterrupt` raised."""
     from areal_lite.launch.run.controller import Interrupted
     from areal_lite.launch.run.train import ray_session, train
 
     def train_one(config: Config) -> object:
         try:  # one of many short runs is reported when somebody asks for it
-            return train(with_run(config, report=False), recipe_name="bench", console=console)
+            return train(with_run(config, report=False), recipe_name="bench", console=Console())
         except Interrupted as stop:
             raise KeyboardInterrupt from stop
 
@@ -216,7 +217,6 @@ def run_all(
     *,
     out: Path,
     train: Callable[[Config], object],
-    console: Console,
     after_each: Callable[[], object],
 ) -> dict[str, str]:
     """Run what is not done yet, in order, each in a folder below `out`; return why each failed run failed, by name.
@@ -230,7 +230,7 @@ def run_all(
     begins = {run.name: where_it_begins(run, out / run.name) for run in runs}
     waiting = [run for run in runs if begins[run.name]]
     if num_done := len(runs) - len(waiting):
-        say(console, f"{num_done} of {len(runs)} runs are done already")
+        say(f"{num_done} of {len(runs)} runs are done already")
     failures: dict[str, str] = {}
     began, steps_done = time.monotonic(), 0
     for number, run in enumerate(waiting):
@@ -240,12 +240,12 @@ def run_all(
         steps_left = sum(other.config.run.steps for other in waiting[number:])
         left_s = (time.monotonic() - began) / steps_done * steps_left if steps_done else 0
         pace = f" (about {left_s / 60:.0f} min left for this and the rest)" if steps_done else ""
-        say(console, f"run {num_done + number + 1} of {len(runs)}: {run.name}{pace}")
+        say(f"run {num_done + number + 1} of {len(runs)}: {run.name}{pace}")
         try:
             train(with_run(run.config, **{setting: str(folder)}))
         except Exception as error:
             failures[run.name] = f"{type(error).__name__}: {error}"
-            say(console, f"run {run.name} failed: {failures[run.name]}")
+            say(f"run {run.name} failed: {failures[run.name]}")
             if not isinstance(error, ArealLiteError):
                 logger.exception("run %s failed", run.name)
         else:

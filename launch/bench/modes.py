@@ -5,23 +5,22 @@ A short search chooses the threads of each mode, then all modes take turns, seve
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
 
 from areal_lite.config.reading import parse_override
 from areal_lite.errors import ConfigError
 from areal_lite.launch.bench import modes_figures as figures
-from areal_lite.launch.bench.harness import PlannedRun, run_to_the_end, say, summary, surroundings, turns, write_results
+from areal_lite.launch.bench.harness import CONSOLE, PlannedRun, run_to_the_end, say, turns, write_results
 from areal_lite.launch.bench.modes_figures import MAX_STALENESS, MODES, Mode
 from areal_lite.launch.bench.plan import choose, planned_config
 from areal_lite.launch.bench.view import Columns, Row, cell, markdown, picture, table
 from areal_lite.record.report.charts import as_shares
-from areal_lite.record.run_folder import RunFolder
+from areal_lite.record.run_folder import RunFolder, read_summary
 
 _STEPS = 30
 """A run's steps at most, unless the command line says otherwise: a recipe is made for learning, not for a benchmark."""
@@ -31,34 +30,34 @@ _SEARCH_STEPS = 4
 
 def bench(recipe: str, overrides: Sequence[str], *, repeats: int, only: Sequence[str], out: Path | None) -> int:
     """Search, choose, measure."""
-    cores, console = len(os.sched_getaffinity(0)), Console()
+    cores = len(os.sched_getaffinity(0))
     search = search_runs(recipe, choose(list(MODES), only, what="mode"), cores=cores, extra=overrides)
     out = (out or Path("runs") / f"modes-{Path(recipe).stem}").resolve()
     measured: list[ModeRun] = []
 
-    def work(run: Any) -> None:
+    def parts() -> Iterator[list[ModeRun]]:
         tried = ", ".join(f"{one.mode} {one.threads}" for one in search)
-        say(console, f"searching {len(search)} splits of {cores} cores, threads of generation + training: {tried}")
-        run(search)
+        say(f"searching {len(search)} splits of {cores} cores, threads of generation + training: {tried}")
+        yield search
         chosen = fastest_threads(search, [_entry(one, out / one.name) for one in search])
         listed = ", ".join(f"{mode} {threads}" for mode, threads in chosen.items())
-        say(console, f"measuring with the fastest threads: {listed}")
+        say(f"measuring with the fastest threads: {listed}")
         measured.extend(measured_runs(recipe, chosen, repeats=repeats, extra=overrides))
-        run(measured)
+        yield measured
 
     def show(content: dict[str, Any]) -> None:
         if content["modes"]:
-            console.print(*modes_tables(content), sep="\n")
+            CONSOLE.print(*modes_tables(content), sep="\n")
             draw_modes(content, out / "modes.svg")
             (out / "modes.md").write_text(modes_markdown(content))
         for text in content["findings"]:
-            console.print(f"- {text}", highlight=False, markup=False)
-        say(console, f"results.json, modes.md and modes.svg are in {out}")
+            say(f"- {text}", style="")
+        say(f"results.json, modes.md and modes.svg are in {out}")
 
     def collect() -> dict[str, Any]:
         return collect_modes(recipe, search=search, measured=measured, overrides=overrides, out=out)
 
-    return run_to_the_end(work, out=out, collect=collect, show=show, console=console)
+    return run_to_the_end(parts(), out=out, collect=collect, show=show)
 
 
 class Threads(NamedTuple):
@@ -133,7 +132,7 @@ def _runs(
         }
         name = f"search_{mode}_{threads.generation}-{threads.training}" if repeat is None else f"{mode}_{repeat}"
         changed = planned_config(recipe, name, [overrides, changes])
-        runs.append(ModeRun(name=name, overrides=changes, config=changed, mode=mode, threads=threads, repeat=repeat))
+        runs.append(ModeRun(name=name, config=changed, mode=mode, threads=threads, repeat=repeat))
     return runs
 
 
@@ -160,7 +159,6 @@ def collect_modes(
         "benchmark": "modes",
         "recipe": recipe,
         "overrides": list(overrides),
-        **surroundings(),
         "versions": done[0]["versions"] if done else {},
         "seeds": sorted({entry["seed"] for entry in entries}),
         "measured_steps": done[0]["measured_steps"] if done else None,
@@ -172,13 +170,12 @@ def collect_modes(
         "runs": entries,
         "config": {run.mode: run.config.model_dump() for run in measured if run.repeat == 0},
     }
-    write_results(content, out=out)
-    return content
+    return write_results(content, out=out)
 
 
 def _entry(run: ModeRun, folder: Path) -> dict[str, Any]:
     """Return what is known of one run; its figures only when it is done."""
-    found, config = summary(folder), run.config
+    found, config = read_summary(folder), run.config
     entry: dict[str, Any] = {
         "name": run.name,
         "mode": run.mode,

@@ -10,13 +10,11 @@ import shutil
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,8 +22,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from areal_lite.config.recipe import Config
 from areal_lite.data.mix import make_cursor
 from areal_lite.data.prompts import load_source, load_sources
-from areal_lite.errors import ConfigError
-from areal_lite.launch.bench.harness import changed_objective, finish, in_turns, ratios, say, target, training, with_run
+from areal_lite.launch.bench.harness import (
+    CONSOLE,
+    check_comparable,
+    finish,
+    in_turns,
+    ratios,
+    say,
+    target,
+    training,
+    with_run,
+)
 from areal_lite.launch.bench.modes import Threads
 from areal_lite.launch.bench.modes import thread_settings as thread_settings_of_mode
 from areal_lite.launch.bench.modes_figures import MAX_STALENESS, MODES, measured_steps, published, work_begins
@@ -40,7 +47,7 @@ SIDES = ("async", "sync", "trl")
 _CACHE = Path(".cache") / "areal-lite" / "peers"
 _COLORS = {"async": "#1f5fa8", "sync": "#7fa6d6", "trl": "#c25a00"}
 _TARGET = 1.4
-_SAME_LOSS: dict[str, Any] = {
+SAME_LOSS: dict[str, Any] = {
     "run.device": "cpu",
     "rollout.workflow": "single_turn",
     "verifier.function": "last_number",
@@ -51,8 +58,6 @@ _SAME_LOSS: dict[str, Any] = {
     "trainer.warmup_steps": 0,
 }
 """What a recipe must say, beside the default objective, for TRL to do the same."""
-
-
 _EVERY = 10
 """Steps between two measurements of the held-out accuracy."""
 _SEARCH_STEPS = 20
@@ -61,42 +66,28 @@ _SEARCH_STEPS = 20
 
 def bench(recipe: str, *, repeats: int, steps: int, accuracy: float, out: Path) -> int:
     """Search each side's fastest setting, then let the sides take turns until a greedy accuracy, and beyond."""
-    config, out, console = planned_config(recipe, "recipe", []), out.resolve(), Console()
-    check_comparable(config)
-    runs = _Runs(recipe, config, out=out, console=console)
-    chosen = {side: _fastest(side, runs, console) for side in SIDES}
+    config, out = planned_config(recipe, "recipe", []), out.resolve()
+    check_comparable(config, "peers", SAME_LOSS)
+    runs = _Runs(recipe, config, out=out)
+    chosen = {side: _fastest(side, runs) for side in SIDES}
     done = dict.fromkeys(SIDES, 0)
 
     def measure(side: str) -> Learning:
         number, done[side] = done[side], done[side] + 1
-        say(console, f"repeat {number + 1} of {repeats}: {side}")
+        say(f"repeat {number + 1} of {repeats}: {side}")
         return runs.run(side, chosen[side], steps=steps, every=_EVERY, repeat=number)
 
     measured = in_turns(SIDES, repeats=repeats, measure=measure)
     rows = summarise(measured, accuracy=accuracy, samples_per_step=config.samples_per_step)
-    code = finish(
-        "peers",
-        title=f"{Path(recipe).stem}: ours and TRL, time to a held-out accuracy of {accuracy}",
-        settings={
-            "recipe": recipe,
-            "repeats": repeats,
-            "steps": steps,
-            "accuracy": accuracy,
-            "every": _EVERY,
-            "search_steps": _SEARCH_STEPS,
-            "chosen": {side: str(setting) for side, setting in chosen.items()},
-            "trl": PINS,
-        },
-        rows=rows,
-        targets=targets(rows, accuracy=accuracy),
-        out=out,
-        console=console,
-    )
+    settings = {"recipe": recipe, "repeats": repeats, "steps": steps, "accuracy": accuracy, "every": _EVERY}
+    settings |= {"search_steps": _SEARCH_STEPS, "chosen": {side: str(one) for side, one in chosen.items()}, "trl": PINS}
+    title = f"{Path(recipe).stem}: ours and TRL, time to a held-out accuracy of {accuracy}"
+    code = finish("peers", title, rows, settings=settings, out=out, targets=targets(rows, accuracy=accuracy))
     draw_peers(rows, accuracy=accuracy, path=out / "peers.svg")
     return code
 
 
-def _fastest(side: str, runs: Any, console: Console) -> Any:
+def _fastest(side: str, runs: "_Runs") -> Any:
     """Return the fastest of a side's settings: of a split of threads, or of TRL's micro-batches."""
     samples = runs.config.samples_per_step
     tried = micro_batches(samples) if side == "trl" else thread_settings(side, cores=runs.cores)
@@ -104,20 +95,20 @@ def _fastest(side: str, runs: Any, console: Console) -> Any:
     for setting in tried if len(tried) > 1 else []:
         run = runs.run(side, setting, steps=_SEARCH_STEPS, every=0, repeat=None)
         rates[setting] = samples_per_s(run.seconds, samples_per_step=samples)
-        say(console, f"search: {side} with {setting}: {rates[setting]:.0f} samples/s")
+        say(f"search: {side} with {setting}: {rates[setting]:.0f} samples/s")
     return max(rates, key=rates.__getitem__) if rates else tried[0]
 
 
 class _Runs:
     """Runs either side with its settings."""
 
-    def __init__(self, recipe: str, config: Config, *, out: Path, console: Console) -> None:
+    def __init__(self, recipe: str, config: Config, *, out: Path) -> None:
         """Make TRL's packages and the initial policy, where they are missing."""
         self.config, self.cores = config, len(os.sched_getaffinity(0))
-        self._recipe, self._out, self._console = recipe, out, console
-        with console.status("looking for TRL"):
-            self._packages = ensure_trl(_CACHE.resolve(), say=lambda text: say(console, text))
-        self._model = prepare_model(config, console=console)
+        self._recipe, self._out = recipe, out
+        with CONSOLE.status("looking for TRL"):
+            self._packages = ensure_trl(_CACHE.resolve(), say=say)
+        self._model = prepare_model(config, console=CONSOLE)
 
     def run(self, side: str, setting: Any, *, steps: int, every: int, repeat: int | None) -> Learning:
         """Run one side; `repeat` None is a run of the search."""
@@ -141,7 +132,7 @@ class _Runs:
             "every": every,
             "grpo": trl_settings(config, per_device=setting),
         }
-        with self._console.status("TRL is starting") as status:
+        with CONSOLE.status("TRL is starting") as status:
             return run_trl(
                 settings,
                 packages=self._packages,
@@ -152,14 +143,14 @@ class _Runs:
     def _run_ours(self, config: Config, folder: Path, problems: Sequence[tuple[str, str]]) -> Learning:
         """Train as `areal-lite train` does, and measure the accuracy of the snapshots, if any, afterwards."""
         shutil.rmtree(folder, ignore_errors=True)
-        with training(self._console) as train:
+        with training() as train:
             train(with_run(config, dir=str(folder)))
         run = RunFolder(folder)
         events = run.read("events.jsonl")
         begin, times = work_begins(events), published(events)
         accuracies = {}
         if config.run.checkpoint_every:
-            with self._console.status("measuring the accuracy of the snapshots"):
+            with CONSOLE.status("measuring the accuracy of the snapshots"):
                 accuracies = self._accuracies(run, problems, max_new_tokens=config.rollout.max_new_tokens)
         shutil.rmtree(run.checkpoints)
         return Learning(
@@ -189,18 +180,6 @@ def load_weights(model: torch.nn.Module, folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is wanted
         load(state, checkpoint_id=folder)
-
-
-def check_comparable(config: Config) -> None:
-    """Refuse, by a `ConfigError`, a recipe whose work TRL cannot be given."""
-    content, wanted = config.model_dump(), _SAME_LOSS | changed_objective(config)
-    for key, value in wanted.items():
-        got: Any = reduce(lambda found, name: found[name], key.split("."), content)
-        if got != value:
-            raise ConfigError(
-                f"bench peers compares recipes with {key}={value}, for which TRL has a counterpart, got {got}: take "
-                "another recipe, such as arith_cpu"
-            )
 
 
 def our_settings(side: str, threads: Threads, *, steps: int, every: int, seed: int) -> dict[str, Any]:
@@ -322,26 +301,24 @@ def summarise(
     for side, of_side in runs.items():
         steps_to = [reached(run.accuracies, accuracy) for run in of_side]
         reaching = zip(of_side, steps_to, strict=True)
-        points = [sorted(run.accuracies.items()) for run in of_side]
+        curves = [
+            [[step, seconds_at(run.seconds, step), value] for step, value in sorted(run.accuracies.items())]
+            for run in of_side
+        ]
         rows.append({
             "side": side,
             "samples_per_s": [samples_per_s(run.seconds, samples_per_step=samples_per_step) for run in of_side],
             "seconds_to": [None if steps is None else seconds_at(run.seconds, steps) for run, steps in reaching],
             "steps_to": steps_to,
-            "last_accuracy": [found[-1][1] for found in points],
+            "last_accuracy": [curve[-1][2] for curve in curves],
             "tokens": [run.tokens for run in of_side],
-            "curves": [
-                [[step, seconds_at(run.seconds, step), value] for step, value in found]
-                for run, found in zip(of_side, points, strict=True)
-            ],
+            "curves": curves,
         })  # fmt: skip
     (trl,) = [row for row in rows if row["side"] == "trl"]
     for row in rows:
-        both = [
-            pair for pair in zip(trl["seconds_to"], row["seconds_to"], strict=True) if pair[1] and pair[0] is not None
-        ]
+        both = zip(trl["seconds_to"], row["seconds_to"], strict=True)
         row["speed_over_trl"] = ratios(row["samples_per_s"], trl["samples_per_s"])
-        row["sooner_than_trl"] = [theirs / mine for theirs, mine in both]
+        row["sooner_than_trl"] = [theirs / mine for theirs, mine in both if mine and theirs is not None]
     return rows
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field
-from rich.console import Console
 
 from areal_lite.config.reading import parse_override, parse_section, read_recipe, read_yaml, set_value
 from areal_lite.config.recipe import Config, parse_config
@@ -21,15 +20,15 @@ from areal_lite.config.section import Section
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError
 from areal_lite.launch.bench.harness import (
+    CONSOLE,
     PlannedRun,
     run_to_the_end,
     say,
-    summary,
-    surroundings,
     where_it_begins,
     write_results,
 )
 from areal_lite.launch.bench.view import Columns, Row, cell, table
+from areal_lite.record.run_folder import read_summary
 
 Settings = dict[str, Any]
 """`section.field` -> value."""
@@ -61,23 +60,17 @@ class Plan(Section):
 
 def bench(plan_name: str, overrides: Sequence[str], *, only: Sequence[str], out: Path | None) -> int:
     """Run a plan and sum it up."""
-    plan, name, console = load_plan(plan_name), Path(plan_name).stem, Console()
+    plan, name = load_plan(plan_name), Path(plan_name).stem
     runs = planned_runs(plan, extra=overrides)
     by_name = {run.name: run for run in runs}
     chosen = [by_name[one] for one in choose(list(by_name), only, what="run of the plan")]
     out = (out or Path("runs") / f"bench-{name}").resolve()
 
     def show(content: dict[str, Any]) -> None:
-        console.print(results_table(content["runs"]))
-        say(console, f"results: {out / 'results.json'}")
+        CONSOLE.print(results_table(content["runs"]))
+        say(f"results: {out / 'results.json'}")
 
-    return run_to_the_end(
-        lambda run: run(chosen),
-        out=out,
-        collect=lambda: collect_results(name, plan, runs, out=out),
-        show=show,
-        console=console,
-    )
+    return run_to_the_end([chosen], out=out, collect=lambda: collect_results(name, plan, runs, out=out), show=show)
 
 
 def shipped_plans() -> list[str]:
@@ -157,17 +150,15 @@ def _combinations(plan: Plan) -> Iterator[tuple[str, Settings]]:
 
 def collect_results(plan_name: str, plan: Plan, runs: Sequence[PlannedRun], *, out: Path) -> dict[str, Any]:
     """Read all run folders, write `results.json`, and return its content: an entry per run, in the plan's order."""
-    found = [summary(out / run.name) for run in runs]
+    found = [read_summary(out / run.name) for run in runs]
     content = {
         "plan": plan_name,
-        **surroundings(),
         "versions": next((one["versions"] for one in found if one), {}),
         "recipe": plan.recipe,
         "settings": plan.settings,
         "runs": [_entry(run, out / run.name) for run in runs],
     }
-    write_results(content, out=out)
-    return content
+    return write_results(content, out=out)
 
 
 def _entry(run: PlannedRun, folder: Path) -> dict[str, Any]:
@@ -175,7 +166,7 @@ def _entry(run: PlannedRun, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with suppress(ConfigError):
         where_it_begins(run, folder)
-        found = summary(folder)
+        found = read_summary(folder)
     config = run.config
     entry = {
         "name": run.name,

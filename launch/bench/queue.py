@@ -27,10 +27,9 @@ import numpy as np
 import ray
 import zmq
 from ray.util.queue import Queue
-from rich.console import Console
 
 from areal_lite.data.cursor import PromptCursor
-from areal_lite.launch.bench.harness import finish, in_turns, ratios, target
+from areal_lite.launch.bench.harness import CONSOLE, finish, in_turns, ratios, target
 from areal_lite.launch.bench.queue_cost import cost_targets
 from areal_lite.sample_queue.access import QueueAccess, QueueKeys
 from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
@@ -81,8 +80,7 @@ def bench(settings: QueueBench, *, out: Path) -> int:
     """Measure every case once per repeat, the contenders of a case side by side."""
     from areal_lite.launch.run.train import ray_session
 
-    console = Console()
-    with ray_session(), console.status("measuring"):
+    with ray_session(), CONSOLE.status("measuring"):
         measured = in_turns(cases(settings), repeats=settings.repeats, measure=QueuePeers(settings).measure)
     rows = summarise(measured)
     # Five times Ray's queue where groups are as long as real ones.
@@ -90,8 +88,7 @@ def bench(settings: QueueBench, *, out: Path) -> int:
     over = "queue over ray.util.queue.Queue, 8 x 1,000 tokens, {} clients"
     targets = [target(over.format(row["clients"]), row["over"]["ray"], at_least=5.0) for row in ours]
     targets += cost_targets(_make_samples(1), repeats=settings.repeats)
-    return finish("queue", title="groups from rollout to trainer", settings=asdict(settings), rows=rows,
-                  targets=targets, out=out, console=console)  # fmt: skip
+    return finish("queue", "groups from rollout to trainer", rows, settings=asdict(settings), out=out, targets=targets)
 
 
 def cases(settings: QueueBench) -> list[Case]:
@@ -129,9 +126,9 @@ class QueuePeers:
     def measure(self, case: Case) -> float:
         """Return the groups that reached the trainer per second."""
         with self._meeting(case) as meeting:
-            shares = [len(range(place, case.clients, _NUM_WORKERS)) for place in range(_NUM_WORKERS)]
             work = [
-                worker.work.remote(case, meeting, share) for worker, share in zip(self._workers, shares, strict=True)
+                worker.work.remote(case, meeting, len(range(place, case.clients, _NUM_WORKERS)))
+                for place, worker in enumerate(self._workers)
             ]
             ended, _ = ray.wait([self._trainer.train.remote(case, meeting), *work])
             rate = ray.get(ended)[0]
@@ -289,12 +286,10 @@ class _RawServer:
     """Keeps bytes in the order they came, in a thread of its own; as many under way as in the sample queue."""
 
     def __init__(self, settings: QueueBench) -> None:
-        self._settings = settings
+        self._groups_per_step, self._room = settings.groups_per_step, settings.max_outstanding
         self._closing = threading.Event()
-        self._generated: collections.deque[bytes] = collections.deque()
-        self._ready: collections.deque[bytes] = collections.deque()
-        self._waiting: collections.deque[tuple[bytes, bytes]] = collections.deque()
-        self._outstanding = 0
+        self._generated, self._ready = collections.deque[bytes](), collections.deque[bytes]()
+        self._waiting = collections.deque[tuple[bytes, bytes]]()
 
     def start(self) -> str:
         self._socket = _socket(zmq.ROUTER)
@@ -325,21 +320,16 @@ class _RawServer:
 
     def _answer(self, op: bytes) -> list[bytes] | None:
         """Return the frames of an answer, or None while there is nothing to answer."""
-        if op == b"take":
-            if len(self._ready) < self._settings.groups_per_step:
-                return None
-            self._outstanding -= self._settings.groups_per_step
-            return [self._ready.popleft() for _ in range(self._settings.groups_per_step)]
-        if op == b"lease_verify":
-            if not self._generated:
-                return None
+        if op == b"take" and len(self._ready) >= self._groups_per_step:
+            self._room += self._groups_per_step
+            return [self._ready.popleft() for _ in range(self._groups_per_step)]
+        if op == b"lease_verify" and self._generated:
             self._ready.append(self._generated.popleft())
             return [self._ready[-1]]
-        if op == b"lease_rollout":
-            if self._outstanding == self._settings.max_outstanding:
-                return None
-            self._outstanding += 1
-        return [b""]
+        if op == b"lease_rollout" and self._room:
+            self._room -= 1
+            return [b""]
+        return [b""] if op.startswith(b"complete") else None
 
 
 def _raw_work(endpoint: str, name: str, num_clients: int, samples: Any) -> Iterator[Awaitable[Any]]:

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from rich.console import Console
 
 from areal_lite.actors.calls import result
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.data.mix import make_cursor
 from areal_lite.data.prompts import load_sources
 from areal_lite.errors import ConfigError
-from areal_lite.launch.bench.harness import finish, in_turns, ratios, target
+from areal_lite.launch.bench.harness import CONSOLE, finish, in_turns, ratios, say, target
 from areal_lite.launch.bench.longtail import draw_length, drawn_length
 from areal_lite.launch.bench.view import ROLLOUT_CASES as CASES
 from areal_lite.launch.bench.view import Row
@@ -67,33 +66,26 @@ class Measurement:
 
 def bench(settings: RolloutBench, recipe: str, overrides: Sequence[str], *, out: Path) -> int:
     """Measure every case once per repeat, on the same engine."""
-    config, console = bench_config(recipe, overrides), Console()
+    config = bench_config(recipe, overrides)
     # Heavy, and not needed to find a mistake in the recipe.
     from areal_lite.launch.bench.one_engine import one_engine
     from areal_lite.launch.run.train import prepare_model, ray_session
 
-    model_folder = prepare_model(config, console=console)
-    with ray_session(), console.status("starting engine, queue, verifier and publisher") as status:
+    model_folder = prepare_model(config, console=CONSOLE)
+    with ray_session(), CONSOLE.status("starting engine, queue, verifier and publisher") as status:
 
         def measure(case: str) -> Measurement:
             status.update(f"measuring: {CASES[case]}")
             measurement = rollout.measure(case)
             rate = measurement.tokens / measurement.seconds
-            console.print(f"{CASES[case]}: {rate:,.0f} tokens/s", highlight=False)
+            say(f"{CASES[case]}: {rate:,.0f} tokens/s", style="")
             return measurement
 
         with one_engine(config, model_folder=model_folder, logs=out / "logs") as engine:
             rollout = _MeasuredRollout(settings, config, engine)
             rows = summarise(in_turns(CASES, repeats=settings.repeats, measure=measure))
-    return finish(
-        "rollout",
-        title="tokens/s of one engine",
-        settings={"recipe": recipe, "overrides": list(overrides), **asdict(settings)},
-        rows=rows,
-        targets=targets(rows),
-        out=out,
-        console=console,
-    )
+    described = {"recipe": recipe, "overrides": list(overrides), **asdict(settings)}
+    return finish("rollout", "tokens/s of one engine", rows, settings=described, out=out, targets=targets(rows))
 
 
 def bench_config(recipe: str, overrides: Sequence[str]) -> Config:
@@ -195,7 +187,7 @@ class _MeasuredRollout:
                 left = self._settings.measured_s - (after[1] - before[1])
                 self._wait(time.monotonic() + (left if left > 0 else _POLL_S))
                 after = self._engine.ask("count")
-            return _between(before, after)
+            return Measurement(tokens=after[0] - before[0], seconds=after[1] - before[1])
 
     def _enough(self, before: tuple[int, float], after: tuple[int, float]) -> bool:
         """Whether there was time to measure, and a token: on a busy machine the first may take long."""
@@ -214,7 +206,8 @@ class _MeasuredRollout:
             begins = max(begins, time.monotonic())
             counts.append(self._engine.ask("count"))
             if len(counts) > 2 and self._enough(counts[1], counts[-1]):
-                return _between(counts[1], counts[-1], handovers_s=tuple(handovers_s[1:]))
+                tokens, seconds = (after - before for before, after in zip(counts[1], counts[-1], strict=True))
+                return Measurement(tokens=int(tokens), seconds=seconds, handovers_s=tuple(handovers_s[1:]))
             self._publish(interrupt)
             handovers_s.append(time.monotonic() - begins)
             begins += self._settings.publish_every_s
@@ -244,9 +237,3 @@ class _MeasuredRollout:
             for reference in ended:
                 result(reference)
             self._engine.cluster.collect()
-
-
-def _between(
-    before: tuple[int, float], after: tuple[int, float], *, handovers_s: tuple[float, ...] = ()
-) -> Measurement:
-    return Measurement(tokens=after[0] - before[0], seconds=after[1] - before[1], handovers_s=handovers_s)

@@ -23,20 +23,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import transformers
-from rich.console import Console
 
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.data.arith import arith_problems
 from areal_lite.data.prompts import load_source
 from areal_lite.errors import ConfigError, TrainerError
-from areal_lite.launch.bench.harness import changed_objective, finish, in_turns, ratios, target
+from areal_lite.launch.bench.harness import CONSOLE, check_comparable, finish, in_turns, ratios, say, target
 from areal_lite.launch.bench.longtail import draw_length
 from areal_lite.launch.bench.padded_loop import PaddedLoop
 from areal_lite.launch.bench.view import Row
-from areal_lite.sample_queue.split import assign_rows
+from areal_lite.sample_queue.groups import GroupRecord
+from areal_lite.sample_queue.ledger import Batch
+from areal_lite.sample_queue.shards import ShardedBatch
 from areal_lite.train.trainer import Trainer
-from areal_lite.types import Prompt, Sample, Shard, StopReason, VersionSpan
-from areal_lite.types import Row as SampleRow
+from areal_lite.types import Prompt, Sample, Score, Shard, StopReason, VersionSpan
 
 Steps = dict[str, list[list["Step"]]]
 """By side and repeat."""
@@ -88,33 +88,23 @@ def bench(settings: TrainBench, recipes: Sequence[str], overrides: Sequence[str]
     """Measure recipe after recipe."""
     for recipe in recipes:
         check_recipe(load_config(recipe, overrides))
-    console = Console()
-    rows = [row for recipe in recipes for row in measure(settings, recipe, overrides, console=console)]
-    return finish(
-        "train",
-        title="trained tokens per second",
-        settings=asdict(settings) | {"overrides": list(overrides)},
-        rows=rows,
-        targets=targets(rows),
-        out=out,
-        console=console,
-    )
+    rows = [row for recipe in recipes for row in measure(settings, recipe, overrides)]
+    described = asdict(settings) | {"overrides": list(overrides)}
+    return finish("train", "trained tokens per second", rows, settings=described, out=out, targets=targets(rows))
 
 
-def measure(
-    settings: TrainBench, recipe: str, overrides: Sequence[str], *, console: Console
-) -> Iterator[dict[str, Any]]:
+def measure(settings: TrainBench, recipe: str, overrides: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Measure a recipe's lengths with each kind of work; yield a row for each side, which the console shows too."""
     from areal_lite.launch.run.train import prepare_model
 
     configs = {work: load_config(recipe, [*overrides, *WORK[work]]) for work in settings.work}
     first = settings.work[0]
-    folder, name = prepare_model(configs[first], console=console), Path(recipe).stem
+    folder, name = prepare_model(configs[first], console=CONSOLE), Path(recipe).stem
     batches = {work: _make_batches(config, folder, count=settings.steps) for work, config in configs.items()}
     rows_per_pass = {OURS: None, PADDED: settings.rows}
     if settings.searches:
         rows_per_pass[FASTEST] = fastest = _fastest_rows(configs[first], folder, batches[first])
-        console.print(f"{name}: the padded loop is fastest with micro-batches of {_in_words(fastest)}")
+        say(f"{name}: the padded loop is fastest with micro-batches of {_in_words(fastest)}", style="")
     for work, config in configs.items():
         with _sides(rows_per_pass, config, folder, batches[work]) as sides:
             for side, process in sides.items():
@@ -124,7 +114,7 @@ def measure(
         for side, row in rows_of(steps).items():
             words = _in_words(rows_per_pass[side]) if side != OURS else f"{config.trainer.micro_batch_tokens} tokens"
             figures = f"{row['median']:.0f} tokens/s, {peaks[side]:.0f} MB"
-            console.print(f"{name}, {work}: {side} {figures}", highlight=False, markup=False, soft_wrap=True)
+            say(f"{name}, {work}: {side} {figures}", style="")
             yield {
                 "side": side,
                 "recipe": name,
@@ -164,16 +154,8 @@ def check_recipe(config: Config) -> None:
         ConfigError: The objective has other terms, the recipe is not for one rank on a CPU in float32, or has neither
             drawn lengths nor worked sums alone.
     """
-    if others := changed_objective(config):
-        raise ConfigError(
-            f"bench train compares decoupled PPO (objective.preset: areal), got a recipe that changes "
-            f"{', '.join(others)}: leave them out"
-        )
-    if (config.run.device, config.compute_dtype, config.trainer.ranks) != ("cpu", "float32", 1):
-        raise ConfigError(
-            "bench train needs run.device=cpu, model.compute_dtype=float32 and trainer.ranks=1, got "
-            f"{config.run.device}, {config.compute_dtype} and {config.trainer.ranks}: set them behind the recipe"
-        )
+    dtype = config.model.compute_dtype.replace("bfloat16", "float32")  # `auto` is float32 on a CPU
+    check_comparable(config, "train", {"run.device": "cpu", "model.compute_dtype": dtype, "trainer.ranks": 1})
     if config.rollout.workflow != LONGTAIL and (config.data.source != "arith" or config.data.mix):
         raise ConfigError(
             f"bench train must know how long completions are: expected rollout.workflow={LONGTAIL} (with "
@@ -320,39 +302,35 @@ def _make_batches(config: Config, folder: Path, *, count: int) -> list[Shard]:
     """Draw batches of the recipe's size; `run.seed` seeds what is drawn."""
     rng, queue = np.random.default_rng(config.run.seed), config.queue
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    prompts, shape = load_source(config, tokenizer, "train"), (queue.groups_per_step, queue.samples_per_group)
+    prompts, size = load_source(config, tokenizer, "train"), queue.samples_per_group
     torch.set_num_threads(config.trainer.threads)
     trainer = Trainer(config, model_folder=str(folder), rank=0, world_size=1)
     batches = []
     for number in range(count):
-        chosen = np.repeat(rng.integers(0, len(prompts), queue.groups_per_step), queue.samples_per_group)
-        lengths = _lengths(config, [prompts[place] for place in chosen], rng=rng)
-        given = [prompts[place].token_ids for place in chosen]
+        chosen = [prompts[place] for place in rng.integers(0, len(prompts), queue.groups_per_step)]
+        given = [prompt for prompt in chosen for _ in range(size)]
+        lengths = _lengths(config, given, rng=rng)
         drawn = [rng.integers(0, len(tokenizer), length, dtype=np.int32) for length in lengths]
-        scores = trainer.score([(ids, tokens.tolist()) for ids, tokens in zip(given, drawn, strict=True)])
-        minibatches, _ = assign_rows(
-            [len(ids) + length for ids, length in zip(given, lengths, strict=True)],
-            num_minibatches=config.trainer.minibatches,
-            num_ranks=1,
-            seed=int(rng.integers(2**31)),
-        )
-        rows = tuple(
-            SampleRow(
-                group_index=place // queue.samples_per_group,
-                sample_index=place % queue.samples_per_group,
-                minibatch=minibatches[place],
-                prompt_token_ids=given[place],
-                sample=Sample(
-                    token_ids=tokens,
-                    logprobs=(scores[place] + rng.normal(0, _NOISE, len(tokens))).astype(np.float32),
-                    spans=_whole(len(tokens), version=0),
-                    stop_reason=StopReason.STOP,
-                ),
+        pairs = [(prompt.token_ids, tokens.tolist()) for prompt, tokens in zip(given, drawn, strict=True)]
+        samples = tuple(
+            Sample(
+                token_ids=tokens,
+                logprobs=(logprobs + rng.normal(0, _NOISE, len(tokens))).astype(np.float32),
+                spans=_whole(len(tokens), version=0),
+                stop_reason=StopReason.STOP,
+                score=Score(reward=float(rng.integers(0, 2))),
             )
-            for place, tokens in enumerate(drawn)
+            for tokens, logprobs in zip(drawn, trainer.score(pairs), strict=True)
         )
-        rewards = rng.integers(0, 2, shape).astype(np.float32)
-        batches.append(Shard(batch_id=f"batch-{number}", rank=0, version=0, rewards=rewards, rows=rows))
+        parts = [samples[start : start + size] for start in range(0, len(samples), size)]
+        groups = tuple(
+            GroupRecord(prompt_id=prompt.prompt_id, attempt=0, sequence=place, admitted_version=0, samples=part)
+            for place, (prompt, part) in enumerate(zip(chosen, parts, strict=True))
+        )
+        batch = Batch(batch_id=f"batch-{number}", version=number, groups=groups)
+        minibatches = config.trainer.minibatches
+        dealt = ShardedBatch(batch, chosen, num_minibatches=minibatches, num_ranks=1, run_seed=config.run.seed)
+        batches.append(dealt.shard(0))
     return batches
 
 

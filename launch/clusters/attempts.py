@@ -29,7 +29,7 @@ from areal_lite.launch.clusters.ray_nodes import RayNodes
 from areal_lite.launch.clusters.remote import Remote, end_process, python_of, script
 from areal_lite.launch.run.signals import NOTICES
 from areal_lite.record.checkpoints import whole_checkpoints
-from areal_lite.record.run_folder import RunFolder, read_rows, write_whole
+from areal_lite.record.run_folder import RunFolder, read_rows, read_summary, write_whole
 
 INTERRUPTED = 130
 _POLL_S = 0.25
@@ -356,15 +356,14 @@ def _gather(job: Job, number: int) -> None:
 
 def _sum_up(job: Job, record: Attempts) -> None:
     """Write GPU hours and cost into the run's summary."""
-    path = (job.run_folder or job.files) / "summary.json"
+    folder = job.run_folder or job.files
     hours = sum(max(one.ended - one.began, 0.0) for one in record.attempts) / 3600  # one killed has no end
     gpu_hours = hours * job.profile.nodes * job.profile.gpus_per_node
     figures = {"attempts": len(record.attempts), "gpu_hours": gpu_hours}
     if job.profile.price_per_gpu_hour:
         figures["cost"] = gpu_hours * job.profile.price_per_gpu_hour
     with contextlib.suppress(OSError, ValueError):
-        summary = json.loads(path.read_text()) if path.is_file() else {}
-        write_whole(path, json.dumps(summary | figures, indent=2) + "\n")
+        write_whole(folder / "summary.json", json.dumps(read_summary(folder) | figures, indent=2) + "\n")
 
 
 def _say(text: str) -> None:

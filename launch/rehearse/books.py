@@ -1,11 +1,9 @@
 """What must hold of a finished run, whatever happened to it: nothing lost, nothing trained twice (invariant I2)."""
 
-import json
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
-from areal_lite.record.run_folder import RunFolder
+from areal_lite.record.run_folder import RunFolder, read_summary
 
 _ENDS = ("trained", "failed", "rejected", "stale", "abandoned")
 _DRAWN_ALIKE = ("loss", "grad_norm", "entropy", "reward_mean", "tokens_trained")
@@ -25,8 +23,7 @@ def balance(ledger: Mapping[str, int]) -> tuple[bool, str]:
 
 def problems(folder: RunFolder, *, steps: int, groups_per_step: int) -> list[str]:
     """Say what of a run's files must be otherwise, where `run.log_samples` was as large as a batch."""
-    path = folder.path / "summary.json"
-    summary: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    summary = read_summary(folder.path)
     is_conserved, told = balance(ledger := summary.get("ledger", {}))
     trained = [row["step"] for row in folder.read("metrics.jsonl")]
     prompts = Counter(row["group"].rpartition("#")[0] for row in folder.read("samples.jsonl"))

@@ -20,11 +20,9 @@ from signal import SIGCONT, SIGHUP, SIGKILL, SIGSTOP, SIGTERM, Signals, default_
 from typing import Any, Self
 
 import psutil
-from rich.console import Console
 
 from areal_lite.config.offline import load_any_config
 from areal_lite.config.recipe import Config
-from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ArealLiteError, ConfigError, StallError
 from areal_lite.launch.bench.harness import finish, say
 from areal_lite.launch.rehearse.books import are_alike, problems
@@ -156,7 +154,7 @@ class DrilledRun:
         self.send(number, found[lane])
         return f"{lane} is back" if role in ("rollout", "verifier") else ""
 
-    def suffer(self, name: str, told: Callable[[str], None]) -> None:
+    def suffer(self, name: str) -> None:
         """Provoke a fault once there is a step, wait until the run is back, and note the outcome."""
         self.wait(lambda: self._stepped_at and self.num_rows() >= _FIRST_STEP, f"step {_FIRST_STEP}")
         begun, resumes, lost = self._log.stat().st_size, self._resumes, self._num_lost()
@@ -194,7 +192,7 @@ class DrilledRun:
             "steps_lost": self._num_lost() - lost,
             "healed_by": _HEALERS.get(name, "the run itself") if self._resumes == resumes else "areal-lite resume",
         })  # fmt: skip
-        told("{fault}: back after {back_s:.1f} s by {healed_by}, {steps_lost} steps lost".format(**self.outcomes[-1]))
+        say("{fault}: back after {back_s:.1f} s by {healed_by}, {steps_lost} steps lost".format(**self.outcomes[-1]))
 
     def finish(self, steps: int, *, groups_per_step: int) -> None:
         """Wait for the end of the run, and of its processes, and check its books."""
@@ -359,15 +357,6 @@ FAULTS = [*_TO_LANES, *_TO_RAY, *_TO_COMMAND, *_BY_HAND, "slow-network"]
 KILLS = ["engine", "rollout", "verifier", "queue", "trainer", "controller"]
 
 
-def choose(words: str) -> list[str]:
-    """Return the faults that a list names; a `ConfigError` where one is unknown, or is not for a drill."""
-    for name in words.split(","):
-        if name not in FAULTS:
-            known = f"choose of {', '.join(FAULTS)}{suggestion(name, FAULTS)}"
-            raise ConfigError(f"--faults must name faults of a drill, got {name!r}: {known}")
-    return list(dict.fromkeys(words.split(",")))
-
-
 def drill(
     recipe: str, overrides: Sequence[str], *, names: Sequence[str], out: Path, minutes: float | None, seed: int
 ) -> int:
@@ -386,17 +375,16 @@ def drill(
         raise ConfigError(
             f"a soak takes faults of the run's own processes and files, got {', '.join(alone)}: leave out"
         )
-    console, rows, code, reference = Console(), list[_Row](), 0, None
-    told, ends_at = functools.partial(say, console), time.monotonic() + 60 * (minutes or 0)
+    rows, code, reference, ends_at = list[_Row](), 0, None, time.monotonic() + 60 * (minutes or 0)
     before = signal(SIGTERM, default_int_handler)  # else its commands would outlive it
     runs = ["soak"] if minutes else [*([_UNDISTURBED] * (config.queue.max_staleness == 0)), *names]
     out.mkdir(parents=True, exist_ok=True)
     try:
         for number, name in enumerate(runs, 1):
-            told(f"{number} of {len(runs)}: {name}")
+            say(f"{number} of {len(runs)}: {name}")
             if why := _why_not(name):
                 rows.append(_row(name, [], []) | {"left_out": why})
-                told(f"{name}: left out, as {why}")
+                say(f"{name}: left out, as {why}")
                 continue
             folder, typed = (out / name).resolve(), words
             if name in _ON_NODES:
@@ -405,7 +393,7 @@ def drill(
             with disk, (run := DrilledRun(folder, typed, seed=seed)):
                 try:
                     for fault in _drawn(run, names, ends_at) if minutes else {name} - _UNNOTICED:
-                        run.suffer(fault, told)
+                        run.suffer(fault)
                     steps = run.end_soon(config.queue.max_staleness) if minutes else config.run.steps
                     run.finish(steps, groups_per_step=config.queue.groups_per_step)
                 finally:
@@ -416,15 +404,15 @@ def drill(
                 rows[-1]["losses"] = "equal" if are_alike(run.folder, reference) else "differ"
                 run.problems += ["losses must be those of the undisturbed run"] * (rows[-1]["losses"] == "differ")
             failure = "; ".join(["FAILED", *run.problems, f"its run folder is {run.folder.path}"])
-            told(f"{name}: {failure if run.problems else 'passed'}")
+            say(f"{name}: {failure if run.problems else 'passed'}")
     except KeyboardInterrupt:
         code = 130
-        told("stopped: what follows was seen until then")
+        say("stopped: what follows was seen until then")
     finally:
         signal(SIGTERM, before)
     settings = {"recipe": recipe, "overrides": list(overrides), "seed": seed, "minutes": minutes}
     benchmark = "soak" if minutes else "drill"
-    finish(benchmark, title=benchmark, settings=settings, rows=rows, targets=[], out=out, console=console)
+    finish(benchmark, benchmark, rows, settings=settings, out=out)
     return code or int(any(row["problems"] for row in rows))
 
 

@@ -232,7 +232,7 @@ def test_the_command_searches_measures_and_shows(
         folder.write_json("summary.json", {"status": "done", "versions": {"torch": "1"}, "commit": "abc", "eval": {}})
 
     @contextmanager
-    def training(console: Console) -> Iterator[Any]:
+    def training() -> Iterator[Any]:
         yield train
 
     monkeypatch.setattr(harness, "training", training)

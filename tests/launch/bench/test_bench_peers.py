@@ -20,8 +20,9 @@ from areal_lite.config.recipe import Config, load_config
 from areal_lite.data.tokenizer import EOS, build_char_tokenizer
 from areal_lite.errors import ConfigError, StallError, TrainerError
 from areal_lite.launch.bench import peers_trl
+from areal_lite.launch.bench.harness import check_comparable
 from areal_lite.launch.bench.peers import (
-    check_comparable,
+    SAME_LOSS,
     draw_peers,
     load_weights,
     our_settings,
@@ -144,9 +145,9 @@ def test_both_sides_make_one_optimiser_step_from_each_batch(per_device: int) -> 
 
 def test_a_recipe_without_a_counterpart_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Through the command, before anything is installed or started."""
-    check_comparable(load_config("arith_cpu"))
+    check_comparable(load_config("arith_cpu"), "peers", SAME_LOSS)
     with pytest.raises(ConfigError, match=r"objective\.aggregation=token_mean"):
-        check_comparable(load_config("arith_cpu", ["objective.aggregation=sequence_mean"]))
+        check_comparable(load_config("arith_cpu", ["objective.aggregation=sequence_mean"]), "peers", SAME_LOSS)
     assert main(["bench", "peers", "mixed_cpu", "--out", str(tmp_path)]) == 1
     assert "bench peers compares recipes with" in capsys.readouterr().err
     assert main(["bench", "peers", "--accuracy", "75"]) == 2

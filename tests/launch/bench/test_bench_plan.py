@@ -1,6 +1,5 @@
 """Plans, and running them with a stand-in for training: what is run, what is not run again, what goes on."""
 
-import io
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any
 
 import pytest
 import yaml
-from rich.console import Console
 
 from areal_lite.cli.main import main
 from areal_lite.config.presets import PRESETS
@@ -187,24 +185,22 @@ def three_runs(**settings: Any) -> list[PlannedRun]:
     return planned_runs(make_plan(runs={"a": settings, "b": {}, "c": {}}))
 
 
-def bench(
-    runs: list[PlannedRun], out: Path, training: Callable[[Config], object], console: Console | None = None
-) -> dict[str, str]:
-    console = console or Console(file=io.StringIO())
-    return run_all(runs, out=out, train=training, console=console, after_each=lambda: None)
+def bench(runs: list[PlannedRun], out: Path, training: Callable[[Config], object]) -> dict[str, str]:
+    return run_all(runs, out=out, train=training, after_each=lambda: None)
 
 
-def test_runs_are_run_in_order_each_in_its_folder_and_never_again(tmp_path: Path) -> None:
-    training, shown = FakeTraining(), io.StringIO()
-    console = Console(file=shown)
-    assert bench(three_runs(), tmp_path, training, console) == {}
+def test_runs_are_run_in_order_each_in_its_folder_and_never_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = FakeTraining()
+    assert bench(three_runs(), tmp_path, training) == {}
     assert training.calls == ["a", "b", "c"]
-    lines = shown.getvalue().splitlines()
+    lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" (")[0] for line in lines] == ["run 1 of 3: a", "run 2 of 3: b", "run 3 of 3: c"]
     assert "min left" in lines[1]
-    assert bench(three_runs(), tmp_path, training, console) == {}
+    assert bench(three_runs(), tmp_path, training) == {}
     assert training.calls == ["a", "b", "c"]
-    assert shown.getvalue().splitlines()[-1] == "3 of 3 runs are done already"
+    assert capsys.readouterr().out == "3 of 3 runs are done already\n"
 
 
 def test_a_failed_run_is_noted_and_the_others_go_on(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from train_builders import make_config, make_rows, make_shard, save_tiny_model
 
 from areal_lite.config.recipe import load_config
@@ -95,7 +94,7 @@ def test_recipes_that_the_padded_loop_cannot_train_are_refused() -> None:
     check_recipe(load_config("longtail_cpu", ["objective.clip_high=0.28", "objective.proximal=behaviour"]))
     with pytest.raises(ConfigError, match=r"objective\.kl"):
         check_recipe(load_config("longtail_cpu", ["objective.preset=grpo"]))
-    with pytest.raises(ConfigError, match=r"trainer\.ranks=1, got cpu, float32 and 2"):
+    with pytest.raises(ConfigError, match=r"trainer\.ranks=1, got 2"):
         check_recipe(load_config("longtail_cpu", ["trainer.ranks=2"]))
     with pytest.raises(ConfigError, match="how long completions are"):
         check_recipe(load_config("mixed_cpu"))
@@ -137,7 +136,9 @@ def _moments(parameters: Iterator[torch.nn.Parameter], optimizer: torch.optim.Op
     return torch.cat([optimizer.state[parameter]["exp_avg"].flatten() for parameter in parameters])
 
 
-def test_the_command_measures_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_measures_both_sides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """For real, in processes of their own, with short completions. Their gradients must agree, or it would stop."""
     monkeypatch.chdir(tmp_path)
     words = [
@@ -145,16 +146,9 @@ def test_the_command_measures_both_sides(tmp_path: Path, monkeypatch: pytest.Mon
         "rollout.max_new_tokens=32", "rollout.workflow_arguments.median=8", "queue.groups_per_step=2",
         "queue.samples_per_group=4",
     ]  # fmt: skip
-    console = Console(record=True)
-    rows = list(
-        measure(
-            TrainBench(repeats=1, steps=1, rows=2, work=("recipe",), searches=False),
-            "longtail_cpu",
-            words,
-            console=console,
-        )
-    )
+    settings = TrainBench(repeats=1, steps=1, rows=2, work=("recipe",), searches=False)
+    rows = list(measure(settings, "longtail_cpu", words))
     assert [row["side"] for row in rows] == ["areal-lite", "padded"]
     assert all(row["median"] > 0 and row["peak_mb"] > 0 for row in rows)
     assert rows[0]["gradient_difference"] < 1e-3
-    assert console.export_text().count("tokens/s") == 2
+    assert capsys.readouterr().out.count("tokens/s") == 2

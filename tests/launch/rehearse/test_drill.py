@@ -13,10 +13,9 @@ import pytest
 from user_run import alive
 
 from areal_lite.cli import main as cli
-from areal_lite.errors import ConfigError
 from areal_lite.launch.rehearse import drill as module
 from areal_lite.launch.rehearse.books import are_alike, problems
-from areal_lite.launch.rehearse.drill import FAULTS, KILLS, DrilledRun, choose, rows_of
+from areal_lite.launch.rehearse.drill import FAULTS, KILLS, DrilledRun, rows_of
 from areal_lite.record.run_folder import RunFolder
 
 STEPS, GROUPS = 30, 2
@@ -98,7 +97,7 @@ def run_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *, lost: int = 1, code
 def drilled(run: DrilledRun, *faults: str) -> list[dict[str, Any]]:
     with run:
         for fault in faults:
-            run.suffer(fault, lambda _: None)
+            run.suffer(fault)
         run.finish(STEPS, groups_per_step=GROUPS)
     return run.outcomes
 
@@ -251,12 +250,11 @@ def test_a_process_that_got_the_number_of_a_dead_one_is_another() -> None:
     assert not module._is_named(process, "")
 
 
-def test_faults_are_chosen_by_name() -> None:
-    assert choose("queue,bit-flip") == ["queue", "bit-flip"]
+def test_faults_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(KILLS) < set(FAULTS)
-    for name, said in {"quue": "did you mean queue?", "": "choose of engine"}.items():
-        with pytest.raises(ConfigError, match=said):
-            choose(name)
+    for name, said in {"queue,quue": "did you mean queue?", "": "there are engine"}.items():
+        assert cli.main(["drill", "arith_cpu", "--faults", name]) == 1
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -289,11 +287,11 @@ def test_ctrl_c_ends_the_run_and_keeps_the_table(
     commands = []
 
     class FakeRun(DrilledRun):
-        def suffer(self, name: str, told: Any) -> None:
+        def suffer(self, name: str) -> None:
             commands.append(self.command)
             if name == "trainer":
                 os.kill(os.getpid(), signal.SIGTERM)
-            super().suffer(name, told)
+            super().suffer(name)
 
         def finish(self, steps: int, *, groups_per_step: int) -> None:
             super().finish(STEPS + 1, groups_per_step=GROUPS)
