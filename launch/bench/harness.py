@@ -197,14 +197,16 @@ def run_to_the_end(
 
 
 @contextmanager
-def training() -> Iterator[Callable[[Config], object]]:
-    """Yield what trains one recipe; after Ctrl-C the run is saved, and `KeyboardInterrupt` raised."""
+def training() -> Iterator[Callable[..., object]]:
+    """Yield what trains one recipe, with changes in `run`; after Ctrl-C it is saved, and `KeyboardInterrupt` raised."""
     from areal_lite.launch.run.controller import Interrupted
     from areal_lite.launch.run.train import ray_session, train
 
-    def train_one(config: Config) -> object:
-        try:  # one of many short runs is reported when somebody asks for it
-            return train(with_run(config, report=False), recipe_name="bench", console=Console())
+    def train_one(config: Config, **changes: Any) -> object:
+        # One of many short runs is reported when somebody asks for it.
+        run = config.run.model_copy(update={"report": False, **changes})
+        try:
+            return train(config.model_copy(update={"run": run}), recipe_name="bench", console=CONSOLE)
         except Interrupted as stop:
             raise KeyboardInterrupt from stop
 
@@ -213,15 +215,11 @@ def training() -> Iterator[Callable[[Config], object]]:
 
 
 def run_all(
-    runs: Sequence[PlannedRun],
-    *,
-    out: Path,
-    train: Callable[[Config], object],
-    after_each: Callable[[], object],
+    runs: Sequence[PlannedRun], *, out: Path, train: Callable[..., object], after_each: Callable[[], object]
 ) -> dict[str, str]:
     """Run what is not done yet, in order, each in a folder below `out`; return why each failed run failed, by name.
 
-    `train` trains one recipe, into `run.dir` or going on in `run.resume`; `after_each` is called after failed runs too.
+    `train` trains a recipe, into `dir` or going on in `resume`; `after_each` is called after failed runs too.
 
     Raises:
         ConfigError: Before anything starts: some folder holds a run of other settings.
@@ -242,7 +240,7 @@ def run_all(
         pace = f" (about {left_s / 60:.0f} min left for this and the rest)" if steps_done else ""
         say(f"run {num_done + number + 1} of {len(runs)}: {run.name}{pace}")
         try:
-            train(with_run(run.config, **{setting: str(folder)}))
+            train(run.config, **{setting: str(folder)})
         except Exception as error:
             failures[run.name] = f"{type(error).__name__}: {error}"
             say(f"run {run.name} failed: {failures[run.name]}")
@@ -252,8 +250,3 @@ def run_all(
             steps_done += run.config.run.steps
         after_each()
     return failures
-
-
-def with_run(config: Config, **changes: Any) -> Config:
-    """Return a recipe with changes in its section `run`."""
-    return config.model_copy(update={"run": config.run.model_copy(update=changes)})

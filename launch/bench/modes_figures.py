@@ -19,11 +19,6 @@ from areal_lite.launch.bench.harness import ratios
 from areal_lite.launch.bench.view import Row, spread
 from areal_lite.record.lanes import PAUSE_PARTS, Stretch, sample_lengths
 
-FIGURES = (
-    "samples_per_s", "generated_tokens_per_s", "trained_tokens_per_s", "seconds_per_step", "occupancy",
-    "generator_idle", "generator_draining", "generator_paused", "trainer_idle", "trainer_publishing", "seconds",
-    "reward_equal_steps", "reward_equal_time", "accuracy_end",
-)  # fmt: skip
 _REWARD_STEPS = 5
 """Steps averaged into one reward: those up to the one asked for."""
 _BUSY = 0.05
@@ -169,7 +164,7 @@ def compare(entries: Sequence[Row]) -> list[dict[str, Any]]:
     lines = []
     for mode in MODES:
         done = [entry for entry in entries if entry["mode"] == mode and "samples_per_s" in entry]
-        known = {name: [entry[name] for entry in done if entry.get(name) is not None] for name in FIGURES}
+        figures = dict.fromkeys(name for entry in done for name, value in entry.items() if isinstance(value, float))
         own = {repeat: rate for repeat, rate in _rates(entries, mode).items() if repeat in base}
         ages = sum((Counter(entry["age_histogram"]) for entry in done), Counter[str]())
         if done:
@@ -177,7 +172,7 @@ def compare(entries: Sequence[Row]) -> list[dict[str, Any]]:
                 "mode": mode,
                 "threads": done[0]["threads"],
                 "repeats": len(done),
-                "figures": {name: spread(values) for name, values in known.items() if values},
+                "figures": {name: spread(e[name] for e in done if e.get(name) is not None) for name in figures},
                 "ratio": spread(ratios(own.values(), (base[repeat] for repeat in own))) if own else None,
                 "ages": {age: ages[age] for age in sorted(ages, key=int)},
                 "lengths": done[0]["lengths"],

@@ -22,17 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from areal_lite.config.recipe import Config
 from areal_lite.data.mix import make_cursor
 from areal_lite.data.prompts import load_source, load_sources
-from areal_lite.launch.bench.harness import (
-    CONSOLE,
-    check_comparable,
-    finish,
-    in_turns,
-    ratios,
-    say,
-    target,
-    training,
-    with_run,
-)
+from areal_lite.launch.bench.harness import CONSOLE, check_comparable, finish, in_turns, ratios, say, target, training
 from areal_lite.launch.bench.modes import Threads
 from areal_lite.launch.bench.modes import thread_settings as thread_settings_of_mode
 from areal_lite.launch.bench.modes_figures import MAX_STALENESS, MODES, measured_steps, published, work_begins
@@ -144,7 +134,7 @@ class _Runs:
         """Train as `areal-lite train` does, and measure the accuracy of the snapshots, if any, afterwards."""
         shutil.rmtree(folder, ignore_errors=True)
         with training() as train:
-            train(with_run(config, dir=str(folder)))
+            train(config, dir=str(folder))
         run = RunFolder(folder)
         events = run.read("events.jsonl")
         begin, times = work_begins(events), published(events)
@@ -200,7 +190,6 @@ def our_settings(side: str, threads: Threads, *, steps: int, every: int, seed: i
         "run.checkpoint_every_minutes": 0,
         "run.keep_checkpoints": steps + 1,
         "run.eval_every": 0,
-        "run.report": False,
         "weights.parity_every": 0,
     }
 

@@ -19,14 +19,7 @@ from areal_lite.config.recipe import Config, parse_config
 from areal_lite.config.section import Section
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError
-from areal_lite.launch.bench.harness import (
-    CONSOLE,
-    PlannedRun,
-    run_to_the_end,
-    say,
-    where_it_begins,
-    write_results,
-)
+from areal_lite.launch.bench.harness import CONSOLE, PlannedRun, run_to_the_end, say, where_it_begins, write_results
 from areal_lite.launch.bench.view import Columns, Row, cell, table
 from areal_lite.record.run_folder import read_summary
 

@@ -111,8 +111,8 @@ def manifest(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
     save = f"pid=$(cat {there.files}/pid) && kill -INT $pid && while kill -0 $pid; do sleep 1; done"
     pod = _pod(job, keys, lifecycle={"preStop": {"exec": {"command": ["sh", "-c", save]}}})
     head = group | {"template": {"spec": {**pod, "terminationGracePeriodSeconds": _SAVE_S}}}
-    workers = {"groupName": "workers", "replicas": profile.nodes - 1}
-    bounds = {"minReplicas": profile.nodes - 1, "maxReplicas": profile.nodes - 1}
+    counts = dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), profile.nodes - 1)
+    workers = {"groupName": "workers", **counts, **group}
     rayjob = {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
@@ -126,7 +126,7 @@ def manifest(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
                 "rayVersion": version("ray"),
                 "authOptions": {"mode": "token"},
                 "headGroupSpec": head,
-                **({"workerGroupSpecs": [{**workers, **bounds, **group}]} if profile.nodes > 1 else {}),
+                **({"workerGroupSpecs": [workers]} if profile.nodes > 1 else {}),
             },
         },
     }

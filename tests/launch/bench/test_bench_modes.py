@@ -222,8 +222,8 @@ def test_the_command_searches_measures_and_shows(
     """With a stand-in for training, whose asynchronous runs take half the time; a second call runs nothing."""
     trained: list[str] = []
 
-    def train(config: Config) -> None:
-        folder = new_run_folder(config)
+    def train(config: Config, **changes: str) -> None:
+        folder = new_run_folder(config.model_copy(update={"run": config.run.model_copy(update=changes)}))
         trained.append(folder.path.name)
         pace = 1.0 if config.queue.max_staleness == 0 else 0.5
         rows = [row | {"time_s": pace * row["time_s"]} for row in ROWS]

@@ -151,7 +151,8 @@ class FakeTraining:
         self.ends, self.saved = ends or {}, saved
         self.calls: list[str] = []
 
-    def __call__(self, config: Config) -> None:
+    def __call__(self, config: Config, **changes: str) -> None:
+        config = config.model_copy(update={"run": config.run.model_copy(update=changes)})
         folder = Path(config.run.resume or config.run.dir or "")
         self.calls.append(("resume " if config.run.resume else "") + folder.name)
         assert config.run.resume or not (folder / "old").exists(), "a run begun anew has an empty folder"
@@ -185,7 +186,7 @@ def three_runs(**settings: Any) -> list[PlannedRun]:
     return planned_runs(make_plan(runs={"a": settings, "b": {}, "c": {}}))
 
 
-def bench(runs: list[PlannedRun], out: Path, training: Callable[[Config], object]) -> dict[str, str]:
+def bench(runs: list[PlannedRun], out: Path, training: Callable[..., object]) -> dict[str, str]:
     return run_all(runs, out=out, train=training, after_each=lambda: None)
 
 
