@@ -55,8 +55,8 @@ def bench(plan_name: str, overrides: Sequence[str], *, only: Sequence[str], out:
     """Run a plan and sum it up."""
     plan, name = load_plan(plan_name), Path(plan_name).stem
     runs = planned_runs(plan, extra=overrides)
-    by_name = {run.name: run for run in runs}
-    chosen = [by_name[one] for one in choose(list(by_name), only, what="run of the plan")]
+    names = choose([run.name for run in runs], only, what="run of the plan")
+    chosen = [run for run in runs if run.name in names]
     out = (out or Path("runs") / f"bench-{name}").resolve()
 
     def show(content: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ import statistics
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,28 +125,22 @@ class QueuePeers:
 
     def measure(self, case: Case) -> float:
         """Return the groups that reached the trainer per second."""
-        with self._meeting(case) as meeting:
-            work = [
-                worker.work.remote(case, meeting, len(range(place, case.clients, _NUM_WORKERS)))
-                for place, worker in enumerate(self._workers)
-            ]
-            ended, _ = ray.wait([self._trainer.train.remote(case, meeting), *work])
-            rate = ray.get(ended)[0]
-            ray.get([worker.stop.remote() for worker in self._workers], timeout=_TIMEOUT_S)
-            ray.get(work, timeout=_TIMEOUT_S)
-        return float(rate)
-
-    @contextmanager
-    def _meeting(self, case: Case) -> Iterator[Any]:
-        """Yield what workers and trainer need to find each other."""
-        if case.contender == "ray":
-            queues = [Queue(self._settings.max_outstanding, {"num_cpus": 0}) for _ in range(2)]
-            yield queues
-            for queue in queues:
-                queue.shutdown(force=True)
-        else:
-            yield ray.get(self._middle.open.remote(case))
+        room, is_ray = self._settings.max_outstanding, case.contender == "ray"
+        queues = [Queue(room, {"num_cpus": 0}) for _ in range(2)] if is_ray else []
+        meeting = queues or ray.get(self._middle.open.remote(case))  # what workers and trainer need to find each other
+        work = [
+            worker.work.remote(case, meeting, len(range(place, case.clients, _NUM_WORKERS)))
+            for place, worker in enumerate(self._workers)
+        ]
+        ended, _ = ray.wait([self._trainer.train.remote(case, meeting), *work])
+        rate = ray.get(ended)[0]
+        ray.get([worker.stop.remote() for worker in self._workers], timeout=_TIMEOUT_S)
+        ray.get(work, timeout=_TIMEOUT_S)
+        for queue in queues:
+            queue.shutdown(force=True)
+        if not is_ray:
             ray.get(self._middle.close.remote())
+        return float(rate)
 
 
 class _Peer:

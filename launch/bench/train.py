@@ -6,6 +6,7 @@ they are costs no time. Their behaviour log-probabilities are the initial model'
 of decoupled PPO are near 1 but not 1.
 """
 
+import functools
 import gc
 import itertools
 import math
@@ -235,11 +236,8 @@ class _Side:
         # The mark of the highest memory forgets what the imports took.
         Path("/proc/self/clear_refs").write_text("5")
         self._base_kb = _status_kb("VmRSS")
-        self._loop: Any
-        if side == OURS:
-            self._loop = Trainer(config, model_folder=folder, rank=0, world_size=1)
-        else:
-            self._loop = PaddedLoop(config, folder)
+        make = functools.partial(Trainer, rank=0, world_size=1) if side == OURS else PaddedLoop
+        self._loop: Any = make(config, model_folder=folder)
         self._loop.model.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def step(self, number: int, rows_per_pass: int | None) -> Step:
