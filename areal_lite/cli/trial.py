@@ -13,8 +13,8 @@ from areal_lite.config.recipe import Config
 from areal_lite.config.suggestion import suggestion
 from areal_lite.data.prompts import with_names
 from areal_lite.data.rows import check_columns, read_jsonl
-from areal_lite.data.sources import with_inner
-from areal_lite.data.tasks import make_task
+from areal_lite.data.sources import load_tasks, with_inner
+from areal_lite.data.tasks import Task, in_ranges, make_task
 from areal_lite.errors import DataError
 from areal_lite.types import Prompt
 from areal_lite.verify.protocol import Reply
@@ -65,6 +65,20 @@ def load_prompts(
             raise DataError(f"{path}:{number}: {error}") from error
     if rows_choose:
         tasks = with_names(tasks, source=config.data.model_copy(update={"workflow": None}), config=config)
+    return _prompts(tasks)
+
+
+def recipe_prompts(config: Config) -> list[Prompt]:
+    """Load the same of the training rows of a recipe, one source after another, as a run does."""
+    tasks = []
+    for name, source in config.data.sources.items():
+        where = config.data.place_of(name)
+        rows = in_ranges(load_tasks(source, "train", where=where), source.filter.ranges, where=where)
+        tasks += with_names(rows, source=source, config=config)
+    return _prompts(tasks)
+
+
+def _prompts(tasks: Sequence[Task]) -> list[Prompt]:
     return [
         Prompt(prompt_id=f"verify/0/{index}", text=task.prompt, token_ids=(), answer=task.answer, row=task.row)
         for index, task in enumerate(tasks)
@@ -113,12 +127,12 @@ def _row_index(
         found = by_text.get(str(row["prompt"]), [])
         if len(found) != 1:
             raise DataError(
-                f"{where} must have the prompt of one row of --data, got that of {len(found)}: {row['prompt']!r:.80}; "
-                "give its number (from 0) as index"
+                f"{where} must have the prompt of one row of the data, got that of {len(found)}: "
+                f"{row['prompt']!r:.80}; give its number (from 0) as index"
             )
         (index,) = found
     if type(index) is not int or not 0 <= index < num_rows:
-        raise DataError(f"{where} must belong to one of the {num_rows} rows of --data, got row {index!r} (from 0)")
+        raise DataError(f"{where} must belong to one of the {num_rows} rows of the data, got row {index!r} (from 0)")
     return index
 
 

@@ -50,7 +50,9 @@ def verify(
             "verifier",
         ),
     ],
-    data: Annotated[Path, typer.Option(metavar="FILE", help="rows, one JSON object a line")],
+    data: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="rows, one JSON object a line (default: a recipe's own)")
+    ] = None,
     completions: Annotated[
         Path | None,
         typer.Option(
@@ -86,7 +88,7 @@ def verify(
 
     Example: areal-lite verify math --data gsm8k/test.jsonl
     """
-    from areal_lite.cli.trial import Trial, load_cases, load_prompts
+    from areal_lite.cli.trial import Trial, load_cases, load_prompts, recipe_prompts
     from areal_lite.cli.trial_report import show, summarise
 
     # A try is there to show failures: it never stops because of them.
@@ -98,7 +100,13 @@ def verify(
     if is_recipe:
         columns = {"prompt": [config.data.prompt_column], "answer": [config.data.answer_column]}
     columns |= {kind: [name] for kind, name in (("prompt", prompt_column), ("answer", answer_column)) if name}
-    prompts = load_prompts(data, columns=columns, config=config, rows_choose=is_recipe)
+    if data is None and (not is_recipe or prompt_column or answer_column):
+        what = "the columns of --prompt-column and --answer-column" if is_recipe else f"the rows to try {verifier} on"
+        raise ConfigError(f"--data must name the file with {what}, got none: give it, or a recipe alone, with its rows")
+    if data is None:
+        prompts = recipe_prompts(config)
+    else:
+        prompts = load_prompts(data, columns=columns, config=config, rows_choose=is_recipe)
     cases = [case for case in load_cases(prompts, completions) if limit is None or case.index < limit]
     trial, console = Trial(config, cases), Console()
     code = _run(trial, console)

@@ -167,12 +167,12 @@ def check_columns(path: Path | str, rows: Sequence[tuple[int, dict[str, Any]]], 
     known = sorted({name for _, row in rows for name in row})
     for option, column in columns.items():
         if known and column not in known:
-            inside = {
+            there = {*known} | {
                 f"{name}.{key}" for _, row in rows for name in row if isinstance(row[name], dict) for key in row[name]
             }
             raise DataError(
-                f"{path} has no column {column!r} in any row, only {', '.join(known)}: set {option}"
-                + suggestion(column, {*known, *inside} - {*columns.values()})
+                f"{path} has no column {column!r} in any row, only {', '.join(sorted(there))}: set {option}"
+                + suggestion(column, there - {*columns.values()})
             )
 
 

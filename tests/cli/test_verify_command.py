@@ -71,7 +71,7 @@ def test_completions_are_joined_by_index_else_by_prompt_else_by_line(tmp_path: P
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"completion": "x", "index": 3}, "one of the 3 rows of --data, got row 3"),
+        ({"completion": "x", "index": 3}, "one of the 3 rows of the data, got row 3"),
         ({"completion": "x", "index": -1}, "got row -1"),
         ({"completion": "x", "prompt": "other"}, "got that of 0: 'other'"),
         ({"completion": 7}, "a text or a list of texts as completion, got 7"),
@@ -204,6 +204,23 @@ def test_a_recipe_is_tried_with_its_sum_and_the_choice_of_its_rows(tmp_path: Pat
     # A verifier alone scores every row, whatever it says.
     assert cli.main(list(map(str, ["verify", "exact", *words[2:], "--prompt-column", "problem"]))) == 0
     assert [row["reward"] for row in json.loads(out.read_text())["results"]] == [1.0, 0.0, 0.0]
+
+
+def test_a_recipe_alone_is_tried_on_the_rows_that_it_trains_on(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of every source, filtered, with its own verifier: `exact` of 0 to 3, of which 2 and 3 are left, and two sums.
+
+    Seen failing with the first source alone, without the filter, and without the sources' verifiers.
+    """
+    rows = {"source": "jsonl", "path": "data.jsonl", "columns": {"level": "n"}, "filter": {"ranges": {"level": [2, 3]}}}
+    mix = {"mine": {**rows, "verifier": "exact"}, "sums": {"source": "arith", "arith": {"train_size": 2}}}
+    data.with_name("recipe.yaml").write_text(yaml.safe_dump({"data": {"mix": mix}}))
+    write_lines(data, *({"question": f"q{n}", "answer": f"word {n}", "n": n} for n in range(4)))
+    assert cli.main(["verify", "recipe.yaml", "--json", "out.json"]) == 0
+    report = json.loads(data.with_name("out.json").read_text())
+    assert [row["reward"] for row in report["results"]] == [1.0] * 4
+    assert {name: gauges["calls"] for name, gauges in report["verifiers"].items()} == {"exact": 2, "last_number": 2}
+    assert cli.main(["verify", "exact"]) == 1
+    assert "--data must name the file with the rows to try exact on, got none" in capsys.readouterr().err
 
 
 def test_a_none_of_a_trl_function_is_no_part_of_a_sum_and_alone_a_failure(tmp_path: Path) -> None:
