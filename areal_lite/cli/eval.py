@@ -10,7 +10,7 @@ from rich.console import Console
 from areal_lite.cli.options import Overrides
 from areal_lite.config.reading import shipped_recipes
 from areal_lite.config.recipe import load_config
-from areal_lite.errors import VerifierError
+from areal_lite.errors import ConfigError, VerifierError
 
 
 def eval_model(
@@ -19,15 +19,26 @@ def eval_model(
     ],
     overrides: Overrides,
     recipe: Annotated[
-        str, typer.Option(help=f"recipe of areal-lite train: a YAML file, or {', '.join(shipped_recipes())}")
-    ],
+        str | None,
+        typer.Option(
+            help=f"recipe of train: a file, or {', '.join(shipped_recipes())} (default: that of the model's run)"
+        ),
+    ] = None,
 ) -> int:
     """Measure a model's accuracy on a recipe's held-out prompts.
 
     Completes them greedily, scores the completions with the recipe's verifier (verifier.eval_function where it has
     one), and prints the mean reward, and the means of the verifier's parts and metrics.
     """
-    config = load_config(recipe, overrides)
+    run, console = _run_of(model), Console(highlight=False, soft_wrap=True)
+    if recipe is None and run is None:
+        raise ConfigError(
+            f"--recipe must name the data and the verifier, got none, and {model} is of no run of areal-lite train, "
+            "whose own would be taken: give it"
+        )
+    config = load_config(recipe or f"{run}/config.json", overrides)
+    if recipe is None:
+        console.print(f"recipe: {run}/config.json")
     from areal_lite.cli.evaluate import evaluate
     from areal_lite.record.metrics import mean_called
 
@@ -36,13 +47,21 @@ def eval_model(
     if not rewards:
         raise VerifierError(f"the verifier should have scored {len(replies)} completions, it failed on all of them")
     failures = f", {len(replies) - len(rewards)} could not be scored" if len(rewards) < len(replies) else ""
-    summary = Path(model) / "summary.json"  # of a run: what it called its own
+    summary = (run or Path(model)) / "summary.json"  # of a run: what it called its own
     before = json.loads(summary.read_text()).get("eval_called") if summary.exists() else None
     called, mean = mean_called(rewards, before=[before]), sum(rewards) / len(rewards)
-    console = Console(highlight=False)
     console.print(f"held-out {called}, greedy: {mean:.3f} ({len(rewards)} problems{failures})")
     for figures in ([reply.parts for reply in replies], [reply.metrics for reply in replies]):
         for name in sorted({name for one in figures for name in one}):
             values = [one[name] for one in figures if name in one]
             console.print(f"  {name} {sum(values) / len(values):.3f} (mean of {len(values)})")
     return 0
+
+
+def _run_of(model: str) -> Path | None:
+    """Return the folder of the run of `areal-lite train` that a model is, or is an export of."""
+    folder = Path(model).expanduser().resolve()
+    for one in (folder, *folder.parents[:3]):  # checkpoints/step-n/model
+        if (one / "checkpoints").is_dir() and (one / "config.json").is_file():
+            return one if json.loads((one / "config.json").read_text()).get("command", "train") == "train" else None
+    return None

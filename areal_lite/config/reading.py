@@ -1,5 +1,6 @@
 """Recipes read: a YAML file, `section.field=value` overrides, and one `ConfigError` with a line per mistake."""
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -54,10 +55,13 @@ def read_recipe(recipe: str, overrides: Iterable[str] = (), *, command: str | No
 
 
 def read_yaml(path: Path, *, holding: str) -> dict[str, Any]:
-    """Read a YAML file that must be a mapping, `holding` says of what; a `ConfigError` where it cannot be read so."""
+    """Read a YAML file that must be a mapping, `holding` says of what; a `ConfigError` where it cannot be read so.
+
+    Where it is the `config.json` of a run, it is JSON: YAML would take its 1e-05 for a text.
+    """
     try:
-        raw = yaml.safe_load(path.read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raw = (json.loads if path.suffix == ".json" else yaml.safe_load)(path.read_text()) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:  # also what JSON and Unicode raise
         raise ConfigError(f"{path} is not readable as YAML: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold {holding}, got a {type(raw).__name__}")

@@ -9,8 +9,9 @@ from scripted_engine import ScriptedEngine
 
 from areal_lite.cli.evaluate import _run
 from areal_lite.cli.main import main
-from areal_lite.config.recipe import parse_config
+from areal_lite.config.recipe import Config, parse_config
 from areal_lite.errors import StallError
+from areal_lite.record.run_folder import RunFolder
 from areal_lite.rollout.vllm_engine import VllmEngine
 from areal_lite.types import Prompt
 from areal_lite.verify.protocol import Reply
@@ -94,3 +95,32 @@ def test_a_run_s_figure_keeps_its_name_and_parts_and_metrics_are_shown(
     assert capsys.readouterr().out.splitlines() == lines
     assert main(["eval", "nowhere", "--recipe", "arith_cpu"]) == 0
     assert capsys.readouterr().out.startswith("held-out accuracy, greedy: 0.500")
+
+
+def test_a_model_of_a_run_is_measured_with_the_run_s_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which is said. Seen failing with the folder itself alone, with JSON read as YAML, and with a run of `dpo`."""
+    seen: list[Config] = []
+
+    def evaluate(config: Config, **_: Any) -> list[Reply]:
+        seen.append(config)
+        return [Reply(1.0)]
+
+    monkeypatch.setattr("areal_lite.cli.evaluate.evaluate", evaluate)
+    model = tmp_path / "run" / "checkpoints" / "step-3" / "model"
+    model.mkdir(parents=True)
+    folder, verifier = RunFolder(tmp_path / "run"), {"function": "exact", "arguments": {"tiny": 1e-05}}
+    folder.write_json("config.json", parse_config({"verifier": verifier, "model": {"max_context": 177}}).model_dump())
+    folder.write_json("summary.json", {"eval_called": "mean reward"})
+    for given in (tmp_path / "run", model):
+        assert main(["eval", str(given), "data.eval_size=3"]) == 0
+        config, lines = seen.pop(), capsys.readouterr().out.splitlines()
+        assert (config.model.max_context, config.data.eval_size) == (177, 3)
+        assert config.verifier.arguments == {"tiny": 1e-05}
+        assert lines == [f"recipe: {folder.path}/config.json", "held-out mean reward, greedy: 1.000 (1 problems)"]
+    folder.write_json("config.json", {"command": "dpo"})
+    for given in (tmp_path / "run", tmp_path):
+        assert main(["eval", str(given)]) == 1
+        assert f"--recipe must name the data and the verifier, got none, and {given} is of" in capsys.readouterr().err
+    assert seen == []
