@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def check_config(recipe: Recipe, overrides: Overrides) -> int:
     """Check a recipe and print it in full.
 
-    Every setting is shown with its value and meaning. Functions of yours are imported; nothing else is started.
+    Every setting is shown with its value and meaning. Functions of yours are imported, the settings and the files of a
+    model and the first rows of data files that are here are looked at; nothing else is started.
     """
     from areal_lite.config.plugin_check import check_plugins
     from areal_lite.rollout.vllm_engine import check_engine_arguments
@@ -29,30 +30,46 @@ def check_config(recipe: Recipe, overrides: Overrides) -> int:
     if isinstance(config, Config):
         check_plugins(config)
         check_engine_arguments(config)
-    _check_targets(config)
+    notes = [*_look_at_model(config), *_look_at_data(config)]
     print(*explained_section(config), sep="\n")
     size = (
         f"{config.batch.batch_size} rows" if isinstance(config, OfflineConfig) else f"{config.samples_per_step} samples"
     )
     command = COMMANDS[config.command]
     print(
-        f"# {recipe} is fine for areal-lite {command}: {size} per step, device {config.run.device} "
-        "(model and data are looked at when it starts)"
+        "; ".join([f"# {recipe} is fine for areal-lite {command}: {size} per step, device {config.run.device}", *notes])
+        + " (weights, and rows behind the first 100 of a file, are looked at when it starts)"
     )
     return 0
 
 
-def _check_targets(config: Config | OfflineConfig) -> None:
-    """Look for a model's layers, where the model is here."""
+def _look_at_model(config: Config | OfflineConfig) -> Iterable[str]:
+    """Look at the settings and the files of a model that is here, and for layers to adapt; yield it where it is not."""
+    from areal_lite.data.encode import check_tokenizer_files
+    from areal_lite.record.paths import check_context, find_model_folder
+
+    path, folder = config.model.path, None
+    if not path.startswith("builtin:"):
+        if not Path(path).expanduser().exists():
+            yield f"there is no model.path={path} here"
+            return
+        folder = find_model_folder(path, option="model.path", is_compared=False)
+        check_context(config, folder)
+        check_tokenizer_files(folder)
     if config.trainer.lora is not None:
-        from areal_lite.record.paths import find_model_folder
         from areal_lite.train.lora import check_targets
 
-        path = config.model.path
-        if path.startswith("builtin:"):
-            check_targets(config.trainer.lora, None)
-        elif Path(path).expanduser().exists():
-            check_targets(config.trainer.lora, find_model_folder(path, option="model.path"))
+        check_targets(config.trainer.lora, folder)
+
+
+def _look_at_data(config: Config | OfflineConfig) -> Iterable[str]:
+    from areal_lite.data.sources import look_at_files
+
+    if isinstance(config, Config):
+        for name, source in config.data.sources.items():
+            yield from look_at_files(source, where=config.data.place_of(name))
+    elif config.data.path is not None:
+        yield f"data.path={config.data.path} is not looked into"
 
 
 def explained_section(section: "BaseModel", indent: str = "") -> Iterable[str]:

@@ -7,6 +7,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -44,19 +45,20 @@ class RowReader:
         self._source, self._allow_hub = source, allow_hub
         self._datasets: dict[Path, dict[str, Any]] = {}
 
-    def read(self, path: Path, *, split: Split) -> tuple[Rows, list[tuple[int, str]]]:
+    def read(self, path: Path, *, split: Split, limit: int | None = None) -> tuple[Rows, list[tuple[int, str]]]:
         """Read all rows of a file, folder or hub id, and what is wrong with those that cannot be read.
 
         Args:
             split: Which of a folder's splits: `train`; or the first of validation, eval and test, or the only one.
+            limit: Of files, only so many lines or rows from the start.
 
         Raises:
             DataError: There is no such file, folder or dataset, it holds nothing, or lacks the split.
         """
         if self._source == "jsonl":
-            return read_jsonl(path)
+            return read_jsonl(path, limit=limit)
         if self._source == "parquet":
-            return _read_parquet(path), []
+            return _read_parquet(path, limit=limit), []
         splits = self._splits(path)
         wanted = ("train",) if split == "train" else tuple(splits) if len(splits) == 1 else _HELD_OUT_SPLITS
         found = next((name for name in wanted if name in splits), None)
@@ -78,7 +80,9 @@ class RowReader:
         return self._datasets[path]
 
 
-def read_jsonl(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[tuple[int, str]]]:
+def read_jsonl(
+    path: Path, *, limit: int | None = None
+) -> tuple[list[tuple[int, dict[str, Any]]], list[tuple[int, str]]]:
     """Split a file into rows and problems, each with its line number (from 1); a `DataError` where nothing is there."""
     if not path.is_file():
         raise DataError(
@@ -86,7 +90,7 @@ def read_jsonl(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[tuple
         )
     rows, problems = [], []
     with path.open("rb") as file:
-        for line, raw in enumerate(file, start=1):
+        for line, raw in enumerate(islice(file, limit), start=1):
             if not raw.strip():
                 continue
             try:
@@ -106,7 +110,7 @@ def _parse_line(raw: bytes) -> dict[str, Any]:
     return row
 
 
-def _read_parquet(path: Path) -> Rows:
+def _read_parquet(path: Path, *, limit: int | None = None) -> Rows:
     """Read a file, or all files below a folder in the order of their names; rows are numbered through."""
     import pyarrow.parquet
 
@@ -117,9 +121,13 @@ def _read_parquet(path: Path) -> Rows:
             f"{path.absolute()}: correct data.path or data.eval_path"
         )
     rows: list[dict[str, Any]] = []
-    for file in files:
+    for file in files if limit is None else files[:1]:
         try:
-            rows += pyarrow.parquet.read_table(file).to_pylist()
+            if limit is None:
+                rows += pyarrow.parquet.read_table(file).to_pylist()
+                continue
+            for batch in islice(pyarrow.parquet.ParquetFile(file).iter_batches(limit), 1):
+                rows += batch.to_pylist()
         except (OSError, ValueError) as error:  # what pyarrow raises inherits one of them
             raise DataError(f"{file} is not readable as Parquet: {error}") from error
     if not rows:

@@ -10,10 +10,12 @@ from areal_lite.data.arith import arith_problems
 from areal_lite.data.gym import gym_tasks
 from areal_lite.data.rows import RowReader, Rows, Split, check_columns, make_each
 from areal_lite.data.tasks import Task, make_task
-from areal_lite.errors import ArealLiteError, PluginError
+from areal_lite.errors import ArealLiteError, DataError, PluginError
 
 FILE_SOURCES = ("jsonl", "parquet", "dataset")
 """Kinds that read rows from files; the others make their tasks, and may show how they are done."""
+_FIRST = 100
+"""Rows of a file that are looked at before all are read."""
 
 
 def load_tasks(source: SourceConfig, split: Split, *, where: str) -> list[Task]:
@@ -66,12 +68,32 @@ def _file_tasks(source: SourceConfig, split: Split, *, where: str) -> list[Task]
     return _tasks(rows, problems, str(path), source, where=where)
 
 
+def look_at_files(source: SourceConfig, *, where: str) -> Iterable[str]:
+    """Look for the named columns in the first rows of JSONL and Parquet files; yields what is not looked at.
+
+    Raises:
+        DataError: A file cannot be read, or its first rows lack a column.
+    """
+    if source.source not in (*FILE_SOURCES, "arith", "reasoning_gym"):
+        yield f"{where}.source={source.source} is not called"
+    for key in ("path", "eval_path"):
+        if (path := getattr(source, key)) is None:
+            continue
+        if source.source == "dataset":
+            yield f"{where}.{key}={path} is not looked into"
+        elif not Path(path).exists():
+            yield f"there is no {where}.{key}={path} here"
+        else:
+            rows, problems = RowReader(cast(Any, source.source)).read(Path(path), split="train", limit=_FIRST)
+            if not rows:
+                line, problem = problems[0]
+                raise DataError(f"{path}:{line} must be a JSON object, {problem}: a JSONL file has one on each line")
+            with_columns(rows, f"{path} (its first {len(rows)} rows)", source, where=where)
+
+
 def _tasks(rows: Rows, problems: list[tuple[int, str]], name: str, source: SourceConfig, *, where: str) -> list[Task]:
     """Make tasks of rows; `problems` are those of rows that could not be read."""
-    options = {f"{where}.prompt_column": source.prompt_column, f"{where}.answer_column": source.answer_column}
-    options |= {f"{where}.columns.{new}": old for new, old in source.columns.items()}
-    rows = [(number, with_inner(row, options.values())) for number, row in rows]
-    check_columns(name, rows, columns=options)
+    rows = with_columns(rows, name, source, where=where)
 
     def make(number: int, row: dict[str, Any]) -> Task:
         shown = None if source.source in FILE_SOURCES else row.pop("demonstration", None)
@@ -93,6 +115,15 @@ def _tasks(rows: Rows, problems: list[tuple[int, str]], name: str, source: Sourc
         where=where,
     )
     return [task for _, task in made]
+
+
+def with_columns(rows: Rows, name: str, source: SourceConfig, *, where: str) -> Rows:
+    """Add the columns inside columns that a source names; a `DataError` where one that it names is in no row."""
+    options = {f"{where}.prompt_column": source.prompt_column, f"{where}.answer_column": source.answer_column}
+    options |= {f"{where}.columns.{new}": old for new, old in source.columns.items()}
+    rows = [(number, with_inner(row, options.values())) for number, row in rows]
+    check_columns(name, rows, columns=options)
+    return rows
 
 
 def with_inner(row: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:

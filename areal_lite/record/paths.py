@@ -3,6 +3,7 @@
 `Refers` of `config/section.py` marks them, in sections and in the model of a verifier's arguments.
 """
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -93,13 +94,14 @@ def _arguments(arguments: dict[str, Any], function: Any, where: str) -> dict[str
     return resolved
 
 
-def find_model_folder(path: str | Path, *, option: str) -> Path:
+def find_model_folder(path: str | Path, *, option: str, is_compared: bool = True) -> Path:
     """Return the absolute path of a model's folder.
 
     Args:
         path: A Hugging Face model folder, or the folder of a run that has ended: its newest checkpoint's model; or an
             id of the hub, `owner/name`, whose files are downloaded into its cache.
         option: Where the path was given, for messages.
+        is_compared: Whether a run's model is compared with what was saved, which reads all of it.
 
     Raises:
         ConfigError: It is neither, the run has no model to give yet, or that of a checkpoint is not what was saved.
@@ -116,12 +118,22 @@ def find_model_folder(path: str | Path, *, option: str) -> Path:
         )
     checkpoint = folder.parent
     of_a_run = folder.name == "model" and checkpoint in whole_checkpoints(checkpoint.parent).values()
-    if of_a_run and (problem := damage(checkpoint, "model/")):
+    if is_compared and of_a_run and (problem := damage(checkpoint, "model/")):
         raise ConfigError(
             f"{option} must be the model that was saved, got {folder}, which is damaged: {problem}: give another, or "
             "copy the folder elsewhere to use it as it is"
         )
     return folder
+
+
+def check_context(config: Config | OfflineConfig, model_folder: Path) -> None:
+    """Raise a `ConfigError` where a recipe wants a longer context than a model was made for."""
+    longest = json.loads((model_folder / "config.json").read_text()).get("max_position_embeddings")
+    if longest is not None and config.model.max_context > longest:
+        raise ConfigError(
+            f"model.max_context must be at most what {model_folder} was made for, {longest}, got "
+            f"{config.model.max_context}: lower it"
+        )
 
 
 def _from_hub(name: str, *, option: str) -> Path:

@@ -5,7 +5,6 @@ Everything that can be checked is, before anything heavy starts.
 
 import contextlib
 import functools
-import json
 import logging
 import os
 import resource
@@ -40,7 +39,7 @@ from areal_lite.launch.run.signals import notices_held_back
 from areal_lite.launch.run.view import View
 from areal_lite.network import listens, speaks_grpc
 from areal_lite.node import memory_bytes
-from areal_lite.record.paths import find_model_folder, with_absolute_paths
+from areal_lite.record.paths import check_context, find_model_folder, with_absolute_paths
 from areal_lite.record.run_folder import RunFolder, run_path
 from areal_lite.record.writer import SoleWriter
 from areal_lite.rollout.vllm_engine import check_engine_arguments
@@ -258,7 +257,7 @@ def prepare_model(config: Config | OfflineConfig, *, console: Console) -> Path:
     """
     if config.model.path != "builtin:arith":
         folder = find_model_folder(config.model.path, option="model.path")
-        _check_context(config, folder)
+        check_context(config, folder)
         check_targets(config.trainer.lora, folder)
         return folder
     check_targets(config.trainer.lora, None)
@@ -273,15 +272,6 @@ def prepare_model(config: Config | OfflineConfig, *, console: Console) -> Path:
                 console.print(f"{title}: {done} of {total} steps, loss {loss:.3f}", highlight=False)
 
         return ensure_warm_start(config, cache_dir=_CACHE / "warm-start", progress=show).resolve()
-
-
-def _check_context(config: Config | OfflineConfig, model_folder: Path) -> None:
-    longest = json.loads((model_folder / "config.json").read_text()).get("max_position_embeddings")
-    if longest is not None and config.model.max_context > longest:
-        raise ConfigError(
-            f"model.max_context must be at most what {model_folder} was made for, {longest}, got "
-            f"{config.model.max_context}: lower it"
-        )
 
 
 def check_arguments(config: Config, prompts: Iterable[Prompt]) -> None:

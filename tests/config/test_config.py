@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -368,3 +369,45 @@ def test_what_check_config_prints_is_the_recipe_again(name: str, capsys: pytest.
 def test_check_config_refuses_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-config", "arith_cpu", "queue.max_staleness=-1"]) == 1
     assert "ConfigError: queue.max_staleness must be 0 (synchronous) or more, got -1" in capsys.readouterr().err
+
+
+def test_check_config_looks_at_a_model_and_at_files_that_are_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen failing without each of the looks, and with all rows read: the 101st has a column `answer`."""
+    model, rows, pairs = tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "pairs.parquet"
+    model.mkdir()
+    (model / "config.json").write_text('{"max_position_embeddings": 512}')
+    (model / "tokenizer.json").touch()
+    rows.write_text('{"question": "1+1", "info": {"solution": 2}}\n' * 100 + '{"question": "2", "answer": "2"}')
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["1+1"], "info": [{"solution": 2}]}), pairs)
+
+    def said(*words: str, recipe: str = "gsm8k_1node", source: str = "jsonl", path: Path = rows) -> tuple[int, str]:
+        data = [f"data.source={source}", f"data.path={path}"]
+        code = main(["check-config", recipe, f"model.path={model}", "model.max_context=512", *data, *words])
+        out = capsys.readouterr()
+        return code, out.err or out.out.splitlines()[-1]
+
+    fitting = ["data.answer_column=info.solution", "rollout.max_new_tokens=256"]
+    for kind, path in (("jsonl", rows), ("parquet", pairs)):
+        given = {"source": kind, "path": path}
+        code, line = said(*fitting, "data.eval_path=null", **given)
+        assert (code, "there is no" in line) == (0, False), line
+        assert (
+            said(*fitting, "data.eval_path=nowhere", **given)[1].count("there is no data.eval_path=nowhere here") == 1
+        )
+        code, line = said("rollout.max_new_tokens=256", **given)
+        assert (code, "has no column 'answer' in any row, only info, info.solution, question:" in line) == (1, True), (
+            line
+        )
+    code, line = said("data.carelessness=0", recipe="rlhf_sft")
+    assert (code, f"data.path={rows} is not looked into" in line) == (0, True), line
+    code, line = said(*fitting, "model.max_context=513")
+    assert (code, "model.max_context must be at most what" in line) == (1, True), line
+    (model / "tokenizer.json").rename(model / "token.json")
+    code, line = said(*fitting)
+    assert (code, "a model folder must hold its tokenizer" in line) == (1, True), line
+    rows.write_text("[\n1\n]")
+    (model / "token.json").rename(model / "vocab.txt")
+    code, line = said(*fitting)
+    assert (code, f"{rows}:1 must be a JSON object" in line) == (1, True), line

@@ -88,7 +88,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, judge_port: int) -> Path:
             if block.file is not None:
                 assert not (folder / block.file).exists(), f"two blocks are {block.file}"
                 (folder / block.file).write_text(block.text.replace("127.0.0.1:8000", f"127.0.0.1:{judge_port}"))
-    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    others = ({"problem": row["question"], "info": {"solution": row["answer"]}} for row in ROWS)
+    lines = "".join(json.dumps(row | other) + "\n" for row, other in zip(ROWS, others, strict=True))
     for name in ("data.jsonl", "train.jsonl", "eval.jsonl"):
         (folder / name).write_text(lines)
     (folder / "completions.jsonl").write_text("".join(json.dumps({"completion": row["answer"]}) + "\n" for row in ROWS))
