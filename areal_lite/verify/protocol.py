@@ -230,4 +230,8 @@ def _type_name(value: object) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error)).strip()
+    """Return the traceback from the user's own first frame on."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, asyncio.base_events.__file__):
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames)).strip()

@@ -9,7 +9,7 @@ from areal_lite.errors import VerifierError
 from areal_lite.verify.protocol import NOT_APPLICABLE, Reply
 
 _WINDOW, _FEWEST = 50, 20
-_NOT_ITS_OWN = ("unavailable", "lost", NOT_APPLICABLE)
+NOT_ITS_OWN = ("unavailable", "lost", NOT_APPLICABLE)
 
 
 class Quarantine:
@@ -29,7 +29,7 @@ class Quarantine:
     def add(self, reply: Reply) -> VerifierError | None:
         """Count a finished call; returns what ends the run, if anything does."""
         self._num_unavailable = self._num_unavailable + 1 if reply.failure == "unavailable" else 0
-        if reply.failure in _NOT_ITS_OWN:
+        if reply.failure in NOT_ITS_OWN:
             return self._away(reply) if self._num_unavailable >= _FEWEST and self._max_share < 1 else None
         self._failures.append(reply.failure)
         reasons = Counter(failure for failure in self._failures if failure is not None)

@@ -10,6 +10,7 @@ from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.restarts import State
 from areal_lite.launch.run.view import View
 from areal_lite.record.online_recorder import OnlineRecorder
+from areal_lite.sample_queue.access import Role
 
 _EVERY_S = 0.5
 
@@ -84,7 +85,8 @@ class Collector:
             if reason:
                 self._own[-1].emit("lost", worker=name, state=state, reason=reason)
                 to_come = "the others go on" if state is State.DEAD else "it is started again"
-                self._view.say(f"{name} was lost ({reason}); {to_come}", style="yellow")
+                if state is not State.DEAD or not name.startswith(Role.VERIFIER):  # else it is told as the run ends
+                    self._view.say(f"{name} was lost ({reason}); {to_come}", style="yellow")
                 if state is State.RESTARTING:
                     self._keep_counts(name)
             elif state is State.JOINING:

@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping
+from textwrap import shorten
 from typing import Any
 
 from areal_lite.actors.calls import Calls, describe
@@ -61,7 +62,10 @@ class Evaluations:
             return
         for _, error in self._calls.answers(wait_s):
             if error is not None:
-                self._view.say(f"the evaluation of step {self._step} was lost: {describe(error)}")
+                reason = shorten(
+                    describe(error), 160, placeholder=" ..."
+                )  # what ends the run as well is told in full then
+                self._view.say(f"the evaluation of step {self._step} was lost: {reason}")
                 return self.end()
         if not self._calls.pending:
             self._go_on(self._calls.values)

@@ -48,6 +48,7 @@ from areal_lite.train.lora import check_targets
 from areal_lite.train.ptx import load_documents
 from areal_lite.train.warm_start import ensure_warm_start
 from areal_lite.types import Prompt
+from areal_lite.verify.first_call import check_first_calls
 
 _CACHE = Path(".cache") / "areal-lite"
 _PROBE_TIMEOUT_S = 5.0
@@ -125,6 +126,8 @@ def _online(config: Config, console: Console) -> _Made[Config]:
         load_documents(config.objective.ptx_path, tokenizer=tokenizer, max_tokens=config.model.max_context)
     prompts = load_sources(config, tokenizer, "train")
     check_arguments(config, chain.from_iterable(prompts.values()))
+    if not os.environ.get("RAY_ADDRESS"):  # else verifiers run on other machines, which may have what they need
+        check_first_calls(config, chain.from_iterable(prompts.values()))
     held_out, view = load_source(config, tokenizer, "eval"), View(config, console=console)
     return (
         config,

@@ -37,7 +37,7 @@ def write_plan(folder: Path) -> Path:
         "broken": {"data.path": str(folder / "nowhere.jsonl")},
         "long": {"run.steps": BENCH_STEPS, "queue.max_staleness": 1, "rollout.interrupt": "keep_kv"},
         "typo": {
-            "verifier.function": f"{SUPPORT / 'loop_verifiers.py'}:always_fails",
+            "verifier.function": f"{SUPPORT / 'loop_verifiers.py'}:fails_at_wrong_answers",
             "verifier.max_failure_share": 0.5,
         },
     }

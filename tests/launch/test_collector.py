@@ -32,7 +32,10 @@ def test_counts_add_up_and_the_worst_latency_stands() -> None:
 
 
 def test_what_a_lost_worker_has_done_counts_on_beside_its_successor() -> None:
-    """Its loss and its return are said and written once. Seen failing with counts that go back to 0."""
+    """Its loss and its return are said and written once. Seen failing with counts that go back to 0.
+
+    A verifier's end is that of the run, and is told then. Seen failing with a line here, too.
+    """
     said, written = list[str](), list[Any]()
     cluster: Any = SimpleNamespace(restarts=SimpleNamespace(changes=[], was_lost=lambda name: name != "rollout/1"))
     recorder: Any = SimpleNamespace(feed=written.extend)
@@ -53,6 +56,7 @@ def test_what_a_lost_worker_has_done_counts_on_beside_its_successor() -> None:
     assert collector.tokens() == 100
     collect(7, SECOND, *(Change("rollout/0", state) for state in (State.JOINING, State.HEALTHY)))
     collect(7, SECOND, Change("rollout/1", State.HEALTHY))
+    collect(7, SECOND, *(Change(f"{role}/2", State.DEAD, "it fails") for role in ("rollout", "verifier")))
     assert collector.tokens() == 107
     together = collector.verifiers()["verifiers"]["sum"]
     assert (together["calls"], together["waiting"], together["busy"]) == (15, SECOND["waiting"], SECOND["busy"])
@@ -60,10 +64,11 @@ def test_what_a_lost_worker_has_done_counts_on_beside_its_successor() -> None:
         *(f"{name} was lost (it died); it is started again" for name in ("rollout/0", "verifier/0")),
         "rollout/0 is back",
         "rollout/1 has joined",
+        "rollout/2 was lost (it fails); the others go on",
     ]
     assert [(event["kind"], event["worker"]) for event in written] == [
         ("lost", "rollout/0"), ("lost", "verifier/0"), ("joining", "rollout/0"),
-        ("rejoined", "rollout/0"), ("rejoined", "rollout/1"),
+        ("rejoined", "rollout/0"), ("rejoined", "rollout/1"), ("lost", "rollout/2"), ("lost", "verifier/2"),
     ]  # fmt: skip
 
 

@@ -15,9 +15,11 @@ def fails_on_even(prompt: str, completion: str, answer: str, **row: object) -> f
     return digit_share(prompt, completion, answer)
 
 
-def always_fails(prompt: str, completion: str, answer: str, **row: object) -> float:
-    """What a typo in a verifier does."""
-    raise NameError("name 'competion' is not defined")
+def fails_at_wrong_answers(prompt: str, completion: str, answer: str, **row: object) -> float:
+    """What a typo in a verifier does where a call with the right answer does not meet it."""
+    if completion != answer:
+        raise NameError("name 'competion' is not defined")
+    return 1.0
 
 
 def takes_its_time(prompt: str, completion: str, answer: str, **row: object) -> float:

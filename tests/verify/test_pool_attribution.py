@@ -244,7 +244,7 @@ def test_a_share_of_one_never_ends_a_run():
 
 
 def test_an_absent_service_and_a_lost_process_are_no_failures_of_the_verifier():
-    """30 of 50 calls. Seen failing with `_NOT_ITS_OWN` empty."""
+    """30 of 50 calls. Seen failing with `NOT_ITS_OWN` empty."""
     quarantine = Quarantine("judge", max_share=0.5)
     assert add(quarantine, (["unavailable"] * 15 + [None] * 10 + ["lost"] * 15 + [None] * 10) * 3) is None
 
