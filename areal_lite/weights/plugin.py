@@ -32,6 +32,10 @@ def _begin_engine_process() -> None:
     parent = multiprocessing.parent_process()
     if parent is None:
         return
+    from tqdm import tqdm
+
+    # tqdm's own lock is one between processes, which Python calls leaked where this one is killed (`VllmEngine.close`).
+    tqdm.set_lock(threading.RLock())
     gc.freeze()  # what is imported stays: as it starts, vLLM has the collector look through all of it, time and again
 
     def watch() -> None:
