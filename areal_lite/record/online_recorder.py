@@ -105,7 +105,7 @@ class OnlineRecorder(Recorder):
         }
 
     def summary(self, status: str, *, ledger: Mapping[str, int]) -> dict[str, Any]:
-        """Write `summary.json` and `trace.json`, and return the summary."""
+        """Write `summary.json` and `trace.json.gz`, and return the summary."""
         rows, seconds = self.rows, max(self._last.time - self._first.time, 1e-9)
         trained = rows[len(rows) - (self._last.steps - self._first.steps) :]
         evaluations = sorted(self.evaluations.items())

@@ -81,7 +81,7 @@ class Recorder:
                     yield metric.tag + name, float(scalar)
 
     def sum_up(self, status: str, figures: Mapping[str, Any]) -> dict[str, Any]:
-        """Write `summary.json` and `trace.json`, and return the summary."""
+        """Write `summary.json` and `trace.json.gz`, and return the summary."""
         content = {
             "status": status,
             "steps": len(self.rows),
@@ -117,7 +117,7 @@ class OfflineRecorder(Recorder):
         return self.write(step, train_s=train_s, **figures, **evaluation)
 
     def summary(self, status: str) -> dict[str, Any]:
-        """Write `summary.json` and `trace.json`, and return the summary."""
+        """Write `summary.json` and `trace.json.gz`, and return the summary."""
         tokens, seconds = (sum(row[key] for row in self.rows) for key in ("tokens", "train_s"))
         figures = {
             "command": self._command,

@@ -1,10 +1,11 @@
 """The run folder: every file a run leaves behind, and nothing else that writes there.
 
 `runs/<recipe>-<time>/` holds `config.json`, `metrics.jsonl` (one row per trainer step), `samples.jsonl`,
-`events.jsonl`, `trace.json`, `summary.json`, `logs/`, `checkpoints/step-<n>/` and TensorBoard events.
+`events.jsonl`, `trace.json.gz`, `summary.json`, `logs/`, `checkpoints/step-<n>/` and TensorBoard events.
 """
 
 import contextlib
+import gzip
 import json
 import logging
 import os
@@ -219,9 +220,9 @@ class RunFolder:
         write_whole(self.path / name, json.dumps(content, indent=2, default=float) + "\n")
 
     def write_trace(self) -> None:
-        """Turn `events.jsonl` into `trace.json` for Perfetto."""
+        """Turn `events.jsonl` into `trace.json.gz` for Perfetto, which unpacks it."""
         events: list[Event] = self.read("events.jsonl")
-        write_whole(self.path / "trace.json", json.dumps(to_trace(events)))
+        write_whole(self.path / "trace.json.gz", gzip.compress(json.dumps(to_trace(events)).encode(), mtime=0))
 
     def _orphan_rows(self, name: str, key: str, *, last: float, say: Callable[[str], object]) -> None:
         path, (rows, broken) = self.path / name, read_rows(self.path / name)
@@ -233,10 +234,10 @@ class RunFolder:
             write_whole(path, "".join(json.dumps(row) + "\n" for row in rows if row.get(key, last) <= last))
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(temporary, path)
 
 

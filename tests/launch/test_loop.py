@@ -123,7 +123,7 @@ def test_the_run_folder_is_complete(first_run: tuple[dict[str, Any], RunFolder])
     """The contract of a run folder."""
     summary, folder = first_run
     names = {path.name for path in folder.path.iterdir()}
-    assert {"config.json", "metrics.jsonl", "samples.jsonl", "events.jsonl", "trace.json", "summary.json", "logs",
+    assert {"config.json", "metrics.jsonl", "samples.jsonl", "events.jsonl", "trace.json.gz", "summary.json", "logs",
             "checkpoints"} <= names  # fmt: skip
     assert {path.name for path in folder.logs.iterdir()} == {
         "queue.log", "rollout-0.log", "rollout-1.log", "verifier-0.log", "trainer-0.log", "trainer-1.log"

@@ -58,7 +58,7 @@ def test_sft_leaves_a_whole_run_folder(sft: tuple[dict[str, Any], RunFolder]) ->
     rows = folder.read("metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 61))
     assert rows[29]["eval_loss"] == summary["eval"]["30"]["loss"]
-    texts = {"config.json", "metrics.jsonl", "events.jsonl", "trace.json", "summary.json", "report.html"}
+    texts = {"config.json", "metrics.jsonl", "events.jsonl", "trace.json.gz", "summary.json", "report.html"}
     assert {path.name for path in folder.path.iterdir()} == texts | {"logs", "tensorboard", "checkpoints"}
     assert [path.name for path in folder.logs.iterdir()] == ["trainer-0.log"]
     with_model = [path.parent.name for path in folder.checkpoints.glob("step-*/model")]

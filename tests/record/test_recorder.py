@@ -1,6 +1,7 @@
 """What a run leaves behind: the keys that tools read, and figures worked out by hand from a scripted run."""
 
 import dataclasses
+import gzip
 import json
 import math
 import sys
@@ -98,7 +99,7 @@ def read_json(folder: RunFolder, name: str) -> Any:
 
 
 def test_every_promised_key_is_in_the_row_and_in_the_summary(recorder: OnlineRecorder, folder: RunFolder) -> None:
-    """Seen failing with `paused_s` and with `trained_tokens_per_s` renamed."""
+    """Seen failing with `paused_s` and with `trained_tokens_per_s` renamed, and with a trace that is not packed."""
     recorder.evaluation(0, 0.25, by_source={"arith": 0.25})
     recorder.parity(1e-6)
     row = do_step(recorder, 1)
@@ -108,7 +109,8 @@ def test_every_promised_key_is_in_the_row_and_in_the_summary(recorder: OnlineRec
     summary = read_json(folder, "summary.json")
     assert [key for key in SUMMARY_KEYS if key not in summary] == []
     assert summary["versions"]["torch"].startswith("2.")
-    assert (folder.path / "trace.json").is_file()
+    with gzip.open(folder.path / "trace.json.gz", "rt") as file:
+        assert json.load(file).keys() == {"traceEvents", "displayTimeUnit"}
     assert list((folder.path / "tensorboard").iterdir())
 
 
