@@ -104,6 +104,8 @@ def _run(
         value = summary[key]
         table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
     console.print(table)
+    for warning in summary.get("warnings", ()):
+        console.print(warning, style="yellow", highlight=False, markup=False, soft_wrap=True)
     if path := summary.get("report"):
         console.print(f"report: {path}", highlight=False, markup=False, soft_wrap=True)
     return 0

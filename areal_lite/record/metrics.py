@@ -89,6 +89,9 @@ METRICS = (
     _alike("reward_mean", "all scored samples of the batch, as the verifier gave it, rewards for steps included",
            board="reward", panel=("reward", "{:.3f}")),
     _alike("reward_shaped_mean", "the same after scale, bias, clip and overlong penalty", board="reward"),
+    _alike("varied_groups_fraction", "groups whose rewards are not all equal: what a comparison within groups learns "
+           "from; with one sample a prompt the batch is the group",
+           "share of groups", board="reward", curve="groups whose rewards differ"),
     Metric("loss", "applied policy updates, KL terms and entropy bonus included, the language-model term not", "loss",
            reduction=_SUM, over="policy_updates", board="train", curve="loss"),
     _alike("grad_norm", "applied policy updates, before clipping", "before clipping", over="policy_updates",

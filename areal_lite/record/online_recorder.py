@@ -126,6 +126,7 @@ class OnlineRecorder(Recorder):
             "max_staleness": self._config.queue.max_staleness,
             "ledger": dict(ledger),
             **self.shares(),
+            "warnings": [f"step {event['step']}: {event['text']}" for event in events if event["kind"] == "warning"],
             "publish_s_median": statistics.median([row["publish_s"] for row in rows] or [0.0]),
             "pause_s_median": statistics.median(pauses or [0.0]),
             "parity_max_abs_logprob_diff": max((value for value in parity if value is not None), default=None),

@@ -83,8 +83,10 @@ class StepTally:
         """Count rewards, rows and lengths."""
         rewards, samples = shard.rewards, [row.sample for row in shard.rows]
         scored = int(np.count_nonzero(~np.isnan(rewards)))
+        groups = rewards if rewards.shape[1] > 1 else rewards.T
         self.add(
             reward_mean=float(np.nansum(rewards)) / scored if scored else 0.0,
+            varied_groups_fraction=float(np.mean(np.fmax.reduce(groups, axis=1) > np.fmin.reduce(groups, axis=1))),
             rows=len(samples),
             length_mean=sum(sample.num_tokens for sample in samples),
             truncated_fraction=sum(sample.stop_reason is StopReason.LENGTH for sample in samples),

@@ -25,7 +25,7 @@ from areal_lite.launch.run.evaluation import Evaluations
 from areal_lite.launch.run.parity import largest_differences, prompt_sequences, stored_sequences
 from areal_lite.launch.run.places import Places
 from areal_lite.launch.run.view import View
-from areal_lite.record import quarters
+from areal_lite.record import quarters, spread
 from areal_lite.record.online_recorder import OnlineRecorder
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.sample_queue.access import Role
@@ -69,7 +69,8 @@ class OnlineController(Controller):
         self._model_folder, self._prompts, self._eval_prompts = model_folder, prompts, eval_prompts
         self._handover_lane = EventBuffer("handover")
         self._at_boundary = True
-        self._has_warned = False
+        self._warnings = [quarters.warning, spread.warning]
+        """What may still be said, each once."""
         self._first_version = 0
         self._wanted: Mapping[Role, int] = {}
         """Workers that somebody asked for, until there is a moment for it."""
@@ -290,10 +291,11 @@ class OnlineController(Controller):
             **record["timings"],
         )
         self._recorder.samples(self._version, record["groups"][: self._config.run.log_samples])
-        if not self._has_warned and (text := quarters.warning(self._recorder.rows)):
-            self._has_warned = True
-            self._view.say(text, style="yellow")
-            self._controller_lane.emit("warning", step=self._version, text=text)
+        for warning in [*self._warnings]:
+            if text := warning(self._recorder.rows):
+                self._warnings.remove(warning)
+                self._view.say(text, style="yellow")
+                self._controller_lane.emit("warning", step=self._version, text=text)
         self._view.step(row, evaluations=self._recorder.evaluations, shares=self._recorder.shares())
         return row
 

@@ -168,18 +168,25 @@ def test_the_row_of_a_step_is_written_by_the_next_wait(rl: OnlineController, tmp
     assert all(rows(tmp_path)[0][name] >= 0 for name in ("trainer_wait_s", "train_s", "publish_s"))
 
 
-def test_what_the_bound_takes_away_is_said_once(rl: OnlineController, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the terminal and in the event log. Seen failing with a warning a step."""
+def test_what_trains_too_little_or_teaches_nothing_is_said_once(
+    rl: OnlineController, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On the terminal, in the event log and in the summary. Seen failing with a warning a step, and with the first one
+    alone.
+    """
     said: list[str] = []
     monkeypatch.setattr(rl._view, "say", lambda text, **_: said.append(text))
-    stats = STATS | {"tokens_by_quarter": {"257-1024": [[9] * 4, [1, 9, 9, 9]]}}
+    lost = {"tokens_by_quarter": {"257-1024": [[9] * 4, [1, 9, 9, 9]]}}
+    stats = STATS | lost | {"varied_groups_fraction": 0.0}
     vars(rl)["_ask"] = lambda method, *_, waiting_for: [dict(stats) if method == "step" else []]
     for _ in range(12):
         rl._step()
         rl._tick()
-    (event,) = (event for event in rl._controller_lane.drain() if event["kind"] == "warning")
-    assert event["step"] == 10
-    assert [text for text in said if "of quarter 1 of" in text] == [event["text"]]
+    first, second = (text for text in said if "of quarter 1 of" in text or "nothing to learn from" in text)
+    rl._recorder.feed(rl._controller_lane.drain())
+    rl._sum_up("done", failed=True)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["warnings"] == [f"step 10: {first}", f"step 10: {second}"]
 
 
 def test_a_step_whose_hand_over_fails_is_complete_and_has_its_row(

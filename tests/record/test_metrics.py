@@ -1,12 +1,17 @@
 """The declarations of metrics: names, TensorBoard, the page, and what a step's totals become."""
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 
 from areal_lite.record.metrics import METRICS, OFFLINE_METRICS, SHARES, Metric, Reduction, metrics_page
 from areal_lite.train.stats import COUNTS, StepTally
+from areal_lite.types import Shard
 
 TAGS = {
     "train": ("lr", "loss", "grad_norm", "step_skipped", "entropy", "kl_behav_prox", "clip_fraction",
@@ -52,6 +57,18 @@ def test_a_step_is_summed_over_updates_and_divided_as_declared() -> None:
     assert (row["tokens_trained"], row["age_mean"], row["age_max"]) == (3, 4 / 3, 2)
     assert row["age_histogram"] == {0: 1, 2: 2}
     assert list(row) == [metric.name for metric in METRICS if metric.reduction] + ["age_histogram", "tokens_by_quarter"]
+
+
+def test_groups_whose_rewards_differ_are_counted_where_one_sample_each_the_batch_is_one() -> None:
+    """A failed sample differs from nobody. Seen failing with it counted as 0, and with lone samples as groups."""
+
+    def varied(*rewards: list[float]) -> float:
+        tally, shard = StepTally(), SimpleNamespace(rewards=np.array(rewards, np.float32), rows=[])
+        tally.add_shard(cast(Shard, shard))
+        return tally["varied_groups_fraction"]
+
+    assert varied([0.0, 1.0], [1.0, 1.0], [math.nan, 0.5], [math.nan, math.nan]) == 0.25
+    assert (varied([0.0], [1.0]), varied([1.0], [1.0])) == (1.0, 0.0)
 
 
 def test_a_figure_that_nobody_declared_is_a_mistake() -> None:

@@ -118,6 +118,14 @@ def test_any_file_may_be_missing_or_cut_off(tmp_path: Path, missing: str) -> Non
     assert f"<li>{missing}" in write_report(run).read_text()
 
 
+def test_what_a_run_warned_of_stands_on_its_page(tmp_path: Path) -> None:
+    """Seen failing with the notes on missing files alone."""
+    run = make_run(tmp_path / "run")
+    told = {"time": 5.0, "lane": "controller", "kind": "warning", "step": 10, "text": "a < b"}
+    (run / "events.jsonl").open("a").write(json.dumps(told) + "\n")
+    assert "<li>step 10: a &lt; b</li>" in write_report(run).read_text()
+
+
 def test_a_run_that_has_just_begun_can_be_reported(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=0, summary=False)
     assert headings(write_report(run)) == ["Overview", "Learning", "Timeline", "Settings"]

@@ -16,7 +16,8 @@ _MAX_GROUPS = 800
 
 def run_sections(run: RunFiles) -> Iterator[Section]:
     """Yield what there is to show of one run."""
-    yield Section("Overview", [Block("tiles", _headline(run)), Block("notes", run.notes)])
+    warnings = [f"step {event.get('step')}: {event.get('text')}" for event in run.events if event["kind"] == "warning"]
+    yield Section("Overview", [Block("tiles", _headline(run)), Block("notes", [*run.notes, *warnings])])
     yield Section("Learning", [charts_block(curves.learning([run]))])
     yield Section("Age of the tokens", [charts_block(curves.age_charts([run]))])
     if run.command == "train":
