@@ -98,8 +98,8 @@ def _run(
         console.print(f"  {again}", highlight=False, markup=False, soft_wrap=True)
         return 130
     table = Table(title="summary", show_header=False, title_justify="left")
-    for name, values in _evaluations(summary).items():
-        table.add_row(f"held-out {name}", f"{values[0]:.3f} → {values[-1]:.3f}")
+    for name, text in _evaluations(summary).items():
+        table.add_row(f"held-out {name}", text)
     for key in keys:
         value = summary[key]
         table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
@@ -111,10 +111,15 @@ def _run(
     return 0
 
 
-def _evaluations(summary: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return every measured figure from first to last."""
-    rows = [
-        row if isinstance(row, dict) else {f"{summary.get('eval_called', 'accuracy')}, greedy": row}
-        for row in summary["eval"].values()
-    ]
-    return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
+def _evaluations(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Say of every measured figure the first and the last value, and the best where that is neither."""
+    called, told = f"{summary.get('eval_called', 'accuracy')}, greedy", {}
+    rows = {step: row if isinstance(row, dict) else {called: row} for step, row in summary["eval"].items()}
+    for name in next(iter(rows.values()), ()):
+        values = {step: row[name] for step, row in rows.items()}
+        first, last = (list(values.values())[place] for place in (0, -1))
+        best = min(values, key=lambda step: values[step] if name == "loss" else -values[step])
+        told[name] = f"{first:.3f} → {last:.3f}" + (
+            f", best {values[best]:.3f} at step {best}" if values[best] not in (first, last) else ""
+        )
+    return told

@@ -119,6 +119,7 @@ class OnlineRecorder(Recorder):
             **mean_of_ends(rows, "reward_mean", "reward"),
             "eval_called": evaluations[-1][1].get("called", "accuracy") if evaluations else None,
             "eval": {str(step): found["accuracy"] for step, found in evaluations},
+            "eval_best_step": max(self.evaluations, key=lambda step: self.evaluations[step]["accuracy"], default=None),
             "eval_by_source": {str(step): found["by_source"] for step, found in evaluations},
             "length_histogram": _in_order(Counter(length // 16 * 16 for length in sample_lengths(events))),
             "age_histogram": _in_order(sum((Counter(row["age_histogram"]) for row in rows), Counter())),

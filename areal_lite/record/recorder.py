@@ -36,6 +36,8 @@ class Recorder:
         self._commit = commit_of_code()  # now: files may change while the run goes on
         self.rows: list[dict[str, Any]] = folder.read("metrics.jsonl")
         """Rows of `metrics.jsonl`; a resumed run goes on behind those it finds."""
+        self.stopped_by = ""
+        """What asked the run to stop before its end: Ctrl-C, a signal, ...; of an error the status tells."""
         last = self.rows[-1] if self.rows else {"step": 0, "time_s": 0.0}
         self._started = time.time() - last["time_s"]
         self._earlier: list[Event] = sorted(folder.read("events.jsonl"), key=lambda event: event["time"])
@@ -84,6 +86,7 @@ class Recorder:
         """Write `summary.json` and `trace.json.gz`, and return the summary."""
         content = {
             "status": status,
+            "stopped_by": self.stopped_by or None,
             "steps": len(self.rows),
             "version": self.rows[-1]["version"] if self.rows else 0,
             "wall_s": time.time() - self._started,

@@ -274,11 +274,12 @@ class Controller(ABC):
         status = self._wind_up(status)
         self._view.say("saving ...")
         checkpoint = self._save()
-        if self._interrupts.notice:
-            self._view.say(f"saved {checkpoint.name} after {self._interrupts.notice}")
-        else:
+        if not self._interrupts.notice:
             self._ranks.ask("export", str(checkpoint / "model"), timeout_s=self._config.run.save_timeout_s)
             seal(checkpoint)
+        if self._interrupts:
+            self._recorder.stopped_by = self._interrupts.why
+            self._view.say(f"saved {checkpoint.name} after {self._interrupts.why}")
         summary = self._sum_up(status, failed=False)
         if not self._interrupts.notice:
             self._processes.stop()
@@ -292,6 +293,7 @@ class Controller(ABC):
         if self._interrupts.notice:
             self._view.say(str(error))
         self._save_what_is_whole()
+        self._recorder.stopped_by = self._interrupts.why
         self._sum_up(f"failed: {type(error).__name__}: {error}", failed=True)
         self._view.say(self._folder.how_to_go_on())
 

@@ -38,6 +38,11 @@ class Interrupts:
     def __bool__(self) -> bool:
         return self._is_asked
 
+    @property
+    def why(self) -> str:
+        """What asked to stop, in words; empty where nothing did."""
+        return self.notice or ("Ctrl-C" if self._presses else "on_step" if self._is_asked else "")
+
     def are_news(self) -> bool:
         """Whether somebody has asked to stop, and nobody has been told yet: true once."""
         before, self._is_told = self._is_told, self._is_asked

@@ -133,7 +133,13 @@ def test_a_finished_run_ends_with_0_and_a_summary(
 
 
 @pytest.mark.parametrize(
-    ("evaluations", "shown"), [({}, None), ({"0": 0.25}, "0.250 → 0.250"), ({"0": 0.25, "9": 0.5}, "0.250 → 0.500")]
+    ("evaluations", "shown"),
+    [
+        ({}, None),
+        ({"0": 0.25}, "0.250 → 0.250 "),
+        ({"0": 0.25, "9": 0.5}, "0.250 → 0.500 "),
+        ({"0": 0.25, "3": 0.75, "6": 0.75, "9": 0.5}, "0.250 → 0.500, best 0.750 at step 3 "),
+    ],
 )
 def test_a_summary_without_evaluations_is_one_too(
     monkeypatch: pytest.MonkeyPatch,
@@ -153,15 +159,22 @@ def test_a_summary_without_evaluations_is_one_too(
 def test_an_offline_run_ends_with_a_summary_of_its_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of each held-out figure the first and the last."""
+    """Of each held-out figure the first and the last, and the best, which of a loss is the lowest.
+
+    Seen failing with the largest loss as the best.
+    """
     keys = ("wall_s", "trained_tokens", "trained_tokens_per_s", "loss_first", "loss_last")
-    evaluations = {"0": {"loss": 1.0, "accuracy": 0.5}, "9": {"loss": 0.25, "accuracy": 0.75}}
+    evaluations = {
+        str(step): {"loss": loss, "accuracy": accuracy}
+        for step, loss, accuracy in ((0, 1.0, 0.5), (3, 2.0, 0.75), (6, 0.125, 0.75), (9, 0.25, 0.75))
+    }
     training = FakeTraining(monkeypatch, {"steps": 9, **dict.fromkeys(keys, 0.125), "eval": evaluations, "report": "r"})
     assert cli.main(["sft", "rlhf_sft", "run.steps=9"]) == 0
     ((config, name),) = training.calls
     assert (config.run.steps, name) == (9, "rlhf_sft")
     output = capsys.readouterr().out
-    for text in ("held-out loss", "1.000 → 0.250", "held-out accuracy", "0.500 → 0.750", "loss_last", "report: r"):
+    held_out = ("held-out loss", "1.000 → 0.250, best 0.125 at step 6", "held-out accuracy", "0.500 → 0.750 ")
+    for text in (*held_out, "loss_last", "report: r"):
         assert text in output
 
 

@@ -475,6 +475,8 @@ def test_a_run_that_is_given_notice_saves_in_time_and_can_be_told_to_go_on(
     said = offline._view._console.file.getvalue()  # type: ignore[attr-defined]
     assert ("the loss of Ray's head process" if during == "head" else "SIGUSR1") in said
     assert re.search(rf"step(-0+| ){saved[-1]}\b", said)
+    stopped_by = json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"]
+    assert stopped_by == ("the loss of Ray's head process (GCS)" if during == "head" else "SIGUSR1")
     for number in signals.NOTICES:  # which the end of a process that was told to end ignores
         signal.signal(number, signal.SIG_DFL)
 
@@ -540,6 +542,26 @@ def test_a_run_ends_where_it_does_not_get_on_or_would_not(
     with pytest.raises(type(error), match=str(error)):
         offline.run()
     assert log.count(3) == tried
+
+
+@pytest.mark.parametrize("why", ["Ctrl-C", "on_step"])
+def test_what_stopped_a_run_is_its_last_word_and_in_the_summary(
+    offline: OfflineController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Seen failing with batch systems' notices alone, and with a Ctrl-C for both."""
+    falling(offline, monkeypatch, [])
+
+    def on_step(row: Any) -> bool:
+        if why == "Ctrl-C" and row["step"] == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return why == "Ctrl-C"
+
+    with pytest.raises(Interrupted):
+        offline.run(on_step)
+    said = offline._view._console.file.getvalue()  # type: ignore[attr-defined]
+    assert said.endswith(f"saved step-000002 after {why}\n")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["stopped_by"]) == ("interrupted", why)
 
 
 def test_a_node_that_is_out_of_reach_is_not_waited_for(

@@ -111,7 +111,7 @@ def test_ctrl_c_finishes_the_step_and_saves(interrupted: UserRun) -> None:
     stopped_at = len(steps(interrupted))
     assert 3 <= stopped_at < TOTAL
     assert saved_step(interrupted) == stopped_at
-    assert summary(interrupted)["status"] == "interrupted"
+    assert (summary(interrupted)["status"], summary(interrupted)["stopped_by"]) == ("interrupted", "Ctrl-C")
     check_books(interrupted, total=stopped_at)
 
 

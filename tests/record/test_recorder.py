@@ -35,7 +35,8 @@ SUMMARY_KEYS = [
     "status", "steps", "version", "wall_s", "samples_per_s", "gen_tokens_per_s", "trained_tokens_per_s",
     "reward_first", "reward_last", "eval", "length_histogram", "age_histogram", "age_max_trained", "max_staleness",
     "ledger", "rollout_occupancy", "rollout_idle_fraction", "trainer_idle_fraction", "paused_fraction",
-    "publish_s_median", "pause_s_median", "parity_max_abs_logprob_diff", "versions",
+    "publish_s_median", "pause_s_median", "parity_max_abs_logprob_diff", "versions", "warnings", "stopped_by",
+    "eval_best_step",
 ]  # fmt: skip
 BEGIN = 1000.0
 CONFIG: dict[str, Any] = {
@@ -326,6 +327,7 @@ def test_a_resumed_run_continues_where_the_first_one_ended(
     summary = again.summary("done", ledger={"trained": 8})
     assert [row["step"] for row in folder.read("metrics.jsonl")] == [1, 2, 3, 4]
     assert summary["eval"] == {"0": 0.25, "4": 0.5}
+    assert summary["eval_best_step"] == 4
     assert (summary["steps"], summary["version"]) == (4, 4)
     assert summary["wall_s"] == pytest.approx(40.0)
     assert (summary["reward_first"], summary["reward_last"]) == (0.5, 0.5)
