@@ -74,7 +74,7 @@ class VerifierActor:
             messages: The turns of each, none where it has just one.
 
         Returns:
-            Of each completion the total, its step rewards included, as `reward`; or the failure.
+            Of each completion the total, step rewards included, as `reward`, with parts and metrics; or the failure.
         """
         replies = await asyncio.gather(
             *(
@@ -82,7 +82,10 @@ class VerifierActor:
                 for prompt, text, said in zip(prompts, completions, messages, strict=True)
             )
         )
-        return [Score(reward=reply.total, failure=reply.failure) for (reply,) in replies]
+        return [
+            Score(reward=reply.total, failure=reply.failure, parts=reply.parts, metrics=reply.metrics)
+            for (reply,) in replies
+        ]
 
     async def collect(self) -> tuple[list[Event], dict[str, Any]]:
         """Events since the last call, and figures of this moment."""

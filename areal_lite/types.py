@@ -6,9 +6,10 @@ into bytes and back. Nothing here knows Ray, vLLM or torch.
 Shape letters: `G` samples of a prompt, `N` groups of a batch, `T` output tokens of one sample.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
@@ -108,6 +109,14 @@ class Score:
         if self.reward is None or not self.step_rewards:
             return self.reward
         return self.reward + sum(step.value for step in self.step_rewards)
+
+
+def means(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return means by name of figures that not everybody has, such as the parts of scores."""
+    values: dict[str, list[float]] = {}
+    for name, value in chain.from_iterable(each.items() for each in figures):
+        values.setdefault(name, []).append(value)
+    return {name: sum(of_name) / len(of_name) for name, of_name in sorted(values.items())}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

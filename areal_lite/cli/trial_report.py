@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_lite.cli.trial import Case
+from areal_lite.types import means
 from areal_lite.verify.protocol import Reply
 
 _BINS = 10
@@ -48,8 +49,8 @@ def summarise(cases: Sequence[Case], *, wall_s: float, gauges: Mapping[str, Any]
         "wall_s": wall_s,
         "calls_per_s": len(tried) / wall_s if wall_s > 0 else 0.0,
         "reward": _rewards(rewards) if rewards else None,
-        "parts": _means([reply.parts for *_, reply in scored]),
-        "metrics": _means([reply.metrics for *_, reply in scored]),
+        "parts": means(reply.parts for *_, reply in scored),
+        "metrics": means(reply.metrics for *_, reply in scored),
         "failures": dict(sorted(failures.items(), key=lambda item: -item[1]["count"])),
         "verifiers": dict(gauges),
         "lowest": [_example(case, reply) for _, case, reply in lowest],
@@ -71,12 +72,6 @@ def _histogram(values: Sequence[float]) -> list[list[float]]:
 
     numbers, edges = np.histogram(values, bins=_BINS)
     return [list(bin) for bin in zip(edges.tolist(), edges[1:].tolist(), numbers.tolist(), strict=False)]
-
-
-def _means(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each name over those that have it."""
-    names = dict.fromkeys(name for table in tables for name in table)
-    return {name: fmean(table[name] for table in tables if name in table) for name in names}
 
 
 def _example(case: Case, reply: Reply) -> dict[str, Any]:

@@ -39,12 +39,14 @@ class OnlineRecorder(Recorder):
         super().feed(events)
         self._clocks.feed(events)
 
-    def evaluation(
-        self, step: int, accuracy: float, *, by_source: Mapping[str, float], called: str = "accuracy"
-    ) -> None:
-        """Note a held-out accuracy, over all and by data source; it stands in the next row and in the summary."""
-        self.evaluations[step] = {"accuracy": accuracy, "called": called, "by_source": dict(by_source)}
-        self._pending |= {"eval_accuracy": accuracy, "eval_step": step, "eval_by_source": dict(by_source)}
+    def evaluation(self, step: int, accuracy: float, **figures: Any) -> None:
+        """Note a held-out accuracy; it stands in the next row and in the summary.
+
+        Args:
+            **figures: It `by_source`, what it is `called`, and the means of the scores' `parts` and `metrics`.
+        """
+        self.evaluations[step] = {"accuracy": accuracy, **figures}
+        self._pending |= {"eval_accuracy": accuracy, "eval_step": step, "eval_by_source": figures["by_source"]}
 
     def parity(self, difference: float) -> None:
         """Note a logprob difference between engines and trainer; it stands in the next row and in the summary."""
@@ -121,6 +123,10 @@ class OnlineRecorder(Recorder):
             "eval": {str(step): found["accuracy"] for step, found in evaluations},
             "eval_best_step": max(self.evaluations, key=lambda step: self.evaluations[step]["accuracy"], default=None),
             "eval_by_source": {str(step): found["by_source"] for step, found in evaluations},
+            **{
+                f"eval_{name}": {str(step): found[name] for step, found in evaluations if found.get(name)}
+                for name in ("parts", "metrics")
+            },
             "length_histogram": _in_order(Counter(length // 16 * 16 for length in sample_lengths(events))),
             "age_histogram": _in_order(sum((Counter(row["age_histogram"]) for row in rows), Counter())),
             "age_max_trained": max((row["age_max"] for row in rows), default=0),

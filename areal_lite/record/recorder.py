@@ -48,7 +48,8 @@ class Recorder:
         evaluations = (event for event in self._earlier if event["kind"] == "eval")
         self.evaluations: dict[int, dict[str, Any]] = {
             event["step"]: event.get("figures")
-            or {"by_source": {}} | {key: event[key] for key in ("accuracy", "called", "by_source") if key in event}
+            or {"by_source": {}}
+            | {key: event[key] for key in ("accuracy", "called", "by_source", "parts", "metrics") if key in event}
             for event in evaluations
         }
         """Figures over the held-out rows, by completed steps."""

@@ -4,9 +4,8 @@ It decides nothing about groups; which rows go together stands in `split.py`.
 """
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from areal_lite.errors import LedgerError
 from areal_lite.sample_queue.ledger import Batch
 from areal_lite.sample_queue.requests import BatchInfo
 from areal_lite.sample_queue.split import assign_rows
-from areal_lite.types import Group, Prompt, Row, Shard
+from areal_lite.types import Group, Prompt, Row, Shard, means
 
 
 class ShardedBatch:
@@ -77,9 +76,9 @@ class ShardedBatch:
             num_groups=len(self.batch.groups),
             num_rows=len(self._rows),
             rewards={
-                "reward_by_source": _means({source: total} for source, total, _ in scored),
-                "reward_parts": _means(score.parts for *_, score in scored),
-                "verifier_metrics": _means(score.metrics for *_, score in scored),
+                "reward_by_source": means({source: total} for source, total, _ in scored),
+                "reward_parts": means(score.parts for *_, score in scored),
+                "verifier_metrics": means(score.metrics for *_, score in scored),
             },
         )
 
@@ -109,11 +108,3 @@ class ShardedBatch:
         pairs = zip(self.batch.groups, self._prompts, strict=True)
         groups = [Group(group_id=group.group_id, prompt=prompt, samples=group.samples) for group, prompt in pairs]
         return groups[: max(limit, 0)]
-
-
-def _means(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return means by name of figures that not everybody has."""
-    values: dict[str, list[float]] = {}
-    for name, value in chain.from_iterable(each.items() for each in figures):
-        values.setdefault(name, []).append(value)
-    return {name: sum(of_name) / len(of_name) for name, of_name in sorted(values.items())}

@@ -12,7 +12,7 @@ from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.view import View
 from areal_lite.record.metrics import mean_called
 from areal_lite.record.online_recorder import OnlineRecorder
-from areal_lite.types import GIVEN, Prompt, Sample, Score
+from areal_lite.types import GIVEN, Prompt, Sample, Score, means
 
 
 class Evaluations:
@@ -82,9 +82,8 @@ class Evaluations:
         result = self._result(self._done, scores)
         self.end()
         if result["problems"]:
-            self._recorder.evaluation(
-                self._step, result["accuracy"], by_source=result["by_source"], called=result["called"]
-            )
+            figures = {name: result[name] for name in ("by_source", "called", "parts", "metrics")}
+            self._recorder.evaluation(self._step, result["accuracy"], **figures)
             self._lane.emit("eval", **result)
         self._view.say(in_words(result), style="" if result["problems"] else "red")
 
@@ -101,8 +100,9 @@ class Evaluations:
 
     def _result(self, done: list[tuple[Prompt, Sample]], scores: list[Score]) -> dict[str, Any]:
         by_source, found = dict[str, list[float]](), iter(scores)
-        for prompt, sample in done:
-            if (reward := (sample.score or next(found)).total) is not None:
+        scored = [(prompt, sample.score or next(found)) for prompt, sample in done]
+        for prompt, score in scored:
+            if (reward := score.total) is not None:
                 by_source.setdefault(prompt.prompt_id.partition("/")[0], []).append(reward)
         rewards = [reward for part in by_source.values() for reward in part]
         return {
@@ -112,6 +112,8 @@ class Evaluations:
                 rewards, before=(one.get("called", "") for one in self._recorder.evaluations.values())
             ),
             "by_source": {source: sum(part) / len(part) for source, part in sorted(by_source.items())},
+            "parts": means(score.parts for _, score in scored),
+            "metrics": means(score.metrics for _, score in scored),
             "standard_errors": {
                 name: statistics.pstdev(part) / math.sqrt(len(part))
                 for name, part in {**by_source, "accuracy": rewards}.items()
@@ -136,4 +138,5 @@ def in_words(result: Mapping[str, Any]) -> str:
         + (f"[{', '.join(by_source)}] " if len(by_source) > 1 else "")
         + f"({result['problems']} problems, versions {result['versions']}"
         + (f", {failures} could not be scored)" if failures else ")")
+        + "".join(f"; {name} {value:.3f}" for name, value in {**result["parts"], **result["metrics"]}.items())
     )

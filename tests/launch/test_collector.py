@@ -94,6 +94,8 @@ RESULT = {
     "accuracy": 0.25,
     "called": "accuracy",
     "by_source": {"a": 0.5, "b": 0.0},
+    "parts": {},
+    "metrics": {},
     "problems": 8,
     "failures": 0,
     "versions": [20],
@@ -109,6 +111,10 @@ RESULT = {
             "held-out mean reward at step 20: 0.250 (8 problems, versions [20], 2 could not be scored)",
         ),
         (
+            {"by_source": {"a": 0.25}, "parts": {"right": 0.5}, "metrics": {"words": 12.0}},
+            "held-out accuracy at step 20: 0.250 (8 problems, versions [20]); right 0.500; words 12.000",
+        ),
+        (
             {"problems": 0, "failures": 9},
             "held-out accuracy at step 20: none, as not one of 9 completions could be scored",
         ),
@@ -122,14 +128,19 @@ def test_an_evaluation_in_words(changes: dict[str, Any], words: str) -> None:
 def test_a_held_out_figure_has_its_standard_error() -> None:
     """Of rewards 0, 0, 1, 1: 0.5 over the root of 4; of 1 and 1: none. Seen failing with the root left out.
 
-    Where an earlier one was no accuracy, it is none either. Seen failing with a name from its own rewards alone.
+    Where an earlier one was no accuracy, it is none either. Seen failing with a name from its own rewards alone. Parts
+    and metrics are means over those who have some; an agent's own score has them as well. Seen failing without it.
     """
     nobody: Any = None
     recorder: Any = SimpleNamespace(evaluations={0: {}, 10: {"called": "mean reward"}})
     rewards = {"a/0": 0.0, "a/1": 0.0, "b/0": 1.0, "b/1": 1.0}
     done: Any = [(SimpleNamespace(prompt_id=name), SimpleNamespace(score=None, ways=())) for name in rewards]
+    done[0][1].score = Score(reward=0.0, parts={"right": 0.0}, metrics={"calls": 3.0})
     evaluations = Evaluations(nobody, [], recorder=recorder, lane=nobody, view=nobody)
-    found = evaluations._result(done, [Score(reward=reward) for reward in rewards.values()])
+    found = evaluations._result(
+        done, [Score(reward=reward, parts={"right": 1.0}) for reward in [*rewards.values()][1:]]
+    )
+    assert (found["parts"], found["metrics"]) == ({"right": 0.75}, {"calls": 3.0})
     assert found["standard_errors"] == {"a": 0.0, "b": 0.0, "accuracy": 0.25}
     assert found["called"] == "mean reward"
 

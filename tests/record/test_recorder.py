@@ -304,11 +304,12 @@ def test_a_resumed_run_continues_where_the_first_one_ended(
 ) -> None:
     """Rows, time, evaluations, histograms and rewards of both parts; shares and rates of the second alone.
 
-    Seen failing with the clock started anew, and with ages and lengths of the second part only.
+    Seen failing with the clock started anew, with ages and lengths of the second part only, and with the parts of the
+    first part's evaluation forgotten.
     """
     samples = [{"end": 1.0, "tokens": 20, "spans": []}]
     group = event(1.0, "rollout/0", "group", group="g", start=0.0, samples=samples)
-    recorder.feed([group, event(2.0, "controller", "eval", step=0, accuracy=0.25)])
+    recorder.feed([group, event(2.0, "controller", "eval", step=0, accuracy=0.25, parts={"right": 0.5}, metrics={})])
     for step in (1, 2):
         clock.now += 10.0
         do_step(recorder, step, tokens=100.0 * step, reward_mean=0.0)
@@ -316,18 +317,19 @@ def test_a_resumed_run_continues_where_the_first_one_ended(
 
     clock.now += 5000.0
     again = OnlineRecorder(config, folder)
-    assert again.evaluations == {0: {"accuracy": 0.25, "by_source": {}}}
+    assert again.evaluations == {0: {"accuracy": 0.25, "by_source": {}, "parts": {"right": 0.5}, "metrics": {}}}
     assert [row["step"] for row in again.rows] == [1, 2]
     again.feed([group])
     for step in (3, 4):
         clock.now += 10.0
         row = do_step(again, step, tokens=50.0 * (step - 2), reward_mean=1.0)
     assert row["time_s"] == pytest.approx(40.0)
-    again.evaluation(4, 0.5, by_source={"arith": 0.5})
+    again.evaluation(4, 0.5, by_source={"arith": 0.5}, parts={}, metrics={"words": 3.0})
     summary = again.summary("done", ledger={"trained": 8})
     assert [row["step"] for row in folder.read("metrics.jsonl")] == [1, 2, 3, 4]
     assert summary["eval"] == {"0": 0.25, "4": 0.5}
     assert summary["eval_best_step"] == 4
+    assert (summary["eval_parts"], summary["eval_metrics"]) == ({"0": {"right": 0.5}}, {"4": {"words": 3.0}})
     assert (summary["steps"], summary["version"]) == (4, 4)
     assert summary["wall_s"] == pytest.approx(40.0)
     assert (summary["reward_first"], summary["reward_last"]) == (0.5, 0.5)
