@@ -10,13 +10,12 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 from areal_lite.config.plugins import find_function
 from areal_lite.rollout.episode import EpisodeEngine, Turn, messages_of
 from areal_lite.types import StopReason
-
-F = TypeVar("F", bound=Callable[..., Any])
+from areal_lite.verify.result import F, marked
 
 Step = Callable[[list[dict[str, str]], Mapping[str, Any]], Any]
 """An environment: `step(messages, row) -> (reply, done)`, sync or async."""
@@ -27,12 +26,7 @@ named = functools.cache(find_function)
 
 def checked_by(check: Callable[..., object]) -> Callable[[F], F]:
     """Decorate a workflow: `check(**arguments)` runs when a worker starts, with the recipe's arguments."""
-
-    def mark(function: F) -> F:
-        vars(function)["_workflow_check"] = check
-        return function
-
-    return mark
+    return marked(_workflow_check=check)
 
 
 async def single_turn(engine: EpisodeEngine, row: Mapping[str, Any]) -> list[Turn]:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from areal_lite.config.data import REFERENCES
 from areal_lite.config.plugins import find_function
 from areal_lite.config.section import Arguments, FunctionName
 from areal_lite.errors import PluginError, VerifierUnavailable
-from areal_lite.verify.result import VerifyResult, batched, prepared_by, with_arguments
+from areal_lite.verify.result import Rows, Texts, VerifyResult, batched, prepared_by, with_arguments
 
 _BATCH_SIZE = 32
 _NOT_COLUMNS = ("prompts", "completions", "messages")
@@ -23,10 +23,8 @@ _TUPLE_FAMILIES = ("arc_agi", "rearc")
 """Families whose scorer compares the answer with a tuple of tuples; a row that has travelled holds lists."""
 
 
-class TrlArguments(Arguments):
+class TrlArguments(Arguments, extra="allow"):
     """Of `trl`; further ones are the function's own keywords."""
-
-    model_config = ConfigDict(extra="allow")
 
     function: FunctionName
     """the reward function as file.py:function or module:function; plain or async"""
@@ -69,22 +67,13 @@ class GymArguments(Arguments):
     """regular expression for the answer: its first group (else all of it), where it matches last"""
 
 
-@functools.cache
-def _found(name: str) -> Callable[..., Any]:
-    return find_function(name, kind="reward function")
+_found = functools.cache(functools.partial(find_function, kind="reward function"))
 
 
 @prepared_by(lambda arguments: _found(arguments.function))
 @batched(_BATCH_SIZE)
 @with_arguments(TrlArguments)
-async def trl(
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    answers: Sequence[str],
-    rows: Sequence[Mapping[str, Any]],
-    arguments: TrlArguments,
-    /,
-) -> list[Any]:
+async def trl(prompts: Texts, completions: Texts, answers: Texts, rows: Rows, arguments: TrlArguments, /) -> list[Any]:
     """Score with a reward function for TRL: `f(prompts=..., completions=..., <column>=...) -> list[float | None]`.
 
     What TRL alone can give is not there: `completion_ids`, `trainer_state`. A column that a row lacks is None for it.
@@ -175,12 +164,7 @@ async def verl(
 @batched(_BATCH_SIZE)
 @with_arguments(OpenRlhfArguments)
 def openrlhf(
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    answers: Sequence[str],
-    rows: Sequence[Mapping[str, Any]],
-    arguments: OpenRlhfArguments,
-    /,
+    prompts: Texts, completions: Texts, answers: Texts, rows: Rows, arguments: OpenRlhfArguments, /
 ) -> list[VerifyResult]:
     """Score with what OpenRLHF's `--remote_rm_url` names: a server, or `reward_func(queries, prompts, labels)`.
 

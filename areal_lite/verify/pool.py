@@ -64,9 +64,7 @@ class VerifierPool:
         self._processes: set[VerifierProcess] = set()
         self._slots: list[asyncio.Task[None]] = []
         self._unusable: VerifierError | None = VerifierError("the verifier pool must be started before it scores")
-        self._quarantine = Quarantine(
-            self._name, max_share=settings.max_failure_share, unavailable_s=settings.unavailable_s
-        )
+        self._quarantine = Quarantine(self._name, settings)
         self._away_since: float | None = None
         self._is_told_of_sharing = False
         self._num_calls = self._num_busy = self._num_paused = self._num_restarts = 0

@@ -10,7 +10,7 @@ import itertools
 import json
 import socket
 import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import PIPE
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,8 +44,8 @@ class VerifierProcess:
         self._settings, self._when_ended = settings, when_ended
         self._jobs: dict[int, _Job] = {}
         self._numbers = itertools.count()
-        self._process: Process | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._process: Any = None
+        self._writer: Any = None
         self._listener: asyncio.Task[None] | None = None
         self._killing: asyncio.Task[Ending] | None = None
         self.num_jobs = self.num_served = 0
@@ -132,9 +132,6 @@ class VerifierProcess:
     async def _end(self, wait_s: float) -> Ending:
         if self._process is None:
             return Ending("killed", "before it was started")
-        assert self._writer is not None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         if not await self._ends_within(wait_s):
             self._process.stdin.close()
             if not await self._ends_within(_END_TIMEOUT_S):
@@ -151,7 +148,6 @@ class VerifierProcess:
         return Ending(*unpack(account)) if account else Ending("crashed", f"exit code {self._process.returncode}")
 
     async def _ends_within(self, wait_s: float) -> bool:
-        assert self._process is not None
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), wait_s)
         return self._process.returncode is not None
@@ -185,5 +181,4 @@ class VerifierProcess:
                 job.replies.set_result([reply if job.begun else failed("lost", ending.detail)] * job.num_calls)
 
     def _send(self, message: list[Any]) -> None:
-        assert self._writer is not None, "a process must be started before it is called"
         self._writer.write(pack(message))

@@ -36,7 +36,6 @@ _DETAIL_CHARS = 2000
 class Reply(VerifyResult):
     """What one completion got: a result whose every figure was checked, or a failure with its detail."""
 
-    reward: float | None
     failure: str | None = None
     """Short and countable: `nan`, `inf`, `wrong_type:<type>`, `exception:<type>`, `timeout` and so on."""
     detail: str = ""

@@ -5,6 +5,7 @@ An absent service, a lost process and what a verifier does not apply to say noth
 
 from collections import Counter, deque
 
+from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import VerifierError
 from areal_lite.verify.protocol import NOT_APPLICABLE, Reply
 
@@ -15,14 +16,8 @@ NOT_ITS_OWN = ("unavailable", "lost", NOT_APPLICABLE)
 class Quarantine:
     """Looks at the last 50 finished calls, at least 20; and whether any of the last 20 was answered at all."""
 
-    def __init__(self, name: str, *, max_share: float, unavailable_s: float = 0.0) -> None:
-        """Begin with no calls.
-
-        Args:
-            max_share: Share of failures above which the verifier is not trusted any more; 1 = never end a run.
-            unavailable_s: How long a service that does not answer was asked, for the message.
-        """
-        self._name, self._max_share, self._unavailable_s = name, max_share, unavailable_s
+    def __init__(self, name: str, settings: VerifierSettings) -> None:
+        self._name, self._max_share, self._unavailable_s = name, settings.max_failure_share, settings.unavailable_s
         self._num_unavailable = 0
         self._failures: deque[str | None] = deque(maxlen=_WINDOW)
 

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 F = TypeVar("F", bound=Callable[..., Any])
+Texts = Sequence[str]
+Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class VerifyResult:
 
 def prepared_by(prepare: Callable[..., object]) -> Callable[[F], F]:
     """Decorate a verify function: `prepare` runs before its first call, with the recipe's arguments as it gets them."""
-    return _marked(_verifier_prepare=prepare)
+    return marked(_verifier_prepare=prepare)
 
 
 def with_arguments(model: "type[BaseModel]") -> Callable[[F], F]:
@@ -42,7 +44,7 @@ def with_arguments(model: "type[BaseModel]") -> Callable[[F], F]:
 
     It is called as `verify(prompt, completion, answer, arguments, **row)`, so that no column can stand in for one.
     """
-    return _marked(arguments_model=model)
+    return marked(arguments_model=model)
 
 
 def batched(size: int) -> Callable[[F], F]:
@@ -51,7 +53,7 @@ def batched(size: int) -> Callable[[F], F]:
     It is called as `verify(prompts, completions, answers, rows, **arguments)`, each a list of equal length, `rows` of
     dicts, and returns a list with one number or `VerifyResult` for each.
     """
-    return _marked(_verifier_batch=size)
+    return marked(_verifier_batch=size)
 
 
 def any_reference(function: F) -> F:
@@ -66,7 +68,9 @@ def any_reference(function: F) -> F:
     return cast(F, verify)
 
 
-def _marked(**marks: Any) -> Callable[[F], F]:
+def marked(**marks: Any) -> Callable[[F], F]:
+    """Decorate a function: it gets these attributes."""
+
     def mark(function: F) -> F:
         vars(function).update(marks)
         return function

@@ -345,13 +345,13 @@ def test_a_deadline_shorter_than_the_limits_is_refused(verifier: dict[str, Any],
 
 def noted_launches(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     started: list[subprocess.Popen[bytes]] = []
-    launch = program_module.launch
+    start = subprocess.Popen
 
     def noting(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
-        started.append(launch(*arguments, **options))
+        started.append(start(*arguments, **options))
         return started[-1]
 
-    monkeypatch.setattr(program_module, "launch", noting)
+    monkeypatch.setattr(program_module.subprocess, "Popen", noting)
     return started
 
 

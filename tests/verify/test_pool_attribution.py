@@ -8,6 +8,7 @@ import pytest
 from places import FIXTURES
 from pool_builders import running_pool
 
+from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import VerifierError
 from areal_lite.types import Prompt
 from areal_lite.verify.protocol import Reply
@@ -213,13 +214,17 @@ def test_a_row_that_cannot_be_sent_fails_alone():
 # --- quarantine ---
 
 
+def quarantine_of(name, **settings):
+    return Quarantine(name, VerifierSettings(function=name, **settings))
+
+
 def add(quarantine, failures):
     return [quarantine.add(Reply(None, failure=failure, detail="  x\nKeyError: 'kg'")) for failure in failures][-1]
 
 
 def test_a_verifier_is_not_trusted_once_it_fails_too_often():
     """12 of 20 = 0.6 > 0.5; the 20th call is the first that may tell. Seen failing with `_FEWEST = 10`."""
-    quarantine = Quarantine("math", max_share=0.5)
+    quarantine = quarantine_of("math", max_failure_share=0.5)
     assert add(quarantine, ["timeout"] * 9 + [None] * 8 + ["exception:KeyError"] * 2) is None
     error = add(quarantine, ["exception:KeyError"])
     assert isinstance(error, VerifierError)
@@ -233,25 +238,25 @@ def test_a_verifier_is_not_trusted_once_it_fails_too_often():
 
 def test_only_the_last_fifty_calls_count_and_the_share_itself_is_allowed():
     """25 of 50 is 0.5, not above. Seen failing with `>=`, and with a window of 100."""
-    quarantine = Quarantine("math", max_share=0.5)
+    quarantine = quarantine_of("math", max_failure_share=0.5)
     assert add(quarantine, [None] * 60 + ["nan"] * 25) is None
     assert add(quarantine, ["nan"]) is not None
 
 
 def test_a_share_of_one_never_ends_a_run():
-    assert add(Quarantine("math", max_share=1.0), ["nan"] * 100) is None
-    assert add(Quarantine("math", max_share=1.0), ["unavailable"] * 100) is None
+    assert add(quarantine_of("math", max_failure_share=1.0), ["nan"] * 100) is None
+    assert add(quarantine_of("math", max_failure_share=1.0), ["unavailable"] * 100) is None
 
 
 def test_an_absent_service_and_a_lost_process_are_no_failures_of_the_verifier():
     """30 of 50 calls. Seen failing with `NOT_ITS_OWN` empty."""
-    quarantine = Quarantine("judge", max_share=0.5)
+    quarantine = quarantine_of("judge", max_failure_share=0.5)
     assert add(quarantine, (["unavailable"] * 15 + [None] * 10 + ["lost"] * 15 + [None] * 10) * 3) is None
 
 
 def test_a_service_that_answers_nobody_ends_the_run():
     """19, an answer, 19 more: not yet. Seen failing with the answer not looked at, and without `_away`."""
-    quarantine = Quarantine("judge", max_share=0.5, unavailable_s=120.0)
+    quarantine = quarantine_of("judge", max_failure_share=0.5, unavailable_s=120.0)
     assert add(quarantine, ["unavailable"] * 19 + [None] + ["unavailable"] * 19) is None
     error = str(add(quarantine, ["unavailable"]))
     assert "the service of the verifier judge must answer, it did not for the last 20 calls" in error

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field
@@ -87,10 +86,7 @@ def code(
         if test_code is not None or asserts is not None:
             cases = split_asserts(test_code, asserts, entry_point)
             verdicts += run_asserts(program, cases, entry_point=entry_point, limits=arguments)
-    result = _result(verdicts, arguments.reward)
-    if arguments.sandbox == "auto":
-        result = replace(result, metrics={**result.metrics, "sandbox_plain": arguments.kind == "plain"})
-    return result
+    return _result(verdicts, arguments)
 
 
 def find_program(completion: str) -> str:
@@ -100,9 +96,10 @@ def find_program(completion: str) -> str:
     return (python or [text for _, text in blocks] or [completion])[-1]
 
 
-def _result(verdicts: Sequence[Verdict], reward: str) -> VerifyResult:
+def _result(verdicts: Sequence[Verdict], arguments: CodeArguments) -> VerifyResult:
     shares = {status: sum(item.status == status for item in verdicts) / len(verdicts) for status in STATUSES}
     failed = [(index, item) for index, item in enumerate(verdicts, 1) if item.status != "passed"]
     feedback = [f"case {index} of {len(verdicts)}: {item.status}: {item.detail}" for index, item in failed[:1]]
-    earned = shares["passed"] if reward == "share" else float(not failed)
-    return VerifyResult(earned, feedback="".join(feedback), metrics=shares)
+    earned = shares["passed"] if arguments.reward == "share" else float(not failed)
+    kind = {"sandbox_plain": arguments.kind == "plain"} if arguments.sandbox == "auto" else {}
+    return VerifyResult(earned, feedback="".join(feedback), metrics=shares | kind)

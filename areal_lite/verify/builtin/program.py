@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from areal_lite.errors import VerifierUnavailable
+from areal_lite.errors import VerifierError, VerifierUnavailable
 from areal_lite.verify.builtin import code_runner
-from areal_lite.verify.builtin.sandbox import Limits, launch
+from areal_lite.verify.builtin.sandbox import Limits, command_line
 from areal_lite.verify.descendants import descendants, kill_trees, resident_bytes
 
 _START_TIMEOUT_S = 60.0
@@ -53,16 +53,19 @@ class Program:
     ) -> None:
         """Start it, and wait until its sandbox stands; `VerifierUnavailable` where that cannot be set up.
 
+        A `VerifierError` where the machine gives no more processes.
+
         Args:
             arguments: Of the interpreter; `{folder}` stands for where the program sees its files.
             files: Texts by name.
             channel: It inherits this descriptor, which is closed here, so that the other end learns of its end.
-            is_runner: Whether it is `code_runner.py`, see `launch`.
+            is_runner: Whether it is `code_runner.py`, see `command_line`.
         """
         self._folder = tempfile.TemporaryDirectory()
+        folder = self._folder.name
         for name, text in {**files, "stdin": ""}.items():
             self._write(name, text)
-        Path(self._folder.name).chmod(0o755)
+        Path(folder).chmod(0o755)
         self._limits, self._is_runner = limits, is_runner
         self._output_bytes = limits.output_kb * 1024
         self._status: str | None = None
@@ -71,15 +74,21 @@ class Program:
             fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
         ready, theirs = os.pipe()
         with open(ready, "rb", buffering=0) as pipe:
-            with open(theirs, "wb"), channel:
-                self._process = launch(
-                    Path(self._folder.name),
-                    arguments,
-                    outputs=self._written,
-                    limits=limits,
-                    descriptors=(theirs, channel.fileno()),
-                    is_runner=is_runner,
-                )
+            with open(theirs, "wb"), channel, Path(folder, "stdin").open("rb") as stdin:
+                command = command_line(Path(folder), arguments, limits=limits, ready=theirs, is_runner=is_runner)
+                try:
+                    self._process = subprocess.Popen(
+                        command,
+                        stdin=stdin,
+                        stdout=self._written[0],
+                        stderr=self._written[1],
+                        env={"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"},
+                        cwd=folder,
+                        pass_fds=(theirs, channel.fileno()),
+                        start_new_session=True,
+                    )
+                except OSError as error:
+                    raise VerifierError(f"a program cannot be started: {error}") from error
             if not (_can_be_read(ready, _START_TIMEOUT_S) and pipe.read(1)):
                 self._process.kill()
                 trouble = self.end().stderr.strip()[-500:]

@@ -4,14 +4,14 @@ Heavy imports happen inside: a recipe's arguments are checked with this file.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field
 
 from areal_lite.config.section import Arguments, ModelFolder
 from areal_lite.record.paths import find_model_folder
-from areal_lite.verify.result import batched, prepared_by, with_arguments
+from areal_lite.verify.result import Rows, Texts, batched, prepared_by, with_arguments
 
 _CALL_SIZE = 64
 
@@ -45,12 +45,7 @@ def _load(model: str, device: str) -> tuple[Any, Any]:
 @batched(_CALL_SIZE)
 @with_arguments(RewardModelArguments)
 def reward_model(
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    answers: Sequence[str],
-    rows: Sequence[Mapping[str, Any]],
-    arguments: RewardModelArguments,
-    /,
+    prompts: Texts, completions: Texts, answers: Texts, rows: Rows, arguments: RewardModelArguments, /
 ) -> list[float]:
     """Score completions as the reward model was trained to: prompt, completion, end of sequence.
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -105,23 +105,16 @@ def _bubblewrap_trouble() -> str:
     return "" if result.returncode == 0 else result.stderr.decode(errors="replace").strip() or "no reason"
 
 
-def launch(
-    folder: Path,
-    arguments: Sequence[str],
-    *,
-    outputs: Sequence[IO[bytes]],
-    limits: Limits,
-    descriptors: tuple[int, int],
-    is_runner: bool = False,
-) -> subprocess.Popen[bytes]:
-    """Start `python ARGUMENTS` behind the prelude; a `VerifierError` where the machine gives no more processes.
+def command_line(
+    folder: Path, arguments: Sequence[str], *, limits: Limits, ready: int, is_runner: bool = False
+) -> list[str]:
+    """Return what starts `python ARGUMENTS` behind the prelude.
 
     Args:
-        folder: With the program's files and `stdin`; only read in bubblewrap, the working folder of a plain process.
+        folder: With the program's files; only read in bubblewrap, the working folder of a plain process.
         arguments: Of the interpreter; `{folder}` stands for where the program sees the folder.
-        outputs: Files for its standard output and error.
         limits: Wall time, output and the memory of all processes are the caller's to watch.
-        descriptors: A pipe's end that gets one byte once the sandbox stands, and one that the program inherits.
+        ready: A pipe's end that gets one byte once the sandbox stands.
         is_runner: It starts processes of its own for what is to be limited: its own processor time is not limited, it
             does not count as one of the processes, and in bubblewrap it is process 1, which the others cannot signal.
     """
@@ -133,24 +126,10 @@ def launch(
     cpu_s = 0 if is_runner else limits.cpu_s
     # Its output goes into files, too: one byte more than allowed must fit.
     file_bytes = max(limits.disk_mb * _MIB, limits.output_kb * 1024 + 1)
-    figures = [descriptors[0], cpu_s, limits.memory_mb * _MIB, file_bytes, processes]
+    figures = [ready, cpu_s, limits.memory_mb * _MIB, file_bytes, processes]
     command = _bubblewrap(folder, disk_mb=limits.disk_mb, is_first=is_runner) if kind == "bubblewrap" else []
     command += [_python(), "-I", "-S", "-c", _PRELUDE, *map(str, figures)]
-    command += [item.replace("{folder}", inside) for item in arguments]
-    with (folder / "stdin").open("rb") as stdin:
-        try:
-            return subprocess.Popen(
-                command,
-                stdin=stdin,
-                stdout=outputs[0],
-                stderr=outputs[1],
-                env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "TMPDIR": str(folder), "LANG": "C.UTF-8"},
-                cwd=folder,
-                pass_fds=descriptors,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise VerifierError(f"a program cannot be started: {error}") from error
+    return command + [item.replace("{folder}", inside) for item in arguments]
 
 
 @functools.cache
