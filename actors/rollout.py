@@ -12,7 +12,7 @@ from areal_lite.actors.process import log_to_file
 from areal_lite.config.recipe import Config
 from areal_lite.events import Event, EventBuffer
 from areal_lite.network import local_address, use_interface_of
-from areal_lite.rollout.engine import Interrupt, Sampling
+from areal_lite.rollout.engine import Interrupt
 from areal_lite.rollout.runner import Workflows, load_workflows
 from areal_lite.rollout.vllm_engine import VllmEngine
 from areal_lite.rollout.worker import RolloutWorker
@@ -33,8 +33,7 @@ class RolloutActor:
         self._opens_update = False
         self._open_update: dict[str, Any] | None = None
         self._resuming: asyncio.Task[None] | None = None
-        self._config, self._name = config, name
-        self._model_folder, self._access = model_folder, access
+        self._config, self._model_folder, self._access = config, model_folder, access
         self._events = EventBuffer(name)
 
     async def start(self) -> None:
@@ -82,21 +81,8 @@ class RolloutActor:
         await self._engine.reset()
 
     def _make_worker(self, workflows: Workflows) -> None:
-        config = self._config
-        self._client = AsyncQueueClient(self._access, timeout_s=config.queue.lease_timeout_s)
-        self._worker = RolloutWorker(
-            self._client,
-            self._engine,
-            name=self._name,
-            samples_per_group=config.queue.samples_per_group,
-            slots=config.rollout.slots,
-            sampling=Sampling(max_new_tokens=config.rollout.max_new_tokens, temperature=config.rollout.temperature),
-            run_seed=config.run.seed,
-            heartbeat_s=config.queue.lease_timeout_s / 5,
-            events=self._events,
-            workflows=workflows,
-            max_episodes=config.rollout.most_episodes,
-        )
+        self._client = AsyncQueueClient(self._access, timeout_s=self._config.queue.lease_timeout_s)
+        self._worker = RolloutWorker(self._client, self._engine, self._config, events=self._events, workflows=workflows)
 
     async def run(self) -> None:
         """Serve until `stop`; raises what ended the worker."""

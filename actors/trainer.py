@@ -56,13 +56,11 @@ class TrainerActor:
         self._store = open_store(local_address(self._config.run.network), port_range(self._config.run.ports))
         return f"{self._store.host}:{self._store.port}"
 
-    def _join(self, address: str) -> dict[str, int]:
-        """Meet the other ranks; returns this one's place."""
-        place = {"rank": self._rank, "world_size": self._config.trainer.ranks}
-        device, timeout_s = self._config.run.device, self._config.trainer.collective_timeout_s
-        mesh = self._config.trainer.mesh
-        join_process_group(address, device=device, timeout_s=timeout_s, mesh=mesh, **place)
-        return place
+    def _join(self, address: str) -> None:
+        """Meet the other ranks."""
+        device, trainer = self._config.run.device, self._config.trainer
+        options: dict[str, Any] = {"timeout_s": trainer.collective_timeout_s, "mesh": trainer.mesh}
+        join_process_group(address, rank=self._rank, world_size=trainer.ranks, device=device, **options)
 
     def progress(self) -> int:
         """Return a number that grows while this rank works."""
@@ -109,7 +107,8 @@ class OnlineTrainerActor(TrainerActor):
         from areal_lite.weights.publisher import WeightPublisher
 
         config = self._config
-        self._trainer = Trainer(config, model_folder=model_folder, **self._join(address))
+        self._join(address)
+        self._trainer = Trainer(config, model_folder=model_folder, rank=self._rank)
         self._queue = QueueClient(access, timeout_s=config.run.stall_timeout_s)
         self._publisher = WeightPublisher(
             self._trainer.model,
@@ -172,7 +171,8 @@ class OfflineTrainerActor(TrainerActor):
     @_work
     def start(self, *, address: str, model_folder: str) -> None:
         """Join the other ranks, load models and data."""
-        self._trainer = OfflineTrainer(self._config, model_folder=model_folder, **self._join(address))
+        self._join(address)
+        self._trainer = OfflineTrainer(self._config, model_folder=model_folder, rank=self._rank)
 
     @_work
     def prepare(self) -> None:

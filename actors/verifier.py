@@ -23,7 +23,7 @@ class VerifierActor:
 
     def __init__(self, config: Config, *, name: str, access: QueueAccess, log_folder: str, model_folder: str) -> None:
         log_to_file(log_folder, name, environment=config.run.env)
-        self._config, self._name, self._access = config, name, access
+        self._config, self._access = config, access
         self._decode = decoder_of(model_folder)
         self._events = EventBuffer(name)
 
@@ -48,9 +48,7 @@ class VerifierActor:
         self._worker = VerifierWorker(
             self._client,
             self._verifiers,
-            name=self._name,
             events=self._events,
-            lease_limit=self._verifiers.groups_at_once,
             decode=self._decode,
             heartbeat_s=self._config.queue.lease_timeout_s / 5,
         )

@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from areal_lite.config.recipe import Config
 from areal_lite.errors import EpisodeError, QueueTimeout, WireError
 from areal_lite.events import EventBuffer
 from areal_lite.leases import LeaseWorker
@@ -53,24 +54,19 @@ class RolloutWorker(LeaseWorker):
         self,
         client: "AsyncQueueClient",
         engine: GenerationEngine,
+        config: Config,
         *,
-        name: str,
-        samples_per_group: int,
-        slots: int,
-        sampling: Sampling,
-        run_seed: int,
-        heartbeat_s: float,
         events: EventBuffer,
-        workflows: Workflows | None = None,
-        max_episodes: int | None = None,
+        workflows: Workflows,
     ) -> None:
-        super().__init__(client, name=name, heartbeat_s=heartbeat_s)
-        self._engine, self._events = engine, events
-        self._samples_per_group, self._slots = samples_per_group, slots
-        self._max_episodes = max_episodes or 16 * slots
+        """Prepare, as a `LeaseWorker` that is called as the lane of its events."""
+        super().__init__(client, name=events.lane, heartbeat_s=config.queue.lease_timeout_s / 5)
+        self._engine, self._events, self._workflows = engine, events, workflows
+        self._samples_per_group, self._run_seed = config.queue.samples_per_group, config.run.seed
+        self._slots, self._max_episodes = config.rollout.slots, config.rollout.most_episodes
         self._counted: Any = _Counted(engine, self._count_running)
-        self._sampling, self._run_seed = sampling, run_seed
-        self._workflows = workflows or Workflows()
+        limit, temperature = config.rollout.max_new_tokens, config.rollout.temperature
+        self._sampling = Sampling(max_new_tokens=limit, temperature=temperature)
         self._running = self._episodes = 0
         self._emitted_running = 0
         self._emit_pending = False

@@ -137,16 +137,12 @@ class PolicyBatch:
             [index for index, row in enumerate(shard.rows) if row.minibatch == number]
             for number in range(config.trainer.minibatches)
         ]
-        tokens = Tokens.from_rows(rows, shard, config=config, device=device)
-        rewards_NG = torch.tensor(shard.rewards, dtype=torch.float64).to(device)
-        groups_B = torch.tensor([row.group_index for row in shard.rows], dtype=torch.int64).to(device)
-        samples_B = torch.tensor([row.sample_index for row in shard.rows], dtype=torch.int64).to(device)
         return cls(
             updates=split_micro_batches(rows, minibatches, max_tokens=config.trainer.micro_batch_tokens, device=device),
-            tokens=tokens,
-            rewards_NG=rewards_NG,
-            groups_B=groups_B,
-            samples_B=samples_B,
+            tokens=Tokens.from_rows(rows, shard, config=config, device=device),
+            rewards_NG=torch.tensor(shard.rewards, dtype=torch.float64).to(device),
+            groups_B=torch.tensor([row.group_index for row in shard.rows], dtype=torch.int64).to(device),
+            samples_B=torch.tensor([row.sample_index for row in shard.rows], dtype=torch.int64).to(device),
             firsts_B=torch.tensor([not row.is_branch for row in shard.rows], dtype=torch.bool).to(device),
             lengths_B=torch.tensor(rows.output_lengths, dtype=torch.int64).to(device),
         )

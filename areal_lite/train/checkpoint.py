@@ -37,6 +37,7 @@ from areal_lite.train.optimiser import Learner
 from areal_lite.train.outputs import check_outputs, model_outputs
 
 _CRITIC = "critic"
+Fingerprint = dict[str, list[Any]]
 
 
 def save_checkpoint(
@@ -163,7 +164,7 @@ def _state(learner: Learner) -> dict[str, Any]:
     }
 
 
-def _fingerprint(model: nn.Module) -> dict[str, list[Any]]:
+def _fingerprint(model: nn.Module) -> Fingerprint:
     """Return the global shape and dtype of every parameter, and a checksum of one that is frozen; collective."""
     fingerprint = {name: [list(value.shape), str(value.dtype)] for name, value in model.named_parameters()}
     frozen = {name: value for name, value in model.named_parameters() if not value.requires_grad}
@@ -174,9 +175,7 @@ def _fingerprint(model: nn.Module) -> dict[str, list[Any]]:
     return fingerprint
 
 
-def _check_same_model(
-    saved: dict[str, list[Any]], present: dict[str, list[Any]], *, folder: Path, setting: str
-) -> None:
+def _check_same_model(saved: Fingerprint, present: Fingerprint, *, folder: Path, setting: str) -> None:
     for name in sorted(saved.keys() | present.keys()):
         expected, got = present.get(name, "no such parameter"), saved.get(name, "no such parameter")
         if expected != got:

@@ -1,6 +1,5 @@
 """The critic: a value model with an optimiser of its own, trained beside the policy."""
 
-from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -16,45 +15,44 @@ from areal_lite.train.model import completion_values, load_value_model
 from areal_lite.train.optimiser import Learner, Update, learning_rate
 
 
-class Critic:
-    """A model of the return from each state on, the state being a prompt with part of a completion."""
+def load_critic(config: Config, *, model_folder: str) -> Learner:
+    """Load a body, put a head on it that says 0, and spread both over the ranks; collective.
 
-    def __init__(self, config: Config, *, model_folder: str, world_size: int) -> None:
-        """Load the body, put a head on it that says 0, and spread both over the ranks; collective.
+    It learns the return from each state on, the state being a prompt with part of a completion.
 
-        Args:
-            config: The recipe: `critic`, and `trainer` for all that the critic shares with the policy.
-            model_folder: The initial policy, whose body the critic starts from unless the recipe names another.
-        """
-        self._config = config
-        self._settings = config.trainer.model_copy(update={"lr": config.critic.lr})
-        self.model = load_value_model(config.critic.path or model_folder, config, world_size=world_size)
-        self.learner = Learner(self.model, settings=self._settings, world_size=world_size)
+    Args:
+        config: The recipe: `critic`, and `trainer` for all that the critic shares with the policy.
+        model_folder: The initial policy, whose body the critic starts from unless the recipe names another.
+    """
+    settings = config.trainer.model_copy(update={"lr": config.critic.lr})
+    return Learner(load_value_model(config.critic.path or model_folder, config), settings=settings)
 
-    def update(self, batch: PolicyBatch, micro_batches: Iterable[MicroBatch], *, version: int) -> Update:
-        """Take one optimiser step towards the targets; collective.
 
-        Args:
-            batch: The shard, scored, with targets and weights.
-            version: Completed trainer steps, for the learning rate.
-        """
+def update_critic(critic: Learner, batch: PolicyBatch, number: int, *, config: Config, version: int) -> Update:
+    """Take one optimiser step towards the targets; collective.
 
-        def share(micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-            tokens = batch.tokens.at(micro_batch.tokens_T)
-            assert tokens.values_T is not None
-            assert tokens.targets_T is not None
-            loss, _ = value_loss(
-                completion_values(self.model, micro_batch),
-                old_values_T=tokens.values_T,
-                targets_T=tokens.targets_T,
-                loss_mask_T=tokens.loss_mask_T,
-                token_weights_T=tokens.weights_T,
-                clip=self._config.critic.value_clip,
-            )
-            return loss, {"value_loss": loss.detach()}
+    Args:
+        batch: The shard, scored, with targets and weights.
+        number: Of the update.
+        version: Completed trainer steps, for the learning rate.
+    """
 
-        lr = learning_rate(version, total_steps=self._config.run.steps, settings=self._settings)
-        return self.learner.update([partial(share, part) for part in micro_batches], lr=lr)
+    def share(micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        tokens = batch.tokens.at(micro_batch.tokens_T)
+        assert tokens.values_T is not None
+        assert tokens.targets_T is not None
+        loss, _ = value_loss(
+            completion_values(critic.model, micro_batch),
+            old_values_T=tokens.values_T,
+            targets_T=tokens.targets_T,
+            loss_mask_T=tokens.loss_mask_T,
+            token_weights_T=tokens.weights_T,
+            clip=config.critic.value_clip,
+        )
+        return loss, {"value_loss": loss.detach()}
+
+    lr = learning_rate(version, total_steps=config.run.steps, settings=critic.settings)
+    return critic.update([partial(share, part) for part in batch.updates[number]], lr=lr)
 
 
 def explained_variance(tokens: Tokens) -> float | None:

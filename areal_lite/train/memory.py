@@ -141,13 +141,13 @@ def _traced(architecture: Any, config: Config, num_layers: int) -> Counter[str]:
     """Return the bytes of each part at the peak, the numbers of parameters `all`, `active` and the `largest`, and the
     bytes of a rank's `own` ones and `own trained` ones.
     """
-    shallow, world_size = copy.deepcopy(architecture), config.trainer.ranks
+    shallow = copy.deepcopy(architecture)
     shallow.num_hidden_layers = num_layers
     if getattr(shallow, "layer_types", None):
         shallow.layer_types = shallow.layer_types[:num_layers]
     fake, cpu = FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu")
     attention = None if config.trainer.attention == "auto" else config.trainer.attention
-    with _fake_ranks(world_size):
+    with _fake_ranks(config.trainer.ranks):
         batch = _batch(config)
         with fake:
             model: Any = AutoModelForCausalLM.from_config(
@@ -160,14 +160,14 @@ def _traced(architecture: Any, config: Config, num_layers: int) -> Counter[str]:
             # Fake parameters cannot move, and are where they belong.
             with fake, patch.object(nn.Module, "to", lambda module, *_, **__: module):
                 add_adapters(model, config.trainer.lora, base_dtype=dtype, seed=0)
-        shard_model(model, settings=config.trainer, world_size=world_size, device=cpu, compute_dtype=dtype)
+        shard_model(model, config, device=cpu)
         for parameter in model.parameters():
             own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             numbers["own"] += own.nbytes
             numbers["own trained"] += own.nbytes * parameter.requires_grad
         few = patch.object(pieces, "_pieces", lambda *sizes, cut=pieces._pieces: cut(*sizes)[:_TRACED_PIECES])
         with fake, few, _Ones():  # type: ignore[no-untyped-call]
-            learner = Learner(model, settings=config.trainer, world_size=world_size)
+            learner = Learner(model, settings=config.trainer)
             tracker = (
                 MemTracker() if not isinstance(model, FSDPModule) else FSDPMemTracker(learner.model, learner.optimizer)
             )

@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
-from areal_lite.config.sections import LoraConfig, TrainerConfig
+from areal_lite.config.sections import LoraConfig
 from areal_lite.errors import CheckpointError
 from areal_lite.train.context_parallel import NAME, check_divisible, own_part, together
 from areal_lite.train.lora import add_adapters
@@ -37,14 +37,11 @@ from areal_lite.train.tensor_parallel import split_layers
 Recipe = Config | OfflineConfig
 
 
-def load_model(
-    folder: str, config: Recipe, *, world_size: int, lora: LoraConfig | None = None, trained: bool = True
-) -> nn.Module:
+def load_model(folder: str, config: Recipe, *, lora: LoraConfig | None = None, trained: bool = True) -> nn.Module:
     """Load a causal language model spread over the ranks, each of which reads its own part; collective.
 
     Args:
-        config: The recipe: `run.device`, `model.compute_dtype`, `trainer.activation_checkpointing`.
-        world_size: Trainer ranks.
+        config: The recipe: `run.device`, `model.compute_dtype`, `trainer`.
         lora: The adapters to train in the place of its weights, which are then in the compute dtype; None = none. Each
             rank reads the whole model for them, into the host's memory.
         trained: With float32 master weights; otherwise in the compute dtype alone, without gradients. What the model
@@ -54,19 +51,19 @@ def load_model(
         CheckpointError: The folder lacks weights of the model, or has others.
     """
     dtype = torch.float32 if trained else getattr(torch, config.compute_dtype)
-    model = _load(AutoModelForCausalLM, folder, config, world_size, dtype=dtype, lora=lora)
+    model = _load(AutoModelForCausalLM, folder, config, dtype=dtype, lora=lora)
     return model if trained else model.requires_grad_(False)
 
 
-def load_value_model(folder: str, config: Recipe, *, world_size: int) -> nn.Module:
+def load_value_model(folder: str, config: Recipe) -> nn.Module:
     """Load a model with a head that gives every token one number, 0 at the start; as `load_model`.
 
     The head is new even where the folder has one: a value is not the score of another task.
     """
-    return _load(AutoModelForTokenClassification, folder, config, world_size, new_head=True, num_labels=1)
+    return _load(AutoModelForTokenClassification, folder, config, new_head=True, num_labels=1)
 
 
-def load_reward_model(folder: str, config: Recipe, *, world_size: int, pad_token_id: int) -> nn.Module:
+def load_reward_model(folder: str, config: Recipe, *, pad_token_id: int) -> nn.Module:
     """Load a model with a head that gives every sequence one score; as `load_model`.
 
     The score is 0 at the start, unless the folder is a reward model's, whose head is kept. It is read at the last token
@@ -75,14 +72,13 @@ def load_reward_model(folder: str, config: Recipe, *, world_size: int, pad_token
     architectures = AutoConfig.from_pretrained(folder).architectures or []
     new_head = not any("SequenceClassification" in name for name in architectures)
     kind = AutoModelForSequenceClassification
-    return _load(kind, folder, config, world_size, new_head=new_head, num_labels=1, pad_token_id=pad_token_id)
+    return _load(kind, folder, config, new_head=new_head, num_labels=1, pad_token_id=pad_token_id)
 
 
 def _load(
     kind: Any,
     folder: str,
     config: Recipe,
-    world_size: int,
     *,
     dtype: torch.dtype = torch.float32,
     new_head: bool = False,
@@ -100,17 +96,15 @@ def _load(
         attention = "eager" if getattr(architecture, "attn_logit_softcapping", None) else None
     if config.trainer.mesh.context > 1:
         attention = NAME
-    device, compute_dtype = torch.device(config.run.device), getattr(torch, config.compute_dtype)
-    num_parts = world_size // (config.trainer.mesh.replicate * config.trainer.mesh.tensor)
+    device = torch.device(config.run.device)
+    num_parts = config.trainer.ranks // (config.trainer.mesh.replicate * config.trainer.mesh.tensor)
 
     def shard(model: Any, *_: object) -> nn.Module:
         # A tied tensor is one before it is sharded, or it would be gathered once per name.
         model.tie_weights()
         if attention == NAME:
             check_divisible(model, config.trainer.mesh.context)
-        return shard_model(
-            model, settings=config.trainer, world_size=world_size, device=device, compute_dtype=compute_dtype
-        )
+        return shard_model(model, config, device=device)
 
     def shard_empty(model: Any, *_: object) -> nn.Module:
         return shard(model) if lora is None and _reads_in_parts(model, num_parts) else model
@@ -132,7 +126,7 @@ def _load(
     for parameter in () if head is None else head.parameters():
         nn.init.zeros_(parameter)
     if lora is not None:
-        add_adapters(model, lora, base_dtype=compute_dtype, seed=config.run.seed)
+        add_adapters(model, lora, base_dtype=getattr(torch, config.compute_dtype), seed=config.run.seed)
     if not isinstance(model, FSDPModule):
         model = shard(model)
     for module in model.modules():
@@ -179,9 +173,7 @@ def _check_keys(model: nn.Module, keys: dict[str, set[str]], *, head: nn.Module 
         )
 
 
-def shard_model(
-    model: nn.Module, *, settings: TrainerConfig, world_size: int, device: torch.device, compute_dtype: torch.dtype
-) -> nn.Module:
+def shard_model(model: nn.Module, config: Recipe, *, device: torch.device) -> nn.Module:
     """Spread the model over the ranks with FSDP2, in place: a unit per decoder layer, one for the rest.
 
     A single float32 rank has nothing to spread and nothing to cast, and is left alone: the hooks cost 4 % of a step
@@ -189,15 +181,15 @@ def shard_model(
 
     Args:
         model: Alike on all ranks, or on the meta device.
-        settings: `mesh` and `offload`.
-        world_size: Trainer ranks; their process group exists, unless it is one float32 rank without offload.
+        config: The recipe; the ranks' process group exists, unless it is one float32 rank without offload. The compute
+            dtype is of the matrix work; master weights and gradient sums stay float32.
         device: The rank's device.
-        compute_dtype: Of the matrix work; master weights and gradient sums stay float32.
     """
-    if world_size == 1 and compute_dtype == torch.float32 and not settings.offload:
+    settings, compute_dtype = config.trainer, getattr(torch, config.compute_dtype)
+    if settings.ranks == 1 and compute_dtype == torch.float32 and not settings.offload:
         return model
     copies, tensor = settings.mesh.replicate, settings.mesh.tensor
-    sizes = {"replicate": copies, "shard": world_size // (copies * tensor), "tensor": tensor}
+    sizes = {"replicate": copies, "shard": settings.ranks // (copies * tensor), "tensor": tensor}
     names = tuple(name for name, size in sizes.items() if size > 1 or name == "shard")
     mesh = init_device_mesh(device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
     if tensor > 1:

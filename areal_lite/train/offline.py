@@ -10,7 +10,6 @@ from torch import nn
 
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import PARITY_LIMITS
-from areal_lite.config.sections import LoraConfig
 from areal_lite.data.completions import load_offline
 from areal_lite.data.encode import load_tokenizer
 from areal_lite.train.checkpoint import export_model, load_checkpoint, save_checkpoint
@@ -22,34 +21,30 @@ from areal_lite.train.offline_objectives import DirectPreference, Objective, Rew
 class OfflineTrainer(OfflineLoop):
     """The loop of a recipe; `prepare`, then `load` where a run goes on, come before the first step."""
 
-    def __init__(self, config: OfflineConfig, *, model_folder: str, rank: int, world_size: int) -> None:
+    def __init__(self, config: OfflineConfig, *, model_folder: str, rank: int) -> None:
         """Load models and data; the process group exists, or there is one float32 rank.
 
         Args:
             config: The recipe; `run.steps` is the number of steps whatever `epochs` says.
             model_folder: Hugging Face folder with the initial weights and the tokenizer.
         """
-        self._config, self._model_folder = config, model_folder
+        self._model_folder = model_folder
         self._limit = PARITY_LIMITS[config.compute_dtype]
         tokenizer = load_tokenizer(model_folder, config.model)
         data = load_offline(config, tokenizer)
         self._held_out, self._checksum = OfflineRows(data.held_out), data.checksum
         padding = _padding(tokenizer) if config.command == "reward_model" else 0
         super().__init__(
-            _load(config, model_folder, padding=padding, world_size=world_size, lora=config.trainer.lora),
+            _load(config, model_folder, padding=padding),
             _objective(config),
             OfflineRows(data.train),
-            steps=config.run.steps,
-            batch_size=config.batch.batch_size,
-            seed=config.run.seed,
-            settings=config.trainer,
+            config,
             padding=padding,
             rank=rank,
-            world_size=world_size,
         )
         self._reference, folder = self.learner.model, config.preference.reference_path
         if folder is not None:
-            self._reference = load_model(folder, config, world_size=world_size, trained=False)
+            self._reference = load_model(folder, config, trained=False)
 
     def prepare(self) -> None:
         """Run the reference model, where there is one, once over all pairs; afterwards it is not needed any more."""
@@ -85,12 +80,10 @@ class OfflineTrainer(OfflineLoop):
         export_model(folder, self.learner.model, base_folder=self._model_folder, rank=self._rank, dtype=dtype)
 
 
-def _load(
-    config: OfflineConfig, folder: str, *, padding: int, world_size: int, lora: LoraConfig | None = None
-) -> nn.Module:
+def _load(config: OfflineConfig, folder: str, *, padding: int) -> nn.Module:
     if config.command == "reward_model":
-        return load_reward_model(folder, config, world_size=world_size, pad_token_id=padding)
-    return load_model(folder, config, world_size=world_size, lora=lora)
+        return load_reward_model(folder, config, pad_token_id=padding)
+    return load_model(folder, config, lora=config.trainer.lora)
 
 
 def _objective(config: OfflineConfig) -> Objective:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from areal_lite.config.sections import TrainerConfig
+from areal_lite.config.offline import OfflineConfig
 from areal_lite.data.completions import Example
 from areal_lite.train.distributed import device_of, sum_over_ranks
 from areal_lite.train.micro_batch import TokenRows, equalise, micro_batch, pack_rows
@@ -39,38 +39,30 @@ class OfflineLoop:
         model: nn.Module,
         objective: Objective,
         rows: OfflineRows,
+        config: OfflineConfig,
         *,
-        steps: int,
-        batch_size: int,
-        seed: int,
-        settings: TrainerConfig,
         padding: int = 0,
         rank: int = 0,
-        world_size: int = 1,
     ) -> None:
         """Prepare a run.
 
         Args:
             model: A transformers model, sharded over the ranks if there are several; trained in place.
             rows: At least `batch_size` examples; all with one completion, or all with two.
-            steps: Optimiser updates of the whole run.
-            batch_size: Examples of an update over all ranks, at least `world_size`.
-            seed: Of the order of examples, which are shuffled anew in each epoch.
-            settings: Optimiser, learning rate and micro-batches.
+            config: Steps, batch size, the seed of the order of examples, which are shuffled anew in each epoch, and
+                the trainer.
             padding: Token id behind shorter rows.
         """
-        row_rank, row_ranks = rank // settings.mesh.same_rows, world_size // settings.mesh.same_rows
-        if not row_ranks <= batch_size <= len(rows.examples):
+        settings, batch_size = config.trainer, config.batch.batch_size
+        if batch_size > len(rows.examples):
             raise ValueError(
-                f"batch_size must be between the number of ranks, {row_ranks}, and of examples, "
-                f"{len(rows.examples)}, got {batch_size}"
+                f"batch_size must be at most the number of examples, {len(rows.examples)}, got {batch_size}"
             )
-        self.learner = Learner(model, settings=settings, world_size=world_size)
+        self.learner = Learner(model, settings=settings)
         self.progress = 0
         """Grows with every forward pass, for whoever watches for stalls."""
-        self._objective, self._rows, self._settings = objective, rows, settings
-        self._steps, self._batch_size, self._seed, self._padding = steps, batch_size, seed, padding
-        self._rank, self._mine = rank, slice(row_rank, None, row_ranks)
+        self._objective, self._rows, self._config, self._padding = objective, rows, config, padding
+        self._rank, self._mine = rank, slice(rank // settings.mesh.same_rows, None, settings.row_ranks)
         self._device = device_of(model)
         self.seek(0)
 
@@ -86,10 +78,10 @@ class OfflineLoop:
         Args:
             progress: Called after each step with (steps done, steps in all, loss of the step).
         """
-        while self.version < self._steps:
+        while self.version < self._config.run.steps:
             loss = self.step()["loss"]
             if progress is not None:
-                progress(self.version, self._steps, loss)
+                progress(self.version, self._config.run.steps, loss)
 
     def step(self) -> dict[str, float]:
         """Train one batch; collective.
@@ -98,7 +90,7 @@ class OfflineLoop:
             `loss` and the objective's figures, means over the batch before the update; `tokens` trained on; `lr`,
             `grad_norm` before clipping, and `step_skipped`, 1 where it was not finite and nothing was learned.
         """
-        lr = learning_rate(self.version, total_steps=self._steps, settings=self._settings)
+        lr = learning_rate(self.version, total_steps=self._config.run.steps, settings=self._config.trainer)
         parts = self._parts(self._rows, next(self._batches))
         weight, num_tokens = self._weigh(parts)
         sums: list[Tensor] = []
@@ -153,11 +145,11 @@ class OfflineLoop:
 
     def _all_batches(self) -> Iterator[list[int]]:
         """Yield each update's examples of this rank, for ever."""
-        rng = np.random.default_rng(self._seed)
+        rng, size = np.random.default_rng(self._config.run.seed), self._config.batch.batch_size
         while True:
             order = rng.permutation(len(self._rows.examples)).tolist()
-            for start in range(0, len(order) - self._batch_size + 1, self._batch_size):
-                yield order[start : start + self._batch_size][self._mine]
+            for start in range(0, len(order) - size + 1, size):
+                yield order[start : start + size][self._mine]
 
     def _parts(self, rows: OfflineRows, chosen: Sequence[int]) -> list[Part]:
         """Split examples into forward passes, the completions of an example in one; collective."""
@@ -165,7 +157,7 @@ class OfflineLoop:
         num_completions = len(rows.examples[0].completions) if rows.examples else 1
         token_rows = TokenRows((example.prompt, output) for example in examples for output in example.completions)
         lengths = [len(example.prompt) + max(map(len, example.completions)) for example in examples]
-        groups = pack_rows(lengths, max_tokens=self._settings.micro_batch_tokens // num_completions)
+        groups = pack_rows(lengths, max_tokens=self._config.trainer.micro_batch_tokens // num_completions)
         row_groups = [
             [index * num_completions + k for index in group for k in range(num_completions)] for group in groups
         ]

@@ -38,7 +38,7 @@ class Update:
 class Learner:
     """A model with its AdamW optimiser."""
 
-    def __init__(self, model: nn.Module, *, settings: TrainerConfig, world_size: int) -> None:
+    def __init__(self, model: nn.Module, *, settings: TrainerConfig) -> None:
         self.model = model
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # Tensor operations on lists take those of one mesh.
@@ -52,8 +52,7 @@ class Learner:
             weight_decay=settings.weight_decay,
             fused=True,
         )
-        self._max_grad_norm, self._reduce_every = settings.max_grad_norm, settings.reduce_every
-        self._num_shares = world_size // settings.mesh.tensor
+        self.settings = settings
         # What AdamW would make on its first step, so that a checkpoint before it is like any other.
         for parameter in trained:
             self.optimizer.state[parameter] = {
@@ -69,14 +68,14 @@ class Learner:
             shares: Their losses, of all micro-batches and all ranks, add up to the loss of the update. Equally many on
                 every rank.
         """
-        figures, waiting = [], list(shares)
+        figures, waiting, num_shares = [], list(shares), self.settings.ranks // self.settings.mesh.tensor
         while waiting:
             loss, logged = waiting.pop(0)()
             figures.append(logged)
             if isinstance(self.model, FSDPModule):
-                self.model.set_requires_gradient_sync(not waiting or self._reduce_every == "micro_batch")
+                self.model.set_requires_gradient_sync(not waiting or self.settings.reduce_every == "micro_batch")
             # FSDP averages gradients over the ranks; the shares are to be added.
-            (loss * self._num_shares).backward()  # type: ignore[no-untyped-call]
+            (loss * num_shares).backward()  # type: ignore[no-untyped-call]
         grad_norm = self._clip_gradients()
         applied = math.isfinite(grad_norm)
         if applied:
@@ -95,7 +94,7 @@ class Learner:
         ]
         norm = math.hypot(*(float(each.full_tensor() if isinstance(each, DTensor) else each) for each in norms))
         for group in groups:
-            clip_grads_with_norm_(group, self._max_grad_norm, torch.tensor(norm), foreach=True)
+            clip_grads_with_norm_(group, self.settings.max_grad_norm, torch.tensor(norm), foreach=True)
         return norm
 
 

@@ -57,18 +57,17 @@ def load_documents(path: str, *, tokenizer: Any, max_tokens: int) -> list[list[i
 class PtxDocuments:
     """The documents, and which of them an update sees: a function of seed, version and minibatch alone."""
 
-    def __init__(self, config: Config, *, tokenizer_folder: str, rank: int, world_size: int) -> None:
+    def __init__(self, config: Config, *, tokenizer_folder: str, rank: int) -> None:
         """Load the documents; every rank holds all of them.
 
         Raises:
             ConfigError: The file cannot be read.
             DataError: It holds no documents, or one that cannot be tokenised.
         """
-        assert config.objective.ptx_path is not None
-        self._config, self._rank, self._world_size = config, rank, world_size
+        self._config, self._mine = config, slice(rank // config.trainer.mesh.same_rows, None, config.trainer.row_ranks)
         self._device = torch.device(config.run.device)
         self._documents = load_documents(
-            config.objective.ptx_path,
+            str(config.objective.ptx_path),  # a recipe without one is refused before
             tokenizer=AutoTokenizer.from_pretrained(tokenizer_folder),
             max_tokens=config.model.max_context,
         )
@@ -76,7 +75,7 @@ class PtxDocuments:
     def shares(self, model: nn.Module, *, version: int, minibatch: int) -> list[Share]:
         """Return this rank's shares of `ptx_coef * mean of - log pi(token)` over an update's documents; collective."""
         chosen = self._choose(version=version, minibatch=minibatch)
-        mine = TokenRows((document[:1], document[1:]) for document in chosen[self._rank :: self._world_size])
+        mine = TokenRows((document[:1], document[1:]) for document in chosen[self._mine])
         max_tokens = self._config.trainer.micro_batch_tokens
         (parts,) = split_micro_batches(mine, [range(len(mine))], max_tokens=max_tokens, device=self._device)
         logprobs = logprobs_of(torch.from_numpy(mine.output_ids).to(self._device), temperature=1.0)

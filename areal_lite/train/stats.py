@@ -2,7 +2,7 @@
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from areal_lite.record.metrics import METRICS, Reduction
 from areal_lite.record.quarters import EDGES, LENGTHS
 from areal_lite.train.batch import PolicyBatch
 from areal_lite.train.distributed import max_over_ranks, sum_over_ranks
+from areal_lite.train.optimiser import Update
 from areal_lite.types import Shard, StopReason
 
 COUNTS = {
@@ -43,22 +44,21 @@ class StepTally:
             join = max if _REDUCTIONS[name] is Reduction.MAX else operator.add
             self._values[name] = None if value is None else join(value, self[name])
 
-    def add_figures(self, figures: Sequence[Mapping[str, Tensor]], *, applied: bool = True) -> None:
-        """Join what the micro-batches of an update returned, as their metrics declare.
+    def add_update(self, update: Update, **counts: float) -> None:
+        """Join what the micro-batches of an update returned, as their metrics declare, and what it counts for.
 
-        Args:
-            figures: Scalars by the names of their metrics, of each micro-batch.
-            applied: Whether it was; of an update that was not, only the largest values count.
+        Of an update that was not applied, the largest values count alone, and that it was skipped.
         """
-        joined: dict[str, Tensor] = {}
+        figures, joined = update.figures, dict[str, Tensor]()
         for name in {name: None for one in figures for name in one}:  # each once, in order
             values = torch.stack([one[name] for one in figures if name in one])
             if _REDUCTIONS[name] is Reduction.MAX:
                 joined[name] = values.max().double()
-            elif applied:
+            elif update.applied:
                 joined[name] = values.sum().double()
         if joined:
             self.add(**dict(zip(joined, torch.stack(list(joined.values())).tolist(), strict=True)))
+        self.add(**(counts if update.applied else {"step_skipped": 1}))
 
     def add_tokens(self, ages: Sequence[int]) -> None:
         """Count the loss-mask tokens of an applied update by their ages."""

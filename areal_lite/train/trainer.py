@@ -22,7 +22,7 @@ from areal_lite.errors import LedgerError
 from areal_lite.train.advantages import batch_advantages, find_advantage_function
 from areal_lite.train.batch import PolicyBatch
 from areal_lite.train.checkpoint import export_model, load_checkpoint, save_checkpoint
-from areal_lite.train.critic import Critic, explained_variance
+from areal_lite.train.critic import explained_variance, load_critic, update_critic
 from areal_lite.train.micro_batch import TokenRows, split_micro_batches
 from areal_lite.train.model import load_model
 from areal_lite.train.objective import KLCoefficient, UpdateLoss, find_loss_function, weigh_tokens
@@ -36,7 +36,7 @@ from areal_lite.types import Shard
 class Trainer:
     """The policy, its optimiser, the models that the objective needs beside it, and the trainer step."""
 
-    def __init__(self, config: Config, *, model_folder: str, rank: int, world_size: int) -> None:
+    def __init__(self, config: Config, *, model_folder: str, rank: int) -> None:
         """Load the models and spread them over the ranks; the process group exists, or there is one float32 rank.
 
         Args:
@@ -50,31 +50,24 @@ class Trainer:
         self._device = torch.device(config.run.device)
         self._policy_term, self._compare = find_loss_function(objective), find_advantage_function(objective)
         lora = config.trainer.lora
-        self.model = load_model(model_folder, config, world_size=world_size, lora=lora)
+        self.model = load_model(model_folder, config, lora=lora)
         """The transformers model; its parameters are DTensors where FSDP2 is on."""
-        self._learner = Learner(self.model, settings=config.trainer, world_size=world_size)
+        self._learner = Learner(self.model, settings=config.trainer)
         self._reference: nn.Module | None = None
         if objective.kl != "none":
             self._reference = self.model
             if lora is None or objective.reference_path is not None:  # else it is the model without its adapters
                 folder = objective.reference_path or model_folder
-                self._reference = load_model(folder, config, world_size=world_size, trained=False)
-        self._critic: Critic | None = None
-        if objective.baseline == "critic":
-            self._critic = Critic(config, model_folder=model_folder, world_size=world_size)
-        self._ptx: PtxDocuments | None = None
-        if objective.ptx_coef > 0:
-            same = config.trainer.mesh.same_rows
-            place = {"rank": rank // same, "world_size": world_size // same}
-            self._ptx = PtxDocuments(config, tokenizer_folder=model_folder, **place)
+                self._reference = load_model(folder, config, trained=False)
+        self._critic = load_critic(config, model_folder=model_folder) if objective.baseline == "critic" else None
+        self._ptx = PtxDocuments(config, tokenizer_folder=model_folder, rank=rank) if objective.ptx_coef > 0 else None
         self._kl = KLCoefficient(objective.kl_coef, target=objective.kl_target)
         self._proximal_kl = KLCoefficient(objective.proximal_kl_coef, target=objective.proximal_kl_target)
         self.version = 0
         """Number of completed trainer steps."""
         self.progress = 0
         """Grows with every forward pass, for whoever watches for stalls."""
-        critic = None if self._critic is None else self._critic.model
-        for model in {model for model in (self.model, self._reference, critic) if model is not None}:
+        for model in filter(None, {self.model, self._reference, self._critic.model if self._critic else None}):
             model.register_forward_pre_hook(self._count_pass)
 
     def train_step(self, shard: Shard) -> dict[str, Any]:
@@ -96,7 +89,7 @@ class Trainer:
             with _timed(tally, "prepare_s"):
                 batch = PolicyBatch.from_shard(shard, config=config, device=self._device)
             with _timed(tally, "proximal_s"):
-                critic = None if self._critic is None else self._critic.model
+                critic = self._critic.model if self._critic else None
                 score_batch(batch, policy=self.model, reference=self._reference, critic=critic, config=config)
             with _timed(tally, "prepare_s"):
                 figures = batch_advantages(batch, config=config, kl_coef=self._kl.value, compare=self._compare)
@@ -144,7 +137,7 @@ class Trainer:
             version=self.version,
             rank=self._rank,
             limit=self._config.parity_limit,
-            critic=self._critic_learner,
+            critic=self._critic,
             coefficients={"kl": self._kl.value, "proximal_kl": self._proximal_kl.value},
         )
 
@@ -155,7 +148,7 @@ class Trainer:
             CheckpointError: It is missing or broken, of another model, without the critic that the recipe has, or the
                 model does not say what it said when it was saved.
         """
-        limit, critic = self._config.parity_limit, self._critic_learner
+        limit, critic = self._config.parity_limit, self._critic
         self.version, saved = load_checkpoint(folder, self._learner, rank=self._rank, limit=limit, critic=critic)
         self._kl.restore(saved.get("kl"))
         self._proximal_kl.restore(saved.get("proximal_kl"))
@@ -164,10 +157,6 @@ class Trainer:
         """Write a Hugging Face folder with weights (`model.export_dtype`) and tokenizer."""
         dtype = self._config.model.export_dtype
         export_model(folder, self.model, base_folder=self._model_folder, rank=self._rank, dtype=dtype)
-
-    @property
-    def _critic_learner(self) -> Learner | None:
-        return None if self._critic is None else self._critic.learner
 
     def _count_pass(self, *_: object) -> None:
         self.progress += 1
@@ -178,9 +167,8 @@ class Trainer:
         if self._critic is None or self.version >= self._config.critic.warmup_steps:
             self._update_policy(batch, number, tally)
         if self._critic is not None:
-            update = self._critic.update(batch, batch.updates[number], version=self.version)
-            tally.add_figures(update.figures, applied=update.applied)
-            tally.add(**({"critic_updates": 1} if update.applied else {"step_skipped": 1}))
+            update = update_critic(self._critic, batch, number, config=self._config, version=self.version)
+            tally.add_update(update, critic_updates=1)
 
     def _update_policy(self, batch: PolicyBatch, number: int, tally: StepTally) -> None:
         loss_of = UpdateLoss(
@@ -196,13 +184,10 @@ class Trainer:
         if self._ptx is not None:
             shares += self._ptx.shares(self.model, version=self.version, minibatch=number)
         update = self._learner.update(shares, lr=self._lr)
-        tally.add_figures(update.figures, applied=update.applied)
-        if not update.applied:
-            tally.add(step_skipped=1)
-            return
-        places_T = torch.cat([part.tokens_T for part in batch.updates[number]])
-        tally.add_tokens(batch.tokens.ages_T[places_T][batch.tokens.loss_mask_T[places_T]].tolist())
-        tally.add(policy_updates=1, grad_norm=update.grad_norm, ptx_updates=int(self._ptx is not None))
+        tally.add_update(update, policy_updates=1, grad_norm=update.grad_norm, ptx_updates=int(self._ptx is not None))
+        if update.applied:
+            places_T = torch.cat([part.tokens_T for part in batch.updates[number]])
+            tally.add_tokens(batch.tokens.ages_T[places_T][batch.tokens.loss_mask_T[places_T]].tolist())
 
     @property
     def _lr(self) -> float:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
-from areal_lite.config.sections import TrainerConfig, WarmStartConfig
+from areal_lite.config.sections import WarmStartConfig
 from areal_lite.data.completions import Example
 from areal_lite.data.demonstrations import Demonstration, alphabet, demonstrations, turn_examples
 from areal_lite.data.tokenizer import build_char_tokenizer
@@ -81,18 +81,14 @@ def _content_hash(config: Config | OfflineConfig, shown: Sequence[Demonstration]
 
 
 def _learn(model: Any, examples: Sequence[Example], *, settings: WarmStartConfig, progress: Progress | None) -> None:
-    trainer = TrainerConfig(
-        lr=settings.lr, schedule="cosine", warmup_steps=min(20, settings.steps), micro_batch_tokens=1024
-    )
-    loop = OfflineLoop(
-        model,
-        Supervised(),
-        OfflineRows(examples),
-        steps=settings.steps,
-        batch_size=settings.batch_size,
-        seed=settings.seed,
-        settings=trainer,
-    )
+    warmup_steps = min(20, settings.steps)
+    recipe = {
+        "command": "sft",
+        "run": {"steps": settings.steps, "seed": settings.seed},
+        "sft": {"batch_size": settings.batch_size},
+        "trainer": {"lr": settings.lr, "schedule": "cosine", "warmup_steps": warmup_steps, "micro_batch_tokens": 1024},
+    }
+    loop = OfflineLoop(model, Supervised(), OfflineRows(examples), OfflineConfig.model_validate(recipe))
     num_threads = torch.get_num_threads()
     torch.set_num_threads(min(num_threads, _MAX_THREADS))
     try:

@@ -29,27 +29,17 @@ class VerifierWorker(LeaseWorker):
     """Moves groups from `generated` to `ready`."""
 
     def __init__(
-        self,
-        client: "AsyncQueueClient",
-        pool: VerifierSet,
-        *,
-        name: str,
-        events: EventBuffer,
-        lease_limit: int,
-        decode: Decode,
-        heartbeat_s: float = 2.0,
+        self, client: "AsyncQueueClient", pool: VerifierSet, *, events: EventBuffer, decode: Decode, heartbeat_s: float
     ) -> None:
-        """Prepare, as a `LeaseWorker`.
+        """Prepare, as a `LeaseWorker` that is called as the lane of its events.
 
         Args:
             pool: Started; the caller closes it.
             events: Gets one `verify` event per scored group.
-            lease_limit: Groups held at the same time.
             decode: Gives a sample's text back from its tokens; called where a verifier rewards steps, in a thread.
         """
-        super().__init__(client, name=name, heartbeat_s=heartbeat_s)
-        self._pool, self._events = pool, events
-        self._lease_limit, self._decode = lease_limit, decode
+        super().__init__(client, name=events.lane, heartbeat_s=heartbeat_s)
+        self._pool, self._events, self._decode = pool, events, decode
         self._num_groups = 0
 
     def gauges(self) -> dict[str, Any]:
@@ -57,7 +47,7 @@ class VerifierWorker(LeaseWorker):
         return {**self._pool.gauges(), "groups": self._num_groups, "held": len(self._held)}
 
     def _room(self) -> int:
-        return self._lease_limit - len(self._held)
+        return self._pool.groups_at_once - len(self._held)
 
     async def _ask(self, limit: int) -> list[Lease]:
         return await self._client.lease_verify(worker=self._name, limit=limit, wait_s=_LEASE_WAIT_S)

@@ -20,7 +20,6 @@ from areal_lite.launch.bench.harness import CONSOLE, finish, ratios, say, target
 from areal_lite.launch.bench.view import Row
 from areal_lite.rollout.agents import Agent
 from areal_lite.rollout.endpoint import Endpoint
-from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.runner import Workflows
 from areal_lite.rollout.worker import RolloutWorker
 from areal_lite.rollout.workflows import multi_turn
@@ -121,19 +120,8 @@ async def _measure(
     """Return tokens/s and the share of slots that were taken."""
     rollout, clock, (side, latency_s) = config.rollout, asyncio.get_running_loop().time, case
     workflows = _workflows(settings, config, side, latency_s)
-    worker = RolloutWorker(
-        lender,  # type: ignore[arg-type]  # in the place of a client
-        engine,
-        name="rollout/0",
-        samples_per_group=config.queue.samples_per_group,
-        slots=rollout.slots,
-        sampling=Sampling(max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature),
-        run_seed=config.run.seed,
-        heartbeat_s=1.0,
-        events=EventBuffer("rollout/0"),
-        workflows=workflows,
-        max_episodes=rollout.max_episodes,
-    )
+    client: Any = lender  # in the place of one
+    worker = RolloutWorker(client, engine, config, events=EventBuffer("rollout/0"), workflows=workflows)
     if side != "workflow":
         await workflows.endpoint.start()
     begin = clock() + settings.warm_s

@@ -236,7 +236,7 @@ class _Side:
         # The mark of the highest memory forgets what the imports took.
         Path("/proc/self/clear_refs").write_text("5")
         self._base_kb = _status_kb("VmRSS")
-        make = functools.partial(Trainer, rank=0, world_size=1) if side == OURS else PaddedLoop
+        make = functools.partial(Trainer, rank=0) if side == OURS else PaddedLoop
         self._loop: Any = make(config, model_folder=folder)
         self._loop.model.register_forward_pre_hook(self._count, with_kwargs=True)
 
@@ -302,7 +302,7 @@ def _make_batches(config: Config, folder: Path, *, count: int) -> list[Shard]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     prompts, size = load_source(config, tokenizer, "train"), queue.samples_per_group
     torch.set_num_threads(config.trainer.threads)
-    trainer = Trainer(config, model_folder=str(folder), rank=0, world_size=1)
+    trainer = Trainer(config, model_folder=str(folder), rank=0)
     batches = []
     for number in range(count):
         chosen = [prompts[place] for place in rng.integers(0, len(prompts), queue.groups_per_step)]

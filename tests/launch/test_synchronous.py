@@ -25,6 +25,7 @@ from areal_lite.data.cursor import PromptCursor
 from areal_lite.data.prompts import load_source
 from areal_lite.events import EventBuffer
 from areal_lite.rollout.engine import GenerationEngine, Sampling
+from areal_lite.rollout.runner import Workflows
 from areal_lite.rollout.worker import RolloutWorker, sample_seed
 from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
@@ -48,7 +49,7 @@ def make_cursor(config: Config) -> PromptCursor:
 
 
 def make_trainer(config: Config) -> Trainer:
-    return Trainer(config, model_folder=config.model.path, rank=0, world_size=1)
+    return Trainer(config, model_folder=config.model.path, rank=0)
 
 
 # The plain loop
@@ -132,20 +133,8 @@ async def working(config: Config, engine: GenerationEngine, access: QueueAccess)
     client = AsyncQueueClient(access, timeout_s=SOON_S)
     pool = VerifierSet(config.verifier.model_copy(update={"processes": 2, "timeout_s": SOON_S}))
     await pool.start()
-    rollout = RolloutWorker(
-        client,
-        engine,
-        name="rollout/0",
-        samples_per_group=config.queue.samples_per_group,
-        slots=config.rollout.slots,
-        sampling=Sampling(max_new_tokens=config.rollout.max_new_tokens, temperature=config.rollout.temperature),
-        run_seed=config.run.seed,
-        heartbeat_s=1.0,
-        events=EventBuffer("rollout/0"),
-    )
-    verifier = VerifierWorker(
-        client, pool, name="verifier/0", events=EventBuffer("verifier/0"), lease_limit=4, decode=lambda _: ""
-    )
+    rollout = RolloutWorker(client, engine, config, events=EventBuffer("rollout/0"), workflows=Workflows())
+    verifier = VerifierWorker(client, pool, events=EventBuffer("verifier/0"), decode=lambda _: "", heartbeat_s=2.0)
     runs = [asyncio.create_task(rollout.run()), asyncio.create_task(verifier.run())]
     try:
         yield

@@ -47,7 +47,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("real")
     save_tiny_model(folder / "start")
     config = make_config(objective={"preset": "ppo"}, critic={"lr": 1e-2})
-    trainer = Trainer(config, model_folder=str(folder / "start"), rank=0, world_size=1)
+    trainer = Trainer(config, model_folder=str(folder / "start"), rank=0)
     trainer.train_step(make_shard(make_rows(version=0), version=0))
 
     def save(path: Path) -> None:

@@ -83,7 +83,7 @@ def measure(family: str) -> dict[str, Any]:
         folder, config = save_family(family, temporary), make_config("gloo")
         with vllm_engine(config, folder) as (engine, background):
             pair = Pair(engine, background, transport="gloo", model_folder=folder)
-            pair.model = load_model(folder, config, world_size=1).eval()
+            pair.model = load_model(folder, config).eval()
             score = [background.call(engine.score(prompt, output)) for prompt, output in SEQUENCES]
             before = expected_logprobs(pair.model, SEQUENCES)
             loaded = largest_difference(score, before)

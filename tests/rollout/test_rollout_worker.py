@@ -9,9 +9,11 @@ import pytest
 from queue_builders import connected, serving
 from scripted_engine import ScriptedEngine
 
+from areal_lite.config.recipe import parse_config
 from areal_lite.errors import EngineError, LedgerError, QueueTimeout, WireError
 from areal_lite.events import EventBuffer
 from areal_lite.rollout.engine import Sampling
+from areal_lite.rollout.runner import Workflows
 from areal_lite.rollout.worker import RolloutWorker, sample_seed
 from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.client import AsyncQueueClient
@@ -20,7 +22,6 @@ from areal_lite.types import Group, Lease, Prompt, Sample, Score, StopReason
 T = TypeVar("T")
 
 PATIENCE_S = 30.0
-LONG = Sampling(max_new_tokens=40, temperature=1.0)
 RARE_END = 10**6
 """A vocabulary in which the end-of-sequence token does not come up: every sample has the full length."""
 
@@ -107,12 +108,13 @@ class HeldEngine(ScriptedEngine):
             self.running -= 1
 
 
-def make_worker(client: Any, engine: Any, **changes: Any) -> tuple[RolloutWorker, EventBuffer]:
+def make_worker(
+    client: Any, engine: Any, *, samples_per_group: int = 2, workflows: Workflows | None = None, **rollout: Any
+) -> tuple[RolloutWorker, EventBuffer]:
     """Two samples a group, four slots, a heartbeat every few milliseconds."""
-    events = EventBuffer("rollout/0")
-    options: dict[str, Any] = {"samples_per_group": 2, "slots": 4, "run_seed": 0, "heartbeat_s": 0.005}
-    options |= {"sampling": Sampling(max_new_tokens=8, temperature=1.0)} | changes
-    return RolloutWorker(client, engine, name="rollout/0", events=events, **options), events
+    events, queue = EventBuffer("rollout/0"), {"samples_per_group": samples_per_group, "lease_timeout_s": 0.025}
+    config = parse_config({"queue": queue, "rollout": {"slots": 4, "max_new_tokens": 8, **rollout}})
+    return RolloutWorker(client, engine, config, events=events, workflows=workflows or Workflows()), events
 
 
 def run(scenario: Callable[[], Awaitable[T]]) -> T:
@@ -221,7 +223,7 @@ def test_tokens_carry_the_version_that_the_engine_stamped() -> None:
     async def scenario() -> tuple[int, list[Sample], list[Any]]:
         client = FakeQueue([make_lease(0), make_lease(1)])
         engine = ScriptedEngine(vocab_size=RARE_END)
-        worker, events = make_worker(client, engine, sampling=LONG)
+        worker, events = make_worker(client, engine, max_new_tokens=40)
         running = asyncio.create_task(worker.run())
         while engine.tokens_generated < 30:
             await asyncio.sleep(0)

@@ -37,7 +37,7 @@ def recipe(**sections: Any) -> Config:
 
 
 def make_trainer(model_folder: str, config: Config) -> Trainer:
-    trainer = Trainer(config, model_folder=model_folder, rank=0, world_size=1)
+    trainer = Trainer(config, model_folder=model_folder, rank=0)
     trainer.version = VERSION
     return trainer
 

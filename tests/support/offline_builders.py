@@ -33,9 +33,9 @@ def offline_config(
     return parse_section(raw, OfflineConfig)
 
 
-def offline_trainer(config: OfflineConfig, *, rank: int = 0, world_size: int = 1) -> OfflineTrainer:
+def offline_trainer(config: OfflineConfig, *, rank: int = 0) -> OfflineTrainer:
     """Load the recipe's model as one rank does, with the reference it names."""
-    return OfflineTrainer(config, model_folder=config.model.path, rank=rank, world_size=world_size)
+    return OfflineTrainer(config, model_folder=config.model.path, rank=rank)
 
 
 def _row(index: int) -> dict[str, str]:

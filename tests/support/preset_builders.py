@@ -29,7 +29,7 @@ def config_of(sections: dict[str, Any], reference_folder: str | None = None) -> 
 
 
 def make_trainer(model_folder: str, config: Config) -> Trainer:
-    trainer = Trainer(config, model_folder=model_folder, rank=0, world_size=1)
+    trainer = Trainer(config, model_folder=model_folder, rank=0)
     trainer.version = 5
     return trainer
 

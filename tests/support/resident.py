@@ -47,7 +47,7 @@ def shard(version: int, *, width: int, rows: int) -> Shard:
 
 def train(folder: str, *, width: int, rows: int) -> Trainer:
     """Train two steps, and look at the second."""
-    trainer = Trainer(recipe(width=width, rows=rows), model_folder=folder, rank=0, world_size=1)
+    trainer = Trainer(recipe(width=width, rows=rows), model_folder=folder, rank=0)
     for version in range(2):
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak
         trainer.train_step(shard(version, width=width, rows=rows))

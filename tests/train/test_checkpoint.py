@@ -26,7 +26,7 @@ PPO = {"objective": {"preset": "ppo", "kl_target": 1e-3}, "critic": {"lr": 1e-2}
 
 
 def make_trainer(model_folder: str, **sections: Any) -> Trainer:
-    return Trainer(make_config(**sections), model_folder=model_folder, rank=0, world_size=1)
+    return Trainer(make_config(**sections), model_folder=model_folder, rank=0)
 
 
 def shard(version: int) -> Shard:
@@ -268,8 +268,8 @@ def cross(rank: int, world_size: int, model_folder: str, folder: str) -> None:
 
     These offload, and the one does not.
     """
-    config = make_config(**PPO, trainer={"offload": True})
-    trainer = Trainer(config, model_folder=model_folder, rank=rank, world_size=world_size)
+    config = make_config(**PPO, trainer={"offload": True, "ranks": 2})
+    trainer = Trainer(config, model_folder=model_folder, rank=rank)
     trainer.load(Path(folder) / "one")
     torch.save(full_state(trainer), Path(folder) / f"loaded-{rank}.pt")
     mine = [row for index, row in enumerate(make_rows(version=1, seed=1)) if index // 2 % 2 == rank]

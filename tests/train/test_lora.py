@@ -26,7 +26,7 @@ SEQUENCE = ((2, 3), (4, 5, 6))
 
 
 def make_trainer(model_folder: str, **sections: Any) -> Trainer:
-    return Trainer(make_config(trainer=LORA, **sections), model_folder=model_folder, rank=0, world_size=1)
+    return Trainer(make_config(trainer=LORA, **sections), model_folder=model_folder, rank=0)
 
 
 def shard(version: int) -> Shard:
@@ -114,8 +114,8 @@ def train_on_ranks(rank: int, world_size: int, model_folder: str, out: str, dtyp
     """Train a step on this rank's half of the rows, export, and write down what is sent and what the model says."""
     from areal_lite.weights.publisher import CastSource
 
-    config = make_config(trainer=LORA, model={"compute_dtype": dtype})
-    trainer = Trainer(config, model_folder=model_folder, rank=rank, world_size=world_size)
+    config = make_config(trainer={**LORA, "ranks": world_size}, model={"compute_dtype": dtype})
+    trainer = Trainer(config, model_folder=model_folder, rank=rank)
     rows = [row for index, row in enumerate(make_rows(version=0)) if index // 2 % world_size == rank]
     trainer.train_step(make_shard(rows, version=0, rank=rank))
     kinds = {(value.requires_grad, value.dtype) for value in trainer.model.parameters()}

@@ -57,8 +57,8 @@ ALL = {name: group for group, layouts in LAYOUTS.items() for name in layouts}
 
 def recipe(sections: dict[str, dict[str, Any]], world_size: int) -> Config:
     """Build a recipe; one rank has no mesh, and nothing is offloaded."""
-    alone = {"mesh": {}, "ranks": 1, "offload": False} if world_size == 1 else {}
-    return make_config(**{**sections, "trainer": sections.get("trainer", {}) | alone})
+    alone = {"mesh": {}, "offload": False} if world_size == 1 else {}
+    return make_config(**{**sections, "trainer": sections.get("trainer", {}) | alone | {"ranks": world_size}})
 
 
 def train(rank: int, world_size: int, model_folder: str, out: str, group: str) -> None:
@@ -67,7 +67,7 @@ def train(rank: int, world_size: int, model_folder: str, out: str, group: str) -
         pieces._PIECE_ELEMENTS = 3 * VOCABULARY
     for name, sections in LAYOUTS[group].items():
         config = recipe(sections, world_size)
-        trainer = Trainer(config, model_folder=model_folder, rank=rank, world_size=world_size)
+        trainer = Trainer(config, model_folder=model_folder, rank=rank)
         folder = Path(out) / name
         row_rank, row_ranks = (part // config.trainer.mesh.same_rows for part in (rank, world_size))
         for version in range(2):
@@ -121,7 +121,7 @@ def test_every_layout_learns_what_one_rank_learns(outputs: tuple[Path, Path], na
     for key, value in expected.items():
         if not key.endswith("_s"):
             assert got[key] == (pytest.approx(value, rel=1e-3, abs=1e-4) if isinstance(value, float) else value), key
-    back = Trainer(recipe(LAYOUTS[ALL[name]][name], 1), model_folder=model_folder, rank=0, world_size=1)
+    back = Trainer(recipe(LAYOUTS[ALL[name]][name], 1), model_folder=model_folder, rank=0)
     back.load(outputs[1] / name / "checkpoint")
     assert back.version == 2
     torch.testing.assert_close(full_state(back), several["state"], atol=0, rtol=0)

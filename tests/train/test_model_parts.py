@@ -1,6 +1,5 @@
 """Models that two real ranks (processes, gloo, FSDP2) load, each its own part, against transformers' plain load."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +92,14 @@ def check(rank: int, world_size: int, folder: str) -> None:
         Reader.read, found_empty = 0, []
         seen = model_module.shard_model
 
-        def look(model: nn.Module, seen: Callable[..., nn.Module] = seen, to: list[bool] = found_empty, **options: Any):
+        def look(
+            model: nn.Module, *config: Any, seen: Any = seen, to: list[bool] = found_empty, **options: Any
+        ) -> nn.Module:
             to.append(all(weight.is_meta for weight in model.parameters()))
-            return seen(model, **options)
+            return seen(model, *config, **options)
 
         model_module.shard_model = look
-        model: Any = load_model(path, make_config(), world_size=world_size)
+        model: Any = load_model(path, make_config(trainer={"ranks": world_size}))
         model_module.shard_model = seen
         size = sum(value.nbytes for value in load_file(f"{path}/model.safetensors").values())
         assert found_empty == [name not in WHOLE], name
@@ -132,9 +133,9 @@ def check_equal(model: Any, plain: PreTrainedModel, name: str) -> None:
 
 def check_reference(path: str, world_size: int) -> None:
     """A reference without float32 weights computes what the policy does, bit for bit."""
-    config = make_config(model={"compute_dtype": "bfloat16"})
-    policy = load_model(path, config, world_size=world_size)
-    reference = load_model(path, config, world_size=world_size, trained=False)
+    config = make_config(model={"compute_dtype": "bfloat16"}, trainer={"ranks": world_size})
+    policy = load_model(path, config)
+    reference = load_model(path, config, trained=False)
     rows = TokenRows([((2, 3), (4, 5, 6)), ((7,), (8, 1))])
     (parts,) = split_micro_batches(rows, [range(2)], max_tokens=64, device=torch.device("cpu"))
     output = logprobs_of(torch.tensor([4, 5, 6, 8, 1]), temperature=1.0)
@@ -147,7 +148,7 @@ def check_reference(path: str, world_size: int) -> None:
 
 def check_heads(path: str, world_size: int) -> None:
     for load in (load_value_model, lambda *a, **k: load_reward_model(*a, pad_token_id=0, **k)):
-        model = load(path, make_config(), world_size=world_size)
+        model = load(path, make_config(trainer={"ranks": world_size}))
         heads = {name: weight for name, weight in model.named_parameters() if "score" in name}
         assert heads
         assert all(not weight.full_tensor().any() for weight in heads.values())
@@ -173,4 +174,4 @@ def test_a_folder_of_other_weights_is_refused(tmp_path: Path, change: str) -> No
     added = {} if change == "lacks" else {"model.norm.weight": norm, "model.other.weight": norm.clone()}
     save_file(weights | added, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"norm\.weight" if change == "lacks" else r"other\.weight"):
-        load_model(str(tmp_path), make_config(), world_size=1)
+        load_model(str(tmp_path), make_config())

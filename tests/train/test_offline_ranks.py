@@ -24,7 +24,7 @@ def train(rank: int, world_size: int, folder: str, out: str, tensor: int) -> Non
         section = {"sft" if command == "sft" else "preference": {"batch_size": 5}}
         mesh = {"ranks": world_size, "mesh": {"tensor": tensor}}
         config = offline_config(Path(folder), command, trainer=mesh, **section)
-        trainer = offline_trainer(config, rank=rank, world_size=world_size)
+        trainer = offline_trainer(config, rank=rank)
         trainer.prepare()
         figures = [trainer.step() for _ in range(3)]
         trainer.export(Path(out) / command)

@@ -60,7 +60,7 @@ def test_documents_follow_from_seed_version_and_update(model_folder: str, tmp_pa
     config = ptx_config(tmp_path, text, ptx_batch=4)
 
     def chosen(config: Config, version: int, minibatch: int) -> list[list[int]]:
-        documents = PtxDocuments(config, tokenizer_folder=model_folder, rank=0, world_size=1)
+        documents = PtxDocuments(config, tokenizer_folder=model_folder, rank=0)
         return documents._choose(version=version, minibatch=minibatch)
 
     other = config.model_copy(update={"run": config.run.model_copy(update={"seed": 1})})
@@ -71,9 +71,7 @@ def test_documents_follow_from_seed_version_and_update(model_folder: str, tmp_pa
 
 
 def test_every_document_has_its_turn_in_a_short_file(model_folder: str, tmp_path: Path) -> None:
-    documents = PtxDocuments(
-        ptx_config(tmp_path, "0\n1\n2", ptx_batch=7), tokenizer_folder=model_folder, rank=0, world_size=1
-    )
+    documents = PtxDocuments(ptx_config(tmp_path, "0\n1\n2", ptx_batch=7), tokenizer_folder=model_folder, rank=0)
     counts = Counter(tuple(document) for document in documents._choose(version=0, minibatch=0))
     assert sorted(counts.values()) == [2, 2, 3]
 

@@ -53,7 +53,7 @@ def row_logprobs(model: nn.Module, row: Row, temperature: float = 0.8) -> torch.
 
 
 def make_trainer(model_folder: str, config: Config) -> Trainer:
-    trainer = Trainer(config, model_folder=model_folder, rank=0, world_size=1)
+    trainer = Trainer(config, model_folder=model_folder, rank=0)
     trainer.version = 5
     return trainer
 
@@ -394,7 +394,7 @@ def test_attention_is_that_which_the_model_needs_or_that_of_the_recipe(
     settings = {"vocab_size": 12, "num_key_value_heads": 1, "head_dim": 32, "initializer_range": 0.5}
     model = Gemma2ForCausalLM(Gemma2Config(**sizes, **settings, attn_logit_softcapping=capping))
     model.save_pretrained(tmp_path)
-    trained = load_model(str(tmp_path), make_config(trainer={"attention": setting}), world_size=1)
+    trained = load_model(str(tmp_path), make_config(trainer={"attention": setting}))
     model.set_attn_implementation("eager")
     ids = torch.tensor([[2, 3, 4, 5, 6, 7, 8, 9, 10, 11]])
     assert trained.config._attn_implementation == expected

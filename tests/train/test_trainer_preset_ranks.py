@@ -75,8 +75,9 @@ def train(rank: int, world_size: int, model_folder: str, shared: str, out: str) 
             objective["reference_path"] = f"{shared}/reference"
         if "ptx_coef" in objective:
             objective["ptx_path"] = f"{shared}/text.txt"
-        config = make_config(rollout={"max_new_tokens": 12}, **{**sections, "objective": objective})
-        trainer = Trainer(config, model_folder=model_folder, rank=rank, world_size=world_size)
+        trainer = {**sections.get("trainer", {}), "ranks": world_size}
+        config = make_config(rollout={"max_new_tokens": 12}, **{**sections, "objective": objective, "trainer": trainer})
+        trainer = Trainer(config, model_folder=model_folder, rank=rank)
         stats = []
         for version in range(STEPS):
             rows = moved(rows_of(rank, world_size), version)

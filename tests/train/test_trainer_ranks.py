@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from train_builders import VOCABULARY, make_config, make_rows, make_shard, save_tiny_model
 
-from areal_lite.config.sections import TrainerConfig
+from areal_lite.config.offline import OfflineConfig
 from areal_lite.data.completions import Example
 from areal_lite.sample_queue.split import assign_rows
 from areal_lite.train import pieces
@@ -70,8 +70,8 @@ def train(rank: int, world_size: int, model_folder: str, out: str) -> None:
         for uneven in (False, True):
             parts = rows_of_ranks(uneven=uneven)
             rows = parts[rank] if world_size == 2 else parts[0] + parts[1]
-            config = make_config(**{"trainer": {}, **sections})
-            trainer = Trainer(config, model_folder=model_folder, rank=rank, world_size=world_size)
+            config = make_config(**{**sections, "trainer": {**sections.get("trainer", {}), "ranks": world_size}})
+            trainer = Trainer(config, model_folder=model_folder, rank=rank)
             reduced.clear()
             if isinstance(trainer.model, FSDPModule):
                 group = trainer.model._get_fsdp_state()._fsdp_param_group
@@ -90,20 +90,12 @@ def train(rank: int, world_size: int, model_folder: str, out: str) -> None:
 
 
 def supervised(rank: int, world_size: int, model_folder: str, out: str) -> None:
-    model = load_model(model_folder, make_config(), world_size=world_size)
+    model = load_model(model_folder, make_config(trainer={"ranks": world_size}))
     examples = [Example(list(row.prompt_token_ids), (row.sample.token_ids.tolist(),)) for row in batch_rows()]
-    settings = TrainerConfig.model_validate({"lr": 1e-2, "micro_batch_tokens": 20})
-    loop = OfflineLoop(
-        model,
-        Supervised(),
-        OfflineRows(examples),
-        steps=3,
-        batch_size=5,
-        seed=0,
-        settings=settings,
-        rank=rank,
-        world_size=world_size,
-    )
+    trainer = {"lr": 1e-2, "micro_batch_tokens": 20, "ranks": world_size}
+    raw = {"command": "sft", "run": {"steps": 3}, "sft": {"batch_size": 5}, "trainer": trainer}
+    config = OfflineConfig.model_validate(raw)
+    loop = OfflineLoop(model, Supervised(), OfflineRows(examples), config, rank=rank)
     losses: list[float] = []
     loop.run(lambda done, total, loss: losses.append(loss))
     (Path(out) / f"supervised-{rank}.json").write_text(json.dumps(losses))

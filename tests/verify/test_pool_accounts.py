@@ -82,9 +82,8 @@ def test_groups_that_meet_misbehaving_verifiers_end_in_counted_states() -> None:
     async def work() -> dict[str, Any]:
         config = VerifierConfig(function=f"{HOGS}:hog", timeout_s=5.0, memory_mb=160, max_failure_share=1.0)
         verifiers = VerifierSet(config)
-        worker = VerifierWorker(
-            LedgerQueue(ledger), verifiers, name="verifier/0", events=EventBuffer("v"), lease_limit=4, decode=str
-        )
+        events = EventBuffer("verifier/0")
+        worker = VerifierWorker(LedgerQueue(ledger), verifiers, events=events, decode=str, heartbeat_s=2.0)
         async with asyncio.timeout(PATIENCE_S):
             try:
                 await verifiers.start()

@@ -73,7 +73,8 @@ class FakeQueue:
 class FakePool:
     """Scores 1 where the completion is `#2`, one group after the other, once `gate` is open."""
 
-    def __init__(self, error=None):
+    def __init__(self, error=None, groups_at_once=2):
+        self.groups_at_once = groups_at_once
         self.gate, self.turn = asyncio.Event(), asyncio.Lock()
         self.error, self.calls, self.cancelled = error, 0, []
 
@@ -94,18 +95,10 @@ class FakePool:
         return {"calls": self.calls}
 
 
-def make_worker(client, pool, *, lease_limit=2, heartbeat_s=0.01):
+def make_worker(client, pool, *, heartbeat_s=0.01):
     events = EventBuffer("verify/0")
-    worker = VerifierWorker(
-        client,
-        pool,
-        name="verify/0",
-        events=events,
-        lease_limit=lease_limit,
-        decode=lambda ids: "".join(map(chr, ids)),
-        heartbeat_s=heartbeat_s,
-    )
-    return worker, events
+    decode = lambda ids: "".join(map(chr, ids))  # noqa: E731
+    return VerifierWorker(client, pool, events=events, decode=decode, heartbeat_s=heartbeat_s), events
 
 
 def run(scenario):
@@ -188,11 +181,11 @@ def test_events_tell_group_times_and_failures():
 
 
 def test_it_never_holds_more_than_its_limit_and_pulls_again_when_there_is_room():
-    """Seen failing with `limit=self._lease_limit` in every request."""
+    """Seen failing with `limit=self._pool.groups_at_once` in every request."""
 
     async def scenario():
-        client, pool = FakeQueue([make_lease(number) for number in range(7)]), FakePool()
-        worker, _ = make_worker(client, pool, lease_limit=3)
+        client, pool = FakeQueue([make_lease(number) for number in range(7)]), FakePool(groups_at_once=3)
+        worker, _ = make_worker(client, pool)
         running = asyncio.create_task(worker.run())
         await client.until(lambda queue: ("heartbeat", ("lease-0", "lease-1", "lease-2"), 0) in queue.log)
         lent = 7 - len(client.leases)

@@ -190,7 +190,7 @@ def test_a_snapshot_has_the_weights_of_the_trainer(tmp_path: Path) -> None:
     from areal_lite.train.trainer import Trainer
 
     folder = save_tiny_model(tmp_path / "model")
-    trainer = Trainer(make_config(), model_folder=folder, rank=0, world_size=1)
+    trainer = Trainer(make_config(), model_folder=folder, rank=0)
     with torch.no_grad():
         for parameter in trainer._learner.model.parameters():
             parameter.mul_(2)

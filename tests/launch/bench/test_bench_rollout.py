@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -117,22 +118,13 @@ def test_vllm_alone_gets_the_requests_of_the_worker(workflow: str) -> None:
     words = [f"rollout.workflow={workflow}", "rollout.max_new_tokens=20", "rollout.temperature=0.5", *arguments]
     if not arguments:
         words.append("rollout.workflow_arguments={}")
-    config = bench_config("longtail_cpu", [*words, "queue.samples_per_group=4"])
+    config = bench_config("longtail_cpu", [*words, "queue.samples_per_group=4", "rollout.slots=4"])
 
     async def asked_by_worker() -> list[tuple[list[int], Sampling]]:
         engine = NotingEngine()
-        worker = RolloutWorker(
-            LendingQueue(4),
-            engine,
-            name="rollout/0",
-            samples_per_group=4,
-            slots=4,
-            sampling=Sampling(max_new_tokens=20, temperature=0.5),
-            run_seed=config.run.seed,
-            heartbeat_s=1.0,
-            events=EventBuffer("rollout/0"),
-            workflows=load_workflows(config),
-        )
+        queue: Any = LendingQueue(4)
+        workflows = load_workflows(config)
+        worker = RolloutWorker(queue, engine, config, events=EventBuffer("rollout/0"), workflows=workflows)
         serving = asyncio.create_task(worker.run())
         await asyncio.wait_for(engine.enough.wait(), timeout=10.0)
         await worker.stop()

@@ -118,7 +118,7 @@ def test_both_sides_compute_the_same_gradients(tmp_path: Path, words: list[str],
     )
     folder = save_tiny_model(tmp_path)
     shard = make_shard(make_rows(minibatches=num_minibatches, version=0), version=0)
-    ours, theirs = Trainer(config, model_folder=folder, rank=0, world_size=1), PaddedLoop(config, folder)
+    ours, theirs = Trainer(config, model_folder=folder, rank=0), PaddedLoop(config, folder)
     stats = ours.train_step(shard)
     tokens, grad_norm = theirs.train_step(shard, rows_per_pass=rows_per_pass)
     assert stats["tokens_trained"] == tokens
