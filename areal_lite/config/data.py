@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -11,6 +11,7 @@ from areal_lite.config.plugins import known_names, name_problems
 from areal_lite.config.section import HERE, FunctionName, Refers, Section
 from areal_lite.config.suggestion import suggestion
 
+Split = Literal["train", "eval"]
 REFERENCES = "reference_answers"
 """The column that a list of answers becomes."""
 RESERVED_COLUMNS = ("prompt", "completion", "answer", "messages", REFERENCES)

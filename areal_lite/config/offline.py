@@ -173,11 +173,16 @@ def load_any_config(
     return parse_any_config(read_recipe(recipe, overrides, command=command))
 
 
+def parse_saved_config(raw: Mapping[str, Any]) -> Config | OfflineConfig:
+    """Check a recipe of whichever command; a `ConfigError` has one line per problem."""
+    return parse_section(raw, Config) if raw.get("command") in (None, "train") else parse_section(raw, OfflineConfig)
+
+
 def parse_any_config(raw: Mapping[str, Any]) -> Config | OfflineConfig:
-    """Check what a user wrote; a `ConfigError` has one line per problem. A saved recipe holds steps beside epochs."""
-    if raw.get("command") in (None, "train"):
-        return parse_section(raw, Config)
-    config = parse_section(raw, OfflineConfig)
+    """Check what a user wrote, as `parse_saved_config`; a saved recipe holds steps beside epochs."""
+    config = parse_saved_config(raw)
+    if isinstance(config, Config):
+        return config
     if config.batch.epochs is not None and "steps" in config.run.model_fields_set:
         section = "sft" if config.command == "sft" else "preference"
         raise ConfigError(

@@ -46,10 +46,7 @@ class Config(Section):
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _expand_preset(cls, raw: Any) -> Any:
-        return expand_preset(raw)
+    _expand_preset = model_validator(mode="before")(expand_preset)
 
     @property
     def samples_per_step(self) -> int:

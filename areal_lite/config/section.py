@@ -55,10 +55,7 @@ class Section(BaseModel):
         frozen=True, extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_empty(cls, value: Any) -> Any:
-        return {} if value is None else value
+    _fill_empty = model_validator(mode="before")(lambda value: {} if value is None else value)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

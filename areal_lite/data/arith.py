@@ -10,9 +10,8 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from areal_lite.config.data import ArithConfig
+from areal_lite.config.data import ArithConfig, Split
 from areal_lite.errors import ConfigError
 
 CHARACTERS = "0123456789+-=?;#"
@@ -35,7 +34,7 @@ class ArithProblem:
     """The number after `#`."""
 
 
-def arith_problems(settings: ArithConfig, split: Literal["train", "eval"]) -> list[ArithProblem]:
+def arith_problems(settings: ArithConfig, split: Split) -> list[ArithProblem]:
     """Make the problems of a split, the same ones for the same settings.
 
     Held-out problems differ from each other, and their prompts never occur in training. Training problems may
@@ -45,7 +44,7 @@ def arith_problems(settings: ArithConfig, split: Literal["train", "eval"]) -> li
 
 
 def worked_solutions(
-    settings: ArithConfig, count: int, *, seed: int, carelessness: float, split: Literal["train", "eval"] = "train"
+    settings: ArithConfig, count: int, *, seed: int, carelessness: float, split: Split = "train"
 ) -> list[ArithProblem]:
     """Make problems for supervised training, from a stream of their own that the seed picks; or the held-out ones.
 
@@ -58,9 +57,7 @@ def worked_solutions(
     return [_work_out(problem, rng, carelessness) for problem in problems]
 
 
-def preference_pairs(
-    settings: ArithConfig, split: Literal["train", "eval"], *, carelessness: float
-) -> list[tuple[str, str, str]]:
+def preference_pairs(settings: ArithConfig, split: Split, *, carelessness: float) -> list[tuple[str, str, str]]:
     """Return a problem's prompt, its right solution, and a careless one that ends in another number.
 
     Problems without a carry or a borrow cannot be got wrong that way and make no pair, so that there are fewer pairs
@@ -83,7 +80,7 @@ def preference_pairs(
     return pairs
 
 
-def _problems(settings: ArithConfig, split: Literal["train", "eval"], *, stream: str, count: int) -> list[ArithProblem]:
+def _problems(settings: ArithConfig, split: Split, *, stream: str, count: int) -> list[ArithProblem]:
     """Return the held-out problems, or `count` others from a stream."""
     held_out: dict[str, ArithProblem] = {}
     for problem in _draws(settings, stream="eval", count=settings.eval_size):

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from areal_lite.config.data import Split
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.data.arith import preference_pairs, worked_solutions
 from areal_lite.data.encode import Tokenizer
-from areal_lite.data.rows import RowReader, Rows, Split, check_columns, make_each
+from areal_lite.data.rows import RowReader, Rows, check_columns, make_each
 from areal_lite.data.turns import TurnTokenizer, is_whole_chat, split_pair
 from areal_lite.errors import CheckpointError, DataError
 
@@ -85,14 +86,11 @@ def _examples(config: OfflineConfig, tokenizer: Tokenizer, split: Split, reader:
         rows, problems = reader.read(path, split=split)
         check_columns(path, rows, columns=_columns(config, rows))
     turns = TurnTokenizer(tokenizer, chat=data.chat)
-    examples = make_each(
-        rows,
-        lambda _, row: _example(row, turns, config=config),
-        problems=problems,
-        name=path,
-        max_bad_fraction=data.max_bad_fraction,
-        unit="line" if data.source == "jsonl" else "row",
-    )
+
+    def make(_: int, row: dict[str, Any]) -> Example:
+        return _example(row, turns, config=config)
+
+    examples = make_each(rows, make, problems=problems, name=path, data=data)
     return list(_fitting(examples, path=path, policy=data.too_long, max_tokens=config.model.max_context))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal_lite.config.data import MixedSourceConfig, SourceConfig
+from areal_lite.config.data import SourceConfig
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import WarmStartConfig
@@ -45,10 +45,10 @@ def demonstrations(config: Config | OfflineConfig, *, count: int) -> list[Demons
     """
     warm_start, shown = config.model.warm_start, list[Demonstration]()
     teaching = {name: source for name, source in _sources(config).items() if source.source not in FILE_SOURCES}
-    total_weight = sum(map(_weight, teaching.values()))
+    weights = {name: getattr(source, "weight", 1.0) for name, source in teaching.items()}  # one alone has none
     for name, source in teaching.items():
         where = config.data.place_of(name) if isinstance(config, Config) else "data"
-        share = max(1, round(count * _weight(source) / total_weight))
+        share = max(1, round(count * weights[name] / sum(weights.values())))
         shown += _of_source(source, share, settings=warm_start, where=where)
     if not shown and warm_start.steps > 0:
         raise ConfigError(
@@ -87,10 +87,6 @@ def turn_examples(shown: Sequence[Demonstration], tokenizer: Tokenizer) -> list[
 
 def _sources(config: Config | OfflineConfig) -> Mapping[str, SourceConfig]:
     return config.data.sources if isinstance(config, Config) else {"arith": SourceConfig(arith=config.data.arith)}
-
-
-def _weight(source: SourceConfig) -> float:
-    return source.weight if isinstance(source, MixedSourceConfig) else 1.0
 
 
 def _of_source(source: SourceConfig, count: int, *, settings: WarmStartConfig, where: str) -> list[Demonstration]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
+Messages = Sequence[Mapping[str, Any]]
 
 
 def load_tokenizer(folder: str | Path, model: ModelConfig) -> Tokenizer:
@@ -78,10 +79,10 @@ def encode_text(text: str, tokenizer: Tokenizer, *, add_special_tokens: bool = F
 
 
 def render_chat(
-    messages: Sequence[Mapping[str, Any]],
+    messages: Messages,
     tokenizer: Tokenizer,
     *,
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Messages = (),
     add_generation_prompt: bool = True,
     where: str = "data",
 ) -> str:

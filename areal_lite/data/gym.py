@@ -7,9 +7,9 @@ hashes. A question held out is never among the training ones, whatever the seeds
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
-from areal_lite.config.data import GymConfig
+from areal_lite.config.data import GymConfig, Split
 from areal_lite.config.suggestion import suggestion
 from areal_lite.data.tasks import Task
 from areal_lite.errors import ConfigError, DataError, WireError
@@ -19,7 +19,7 @@ _ROUNDS = 20
 """Sets drawn until there are enough questions; families of few different ones must end in an error."""
 
 
-def gym_tasks(settings: GymConfig, split: Literal["train", "eval"], *, where: str) -> list[Task]:
+def gym_tasks(settings: GymConfig, split: Split, *, where: str) -> list[Task]:
     """Generate the tasks of a split.
 
     Held-out questions differ from each other; training questions may repeat where a family has only few. A task's

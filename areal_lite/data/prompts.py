@@ -3,16 +3,15 @@
 Data must not choose code: a row may only name a verifier or workflow that the recipe or an installed package offers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from areal_lite.config.data import SourceConfig
+from areal_lite.config.data import SourceConfig, Split
 from areal_lite.config.plugins import find_function
 from areal_lite.config.recipe import Config
-from areal_lite.data.encode import Tokenizer, encode_texts, render_chat
-from areal_lite.data.rows import Split
+from areal_lite.data.encode import Messages, Tokenizer, encode_texts, render_chat
 from areal_lite.data.sources import load_tasks
 from areal_lite.data.tasks import Task, in_ranges, report_left_out
 from areal_lite.errors import ConfigError, DataError, PluginError
@@ -88,15 +87,7 @@ def _schema(tool: str, *, where: str) -> dict[str, Any]:
         ) from error
 
 
-def _render(
-    task: Task,
-    source: SourceConfig,
-    tokenizer: Tokenizer,
-    tools: Sequence[Mapping[str, Any]],
-    *,
-    chat: bool,
-    where: str,
-) -> str:
+def _render(task: Task, source: SourceConfig, tokenizer: Tokenizer, tools: Messages, *, chat: bool, where: str) -> str:
     if task.messages and not chat:
         raise DataError(
             f"the prompt of {task.origin} is a list of chat messages, others are plain texts: set {where}.chat=true"

@@ -11,9 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import msgpack
-
-from areal_lite.config.data import is_hub_id
+from areal_lite.config.data import SourceConfig, Split, is_hub_id
+from areal_lite.config.offline import OfflineDataConfig
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ArealLiteError, DataError
 
@@ -22,8 +21,6 @@ _SHOWN = 10
 """Broken rows that are logged one by one."""
 
 T = TypeVar("T")
-
-Split = Literal["train", "eval"]
 
 Rows = list[tuple[int, dict[str, Any]]]
 """Each row with its line number (from 1) in a file, or its row number (from 0) in a dataset."""
@@ -95,7 +92,7 @@ def read_jsonl(
                 continue
             try:
                 rows.append((line, _parse_line(raw)))
-            except (ValueError, OverflowError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 problems.append((line, f"{error}"))
     if not rows and not problems:
         raise DataError(f"{path} holds no rows: a JSONL file has one JSON object a line")
@@ -106,7 +103,6 @@ def _parse_line(raw: bytes) -> dict[str, Any]:
     row = json.loads(raw)
     if not isinstance(row, dict):
         raise ValueError(f"a row must be a JSON object, got {type(row).__name__}")
-    msgpack.packb(row)  # lone surrogates and numbers beyond 64 bit would fail much later, on the wire
     return row
 
 
@@ -188,10 +184,9 @@ def make_each(
     rows: Rows,
     make: Callable[[int, dict[str, Any]], T],
     *,
-    problems: Iterable[tuple[int, str]] = (),
+    problems: Iterable[tuple[int, str]],
     name: Path | str,
-    max_bad_fraction: float,
-    unit: str = "line",
+    data: SourceConfig | OfflineDataConfig,
     where: str = "data",
 ) -> list[tuple[int, T]]:
     """Make something of each row, and log the broken ones.
@@ -199,7 +194,7 @@ def make_each(
     Args:
         make: From a row's number and columns; raises `ValueError` where the row is broken.
         problems: Rows that could not be read, as (number, what is wrong).
-        unit: What the numbers count.
+        data: The section that names them; its place is `where`.
 
     Returns:
         What was made, with the rows' numbers.
@@ -222,10 +217,11 @@ def make_each(
         num_rows = len(made) + len(broken)
         summary = f"{len(broken)} of {num_rows} rows of {name} are broken"
         _log.warning("%s", summary)
-        if not made or len(broken) > max_bad_fraction * num_rows:
+        if not made or len(broken) > data.max_bad_fraction * num_rows:
             number, problem = broken[0]
             raise DataError(
-                f"{summary}, more than {where}.max_bad_fraction={max_bad_fraction} allows; the first is {unit} "
-                f"{number}: {problem}. Repair the file, or raise {where}.max_bad_fraction"
+                f"{summary}, more than {where}.max_bad_fraction={data.max_bad_fraction} allows; the first is "
+                f"{'line' if data.source == 'jsonl' else 'row'} {number}: {problem}. Repair the file, or raise "
+                f"{where}.max_bad_fraction"
             )
     return made

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from areal_lite.config.data import SourceConfig
+from areal_lite.config.data import SourceConfig, Split
 from areal_lite.config.plugins import find_function
 from areal_lite.data.arith import arith_problems
 from areal_lite.data.gym import gym_tasks
-from areal_lite.data.rows import RowReader, Rows, Split, check_columns, make_each
+from areal_lite.data.rows import RowReader, Rows, check_columns, make_each
 from areal_lite.data.tasks import Task, make_task
 from areal_lite.errors import ArealLiteError, DataError, PluginError
 
@@ -105,16 +105,7 @@ def _tasks(rows: Rows, problems: list[tuple[int, str]], name: str, source: Sourc
             demonstration=shown,
         )
 
-    made = make_each(
-        rows,
-        make,
-        problems=problems,
-        name=name,
-        max_bad_fraction=source.max_bad_fraction,
-        unit="line" if source.source == "jsonl" else "row",
-        where=where,
-    )
-    return [task for _, task in made]
+    return [task for _, task in make_each(rows, make, problems=problems, name=name, data=source, where=where)]
 
 
 def with_columns(rows: Rows, name: str, source: SourceConfig, *, where: str) -> Rows:

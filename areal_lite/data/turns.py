@@ -14,6 +14,8 @@ from typing import Any
 from areal_lite.data.encode import Tokenizer, encode_text, render_chat
 from areal_lite.errors import ConfigError
 
+Chat = list[dict[str, Any]]
+
 
 def is_whole_chat(value: Any) -> bool:
     """Whether a completion holds its prompt too: messages that begin with another's than the assistant's."""
@@ -69,9 +71,7 @@ class TurnTokenizer:
         chat = _messages(messages, role="user")
         return self._split_chat(chat[:-1], chat[-1:])
 
-    def _split_chat(
-        self, prompt: list[dict[str, Any]], completion: list[dict[str, Any]]
-    ) -> tuple[list[int], list[int]]:
+    def _split_chat(self, prompt: Chat, completion: Chat) -> tuple[list[int], list[int]]:
         if not prompt or prompt[-1]["role"] == "assistant":
             raise ValueError(f"the prompt must end with a message to the assistant, got {_roles(prompt)}")
         if _roles(completion) != ["assistant"]:
@@ -94,7 +94,7 @@ class TurnTokenizer:
         return ids[: len(ids) - ids[::-1].index(end)]
 
 
-def _messages(value: Any, *, role: str) -> list[dict[str, Any]]:
+def _messages(value: Any, *, role: str) -> Chat:
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:

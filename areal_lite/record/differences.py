@@ -3,17 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from areal_lite.config.offline import OfflineConfig
-from areal_lite.config.reading import parse_section
-from areal_lite.config.recipe import Config
+from areal_lite.config.offline import parse_saved_config
 from areal_lite.errors import ConfigError
 
 
 def changed(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the settings that differ from their defaults, by `section.field`; None for a config of another version."""
-    kind: type[Config] | type[OfflineConfig] = Config if config.get("command", "train") == "train" else OfflineConfig
     try:
-        return dict(_pairs(parse_section(config, kind).model_dump(exclude_defaults=True)))
+        return dict(_pairs(parse_saved_config(config).model_dump(exclude_defaults=True)))
     except ConfigError:
         return None
 

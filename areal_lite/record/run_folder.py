@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from areal_lite.config.offline import OfflineConfig
-from areal_lite.config.reading import parse_section
+from areal_lite.config.offline import OfflineConfig, parse_saved_config
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import LaunchConfig, MeshConfig, RunConfig, WeightsConfig
 from areal_lite.errors import CheckpointError, ConfigError
@@ -83,9 +82,7 @@ class RunFolder:
         if not (self.path / "config.json").is_file():
             raise CheckpointError(f"run.resume must name a run folder, got {self.path}, which has no config.json")
         try:
-            raw = json.loads((self.path / "config.json").read_text())
-            is_online = raw.get("command", "train") == "train"
-            return parse_section(raw, Config) if is_online else parse_section(raw, OfflineConfig)
+            return parse_saved_config(json.loads((self.path / "config.json").read_text()))
         except ValueError as error:
             raise CheckpointError(
                 f"run.resume must name a run that this version of areal-lite can read, got {self.path}, whose "

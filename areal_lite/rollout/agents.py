@@ -101,6 +101,5 @@ def _scored(session: Session, result: Any) -> Sample:
             f"an agent must return its reward, a number or a dict of numbers with one named reward, or None to leave "
             f"it to the verifier; got {result!r:.80} ({reply.detail})"
         )
-    decode = lambda ids: str(session.engine.tokenizer.decode(list(ids), skip_special_tokens=True))  # noqa: E731
-    score = score_of(reply, sample, decode)
+    score = score_of(reply, sample, session.engine.text_of)
     return sample.scored(score if calls is None else session.credited(score, calls))

@@ -4,15 +4,11 @@ Nothing that was sampled is ever tokenised again: a chat template is asked only 
 last answer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
-from typing import TYPE_CHECKING, Any
 
-from areal_lite.data.encode import encode_text, render_chat
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from areal_lite.data.encode import Messages, Tokenizer, encode_text, render_chat
 
 ENVIRONMENT = "environment"
 """Role of what the model was answered. Chat templates know it as the user."""
@@ -20,13 +16,7 @@ ENVIRONMENT = "environment"
 _PROMPT = "?"
 
 
-def reply_ids(
-    messages: Sequence[Mapping[str, str]],
-    reply: str | Sequence[str],
-    *,
-    tokenizer: "PreTrainedTokenizerBase",
-    end: int | None,
-) -> list[int]:
+def reply_ids(messages: Messages, reply: str | Sequence[str], *, tokenizer: Tokenizer, end: int | None) -> list[int]:
     """Return the token ids of an environment's turn, up to where the model's next turn begins.
 
     Args:
@@ -53,13 +43,7 @@ def reply_ids(
     return ids_behind(behind, tokenizer=tokenizer, end=end)
 
 
-def text_behind(
-    before: Sequence[Mapping[str, Any]],
-    new: Sequence[Mapping[str, Any]],
-    *,
-    tokenizer: "PreTrainedTokenizerBase",
-    tools: Sequence[Mapping[str, Any]] = (),
-) -> str:
+def text_behind(before: Messages, new: Messages, *, tokenizer: Tokenizer, tools: Messages = ()) -> str:
     """Return what a chat template writes behind the model's answer to `before` where `new` follows it.
 
     Raises:
@@ -77,7 +61,7 @@ def text_behind(
     return behind
 
 
-def ids_behind(text: str, *, tokenizer: "PreTrainedTokenizerBase", end: int | None) -> list[int]:
+def ids_behind(text: str, *, tokenizer: Tokenizer, end: int | None) -> list[int]:
     """Return the token ids of a `text_behind`, less the end token where the model produced it.
 
     White space that a template puts before the end token cannot be put back between tokens that were sampled, and is

@@ -149,6 +149,10 @@ class EpisodeEngine:
         """Return the text of token ids, special ones included."""
         return str(self.tokenizer.decode(list(token_ids)))
 
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special ones left out."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, none added."""
         return encode_text(text, self._engine.tokenizer)
@@ -158,7 +162,7 @@ class EpisodeEngine:
         if isinstance(text_or_ids, str):
             text, token_ids = text_or_ids, self.encode(text_or_ids)
         else:
-            text, token_ids = self._decode(text_or_ids), list(text_or_ids)
+            text, token_ids = self.text_of(text_or_ids), list(text_or_ids)
         return Given(token_ids=_frozen(token_ids), text=text)
 
     def reply(self, messages_before: Sequence[Mapping[str, str]], reply: str | Sequence[str]) -> Given:
@@ -243,7 +247,7 @@ class EpisodeEngine:
             logprobs=np.concatenate([turn.logprobs for turn in kept]),
             spans=_joined_spans(kept),
             stop_reason=StopReason.LENGTH if is_cut_off else last.stop_reason,
-            text=last.text if num_kept == 1 else self._decode(token_ids.tolist()),
+            text=last.text if num_kept == 1 else self.text_of(token_ids.tolist()),
             messages=tuple(messages_of(kept)) if with_messages else (),
         )
 
@@ -285,9 +289,6 @@ class EpisodeEngine:
 
     def _start_clock(self) -> None:
         self._clock.reschedule(asyncio.get_running_loop().time() + self._turn_timeout_s)
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._engine.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
 def _joined_spans(turns: Sequence[Turn]) -> tuple[VersionSpan, ...]:

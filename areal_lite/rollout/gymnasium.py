@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
+from areal_lite.config.data import Split
 from areal_lite.rollout.episode import EpisodeEngine, Turn, messages_of
 from areal_lite.rollout.workflows import call, check_limits, checked_by, converse, named
 from areal_lite.types import Score
@@ -12,7 +13,7 @@ _EVAL_SEED = 10**6
 
 
 def rows(
-    split: Literal["train", "eval"], *, env: str, train_size: int = 1024, eval_size: int = 64, **arguments: Any
+    split: Split, *, env: str, train_size: int = 1024, eval_size: int = 64, **arguments: Any
 ) -> list[dict[str, Any]]:
     """Make the tasks of a split: one for each seed of the environment, its first observation the question.
 

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from areal_lite.data.encode import encode_text, render_chat
+from areal_lite.data.encode import Messages, encode_text, render_chat
 from areal_lite.rollout.dialogue import ENVIRONMENT, ids_behind, text_behind
 from areal_lite.rollout.episode import EpisodeEngine, Turn
 from areal_lite.types import Sample, Score, StepReward, StopReason
 
 Message = dict[str, Any]
 
-Parse = Callable[[str, Sequence[Mapping[str, Any]]], Message]
+Parse = Callable[[str, Messages], Message]
 """From what the model said, special tokens included, and the tools it was told of, to the assistant's message."""
 
 
@@ -63,12 +63,7 @@ class Session:
         self._calls: list[Call] = []
 
     async def complete(
-        self,
-        asked: Sequence[Mapping[str, Any]] | str,
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
+        self, asked: Messages | str, *, tools: Messages = (), max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Call:
         """Have the model answer; what the agent got to see of it must then be given to `keep`.
 
@@ -156,9 +151,7 @@ class Session:
         joined = self.engine.join(turns, with_messages=False, behind=behind)
         return replace(joined, prompt_ids=behind)
 
-    def _chat_context(
-        self, messages: tuple[Message, ...], tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[Call | None, tuple[int, ...]]:
+    def _chat_context(self, messages: tuple[Message, ...], tools: Messages) -> tuple[Call | None, tuple[int, ...]]:
         if self.engine.tokenizer.chat_template is None:
             raise ValueError(
                 "chat messages need a model with a chat template, this one has none: send plain text to /completions"

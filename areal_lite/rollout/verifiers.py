@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from areal_lite.config.data import Split
 from areal_lite.rollout.agents import Llm
 from areal_lite.rollout.workflows import checked_by
 
@@ -11,9 +12,7 @@ if TYPE_CHECKING:
     from verifiers.v1 import Env
 
 
-def rows(
-    split: Literal["train", "eval"], *, env: Mapping[str, Any], train_size: int = 1024, eval_size: int = 64
-) -> list[dict[str, Any]]:
+def rows(split: Split, *, env: Mapping[str, Any], train_size: int = 1024, eval_size: int = 64) -> list[dict[str, Any]]:
     """Return the tasks of a split: the first `eval_size` of the environment's are held out.
 
     Args:

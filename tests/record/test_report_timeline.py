@@ -82,14 +82,17 @@ def test_lanes_hold_samples_pauses_verifications_and_the_trainers_phases() -> No
     assert [mark["text"] for mark in found["marks"]] == ["eval 0", "eval 2"]
 
 
-def test_a_lane_with_many_lines_shows_some_of_them_and_says_so() -> None:
+def test_a_lane_with_many_lines_shows_some_of_them_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing with the first lines instead of every second: the rest of the engine would look idle."""
     samples = [{"end": 5.0 + index, "tokens": 1, "spans": [[0, 0, 1]]} for index in range(8)]
     log = [event(13.0, "rollout/0", "group", group="g", start=1.0, samples=samples)]
-    (lane,) = timeline(log, max_rows=4)["lanes"]
+    with monkeypatch.context() as patch:
+        patch.setattr("areal_lite.record.report.timeline._MAX_ROWS", 4)
+        (lane,) = timeline(log)["lanes"]
     assert (lane["rows"], lane["note"]) == (4, "8 slots, one in 2 shown")
     assert [end - start for _, start, end, _ in drawn(lane)] == pytest.approx([4.0, 6.0, 8.0, 10.0])
-    (lane,) = timeline(log, max_segments=3)["lanes"]
+    monkeypatch.setattr("areal_lite.record.report.timeline._MAX_SEGMENTS", 3)
+    (lane,) = timeline(log)["lanes"]
     assert (lane["rows"], lane["note"]) == (3, "8 slots, one in 3 shown")
 
 

@@ -50,15 +50,11 @@ Lives = Mapping[int, tuple[float, float]]
 """From when to when an engine generated with each version."""
 
 
-def timeline(
-    events: Sequence[Event], *, max_rows: int = _MAX_ROWS, max_segments: int = _MAX_SEGMENTS
-) -> dict[str, Any]:
+def timeline(events: Sequence[Event]) -> dict[str, Any]:
     """Return the lanes as JSON: times in units of 0.1 ms that the run lived since the first event.
 
     Args:
-        events: Rows of `events.jsonl`.
-        max_rows: A lane with more rows shows every second, third, ... one, and says so.
-        max_segments: The same for all lanes of a kind together.
+        events: Rows of `events.jsonl`. Of too many rows every second, third, ... one is shown, and the lane says so.
 
     Returns:
         `lanes` (name, note, number of rows, and one list each of rows, starts, ends, kinds and labels per segment),
@@ -80,9 +76,9 @@ def timeline(
         names = [name for name in by_name if name.partition("/")[0] == kind]
         left_out += len(names[most:])
         lanes = {name: list(_segments(kind, by_name[name])) for name in names[:most]}
-        stride = -(-sum(map(len, lanes.values())) // max_segments)
+        stride = -(-sum(map(len, lanes.values())) // _MAX_SEGMENTS)
         for name, segments in lanes.items():
-            packed.append(_packed(name, segments, ticks, labels, max_rows, stride))
+            packed.append(_packed(name, segments, ticks, labels, stride))
     return {
         "unit": _UNIT_S,
         "end": end,
@@ -189,10 +185,10 @@ def _focus(trained: Sequence[int], end: int) -> list[int]:
 
 
 def _packed(
-    name: str, segments: Sequence[Segment], ticks: Callable[[float], int], labels: dict[str, int], most: int, step: int
+    name: str, segments: Sequence[Segment], ticks: Callable[[float], int], labels: dict[str, int], step: int
 ) -> dict[str, Any]:
     rows = 1 + max((segment.row for segment in segments), default=0)
-    stride = max(1, step, -(-rows // most))
+    stride = max(1, step, -(-rows // _MAX_ROWS))
     shown = [segment for segment in segments if segment.row < 0 or segment.row % stride == 0]
     what = "slots" if name.startswith("rollout/") else "at a time"
     return {
