@@ -201,7 +201,10 @@ class RolloutConfig(Section):
                 "the set would have probability 0 for the trainer; set top_p=1 and top_k=0"
             )
         if self.workflow_command is not None and self.workflow != "single_turn":
-            yield f"rollout.workflow_command stands in place of rollout.workflow={self.workflow}: leave one out"
+            yield (
+                f"rollout.workflow_command stands in place of rollout.workflow={self.workflow}: leave one out, or set "
+                "rollout.workflow=single_turn"
+            )
         if self.workflow not in self.workflows:
             yield from name_problems("rollout.workflow", self.workflow, kind="workflow")
         for key, one in self.workflows.items():

@@ -53,7 +53,8 @@ def demonstrations(config: Config | OfflineConfig, *, count: int) -> list[Demons
     if not shown and warm_start.steps > 0:
         raise ConfigError(
             "the warm start of model.path=builtin:arith learns from worked tasks, the recipe's sources bring none: set "
-            "model.path to a model folder, or model.warm_start.steps=0 to begin with random weights"
+            "model.path to a model folder, give the rows of a function a column `demonstration` (docs/data.md), or set "
+            "model.warm_start.steps=0 to begin with random weights"
         )
     return shown
 

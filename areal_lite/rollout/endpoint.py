@@ -152,7 +152,7 @@ class Endpoint:
             return _refusal(404, "there is no such session: a rollout's ends with its agent", code="session_not_found")
         given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), door.key.encode()):
-            return _refusal(401, "the API key must be this session's, got another: use llm.api_key", code="wrong_key")
+            return _refusal(401, "the API key must be this session's, got another: use that one", code="wrong_key")
         return door
 
     async def _post(self, request: "Request") -> "Response":

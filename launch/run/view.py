@@ -176,6 +176,7 @@ def _scoring(row: Row) -> str:
         + (f", {figures['waiting']} waiting" if figures["waiting"] else "")
         + (f", {sum(figures['failures'].values())} failed" if figures["failures"] else "")
         for name, figures in row.get("verifiers", {}).items()
+        if figures["calls"] or figures["waiting"]
     ]
     return "; ".join(verifiers) or "-"
 
