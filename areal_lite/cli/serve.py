@@ -1,8 +1,11 @@
 """`areal-lite serve`: the endpoint that agents call in training, on a model that is there."""
 
 import asyncio
-import gc
+import contextlib
 import math
+import os
+import tempfile
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -29,12 +32,31 @@ def serve(
     config = with_absolute_paths(load_config(recipe, overrides))
     check_engine_arguments(config)
     folder = str(find_model_folder(model, option="MODEL_OR_RUN"))
-    try:
-        asyncio.run(serve_model(config, folder, console=Console()))
-    except KeyboardInterrupt:
-        Console().print("stopped")
-    gc.collect()  # vLLM's engine complains of an end that comes with the interpreter's
+    with on_own_screen() as console:
+        try:
+            asyncio.run(serve_model(config, folder, console=console))
+        except KeyboardInterrupt:
+            console.print("stopped")
     return 0
+
+
+@contextlib.contextmanager
+def on_own_screen() -> Iterator[Console]:
+    """Yield a console whose screen is its own: what vLLM and its processes say is kept, and shown after an error."""
+    streams, kept = (1, 2), [os.dup(1), os.dup(2)]
+    with tempfile.TemporaryFile("r+", errors="replace") as said, os.fdopen(os.dup(1), "w") as screen:
+        for stream in streams:
+            os.dup2(said.fileno(), stream)
+        try:
+            yield Console(file=screen)
+        except Exception:
+            said.seek(0)
+            screen.write(said.read())
+            raise
+        finally:
+            for stream, own in zip(streams, kept, strict=True):
+                os.dup2(own, stream)
+                os.close(own)
 
 
 async def serve_model(config: Config, folder: str, *, console: Console) -> None:

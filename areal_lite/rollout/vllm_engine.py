@@ -229,6 +229,8 @@ class VllmEngine:
             if self._adapter_folder is not None:
                 self._adapter_folder.cleanup()
             self._llm.shutdown(timeout=0.0 if self._ends_at_once else None)
+            # Its `__del__` calls this once more, maybe at the end of the interpreter, when its module is no more.
+            self._llm.shutdown = lambda: None
 
     async def _final(self, prompt_ids: Sequence[int], params: Any) -> Any:
         from vllm.v1.engine.exceptions import EngineDeadError

@@ -7,7 +7,6 @@ one: `multi_turn`, and an agent with `llm.client`; or, in the third case, with s
 """
 
 import asyncio
-import gc
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -59,7 +58,6 @@ def bench(settings: AgentsBench, recipe: str, overrides: Sequence[str], *, out: 
     cases = [(side, latency) for latency in settings.latencies_s for side in ("workflow", "agent")]
     cases.insert(2, ("socket", settings.latencies_s[0]))
     measured = asyncio.run(_measure_all(settings, config, cases, folder=folder))
-    gc.collect()  # vLLM's engine complains of an end that comes with the interpreter's
     rows = summarise(measured)
     described = {"recipe": recipe, "overrides": list(overrides), **asdict(settings)}
     return finish("agents", "dialogues of one engine", rows, settings=described, out=out, targets=targets(rows))

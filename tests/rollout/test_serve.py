@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import io
+import os
 import re
 from typing import Any
 
@@ -12,8 +13,9 @@ from episode_builders import Speaker
 from rich.console import Console
 from test_workflow_chat import CHATML, make_tokenizer
 
-from areal_lite.cli.serve import serve_model
+from areal_lite.cli.serve import on_own_screen, serve_model
 from areal_lite.config.recipe import parse_config
+from areal_lite.errors import EngineError
 from areal_lite.rollout.vllm_engine import VllmEngine
 
 PATIENCE_S = 120
@@ -54,3 +56,16 @@ def test_the_printed_address_and_key_answer(monkeypatch: pytest.MonkeyPatch) -> 
 
     assert asyncio.run(scenario()) == "four"
     assert closed == [True]
+
+
+def test_what_the_engine_says_is_shown_after_an_error_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    """Seen failing with the engine's words on the screen, and with an error that takes them along."""
+    with on_own_screen() as console:
+        os.write(1, b"a warning\n")
+        os.write(2, b"another\n")
+        console.print("the address")
+    assert capfd.readouterr() == ("the address\n", "")
+    with contextlib.suppress(EngineError), on_own_screen():
+        os.write(2, b"the cause\n")
+        raise EngineError("it has ended")
+    assert capfd.readouterr().out == "the cause\n"
