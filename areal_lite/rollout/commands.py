@@ -67,7 +67,9 @@ async def run_command(
             kill_trees(lambda: _alive(process, llm.api_key))
         said, complaint = _end_of(stdout).strip(), _end_of(stderr).strip()[-_SHOWN:]
     if code != 0:
-        raise ChildProcessError(f"rollout.workflow_command must end with exit code 0, got {code}: {complaint!r}")
+        *before, last = complaint.split("\n")  # a traceback's last line says most, and is shown whole
+        behind = f" (behind {before})" if before else ""
+        raise ChildProcessError(f"rollout.workflow_command must end with exit code 0, got {code}: {last!r}{behind}")
     last = said.rpartition("\n")[2]
     try:
         return json.loads(last)

@@ -62,6 +62,10 @@ def test_a_program_prints_its_reward_last(tmp_path: Path, printed: str, reward: 
         ("", r"workflow:ValueError: the last line .* got ''"),
         ("print('\"good\"')", r"workflow:ValueError: an agent must return its reward"),
         ("print(1); raise SystemExit('no tools')", r"workflow:ChildProcessError: .* exit code 0, got 1: 'no tools'"),
+        (
+            "import no_such_thing",
+            r"got 1: \"ModuleNotFoundError: No module named 'no_such_thing'\" \(behind \['Traceback",
+        ),
         ("x = bytearray(3 * 2**30); print(1)", r"workflow:ChildProcessError: .*MemoryError"),
     ],
 )
