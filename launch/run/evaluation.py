@@ -62,9 +62,8 @@ class Evaluations:
             return
         for _, error in self._calls.answers(wait_s):
             if error is not None:
-                reason = shorten(
-                    describe(error), 160, placeholder=" ..."
-                )  # what ends the run as well is told in full then
+                # What ends the run as well is told in full then.
+                reason = shorten(describe(error), 160, placeholder=" ...")
                 self._view.say(f"the evaluation of step {self._step} was lost: {reason}")
                 return self.end()
         if not self._calls.pending:
