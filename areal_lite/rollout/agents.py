@@ -90,7 +90,7 @@ def is_agent(function: Callable[..., Any]) -> bool:
 
 
 def _scored(session: Session, result: Any) -> Sample:
-    sample, calls = session.sample(), None
+    sample, calls, returned = session.sample(), None, result
     if isinstance(result, Mapping):
         calls = result.get("calls")
         parts = {name: value for name, value in result.items() if name not in ("reward", "calls")}
@@ -99,7 +99,7 @@ def _scored(session: Session, result: Any) -> Sample:
     if reply.failure is not None:
         raise ValueError(
             f"an agent must return its reward, a number or a dict of numbers with one named reward, or None to leave "
-            f"it to the verifier: {reply.detail}"
+            f"it to the verifier; got {returned!r:.80} ({reply.detail})"
         )
     score = score_of(reply, sample, session.engine.text_of)
     return sample.scored(score if calls is None else session.credited(score, calls))
