@@ -11,6 +11,7 @@ from areal_lite.cli.options import Overrides, Recipe
 from areal_lite.config.offline import OfflineConfig, load_any_config
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import COMMANDS
+from areal_lite.errors import ConfigError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -44,7 +45,11 @@ def check_config(recipe: Recipe, overrides: Overrides) -> int:
 
 
 def _look_at_model(config: Config | OfflineConfig) -> Iterable[str]:
-    """Look at the settings and the files of a model that is here, and for layers to adapt; yield it where it is not."""
+    """Look at the settings and the files of a model that is here, and for layers to adapt; yield it where it is not.
+
+    The built-in one has to be shown worked tasks; where there are none, a note says so, as another may be meant.
+    """
+    from areal_lite.data.demonstrations import demonstrations
     from areal_lite.data.encode import check_tokenizer_files
     from areal_lite.record.paths import check_context, find_model_folder
 
@@ -56,6 +61,11 @@ def _look_at_model(config: Config | OfflineConfig) -> Iterable[str]:
         folder = find_model_folder(path, option="model.path", is_compared=False)
         check_context(config, folder)
         check_tokenizer_files(folder)
+    else:
+        try:
+            demonstrations(config, count=1)
+        except ConfigError as error:
+            yield f"but not as it stands: {error}"
     if config.trainer.lora is not None:
         from areal_lite.train.lora import check_targets
 

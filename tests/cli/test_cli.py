@@ -97,6 +97,18 @@ def test_overrides_may_stand_before_or_behind_options(capsys: pytest.CaptureFixt
         assert "trainer.lr: " in capsys.readouterr().err
 
 
+def test_the_built_in_model_has_to_be_shown_worked_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said before a start. Seen failing without the look at them: the recipe was fine, and its start was not."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"question": "1+1", "answer": "2"}\n')
+    words = ["check-config", "arith_cpu", "data.source=jsonl", f"data.path={data}"]
+    said = "but not as it stands: the warm start of model.path=builtin:arith learns from worked tasks"
+    assert cli.main([*words, "model.warm_start.steps=0"]) == 0
+    assert said not in capsys.readouterr().out
+    assert cli.main(words) == 0
+    assert said in capsys.readouterr().out
+
+
 def test_nobody_has_to_read_to_the_end() -> None:
     """`areal-lite check-config arith_cpu | head -1`. Seen failing without the flush: a traceback as Python ended."""
     words = [sys.executable, "-m", "areal_lite.cli.main", "check-config", "arith_cpu"]
