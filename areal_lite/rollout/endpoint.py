@@ -32,11 +32,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class Refusal(Exception):
+    """What is told in the place of an answer; to send the same again would not help."""
+
+    def __init__(self, status: int, message: str, *, code: str = "invalid_value") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
 @dataclass(slots=True, eq=False)
 class _Record:
     """A request that was taken on: whoever sends it again is answered from here."""
 
-    calls: "asyncio.Task[list[Call]]"
+    calls: "asyncio.Future[list[Call]]"
     name: str = field(default_factory=lambda: secrets.token_hex(12))
     num_waiting: int = 0
     is_delivered: bool = False
@@ -56,14 +64,10 @@ class _Door:
         unanswered = [record for record in known if not record.is_delivered and not record.num_waiting]
         if unanswered or (known and is_retry):
             return unanswered[0] if unanswered else known[-1]
-        known.append(_Record(asyncio.create_task(self._complete(asked))))
+        one: Any = {"tools": asked.tools, "max_tokens": asked.max_tokens, "stop": asked.stop}
+        calls = (self.session.complete(asked.asked, **one) for _ in range(asked.num))
+        known.append(_Record(asyncio.gather(*calls)))
         return known[-1]
-
-    async def _complete(self, asked: "Asked") -> list[Call]:
-        one = {"tools": asked.tools, "max_tokens": asked.max_tokens, "stop": asked.stop}
-        return list(
-            await asyncio.gather(*(self.session.complete(asked.asked, **one) for _ in range(asked.num)))  # type: ignore[arg-type]
-        )
 
     async def close(self) -> None:
         """End all that is still generated."""
@@ -131,7 +135,8 @@ class Endpoint:
             routes=[
                 Route("/sessions/{session}/v1/models", self._models, methods=["GET"]),
                 Route("/sessions/{session}/v1/{api:path}", self._post, methods=["POST"]),
-            ]
+            ],
+            exception_handlers={Refusal: _refused},
         )
         self.transport = _within_process(app)
         listener = socket.create_server((LOOPBACK, 0), backlog=2048)
@@ -139,62 +144,83 @@ class Endpoint:
         self._server = Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none"))
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
 
-    async def _models(self, request: "Request") -> "Response":
-        from starlette.responses import JSONResponse
-
-        if not isinstance(door := self._door(request), _Door):
-            return door
-        return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "areal-lite"}]})
-
-    def _door(self, request: "Request") -> "_Door | Response":
-        door = self._doors.get(request.path_params["session"])
+    def _door(self, name: str, key: str) -> _Door:
+        door = self._doors.get(name)
         if door is None:
-            return _refusal(404, "there is no such session: a rollout's ends with its agent", code="session_not_found")
-        given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), door.key.encode()):
-            return _refusal(401, "the API key must be this session's, got another: use that one", code="wrong_key")
+            raise Refusal(404, "there is no such session: a rollout's ends with its agent", code="session_not_found")
+        if not hmac.compare_digest(key.encode(), door.key.encode()):
+            raise Refusal(401, "the API key must be this session's, got another: use that one", code="wrong_key")
         return door
 
-    async def _post(self, request: "Request") -> "Response":
-        from starlette.responses import JSONResponse, Response
+    async def answer(
+        self, name: str, key: str, api: str, raw: str | bytes, *, again: str | None = None, is_retry: bool = False
+    ) -> Any:
+        """Answer a request: a body, to be JSON, or the text of a stream's events where one is asked for.
 
+        Args:
+            name: Of the session, which the key must open.
+            api: The end of its address.
+            raw: Its body.
+            again: What is the same where a request is sent again; None = its body.
+
+        Raises:
+            Refusal: It is not answered.
+        """
         from areal_lite.rollout.api_formats import FORMATS, check_policy
 
-        door = self._door(request)
-        if not isinstance(door, _Door):
-            return door
-        api = request.path_params["api"]
+        door = self._door(name, key)
         if api not in FORMATS:
-            return _refusal(404, f"there is no {api}, only {', '.join([*FORMATS, 'models'])}", code="unknown_api")
+            raise Refusal(404, f"there is no {api}, only {', '.join([*FORMATS, 'models'])}", code="unknown_api")
         try:
-            raw, form = (await request.body()).decode(), FORMATS[api]
-            body, asked = dict(json.loads(raw)), form.read(json.loads(raw))  # reading may change what it reads
+            form, body = FORMATS[api], dict(json.loads(raw))
+            request = f"{api} {again or json.dumps(body)}"
+            asked = form.read(json.loads(raw))  # reading may change what it reads
             check_policy(body, temperature=door.session.engine.temperature)
             if asked.tools and self._tool_parser is None:
                 raise ValueError("tools need rollout.tool_parser, which finds their calls in what the model says")
         except (ValueError, KeyError, TypeError) as error:
-            return _refusal(400, str(error))
-        key = request.headers.get("idempotency-key")
-        record = door.record(
-            f"{api} {key or raw}",
-            asked,
-            is_retry=bool(key) or request.headers.get("x-stainless-retry-count", "0") != "0",
-        )
-        if not await _is_done(record, request):
-            return Response(status_code=499)  # nobody reads it
+            raise Refusal(400, str(error)) from error
+        record = door.record(request, asked, is_retry=bool(again) or is_retry)
+        record.num_waiting += 1
+        try:
+            await asyncio.wait([record.calls])
+        finally:
+            record.num_waiting -= 1
         if record.calls.cancelled():
-            return _refusal(404, "the session has ended", code="session_not_found")
+            raise Refusal(404, "the session has ended", code="session_not_found")
         if (failure := record.calls.exception()) is not None:
             record.is_delivered = True
-            return _told(failure)
+            raise _told(failure)
         if not record.is_delivered:
             record.is_delivered = True
             door.session.keep(record.calls.result())
         answering = (record.name, body, record.calls.result())
         if body.get("stream"):
-            events = [event async for event in form.events(*answering)]
-            return Response("".join(events), media_type="text/event-stream")
-        return JSONResponse(form.write(*answering))
+            return "".join([event async for event in form.events(*answering)])
+        return form.write(*answering)
+
+    async def _models(self, request: "Request") -> "Response":
+        from starlette.responses import JSONResponse
+
+        self._door(*_opened(request))
+        return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "areal-lite"}]})
+
+    async def _post(self, request: "Request") -> "Response":
+        from starlette.responses import JSONResponse, Response
+
+        raw, headers = await request.body(), request.headers
+        again, is_retry = headers.get("idempotency-key"), headers.get("x-stainless-retry-count", "0") != "0"
+        asked = self.answer(*_opened(request), request.path_params["api"], raw, again=again, is_retry=is_retry)
+        answering, gone = asyncio.ensure_future(asked), asyncio.ensure_future(request.receive())
+        try:
+            await asyncio.wait([answering, gone], return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                return Response(status_code=499)  # nobody reads it
+            answer = answering.result()
+            return Response(answer, media_type="text/event-stream") if isinstance(answer, str) else JSONResponse(answer)
+        finally:
+            answering.cancel()
+            gone.cancel()
 
     def parser(self, tokenizer: Any) -> Parse | None:
         """Return what takes tool calls and reasoning apart; None where the recipe names no parser."""
@@ -240,16 +266,10 @@ def _within_process(app: Any) -> Any:
     return transport
 
 
-async def _is_done(record: _Record, request: "Request") -> bool:
-    """Wait for the answer, while there is somebody to read it."""
-    gone = asyncio.ensure_future(request.receive())
-    record.num_waiting += 1
-    try:
-        await asyncio.wait([record.calls, gone], return_when=asyncio.FIRST_COMPLETED)
-        return not gone.done()
-    finally:
-        record.num_waiting -= 1
-        gone.cancel()
+def _opened(request: "Request") -> tuple[str, str]:
+    """Return the name and the key of the session that a request is for."""
+    key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
+    return request.path_params["session"], key
 
 
 def _message(content: str | None, calls: Sequence[Mapping[str, str]], reasoning: str | None = None) -> Message:
@@ -262,19 +282,20 @@ def _message(content: str | None, calls: Sequence[Mapping[str, str]], reasoning:
     return message
 
 
-def _told(error: BaseException) -> "Response":
+def _told(error: BaseException) -> Refusal:
     match error:
         case ContextTooLongError():
-            return _refusal(400, str(error), code="context_length_exceeded")
+            return Refusal(400, str(error), code="context_length_exceeded")
         case ValueError() if not isinstance(error, EngineError):
-            return _refusal(400, str(error))
-    return _refusal(500, f"{type(error).__name__}: {error}", code="generation_failed")
+            return Refusal(400, str(error))
+    return Refusal(500, f"{type(error).__name__}: {error}", code="generation_failed")
 
 
-def _refusal(status: int, message: str, *, code: str = "invalid_value") -> "Response":
-    """Return an error as the SDKs of OpenAI and Anthropic both read it; to send the same again would not help."""
+async def _refused(_: "Request", refusal: Any) -> "Response":
+    """Return a refusal as the SDKs of OpenAI and Anthropic both read it."""
     from starlette.responses import JSONResponse
 
-    kind = "api_error" if status >= 500 else "authentication_error" if status == 401 else "invalid_request_error"
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    return JSONResponse({"type": "error", "error": error}, status_code=status, headers={"x-should-retry": "false"})
+    kind = {401: "authentication_error", 500: "api_error"}.get(refusal.status, "invalid_request_error")
+    error = {"message": str(refusal), "type": kind, "param": None, "code": refusal.code}
+    body = {"type": "error", "error": error}
+    return JSONResponse(body, status_code=refusal.status, headers={"x-should-retry": "false"})

@@ -85,10 +85,11 @@ class Session:
             )
         limit = min(self._max_new_tokens, max_tokens or self._max_new_tokens)
         turn = await self.engine.generate(context, max_new_tokens=limit, stop=tuple(stop))
-        is_parsed = self._parse is not None and not prompt
-        said = self.engine.decode(turn.token_ids[: -1 if turn.stop_reason is StopReason.STOP else None])
-        text = _before(said if is_parsed else turn.text, stop)
-        answer = self._parse(text, tools) if self._parse and is_parsed else {"role": "assistant", "content": text}
+        if self._parse is None or prompt:
+            answer: Message = {"role": "assistant", "content": _before(turn.text, stop)}
+        else:
+            said = self.engine.decode(turn.token_ids[: -1 if turn.stop_reason is StopReason.STOP else None])
+            answer = self._parse(_before(said, stop), tools)
         return Call(
             messages=messages,
             prompt=prompt,

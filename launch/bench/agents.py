@@ -148,7 +148,7 @@ def _workflows(settings: AgentsBench, config: Config, side: str, latency_s: floa
 
     async def agent(task: Mapping[str, Any], llm: Any) -> float:
         text, wanted = task["prompt"], settings.turn_tokens
-        client = (llm if side == "agent" else replace(llm, transport=None)).client
+        client = (llm if side == "agent" else replace(llm, endpoint=None)).client
         for number in range(settings.turns):
             if number:
                 await asyncio.sleep(latency_s)

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -230,7 +231,7 @@ def test_an_answer_that_nobody_heard_does_not_train(over: str, ending: str) -> N
     """Seen failing with calls that are kept as they end, and (timeout) without the client's."""
 
     async def agent(task: Mapping[str, Any], llm: Any) -> float:
-        llm = replace(llm, transport=None) if over == "sockets" else llm
+        llm = replace(llm, endpoint=None) if over == "sockets" else llm
         await say(llm, [user("a")])
         await engine.pause("recompute")
         impatient = llm.client.with_options(timeout=0.1, max_retries=0) if ending == "timeout" else llm.client
@@ -252,3 +253,57 @@ def test_an_answer_that_nobody_heard_does_not_train(over: str, ending: str) -> N
     engine = Speaker(["x", "y", "z"], tokenizer=make_tokenizer(CHATML))
     sample, _ = trained(agent, [], engine=engine)
     assert [way.text for way in sample.ways] == ["z", "x"]
+
+
+def test_a_client_of_this_event_loop_gets_the_answers_of_http_without_it() -> None:
+    """In every API; what is asked for with options goes over HTTP, and what fails is asked there again as a retry.
+
+    Seen failing with every call over HTTP, with answers that are left dicts, and with a failed call that is no retry.
+    """
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        sent, send = list[Any](), llm.endpoint.transport.handle_async_request
+        llm.endpoint.transport.handle_async_request = lambda request: [sent.append(request), send(request)][1]
+
+        async def both(ask: Callable[[openai.AsyncOpenAI], Awaitable[Any]]) -> None:
+            within, num_before = await ask(llm.client), len(sent)
+            over = await ask(llm.client.with_options(max_retries=0))
+            assert len(sent) == num_before + 1
+            assert type(within) is type(over)
+            names = r"[0-9a-f]{12,}|[0-9.]{10,}"  # and times
+            assert re.sub(names, "", repr(within)) == re.sub(names, "", repr(over))
+            assert within.usage == over.usage
+
+        await both(lambda client: client.completions.create(model="m", prompt="1+2?"))
+        await both(lambda client: client.chat.completions.create(model="m", messages=[user("1+2?")], tools=[ADD]))
+        await both(lambda client: client.responses.create(model="m", input="1+2?"))
+        assert len(sent) == 3
+        raw = await llm.client.completions.with_raw_response.create(model="m", prompt="b")
+        assert (raw.parse().choices[0].text, len(sent)) == (SAID[0], 4)
+        engine.fails = True
+        with pytest.raises(openai.InternalServerError, match="RuntimeError: no luck"):
+            await say(llm, [user("c")])
+        await engine.pause("recompute")
+        llm.client.timeout, llm.client.max_retries = 0.1, 0
+        with pytest.raises(openai.APITimeoutError):
+            await say(llm, [user("d")])
+        assert len(sent) == 6
+        return 1.0
+
+    engine = _Unlucky([SAID[0]] * 9, tokenizer=make_tokenizer(TOOLS_TEMPLATE))
+    sample, _ = trained(agent, [], engine=engine, **HERMES)
+    assert (len(sample.ways), engine.num_asked) == (7, 9)
+
+
+class _Unlucky(Speaker):
+    """Answers, or raises once."""
+
+    fails = False
+    num_asked = 0
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Any) -> Any:
+        self.num_asked += 1
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("no luck")
+        return await super().generate(prompt_ids, sampling)
