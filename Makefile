@@ -15,15 +15,15 @@ setup: ## make .venv ready; instant when it is (EXTRA=gpu for the CUDA build)
 demo: setup ## watch a language model learn arithmetic by asynchronous RL, on this CPU
 	@.venv/bin/areal-lite train arith_cpu $(ARGS)
 
-# Tests side by side wait for nothing but processors. ALONE look at time. RUNS start the whole system, and
-# mostly wait for each other's processes: in three lanes, one of them for nodes made on this machine.
+# Tests side by side wait for nothing but processors, ALONE look at time: theirs is one lane, to which the others give
+# way. RUNS start the whole system, and mostly wait for each other's processes: in three lanes, one of them for nodes
+# made on this machine.
 RUNS := loop or gpu or cluster
-ALONE := deadline or sandbox or browser
-FAST := not slow and not examples and not gym and not trackers and not data and not ($(ALONE) or $(RUNS))
-SIDE_BY_SIDE := $(PYTHON) -m pytest -n auto --maxprocesses 4
+ALONE := deadline or sandbox
+FAST := not slow and not examples and not gym and not trackers and not data and not browser and not ($(ALONE) or $(RUNS))
 
 test-fast: setup ## run what needs no Ray, vLLM or real deadline: under two minutes
-	@$(SIDE_BY_SIDE) -m "$(FAST)" $(ARGS)
+	@$(PYTHON) -m pytest -n auto --maxprocesses 4 -m "$(FAST)" $(ARGS)
 
 # Left out are only the tests that this machine cannot run; which and why is said first.
 test: setup ## run the tests (ARGS="-k ledger" for some of them)
@@ -44,8 +44,7 @@ test: setup ## run the tests (ARGS="-k ledger" for some of them)
 	[ -n "$$AREAL_LITE_GSM8K_DIR" ] || leave data "AREAL_LITE_GSM8K_DIR names no folder with the GSM8K files"; \
 	out="$${out#, }"; echo "tests left out: $${out:-none}"; \
 	case " $(ARGS) " in *" -m "*) exec $(PYTHON) -m pytest $(ARGS);; esac; \
-	$(SIDE_BY_SIDE) -m "not ($(ALONE) or $(RUNS))$$keep" $(ARGS) || [ $$? = 5 ] || exit 1; \
-	$(PYTHON) -m pytest -m "($(ALONE)) and not ($(RUNS))$$keep" $(ARGS) || [ $$? = 5 ] || exit 1; \
+	$(PYTHON) -m pytest -n 4 --dist loadscope -m "not ($(RUNS))$$keep" $(ARGS) || [ $$? = 5 ] || exit 1; \
 	$(PYTHON) -m pytest -n 3 --dist loadscope -m "($(RUNS))$$keep" $(ARGS) || [ $$? = 5 ]
 
 gpu-check: setup ## the first hour on GPUs: what passes, what to send us (ARGS="--cpu" rehearses it without one)

@@ -1,5 +1,6 @@
 """One thread for torch, and one Ray for all integration tests."""
 
+import functools
 import gc
 import itertools
 import logging
@@ -25,18 +26,34 @@ settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
 
-LONGEST = ("nodes", "test_faults", "test_bench_loop", "test_loop", "test_nccl_run", "test_rlhf", "local_job")
-"""Begun first, so that all lanes end together: files that start the whole system, and those of one lane."""
+LONGEST = (
+    "alone", "nodes", "test_faults", "test_bench_loop", "test_loop", "test_nccl_run", "test_rlhf", "local_job",
+    "test_attempts", "test_mesh", "_ranks", "test_lora", "test_memory", "test_checkpoint", "_transport",
+)  # fmt: skip
+"""Begun first, so that all lanes end together: files that take long, and those of one lane."""
+
+
+@functools.cache
+def looks_at_time(file: Path) -> bool:
+    """Tell whether a file has tests that nobody else may slow."""
+    return re.search(r"\bmark\.(deadline|sandbox)\b", file.read_text()) is not None
+
+
+_GIVES_WAY = 10
+"""Niceness: a tenth of a processor is left to them where somebody wants all of it."""
 
 
 class Lanes(LoadScopeScheduling):  # type: ignore[misc]
-    """A file at a time for each lane, the longest first; files that make nodes on this machine are all of one lane.
+    """A file at a time for each lane, the longest first; files that make nodes on this machine are all of one lane, and
+    so are those that look at time.
 
     pytest-xdist's own groups come to nothing under pytest 9.2, whose ids cannot be changed.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
+        if looks_at_time(self.config.rootpath / file):
+            return "alone"
         return "nodes" if re.search("/rehearse/|test_ssh_nodes|test_slurm_jobs", file) else file
 
     def _assign_work_unit(self, node: Any) -> None:
@@ -57,6 +74,12 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Lanes(config, log) if config.getoption("dist") == "loadscope" else None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests of a lane that do not look at time give way, with all that they start, to those that do."""
+    if "PYTEST_XDIST_WORKER" in os.environ and not looks_at_time(item.path):
+        os.nice(_GIVES_WAY - os.nice(0))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

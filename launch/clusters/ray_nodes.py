@@ -140,7 +140,7 @@ def start_script(job: Job, *, ports: range, head: str, peer: str | None, env: Ma
         "num-gpus": profile.gpus_per_node,
     }
     start = [
-        python, "-m", __name__, "start", *where, "--block", "--disable-usage-stats",
+        python, "-m", __name__, "start", *where, "--block", "--disable-usage-stats", "--include-log-monitor=false",
         '--node-ip-address="$address"', *(f"--{name}={value}" for name, value in options.items()),
     ]  # fmt: skip
     # Nobody serves from it: it need not wait for its workers to leave, which would take longer than the grace it has.
