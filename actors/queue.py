@@ -18,15 +18,23 @@ class QueueActor:
     """Owns the ledger, the data cursor and the ZeroMQ server around them."""
 
     def __init__(
-        self, config: Config, *, log_folder: str, state: bytes | None, prompts: Mapping[str, list[Prompt]]
+        self,
+        config: Config,
+        *,
+        log_folder: str,
+        state: bytes | None,
+        prompts: Mapping[str, list[Prompt]],
+        keep_batch: bool = False,
     ) -> None:
-        """Make the ledger and serve."""
+        """Make the ledger and serve; the batch that was taken is given back unless kept."""
         log_to_file(log_folder, "queue", environment=config.run.env)
         self._address = local_address(config.run.network)
         cursor = make_cursor(config, prompts)
         names = {field.name for field in fields(LedgerSettings)}
         settings = LedgerSettings(total_steps=config.run.steps, **config.queue.model_dump(include=names))
-        ledger = Ledger(settings) if state is None else restore(state, settings=settings, cursor=cursor)
+        ledger = Ledger(settings)
+        if state is not None:
+            ledger = restore(state, settings=settings, cursor=cursor, keep_batch=keep_batch)
         self._server = QueueServer(
             ledger,
             cursor,

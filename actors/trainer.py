@@ -122,6 +122,10 @@ class OnlineTrainerActor(TrainerActor):
             adapter=config.trainer.sent_adapter,
         )
 
+    def reconnect(self, access: QueueAccess) -> None:
+        """Go on at the sample queue that took a dead one's place."""
+        self._queue.move_to(access)
+
     @_work
     def connect(self, engines: dict[str, Any], kept: list[str]) -> dict[str, str | None]:
         """Make exactly these rollout actors the receivers of publications; those `kept` are those of before."""

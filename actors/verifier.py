@@ -36,6 +36,11 @@ class VerifierActor:
         await self._verifiers.start()
         self._make_worker()
 
+    async def reconnect(self, access: QueueAccess) -> tuple[int, int]:
+        """Go on at the sample queue that took a dead one's place, as the worker's `reconnect` does."""
+        self._access = access
+        return await self._worker.reconnect(access)
+
     async def move_to(self, access: QueueAccess) -> None:
         """Leave a sample queue that is gone, and all work for it, for another; `run` serves that one."""
         await self._worker.stop()

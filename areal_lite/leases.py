@@ -3,12 +3,14 @@
 import asyncio
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from areal_lite.errors import QueueTimeout
 from areal_lite.types import Lease
 
 if TYPE_CHECKING:
+    from areal_lite.sample_queue.access import QueueAccess
     from areal_lite.sample_queue.client import AsyncQueueClient
 
 logger = logging.getLogger(__name__)
@@ -26,8 +28,9 @@ class LeaseWorker(ABC):
             heartbeat_s: Seconds between heartbeats; well below the queue's lease time-out.
         """
         self._client, self._name, self._heartbeat_s = client, name, heartbeat_s
-        self._held: dict[str, asyncio.Task[None]] = {}
-        self._room_changed = asyncio.Event()
+        self._held: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
+        self._room_changed, self._connected = asyncio.Event(), asyncio.Event()
+        self._connected.set()
         self._stopping, self._ended = asyncio.Event(), asyncio.Event()
         self._ended.set()
 
@@ -57,7 +60,7 @@ class LeaseWorker(ABC):
             async with asyncio.TaskGroup() as tasks:
                 loops = [tasks.create_task(self._lease(tasks)), tasks.create_task(self._beat())]
                 await self._stopping.wait()
-                for task in [*loops, *self._held.values()]:
+                for task in [*loops, *(task for _, task in self._held.values())]:
                     task.cancel()
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
@@ -69,8 +72,33 @@ class LeaseWorker(ABC):
         self._stopping.set()
         await self._ended.wait()
 
+    async def reconnect(self, access: "QueueAccess") -> tuple[int, int]:
+        """Go on at the queue that took the place of a dead one; returns how many leases that keeps, and how many not.
+
+        What was done meanwhile is handed in there.
+        """
+        self._connected.clear()
+        self._client.move_to(access)
+        held = list(self._held.values())
+        kept = [await self._client.present(worker=self._name, lease=lease) for lease, _ in held]
+        for (_, task), is_kept in zip(held, kept, strict=True):
+            if not is_kept:
+                task.cancel()
+        self._connected.set()
+        return sum(kept), len(kept) - sum(kept)
+
+    async def _deliver(self, ask: Callable[[], Awaitable[bool]]) -> bool:
+        """Hand in a result: again until the queue, or the one that took its place, has said that it came."""
+        while True:
+            await self._connected.wait()
+            try:
+                return await ask()
+            except QueueTimeout as error:
+                logger.warning("a result is handed in again: %s", error)
+
     async def _lease(self, tasks: asyncio.TaskGroup) -> None:
         while True:
+            await self._connected.wait()
             self._room_changed.clear()
             if (limit := self._room()) <= 0:
                 await self._room_changed.wait()
@@ -81,7 +109,8 @@ class LeaseWorker(ABC):
                 logger.warning("the queue did not answer a lease request; asking again")
                 continue
             for lease in leases:
-                self._held[lease.lease_id] = task = tasks.create_task(self._serve(lease))
+                task = tasks.create_task(self._serve(lease))
+                self._held[lease.lease_id] = lease, task
                 task.add_done_callback(lambda _, lease_id=lease.lease_id: self._release(lease_id))  # type: ignore[misc]
 
     def _release(self, lease_id: str) -> None:
@@ -91,6 +120,7 @@ class LeaseWorker(ABC):
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._heartbeat_s)
+            await self._connected.wait()
             try:
                 dead = await self._client.heartbeat(
                     worker=self._name, lease_ids=list(self._held), progress=self._progress()
@@ -99,5 +129,5 @@ class LeaseWorker(ABC):
                 logger.warning("the queue did not answer a heartbeat")
                 dead = []
             for lease_id in dead:
-                if task := self._held.get(lease_id):
-                    task.cancel()
+                if held := self._held.get(lease_id):
+                    held[1].cancel()

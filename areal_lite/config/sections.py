@@ -49,7 +49,7 @@ class RunConfig(Section):
     an hour of work; 0 = it stays lost"""
     max_restarts: int = Field(3, ge=0)
     """times that the run goes back to its last checkpoint by itself, with a new queue and new ranks, before it has made
-    another one, after queue or rank died, or nothing moved for stall_timeout_s; 0 = it ends"""
+    another one, after a rank died, a queue that left no copy, or nothing moved for stall_timeout_s; 0 = it ends"""
     save_timeout_s: float = Field(600.0, gt=0)
     """seconds that writing a checkpoint may take"""
     save_deadline_s: float = Field(30.0, gt=0)

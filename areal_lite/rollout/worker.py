@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from areal_lite.config.recipe import Config
-from areal_lite.errors import EpisodeError, QueueTimeout, WireError
+from areal_lite.errors import EpisodeError, WireError
 from areal_lite.events import EventBuffer
 from areal_lite.leases import LeaseWorker
 from areal_lite.rollout.engine import GenerationEngine, Sampling
@@ -114,14 +114,11 @@ class RolloutWorker(LeaseWorker):
         try:
             samples = await asyncio.gather(*tasks)
             self._emit_group(group.group_id, started, samples)
-            answer = self._hand_in(lease.lease_id, [sample for sample, _ in samples])
         finally:
             for task in tasks:
                 task.cancel()
         try:
-            await answer
-        except QueueTimeout:
-            logger.warning("the queue did not take lease %s; it will be generated again", lease.lease_id)
+            await self._deliver(lambda: self._hand_in(lease.lease_id, [sample for sample, _ in samples]))
         except WireError as error:
             logger.error("the queue refused lease %s: %s", lease.lease_id, error)
             await self._client.fail(lease_id=lease.lease_id, reason=f"refused:{type(error).__name__}")

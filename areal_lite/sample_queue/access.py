@@ -24,8 +24,8 @@ class Role(StrEnum):
 
 ALLOWED: Mapping[str, frozenset[str]] = {
     Role.CONTROLLER: REQUESTS,
-    Role.ROLLOUT: frozenset({"lease_rollout", "heartbeat", "complete_rollout", "reject", "fail"}),
-    Role.VERIFIER: frozenset({"lease_verify", "heartbeat", "complete_verify", "reject", "fail"}),
+    Role.ROLLOUT: frozenset({"lease_rollout", "present", "heartbeat", "complete_rollout", "reject", "fail"}),
+    Role.VERIFIER: frozenset({"lease_verify", "present", "heartbeat", "complete_verify", "reject", "fail"}),
     Role.TRAINER: frozenset({"fetch"}),
 }
 """The requests of each role; a worker may `reject` and `fail` what is lent to workers of its own kind."""

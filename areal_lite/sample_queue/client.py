@@ -7,7 +7,6 @@ the request was. What can be repeated is sent a second time before they give up.
 """
 
 import asyncio
-import contextlib
 import functools
 import itertools
 import threading
@@ -64,7 +63,7 @@ class _Client:
             access: As `QueueServer.access` returned it.
             timeout_s: Seconds to wait for each answer, beyond the request's own `wait_s`.
         """
-        self._endpoint, self._timeout_s = access.endpoint, timeout_s
+        self._access, self._timeout_s = access, timeout_s
         self._request_ids = itertools.count()
         self._context = zmq.Context()
         self._socket = _connect(self._context, access)
@@ -76,12 +75,12 @@ class _Client:
 
     def _late(self, op: str, *, wait_s: float, num_bytes: int) -> QueueTimeout:
         return QueueTimeout(
-            f"the sample queue at {self._endpoint} should answer {op} ({num_bytes} bytes) within {wait_s:g} s, got no "
+            f"the sample queue at {self._access} should answer {op} ({num_bytes} bytes) within {wait_s:g} s, got no "
             f"answer after {_attempts(op)} attempt(s): see whether the queue's process is alive, and its log"
         )
 
     def _closed_error(self, op: str) -> LedgerError:
-        return LedgerError(f"{op} needs an open client, got one of {self._endpoint} that was closed: make a new client")
+        return LedgerError(f"{op} needs an open client, got one of {self._access} that was closed: make a new client")
 
 
 class QueueClient(_Client):
@@ -90,9 +89,13 @@ class QueueClient(_Client):
     def __init__(self, access: QueueAccess, *, timeout_s: float, look: Callable[[], object] = lambda: None) -> None:
         """Connect, and have `look` called beside every wait: it raises where no answer will come."""
         super().__init__(access, timeout_s=timeout_s)
-        self._look = look
-        self._lock = threading.Lock()
+        self._look, self._followed = look, access
+        self._lock = threading.RLock()  # `look` may call
         self._closing = threading.Event()
+
+    def move_to(self, access: QueueAccess) -> None:
+        """Have calls go to another queue, once more those that wait; from any thread."""
+        self._access = access
 
     def close(self) -> None:
         """Let go of the connection; a call that waits in another thread raises `LedgerError`. Idempotent."""
@@ -106,6 +109,9 @@ class QueueClient(_Client):
         with self._lock:
             for _ in range(_attempts(op)):
                 self._raise_if_closing(op)
+                if self._followed is not (access := self._access):
+                    self._socket.close(linger=0)
+                    self._socket, self._followed = _connect(self._context, access), access
                 self._socket.send_multipart([request_id, payload])
                 answer = self._receive(op, request_id, deadline=time.monotonic() + wait_s)
                 if answer is not None:
@@ -113,8 +119,9 @@ class QueueClient(_Client):
         raise self._late(op, wait_s=wait_s, num_bytes=len(payload))
 
     def _receive(self, op: str, request_id: bytes, *, deadline: float) -> bytes | None:
-        """Wait for the answer to one request; late answers to earlier ones are dropped."""
-        while (remaining_s := deadline - time.monotonic()) > 0:
+        """Wait for the answer to one request of the queue asked; late answers to earlier ones are dropped."""
+        asked = self._followed
+        while self._access is asked and (remaining_s := deadline - time.monotonic()) > 0:
             self._raise_if_closing(op)
             if self._socket.poll(1 + int(1000 * min(remaining_s, _SLICE_S))):
                 answered_id, answer = self._socket.recv_multipart()
@@ -130,6 +137,7 @@ class QueueClient(_Client):
 
     lease_rollout = _blocking(QueueRequests.lease_rollout)
     lease_verify = _blocking(QueueRequests.lease_verify)
+    present = _blocking(QueueRequests.present)
     heartbeat = _blocking(QueueRequests.heartbeat)
     complete_rollout = _blocking(QueueRequests.complete_rollout)
     complete_verify = _blocking(QueueRequests.complete_verify)
@@ -163,14 +171,22 @@ class AsyncQueueClient(_Client):
     def close(self) -> None:
         """Let go of the connection; calls that wait raise `LedgerError`. Idempotent; from the loop's thread."""
         self._closed = True
+        self._disconnect(self._closed_error("a request"))
+        self._context.term()
+
+    def move_to(self, access: QueueAccess) -> None:
+        """Go on with another queue; calls that wait raise `QueueTimeout`. From the loop's thread."""
+        self._disconnect(QueueTimeout(f"the sample queue at {self._access} is gone, another took its place: ask that"))
+        self._access, self._socket = access, _connect(self._context, access)
+
+    def _disconnect(self, error: Exception) -> None:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._socket.fd)
         self._loop = None
         for answer in self._answers.values():
             if not answer.done():
-                answer.set_exception(self._closed_error("a request"))
+                answer.set_exception(error)
         self._socket.close(linger=0)
-        self._context.term()
 
     async def _call(self, op: str, fields: dict[str, Any]) -> Any:
         request_id, payload, wait_s = self._next(op, fields)
@@ -183,9 +199,8 @@ class AsyncQueueClient(_Client):
                 self._socket.send_multipart([request_id, payload])
                 # ZeroMQ wakes the loop once for all that has happened: sending may have swallowed an answer's call.
                 self._read()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(wait_s):
-                        await answer
+                await asyncio.wait([answer], timeout=wait_s)
+                if answer.done():
                     return _result(op, answer.result())
         finally:
             self._answers.pop(request_id, None)
@@ -207,6 +222,7 @@ class AsyncQueueClient(_Client):
 
     lease_rollout = _awaited(QueueRequests.lease_rollout)
     lease_verify = _awaited(QueueRequests.lease_verify)
+    present = _awaited(QueueRequests.present)
     heartbeat = _awaited(QueueRequests.heartbeat)
     complete_rollout = _awaited(QueueRequests.complete_rollout)
     complete_verify = _awaited(QueueRequests.complete_verify)

@@ -138,8 +138,7 @@ class GroupTable:
             admitted_version=version,
             num_lost=num_lost,
         )
-        group_id = group.group_id
-        if any(group_id in groups for groups in self._by_state.values()):
+        if self.find(group.group_id) is not None:
             raise LedgerError(
                 f"a prompt can be admitted again only after its group has ended, got {prompt_id!r}, which is "
                 "outstanding: give every prompt of every epoch its own prompt_id"
@@ -196,6 +195,17 @@ class GroupTable:
             if group.state is state:
                 popped.append(group)
         return popped
+
+    def find(self, group_id: str) -> GroupRecord | None:
+        """Return an outstanding group, None for one that ended or never was."""
+        return next((groups[group_id] for groups in self._by_state.values() if group_id in groups), None)
+
+    def pick(self, group: GroupRecord) -> GroupRecord:
+        """Do what `pop_first` does, for one group whose turn it may not be."""
+        order = self._orders[group.state]
+        order.remove((_LEAVE_ORDER[group.state](group), group))
+        heapq.heapify(order)
+        return group
 
     def put_back(self, groups: Sequence[GroupRecord]) -> None:
         """Have groups that `pop_first` returned stay in their state."""

@@ -37,12 +37,12 @@ class LeaseTable:
         self._leases: OrderedDict[str, HeldLease] = OrderedDict()
         self._by_worker: dict[str, dict[str, float]] = {}  # when each lease was given, oldest first
 
-    def give(self, worker: str, group: GroupRecord) -> HeldLease:
-        """Lend a group to a worker."""
+    def give(self, worker: str, group: GroupRecord, *, lease_id: str = "") -> HeldLease:
+        """Lend a group to a worker, under a new id unless a table before this one gave one."""
         now = self._clock()
         self.num_given += 1
         lease = HeldLease(
-            lease_id=f"{group.group_id}@{self.num_given}",
+            lease_id=lease_id or f"{group.group_id}@{self.num_given}",
             worker=worker,
             group=group,
             given_at=now,

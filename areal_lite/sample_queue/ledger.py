@@ -23,11 +23,15 @@ from areal_lite.sample_queue import decisions, staleness
 from areal_lite.sample_queue.groups import STATE_BEFORE, GroupRecord, GroupState, GroupTable
 from areal_lite.sample_queue.leases import HeldLease, LeaseTable
 from areal_lite.sample_queue.records import Batch, LedgerSettings
-from areal_lite.types import Sample, Score
+from areal_lite.types import Lease, Sample, Score
 
 __all__ = ["Batch", "HeldLease", "Ledger", "LedgerSettings"]
 
 logger = logging.getLogger(__name__)
+
+
+_LEASES_SINCE = 2**32
+"""More than a ledger gives between a state that is written and its end: their ids are not given again."""
 
 
 class Ledger:
@@ -105,6 +109,35 @@ class Ledger:
         """Lend up to `limit` generated groups for verification, in the order of admission."""
         generated = self._groups.pop_first(GroupState.GENERATED, limit=limit)
         return [self._lend(group, GroupState.LEASED_VERIFY, worker=worker) for group in generated]
+
+    def knows(self, group_id: str) -> bool:
+        """Tell whether a group is outstanding."""
+        return self._groups.find(group_id) is not None
+
+    def adopt(self, worker: str, lease: Lease) -> bool:
+        """Let a worker keep what it was lent by the ledger that this one takes the place of.
+
+        A group to verify comes with its samples, which this ledger may not know. `False`: the group has ended or gone
+        on, is somebody else's or over age; the worker should stop working on it.
+        """
+        group, samples = self._groups.find(lease.group.group_id), lease.group.samples
+        lendable = (GroupState.WAITING, GroupState.GENERATED) if samples else (GroupState.WAITING,)
+        is_known = self._leases.find(lease.lease_id) is not None
+        if group is None or group.state not in lendable or lease.version > self._version or is_known:
+            return False
+        if samples:
+            self._check_samples(group, samples)
+        versions = [sample.oldest_version for sample in samples]
+        oldest = min((version for version in versions if version is not None), default=lease.version)
+        is_over_age = staleness.is_over_age(oldest, version=self._version, max_staleness=self._settings.max_staleness)
+        if is_over_age and self._settings.on_stale == "drop":
+            return False
+        self._groups.pick(group)
+        group.samples = samples
+        self._groups.move(group, GroupState.LEASED_VERIFY if samples else GroupState.LEASED_ROLLOUT)
+        self._groups.begin_anew(group, version=oldest)
+        self._leases.give(worker, group, lease_id=lease.lease_id)
+        return True
 
     def renew(self, worker: str, lease_ids: Sequence[str]) -> list[str]:
         """Take a heartbeat: the worker still holds these leases, and no others.
@@ -210,12 +243,7 @@ class Ledger:
         if batch_id == self._completed_batch_id:
             raise LedgerError(f"every batch needs an id of its own, got {batch_id!r}, which is complete: use a new id")
         chosen = self._choose()
-        if chosen is None:
-            return None
-        for group in chosen:
-            self._groups.move(group, GroupState.TAKEN)
-        self._batch = Batch(batch_id=batch_id, version=self._version, groups=tuple(chosen))
-        return self._batch
+        return None if chosen is None else self._take_out(batch_id, chosen)
 
     def return_batch(self, batch_id: str) -> None:
         """Put the taken batch back because the trainer was lost; without a taken batch this does nothing.
@@ -276,24 +304,36 @@ class Ledger:
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs, as plain values and samples; nothing changes here.
 
-        Leases and the taken batch do not survive: their groups are written as given back.
+        Leases do not survive: their groups are written as given back.
         """
         return {
             "version": self._version,
             "num_leases": self._leases.num_given,
             "completed_batch_id": self._completed_batch_id,
+            "batch": self._batch and [self._batch.batch_id, [group.group_id for group in self._batch.groups]],
             "groups": self._groups.state(version=self._version),
         }
 
     @classmethod
     def restore(
-        cls, settings: LedgerSettings, state: Mapping[str, Any], *, clock: Callable[[], float] = time.monotonic
+        cls,
+        settings: LedgerSettings,
+        state: Mapping[str, Any],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        keep_batch: bool = False,
     ) -> "Ledger":
-        """Build the ledger that `state` describes, under these settings."""
+        """Build the ledger that `state` describes, under these settings; the batch is given back unless kept."""
         ledger = cls(settings, clock=clock, version=state["version"])
         ledger._groups = GroupTable.restore(state["groups"])
         ledger._leases.num_given = state["num_leases"]
         ledger._completed_batch_id = state["completed_batch_id"]
+        if keep_batch:
+            ledger._leases.num_given += _LEASES_SINCE
+        if keep_batch and state["batch"] is not None:
+            batch_id, group_ids = state["batch"]
+            found = [group for group_id in group_ids if (group := ledger._groups.find(group_id)) is not None]
+            ledger._take_out(batch_id, [ledger._groups.pick(group) for group in found])
         return ledger
 
     # Inside
@@ -343,6 +383,12 @@ class Ledger:
                 self._groups.begin_anew(lease.group, version=self._version)
             self._groups.move(lease.group, before)
         return [lease.lease_id for lease in leases]
+
+    def _take_out(self, batch_id: str, groups: Sequence[GroupRecord]) -> Batch:
+        for group in groups:
+            self._groups.move(group, GroupState.TAKEN)
+        self._batch = Batch(batch_id=batch_id, version=self._version, groups=tuple(groups))
+        return self._batch
 
     def _choose(self) -> list[GroupRecord] | None:
         """Pick the groups of the next batch, or None; ends the groups that turn out to be stale."""

@@ -86,6 +86,9 @@ class QueueRequests(Protocol):
     def lease_verify(self, *, worker: Name, limit: Count, wait_s: float) -> list[Lease]:
         """Borrow up to `limit` generated groups to score; empty when none came up within `wait_s` seconds."""
 
+    def present(self, *, worker: Name, lease: Lease) -> bool:
+        """Keep what the queue before this one lent, until admission opens. False: stop working on it."""
+
     def heartbeat(self, *, worker: Name, lease_ids: LeaseIds, progress: Count) -> list[str]:
         """Keep the named leases alive; return those that are not (any more): stop working on them.
 

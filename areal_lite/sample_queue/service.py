@@ -121,6 +121,15 @@ class QueueService(QueueRequests):
         self._find_worker(worker).role = "verify"
         return [self._whole(held) for held in self._ledger.lease_verify(worker, limit=limit)]
 
+    def present(self, *, worker: str, lease: Lease) -> bool:
+        if self._admission_open:
+            return False
+        self._find_worker(worker).role = "verify" if lease.group.samples else "rollout"
+        # A prompt drawn after the state was saved that this queue began with: the cursor gives it out again.
+        while not self._ledger.knows(lease.group.group_id) and self._ledger.capacity():
+            self._ledger.admit(self._cursor.next().prompt_id)
+        return self._ledger.adopt(worker, lease)
+
     def heartbeat(self, *, worker: str, lease_ids: Sequence[str], progress: int) -> list[str]:
         seen = self._find_worker(worker)
         seen.heard_at = self._clock()
@@ -275,7 +284,12 @@ def _pass_rate(scores: Sequence[Score]) -> float | None:
 
 
 def restore(
-    saved: bytes, *, settings: LedgerSettings, cursor: Cursor, clock: Callable[[], float] = time.monotonic
+    saved: bytes,
+    *,
+    settings: LedgerSettings,
+    cursor: Cursor,
+    clock: Callable[[], float] = time.monotonic,
+    keep_batch: bool = False,
 ) -> Ledger:
     """Read what `save` returned: bring the cursor to its place and build the ledger.
 
@@ -284,13 +298,14 @@ def restore(
         settings: Of the run that continues.
         cursor: Over the same data; its place is moved.
         clock: For leases.
+        keep_batch: Whether the trainer goes on, and has the batch that was taken.
 
     Raises:
         CheckpointError: Another version of areal-lite wrote the bytes, or the cursor is over other data.
     """
     state = read_state(saved)
     cursor.load(state["cursor"])
-    return Ledger.restore(settings, state["ledger"], clock=clock)
+    return Ledger.restore(settings, state["ledger"], clock=clock, keep_batch=keep_batch)
 
 
 def read_state(saved: bytes) -> Any:

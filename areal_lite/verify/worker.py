@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from areal_lite.errors import QueueTimeout
 from areal_lite.events import EventBuffer
 from areal_lite.leases import LeaseWorker
 from areal_lite.types import Group, Lease, Sample, Score, StepReward
@@ -59,11 +58,7 @@ class VerifierWorker(LeaseWorker):
         start = time.time()
         group = lease.group
         scores = await self._scores(group)
-        try:
-            await self._client.complete_verify(lease_id=lease.lease_id, scores=scores)
-        except QueueTimeout:
-            logger.warning("the queue did not take lease %s; it will be scored again", lease.lease_id)
-            return
+        await self._deliver(lambda: self._client.complete_verify(lease_id=lease.lease_id, scores=scores))
         self._num_groups += 1
         failures = sum(score.failure is not None for score in scores)
         self._events.emit("verify", group_id=group.group_id, start=start, end=time.time(), failures=failures)

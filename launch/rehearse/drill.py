@@ -95,7 +95,10 @@ class DrilledRun:
 
     def said(self, pattern: str, begun: int = 0) -> bool:
         """Whether its commands have said something, behind so many bytes."""
-        return re.search(pattern, self._log.read_bytes()[begun:].decode(errors="replace")) is not None
+        return self._found(pattern, begun) is not None
+
+    def _found(self, pattern: str, begun: int) -> re.Match[str] | None:
+        return re.search(pattern, self._log.read_bytes()[begun:].decode(errors="replace"))
 
     def wait(self, condition: Callable[[], object], what: str, *, poll_s: float = 0.1) -> None:
         """Wait; a command that ended before is gone on with, if it trained a step since it began.
@@ -152,6 +155,8 @@ class DrilledRun:
         self.wait(is_there, f"a process of {role} on this machine")
         lane = self.random.choice([lane for lane, processes in found.items() if processes])
         self.send(number, found[lane])
+        if role == "queue":  # in a moment without a copy of its state the run goes back
+            return "queue is back.*|back at step"
         return f"{lane} is back" if role in ("rollout", "verifier") else ""
 
     def suffer(self, name: str) -> None:
@@ -183,6 +188,8 @@ class DrilledRun:
             return self.said(must_be_back, begun) if is_lane else is_alive_and_steps
 
         self.wait(is_back, "the run's return (with more run.steps, if it is done)")
+        if must_be_back and (told := self._found(must_be_back, begun)):
+            say(told[0])
         if not self.said(says, begun):
             self.problems.append(f"the command must say: {says}")
         self.outcomes.append({

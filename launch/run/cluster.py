@@ -4,6 +4,7 @@ The controller owns one `Cluster`. Everything it starts it stops itself, by hand
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from areal_lite.actors.rollout import RolloutActor
 from areal_lite.actors.trainer import OnlineTrainerActor
 from areal_lite.actors.verifier import VerifierActor
 from areal_lite.config.recipe import Config
-from areal_lite.errors import EngineError, QueueError, VerifierError
+from areal_lite.errors import ArealLiteError, EngineError, QueueError, VerifierError
 from areal_lite.events import Event
 from areal_lite.launch.run.engines import RayEngines
 from areal_lite.launch.run.lifetime import kill_all, stop_all, wait_until_started
@@ -31,6 +32,8 @@ from areal_lite.types import Prompt
 
 logger = logging.getLogger(__name__)
 
+_COPY_EVERY_S = 1.0
+"""Between two copies of the queue's state, where one takes a moment; else a 20th of the time goes into them."""
 _REPORT_WAIT_S = 2.0
 """How long everybody waits for the reports of all workers; a late one is taken up the next time."""
 
@@ -69,11 +72,18 @@ class Cluster:
         self._has_started = False
         self._spawn_core(queue_state)
 
-    def _spawn_core(self, queue_state: bytes | None) -> None:
-        queue = {"log_folder": self._logs, "state": queue_state, "prompts": self._prompts}
+    def _spawn_queue(self, state: bytes | None, *, keep_batch: bool = False) -> None:
+        queue = {"log_folder": self._logs, "state": state, "prompts": self._prompts, "keep_batch": keep_batch}
         self._queue_actor = self._places.spawn(QueueActor, "queue", **queue)
+        self._pulse = Question("ping")
+
+    def _spawn_core(self, queue_state: bytes | None) -> None:
+        self._taken, self._copy, self._copy_due, self.trained = "", b"", 0.0, ""
+        self.replaced: dict[str, Any] | None = None
+        """What became of the work when the queue was replaced, for whoever tells of it, who takes it away."""
+        self._spawn_queue(queue_state)
         self.ranks = Ranks(OnlineTrainerActor, self._config, places=self._places, log_folder=Path(self._logs))
-        self._pulse, self._serving = Question("ping"), Calls({})
+        self._serving = Calls({})
         self._connected: dict[str, Any] = {}
 
     def renew(self, queue_state: bytes | None) -> None:
@@ -93,7 +103,7 @@ class Cluster:
             StallError: An actor did not start within `run.start_timeout_s`; names it.
             EngineError, VerifierError, CheckpointError: As the actor said.
         """
-        config = self._config
+        config, self._say = self._config, on_progress
         access = self._wait(Calls({"queue": self._queue_actor.access.remote()}), on_progress)["queue"]
         timeout_s, self._access = config.queue.lease_timeout_s, access
         self.queue = QueueClient(access[Role.CONTROLLER], timeout_s=timeout_s, look=self._feel_pulse)
@@ -141,11 +151,62 @@ class Cluster:
 
     def _feel_pulse(self) -> None:
         _, failed = self._pulse.ask({"queue": self._queue_actor, **self.ranks.handles}, wait_s=0.0)
+        died = failed.pop("queue", None)
         for name, error in failed.items():
-            if name != "queue":
-                raise self.ranks.blame(name, error) from error
-            log = log_path(self._logs, name)
-            raise QueueError(f"the sample queue, on which everybody waits, died: {describe(error)}; log: {log}")
+            raise self.ranks.blame(name, error) from error
+        if died is not None:
+            log = log_path(self._logs, "queue")
+            failure = QueueError(f"the sample queue, on which everybody waits, died: {describe(died)}; log: {log}")
+            if not (self._taken and self._copy and self._config.run.max_restarts):
+                raise failure
+            try:
+                self._replace_queue(failure)
+            except (ArealLiteError, ray.exceptions.RayError) as error:
+                raise failure from error
+
+    def note_taken(self, batch_id: str = "") -> None:
+        """Forget the copies without this batch; without any, a queue that dies from now on is the run's failure."""
+        self._taken, self._copy = batch_id, b""
+
+    def copy_queue(self) -> None:
+        """Copy the queue's state once a batch is taken, and again while little time goes into it."""
+        begun = time.monotonic()
+        if self._taken and (not self._copy or begun > self._copy_due):
+            self._copy = self.queue.save()
+            self._copy_due = time.monotonic() + _COPY_EVERY_S + 20 * (time.monotonic() - begun)
+
+    def _replace_queue(self, failure: QueueError) -> None:
+        """Have a new queue go on from the copy, once for each batch; workers keep what they hold, ranks their batch."""
+        noticed, batch_id, copy = time.time(), self._taken, self._copy
+        self.note_taken()
+        kill_all([self._queue_actor])
+        self._say(f"{failure}; a new one goes on with a copy of its state")
+        self._spawn_queue(copy, keep_batch=True)
+        self._access = self._wait(Calls({"queue": self._queue_actor.access.remote()}), self._say)["queue"]
+        self.queue.move_to(self._access[Role.CONTROLLER])
+        if self.trained == batch_id:
+            self.queue.complete_step(batch_id=batch_id)
+        else:
+            self.queue.take(batch_id=batch_id, wait_s=0.0)
+        members = {**self._workers, **self.ranks.handles}
+        moving = Calls({name: one.reconnect.remote(self._access[_role(name)]) for name, one in members.items()})
+        failed = {name: error for name, error in moving.answers(self._config.run.stall_timeout_s) if error is not None}
+        for name in {**failed, **moving.pending}:
+            if name in self.ranks.handles:
+                raise failure
+            self._lose(name, "it must go on at a new queue")
+        self.restarts.begin_anew()
+        self.queue.open_admission()
+        kept = [moving.values[name] for name in self._workers]
+        counts = self.queue.status()["counts"]
+        self.replaced = {
+            "noticed": noticed,
+            "reason": str(failure),
+            "leases_kept": sum(one for one, _ in kept),
+            "leases_lost": sum(one for _, one in kept),
+            "waiting": counts["waiting"],
+            "finished": sum(counts[state] for state in ("generated", "ready", "taken")),
+        }
 
     def check_workers(self) -> None:
         """Look after the workers; raise when somebody indispensable ended, and is not started again.

@@ -127,6 +127,7 @@ class OnlineController(Controller):
         info = self._wait_for_batch(batch_id)
         if info is None:
             return False
+        self._cluster.note_taken(batch_id)
         taken = time.monotonic()
         self._trainer_lane.emit("train", batch=batch_id)
         groups = self._cluster.queue.batch_groups(batch_id=batch_id, limit=max(self._config.run.log_samples, 1))
@@ -210,6 +211,7 @@ class OnlineController(Controller):
 
         def complete() -> None:
             self._cluster.queue.complete_step(batch_id=batch_id)
+            self._cluster.trained = batch_id
             self._at_boundary = True
 
         try:
@@ -272,9 +274,20 @@ class OnlineController(Controller):
                 "a limit of 0 only reports"
             )
 
+    def _tick(self) -> None:
+        self._cluster.copy_queue()
+        super()._tick()
+
     def _look_after(self) -> None:
         self._wanted = scaling.take(self._folder.path) or self._wanted
         self._cluster.look_after()
+        if replaced := self._cluster.replaced:
+            self._cluster.replaced = None
+            self._controller_lane.emit("restarted", step=self._version, **replaced)
+            self._view.say(
+                "queue is back: workers go on with {leases_kept} groups and drop {leases_lost}, {finished} are kept "
+                "beside, {waiting} begin anew".format(**replaced)
+            )
         self._collector.collect()
         self._evaluations.poll()
 
@@ -313,6 +326,7 @@ class OnlineController(Controller):
         self._evaluations.end()
 
     def _wind_up(self, status: str) -> str:
+        self._cluster.note_taken()
         self._cluster.queue.close_admission()
         self._evaluations.end()
         if status == "done":

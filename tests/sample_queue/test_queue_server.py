@@ -26,7 +26,6 @@ from queue_builders import (
 )
 
 from areal_lite.errors import CheckpointError, LedgerError
-from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
 from areal_lite.sample_queue.requests import REQUESTS, QueueRequests
 from areal_lite.sample_queue.service import restore
@@ -236,7 +235,7 @@ def test_a_request_behind_one_for_the_same_ends_at_its_own_deadline(queue: Queue
         with pytest.raises(LedgerError, match="open client"):
             await wait
 
-    asyncio.run(scenario(AsyncQueueClient(QueueAccess(queue._endpoint), timeout_s=SOON_S)))
+    asyncio.run(scenario(AsyncQueueClient(queue._access, timeout_s=SOON_S)))
 
 
 def test_work_is_admitted_as_it_is_asked_for_within_capacity(queue: QueueClient) -> None:

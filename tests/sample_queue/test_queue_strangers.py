@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import zmq
-from queue_builders import SCORES, SOON_S, connected, make_queue, make_ready, make_samples, serving
+from queue_builders import SCORES, SOON_S, FakeCursor, connected, make_queue, make_ready, make_samples, serving
 
 from areal_lite.errors import WireError
 from areal_lite.sample_queue.access import KeyPair, QueueAccess, QueueKeys, Role
 from areal_lite.sample_queue.client import QueueClient
 from areal_lite.sample_queue.requests import REQUESTS
 from areal_lite.sample_queue.server import QueueServer
+from areal_lite.types import Group, Lease
 from areal_lite.wire import encode
 
 SHORT_WAIT_MS = 300
@@ -88,9 +89,11 @@ def test_a_stranger_reads_nothing_and_injects_nothing(
         assert controller.status()["counts"]["ready"] == 1
 
 
+LEASE = Lease(lease_id="x", group=Group(group_id="x#0", prompt=FakeCursor().get("fake/0/1")), version=0)
 FIELDS: dict[str, dict[str, Any]] = {
     "lease_rollout": {"worker": "w", "limit": 1, "wait_s": 0.0},
     "lease_verify": {"worker": "w", "limit": 1, "wait_s": 0.0},
+    "present": {"worker": "w", "lease": LEASE},
     "heartbeat": {"worker": "w", "lease_ids": [], "progress": 0},
     "complete_rollout": {"lease_id": "x", "samples": []},
     "complete_verify": {"lease_id": "x", "scores": []},
@@ -104,8 +107,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "forget": {"worker": "w"},
 }
 OWN = {
-    Role.ROLLOUT: {"lease_rollout", "heartbeat", "complete_rollout", "reject", "fail"},
-    Role.VERIFIER: {"lease_verify", "heartbeat", "complete_verify", "reject", "fail"},
+    Role.ROLLOUT: {"lease_rollout", "present", "heartbeat", "complete_rollout", "reject", "fail"},
+    Role.VERIFIER: {"lease_verify", "present", "heartbeat", "complete_verify", "reject", "fail"},
     Role.TRAINER: {"fetch"},
 }
 
