@@ -435,7 +435,25 @@ def demo(content: Row, name: str = "demo", lines: Sequence[str] = LINES) -> Part
 def demo_run(folder: Path) -> dict[str, Any]:
     """Return what the page needs of one run folder."""
     found, config = (json.loads((folder / name).read_text()) for name in ("summary.json", "config.json"))
-    return {"seed": config["run"]["seed"], **{key: found[key] for key in DEMO_KEYS if key in found}}
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rewards = {str(row["step"]): row["reward_mean"] for row in rows if "reward_mean" in row}
+    return {"seed": config["run"]["seed"], **{key: found[key] for key in DEMO_KEYS if key in found}, "rewards": rewards}
+
+
+def draw_calculator(content: Row) -> None:
+    """Draw held-out accuracy and the reward of sampled answers over steps, a line per seed."""
+    panels = {"held-out accuracy, greedy": "eval", "mean reward of sampled answers": "rewards"}
+    size = (7.5, 3.0)
+    with picture(HERE / "calculator.svg", size=size, ncols=len(panels)) as (_, both):
+        for axes, (label, key) in zip(both, panels.items(), strict=True):
+            axes.grid(axis="y", color="#dddddd", linewidth=0.8)
+            for run in content["runs"]:
+                curve = {int(step): value for step, value in run[key].items()}
+                axes.plot(list(curve), list(curve.values()), linewidth=1.6, label=f"seed {run['seed']}")
+            axes.set_xlabel("trainer step")
+            axes.set_title(label)
+            axes.set_ylim(0, 1)
+        both[0].legend(frameon=False, loc="lower right")
 
 
 # ---------------------------------------------------------------- the verifier math
@@ -580,6 +598,7 @@ def main(words: Sequence[str]) -> None:
     draw_presets(load("presets"))
     draw_staleness(load("staleness-ablation"))
     draw_long_answers(load("long-answers"))
+    draw_calculator(load("calculator"))
     for recipe in RECIPES:
         if modes := load("performance").get(f"modes {recipe}"):
             draw_modes(modes, HERE / f"modes-{recipe}.svg")

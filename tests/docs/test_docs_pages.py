@@ -58,7 +58,10 @@ def test_the_presets_table_has_a_line_per_run_failed_ones_too(tables: ModuleType
 
 
 def ablation_run(eta: int, proximal: str, *, end: float, seed: int = 0) -> dict[str, Any]:
-    return RUN | {"max_staleness": eta, "overrides": {"objective.proximal": proximal}, "end": end, "seed": seed}
+    curves = {"eval": {"0": 0.1, "5": end}, "rewards": {"1": 0.2, "2": end}}
+    return (
+        RUN | curves | {"max_staleness": eta, "overrides": {"objective.proximal": proximal}, "end": end, "seed": seed}
+    )
 
 
 def test_the_ablation_table_shows_mean_and_spread_over_seeds(tables: ModuleType) -> None:
@@ -75,7 +78,14 @@ def test_the_ablation_table_shows_mean_and_spread_over_seeds(tables: ModuleType)
     assert lines[3].startswith("| 16 | - | 0.600 (0.600 to 0.600) | - |")
 
 
-@pytest.mark.parametrize(("name", "draw"), [("presets", "draw_presets"), ("staleness-ablation", "draw_staleness")])
+@pytest.mark.parametrize(
+    ("name", "draw"),
+    [
+        ("presets", "draw_presets"),
+        ("staleness-ablation", "draw_staleness"),
+        ("calculator", "draw_calculator"),
+    ],
+)
 def test_pictures_are_drawn_and_the_same_each_time(
     name: str, draw: str, tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +112,7 @@ def test_what_was_measured_is_taken_over_by_what_it_is(
         ("modes.json", {"benchmark": "modes", "recipe": "a/arith_cpu.yaml", "modes": [], "config": {}, "search": []}),
         ("run/summary.json", demo),
         ("run/config.json", {"run": {"seed": 7}}),
+        ("run/metrics.jsonl", {"step": 1, "reward_mean": 0.25}),
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps(content))
@@ -110,7 +121,7 @@ def test_what_was_measured_is_taken_over_by_what_it_is(
     assert tables.load("performance").keys() == {"queue", "modes arith_cpu"}
     assert tables.load("performance")["modes arith_cpu"].keys() == {"benchmark", "recipe", "modes"}
     (run,) = tables.load("demo")["runs"]
-    assert run == {"seed": 7} | {key: demo[key] for key in run if key != "seed"}
+    assert run == {"seed": 7, "rewards": {"1": 0.25}} | {key: demo[key] for key in run if key in demo and key != "seed"}
 
 
 def test_a_target_is_met_by_the_median_in_its_own_direction(tables: ModuleType) -> None:
