@@ -182,6 +182,10 @@ def performance(content: Row) -> Parts:
         head = f"{where(results)} {versions}. {repeats} repeat{'s' * (repeats != 1)}." if versions else NOTHING
         rows = by_carrier(results["rows"]) if name == "queue" else results["rows"]
         made[name] = f"{head}\n\n{markdown(columns, rows)}"
+    speed = [results for name, results in sorted(content.items()) if name.startswith("peers ")]
+    rows = sorted((row for results in speed for row in results["rows"]), key=lambda row: row["parameters"])
+    heads = "\n".join(dict.fromkeys(map(where, speed))) or NOTHING
+    made["peers speed"] = f"{heads}\n\n{markdown(COLUMNS['peers speed'], rows)}"
     for name in ("rollout", "train", "queue", "handover", "peers"):
         targets += content.get(name, {}).get("targets", [])
     for name in (f"modes {recipe}" for recipe in RECIPES):
@@ -584,6 +588,8 @@ def take_over(words: Sequence[str]) -> None:
             continue
         name = results["benchmark"]
         name = f"modes {Path(results['recipe']).stem}" if name == "modes" else name
+        if name == "peers speed":  # a file for each size and kind of lengths, which share a table
+            name = "peers {parameters}, {lengths}".format(**results["rows"][0])
         # What is left out of a `bench modes` is in the run folders anyway.
         kept = {key: value for key, value in results.items() if key not in ("config", "search")}
         save("performance", load("performance") | {name: kept})

@@ -78,9 +78,17 @@ def handover(
 
 @bench.command()
 def peers(
-    recipe: Recipe = "arith_cpu",
+    words: Words,
+    size: Annotated[
+        str | None, typer.Option(metavar="WIDTHxLAYERS", help="a model of random weights; lengths must be drawn")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="runs of each side")] = 2,
-    steps: Annotated[int, typer.Option(min=4, max=100_000, metavar="N", help="optimiser steps of a run")] = 120,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=4, max=100_000, metavar="N", help="optimiser steps of a run; default 120, of drawn lengths the recipe's"
+        ),
+    ] = None,
     accuracy: Annotated[float, typer.Option(min=0, max=1, help="held-out accuracy whose time is taken")] = 0.75,
     out: Out = Path("runs/bench-peers"),
 ) -> int:
@@ -88,11 +96,15 @@ def peers(
 
     Trains the same model on the same prompts with TRL and with areal-lite, in turns, and compares samples/s and the
     time to an accuracy. TRL is installed into a folder of its own when it is first needed (2 MB). Writes
-    results.json and peers.svg.
+    results.json and peers.svg. Of longtail_cpu, whose lengths are drawn, speed alone is compared; --size 640x12 gives
+    it a larger model.
     """
+    from areal_lite.launch.bench.handover import parse_size
     from areal_lite.launch.bench.peers import bench
 
-    return bench(recipe, repeats=repeats, steps=steps, accuracy=accuracy, out=out)
+    (recipe,), overrides = _split(words, default=["arith_cpu"])
+    shape = parse_size(size) if size else None
+    return bench(recipe, overrides, size=shape, repeats=repeats, steps=steps, accuracy=accuracy, out=out)
 
 
 @bench.command()

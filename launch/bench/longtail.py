@@ -13,6 +13,9 @@ from typing import Any
 from areal_lite.rollout.episode import EpisodeEngine, Turn
 from areal_lite.rollout.workflows import checked_by
 
+LONGTAIL = "areal_lite.launch.bench.longtail:drawn_length"
+"""The workflow below, as recipes name it."""
+
 
 def draw_length(seed: int, *, median: float, sigma: float, longest: int) -> int:
     """Draw one length, `exp(N(log median, sigma^2))`, rounded and cut to `1..longest`; the same seed, the same length.

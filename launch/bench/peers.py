@@ -1,7 +1,9 @@
 """`areal-lite bench peers`: the arithmetic task in TRL's `GRPOTrainer`, beside ours.
 
 Both sides start from the same model, get the same prompts in the same order, and make one optimiser step from each
-batch. Nothing of ours is alive while TRL runs, and the other way round: each run has the machine to itself.
+batch. Nothing of ours is alive while TRL runs, and the other way round: each run has the machine to itself. A recipe
+whose lengths are drawn (`longtail`), with a model of any size, is compared by its speed alone: each sample is as long
+on both sides.
 """
 
 import itertools
@@ -19,10 +21,14 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from areal_lite.config.reading import parse_override
 from areal_lite.config.recipe import Config
 from areal_lite.data.mix import make_cursor
 from areal_lite.data.prompts import load_source, load_sources
+from areal_lite.errors import ConfigError
+from areal_lite.launch.bench.handover import Size
 from areal_lite.launch.bench.harness import CONSOLE, check_comparable, finish, in_turns, ratios, say, target, training
+from areal_lite.launch.bench.longtail import LONGTAIL, draw_length
 from areal_lite.launch.bench.modes import Threads
 from areal_lite.launch.bench.modes import thread_settings as thread_settings_of_mode
 from areal_lite.launch.bench.modes_figures import MAX_STALENESS, MODES, measured_steps, published, work_begins
@@ -31,6 +37,8 @@ from areal_lite.launch.bench.plan import planned_config
 from areal_lite.launch.bench.view import PEERS, Row, picture
 from areal_lite.launch.run.train import prepare_model
 from areal_lite.record.run_folder import RunFolder
+from areal_lite.rollout.worker import sample_seed
+from areal_lite.types import Prompt
 
 SIDES = ("async", "sync", "trl")
 """Ours with samples up to four steps old, ours in turns (for information), and TRL."""
@@ -48,54 +56,111 @@ SAME_LOSS: dict[str, Any] = {
     "trainer.warmup_steps": 0,
 }
 """What a recipe must say, beside the default objective, for TRL to do the same."""
+SAME_SPEED = SAME_LOSS | {"rollout.workflow": LONGTAIL, "verifier.function": "regex"}
+"""The same of a recipe whose lengths are drawn."""
 _EVERY = 10
 """Steps between two measurements of the held-out accuracy."""
 _SEARCH_STEPS = 20
 """Of the short runs that choose threads and micro-batches."""
+_STEPS = 120
+"""Of a run, unless the lengths are drawn or the command line says otherwise."""
 
 
-def bench(recipe: str, *, repeats: int, steps: int, accuracy: float, out: Path) -> int:
-    """Search each side's fastest setting, then let the sides take turns until a greedy accuracy, and beyond."""
-    config, out = planned_config(recipe, "recipe", []), out.resolve()
-    check_comparable(config, "peers", SAME_LOSS)
-    runs = _Runs(recipe, config, out=out)
-    chosen = {side: _fastest(side, runs) for side in SIDES}
-    done = dict.fromkeys(SIDES, 0)
+def bench(
+    recipe: str, overrides: Sequence[str], *, size: Size | None, repeats: int, steps: int | None, accuracy: float,
+    out: Path,
+) -> int:  # fmt: skip
+    """Search each side's fastest setting, then let the sides take turns until a greedy accuracy, and beyond.
+
+    Where lengths are drawn, for some steps, without an accuracy.
+    """
+    changes = (of_size(size) if size else {}) | dict(map(parse_override, overrides))
+    config, out = planned_config(recipe, "recipe", [changes]), out.resolve()
+    is_drawn = config.rollout.workflow == LONGTAIL
+    if size and not is_drawn:
+        raise ConfigError(
+            f"--size makes a model that has learned nothing: expected drawn lengths (rollout.workflow={LONGTAIL}), got "
+            f"{config.rollout.workflow}: take longtail_cpu"
+        )
+    check_comparable(config, "peers", SAME_SPEED if is_drawn else SAME_LOSS)
+    steps = steps or (config.run.steps if is_drawn else _STEPS)
+    steps_of = {side: speed_steps(side, steps) if is_drawn else steps for side in SIDES}
+    search = {side: max(2, number // 2) if is_drawn else _SEARCH_STEPS for side, number in steps_of.items()}
+    runs = _Runs(recipe, changes, config, out=out)
+    chosen = {side: _fastest(side, runs, steps=search[side]) for side in SIDES}
+    done, every = dict.fromkeys(SIDES, 0), 0 if is_drawn else _EVERY
 
     def measure(side: str) -> Learning:
         number, done[side] = done[side], done[side] + 1
         say(f"repeat {number + 1} of {repeats}: {side}")
-        return runs.run(side, chosen[side], steps=steps, every=_EVERY, repeat=number)
+        return runs.run(side, chosen[side], steps=steps_of[side], every=every, repeat=number)
 
     measured = in_turns(SIDES, repeats=repeats, measure=measure)
+    shown = {side: str(one) for side, one in chosen.items()}
+    settings = {"recipe": recipe, "overrides": changes, "repeats": repeats, "steps": steps, "chosen": shown}
+    settings["trl"] = PINS
+    if is_drawn:
+        case = {"lengths": lengths_in_words(config), "parameters": runs.parameters()}
+        rows = speeds(measured, samples_per_step=config.samples_per_step)
+        rows = [case | row | {"setting": shown[row["side"]]} for row in rows]
+        return finish("peers speed", "ours and TRL, speed alone", rows, settings=settings, out=out)
     rows = summarise(measured, accuracy=accuracy, samples_per_step=config.samples_per_step)
-    settings = {"recipe": recipe, "repeats": repeats, "steps": steps, "accuracy": accuracy, "every": _EVERY}
-    settings |= {"search_steps": _SEARCH_STEPS, "chosen": {side: str(one) for side, one in chosen.items()}, "trl": PINS}
+    settings |= {"accuracy": accuracy, "every": every, "search_steps": _SEARCH_STEPS}
     title = f"{Path(recipe).stem}: ours and TRL, time to a held-out accuracy of {accuracy}"
     code = finish("peers", title, rows, settings=settings, out=out, targets=targets(rows, accuracy=accuracy))
     draw_peers(rows, accuracy=accuracy, path=out / "peers.svg")
     return code
 
 
-def _fastest(side: str, runs: "_Runs") -> Any:
+def of_size(size: Size) -> dict[str, Any]:
+    """Return what makes the model one of this size, with random weights; and what a slower step needs."""
+    shape = {"steps": 0, "hidden_size": size.width, "num_layers": size.layers}
+    room = {"rollout.kv_cache_mb": 2048, "run.stall_timeout_s": 900}
+    return {f"model.warm_start.{name}": value for name, value in shape.items()} | room
+
+
+def speed_steps(side: str, steps: int) -> int:
+    """Return a run's steps where speed alone counts: in turns one step is as another, so that a third is enough.
+
+    >>> speed_steps("async", 18), speed_steps("sync", 18), speed_steps("trl", 4)
+    (18, 6, 3)
+    """
+    return steps if side == "async" else max(3, steps // 3)
+
+
+def lengths_in_words(config: Config) -> str:
+    """Return what tells drawn lengths from others."""
+    median, sigma = (config.rollout.workflow_arguments[name] for name in ("median", "sigma"))
+    return f"{median}, sigma {sigma:g}" if sigma else f"{median} each"
+
+
+def drawn_lengths(config: Config, prompts: Sequence[Prompt]) -> list[int]:
+    """Return the lengths of the samples of prompts, as the rollout worker has them drawn."""
+    arguments: Any = config.rollout.workflow_arguments
+    samples = itertools.product(prompts, range(config.queue.samples_per_group))
+    seeds = (sample_seed(config.run.seed, f"{prompt.prompt_id}#0", index) for prompt, index in samples)
+    return [draw_length(seed, longest=config.rollout.max_new_tokens, **arguments) for seed in seeds]
+
+
+def _fastest(side: str, runs: "_Runs", *, steps: int) -> Any:
     """Return the fastest of a side's settings: of a split of threads, or of TRL's micro-batches."""
-    samples = runs.config.samples_per_step
-    tried = micro_batches(samples) if side == "trl" else thread_settings(side, cores=runs.cores)
+    samples, is_drawn = runs.config.samples_per_step, runs.config.rollout.workflow == LONGTAIL
+    tried = micro_batches(samples, is_drawn=is_drawn) if side == "trl" else thread_settings(side, cores=runs.cores)
     rates = {}
     for setting in tried if len(tried) > 1 else []:
-        run = runs.run(side, setting, steps=_SEARCH_STEPS, every=0, repeat=None)
+        run = runs.run(side, setting, steps=steps, every=0, repeat=None)
         rates[setting] = samples_per_s(run.seconds, samples_per_step=samples)
-        say(f"search: {side} with {setting}: {rates[setting]:.0f} samples/s")
+        say(f"search: {side} with {setting}: {rates[setting]:.3g} samples/s")
     return max(rates, key=rates.__getitem__) if rates else tried[0]
 
 
 class _Runs:
     """Runs either side with its settings."""
 
-    def __init__(self, recipe: str, config: Config, *, out: Path) -> None:
+    def __init__(self, recipe: str, changes: dict[str, Any], config: Config, *, out: Path) -> None:
         """Make TRL's packages and the initial policy, where they are missing."""
         self.config, self.cores = config, len(os.sched_getaffinity(0))
-        self._recipe, self._out = recipe, out
+        self._recipe, self._changes, self._out = recipe, changes, out
         with CONSOLE.status("looking for TRL"):
             self._packages = ensure_trl(_CACHE.resolve(), say=say)
         self._model = prepare_model(config, console=CONSOLE)
@@ -107,7 +172,7 @@ class _Runs:
         # TRL's run has the learning rate, the seed and all else of the synchronous one.
         threads = setting if isinstance(setting, Threads) else thread_settings("sync", cores=self.cores)[0]
         changes = our_settings(side, threads, steps=steps, every=every, seed=seed)
-        config = planned_config(self._recipe, "run", [changes])
+        config = planned_config(self._recipe, "run", [self._changes, changes])
         tokenizer = AutoTokenizer.from_pretrained(self._model)
         problems = [(prompt.text, prompt.answer) for prompt in load_source(config, tokenizer, "eval")]
         if side != "trl":
@@ -122,6 +187,8 @@ class _Runs:
             "every": every,
             "grpo": trl_settings(config, per_device=setting),
         }
+        if config.rollout.workflow == LONGTAIL:
+            settings |= {"lengths": drawn_lengths(config, prompts), "regex": config.verifier.arguments}
         with CONSOLE.status("TRL is starting") as status:
             return run_trl(
                 settings,
@@ -129,6 +196,10 @@ class _Runs:
                 folder=folder,
                 progress=lambda step: status.update(f"TRL: step {step} of {config.run.steps}"),
             )
+
+    def parameters(self) -> int:
+        """Count those of the initial policy."""
+        return sum(one.numel() for one in AutoModelForCausalLM.from_pretrained(self._model).parameters())
 
     def _run_ours(self, config: Config, folder: Path, problems: Sequence[tuple[str, str]]) -> Learning:
         """Train as `areal-lite train` does, and measure the accuracy of the snapshots, if any, afterwards."""
@@ -146,7 +217,7 @@ class _Runs:
         return Learning(
             seconds=tuple(times[step] - begin for step in range(1, config.run.steps + 1)),
             accuracies=accuracies,
-            tokens=statistics.fmean(row["length_mean"] for row in run.read("metrics.jsonl")),
+            tokens=tuple(row["length_mean"] for row in run.read("metrics.jsonl")),
         )
 
     def _accuracies(
@@ -247,18 +318,21 @@ def thread_settings(side: str, *, cores: int) -> list[Threads]:
     return [Threads(cores, cores)] if side == "sync" else thread_settings_of_mode(MODES["async-eta4"], cores=cores)
 
 
-def micro_batches(samples: int) -> list[int]:
+def micro_batches(samples: int, *, is_drawn: bool) -> list[int]:
     """Return the sizes of a pass that are tried in TRL: the whole batch, and a quarter, which may fit into a cache.
 
-    >>> micro_batches(128), micro_batches(6)
-    ([128, 32], [6])
+    Where lengths are drawn all rows are as long as the longest, so a quarter, and a quarter of it: of a large model
+    the whole does not fit into memory.
+
+    >>> micro_batches(128, is_drawn=False), micro_batches(64, is_drawn=True), micro_batches(6, is_drawn=True)
+    ([128, 32], [16, 4], [6])
     """
-    return [samples] if samples % 4 else [samples, samples // 4]
+    return [samples // parts for parts in ((4, 16) if is_drawn else (1, 4)) if samples % parts == 0] or [samples]
 
 
-def samples_per_s(seconds: Sequence[float], *, samples_per_step: int) -> float:
+def samples_per_s(seconds: Sequence[float], *, samples_per_step: int, max_staleness: int = MAX_STALENESS) -> float:
     """Return the rate over the steps that count, the same on both sides; `seconds` as in `Learning`."""
-    first, last = measured_steps(len(seconds), max_staleness=MAX_STALENESS)
+    first, last = measured_steps(len(seconds), max_staleness=max_staleness)
     return (last - first) * samples_per_step / (seconds[last - 1] - seconds[first - 1])
 
 
@@ -300,7 +374,7 @@ def summarise(
             "seconds_to": [None if steps is None else seconds_at(run.seconds, steps) for run, steps in reaching],
             "steps_to": steps_to,
             "last_accuracy": [curve[-1][2] for curve in curves],
-            "tokens": [run.tokens for run in of_side],
+            "tokens": [statistics.fmean(run.tokens) for run in of_side],
             "curves": curves,
         })  # fmt: skip
     (trl,) = [row for row in rows if row["side"] == "trl"]
@@ -309,6 +383,24 @@ def summarise(
         row["speed_over_trl"] = ratios(row["samples_per_s"], trl["samples_per_s"])
         row["sooner_than_trl"] = [theirs / mine for theirs, mine in both if mine and theirs is not None]
     return rows
+
+
+def speeds(runs: Mapping[str, Sequence[Learning]], *, samples_per_step: int) -> list[dict[str, Any]]:
+    """Return a row per side: its rates in all repeats, and tokens/s over TRL's inside each repeat.
+
+    In turns all steps but the first count; at eta 4 those with full queues.
+    """
+    rows: list[dict[str, Any]] = []
+    for side, of_side in runs.items():
+        eta = MAX_STALENESS if side == "async" else 0
+        rates = [samples_per_s(run.seconds, samples_per_step=samples_per_step, max_staleness=eta) for run in of_side]
+        tokens = [
+            rate * statistics.fmean(run.tokens[slice(*measured_steps(len(run.tokens), max_staleness=eta))])
+            for rate, run in zip(rates, of_side, strict=True)
+        ]
+        rows.append({"side": side, "samples_per_s": rates, "tokens_per_s": tokens})
+    (trl,) = [row for row in rows if row["side"] == "trl"]
+    return [row | {"speed_over_trl": ratios(row["tokens_per_s"], trl["tokens_per_s"])} for row in rows]
 
 
 def targets(rows: Sequence[Row], *, accuracy: float) -> list[Any]:

@@ -13,7 +13,6 @@ import asyncio
 import importlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,15 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.errors import ConfigError, StallError, TrainerError
-from areal_lite.verify.builtin.text import last_number
+from areal_lite.verify.builtin.text import RegexArguments, last_number, regex
 
 PINS = {"trl": "1.16.0", "accelerate": "1.15.0"}
 """TRL's trainer changes its defaults between minor versions; accelerate is the one that was tried with it."""
 # -P: this file's folder has a queue.py, which must not be taken for Python's.
 COMMAND = (sys.executable, "-P", "-m", "areal_lite.launch.bench.peers_trl")
 _INSTALL_S = 600.0
-_SILENCE_S = 300.0
-"""Seconds without a line after which TRL's process is given up; a step takes one, its start ten."""
+_SILENCE_S = 900.0
+"""Seconds without a line after which TRL's process is given up; a step takes one, of a large model minutes."""
 _SHOWN_LINES = 8
 
 
@@ -45,8 +44,8 @@ class Learning:
     """After each step, the one of step 1 first; evaluations and start-up are left out."""
     accuracies: Mapping[int, float]
     """By steps done, from 0 on; empty in a run of the search."""
-    tokens: float
-    """Mean completion tokens of a sample."""
+    tokens: tuple[float, ...]
+    """Mean completion tokens of a sample, by step."""
 
 
 def ensure_trl(cache: Path, *, say: Callable[[str], None]) -> Path:
@@ -124,7 +123,7 @@ def run_trl(
     asyncio.run(_listen([*command, str(path)], environment, log=log, hear=hear))
     if len(seconds) != (steps := settings["grpo"]["max_steps"]):
         raise TrainerError(f"TRL must do {steps} steps, it ended after {len(seconds)}: see {log}")
-    return Learning(seconds=tuple(seconds), accuracies=accuracies, tokens=statistics.fmean(tokens))
+    return Learning(seconds=tuple(seconds), accuracies=accuracies, tokens=tuple(tokens))
 
 
 async def _listen(
@@ -179,6 +178,26 @@ def greedy_accuracy(
         right += sum(last_number("", text, answer) for text, (_, answer) in zip(texts, part, strict=True))
     model.train(was_training)
     return right / len(problems)
+
+
+def end_rows_at(lengths: Iterator[int], *, end: int) -> Callable[..., Callable[[Any, Any], Any]]:
+    """Return what makes, for each call of `transformers.generate`, a logits processor that ends each row where it must.
+
+    Every row takes the next of `lengths`: so many tokens, of which the last is `end` and no other one.
+    """
+    import torch
+
+    def processor(input_ids: Any) -> Callable[[Any, Any], Any]:
+        ends_B = input_ids.shape[1] + torch.tensor([next(lengths) for _ in input_ids])
+
+        def process(ids: Any, logits_BV: Any) -> Any:
+            is_end_V = torch.arange(logits_BV.shape[1]) == end
+            is_last_B = ids.shape[1] + 1 >= ends_B
+            return logits_BV.masked_fill(is_end_V != is_last_B[:, None], -torch.inf)
+
+        return process
+
+    return processor
 
 
 class Clock:
@@ -237,10 +256,12 @@ def _train(settings: Mapping[str, Any]) -> None:
     disable_progress_bars()
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     latest: dict[str, float] = {}
+    matching = RegexArguments(**settings["regex"]) if "regex" in settings else None
 
     def reward(completions: list[str], answer: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         latest["tokens"] = sum(map(len, completion_ids)) / len(completion_ids)
-        return [last_number("", *pair) for pair in zip(completions, answer, strict=True)]
+        pairs = zip(completions, answer, strict=True)
+        return [regex("", *pair, matching) if matching else last_number("", *pair) for pair in pairs]
 
     class Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
         """Reads the clock after every optimiser step, and stops it for an evaluation."""
@@ -272,6 +293,11 @@ def _train(settings: Mapping[str, Any]) -> None:
             processing_class=tokenizer,
             callbacks=[Watch()],
         )
+        if lengths := settings.get("lengths"):
+            generate, processor = trainer.model.generate, end_rows_at(iter(lengths), end=tokenizer.eos_token_id)
+            trainer.model.generate = lambda input_ids, **options: generate(
+                input_ids=input_ids, logits_processor=[processor(input_ids)], **options
+            )
         trainer.train()
 
 

@@ -19,7 +19,7 @@ from areal_lite.data.mix import make_cursor
 from areal_lite.data.prompts import load_sources
 from areal_lite.errors import ConfigError
 from areal_lite.launch.bench.harness import CONSOLE, finish, in_turns, ratios, say, target
-from areal_lite.launch.bench.longtail import draw_length, drawn_length
+from areal_lite.launch.bench.longtail import LONGTAIL, draw_length, drawn_length
 from areal_lite.launch.bench.view import ROLLOUT_CASES as CASES
 from areal_lite.launch.bench.view import Row
 from areal_lite.record.paths import with_absolute_paths
@@ -148,7 +148,7 @@ def _lengths_of(config: Config) -> Any:
     if function not in (single_turn, drawn_length):
         raise ConfigError(
             "bench rollout compares with single requests to vLLM, so rollout.workflow must be single_turn or "
-            f"areal_lite.launch.bench.longtail:drawn_length, got {config.rollout.workflow}: choose another recipe"
+            f"{LONGTAIL}, got {config.rollout.workflow}: choose another recipe"
         )
     return arguments if function is drawn_length else None
 

@@ -30,7 +30,7 @@ from areal_lite.data.arith import arith_problems
 from areal_lite.data.prompts import load_source
 from areal_lite.errors import ConfigError, TrainerError
 from areal_lite.launch.bench.harness import CONSOLE, check_comparable, finish, in_turns, ratios, say, target
-from areal_lite.launch.bench.longtail import draw_length
+from areal_lite.launch.bench.longtail import LONGTAIL, draw_length
 from areal_lite.launch.bench.padded_loop import PaddedLoop
 from areal_lite.launch.bench.view import Row
 from areal_lite.sample_queue.groups import GroupRecord
@@ -51,8 +51,6 @@ In one pass there is one update and no proximal pass: both sides do the same for
 padding and code differ. In the recipe's own work the trainer takes the proximal log-probabilities of the first
 minibatch from its update, while the padded loop has a pass over the whole batch before the updates, as verl has.
 """
-LONGTAIL = "areal_lite.launch.bench.longtail:drawn_length"
-"""The workflow whose lengths are drawn."""
 TOLERANCE = 1e-3
 """Largest relative difference of gradient norms with which a figure counts."""
 _NOISE = 0.1

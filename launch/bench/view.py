@@ -114,6 +114,15 @@ COLUMNS: dict[str, Columns] = {
         "accuracy": cell("last_accuracy", ".3f"),
         "tokens": cell("tokens", ".1f"),
     },
+    "peers speed": {
+        "lengths": cell("lengths"),
+        "M parameters": cell("parameters", ".1f", scale=1e-6),
+        "side": lambda row: PEERS[row["side"]],
+        "setting": cell("setting"),
+        "samples/s": cell("samples_per_s", ".2f", ranged=True),
+        "tokens/s": cell("tokens_per_s", ".0f", ranged=True),
+        "x TRL": cell("speed_over_trl", ".2f", ranged=True),
+    },
     "agents": {
         "dialogue": cell("side"),
         "environment s": cell("latency_s", "g"),

@@ -110,18 +110,32 @@ def test_what_was_measured_is_taken_over_by_what_it_is(
     for name, content in (
         ("plan.json", {"plan": "staleness", "runs": [1]}),
         ("modes.json", {"benchmark": "modes", "recipe": "a/arith_cpu.yaml", "modes": [], "config": {}, "search": []}),
+        ("long.json", {"benchmark": "peers speed", "rows": [{"parameters": 2, "lengths": "9, sigma 1"}]}),
+        ("short.json", {"benchmark": "peers speed", "rows": [{"parameters": 2, "lengths": "9 each"}]}),
         ("run/summary.json", demo),
         ("run/config.json", {"run": {"seed": 7}}),
         ("run/metrics.jsonl", {"step": 1, "reward_mean": 0.25}),
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps(content))
-    tables.take_over([str(tmp_path / name) for name in ("plan.json", "modes.json", "run")])
+    tables.take_over([str(tmp_path / name) for name in ("plan.json", "modes.json", "long.json", "short.json", "run")])
     assert tables.load("staleness-ablation")["runs"] == [1]
-    assert tables.load("performance").keys() == {"queue", "modes arith_cpu"}
+    peers = {"peers 2, 9, sigma 1", "peers 2, 9 each"}
+    assert tables.load("performance").keys() == {"queue", "modes arith_cpu", *peers}
     assert tables.load("performance")["modes arith_cpu"].keys() == {"benchmark", "recipe", "modes"}
     (run,) = tables.load("demo")["runs"]
     assert run == {"seed": 7, "rewards": {"1": 0.25}} | {key: demo[key] for key in run if key in demo and key != "seed"}
+
+
+def test_speeds_beside_trl_share_a_table_small_models_first(tables: ModuleType) -> None:
+    """Seen failing with the files in their order, and with a head for each."""
+    rows = [{"parameters": size, "side": side} for size in (5e6, 1e6) for side in ("async", "trl")]
+    content = {f"peers {place}": {**WHERE, "rows": rows[place : place + 2]} for place in (0, 2)}
+    head, _, *lines = tables.performance(content)["peers speed"].splitlines()
+    assert head == tables.where(WHERE)
+    assert [line.split(" | ")[1:3] for line in lines[2:]] == [
+        [size, side] for size in ("1.0", "5.0") for side in ("areal-lite, eta 4", "TRL")
+    ]
 
 
 def test_a_target_is_met_by_the_median_in_its_own_direction(tables: ModuleType) -> None:

@@ -5,13 +5,16 @@ TRL itself is not installed here; scripts of a few lines stand in for it.
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
+from episode_builders import make_prompt
 from train_builders import make_config, save_tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -20,15 +23,22 @@ from areal_lite.config.recipe import Config, load_config
 from areal_lite.data.tokenizer import EOS, build_char_tokenizer
 from areal_lite.errors import ConfigError, StallError, TrainerError
 from areal_lite.launch.bench import peers_trl
+from areal_lite.launch.bench.handover import Size
 from areal_lite.launch.bench.harness import check_comparable
+from areal_lite.launch.bench.longtail import draw_length
 from areal_lite.launch.bench.peers import (
     SAME_LOSS,
+    SAME_SPEED,
     draw_peers,
+    drawn_lengths,
+    lengths_in_words,
     load_weights,
+    of_size,
     our_settings,
     reached,
     samples_per_s,
     seconds_at,
+    speeds,
     summarise,
     targets,
     thread_settings,
@@ -37,12 +47,16 @@ from areal_lite.launch.bench.peers import (
 from areal_lite.launch.bench.peers_trl import PINS, Learning, ensure_trl, run_trl
 from areal_lite.launch.bench.plan import planned_config
 from areal_lite.launch.bench.view import COLUMNS
+from areal_lite.rollout.worker import sample_seed
+from areal_lite.sample_queue.groups import GroupRecord
+from areal_lite.train.warm_start import build_model
 
 # ---------------------------------------------------------------- arithmetic
 
 
 def learning(step_s: float, accuracies: dict[int, float], *, steps: int = 20) -> Learning:
-    return Learning(seconds=tuple(step_s * (step + 1) for step in range(steps)), accuracies=accuracies, tokens=30.0)
+    seconds = tuple(step_s * (step + 1) for step in range(steps))
+    return Learning(seconds=seconds, accuracies=accuracies, tokens=(30.0,) * steps)
 
 
 def rows(*, trl_accuracy: float = 0.8) -> list[dict[str, Any]]:
@@ -154,6 +168,92 @@ def test_a_recipe_without_a_counterpart_is_refused(tmp_path: Path, capsys: pytes
     assert re.search(r"--accuracy.*less than or equal to 1", capsys.readouterr().err, re.DOTALL)
 
 
+# ---------------------------------------------------------------- speed alone
+
+
+def test_rates_of_drawn_lengths_are_those_of_full_queues_and_of_all_turns_but_the_first() -> None:
+    """Eta 4: 11 of 20 steps, of 0.5 s and 100 tokens a sample; in turns all but the first, of 1 and 4 s and 80 tokens.
+
+    What else was done, 10 s a step of 1000 tokens, does not count. Seen failing with the same steps on every side, and
+    with the tokens of all steps.
+    """
+
+    def run(counted: slice, step_s: float, tokens: Any) -> Learning:
+        each, lengths = np.full(20, 10.0), np.full(20, 1000.0)
+        each[counted], lengths[counted] = step_s, tokens
+        return Learning(seconds=tuple(np.cumsum(each)), accuracies={}, tokens=tuple(lengths))
+
+    turns, uneven = slice(1, None), np.r_[260.0, np.full(18, 70.0)]  # 80 in the mean
+    runs = {
+        "async": [run(slice(5, 16), 0.5, 100.0)] * 2,
+        "trl": [run(turns, seconds, uneven) for seconds in (1.0, 4.0)],
+    }
+    ours, trl = speeds(runs, samples_per_step=64)
+    assert ours["samples_per_s"] == pytest.approx([128.0, 128.0])
+    assert ours["tokens_per_s"] == pytest.approx([12800.0, 12800.0])
+    assert trl["tokens_per_s"] == pytest.approx([5120.0, 1280.0])
+    assert ours["speed_over_trl"] == pytest.approx([2.5, 10.0])
+    case = {"lengths": "64, sigma 0.9", "parameters": 9_800_000, "setting": "1+2"}
+    shown = [show(case | ours) for show in COLUMNS["peers speed"].values()]
+    assert shown == ["64, sigma 0.9", "9.8", "areal-lite, eta 4", "1+2", "128.00", "12800", "6.25\n2.50-10.00"]
+
+
+def drawn_config(**changes: Any) -> Config:
+    return planned_config("longtail_cpu", "run", [{"run.seed": 3, "queue.samples_per_group": 2}, changes])
+
+
+def test_both_sides_have_samples_of_the_same_lengths() -> None:
+    """TRL's are those that the workflow draws for the queue's groups. Seen failing with the prompt's id alone."""
+    prompts = [replace(make_prompt(), prompt_id=f"train/0/{place}") for place in range(2)]
+    ids = [GroupRecord(prompt_id=one.prompt_id, attempt=0, sequence=0, admitted_version=0).group_id for one in prompts]
+    expected = [
+        draw_length(sample_seed(3, group_id, index), median=64, sigma=0.9, longest=512)
+        for group_id in ids
+        for index in range(2)
+    ]
+    assert drawn_lengths(drawn_config(), prompts) == expected
+    assert len(set(expected)) > 1
+
+
+def test_generate_ends_every_row_at_its_length_and_no_sooner(tmp_path: Path) -> None:
+    """Two calls of a model that would end anywhere. Seen failing with the end allowed before, and one token late."""
+    folder = save_tiny_model(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    lengths, end = [3, 1, 7, 2, 5, 2], 1
+    processor = peers_trl.end_rows_at(iter(lengths), end=end)
+    found = []
+    for prompt_BP in (torch.full((4, 6), 5), torch.full((2, 3), 5)):
+        out_BT = model.generate(
+            prompt_BP, attention_mask=torch.ones_like(prompt_BP), logits_processor=[processor(prompt_BP)],
+            do_sample=True, max_new_tokens=9, eos_token_id=end, pad_token_id=0,
+        )  # fmt: skip
+        found += [row.tolist().index(end) + 1 for row in out_BT[:, prompt_BP.shape[1] :]]
+        assert out_BT.shape[1] - prompt_BP.shape[1] == max(lengths[: len(found)][-len(prompt_BP) :])
+    assert found == lengths
+
+
+@pytest.mark.parametrize(("size", "millions"), [(Size(320, 8), 10), (Size(640, 12), 60)])
+def test_a_size_makes_a_model_of_random_weights(size: Size, millions: float) -> None:
+    config = drawn_config(**of_size(size))
+    with torch.device("meta"):
+        model = build_model(config, build_char_tokenizer("0123456789+=?"))
+    assert sum(one.numel() for one in model.parameters()) == pytest.approx(1e6 * millions, rel=0.05)
+    assert config.model.warm_start.steps == 0
+
+
+def test_drawn_lengths_are_compared_by_speed_and_a_size_needs_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """Through the command, before anything starts. Seen failing with a size given to any recipe."""
+    check_comparable(drawn_config(), "peers", SAME_SPEED)
+    assert [lengths_in_words(drawn_config(**{"rollout.workflow_arguments.sigma": sigma})) for sigma in (0.9, 0)] == [
+        "64, sigma 0.9",
+        "64 each",
+    ]
+    assert main(["bench", "peers", "--size", "320x8"]) == 1
+    assert re.search(r"expected drawn lengths.*got\s+single_turn", capsys.readouterr().err, re.DOTALL)
+    assert main(["bench", "peers", "longtail_cpu", "objective.aggregation=sequence_mean"]) == 1
+    assert "objective.aggregation=token_mean" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------- accuracy
 
 
@@ -233,7 +333,7 @@ def trl_process(program: str, folder: Path, *, progress: Any = lambda step: None
 def test_what_the_process_tells_is_read_and_nothing_else(tmp_path: Path) -> None:
     done: list[int] = []
     told = trl_process(TELLING, tmp_path, progress=done.append)
-    assert told == Learning(seconds=(0.5, 1.0), accuracies={0: 0.25, 2: 0.5}, tokens=15.0)
+    assert told == Learning(seconds=(0.5, 1.0), accuracies={0: 0.25, 2: 0.5}, tokens=(10.0, 20.0))
     assert done == [1, 2]
     assert peers_trl.read_line('{"other": 1}') is None
 
@@ -242,7 +342,7 @@ def test_the_process_finds_its_packages_and_takes_nothing_from_the_hub(tmp_path:
     """Seen failing with the path left as it is."""
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "only_there.py").write_text("import os; assert os.environ['HF_HUB_OFFLINE'] == '1'")
-    assert trl_process(f"import only_there{TELLING}", tmp_path).tokens == 15.0
+    assert trl_process(f"import only_there{TELLING}", tmp_path).tokens == (10.0, 20.0)
 
 
 def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
