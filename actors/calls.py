@@ -35,7 +35,8 @@ class Calls:
             if not ready:
                 return
             for name in [name for name, reference in self.pending.items() if reference in ready]:
-                yield self._take(name)
+                if name in self.pending:  # whoever got the answer before may have let go of this one
+                    yield self._take(name)
 
     def _take(self, name: str) -> tuple[str, Exception | None]:
         try:

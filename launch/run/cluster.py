@@ -157,7 +157,8 @@ class Cluster:
         if died is not None:
             log = log_path(self._logs, "queue")
             failure = QueueError(f"the sample queue, on which everybody waits, died: {describe(died)}; log: {log}")
-            if not (self._taken and self._copy and self._config.run.max_restarts):
+            may_replace = self._taken and self._copy and self._config.run.max_restarts
+            if not (may_replace and self._places.whereabouts.reaches("queue")):
                 raise failure
             try:
                 self._replace_queue(failure)

@@ -39,6 +39,10 @@ class Whereabouts:
             if lanes and not listens(f"{node.address}:{node.port}", timeout_s=_ANSWER_TIMEOUT_S)
         ]
 
+    def reaches(self, lane: str) -> bool:
+        """Whether the Ray of a lane's node answers: it starts nothing where it does not."""
+        return not any(lane in self._lanes[node] for node in self.out_of_reach())
+
     def located(self, error: BaseException) -> BaseException:
         """Return an error with the nodes of the processes that it names, and the nodes that are out of reach."""
         if not isinstance(error, ArealLiteError) or not self._lanes:

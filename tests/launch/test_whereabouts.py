@@ -57,6 +57,7 @@ def test_a_dead_raylet_is_named_before_what_died_of_it(where: Whereabouts) -> No
     assert str(error) == "Ray on this machine (its raylet) is down, and all that it ran; noticed first: trainer/0 died"
     assert isinstance(error, TrainerError)
     assert alone(closed).out_of_reach() == [closed]
+    assert [where.reaches(lane) for lane in ("queue", "trainer/10", "rollout/0")] == [True, True, False]
 
 
 def alone(first: Node, *_: Node) -> Whereabouts:
