@@ -19,7 +19,7 @@ from areal_lite.actors.rollout import RolloutActor
 from areal_lite.actors.trainer import OnlineTrainerActor
 from areal_lite.actors.verifier import VerifierActor
 from areal_lite.config.recipe import Config
-from areal_lite.errors import ArealLiteError, EngineError, QueueError, VerifierError
+from areal_lite.errors import ArealLiteError, EngineError, QueueError, QueueTimeout, VerifierError
 from areal_lite.events import Event
 from areal_lite.launch.run.engines import RayEngines
 from areal_lite.launch.run.lifetime import kill_all, stop_all, wait_until_started
@@ -167,13 +167,16 @@ class Cluster:
 
     def note_taken(self, batch_id: str = "") -> None:
         """Forget the copies without this batch; without any, a queue that dies from now on is the run's failure."""
-        self._taken, self._copy = batch_id, b""
+        self._taken, self._copy, self._copy_due = batch_id, b"", 0.0
 
     def copy_queue(self) -> None:
         """Copy the queue's state once a batch is taken, and again while little time goes into it."""
         begun = time.monotonic()
-        if self._taken and (not self._copy or begun > self._copy_due):
-            self._copy = self.queue.save()
+        if self._taken and begun > self._copy_due:
+            try:
+                self._copy = self.queue.save()
+            except QueueTimeout as error:
+                logger.warning("a step is not ended for want of a copy: %s", error)
             self._copy_due = time.monotonic() + _COPY_EVERY_S + 20 * (time.monotonic() - begun)
 
     def _replace_queue(self, failure: QueueError) -> None:

@@ -12,7 +12,7 @@ from ledger_builders import FakeClock
 
 from areal_lite.actors import calls as calls_module
 from areal_lite.config.recipe import parse_config
-from areal_lite.errors import EngineError, HandoverError, QueueError, RankDied, VerifierError
+from areal_lite.errors import EngineError, HandoverError, QueueError, QueueTimeout, RankDied, VerifierError
 from areal_lite.launch.run import cluster as cluster_module
 from areal_lite.launch.run import restarts as restarts_module
 from areal_lite.launch.run.cluster import Cluster
@@ -428,3 +428,20 @@ def test_who_is_lost_while_another_loss_is_told_is_not_asked_again(monkeypatch: 
     cluster.queue = SimpleNamespace(forget=forget)  # type: ignore[assignment]
     fleet.look_after()
     assert cluster.states() == {"healthy": 1, "restarting": 2}
+
+
+def test_a_step_goes_on_while_the_queue_gives_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked no sooner than after 20 times what that took. Seen failing with the error raised, and with a queue
+    that is asked at every look."""
+    cluster, asked = Fleet(monkeypatch, most=3).cluster, list[str]()
+
+    def save() -> bytes:
+        asked.append(cluster._taken)
+        raise QueueTimeout("no answer")
+
+    cluster.queue = SimpleNamespace(save=save)  # type: ignore[assignment]
+    for batch_id in ("step-1", "step-2"):
+        cluster.note_taken(batch_id)
+        cluster.copy_queue()
+        cluster.copy_queue()
+    assert asked == ["step-1", "step-2"]
