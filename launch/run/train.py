@@ -29,7 +29,7 @@ from areal_lite.data.completions import load_offline
 from areal_lite.data.encode import load_tokenizer
 from areal_lite.data.mix import make_cursor
 from areal_lite.data.prompts import load_source, load_sources
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.run.controller import Controller
 from areal_lite.launch.run.offline import OfflineController
 from areal_lite.launch.run.online import OnlineController
@@ -219,6 +219,7 @@ def _join(address: str) -> None:
 
     Raises:
         ConfigError: It refuses this machine, or nobody answers.
+        StallError: It does not start in time.
     """
     if address != "local":
         # The head of a cluster asks for a token wherever an earlier start left one; who joins by address is not told.
@@ -235,6 +236,13 @@ def _join(address: str) -> None:
         raise ConfigError(
             f"Ray at {address} must let this machine in, got: {error}; where it asks for a token, copy the head's "
             "~/.ray/auth_token to every node, or start all of Ray, and this command, with RAY_AUTH_MODE=disabled"
+        ) from error
+    except Exception as error:  # Ray has no class for it
+        if "timed out during startup" not in str(error):
+            raise
+        raise StallError(
+            "Ray must start within 30 s here, and did not: the machine has too much to do, or too little memory or "
+            "disk is left (`areal-lite doctor` looks); try again when it has less to do"
         ) from error
 
 

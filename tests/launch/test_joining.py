@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.run import train
 from areal_lite.launch.run.train import _say_briefly, ray_session
 
@@ -74,6 +74,14 @@ def test_a_token_that_is_refused_is_a_sentence(error: Exception, head: str, monk
     monkeypatch.setenv("RAY_ADDRESS", head)
     message = rf"Ray at {head} must let this machine in, got: (no token|failed).*; where it asks for a token, copy"
     with pytest.raises(ConfigError, match=message), ray_session():
+        pass
+
+
+def test_a_ray_that_does_not_start_in_time_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray 2.60's words, which a machine at a load of 30 had it say. Seen failing with Ray's traceback."""
+    monkeypatch.setattr(ray, "init", failing(Exception("The current node timed out during startup. This could ...")))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(StallError, match=r"Ray must start within 30 s here, and did not"), ray_session():
         pass
 
 
