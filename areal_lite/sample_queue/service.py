@@ -93,7 +93,7 @@ class QueueService(QueueRequests):
         self._ledger, self._cursor = ledger, cursor
         self._num_minibatches, self._num_ranks, self._run_seed = num_minibatches, num_ranks, seed
         self._traffic, self._clock = traffic, clock
-        self._admission_open = False
+        self._admission_open = self._has_opened = False
         self._workers: dict[str, _Worker] = {}
         self._reported_progress = 0
         self._too_slow: Counter[str] = Counter()
@@ -119,6 +119,8 @@ class QueueService(QueueRequests):
 
     def lease_verify(self, *, worker: str, limit: int, wait_s: float) -> list[Lease]:
         self._find_worker(worker).role = "verify"
+        if not self._has_opened:  # somebody may be about to present what it holds
+            return []
         return [self._whole(held) for held in self._ledger.lease_verify(worker, limit=limit)]
 
     def present(self, *, worker: str, lease: Lease) -> bool:
@@ -227,7 +229,7 @@ class QueueService(QueueRequests):
     # Run
 
     def open_admission(self) -> None:
-        self._admission_open = True
+        self._admission_open = self._has_opened = True
 
     def close_admission(self) -> None:
         self._admission_open = False

@@ -33,7 +33,7 @@ from areal_lite.types import Prompt
 logger = logging.getLogger(__name__)
 
 _COPY_EVERY_S = 1.0
-"""Between two copies of the queue's state, where one takes a moment; else a 20th of the time goes into them."""
+"""Between copies of the queue's state with one batch, where one takes a moment; else 20 times as long as it takes."""
 _REPORT_WAIT_S = 2.0
 """How long everybody waits for the reports of all workers; a late one is taken up the next time."""
 

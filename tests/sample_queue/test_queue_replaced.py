@@ -140,6 +140,7 @@ class Run:
         self.drop([lease.lease_id for (_, lease), is_kept in zip(held, kept, strict=True) if not is_kept])
         for worker, lease in held:
             assert not self.queue.present(worker=worker, lease=lease)
+        assert self.queue.lease_verify(worker="early", limit=99, wait_s=0.0) == []
         self.queue.open_admission()
         for lease in self.late:
             assert not self.queue.present(worker="one", lease=lease)
@@ -161,7 +162,8 @@ def test_nothing_is_lost_or_doubled_when_the_queue_dies_again_and_again(on_stale
     """I1 and I2. The run comes to its end, and every group in it has ended in one way.
 
     Seen failing with a copy whose lease ids are given anew, with leases of groups that are another's taken, with a
-    group that keeps its turn, with the age that the new queue thinks, and with prompts that are not drawn again.
+    group that keeps its turn, with the age that the new queue thinks, with prompts that are not drawn again, and with
+    verification that is lent before all have presented what they hold.
     """
     num_deaths = num_kept = num_held = 0
     for seed in range(60):
