@@ -93,22 +93,29 @@ def _run(
     try:
         summary = train(config, recipe_name=recipe_name, console=console, take_over=take_over, named=named)
     except Interrupted as stop:
+        if stop.summary:
+            _show(stop.summary, keys, console)
         console.print("stopped. To go on:", highlight=False)
         again = shlex.join(["areal-lite", "resume", str(stop)])
         console.print(f"  {again}", highlight=False, markup=False, soft_wrap=True)
         return 130
+    _show(summary, keys, console)
+    return 0
+
+
+def _show(summary: Mapping[str, Any], keys: Sequence[str], console: Console) -> None:
+    """Print what a run has come to, and where its report is."""
     table = Table(title="summary", show_header=False, title_justify="left")
     for name, text in _evaluations(summary).items():
         table.add_row(f"held-out {name}", text)
     for key in keys:
-        value = summary[key]
-        table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
+        if (value := summary.get(key)) is not None:  # of a run without a step some are missing
+            table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
     console.print(table)
     for warning in summary.get("warnings", ()):
         console.print(warning, style="yellow", highlight=False, markup=False, soft_wrap=True)
     if path := summary.get("report"):
         console.print(f"report: {path}", highlight=False, markup=False, soft_wrap=True)
-    return 0
 
 
 def _evaluations(summary: Mapping[str, Any]) -> dict[str, str]:

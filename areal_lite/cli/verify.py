@@ -112,6 +112,12 @@ def verify(
     code = _run(trial, console)
     summary = summarise(cases, wall_s=trial.wall_s, gauges=trial.gauges)
     show(summary, console)
+    if completions is None and summary["reward"] and summary["reward"]["max"] <= 0:
+        console.print(
+            "these are the data's own answers, and none of them scores: a rule that looks for more than a bare answer "
+            "(a mark before it, say) is tried with --completions FILE",
+            style="yellow",
+        )
     if json_path is not None:
         results = [
             {"index": case.index, "completion": case.completion, **asdict(reply)}

@@ -38,6 +38,11 @@ _GOES_BACK = (QueueError, QueueTimeout, RankDied, StallError)
 class Interrupted(Exception):
     """The run was stopped by Ctrl-C; its work is saved."""
 
+    def __init__(self, folder: str, summary: dict[str, Any] | None = None) -> None:
+        """Name the run's folder; a summary comes with it where there is time to show one."""
+        super().__init__(folder)
+        self.summary = summary or {}
+
 
 class Controller(ABC):
     """One run: owns the processes, the run folder and the order of everything."""
@@ -284,7 +289,7 @@ class Controller(ABC):
         if not self._interrupts.notice:
             self._processes.stop()
         if status != "done":
-            raise Interrupted(str(self._folder.path))
+            raise Interrupted(str(self._folder.path), None if self._interrupts.notice else summary)
         return summary
 
     def _rescue(self, error: BaseException) -> None:

@@ -30,7 +30,7 @@ from areal_lite.data.encode import load_tokenizer
 from areal_lite.data.mix import make_cursor
 from areal_lite.data.prompts import load_source, load_sources
 from areal_lite.errors import ConfigError, StallError
-from areal_lite.launch.run.controller import Controller
+from areal_lite.launch.run.controller import Controller, Interrupted
 from areal_lite.launch.run.offline import OfflineController
 from areal_lite.launch.run.online import OnlineController
 from areal_lite.launch.run.places import Places, places_for
@@ -79,7 +79,7 @@ def train(
 
     Raises:
         ArealLiteError: With what to do about it.
-        Interrupted: After Ctrl-C, saved.
+        Interrupted: After Ctrl-C, saved; with the summary, unless there was no time for it.
     """
     say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
     warn = functools.partial(say, style="yellow")
@@ -109,7 +109,12 @@ def train(
         else:
             folder.begin(config)
         console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
-        summary = make_controller(folder, places).run(on_step) | {"folder": str(folder.path)}
+        try:
+            summary = make_controller(folder, places).run(on_step) | {"folder": str(folder.path)}
+        except Interrupted as stop:
+            if config.run.report and stop.summary:
+                stop.summary["report"] = _report_of(folder, console=console)
+            raise
     if config.run.report:
         summary |= {"report": _report_of(folder, console=console)}
     return summary

@@ -29,6 +29,10 @@ SUMMARY: dict[str, Any] = dict.fromkeys(SUMMARY_KEYS, 0.5) | {"eval": {"0": 0.21
 class Interrupted(Exception):
     """Stands for the controller's."""
 
+    def __init__(self, folder: str, summary: dict[str, Any] | None = None) -> None:
+        super().__init__(folder)
+        self.summary = summary or {}
+
 
 class FakeTraining:
     """Stands for `areal_lite.launch`, which imports Ray and vLLM."""
@@ -193,12 +197,23 @@ def test_an_offline_run_ends_with_a_summary_of_its_own(
 def test_a_stopped_run_ends_with_130_and_says_how_to_go_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command can be pasted, on one line. Seen failing with the words joined by spaces, without quotes."""
+    """The command can be pasted, on one line. Seen failing with the words joined by spaces, without quotes.
+
+    What the run has come to stands before it, where there was time to sum it up. Seen failing without.
+    """
     FakeTraining(monkeypatch, Interrupted("/runs/my run"))
     assert cli.main(["train", "arith_cpu", "run.seed=3"]) == 130
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "stopped. To go on:"
     assert lines[1] == "  areal-lite resume '/runs/my run'"
+    summary = {"steps": 3, "reward_first": None, "eval": {"0": 0.25, "2": 0.75}, "report": "r/report.html"}
+    FakeTraining(monkeypatch, Interrupted("/runs/my run", summary))
+    assert cli.main(["train", "arith_cpu"]) == 130
+    *before, report, stopped, command = capsys.readouterr().out.splitlines()
+    assert (report, [stopped, command]) == ("report: r/report.html", lines)
+    shown = " ".join(before).split()
+    assert {"0.250", "0.750", "steps", "3"} <= set(shown)
+    assert "reward_first" not in shown
 
 
 @pytest.mark.parametrize("options", [[], ["--take-over"]])

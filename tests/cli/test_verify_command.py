@@ -137,6 +137,17 @@ def test_gold_solutions_are_scored_without_completions(capsys: pytest.CaptureFix
     assert "lowest scores" not in output
 
 
+def test_answers_that_are_not_meant_are_said_to_be_the_datas_own(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rule that wants a mark gives 0 to every bare answer. Seen failing without a word: the rule seemed broken."""
+    rule = data.with_name("marked.py")
+    rule.write_text("def verify(prompt, completion, answer):\n    return float(completion.endswith('#' + answer))\n")
+    write_lines(data.with_name("c.jsonl"), {"completion": "it is #1"})
+    said = "these are the data's own answers, and none of them scores"
+    for words, is_said in (([], True), (["--completions", "c.jsonl"], False)):
+        assert cli.main(["verify", f"{rule}:verify", "--data", "data.jsonl", *words]) == 0
+        assert (said in capsys.readouterr().out) is is_said
+
+
 def test_scores_failures_and_latencies_of_a_moody_verifier(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Half of 1, 2 and 4, each with a bonus of 1: rewards 1.5, 2 and 3. One raises and one hangs, so it ends with 1.
 

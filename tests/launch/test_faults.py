@@ -94,7 +94,7 @@ def check_books(run: UserRun, *, total: int) -> None:
 @pytest.fixture(scope="module")
 def interrupted(loop_folder: Path, _adopting_orphans: None) -> UserRun:
     """A run of many steps, after Ctrl-C in its first steps."""
-    with start(loop_folder, "interrupted", run={"steps": TOTAL, "stall_timeout_s": 10}) as run:
+    with start(loop_folder, "interrupted", run={"steps": TOTAL, "stall_timeout_s": 10, "report": True}) as run:
         run.wait_for_steps(3)
         run.press_ctrl_c()
         run.exit_code()
@@ -104,7 +104,8 @@ def interrupted(loop_folder: Path, _adopting_orphans: None) -> UserRun:
 def test_ctrl_c_finishes_the_step_and_saves(interrupted: UserRun) -> None:
     """The terminal sends SIGINT to the whole process group: only the controller may act on it.
 
-    Seen failing with an interrupted run that counts as done (exit code 0, and no way to go on is printed).
+    Seen failing with an interrupted run that counts as done (exit code 0, and no way to go on is printed), and with one
+    that leaves no report.
     """
     assert interrupted.exit_code() == 130, interrupted.output
     assert interrupted.leftovers == []
@@ -113,6 +114,8 @@ def test_ctrl_c_finishes_the_step_and_saves(interrupted: UserRun) -> None:
     assert saved_step(interrupted) == stopped_at
     assert (summary(interrupted)["status"], summary(interrupted)["stopped_by"]) == ("interrupted", "Ctrl-C")
     check_books(interrupted, total=stopped_at)
+    assert re.search(r"reward_last.*\nreport: .*report.html\nstopped. To go on:", interrupted.output, flags=re.DOTALL)
+    assert "interrupted" in (interrupted.folder.path / "report.html").read_text()
 
 
 def test_the_printed_command_goes_on_and_lost_workers_come_back(interrupted: UserRun) -> None:
