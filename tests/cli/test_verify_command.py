@@ -137,7 +137,9 @@ def test_gold_solutions_are_scored_without_completions(capsys: pytest.CaptureFix
     assert "lowest scores" not in output
 
 
-def test_answers_that_are_not_meant_are_said_to_be_the_datas_own(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_that_are_not_meant_are_said_to_be_the_datas_own(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A rule that wants a mark gives 0 to every bare answer. Seen failing without a word: the rule seemed broken."""
     rule = data.with_name("marked.py")
     rule.write_text("def verify(prompt, completion, answer):\n    return float(completion.endswith('#' + answer))\n")

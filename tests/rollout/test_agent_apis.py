@@ -107,6 +107,7 @@ def test_anthropics_sdk_runs_as_it_is(is_streamed: bool) -> None:
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_responses_run_as_they_are(is_streamed: bool) -> None:
+    """Whole inputs only. Seen failing with an earlier response's id that is passed over."""
     flat = {"type": "function", **ADD["function"]}
 
     async def agent(task: Mapping[str, Any], llm: Any) -> float:
@@ -134,7 +135,10 @@ def test_responses_run_as_they_are(is_streamed: bool) -> None:
 
 
 def test_a_parser_of_ones_own_and_reasoning(tmp_path: Any) -> None:
-    """The tool call in a syntax of one's own; thoughts apart by vLLM's parser, and in the context all the same."""
+    """The tool call in a syntax of one's own; thoughts apart by vLLM's parser, and in the context all the same.
+
+    Seen failing with the own parser not asked, and without thoughts in the message.
+    """
     file = tmp_path / "calc.py"
     file.write_text(
         "def parse(text):\n    name, _, x = text.partition(':')\n    return '', [{'name': name, 'arguments': {'x': x}}]"

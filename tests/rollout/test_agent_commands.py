@@ -50,6 +50,7 @@ def play(tmp_path: Path, program: str, *, memory_mb: int = 4096, is_sandboxed: b
     [("print('hm'); print(float(said == task['answer']))", 1.0), ('print(\'{"reward": 0.5, "brief": 1}\')', 0.5)],
 )
 def test_a_program_prints_its_reward_last(tmp_path: Path, printed: str, reward: float) -> None:
+    """Seen failing with the first line."""
     sample = play(tmp_path, printed)
     assert sample.score is not None
     assert (sample.score.reward, sample.text) == (reward, "12")

@@ -195,6 +195,8 @@ def test_two_agents_in_one_rollout_do_not_interleave() -> None:
 
 
 def test_a_dict_is_a_reward_with_parts_and_none_is_left_to_the_verifier() -> None:
+    """Seen failing without parts, and with what is no reward passed on."""
+
     def returns(value: Any) -> Callable[..., Any]:
         async def agent(task: Mapping[str, Any], llm: Any) -> Any:
             await say(llm, [user(task["prompt"])])
@@ -319,6 +321,8 @@ def test_text_completions_go_on_from_exact_tokens() -> None:
     ],
 )
 def test_what_would_be_another_policy_is_refused(options: dict[str, Any], message: str) -> None:
+    """Seen failing without the look at a call's settings; two of the cases are refused by others too."""
+
     async def agent(task: Mapping[str, Any], llm: Any) -> float:
         with pytest.raises(openai.BadRequestError, match=message):
             await say(llm, [user("a")], **options)
@@ -330,6 +334,8 @@ def test_what_would_be_another_policy_is_refused(options: dict[str, Any], messag
 
 
 def test_an_evaluation_is_greedy_whatever_temperature_is_asked_for() -> None:
+    """Seen failing with other temperatures than the greedy one refused."""
+
     async def agent(task: Mapping[str, Any], llm: Any) -> float:
         await say(llm, [user("a")], temperature=0.3)
         return 1.0
@@ -364,6 +370,8 @@ def test_a_context_that_is_too_long_is_an_error_that_sdks_know() -> None:
 
 
 def test_stop_strings_are_not_shown_but_train() -> None:
+    """Seen failing with an engine that is not told of them."""
+
     async def agent(task: Mapping[str, Any], llm: Any) -> float:
         messages = [user("a")]
         assert await say(llm, messages, stop=["END"]) == "done "
