@@ -17,7 +17,7 @@ from user_run import UserRun, adopting_orphans
 
 pytestmark = pytest.mark.loop
 
-BENCH_STEPS = 40
+BENCH_STEPS = 16
 """Of the run that Ctrl-C stops."""
 
 

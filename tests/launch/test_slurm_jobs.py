@@ -145,7 +145,8 @@ def test_stop_ends_a_job_on_all_nodes(user: User) -> None:
     launch = ["launch", "--on", "slurm", "--profile", user.profile(), "--name", "stopped", "--detach", "train", recipe]
     job = submitted(user.types(*launch))
     user.wait_until(lambda: user.facts(job)["JobState"] == "RUNNING", job, "start")
-    user.wait_until(lambda: "Ray on 2 nodes" in user.types("launch", "--logs", "stopped").stdout, job, "nodes")
+    log = Path(user.facts(job)["StdOut"])
+    user.wait_until(lambda: log.exists() and "Ray on 2 nodes" in log.read_text(), job, "nodes")
     assert user.types("launch", "--stop", "stopped").returncode == 0
     deadline = time.monotonic() + _DEADLINE_S
     while user.facts(job)["JobState"] not in ENDED:

@@ -23,7 +23,7 @@ from areal_lite.record.run_folder import RunFolder
 _PR_SET_CHILD_SUBREAPER = 36
 _CONTROL_SEQUENCES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 _DEADLINE_S = 600.0
-_POLL_S = 0.05
+_POLL_S = 0.2
 
 
 @contextmanager
