@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from areal_lite.cli.options import Overrides, Recipe
+from areal_lite.cli.options import Overrides, Recipe, out_file
 from areal_lite.config.offline import check_resources
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.errors import ConfigError
@@ -30,9 +30,7 @@ def estimate(
     profile: Annotated[
         str | None, typer.Option(metavar="FILE", help="what the cluster has; default as many GPUs as it takes")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="write all figures to this file", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, out_file("--json", metavar="OUT", help="write all figures to this file")] = None,
 ) -> int:
     """Say what trainer ranks and engines take, whether it fits, and how fast they can be at most.
 

@@ -7,6 +7,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from areal_lite.cli.options import out_file
+
+_SILENT_S = 60.0
+"""A writer beats every few seconds: one that was killed leaves `writer.json`, and beats no more."""
+
 
 def report(
     folders: Annotated[
@@ -14,7 +19,7 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="default: report.html in the folder; of several, comparison.html"),
+        out_file(metavar="FILE", help="default: report.html in the folder; of several, comparison.html"),
     ] = None,
 ) -> int:
     """Make a page with pictures of a run, or compare runs.
@@ -45,8 +50,14 @@ def watch(
     """
     from areal_lite.record.report import write_report
 
-    while (folder / "writer.json").exists():  # whoever writes there holds it
-        path = write_report(folder, refresh_s=every_s)
-        Console().print(f"{time.strftime('%H:%M:%S')} {path}", highlight=False, markup=False, soft_wrap=True)
+    lease, beat, since = folder / "writer.json", 0, time.monotonic()
+    while lease.exists():  # whoever writes there holds it
+        if (now := lease.stat().st_mtime_ns) != beat:
+            beat, since = now, time.monotonic()
+        elif time.monotonic() - since > max(_SILENT_S, 2 * every_s):
+            break
+        if (folder / "config.json").exists():  # model and data are loaded
+            path = write_report(folder, refresh_s=every_s)
+            Console().print(f"{time.strftime('%H:%M:%S')} {path}", highlight=False, markup=False, soft_wrap=True)
         time.sleep(every_s)
     return report([folder])

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from areal_lite.cli.options import out_file
 from areal_lite.config.plugin_check import check_plugins
 from areal_lite.config.plugins import known_names, split_name, with_a_colon
 from areal_lite.config.reading import shipped_recipes
@@ -65,7 +66,7 @@ def verify(
     answer_column: Annotated[str | None, _column("answer")] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="rows of the data tried at most")] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="write all figures and every score to this file")
+        Path | None, out_file("--json", metavar="OUT", help="write all figures and every score to this file")
     ] = None,
     arguments: Annotated[
         Any,

@@ -94,6 +94,17 @@ def test_a_target_that_the_model_lacks_is_refused_by_name(capsys: pytest.Capture
     assert "got 'q_pro'; did you mean q_proj?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words", [["verify", "exact", "--json"], ["estimate", "arith_cpu", "--json"], ["report", "run", "--out"]]
+)
+def test_a_file_without_a_folder_is_said_before_any_work(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen failing without the look: a traceback, once all was done."""
+    assert cli.main([*words, str(tmp_path / "nowhere" / "out")]) == 2
+    assert "must be in a folder that is there" in capsys.readouterr().err
+
+
 def test_overrides_may_stand_before_or_behind_options(capsys: pytest.CaptureFixture[str]) -> None:
     """Both reach the recipe, whose mistake is found before anything starts."""
     for words in (["trainer.lr=-1", "--recipe", "arith_cpu"], ["--recipe", "arith_cpu", "trainer.lr=-1"]):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,7 +167,11 @@ def test_one_source_has_no_curves_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_run_is_watched_until_nobody_writes_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page loads itself anew as long as it is written anew. Seen failing with the last page left so."""
+    """The page loads itself anew as long as it is written anew. Seen failing with the last page left so.
+
+    Before its settings are there a run is waited for, and one whose writer beats no more is over. Seen failing without
+    either: an error, and no end.
+    """
     run, marks = make_run(tmp_path / "run", summary=False), list[bool]()
     (run / "writer.json").touch()
 
@@ -179,6 +184,21 @@ def test_a_run_is_watched_until_nobody_writes_there(tmp_path: Path, monkeypatch:
     assert main(["watch", str(run), "--every", "5"]) == 0
     assert marks == [True, True]
     assert "http-equiv" not in (run / "report.html").read_text()[:500]
+
+    (run / "config.json").rename(run / "later")
+    (run / "writer.json").touch()
+    waits = list[float]()
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        assert len(waits) < 20
+        if len(waits) == 2:
+            (run / "later").rename(run / "config.json")
+
+    clock = SimpleNamespace(sleep=wait, monotonic=lambda: sum(waits), strftime=time.strftime)
+    monkeypatch.setattr("areal_lite.cli.report.time", clock)
+    assert main(["watch", str(run), "--every", "5"]) == 0
+    assert sum(waits) == 65
 
 
 def test_an_accuracy_is_of_zeros_and_ones_alone(tmp_path: Path) -> None:
