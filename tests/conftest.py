@@ -79,7 +79,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests of a lane that do not look at time give way, with all that they start, to those that do."""
     if "PYTEST_XDIST_WORKER" in os.environ and not looks_at_time(item.path):
-        os.nice(_GIVES_WAY - os.nice(0))
+        os.nice(max(0, _GIVES_WAY - os.nice(0)))  # to take it back needs root
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
