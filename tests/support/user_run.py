@@ -96,7 +96,7 @@ class UserRun:
         """Wait for something that must happen before the command ends."""
         deadline = time.monotonic() + _DEADLINE_S
         while not condition():
-            assert self._process.poll() is None, f"ended before {what}:\n{self.output}"
+            assert self._process.poll() is None or condition(), f"ended before {what}:\n{self.output}"
             assert time.monotonic() < deadline, f"still no {what}:\n{self.output}"
             time.sleep(_POLL_S)
 
