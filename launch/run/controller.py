@@ -20,16 +20,12 @@ from areal_lite.errors import CheckpointError, FruitlessError, QueueError, Queue
 from areal_lite.events import EventBuffer
 from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.places import Places
-from areal_lite.launch.run.ranks import Ranks
+from areal_lite.launch.run.ranks import POLL_S, Ranks
 from areal_lite.launch.run.signals import Interrupts
 from areal_lite.launch.run.view import View
 from areal_lite.record.checkpoints import seal
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.watchdog import Watchdog
-
-POLL_S = 0.25
-"""How often a wait looks around."""
-
 
 _GOES_BACK = (QueueError, QueueTimeout, RankDied, StallError)
 """What is over when queue and ranks begin again."""
@@ -82,7 +78,7 @@ class Controller(ABC):
         """
         self._on_step = on_step
         checkpoint = self._folder.checkpoint
-        self._processes = self._spawn(checkpoint)
+        self._spawn_all(checkpoint)
         with self._interrupts:
             return self._run(checkpoint)
 
@@ -138,7 +134,7 @@ class Controller(ABC):
         )
         self._unwritten, self._version = None, 0
         self._interrupts.work_is_saved()
-        self._processes = self._spawn(checkpoint)
+        self._spawn_all(checkpoint)
         try:
             self._start(checkpoint)
         except StallError:
@@ -149,6 +145,10 @@ class Controller(ABC):
         self._prepare(checkpoint)
         self._controller_lane.emit("restarted", step=self._version, noticed=noticed, reason=reason)
         self._view.say(f"back at step {self._version}")
+
+    def _spawn_all(self, checkpoint: Path | None) -> None:
+        self._processes = self._spawn(checkpoint)
+        self._ranks.meanwhile = self._hear
 
     @abstractmethod
     def _spawn(self, checkpoint: Path | None) -> Cluster | Ranks:
@@ -238,14 +238,18 @@ class Controller(ABC):
         """What every wait does first, and again and again."""
         if self._places.head_is_lost():
             self._interrupts.give_notice("the loss of Ray's head process (GCS)")
-        if self._interrupts.are_news():
-            why = self._interrupts.notice or "press Ctrl-C again to stop at once"
-            self._view.say(f"stopping after this step and saving ({why}) ...")
+        self._hear()
         if self._unwritten is not None:
             row = self._write(self._unwritten)
             self._unwritten = None
             self._call_back(row)
         self._look_after()
+
+    def _hear(self) -> None:
+        """Tell whoever asked to stop that they were heard."""
+        if self._interrupts.are_news():
+            why = self._interrupts.notice or "press Ctrl-C again to stop at once"
+            self._view.say(f"stopping after this step and saving ({why}) ...")
 
     def _call_back(self, row: Mapping[str, Any]) -> None:
         try:

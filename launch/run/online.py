@@ -20,10 +20,11 @@ from areal_lite.events import EventBuffer
 from areal_lite.launch.run import scaling
 from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.collector import Collector
-from areal_lite.launch.run.controller import POLL_S, Controller
+from areal_lite.launch.run.controller import Controller
 from areal_lite.launch.run.evaluation import Evaluations
 from areal_lite.launch.run.parity import largest_differences, prompt_sequences, stored_sequences
 from areal_lite.launch.run.places import Places
+from areal_lite.launch.run.ranks import POLL_S
 from areal_lite.launch.run.view import View
 from areal_lite.record import quarters, spread
 from areal_lite.record.online_recorder import OnlineRecorder

@@ -1,6 +1,7 @@
 """The trainer ranks as one: every question goes to all of them, and whoever dies or is late is named."""
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,17 @@ from areal_lite.launch.run.lifetime import kill_all, stop_all, wait_until_starte
 from areal_lite.launch.run.places import Places
 from areal_lite.node import out_of_memory
 
+POLL_S = 0.25
+"""Longest time without a look at Ctrl-C and whatever else goes on beside a wait."""
 _ANSWER_TIMEOUT_S = 5.0
 """How long a healthy rank may take to say how far it is."""
 
 
 class Ranks:
     """Trainer actors by lane name; each has `progress` and `ping`, which it answers beside its work."""
+
+    meanwhile: Callable[[], object] = staticmethod(lambda: None)
+    """Called again and again while `ask` waits: Ctrl-C wants an answer in a hand-over or a save that hangs, too."""
 
     def __init__(self, kind: type, config: Config | OfflineConfig, *, places: Places, log_folder: Path) -> None:
         """Start the processes."""
@@ -55,8 +61,11 @@ class Ranks:
             StallError: A rank is late.
             TrainerError: A rank died or failed.
         """
-        calls = call_all(self.handles, method, *args)
-        if late := self.wait(calls, timeout_s):
+        calls, deadline = call_all(self.handles, method, *args), time.monotonic() + timeout_s
+        while late := self.wait(calls, min(POLL_S, deadline - time.monotonic())):
+            self.meanwhile()
+            if time.monotonic() < deadline:
+                continue
             raise StallError(f"the trainer ranks must {method} within {timeout_s:g} s; late: {self.describe(late)}")
         return [calls.values[name] for name in self.handles]
 

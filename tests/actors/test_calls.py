@@ -13,6 +13,7 @@ from areal_lite.actors import calls as calls_module
 from areal_lite.actors.calls import Calls, Question, call_all
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import EngineError, QueueError, RankDied, StallError, TrainerError
+from areal_lite.launch.run import ranks as ranks_module
 from areal_lite.launch.run.lifetime import wait_until_started
 from areal_lite.launch.run.ranks import Ranks
 
@@ -21,7 +22,8 @@ from areal_lite.launch.run.ranks import Ranks
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     clock = FakeClock()
     monkeypatch.setattr(calls_module, "ray", FakeRay(clock))
-    monkeypatch.setattr(calls_module, "time", SimpleNamespace(monotonic=clock))
+    for module in (calls_module, ranks_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
     return clock
 
 
@@ -120,6 +122,16 @@ def test_ranks_that_are_late_are_named_with_what_they_do() -> None:
         StallError, match=r"must work within 5 s; late: trainer/1 in work .*\(all_reduce\); trainer/2 do"
     ):
         ranks.ask("work", timeout_s=5.0)
+
+
+def test_ctrl_c_is_heard_while_ranks_are_late() -> None:
+    """A rank hung in the middle of a hand-over. Seen failing with one wait of the whole time: heard after it."""
+    ranks, heard = make_ranks(rank_0=actor(silent())), list[float]()
+    ranks.meanwhile = lambda: heard.append(ranks_module.time.monotonic())
+    with pytest.raises(StallError):
+        ranks.ask("work", timeout_s=210.0)
+    assert heard[0] < 1
+    assert len(heard) > 210
 
 
 def test_a_first_rank_that_does_not_come_up_is_named() -> None:
