@@ -189,6 +189,6 @@ class OfflineTrainerActor(TrainerActor):
         return self._trainer.step()
 
     @_work
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> dict[str, dict[str, float]]:
         """Measure on the held-out rows."""
         return self._trainer.evaluate()

@@ -25,7 +25,7 @@ def eval_model(
         ),
     ] = None,
 ) -> int:
-    """Measure a model's accuracy on a recipe's held-out prompts.
+    """Measure a model on a recipe's held-out prompts.
 
     Completes them greedily, scores the completions with the recipe's verifier (verifier.eval_function where it has
     one), and prints the mean reward, and the means of the verifier's parts and metrics.

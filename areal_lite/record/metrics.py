@@ -171,10 +171,10 @@ METRICS = (
     Metric("workers", "rollout and verifier workers by state as the row is written: healthy, suspect (gave no answer "
            "last), restarting, joining (waits for the next publication), dead", panel=("workers", "{}")),
     Metric("messages_refused", "messages that the queue refused so far, by reason"),
-    Metric("eval_accuracy", "mean reward of held-out prompts, in the first row after it was measured", "share",
+    Metric("eval_reward", "mean reward of held-out prompts, in the first row after it was measured", "share",
            board="reward"),
     Metric("eval_step", "the step that was evaluated"),
-    Metric("eval_by_source", "its accuracy by data source", board="reward"),
+    Metric("eval_by_source", "the same by data source", board="reward"),
     Metric("ledger", "groups by state as the row is written"),
 )
 """Keys of a row of `metrics.jsonl`."""

@@ -40,13 +40,13 @@ class OnlineRecorder(Recorder):
         self._clocks.feed(events)
 
     def evaluation(self, step: int, accuracy: float, **figures: Any) -> None:
-        """Note a held-out accuracy; it stands in the next row and in the summary.
+        """Note a held-out mean reward; it stands in the next row and in the summary.
 
         Args:
             **figures: It `by_source`, what it is `called`, and the means of the scores' `parts` and `metrics`.
         """
         self.evaluations[step] = {"accuracy": accuracy, **figures}
-        self._pending |= {"eval_accuracy": accuracy, "eval_step": step, "eval_by_source": figures["by_source"]}
+        self._pending |= {"eval_reward": accuracy, "eval_step": step, "eval_by_source": figures["by_source"]}
 
     def parity(self, difference: float) -> None:
         """Note a logprob difference between engines and trainer; it stands in the next row and in the summary."""

@@ -63,8 +63,8 @@ class OfflineTrainer(OfflineLoop):
         version, _ = load_checkpoint(checkpoint, self.learner, rank=self._rank, limit=self._limit)
         self.seek(version)
 
-    def evaluate(self) -> dict[str, float]:
-        """Return loss and figures over the held-out rows; empty where there are none."""
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        """Return `figures` over the held-out rows and their `standard_errors`; empty where there are none."""
         return self.measure(self._held_out) if self._held_out.examples else {}
 
     def save(self, folder: Path) -> None:

@@ -96,15 +96,14 @@ class OfflineLoop:
         sums: list[Tensor] = []
 
         def loss_of(part: Part) -> tuple[Tensor, dict[str, Tensor]]:
-            loss, figures = self._forward(part)
-            loss = loss / weight
-            sums.append(torch.cat([loss.detach().unsqueeze(0), figures / weight]))
-            return loss, {}
+            means = self._forward(part).sum(dim=0) / weight
+            sums.append(means.detach())
+            return means[0], {}
 
         update = self.learner.update([partial(loss_of, part) for part in parts], lr=lr)
         self.version += 1
         return {
-            **self._figures(sums),
+            **self._figures(sum_over_ranks(torch.stack(sums).sum(dim=0))),
             "tokens": num_tokens,
             "lr": lr,
             "grad_norm": update.grad_norm,
@@ -112,16 +111,19 @@ class OfflineLoop:
         }
 
     @torch.no_grad()
-    def measure(self, rows: OfflineRows) -> dict[str, float]:
-        """Return `loss` and the objective's figures, means over all given examples; collective."""
+    def measure(self, rows: OfflineRows) -> dict[str, dict[str, float]]:
+        """Return `figures`, loss and the objective's, means over the examples, and their `standard_errors`; collective.
+
+        The error of a mean `m = sum v / W`, with weights that may differ: `sqrt(sum (v - m w)^2) / W`.
+        """
         parts = self._parts(rows, range(len(rows.examples))[self._mine])
         weight, _ = self._weigh(parts)
-        sums = []
-        for part in parts:
-            loss, figures = self._forward(part)
-            sums.append(torch.cat([loss.unsqueeze(0), figures]) / weight)
+        values_EF = torch.cat([self._forward(part) for part in parts])
+        weights_E1 = torch.cat([self._objective.weights(part) for part in parts]).unsqueeze(1)
         reshard(self.learner.model)
-        return self._figures(sums)
+        means_F = sum_over_ranks(values_EF.sum(dim=0)) / weight
+        errors_F = sum_over_ranks((values_EF - means_F * weights_E1).square().sum(dim=0)).sqrt() / weight
+        return {"figures": self._figures(means_F), "standard_errors": self._figures(errors_F)}
 
     @torch.no_grad()
     def reference_logprobs(self, model: nn.Module, examples: Sequence[Example]) -> Tensor:
@@ -139,9 +141,9 @@ class OfflineLoop:
         reshard(model)
         return sum_over_ranks(logprobs_N2)
 
-    def _forward(self, part: Part) -> tuple[Tensor, Tensor]:
+    def _forward(self, part: Part) -> Tensor:
         self.progress += 1
-        return self._objective.sums(self.learner.model, part)
+        return self._objective.values(self.learner.model, part)
 
     def _all_batches(self) -> Iterator[list[int]]:
         """Yield each update's examples of this rank, for ever."""
@@ -186,10 +188,12 @@ class OfflineLoop:
 
     def _weigh(self, parts: Sequence[Part]) -> tuple[float, float]:
         """Return the objective's weight and the number of completion tokens, over all parts and ranks."""
-        mine = [sum(map(self._objective.weight, parts)), sum(len(part.token_ids_T) for part in parts)]
+        mine = [
+            sum(int(self._objective.weights(part).sum()) for part in parts),
+            sum(len(part.token_ids_T) for part in parts),
+        ]
         weight, num_tokens = sum_over_ranks(torch.tensor(mine, device=self._device)).tolist()
         return float(weight), float(num_tokens)
 
-    def _figures(self, sums: Sequence[Tensor]) -> dict[str, float]:
-        values = sum_over_ranks(torch.stack(list(sums)).sum(dim=0)).tolist()
-        return dict(zip(("loss", *self._objective.figures), values, strict=True))
+    def _figures(self, values_F: Tensor) -> dict[str, float]:
+        return dict(zip(("loss", *self._objective.figures), values_F.tolist(), strict=True))

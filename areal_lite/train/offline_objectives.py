@@ -40,38 +40,37 @@ class Supervised:
     figures: ClassVar[tuple[str, ...]] = ("accuracy",)
     """Share of the completion tokens that would be the greedy choice."""
 
-    def weight(self, part: Part) -> int:
+    def weights(self, part: Part) -> Tensor:
         """Completion tokens."""
-        return len(part.token_ids_T)
+        return part.lengths_B
 
-    def sums(self, model: nn.Module, part: Part) -> tuple[Tensor, Tensor]:
+    def values(self, model: nn.Module, part: Part) -> Tensor:
         """Return the negative log-likelihood, and the number of tokens that are the most likely ones."""
 
         def read(logits_TV: Tensor, token_ids_T: Tensor) -> Tensor:
             correct_T = logits_TV.argmax(dim=-1) == token_ids_T
-            return torch.stack([token_logprobs(logits_TV, token_ids_T, temperature=1.0), correct_T.float()], dim=1)
+            return torch.stack([-token_logprobs(logits_TV, token_ids_T, temperature=1.0), correct_T.float()], dim=1)
 
-        logprobs_T, correct_T = completion_outputs(model, part.batch, read, part.token_ids_T).unbind(dim=1)
-        return -logprobs_T.sum(), correct_T.detach().sum().unsqueeze(0)
+        return _by_row(completion_outputs(model, part.batch, read, part.token_ids_T), part)
 
 
 class _OfPairs:
     figures: ClassVar[tuple[str, ...]] = ("accuracy", "margin")
     """Share of the pairs in the right order (a tie is half), and how much better the chosen completion scores."""
 
-    def weight(self, part: Part) -> int:
+    def weights(self, part: Part) -> Tensor:
         """Pairs."""
-        return len(part.places_E)
+        return torch.ones_like(part.places_E)
 
 
 class RewardModel(_OfPairs):
     """Bradley-Terry likelihood of the preferences, in nats per pair."""
 
-    def sums(self, model: nn.Module, part: Part) -> tuple[Tensor, Tensor]:
+    def values(self, model: nn.Module, part: Part) -> Tensor:
         """Score both completions of each pair at their last token."""
         scores_B = model(input_ids=part.batch.input_ids_RS, use_cache=False).logits.squeeze(-1).float()
         chosen_E, rejected_E = _pairs(scores_B[: len(part.lengths_B)])
-        return bradley_terry_loss(chosen_E, rejected_E).sum(), _margins(chosen_E - rejected_E)
+        return _with_margins(bradley_terry_loss(chosen_E, rejected_E), chosen_E - rejected_E)
 
 
 class DirectPreference(_OfPairs):
@@ -80,7 +79,7 @@ class DirectPreference(_OfPairs):
     def __init__(self, settings: PreferenceConfig) -> None:
         self._settings = settings
 
-    def sums(self, model: nn.Module, part: Part) -> tuple[Tensor, Tensor]:
+    def values(self, model: nn.Module, part: Part) -> Tensor:
         """Compare the log-probabilities of both completions of each pair."""
         chosen_E, rejected_E = _pairs(row_logprobs(model, part))
         lengths = dict(zip(("chosen_lengths_P", "rejected_lengths_P"), _pairs(part.lengths_B), strict=True))
@@ -103,19 +102,24 @@ class DirectPreference(_OfPairs):
             chosen_E, rejected_E = chosen_E - reference_chosen_E, rejected_E - reference_rejected_E
         if settings.loss == "simpo" or settings.length_normalised:
             chosen_E, rejected_E = chosen_E / lengths["chosen_lengths_P"], rejected_E / lengths["rejected_lengths_P"]
-        return losses_E.sum(), _margins(settings.beta * (chosen_E - rejected_E))
+        return _with_margins(losses_E, settings.beta * (chosen_E - rejected_E))
 
 
 Objective = Supervised | RewardModel | DirectPreference
-"""`sums` runs the model: the loss, a scalar that can be differentiated, and detached [F] `figures`; `weight` is what
-they are divided by, when both are added up over passes and ranks."""
+"""`values` runs the model: [E, 1 + F], each example's loss, which can be differentiated, and its `figures`; `weights`
+[E] is what they are divided by, when both are added up over examples, passes and ranks."""
 
 
 def row_logprobs(model: nn.Module, part: Part) -> Tensor:
     """Return the log-probability of each row's completion, [B] float32 nats: the sum over its tokens."""
     logprobs_T = completion_outputs(model, part.batch, partial(token_logprobs, temperature=1.0), part.token_ids_T)
+    return _by_row(logprobs_T, part)
+
+
+def _by_row(values_T: Tensor, part: Part) -> Tensor:
+    """Add up the values of each row's completion tokens."""
     rows_T = torch.repeat_interleave(torch.arange(len(part.lengths_B), device=part.lengths_B.device), part.lengths_B)
-    return torch.zeros(len(part.lengths_B), device=logprobs_T.device).index_add(0, rows_T, logprobs_T)
+    return values_T.new_zeros((len(part.lengths_B), *values_T.shape[1:])).index_add(0, rows_T, values_T)
 
 
 def _pairs(values_B: Tensor) -> Sequence[Tensor]:
@@ -123,8 +127,7 @@ def _pairs(values_B: Tensor) -> Sequence[Tensor]:
     return values_B.view(-1, 2).unbind(dim=1)
 
 
-def _margins(margin_E: Tensor) -> Tensor:
-    """Return the number of pairs in the right order, ties as halves, and the sum of the margins."""
-    margin_E = margin_E.detach()
+def _with_margins(losses_E: Tensor, margin_E: Tensor) -> Tensor:
+    """Put beside the losses which pairs are in the right order, ties as halves, and the margins."""
     right_E = (margin_E > 0).float() + 0.5 * (margin_E == 0).float()
-    return torch.stack([right_E.sum(), margin_E.sum()])
+    return torch.stack([losses_E, right_E, margin_E.detach()], dim=1)

@@ -130,7 +130,7 @@ def in_words(result: Mapping[str, Any]) -> str:
     """Say what an evaluation found, by source where there are several."""
     step, failures = result["step"], result["failures"]
     if not result["problems"]:
-        return f"held-out accuracy at step {step}: none, as not one of {failures} completions could be scored"
+        return f"held-out mean reward at step {step}: none, as not one of {failures} completions could be scored"
     by_source = [f"{name} {value:.3f}" for name, value in result["by_source"].items()]
     return (
         f"held-out {result['called']} at step {step}: {result['accuracy']:.3f} "

@@ -73,10 +73,10 @@ class OfflineController(Controller):
         return True
 
     def _evaluate(self) -> None:
-        (figures, *_) = self._ask("evaluate", waiting_for="an evaluation")
-        if figures:
-            self._recorder.evaluations[self._version] = figures
-            self._controller_lane.emit("eval", step=self._version, figures=figures)
+        (measured, *_) = self._ask("evaluate", waiting_for="an evaluation")
+        if measured:
+            self._recorder.evaluations[self._version] = figures = measured["figures"]
+            self._controller_lane.emit("eval", step=self._version, **measured)
             found = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
             self._view.say(f"step {self._version}, held out: {found}")
 

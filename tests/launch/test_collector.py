@@ -116,7 +116,7 @@ RESULT = {
         ),
         (
             {"problems": 0, "failures": 9},
-            "held-out accuracy at step 20: none, as not one of 9 completions could be scored",
+            "held-out mean reward at step 20: none, as not one of 9 completions could be scored",
         ),
     ],
 )

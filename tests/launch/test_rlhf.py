@@ -58,6 +58,8 @@ def test_sft_leaves_a_whole_run_folder(sft: tuple[dict[str, Any], RunFolder]) ->
     rows = folder.read("metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 61))
     assert rows[29]["eval_loss"] == summary["eval"]["30"]["loss"]
+    measured = [event for event in folder.read("events.jsonl") if event["kind"] == "eval"]
+    assert [set(event["standard_errors"]) for event in measured] == [{"loss", "accuracy"}] * 3
     texts = {"config.json", "metrics.jsonl", "events.jsonl", "trace.json.gz", "summary.json", "report.html"}
     assert {path.name for path in folder.path.iterdir()} == texts | {"logs", "tensorboard", "checkpoints"}
     assert [path.name for path in folder.logs.iterdir()] == ["trainer-0.log"]

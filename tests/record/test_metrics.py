@@ -20,7 +20,7 @@ TAGS = {
     "critic": ("value_loss", "value_explained_variance"),
     "queue": ("age_mean", "age_max", "tokens_masked_stale", "tokens_trained_stale", "trainer_wait_s"),
     "rollout": ("length_mean", "truncated_fraction", "gen_tokens_per_s", "samples_per_s", "rollout_occupancy"),
-    "reward": ("reward_mean", "reward_shaped_mean", "eval_accuracy",
+    "reward": ("reward_mean", "reward_shaped_mean", "eval_reward",
                "reward_by_source", "reward_parts", "verifier_metrics", "eval_by_source"),
     "time": ("train_s", "publish_s", "paused_s"),
     "weights": ("parity_max_abs_logprob_diff", "behav_prox_max_abs_diff_age0"),

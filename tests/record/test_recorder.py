@@ -30,7 +30,7 @@ METRICS_KEYS = [
     "paused_s", "gen_tokens_per_s", "samples_per_s", "rollout_occupancy", "ledger",
 ]  # fmt: skip
 """The contract, less what stands only in the rows after it was measured (`MEASURED_KEYS`)."""
-MEASURED_KEYS = ["parity_max_abs_logprob_diff", "eval_accuracy"]
+MEASURED_KEYS = ["parity_max_abs_logprob_diff", "eval_reward"]
 SUMMARY_KEYS = [
     "status", "steps", "version", "wall_s", "samples_per_s", "gen_tokens_per_s", "trained_tokens_per_s",
     "reward_first", "reward_last", "eval", "length_histogram", "age_histogram", "age_max_trained", "max_staleness",

@@ -33,7 +33,8 @@ def learning(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
         yield lines(f"reward over {over}", curves, x=axis, y="mean of the batch", note=note)
         for figure in ("accuracy", "loss", "margin"):
             curves = [_evaluated(run, figure, x, name=run.name) for run in runs]
-            title = runs[0].accuracy_is_called if figure == "accuracy" else figure
+            called = {run.accuracy_is_called for run in runs} if figure == "accuracy" else {figure}
+            title = called.pop() if len(called) == 1 else "mean reward"
             yield lines(f"held-out {title} over {over}", curves, x=axis, y=title)
     if len(runs) == 1:
         yield from _by_source(runs[0])
@@ -144,9 +145,8 @@ def _evaluated(run: RunFiles, figure: str, x: str, *, name: str = "", within: st
     found = {step: row[within] if within else row for step, row in run.evaluations.items()}
     places = [float(step) if x == "step" else run.seconds_at(step) for step in found]
     values = [number(row.get(figure)) for row in found.values()]
-    known = [numbers(row["standard_errors"]) for row in run.evaluations.values()]
-    errors = [1.96 * row[figure] for row in known if figure in row]
-    bars = {"error_y": {"array": errors}} if errors and len(errors) == len(values) else {}
+    errors = [number(row["standard_errors"].get(figure)) for row in run.evaluations.values()]
+    bars = {"error_y": {"array": [error and 1.96 * error for error in errors]}} if any(errors) else {}
     return Line(name=name or figure, x=places, y=values, style={"mode": "lines+markers", **bars})
 
 
