@@ -20,9 +20,11 @@ from pathlib import Path
 
 import psutil
 
+from areal_lite.errors import ConfigError
 from areal_lite.network import listen
 
 _GIB = 2**30
+_ADDRESS_SPACE = 8 << 30
 _EDGE_BYTES = 2**20
 """Read at each end of a large file: enough to tell two models apart, and little for any network file system."""
 _ROUND_TRIPS = 20
@@ -105,6 +107,20 @@ def memory_bytes(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
         limits = [folder / name for folder in (inner, *inner.parents) if folder.is_relative_to(top)]
         found += [int(text) for file in limits if file.is_file() and (text := file.read_text().strip()).isdecimal()]
     return min(found)
+
+
+def check_memory(caches_mb: int = 0) -> None:
+    """Raise a `ConfigError` where Ray, or the key-value caches of engines, have no room here."""
+    if 0 <= (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) < _ADDRESS_SPACE:
+        raise ConfigError(
+            f"Ray and engines need {_ADDRESS_SPACE >> 30} GiB of address space at least, got {limit >> 20} MiB (ulimit "
+            "-v): type `ulimit -v unlimited` before, or ask whoever set it"
+        )
+    if caches_mb << 20 > (there := memory_bytes()):
+        raise ConfigError(
+            f"the key-value caches of all engines must fit into the machine's {there >> 20} MiB of memory, got "
+            f"{caches_mb} MiB: lower rollout.kv_cache_mb, or rollout.workers"
+        )
 
 
 def out_of_memory() -> str:

@@ -31,7 +31,7 @@ def check_config(recipe: Recipe, overrides: Overrides) -> int:
     if isinstance(config, Config):
         check_plugins(config)
         check_engine_arguments(config)
-    notes = [*_look_at_model(config), *_look_at_data(config)]
+    notes = [*_look_at_machine(config), *_look_at_model(config), *_look_at_data(config)]
     print(*explained_section(config), sep="\n")
     size = (
         f"{config.batch.batch_size} rows" if isinstance(config, OfflineConfig) else f"{config.samples_per_step} samples"
@@ -42,6 +42,17 @@ def check_config(recipe: Recipe, overrides: Overrides) -> int:
         + " (weights, and rows behind the first 100 of a file, are looked at when it starts)"
     )
     return 0
+
+
+def _look_at_machine(config: Config | OfflineConfig) -> Iterable[str]:
+    from areal_lite.node import check_memory
+    from areal_lite.record.trackers import check_trackers
+
+    try:
+        check_trackers(config.run.trackers)
+        check_memory(config.caches_mb if isinstance(config, Config) else 0)
+    except ConfigError as error:  # the run may be meant for another
+        yield f"but not on this machine: {error}"
 
 
 def _look_at_model(config: Config | OfflineConfig) -> Iterable[str]:

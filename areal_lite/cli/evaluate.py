@@ -16,6 +16,7 @@ from areal_lite.config.recipe import Config
 from areal_lite.data.encode import load_tokenizer
 from areal_lite.data.prompts import load_source
 from areal_lite.errors import ArealLiteError, ConfigError, EngineError
+from areal_lite.node import check_memory
 from areal_lite.record.paths import EVALUATED, find_model_folder, with_absolute_paths
 from areal_lite.rollout.runner import complete_greedily, load_workflows
 from areal_lite.types import Prompt, Sample
@@ -35,6 +36,7 @@ def evaluate(config: Config, *, model: str) -> list[Reply]:
         config: Its data, rollout and verifier sections say how.
         model: A model folder, or the folder of a run that has ended.
     """
+    check_memory(min(config.caches_mb, config.rollout.kv_cache_mb))
     # Where there is an `eval_function`, the reward learned from is not asked; its model need not even be there.
     asked = config.model_copy(update={"verifier": config.verifier.for_evaluation()})
     check_plugins(asked, verifiers_only=True)

@@ -54,6 +54,11 @@ class Config(Section):
         return self.queue.groups_per_step * self.queue.samples_per_group
 
     @property
+    def caches_mb(self) -> int:
+        """What the key-value caches of all engines take of a machine's memory; 0 where GPUs hold them."""
+        return self.rollout.workers * self.rollout.kv_cache_mb if self.run.device == "cpu" else 0
+
+    @property
     def compute_dtype(self) -> str:
         """The dtype behind `auto`."""
         return self.model.dtype_on(self.run.device)

@@ -34,13 +34,18 @@ class Tracker(Protocol):
         """Let go of it."""
 
 
+def check_trackers(names: Iterable[str]) -> None:
+    """Raise a `ConfigError` where the package of one that `run.trackers` names is not here; none is imported."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"run.trackers={name} needs a package that is not here: pip install {_PACKAGES[name]}")
+
+
 def open_trackers(names: Iterable[str], folder: Path, *, next_step: int) -> list[Tracker]:
     """Open what `run.trackers` names for a run folder with its `config.json`; a `ConfigError` where one cannot be."""
     kinds: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _MlFlow}
     trackers = []
     for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"run.trackers={name} needs a package that is not here: pip install {_PACKAGES[name]}")
         try:
             trackers.append(kinds[name](folder, next_step))
         except Exception as error:  # the packages' own, of many kinds

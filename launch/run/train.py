@@ -7,7 +7,6 @@ import contextlib
 import functools
 import logging
 import os
-import resource
 import signal
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,9 +37,10 @@ from areal_lite.launch.run.preflight import check_cluster
 from areal_lite.launch.run.signals import notices_held_back
 from areal_lite.launch.run.view import View
 from areal_lite.network import listens, speaks_grpc
-from areal_lite.node import memory_bytes
+from areal_lite.node import check_memory
 from areal_lite.record.paths import check_context, find_model_folder, with_absolute_paths
 from areal_lite.record.run_folder import RunFolder, run_path
+from areal_lite.record.trackers import check_trackers
 from areal_lite.record.writer import SoleWriter
 from areal_lite.rollout.vllm_engine import check_engine_arguments
 from areal_lite.sample_queue.service import read_state
@@ -52,7 +52,6 @@ from areal_lite.verify.first_call import check_first_calls
 
 _CACHE = Path(".cache") / "areal-lite"
 _PROBE_TIMEOUT_S = 5.0
-_ADDRESS_SPACE = 8 << 30
 _RAY_SAYS = 160
 """Characters at most."""
 _Recipe = TypeVar("_Recipe", Config, OfflineConfig)
@@ -87,6 +86,8 @@ def train(
     if config.run.resume and (summary := RunFolder(path).finished(config)):
         say(f"this run is finished: {path} has all its {summary['version']} steps; to train on, raise run.steps")
         return summary | {"folder": str(path)}
+    check_trackers(config.run.trackers)
+    check_memory(config.caches_mb if isinstance(config, Config) and not os.environ.get("RAY_ADDRESS") else 0)
     with contextlib.ExitStack() as stack:
         writer = stack.enter_context(SoleWriter(path, take_over=take_over, say=warn))
         if not config.run.resume:
@@ -197,11 +198,7 @@ def ray_session() -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Actors are processes of their own: those that Ray keeps ready for tasks, one for every core, have none.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    if 0 <= (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) < _ADDRESS_SPACE:
-        raise ConfigError(
-            f"Ray and engines need {_ADDRESS_SPACE >> 30} GiB of address space at least, got {limit >> 20} MiB (ulimit "
-            "-v): type `ulimit -v unlimited` before, or ask whoever set it"
-        )
+    check_memory()
     try:
         with notices_held_back():
             # Without an address Ray would join whatever cluster this machine happens to run.
@@ -311,11 +308,3 @@ def _check_resources(config: Config | OfflineConfig, console: Console) -> None:
     num_cores, num_gpus = int(resources.get("CPU", os.cpu_count() or 1)), int(resources.get("GPU", 0))
     if warning := check_resources(config, num_cores=num_cores, num_gpus=num_gpus):
         console.print(f"[yellow]warning:[/] {warning}", highlight=False)
-    if isinstance(config, Config) and config.run.device == "cpu" and len(ray.nodes()) == 1:
-        wanted = config.rollout.workers * config.rollout.kv_cache_mb << 20
-        if wanted > (there := memory_bytes()):
-            raise ConfigError(
-                f"the key-value caches of all engines must fit into the machine's {there >> 20} MiB of memory, got "
-                f"rollout.workers={config.rollout.workers} of rollout.kv_cache_mb={config.rollout.kv_cache_mb}: lower "
-                "one of them"
-            )

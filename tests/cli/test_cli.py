@@ -124,6 +124,23 @@ def test_the_built_in_model_has_to_be_shown_worked_tasks(tmp_path: Path, capsys:
     assert said in capsys.readouterr().out
 
 
+def test_what_this_machine_lacks_is_told_of_a_recipe_that_is_fine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may be meant for another. Seen failing without the look. An evaluation, which is meant for here, is refused.
+
+    The latter seen failing, by the model that is not there, without its look.
+    """
+    assert cli.main(["check-config", "arith_cpu"]) == 0
+    assert "but not on this machine" not in capsys.readouterr().out
+    monkeypatch.setattr("areal_lite.node.memory_bytes", lambda: 100 << 20)
+    assert cli.main(["check-config", "arith_cpu"]) == 0
+    said = "the key-value caches of all engines must fit into the machine's 100 MiB of memory, got 256 MiB"
+    assert f"but not on this machine: {said}" in capsys.readouterr().out
+    assert cli.main(["eval", "nowhere", "--recipe", "arith_cpu", "rollout.workers=2"]) == 1
+    assert said in capsys.readouterr().err
+
+
 def test_nobody_has_to_read_to_the_end() -> None:
     """`areal-lite check-config arith_cpu | head -1`. Seen failing without the flush: a traceback as Python ended."""
     words = [sys.executable, "-m", "areal_lite.cli.main", "check-config", "arith_cpu"]

@@ -150,11 +150,21 @@ def test_no_place_to_write_is_said_before_anything_is_loaded(tmp_path: Path, pla
         train(config, recipe_name="x", console=Console(file=io.StringIO()))
 
 
-def test_caches_larger_than_the_machine_are_refused(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen failing with one engine's counted."""
-    monkeypatch.setattr(train_module, "places_for", lambda *_, **__: contextlib.nullcontext())
-    monkeypatch.setattr(train_module, "memory_bytes", lambda: 1000 << 20)
-    monkeypatch.setattr(train_module.ray, "nodes", lambda: [{}])
-    monkeypatch.setattr(train_module.ray, "cluster_resources", lambda: {"CPU": 2})
-    with pytest.raises(ConfigError, match=r"1000 MiB of memory, got rollout\.workers=2 of rollout\.kv_cache_mb=600"):
-        resume(stopped, rollout={"slots": 16, "max_new_tokens": 16, "workers": 2, "kv_cache_mb": 600})
+@pytest.mark.parametrize(
+    ("name", "found", "message"),
+    [
+        ("areal_lite.node.memory_bytes", lambda: 1000 << 20, r"1000 MiB of memory, got 1200 MiB: lower rollout.kv_cac"),
+        ("resource.getrlimit", lambda _: (4 << 30, -1), r"got 4096 MiB \(ulimit -v\): type `ulimit -v unlimited`"),
+        ("importlib.util.find_spec", lambda _: None, r"run.trackers=tensorboard needs a package that is not here"),
+    ],
+)
+def test_what_the_machine_lacks_is_said_before_anything_is_loaded(
+    name: str, found: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen failing, by the model that is not there, without each of the looks; with the cache of one engine counted."""
+    config = loop_config(tmp_path, run={"dir": str(tmp_path / "run")}, model={"path": "nowhere"})
+    rollout = config.rollout.model_copy(update={"workers": 2, "kv_cache_mb": 600})
+    monkeypatch.setattr(name, found)
+    with pytest.raises(ConfigError, match=message):
+        train(config.model_copy(update={"rollout": rollout}), recipe_name="x", console=Console(file=io.StringIO()))
+    assert not (tmp_path / "run").exists()
