@@ -16,7 +16,7 @@ from areal_lite.config.recipe import Config
 from areal_lite.data.encode import load_tokenizer
 from areal_lite.data.prompts import load_source
 from areal_lite.errors import ArealLiteError, ConfigError, EngineError
-from areal_lite.node import check_memory
+from areal_lite.node import check_memory, out_of_memory
 from areal_lite.record.paths import EVALUATED, find_model_folder, with_absolute_paths
 from areal_lite.rollout.runner import complete_greedily, load_workflows
 from areal_lite.types import Prompt, Sample
@@ -59,7 +59,8 @@ def _in_a_process_of_its_own(config: Config, prompts: Sequence[Prompt], folder: 
         except (ArealLiteError, BrokenProcessPool) as error:
             sys.stderr.write(log.read())
             if isinstance(error, BrokenProcessPool):
-                raise EngineError("the process of the engine ended by itself; its last words are above") from error
+                ended = f"the process of the engine ended by itself{out_of_memory()}; its last words are above"
+                raise EngineError(ended) from error
             raise
 
 

@@ -24,6 +24,7 @@ from areal_lite.config.sections import RolloutConfig
 from areal_lite.config.suggestion import suggestion
 from areal_lite.data.encode import load_tokenizer
 from areal_lite.errors import ConfigError, EngineError
+from areal_lite.node import out_of_memory
 from areal_lite.rollout.engine import Interrupt, Sampling
 from areal_lite.rollout.engine_settings import engine_arguments, engine_environment, own_arguments
 from areal_lite.types import Float32, Sample, StopReason, VersionSpan
@@ -83,7 +84,7 @@ class VllmEngine:
             enable_envs_cache()
         except Exception as error:
             raise EngineError(
-                f"vLLM should have started on {model_folder}, got {type(error).__name__}: {error}"
+                f"vLLM should have started on {model_folder}, got {type(error).__name__}: {error}{out_of_memory()}"
             ) from error
         return engine
 
@@ -212,7 +213,7 @@ class VllmEngine:
             EngineError: It has.
         """
         if self._llm.errored:
-            raise EngineError("the engine-core process died; see the worker's log")
+            raise _died()
 
     async def close(self) -> None:
         """Stop the engine-core process.
@@ -242,7 +243,7 @@ class VllmEngine:
             async for output in self._llm.generate(prompt, params, request_id, lora_request=self._adapter):
                 final = output
         except EngineDeadError as error:
-            raise EngineError("the engine-core process died; see the worker's log") from error
+            raise _died() from error
         return final
 
     async def _guarded(self, call: Awaitable[T]) -> T:
@@ -255,7 +256,13 @@ class VllmEngine:
                     self.raise_if_dead()
         finally:
             task.cancel()
+        if task.exception() is not None:  # of many kinds, where it is dead
+            self.raise_if_dead()
         return task.result()
+
+
+def _died() -> EngineError:
+    return EngineError(f"the engine-core process died{out_of_memory()}; see the worker's log")
 
 
 def check_engine_arguments(config: Config) -> None:

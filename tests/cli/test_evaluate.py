@@ -1,16 +1,19 @@
 """`areal-lite eval` without vLLM: a scripted engine, the real verifier pool, and waits that end (invariant I6)."""
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from scripted_engine import ScriptedEngine
 
+from areal_lite import node
+from areal_lite.cli import evaluate as evaluate_module
 from areal_lite.cli.evaluate import _run
 from areal_lite.cli.main import main
 from areal_lite.config.recipe import Config, parse_config
-from areal_lite.errors import StallError
+from areal_lite.errors import EngineError, StallError
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.rollout.vllm_engine import VllmEngine
 from areal_lite.types import Prompt
@@ -71,6 +74,18 @@ def test_an_engine_that_stands_still_is_named(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(StallError, match=r"waiting for 6 completions .*; late: the engine, after 0 tokens"):
         run(engine, tmp_path, monkeypatch, seconds="0")
     assert engine.calls == ["close"]
+
+
+def die(*_: Any) -> None:
+    os._exit(1)
+
+
+def test_a_process_that_wanted_memory_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing without the kernel's word."""
+    monkeypatch.setattr(node, "_oom_kills", lambda: "oom_kill 1000000")
+    monkeypatch.setattr(evaluate_module, "_evaluate", die)
+    with pytest.raises(EngineError, match=r"of the engine ended by itself .the kernel has ended .* for want of memory"):
+        evaluate_module._in_a_process_of_its_own(parse_config({}), [], "unused")
 
 
 def test_a_verifier_that_stands_still_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

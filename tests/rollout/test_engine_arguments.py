@@ -1,13 +1,20 @@
-"""What `rollout` says in vLLM's words: what vLLM takes goes through, the rest is found before an engine starts."""
+"""What `rollout` says in vLLM's words: what vLLM takes goes through, the rest is found before an engine starts.
 
+And what is told of an engine that wanted memory.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from areal_lite import node
 from areal_lite.config.recipe import Config, parse_config
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, EngineError
+from areal_lite.rollout import vllm_engine
 from areal_lite.rollout.engine_settings import engine_arguments
-from areal_lite.rollout.vllm_engine import check_engine_arguments
+from areal_lite.rollout.vllm_engine import VllmEngine, check_engine_arguments
 
 
 def make_config(arguments: dict[str, Any], **rollout: Any) -> Config:
@@ -48,3 +55,30 @@ def test_what_it_does_not_take_is_named(arguments: dict[str, Any], rollout: dict
 def test_a_type_of_vllms_that_cannot_be_read_is_left_to_vllm() -> None:
     """Seen failing without the exception."""
     check_engine_arguments(make_config({"lora_dtype": "auto", "quantization_config": {}}))
+
+
+def test_an_engine_core_that_wanted_memory_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it was doing. Seen failing without the kernel's word in each place, and with vLLM's own errors."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    class DeadCore:
+        errored = True
+
+        async def resume_generation(self) -> None:
+            raise EngineDeadError
+
+        async def generate(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+            raise EngineDeadError
+            yield
+
+    monkeypatch.setattr(node, "_oom_kills", lambda: "oom_kill 1000000")
+    engine = VllmEngine(DeadCore(), None, None, ends_at_once=True)
+    for call in (engine.resume, lambda: engine.score([1], [2])):
+        with pytest.raises(
+            EngineError, match=r"core process died .the kernel has ended a process here for want of mem"
+        ):
+            asyncio.run(call())
+    monkeypatch.setattr(vllm_engine, "_set_environment", vars)
+    monkeypatch.setattr(vllm_engine, "_engine_args", len)  # it fails
+    with pytest.raises(EngineError, match=r"should have started on nowhere, got TypeError: .*for want of memory"):
+        asyncio.run(VllmEngine.start(make_config({}), model_folder="nowhere"))
