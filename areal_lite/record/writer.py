@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -23,6 +23,20 @@ from areal_lite.errors import CheckpointError, ConfigError
 
 _CLOCK_S = 5.0
 """When a process began is reckoned from the clock, which may have been set since."""
+
+
+@contextlib.contextmanager
+def writable(what: str, folder: Path) -> Iterator[None]:
+    """Raise a `ConfigError` for what a closed folder or a full disk says to whatever writes there."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OSError) and "(os error " not in str(error):  # as libraries in Rust say it
+            raise
+        raise ConfigError(
+            f"{what} must be one to write in, got {folder.absolute()}: {getattr(error, 'strerror', None) or error}; "
+            "choose another, or mend that"
+        ) from error
 
 
 class SoleWriter:
@@ -54,15 +68,10 @@ class SoleWriter:
     def __enter__(self) -> Self:
         """Take the folder; a `CheckpointError` names who else holds it, a `ConfigError` what is no place to write."""
         self._is_new = not self._folder.exists()
-        try:
+        with writable("a run folder (run.dir)", self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             while not (file := self._taken()):
                 pass
-        except OSError as error:
-            raise ConfigError(
-                f"a run folder (run.dir) must be one to write in, got {self._folder}: {error.strerror}; choose "
-                "another, or mend that"
-            ) from error
         self._file = file
         self.check()  # where flock does nothing, two may have come this far
         self._heart = threading.Thread(target=self._beat, daemon=True)

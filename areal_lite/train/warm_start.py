@@ -6,7 +6,6 @@ The result is an ordinary Hugging Face folder, cached under a hash of everything
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from areal_lite.config.sections import WarmStartConfig
 from areal_lite.data.completions import Example
 from areal_lite.data.demonstrations import Demonstration, alphabet, demonstrations, turn_examples
 from areal_lite.data.tokenizer import build_char_tokenizer
+from areal_lite.record.writer import writable
 from areal_lite.train.offline_loop import OfflineLoop, OfflineRows
 from areal_lite.train.offline_objectives import Supervised
 
@@ -47,25 +47,23 @@ def ensure_warm_start(config: Config | OfflineConfig, *, cache_dir: Path, progre
         `cache_dir/<hash>`, complete: it appears in one piece.
 
     Raises:
-        ConfigError: There is nothing to learn from, and `model.warm_start.steps` is not 0.
+        ConfigError: There is nothing to learn from, and `model.warm_start.steps` is not 0; or no room in the cache.
         DataError: A demonstration holds a character that is not in the model's alphabet.
     """
     shown = demonstrations(config, count=_NUM_EXAMPLES)
     folder = cache_dir / _content_hash(config, shown)
     if folder.is_dir():
         return folder
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=cache_dir))
-    try:
-        tokenizer = build_char_tokenizer(alphabet(config))
-        model = build_model(config, tokenizer)
-        if config.model.warm_start.steps > 0:
-            _learn(model, turn_examples(shown, tokenizer), settings=config.model.warm_start, progress=progress)
-        model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        _move_into_place(unfinished, folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    with writable("the folder for the built-in model, in the one that you start in,", cache_dir):
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="unfinished-", dir=cache_dir, ignore_cleanup_errors=True) as unfinished:
+            tokenizer = build_char_tokenizer(alphabet(config))
+            tokenizer.save_pretrained(unfinished)  # before the work, as a disk may be full
+            model = build_model(config, tokenizer)
+            if config.model.warm_start.steps > 0:
+                _learn(model, turn_examples(shown, tokenizer), settings=config.model.warm_start, progress=progress)
+            model.save_pretrained(unfinished)
+            _move_into_place(Path(unfinished), folder)
     return folder
 
 

@@ -41,7 +41,7 @@ from areal_lite.node import check_memory
 from areal_lite.record.paths import check_context, find_model_folder, with_absolute_paths
 from areal_lite.record.run_folder import RunFolder, run_path
 from areal_lite.record.trackers import check_trackers
-from areal_lite.record.writer import SoleWriter
+from areal_lite.record.writer import SoleWriter, writable
 from areal_lite.rollout.vllm_engine import check_engine_arguments
 from areal_lite.sample_queue.service import read_state
 from areal_lite.train.lora import check_targets
@@ -105,10 +105,11 @@ def train(
         # Until here nothing in the folder has changed.
         writer.settle()
         folder.guard = writer.check
-        if folder.checkpoint is not None:
-            folder.go_on(config, say=warn)
-        else:
-            folder.begin(config)
+        with writable("a run folder (run.dir)", path):
+            if folder.checkpoint is not None:
+                folder.go_on(config, say=warn)
+            else:
+                folder.begin(config)
         console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
         try:
             summary = make_controller(folder, places).run(on_step) | {"folder": str(folder.path)}

@@ -1,6 +1,7 @@
 """A resume that is refused leaves the run folder as it was, to the byte, whatever it is refused for."""
 
 import contextlib
+import errno
 import io
 import json
 from collections.abc import Callable
@@ -148,6 +149,21 @@ def test_no_place_to_write_is_said_before_anything_is_loaded(tmp_path: Path, pla
     config = loop_config(tmp_path, run={"dir": str(tmp_path / place)}, model={"path": "nowhere"})
     with pytest.raises(ConfigError, match=rf"run folder .* must be one to write in, got .*{place}: {message}"):
         train(config, recipe_name="x", console=Console(file=io.StringIO()))
+
+
+def test_a_disk_that_is_full_as_a_run_begins_is_a_sentence(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with Python's own error."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(train_module, "places_for", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(train_module, "_check_resources", lambda *_: None)
+    monkeypatch.setattr("areal_lite.record.run_folder.write_whole", full)
+    with pytest.raises(
+        ConfigError, match=r"run folder .* must be one to write in, got .*/run: No space left on device"
+    ):
+        resume(stopped)
 
 
 @pytest.mark.parametrize(

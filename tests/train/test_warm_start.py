@@ -9,8 +9,9 @@ import pytest
 import torch
 from episode_builders import Speaker, play
 from rich.console import Console
+from safetensors import SafetensorError
 from source_builders import ROWS, recipe, source_of, write_parquet
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from areal_lite.config.data import ArithConfig
 from areal_lite.config.offline import load_any_config
@@ -166,3 +167,25 @@ def test_a_log_shows_how_far_the_warm_start_is(tmp_path: Path, monkeypatch: pyte
     config = recipe(data=GUESS, model={"warm_start": SMALL["warm_start"] | {"steps": 8}})
     prepare_model(config, console=Console(file=(log := io.StringIO())))
     assert re.findall(r"(\d) of 8 steps, loss", log.getvalue()) == ["2", "4", "6", "8"]
+
+
+def test_no_room_for_it_is_said_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that cannot be made, and a disk that is full, in safetensors' words. Seen failing with either's own.
+
+    What was written of it is gone.
+    """
+    (tmp_path / "file").touch()
+    config, said = (
+        recipe(data=GUESS, model=SMALL),
+        r"the folder for the built-in model, .* must be one to write in, got ",
+    )
+    with pytest.raises(ConfigError, match=rf"{said}.*/file/cache: Not a directory; choose another"):
+        ensure_warm_start(config, cache_dir=tmp_path / "file" / "cache")
+
+    def full(*_: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "save_pretrained", full)
+    with pytest.raises(ConfigError, match=rf"{said}.*/cache: Error .* No space left on device"):
+        ensure_warm_start(config, cache_dir=tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
