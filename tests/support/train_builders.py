@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
 )
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.data.tokenizer import build_char_tokenizer
@@ -29,11 +29,13 @@ def save_tiny_model(
     seed: int = 0,
     max_context: int = 64,
     num_key_value_heads: int = 1,
+    tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> str:
-    """Save a Qwen3 of width 32 with random weights, large enough to prefer some tokens, and its tokenizer."""
+    """Save a Qwen3 of width 32 with random weights, large enough to prefer some tokens, and a tokenizer, of digits."""
     torch.manual_seed(seed)
+    tokenizer = tokenizer or build_char_tokenizer("0123456789")
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
+        vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=num_layers,
@@ -48,7 +50,7 @@ def save_tiny_model(
         eos_token_id=1,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
-    build_char_tokenizer("0123456789").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return str(folder)
 
 
