@@ -1,4 +1,4 @@
-"""Every snippet of docs/verifiers.md, workflows.md, data.md, migrating.md and first.md, run.
+"""Every snippet of the pages of `RUN`, run.
 
 Each block that begins with `# name.ending` is a file of one folder, as the reader would make it. A Python file is
 called on an example here (`CALLS`); a recipe is read by what `check-config` uses, and everything it names is found; a
@@ -7,6 +7,7 @@ checked with `check-config`; `test_five_lines.py` runs it, and `test_a_migration
 """
 
 import asyncio
+import contextlib
 import io
 import json
 import re
@@ -21,9 +22,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 from episode_builders import TOKENIZER, Speaker, load, make_prompt, play
+from pages import RUN as PAGES
 from pages import blocks
 from places import ROOT
 from rich.console import Console
@@ -42,7 +45,6 @@ from areal_lite.rollout.gymnasium import rows as gymnasium_rows
 from areal_lite.verify.protocol import answer
 from areal_lite.verify.verifier_set import VerifierSet
 
-PAGES = ("verifiers.md", "workflows.md", "data.md", "migrating.md", "first.md")
 ROWS = [
     {"question": "A hall has 40 rows of 35 seats. How many is that?", "answer": "40*35 = 1400\n#### 1400", "level": 2},
     {"question": "7+25=?", "answer": "32", "level": 1},
@@ -299,6 +301,29 @@ def check_my_task() -> None:
     assert scored("my_task.py:verify", "1+2=3;3+3=6#6", "6").reward == pytest.approx(1 - 0.26)
 
 
+def check_my_agent() -> None:
+    """Seen failing, as the program below, with another part of the answer compared on the page."""
+
+    async def create(**asked: Any) -> SimpleNamespace:
+        return SimpleNamespace(choices=[SimpleNamespace(text=f"{asked['prompt']}1+2=3#3")])
+
+    llm = SimpleNamespace(model="m", client=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    agent = find_function("my_agent.py:agent", kind="workflow")
+    assert [asyncio.run(agent({"prompt": "1+2=?", "answer": answer}, llm)) for answer in "34"] == [1.0, 0.0]
+
+
+def check_my_program() -> None:
+    said = SimpleNamespace(choices=[SimpleNamespace(text="1+2=3#3")])
+    task, shown = io.StringIO('{"prompt": "1+2=?", "answer": "3"}\n'), io.StringIO()
+    with (
+        mock.patch("openai.OpenAI") as client, mock.patch.dict("os.environ", OPENAI_MODEL="m"),
+        mock.patch("sys.stdin", task), contextlib.redirect_stdout(shown),
+    ):  # fmt: skip
+        client.return_value.completions.create.return_value = said
+        runpy.run_path("my_program.py")
+    assert shown.getvalue() == "1.0\n"
+
+
 CALLS: dict[str, Callable[[], None]] = {
     "my_verifier.py": check_five_lines,
     "close.py": check_arguments,
@@ -316,6 +341,8 @@ CALLS: dict[str, Callable[[], None]] = {
     "verl_reward.py": check_verl,
     "openrlhf_reward.py": check_openrlhf,
     "my_task.py": check_my_task,
+    "my_agent.py": check_my_agent,
+    "my_program.py": check_my_program,
 }
 
 
@@ -407,14 +434,3 @@ def test_every_built_in_verifier_is_listed() -> None:
         name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1] if "|" in row else "")
     }
     assert listed == project["entry-points"]["areal_lite.verifiers"].keys()
-
-
-def test_other_blocks_are_what_they_seem() -> None:
-    """JSON and TOML parse; blocks without a language are conversations, which `check_tools` replays."""
-    for page in PAGES:
-        for block in blocks(page, "json"):
-            assert isinstance(json.loads(block.text), dict)
-        for block in blocks(page, "toml"):
-            assert tomllib.loads(block.text)["project"]["entry-points"]["areal_lite.verifiers"]
-        assert {block.language for block in blocks(page)} <= {"python", "yaml", "sh", "json", "toml", ""}
-    assert [page for page in PAGES for _ in blocks(page, "")] == ["workflows.md"]

@@ -2,12 +2,16 @@
 
 import importlib.util
 import re
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 from places import DOCS
 
-__all__ = ["DOCS", "Block", "blocks", "tables"]
+__all__ = ["DOCS", "RUN", "Block", "blocks", "tables"]
+
+RUN = ("verifiers.md", "workflows.md", "data.md", "migrating.md", "first.md", "agents.md")
+"""Pages whose snippets test_docs_verifiers.py runs, in one folder."""
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _FILE = re.compile(r"# (\S+\.\w+)$", re.MULTILINE)
@@ -26,7 +30,7 @@ class Block(NamedTuple):
         return match and match[1]
 
 
-def blocks(page: str, *languages: str) -> list[Block]:
+def blocks(page: str | Path, *languages: str) -> list[Block]:
     """Return the blocks of a page in these languages, in order; all of them where none is named."""
     found = [Block(*match.groups()) for match in _BLOCK.finditer((DOCS / page).read_text())]
     return [block for block in found if not languages or block.language in languages]
