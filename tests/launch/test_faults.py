@@ -172,20 +172,6 @@ def test_the_printed_command_goes_on_and_lost_workers_come_back(interrupted: Use
         check_books(run, total=len(rows))
 
 
-def test_ctrl_c_twice_ends_at_once(loop_folder: Path) -> None:
-    """Seen failing with a handler that never raises: the run took its time to save and sum up."""
-    with start(loop_folder, "twice", run={"steps": 1000}) as run:
-        run.wait_for_steps(3)
-        os.kill(run.actor("trainer/0"), signal.SIGSTOP)  # neither the step nor a save can end
-        run.press_ctrl_c()
-        run.wait_until(lambda: re.search("press Ctrl-C again|saving", run.output), "an answer to Ctrl-C")
-        run.press_ctrl_c()
-        assert run.exit_code() == 130, run.output
-        assert run.leftovers == []
-        assert run.output.endswith("stopped\n")
-        assert "Traceback" not in run.output
-
-
 def test_ctrl_c_while_engines_start_ends_at_once(loop_folder: Path) -> None:
     with start(loop_folder, "early", run={"steps": 1000}) as run:
         run.wait_until(lambda: "queue is ready" in run.output, "a first actor")

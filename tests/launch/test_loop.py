@@ -4,6 +4,7 @@ I3, right stamps on every token, is shown more sharply in `test_engine_parity.py
 `test_synchronous.py`.
 """
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from places import SUPPORT
 from train_builders import save_tiny_model
 
 from areal_lite.config.recipe import Config
+from areal_lite.errors import VerifierError
 from areal_lite.record.run_folder import RunFolder
 
 pytestmark = [pytest.mark.loop, pytest.mark.usefixtures("ray_cluster")]
@@ -161,19 +163,27 @@ def test_a_resumed_run_goes_on_where_the_first_ended(
     assert summary["age_max_trained"] <= 1
 
 
-def test_a_drained_run_with_a_verifier_that_fails(loop_folder: Path) -> None:
-    """The runs above `recompute`, `test_bench_loop.py` has `keep_kv`; a failure is counted and never a reward (I7)."""
-    function = f"{SUPPORT / 'loop_verifiers.py'}:fails_on_even"
-    failing = {"function": function, "max_failure_share": 1.0}
+def test_a_drained_run_with_a_verifier_that_breaks_down(loop_folder: Path) -> None:
+    """The runs above `recompute`, `test_bench_loop.py` has `keep_kv`. A failure is counted and never a reward (I7).
+
+    Where too many fail the run ends, with its books right. Seen running on without the check.
+    """
+    failing = {"function": f"{SUPPORT / 'loop_verifiers.py'}:breaks_down", "max_failure_share": 0.9}
     config = loop_config(
         loop_folder,
-        run={"steps": 5, "dir": str(loop_folder / "drain"), "log_samples": 4},
+        run={"steps": 1000, "dir": str(loop_folder / "drain"), "log_samples": 4},
         rollout={"interrupt": "drain", "slots": 16, "max_new_tokens": 16, "kv_cache_mb": 64},
         verifier=failing,
     )
-    summary, folder = run_loop(config)
-    assert summary["status"] == "done"
-    assert all(row["parity_max_abs_logprob_diff"] < PARITY for row in folder.read("metrics.jsonl"))
+    words = r"failed in \d+ of its last \d+ calls \(exception:RuntimeError \d+\).*cannot read such numbers"
+    with pytest.raises(VerifierError, match=words):
+        run_loop(config)
+    folder = RunFolder(loop_folder / "drain")
+    summary = json.loads((folder.path / "summary.json").read_text())
+    assert summary["status"].startswith("failed: VerifierError: ")
+    rows = folder.read("metrics.jsonl")
+    assert len(rows) >= 3
+    assert all(row["parity_max_abs_logprob_diff"] < PARITY for row in rows)
     assert summary["ledger"]["failed"] > 0
     assert summary["ledger"]["failed(exception:RuntimeError)"] == summary["ledger"]["failed"]
     assert conserved(summary["ledger"])

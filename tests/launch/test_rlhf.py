@@ -5,13 +5,16 @@ is shown by their own runs (docs/rlhf.md); here are the joints: files, figures, 
 """
 
 import io
+import os
+import re
 import shlex
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
-from user_run import UserRun
+from user_run import UserRun, adopting_orphans
 
 from areal_lite.cli.main import main
 from areal_lite.config.offline import load_any_config
@@ -89,6 +92,21 @@ def test_ctrl_c_saves_and_the_command_it_prints_goes_on_bit_for_bit(
     assert [[row.get(name) for name in figures] for row in mine] == [
         [row.get(name) for name in figures] for row in theirs
     ]
+
+
+def test_ctrl_c_twice_ends_at_once(sft: tuple[dict[str, Any], RunFolder], folder: Path) -> None:
+    """While a rank hangs. Seen failing with a handler that never raises: the run took its time to save and sum up."""
+    words = ["areal-lite", "sft", "rlhf_sft", *SFT, "run.steps=100000", f"run.dir={folder / 'twice'}"]
+    with adopting_orphans(), UserRun(words, run_folder=folder / "twice") as run:
+        run.wait_for_steps(3)
+        os.kill(run.actor("trainer/0"), signal.SIGSTOP)  # neither the step nor a save can end
+        run.press_ctrl_c()
+        run.wait_until(lambda: re.search("press Ctrl-C again|saving", run.output), "an answer to Ctrl-C")
+        run.press_ctrl_c()
+        assert run.exit_code() == 130, run.output
+        assert run.leftovers == []
+        assert run.output.endswith("stopped\n")
+        assert "Traceback" not in run.output
 
 
 def test_the_reward_model_starts_from_the_sft_run_and_learns_the_order(

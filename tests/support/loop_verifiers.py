@@ -1,5 +1,6 @@
 """Verifiers of the integration tests, named in recipes by file and function."""
 
+import itertools
 import time
 
 
@@ -8,18 +9,14 @@ def digit_share(prompt: str, completion: str, answer: str, **row: object) -> flo
     return completion.count(answer) / max(len(completion), 1)
 
 
-def fails_on_even(prompt: str, completion: str, answer: str, **row: object) -> float:
-    """Raise for every other prompt: an error, which must never become a reward."""
-    if int(answer) % 2 == 0:
-        raise RuntimeError("this verifier cannot read even numbers")
+_CALLS = itertools.count()
+
+
+def breaks_down(prompt: str, completion: str, answer: str, **row: object) -> float:
+    """Raise for some prompts, and after 150 calls for all: an error, which must never become a reward."""
+    if int(answer) % 4 == 0 or next(_CALLS) >= 150:
+        raise RuntimeError("this verifier cannot read such numbers")
     return digit_share(prompt, completion, answer)
-
-
-def fails_at_wrong_answers(prompt: str, completion: str, answer: str, **row: object) -> float:
-    """What a typo in a verifier does where a call with the right answer does not meet it."""
-    if completion != answer:
-        raise NameError("name 'competion' is not defined")
-    return 1.0
 
 
 def takes_its_time(prompt: str, completion: str, answer: str, **row: object) -> float:
