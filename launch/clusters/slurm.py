@@ -85,7 +85,7 @@ class Slurm(Kind):
         which is start_timeout_s of the profile.
         """
         if job.profile.nodes == 1:
-            return {}  # What is sent to all processes has srun kill its steps at once.
+            return {}
         step = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", "--cpu-bind=none")
         asked = ask("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"])
         if asked.returncode:
@@ -136,9 +136,9 @@ def _batch_script(job: Job) -> str:
 _BODY = """
 {enter}
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $(( ${{SLURM_RESTART_COUNT:-0}} + 1 ))"
-limit=no
-trap 'limit=near; kill -TERM "$supervisor"' USR1 # the time limit is near
-trap 'kill -TERM "$supervisor"' INT TERM         # asked to stop, or requeued
+told=no
+trap 'told=end; kill -TERM "$supervisor"' USR1                  # the time limit is near, or a preemption
+trap 'told=${{told/no/stop}}; kill -TERM "$supervisor"' INT TERM # asked to stop, cancelled, or requeued
 {supervisor} &
 supervisor=$!
 # A signal ends a wait, not the supervisor.
@@ -147,12 +147,13 @@ wait "$supervisor"; code=$?
 {again}exit "$code"
 """
 _AGAIN = """\
-if [ "$limit" = near ] && [ "$code" = 130 ]; then
+# Where a preemption leaves time, the steps alone are told, and the run saves and ends by itself.
+if [ "$told" != stop ] && [ "$code" = 130 ]; then
     if ls {checkpoints} >/dev/null 2>&1; then
-        echo "the time limit is near: back into the queue, to go on from the newest checkpoint"
+        echo "Slurm wants the nodes: back into the queue, to go on from the newest checkpoint"
         scontrol requeue "$SLURM_JOB_ID"
     else
-        echo "the time limit came before the first step was saved: ask for more (slurm.time in the profile)"
+        echo "Slurm wanted the nodes before the first step was saved: ask for more time (slurm.time in the profile)"
     fi
 fi
 """

@@ -33,20 +33,21 @@ FOUR_NODES = """\
 
 source /shared/venv/bin/activate
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $(( ${SLURM_RESTART_COUNT:-0} + 1 ))"
-limit=no
-trap 'limit=near; kill -TERM "$supervisor"' USR1 # the time limit is near
-trap 'kill -TERM "$supervisor"' INT TERM         # asked to stop, or requeued
+told=no
+trap 'told=end; kill -TERM "$supervisor"' USR1                  # the time limit is near, or a preemption
+trap 'told=${told/no/stop}; kill -TERM "$supervisor"' INT TERM # asked to stop, cancelled, or requeued
 python -m areal_lite.launch.clusters.attempts '/shared/my work/runs/jobs/gsm8k.json' &
 supervisor=$!
 # A signal ends a wait, not the supervisor.
 while wait "$supervisor"; code=$?; kill -0 "$supervisor" 2>/dev/null; do :; done
 wait "$supervisor"; code=$?
-if [ "$limit" = near ] && [ "$code" = 130 ]; then
+# Where a preemption leaves time, the steps alone are told, and the run saves and ends by itself.
+if [ "$told" != stop ] && [ "$code" = 130 ]; then
     if ls '/shared/my work/runs/gsm8k'/checkpoints/step-*/meta.json >/dev/null 2>&1; then
-        echo "the time limit is near: back into the queue, to go on from the newest checkpoint"
+        echo "Slurm wants the nodes: back into the queue, to go on from the newest checkpoint"
         scontrol requeue "$SLURM_JOB_ID"
     else
-        echo "the time limit came before the first step was saved: ask for more (slurm.time in the profile)"
+        echo "Slurm wanted the nodes before the first step was saved: ask for more time (slurm.time in the profile)"
     fi
 fi
 exit "$code"
@@ -67,9 +68,9 @@ ONE_NODE = f"""\
 
 :
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $(( ${{SLURM_RESTART_COUNT:-0}} + 1 ))"
-limit=no
-trap 'limit=near; kill -TERM "$supervisor"' USR1 # the time limit is near
-trap 'kill -TERM "$supervisor"' INT TERM         # asked to stop, or requeued
+told=no
+trap 'told=end; kill -TERM "$supervisor"' USR1                  # the time limit is near, or a preemption
+trap 'told=${{told/no/stop}}; kill -TERM "$supervisor"' INT TERM # asked to stop, cancelled, or requeued
 {sys.executable} -m areal_lite.launch.clusters.attempts /shared/me/runs/jobs/eval.json &
 supervisor=$!
 # A signal ends a wait, not the supervisor.
@@ -105,6 +106,19 @@ def test_the_script_of_four_nodes_with_gpus() -> None:
 def test_the_script_of_one_node() -> None:
     """As short as it gets: a command without a run folder has nothing to go on from, and does not requeue itself."""
     assert script(Job(name="eval", kind="slurm", folder="/shared/me", words=["eval", "/models/a"])) == ONE_NODE
+
+
+@pytest.mark.parametrize(("told", "requeues"), [("", True), ("USR1", True), ("INT", False), ("TERM", False)])
+def test_a_job_goes_back_into_the_queue_unless_it_was_asked_to_stop(told: str, requeues: bool, tmp_path: Path) -> None:
+    """Also where the run alone is told, as its step is when a preemption begins: seen failing there before."""
+    told_by = f"kill -{told} $$; " if told else ""
+    supervisor = f"python() {{ trap 'exit 130' TERM; {told_by}sleep {1 if told else 0} & wait; exit 130; }}"
+    enter = f"{supervisor}; scontrol() {{ echo requeued; }}"
+    (tmp_path / "runs/told/checkpoints/step-1").mkdir(parents=True)
+    (tmp_path / "runs/told/checkpoints/step-1/meta.json").touch()
+    job = Job(name="told", kind="slurm", folder=str(tmp_path), words=["train", "a"], profile=Profile(enter=enter))
+    done = subprocess.run(["bash", "-s"], input=script(job), capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "requeued" in done.stdout) == (130, requeues), done
 
 
 @pytest.mark.parametrize(
