@@ -1,6 +1,7 @@
 """A verifier tried outside training: completions from files, scored by the pool that a run would use."""
 
 import asyncio
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -9,18 +10,26 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from areal_lite.config.data import SourceConfig
 from areal_lite.config.recipe import Config
 from areal_lite.config.suggestion import suggestion
-from areal_lite.data.prompts import with_names
+from areal_lite.data.encode import load_tokenizer
+from areal_lite.data.prompts import rendered, with_names
 from areal_lite.data.rows import check_columns, read_jsonl
 from areal_lite.data.sources import load_tasks, with_inner
 from areal_lite.data.tasks import Task, in_ranges, make_task
 from areal_lite.errors import DataError
+from areal_lite.record.paths import find_model_folder
 from areal_lite.types import Prompt
 from areal_lite.verify.protocol import Reply
 
+_log = logging.getLogger(__name__)
 _IN_FLIGHT = 64
 """Completions handed to the pool ahead of what its processes serve, so that batches fill."""
+
+
+Rows = Sequence[tuple[str, Prompt]]
+"""What the data has as a row's prompt, empty for a chat, and the prompt that the model is given in a run."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,9 +43,7 @@ class Case:
     reply: Reply | None = None
 
 
-def load_prompts(
-    path: Path, *, columns: Mapping[str, Sequence[str]], config: Config, rows_choose: bool
-) -> list[Prompt]:
+def load_prompts(path: Path, *, columns: Mapping[str, Sequence[str]], config: Config, rows_choose: bool) -> Rows:
     """Read the data's rows, one JSON object a line, with ids `verify/0/<index>`.
 
     Args:
@@ -65,28 +72,51 @@ def load_prompts(
             raise DataError(f"{path}:{number}: {error}") from error
     if rows_choose:
         tasks = with_names(tasks, source=config.data.model_copy(update={"workflow": None}), config=config)
-    return _prompts(tasks)
+    return _rows(_rendered(tasks, config.data, config, "data"))
 
 
-def recipe_prompts(config: Config) -> list[Prompt]:
+def recipe_prompts(config: Config) -> Rows:
     """Load the same of the training rows of a recipe, one source after another, as a run does."""
     tasks = []
     for name, source in config.data.sources.items():
         where = config.data.place_of(name)
         rows = in_ranges(load_tasks(source, "train", where=where), source.filter.ranges, where=where)
-        tasks += with_names(rows, source=source, config=config)
-    return _prompts(tasks)
+        tasks += _rendered(with_names(rows, source=source, config=config), source, config, where)
+    return _rows(tasks)
 
 
-def _prompts(tasks: Sequence[Task]) -> list[Prompt]:
+def _rendered(tasks: Sequence[Task], source: SourceConfig, config: Config, where: str) -> list[tuple[str, Task]]:
+    is_chat = source.chat or any(task.messages for task in tasks)
+    tokenizer = _tokenizer(config) if is_chat else None
+    if is_chat and tokenizer is None:
+        _log.warning(
+            "these prompts are chats: the verifier gets a line `role: content` for each message, and with a recipe "
+            "whose model.path is here what its chat template writes"
+        )
+    return list(zip((task.prompt for task in tasks), rendered(tasks, source, tokenizer, where=where), strict=True))
+
+
+def _tokenizer(config: Config) -> Any:
+    """Return the tokenizer of a recipe's model, None where that is not here; nothing is downloaded."""
+    from huggingface_hub import snapshot_download
+
+    path = config.model.path
+    try:
+        folder = path if Path(path).expanduser().exists() else snapshot_download(path, local_files_only=True)
+    except Exception:  # the library's, of several kinds
+        return None
+    return load_tokenizer(find_model_folder(folder, option="model.path", is_compared=False), config.model)
+
+
+def _rows(tasks: Sequence[tuple[str, Task]]) -> Rows:
     return [
-        Prompt(prompt_id=f"verify/0/{index}", text=task.prompt, token_ids=(), answer=task.answer, row=task.row)
-        for index, task in enumerate(tasks)
+        (said, Prompt(prompt_id=f"verify/0/{index}", text=task.prompt, token_ids=(), answer=task.answer, row=task.row))
+        for index, (said, task) in enumerate(tasks)
     ]
 
 
-def load_cases(prompts: Sequence[Prompt], completions: Path | None) -> list[Case]:
-    """Join prompts with their completions; a `DataError` for a broken file, or for a line that belongs to no row.
+def load_cases(rows: Rows, completions: Path | None) -> list[Case]:
+    """Join rows with their completions; a `DataError` for a broken file, or for a line that belongs to no row.
 
     Args:
         completions: One JSON object a line, with `completion`, a text or a list of them. It belongs to the row of
@@ -94,15 +124,16 @@ def load_cases(prompts: Sequence[Prompt], completions: Path | None) -> list[Case
             None = the data's own answers.
     """
     if completions is None:
-        return [Case(index=index, prompt=prompt, completion=prompt.answer) for index, prompt in enumerate(prompts)]
+        return [Case(index=index, prompt=prompt, completion=prompt.answer) for index, (_, prompt) in enumerate(rows)]
     by_text: dict[str, list[int]] = defaultdict(list)
-    for index, prompt in enumerate(prompts):
-        by_text[prompt.text].append(index)
+    for index, (said, prompt) in enumerate(rows):
+        for text in {said, prompt.text}:
+            by_text[text].append(index)
     cases = []
     for position, (number, row) in enumerate(_read(completions, option="--completions")):
         where = f"{completions}:{number}"
-        index = _row_index(row, position, by_text, num_rows=len(prompts), where=where)
-        cases += [Case(index=index, prompt=prompts[index], completion=text) for text in _completions(row, where)]
+        index = _row_index(row, position, by_text, num_rows=len(rows), where=where)
+        cases += [Case(index=index, prompt=rows[index][1], completion=text) for text in _completions(row, where)]
     return cases
 
 

@@ -105,10 +105,10 @@ def verify(
         what = "the columns of --prompt-column and --answer-column" if is_recipe else f"the rows to try {verifier} on"
         raise ConfigError(f"--data must name the file with {what}, got none: give it, or a recipe alone, with its rows")
     if data is None:
-        prompts = recipe_prompts(config)
+        rows = recipe_prompts(config)
     else:
-        prompts = load_prompts(data, columns=columns, config=config, rows_choose=is_recipe)
-    cases = [case for case in load_cases(prompts, completions) if limit is None or case.index < limit]
+        rows = load_prompts(data, columns=columns, config=config, rows_choose=is_recipe)
+    cases = [case for case in load_cases(rows, completions) if limit is None or case.index < limit]
     trial, console = Trial(config, cases), Console()
     code = _run(trial, console)
     summary = summarise(cases, wall_s=trial.wall_s, gauges=trial.gauges)

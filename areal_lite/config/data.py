@@ -14,7 +14,9 @@ from areal_lite.config.suggestion import suggestion
 Split = Literal["train", "eval"]
 REFERENCES = "reference_answers"
 """The column that a list of answers becomes."""
-RESERVED_COLUMNS = ("prompt", "completion", "answer", "messages", REFERENCES)
+CHAT = "prompt_messages"
+"""The column with the messages of a prompt that goes through the model's chat template."""
+RESERVED_COLUMNS = ("prompt", "completion", "answer", "messages", REFERENCES, CHAT)
 """What a verify function is called with beside a row's columns."""
 
 _PATHS = {

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_lite.config.data import CurriculumConfig
+from areal_lite.config.data import CHAT, CurriculumConfig
 from areal_lite.errors import CheckpointError, DataError
 from areal_lite.types import Prompt
 
@@ -44,7 +44,8 @@ class PromptCursor:
         if not prompts:
             raise DataError(f"the cursor over {source!r} needs at least one prompt, got none: check the data source")
         self._prompts, self._seed = prompts, seed
-        rows = (json.dumps(dict(prompt.row), sort_keys=True, default=str) for prompt in prompts)
+        columns = ({key: one.row[key] for key in one.row if key != CHAT} for one in prompts)  # a chat is its text
+        rows = (json.dumps(row, sort_keys=True, default=str) for row in columns)
         contents = (f"{prompt.text}\0{prompt.answer}\0{row}" for prompt, row in zip(prompts, rows, strict=True))
         self._curriculum = curriculum or CurriculumConfig(strength=0.0)
         self._identity = {

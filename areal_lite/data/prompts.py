@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from areal_lite.config.data import SourceConfig, Split
+from areal_lite.config.data import CHAT, SourceConfig, Split
 from areal_lite.config.plugins import find_function
 from areal_lite.config.recipe import Config
 from areal_lite.data.encode import Messages, Tokenizer, encode_texts, render_chat
@@ -50,15 +50,13 @@ def _prompts(config: Config, source: SourceConfig, *, name: str, tokenizer: Toke
     if longest is None:  # it is known before tokenising which tasks remain
         tasks = tasks[:limit]
     tasks = with_names(tasks, source=source, config=config)
-    chat = source.chat or all(task.messages for task in tasks)
-    tools = [_schema(tool, where=where) for tool in source.tools]
-    tasks = [replace(task, prompt=_render(task, source, tokenizer, tools, chat=chat, where=where)) for task in tasks]
+    tasks = rendered(tasks, source, tokenizer, where=where)
     tokens = encode_texts(
         [task.prompt for task in tasks],
         origins=[task.origin for task in tasks],
         tokenizer=tokenizer,
         # A chat template writes the special tokens itself; twice would be a prompt the model never saw.
-        add_special_tokens=not chat,
+        add_special_tokens=not any(CHAT in task.row for task in tasks),
     )
     pairs = list(zip(tasks, tokens, strict=True))
     if longest is not None:
@@ -74,6 +72,18 @@ def _prompts(config: Config, source: SourceConfig, *, name: str, tokenizer: Toke
     ]
 
 
+def rendered(
+    tasks: Sequence[Task], source: SourceConfig, tokenizer: "Tokenizer | None", *, where: str = "data"
+) -> list[Task]:
+    """Return tasks with the texts that the model is given, and with the messages of chats in the column `CHAT`.
+
+    Without a tokenizer a chat's text is a line `role: content` for each message.
+    """
+    chat = source.chat or all(task.messages for task in tasks)
+    tools = [_schema(tool, where=where) for tool in source.tools]
+    return [_render(task, source, tokenizer, tools, chat=chat, where=where) for task in tasks]
+
+
 def _schema(tool: str, *, where: str) -> dict[str, Any]:
     from transformers.utils import get_json_schema
 
@@ -87,7 +97,9 @@ def _schema(tool: str, *, where: str) -> dict[str, Any]:
         ) from error
 
 
-def _render(task: Task, source: SourceConfig, tokenizer: Tokenizer, tools: Messages, *, chat: bool, where: str) -> str:
+def _render(
+    task: Task, source: SourceConfig, tokenizer: "Tokenizer | None", tools: Messages, *, chat: bool, where: str
+) -> Task:
     if task.messages and not chat:
         raise DataError(
             f"the prompt of {task.origin} is a list of chat messages, others are plain texts: set {where}.chat=true"
@@ -98,10 +110,13 @@ def _render(task: Task, source: SourceConfig, tokenizer: Tokenizer, tools: Messa
             raise ConfigError(f"{where}.system is the first message of a chat, got plain texts: set {where}.chat=true")
         if tools:
             raise ConfigError(f"{where}.tools are told by a chat template, got plain texts: set {where}.chat=true")
-        return text
-    messages = [*task.messages] or [{"role": "user", "content": text}]
+        return replace(task, prompt=text)
+    messages = list(map(dict, task.messages)) or [{"role": "user", "content": text}]
     if source.system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": source.system})
+    task = replace(task, row={**task.row, CHAT: messages})
+    if tokenizer is None:
+        return replace(task, prompt="\n".join(f"{message['role']}: {message['content']}" for message in messages))
     try:
         text = render_chat(messages, tokenizer, tools=tools, where=where)
     except ConfigError:
@@ -113,7 +128,7 @@ def _render(task: Task, source: SourceConfig, tokenizer: Tokenizer, tools: Messa
             f"{where}.tools must be in what the model's chat template writes, it leaves {', '.join(untold)} out: "
             f"describe them in {where}.system"
         )
-    return text
+    return replace(task, prompt=text)
 
 
 def _check_lengths(config: Config, pairs: Sequence[tuple[Task, Sequence[int]]]) -> None:

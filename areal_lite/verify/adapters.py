@@ -11,14 +11,14 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from areal_lite.config.data import REFERENCES
+from areal_lite.config.data import CHAT, REFERENCES
 from areal_lite.config.plugins import find_function
 from areal_lite.config.section import Arguments, FunctionName
 from areal_lite.errors import PluginError, VerifierUnavailable
 from areal_lite.verify.result import Rows, Texts, VerifyResult, batched, prepared_by, with_arguments
 
 _BATCH_SIZE = 32
-_NOT_COLUMNS = ("prompts", "completions", "messages")
+_NOT_COLUMNS = ("prompts", "completions", "messages", CHAT)
 _TUPLE_FAMILIES = ("arc_agi", "rearc")
 """Families whose scorer compares the answer with a tuple of tuples; a row that has travelled holds lists."""
 
@@ -30,8 +30,9 @@ class TrlArguments(Arguments, extra="allow"):
     """the reward function as file.py:function or module:function; plain or async"""
     answer_column: str | None = None
     """keyword under which the function looks for the answers; null = answer, and what else it wants and no row has"""
-    chat: bool = False
-    """hand prompts and completions over as messages, as samples of several turns always are"""
+    chat: bool | None = None
+    """hand prompts and completions over as messages, as samples of several turns always are; null = as TRL does, where
+    the model is given a chat"""
 
 
 class VerlArguments(Arguments):
@@ -89,8 +90,11 @@ async def trl(prompts: Texts, completions: Texts, answers: Texts, rows: Rows, ar
     names = dict.fromkeys(name for row in rows for name in row if name not in _NOT_COLUMNS)
     columns: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
     asked, said = list[Any](prompts), list[Any](completions)
-    if arguments.chat or any(row.get("messages") for row in rows):
-        asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    is_chat = any(CHAT in row for row in rows) if arguments.chat is None else arguments.chat
+    if is_chat or any(row.get("messages") for row in rows):
+        asked = [
+            row.get(CHAT) or [{"role": "user", "content": prompt}] for row, prompt in zip(rows, prompts, strict=True)
+        ]
         said = [
             row.get("messages") or [{"role": "assistant", "content": completion}]
             for row, completion in zip(rows, completions, strict=True)

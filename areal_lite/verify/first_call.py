@@ -32,7 +32,8 @@ def check_first_calls(config: "Config", prompts: Iterable["Prompt"]) -> None:
 
     One that fails is called with further rows, and with an empty text: it may be meant to fail at some. Left out are
 
-    1. known names: judges, sandboxes and models need more than this process has;
+    1. known names, but for those that adapt a function of the user's: judges, sandboxes and models need more than this
+       process has;
     2. classes, and functions that are `prepared_by` another: they load or keep something;
     3. rows of other workflows than `single_turn`, whose samples come with turns or scores of their own;
     4. a verifier that never ends a run, by its `max_failure_share` of 1.
@@ -46,24 +47,27 @@ def check_first_calls(config: "Config", prompts: Iterable["Prompt"]) -> None:
     for name in (*weights, *config.verifier.named):
         settings = config.verifier.settings_of(name)
         rows = [row for row in alone if name in ([row.row["verifier"]] if row.row.get("verifier") else weights)][:_ROWS]
-        if not rows or settings.function in known or settings.max_failure_share == 1:
+        own = settings.arguments.get("function") if settings.function in known else settings.function
+        if not rows or own is None or settings.max_failure_share == 1:
             continue
-        if said := _failure(settings, rows, config):
+        if said := _failure(settings, own, rows, config):
+            chats = "; over chats `trl` hands messages over, and texts with its argument chat: false"
             raise VerifierError(
-                f"the verifier {settings.function} must score a completion, called before anything starts with the "
+                f"the verifier {own} must score a completion, called before anything starts with the "
                 f"answers of {len(rows)} rows, and with an empty one, it failed, first with the prompt "
                 f"{rows[0].text!r:.80} and the completion {rows[0].answer!r:.80}: {said}\nMend it, and try it with "
                 "`areal-lite verify`; where it may fail at such texts, set its max_failure_share to 1"
+                f"{chats if settings.function == 'trl' else ''}"
             )
 
 
-def _failure(settings: "VerifierSettings", rows: Sequence["Prompt"], config: "Config") -> str:
+def _failure(settings: "VerifierSettings", own: str, rows: Sequence["Prompt"], config: "Config") -> str:
     """Return how the first call failed, where all did."""
     calls = [
         (row.text, text, row.answer, {key: row.row[key] for key in row.row if key not in ("verifier", "workflow")})
         for row, text in [*((row, row.answer) for row in rows), (rows[0], "")]
     ]
-    asked = pack([settings.function, json.dumps(settings.arguments, default=str), settings.timeout_s, calls])
+    asked = pack([settings.function, own, json.dumps(settings.arguments, default=str), settings.timeout_s, calls])
     options: dict[str, Any] = {"env": os.environ | config.run.env, "timeout": config.run.start_timeout_s}
     try:
         done = subprocess.run([sys.executable, "-m", __name__], input=asked, capture_output=True, **options)
@@ -74,13 +78,13 @@ def _failure(settings: "VerifierSettings", rows: Sequence["Prompt"], config: "Co
     return said or (f"it ended its process ({done.returncode})" if done.returncode else "")
 
 
-def main(function_name: str, arguments: str, timeout_s: float, calls: Sequence[Any]) -> None:
+def main(function_name: str, own: str, arguments: str, timeout_s: float, calls: Sequence[Any]) -> None:
     """Make the calls until one succeeds; what they print goes nowhere."""
     output, null = os.fdopen(os.dup(2), "w"), os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
     function, first = find_function(function_name, kind="verifier"), ""
-    if isinstance(function, type) or hasattr(function, "_verifier_prepare"):
+    if isinstance(whose := find_function(own, kind="verifier"), type) or hasattr(whose, "_verifier_prepare"):
         return
     for call in calls:
         faulthandler.dump_traceback_later(timeout_s, exit=True, file=output)

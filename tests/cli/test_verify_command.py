@@ -12,8 +12,12 @@ from places import FIXTURES
 from user_run import UserRun, adopting_orphans
 
 from areal_lite.cli import main as cli
-from areal_lite.cli.trial import Case, load_cases
+from areal_lite.cli.trial import Case, load_cases, recipe_prompts
 from areal_lite.cli.trial_report import summarise
+from areal_lite.config.recipe import load_config
+from areal_lite.data.demonstrations import PRINTABLE
+from areal_lite.data.prompts import load_sources
+from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import DataError
 from areal_lite.types import Prompt
 from areal_lite.verify.protocol import Reply
@@ -46,12 +50,16 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_lines(tmp_path / "data.jsonl", *({"question": f"q{n}", "answer": str(n)} for n in range(4)))
 
 
-def prompts(*texts: str) -> list[Prompt]:
-    return [Prompt(prompt_id=f"verify/0/{n}", text=text, token_ids=(), answer=f"a{n}") for n, text in enumerate(texts)]
+def prompts(*texts: str) -> list[tuple[str, Prompt]]:
+    """In a run's template."""
+    return [
+        (text, Prompt(prompt_id=f"verify/0/{n}", text=f"Q: {text}", token_ids=(), answer=f"a{n}"))
+        for n, text in enumerate(texts)
+    ]
 
 
 def tried(index: int, **reply: Any) -> Case:
-    (prompt,) = prompts(f"q{index}")
+    ((_, prompt),) = prompts(f"q{index}")
     return Case(index=index, prompt=prompt, completion=f"c{index}", reply=Reply(**reply))
 
 
@@ -234,6 +242,46 @@ def test_a_recipe_alone_is_tried_on_the_rows_that_it_trains_on(data: Path, capsy
     assert {name: gauges["calls"] for name, gauges in report["verifiers"].items()} == {"exact": 2, "last_number": 2}
     assert cli.main(["verify", "exact"]) == 1
     assert "--data must name the file with the rows to try exact on, got none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["model", "of/hub", "not/here"])
+def test_a_verifier_is_shown_the_prompts_that_it_gets_in_a_run(
+    model: str, data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of chats and of texts; where the model is not here, nor downloaded, a chat in a plain form, and that is said.
+
+    Seen failing with the empty text of a chat, without the system message, without the texts' template, without the
+    word, and with what was downloaded passed over. Completions name prompts as the data or as the run has them: seen
+    failing without either.
+    """
+    tokenizer = build_char_tokenizer(PRINTABLE)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    hub = data.with_name("hub") / "models--of--hub"
+    for folder in (data.with_name("model"), hub / "snapshots" / "abc"):
+        tokenizer.save_pretrained(folder)
+        (folder / "config.json").write_text("{}")
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub.parent))
+    write_lines(data.with_name("chats.jsonl"), {"question": [{"role": "user", "content": "q0"}], "answer": "0"})
+    mix = {
+        "chats": {"source": "jsonl", "path": "chats.jsonl", "system": "Be brief."},
+        "texts": {"source": "jsonl", "path": "data.jsonl", "template": "Q: {prompt}"},
+    }
+    data.with_name("recipe.yaml").write_text(yaml.safe_dump({"data": {"mix": mix}, "model": {"path": model}}))
+    is_here = model != "not/here"
+    rows = recipe_prompts(load_config("recipe.yaml"))
+    assert ("these prompts are chats: the verifier gets a line" in caplog.text) == (not is_here)
+    trained = [
+        one for prompts in load_sources(load_config("recipe.yaml"), tokenizer, "train").values() for one in prompts
+    ]
+    text = "<system>Be brief.<user>q0" if is_here else "system: Be brief.\nuser: q0"
+    assert [prompt.text for _, prompt in rows] == [text, *(f"Q: q{n}" for n in range(4))]
+    assert not is_here or [one.text for one in trained] == [prompt.text for _, prompt in rows]
+    assert [prompt.row for _, prompt in rows] == [one.row for one in trained]
+    completions = write_lines(data.with_name("c.jsonl"), *({"completion": "x", "prompt": one} for one in (text, "q1")))
+    assert [case.index for case in load_cases(rows, completions)] == [0, 2]
+    assert cli.main(["verify", "exact", "--data", "chats.jsonl"]) == 0
 
 
 def test_a_none_of_a_trl_function_is_no_part_of_a_sum_and_alone_a_failure(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import datetime
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from source_builders import ROWS, load, load_one, recipe, source_of, write_parqu
 from areal_lite.cli import evaluate
 from areal_lite.config.data import is_hub_id
 from areal_lite.data.demonstrations import PRINTABLE
+from areal_lite.data.mix import make_cursor
 from areal_lite.data.prompts import load_source, load_sources
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError, DataError, PluginError
@@ -306,7 +308,8 @@ TEMPLATE = (
 def test_chats_and_columns_inside_columns(kind: str, tmp_path: Path) -> None:
     """Rows as verl and TRL have them, recognised as chats; a system message goes before those that have none.
 
-    Seen failing with lists refused as prompts, with dots read as one name, and with two system messages.
+    Seen failing with lists refused as prompts, with dots read as one name, and with two system messages; without the
+    messages as a column, and with that among what a resumed run compares.
     """
     path = tmp_path / f"rows.{kind}"
     if kind == "parquet":
@@ -321,6 +324,11 @@ def test_chats_and_columns_inside_columns(kind: str, tmp_path: Path) -> None:
     assert [prompt.text for prompt in prompts] == [f"s:be brief;u:{n}+1=?;a:" for n in range(3)]
     assert [prompt.answer for prompt in prompts] == ["1", "2", "3"]
     assert [prompt.row["number"] for prompt in prompts] == [0, 1, 2]
+    assert [prompt.row["prompt_messages"] for prompt in prompts] == [row["prompt"] for row in VERL_ROWS]
+    others = ({name: prompt.row[name] for name in prompt.row if name != "prompt_messages"} for prompt in prompts)
+    without = [replace(prompt, row=row) for prompt, row in zip(prompts, others, strict=True)]
+    before, now = (make_cursor(recipe(data=source), {"rows": list(one)}) for one in (without, prompts))
+    now.load(before.state())
     rows = [
         {"prompt": f"{n}+1=?", "reward_model": {"ground_truth": [n, "n"]}, "extra_info": {"index": n}} for n in (1, 2)
     ]
@@ -329,6 +337,7 @@ def test_chats_and_columns_inside_columns(kind: str, tmp_path: Path) -> None:
     source |= {"source": "jsonl", "path": str(plain)}
     (prompts,) = load_sources(recipe(data=source | {"chat": True}), tokenizer, "train").values()
     assert [prompt.text for prompt in prompts] == [f"s:be kind;u:{n}+1=?;a:" for n in (1, 2)]
+    assert [one["content"] for one in prompts[0].row["prompt_messages"]] == ["be kind", "1+1=?"]
     assert [(prompt.answer, prompt.row["reference_answers"]) for prompt in prompts] == [
         ("1", ["1", "n"]),
         ("2", ["2", "n"]),

@@ -78,6 +78,13 @@ def test_a_trl_function_gets_chats_where_asked_or_where_there_were_turns() -> No
     assert call_trl("last_role", ["x", "right"], [{"messages": turns}, {}]) == [31.0, 11.0]
 
 
+def test_a_trl_function_gets_the_chat_that_the_model_was_given() -> None:
+    """Without a word in the recipe. Seen failing with the template's text as a message, and with texts handed over."""
+    row = {"prompt_messages": [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2"}]}
+    assert call_trl("continues", ["4", "5"], [row, row]) == [1.0, 0.0]
+    assert call_trl("digits", ["a1b22"], [row], chat=False) == [3.0]
+
+
 def test_a_trl_function_may_be_async_and_log_metrics() -> None:
     call = trl(["p"], ["c"], ["a"], [{}], TrlArguments(function=f"{FUNCTIONS}:waits"))
     assert asyncio.run(call) == [VerifyResult(0.5, metrics={"mean_length": 2.5})]  # type: ignore[arg-type]

@@ -55,6 +55,12 @@ def away(prompt, completion, answer, **row):
 def prepared(prompt, completion, answer, **row):
     raise RuntimeError
 
+def chatty(completions, level, **columns):
+    return [float(completion[-1]["content"] == "0") for completion in completions]
+
+def plain(completions, **columns):
+    return [float(completion.strip() == "0") for completion in completions]
+
 class Keeps:
     def __call__(self, *texts, **row):
         raise RuntimeError
@@ -140,3 +146,20 @@ def test_every_rule_of_a_recipe_is_called_with_its_own_rows(tmp_path: Path) -> N
     assert "rules.py:typo must" in call(tmp_path, "", function={"exact": 1.0, typo["function"]: 1.0})
     assert "rules.py:typo must" in call(tmp_path, "", function="exact", named={"x": typo}, row={"verifier": "x"})
     assert call(tmp_path, "", function="exact", named={"x": typo}) == ""
+
+
+def test_the_function_behind_an_adapter_is_called_as_it_will_be(tmp_path: Path) -> None:
+    """Seen failing with known names left out, with texts for a chat, and with the adapter's name for the function's."""
+    chat, plain = {"prompt_messages": [{"role": "user", "content": "0+0"}]}, f"{tmp_path}/rules.py:plain"
+
+    def said(name: str, row: Any, **arguments: Any) -> str:
+        return call(
+            tmp_path, "", function="trl", row=row, arguments={"function": f"{tmp_path}/rules.py:{name}", **arguments}
+        )
+
+    assert said("chatty", chat) == said("plain", {}) == said("plain", chat, chat=False) == ""
+    words = said("plain", chat)
+    assert words.startswith(f"the verifier {plain} must score a completion")
+    assert "AttributeError: 'list' object has no attribute 'strip'" in words
+    assert words.endswith("; over chats `trl` hands messages over, and texts with its argument chat: false")
+    assert "TypeError: string indices must be integers" in said("chatty", {})
