@@ -9,8 +9,10 @@ import importlib.util
 import json
 import os
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from pathlib import Path
+from textwrap import indent
 from typing import Any, Protocol
 
 from areal_lite.errors import ConfigError
@@ -27,7 +29,7 @@ class Tracker(Protocol):
     def show(self, step: int, figures: Mapping[str, float]) -> None:
         """Add a step's figures, by `group/name`."""
 
-    def show_samples(self, samples: Iterable[Sample]) -> None:
+    def show_samples(self, samples: Sequence[Sample]) -> None:
         """Add some samples of a batch, as a table."""
 
     def close(self) -> None:
@@ -61,6 +63,7 @@ class _TensorBoard:
 
         self._open = functools.partial(SummaryWriter, str(folder / "tensorboard"))
         self._board = self._open(purge_step=next_step)
+        self._board.add_text("recipe", indent((folder / "config.json").read_text(), " " * 4))
 
     def show(self, step: int, figures: Mapping[str, float]) -> None:
         try:
@@ -70,8 +73,11 @@ class _TensorBoard:
             self._board = self._open()  # once a disk was full, its thread has ended
             raise
 
-    def show_samples(self, samples: Iterable[Sample]) -> None:
-        pass
+    def show_samples(self, samples: Sequence[Sample]) -> None:
+        rows = [_COLUMNS, ["---"] * len(_COLUMNS), *samples]
+        cells = [[escape(str(value)).replace("|", "&#124;").replace("\n", "<br>") for value in row] for row in rows]
+        for step, *_ in samples[:1]:
+            self._board.add_text("samples", "\n".join(map(" | ".join, cells)), step)
 
     def close(self) -> None:
         self._board.close()
@@ -94,7 +100,7 @@ class _Wandb:
     def show(self, step: int, figures: Mapping[str, float]) -> None:
         self._run.log({**figures, "step": step})
 
-    def show_samples(self, samples: Iterable[Sample]) -> None:
+    def show_samples(self, samples: Sequence[Sample]) -> None:
         self._run.log({"samples": self._table(columns=list(_COLUMNS), data=list(map(list, samples)))})
 
     def close(self) -> None:
@@ -117,7 +123,7 @@ class _MlFlow:
         for name, value in figures.items():
             self._client.log_metric(self._id, name, value, step=step)
 
-    def show_samples(self, samples: Iterable[Sample]) -> None:
+    def show_samples(self, samples: Sequence[Sample]) -> None:
         columns: Any = zip(*samples, strict=True)
         self._client.log_table(self._id, dict(zip(_COLUMNS, map(list, columns), strict=False)), "samples.json")
 

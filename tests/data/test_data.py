@@ -306,3 +306,16 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
         path.unlink()
     with pytest.raises(ConfigError, match=f"must hold its tokenizer .*in {tmp_path}: copy"):
         load_tokenizer(tmp_path, ModelConfig())
+
+
+def test_the_chat_template_gets_the_arguments_of_the_recipe(tmp_path):
+    """Seen failing with `chat_arguments` passed over."""
+    tokenizer = build_char_tokenizer(LETTERS)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if not thinking %}|no thoughts{% endif %}"
+    save_tiny_model(tmp_path, tokenizer=tokenizer)
+    source = SourceConfig(source="jsonl", path=str(FIXTURES / "gsm8k_like.jsonl"), chat=True)
+    for thinking in (True, False):
+        model = ModelConfig(chat_arguments={"thinking": thinking})
+        config = jsonl_config(data=source.model_dump(exclude_unset=True), model=model.model_dump())
+        prompt, *_ = load_source(config, load_tokenizer(tmp_path, model), "train")
+        assert prompt.text.endswith("|no thoughts") != thinking

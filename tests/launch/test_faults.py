@@ -9,6 +9,7 @@ import math
 import os
 import re
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -172,9 +173,12 @@ def test_the_printed_command_goes_on_and_lost_workers_come_back(interrupted: Use
         check_books(run, total=len(rows))
 
 
-def test_ctrl_c_while_engines_start_ends_at_once(loop_folder: Path) -> None:
+def test_ctrl_c_twice_while_engines_start_ends_at_once(loop_folder: Path) -> None:
+    """Once does too (test_signals.py); the second comes as what was started is ended. Seen failing with exit code 1."""
     with start(loop_folder, "early", run={"steps": 1000}) as run:
         run.wait_until(lambda: "queue is ready" in run.output, "a first actor")
+        run.press_ctrl_c()
+        time.sleep(0.2)
         run.press_ctrl_c()
         assert run.exit_code() == 130, run.output
         assert run.leftovers == []

@@ -16,6 +16,8 @@ from train_builders import save_tiny_model
 
 from areal_lite.config.recipe import Config
 from areal_lite.errors import VerifierError
+from areal_lite.record.report.read import read_run
+from areal_lite.record.report.times import lane_shares
 from areal_lite.record.run_folder import RunFolder
 
 pytestmark = [pytest.mark.loop, pytest.mark.usefixtures("ray_cluster")]
@@ -150,6 +152,7 @@ def test_a_resumed_run_goes_on_where_the_first_ended(
     """Resume on other numbers of workers and ranks: no step missing or doubled, no group trained twice (I1, I2).
 
     Seen failing with a fresh ledger and cursor in place of the saved ones: results of later versions are refused.
+    Summary and page agree on shares of time. Seen failing with the time between both lives counted by the page alone.
     """
     _, before = first_run
     run = {"steps": 24, "resume": str(before.path), "log_samples": 4}
@@ -161,6 +164,10 @@ def test_a_resumed_run_goes_on_where_the_first_ended(
     assert summary["ledger"]["trained"] == 24 * 4
     assert conserved(summary["ledger"])
     assert summary["age_max_trained"] <= 1
+    shares = lane_shares(read_run(folder.path).events)
+    assert shares["trainer"]["waiting"] == pytest.approx(summary["trainer_idle_fraction"], abs=0.01)
+    idle = [shares[lane].get("idle", 0.0) for lane in shares if lane != "trainer"]
+    assert sum(idle) / len(idle) == pytest.approx(summary["rollout_idle_fraction"], abs=0.01)
 
 
 def test_a_drained_run_with_a_verifier_that_breaks_down(loop_folder: Path) -> None:

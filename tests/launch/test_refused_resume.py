@@ -151,6 +151,36 @@ def test_no_place_to_write_is_said_before_anything_is_loaded(tmp_path: Path, pla
         train(config, recipe_name="x", console=Console(file=io.StringIO()))
 
 
+def test_a_run_folder_that_may_only_be_read_is_said_before_anything_is_loaded(
+    stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume's too, and nothing there changes. Seen failing with Python's own error."""
+    before, opened = contents(stopped / "run"), Path.open
+
+    def read_only(path: Path, mode: str = "r", *more: Any, **named: Any) -> Any:
+        if "r" not in mode and path.is_relative_to(stopped / "run"):
+            raise OSError(errno.EROFS, "Read-only file system")
+        return opened(path, mode, *more, **named)
+
+    monkeypatch.setattr(Path, "open", read_only)
+    with pytest.raises(ConfigError, match=r"run folder .* must be one to write in, got .*/run: Read-only file system"):
+        resume(stopped, model={"path": "nowhere"})
+    assert contents(stopped / "run") == before
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And leaves no run folder. Seen failing with the one that transformers makes up taken."""
+    config = loop_config(tmp_path, run={"dir": str(tmp_path / "run")})
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    (tmp_path / "model" / "tokenizer_config.json").unlink()
+    monkeypatch.setattr(train_module, "ray_session", lambda: pytest.fail("a Ray was asked for"))
+    with pytest.raises(ConfigError, match="a model folder must hold its tokenizer"):
+        train(config, recipe_name="x", console=Console(file=io.StringIO()))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_disk_that_is_full_as_a_run_begins_is_a_sentence(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing with Python's own error."""
 

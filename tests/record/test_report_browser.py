@@ -64,6 +64,16 @@ def show(browser: Any, page: Path, *, width: int = 1280) -> None:
     wait(browser, lambda: browser.execute_script(drawn))
 
 
+LEGENDS = """
+return [...document.querySelectorAll('.chart')].filter((chart) => {
+  const entries = [...chart.querySelectorAll('.legend .traces')].map((entry) => entry.textContent.trim());
+  const names = [...new Set((chart.data || []).map((trace) => trace.name))];
+  return names.length > 1 && names.some((name) => !entries.includes(name));
+}).map((chart) => chart.id);
+"""
+"""Charts with marks of several names of which one stands in no legend."""
+
+
 @pytest.mark.parametrize("width", [1280, 1920])
 @pytest.mark.parametrize("kind", ["run", "offline", "comparison", "bench"])
 def test_a_page_opens_without_errors_and_every_chart_has_marks(
@@ -72,7 +82,7 @@ def test_a_page_opens_without_errors_and_every_chart_has_marks(
     """Nothing is fetched, nothing overflows, no text of a model ran as a script.
 
     Seen failing with an undefined name in `page.js`, a chart without data, a figure of fixed width, and a prompt
-    that was set as markup.
+    that was set as markup; and with bars of several names without a legend.
     """
     show(browser, pages[kind], width=width)
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
@@ -83,6 +93,7 @@ def test_a_page_opens_without_errors_and_every_chart_has_marks(
     )
     assert counts
     assert [name for name, marks in counts if not marks] == []
+    assert browser.execute_script(LEGENDS) == []
     assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
     assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
     assert browser.execute_script("return window.hacked") is None
@@ -99,6 +110,14 @@ return Object.values(rows).map((row) => [row.length, row[0][0], row.at(-1)[1]]);
 """How many stand in each row of a grid, and where the row begins and ends."""
 
 
+WIDE = """
+return [...document.querySelectorAll('table')].map((table) => table.parentElement)
+  .filter((place) => place.scrollWidth > place.clientWidth)
+  .map((place) => [place.offsetHeight > place.clientHeight, getComputedStyle(place).backgroundImage !== 'none']);
+"""
+"""Of tables that go on at the right: whether there is a bar to scroll by, and a shadow."""
+
+
 @pytest.mark.parametrize("width", [390, 1280, 1920])
 @pytest.mark.parametrize("kind", ["run", "comparison"])
 def test_rows_are_full_and_nothing_is_wider_than_the_screen(
@@ -106,7 +125,8 @@ def test_rows_are_full_and_nothing_is_wider_than_the_screen(
 ) -> None:
     """Rows of a grid differ by one at most, and end where the first does; a phone shows its tiles in twos.
 
-    Seen failing with columns of a fixed width, with one tile a row, and with a table that widens the page.
+    Seen failing with columns of a fixed width, with one tile a row, with a table that widens the page, and with one
+    that goes on at the right without a bar to scroll by.
     """
     show(browser, pages[kind], width=width)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
@@ -118,6 +138,9 @@ def test_rows_are_full_and_nothing_is_wider_than_the_screen(
         assert all(abs(end - rows[0][2]) <= 2 for *_, end in rows)
         if width == 390:
             assert max(counts) == (2 if grid.get_attribute("class") == "tiles" else 1)
+    wide = browser.execute_script(WIDE)
+    assert [one for one in wide if one != [True, True]] == []
+    assert wide or width > 390
     assert bool(grids)
 
 

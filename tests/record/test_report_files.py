@@ -109,7 +109,10 @@ def moved(row: Event, by: float) -> Event:
 
 
 def test_held_out_points_have_bars_where_their_error_is_known(tmp_path: Path) -> None:
-    """1.96 standard errors either way, and words about it. Seen failing with the error itself, and without a note."""
+    """1.96 standard errors either way, and words about it. Seen failing with the error itself, and without a note.
+
+    An evaluation of an older version has none. Seen failing with one such taking all bars away.
+    """
     path = make_run(tmp_path / "run")
     titles = ["held-out accuracy over steps", "held-out accuracy over time"]
     plain = [chart for chart in learning([read_run(path)]) if chart and chart.title in titles]
@@ -119,6 +122,11 @@ def test_held_out_points_have_bars_where_their_error_is_known(tmp_path: Path) ->
     for chart in (chart for chart in learning([read_run(path)]) if chart and chart.title in titles):
         assert chart.data[0]["error_y"]["array"] == pytest.approx([0.196, 0.196])
         assert chart.note.startswith("bars: 95 % confidence")
+    path = make_offline_run(tmp_path / "dpo")
+    told = event(9.0, "controller", "eval", step=4, figures={"accuracy": 0.8}, standard_errors={"accuracy": 0.1})
+    (path / "events.jsonl").open("a").write(json.dumps(told) + "\n")
+    (chart,) = (chart for chart in learning([read_run(path)]) if chart and chart.title == titles[0])
+    assert chart.data[0]["error_y"]["array"] == [None, pytest.approx(0.196)]
 
 
 def test_lengths_and_latencies_are_those_of_the_log(tmp_path: Path) -> None:

@@ -215,16 +215,3 @@ def test_an_accuracy_is_of_zeros_and_ones_alone(tmp_path: Path) -> None:
     mixed = write_comparison([make_run(tmp_path / "other"), run], out=tmp_path / "page.html").read_text()
     assert "held-out mean reward over" in mixed
     assert "held-out accuracy over" not in mixed
-
-
-@pytest.mark.parametrize("command", ["train", "dpo"])
-def test_held_out_points_have_bars_where_their_error_is_known(tmp_path: Path, command: str) -> None:
-    """Of 95 %; an evaluation of an older version has none. Seen failing with one such taking all bars away."""
-    run = make_run(tmp_path / "run") if command == "train" else make_offline_run(tmp_path / "run")
-    figures = {"accuracy": 0.8} if command == "train" else {"figures": {"accuracy": 0.8}}
-    told = {"time": 30.0, "lane": "controller", "kind": "eval", "step": 20, "standard_errors": {"accuracy": 0.1}}
-    (run / "events.jsonl").open("a").write(json.dumps(told | figures) + "\n")
-    curves = [trace for chart in data_of(write_report(run))["charts"] for trace in chart["data"]]
-    bars = [trace["error_y"]["array"] for trace in curves if "error_y" in trace]
-    assert len(bars) == 2  # over steps, over time
-    assert (bars[0][0], bars[0][-1]) == (None, pytest.approx(0.196))

@@ -47,10 +47,15 @@ def two_steps(folder: Path, *trackers: str) -> None:
 
 
 def test_tensorboard_is_one_of_them_and_may_be_left_out(tmp_path: Path) -> None:
-    """Seen failing with the steps left out."""
+    """Seen failing with the steps left out, and without recipe and samples, which are texts there."""
     two_steps(tmp_path, "tensorboard")
     board = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in board.Scalars("reward/reward_mean")] == [(1, 0.5), (2, 0.5)]
+    texts = {name: board.Tensors(f"{name}/text_summary") for name in ("recipe", "samples")}
+    assert b'"max_staleness"' in texts["recipe"][0].tensor_proto.string_val[0]
+    assert [event.step for event in texts["samples"]] == [1, 2]
+    head, _, row, *_ = texts["samples"][1].tensor_proto.string_val[0].decode().splitlines()
+    assert (head, row.startswith("2 | 1+1=? | 2 | ")) == ("step | prompt | answer | completion | reward", True)
     two_steps(tmp_path / "without")
     assert not (tmp_path / "without" / "run" / "tensorboard").exists()
 
@@ -58,6 +63,7 @@ def test_tensorboard_is_one_of_them_and_may_be_left_out(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_tensorboard_goes_on_once_it_can_write_again(tmp_path: Path) -> None:
     """Its thread ends with the first error. Seen failing with that error in place of every later figure."""
+    (tmp_path / "config.json").touch()
     (board,) = open_trackers(["tensorboard"], tmp_path, next_step=1)
     shutil.rmtree(tmp_path / "tensorboard")
     for step in itertools.count(1):
@@ -123,7 +129,10 @@ def test_a_resumed_run_is_one_of_mlflow(tmp_path: Path, mlflow_store: Any) -> No
 
 @pytest.mark.trackers
 def test_a_resumed_run_is_one_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offline, as `WANDB_MODE` says: two files of the same run. Seen failing with a new id for each start."""
+    """Offline, as `WANDB_MODE` says: two files of the same run. Seen failing with a new id for each start.
+
+    Its samples are tables, its recipe the run's config. Seen failing without either.
+    """
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     two_steps(tmp_path, "wandb")
@@ -132,3 +141,6 @@ def test_a_resumed_run_is_one_of_wandb(tmp_path: Path, monkeypatch: pytest.Monke
     assert [path.name for path in written] == [f"run-{number}.wandb"] * len(written)
     assert written
     assert any(b"reward/reward_mean" in path.read_bytes() for path in written)
+    assert all(b"max_staleness" in path.read_bytes() for path in written)
+    tables = [json.loads(path.read_text()) for path in (tmp_path / "run" / "wandb").rglob("*.table.json")]
+    assert sorted(table["data"][0][:2] for table in tables) == [[1, "1+1=?"], [2, "1+1=?"]]

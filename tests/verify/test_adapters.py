@@ -104,6 +104,16 @@ def test_a_verl_mapping_gives_its_score_and_its_other_numbers() -> None:
     assert (result.reward, dict(result.metrics)) == (2.0, {"acc": 1.0, "length": 2.0})
 
 
+def test_other_libraries_get_several_answers_as_a_list() -> None:
+    """Seen failing with the first alone handed over."""
+    row = {"reference_answers": ["5", "7"]}
+    call = trl(["p"], ["c"], ["5"], [row], TrlArguments(function=f"{FUNCTIONS}:any_solution"))
+    assert [one.reward for one in asyncio.run(call)] == [2.0]  # type: ignore[arg-type]
+    assert call_verl("any_ground_truth", "7", "5", **row).reward == 2.0
+    (said,) = openrlhf(["p"], ["7"], ["5"], [row], OpenRlhfArguments(function=f"{FUNCTIONS}:any_label"))
+    assert said.reward == 2.0
+
+
 class RemoteModel(BaseHTTPRequestHandler):
     """Answers as OpenRLHF's reward model server does: here a point where the query ends with its label."""
 

@@ -20,6 +20,7 @@ from areal_lite.verify.builtin.text import (
     multiple_choice,
     regex,
 )
+from areal_lite.verify.protocol import answer as reply_to
 from areal_lite.verify.protocol import prepare_verifier
 
 MODULES = ["text", "numeric", "format", "math", "final_answer"]
@@ -50,6 +51,21 @@ def test_every_built_in_has_its_name_and_says_what_its_arguments_are(name: str) 
     model = getattr(find_function(name, kind="verifier"), "arguments_model", None)
     assert (model is None) == (name == "last_number")
     assert all(field.description for field in model.model_fields.values()) if model else True
+
+
+@pytest.mark.parametrize(
+    ("name", "completion"),
+    [("last_number", "it is 7"), ("exact", "7"), ("numeric", "7.0"), ("math", "$7$"), ("multiple_choice", "(B)")],
+)
+def test_where_several_answers_are_right_any_will_do(name: str, completion: str) -> None:
+    """Seen failing with the first alone looked at."""
+    references = ["A", "B"] if name == "multiple_choice" else ["5", "7"]
+    row: dict[str, Any] = {"choices": ["6", "7"]} if name == "multiple_choice" else {}
+    call = ("", completion, references[0], row)
+    function = find_function(name, kind="verifier")
+    for others, score in (({}, 0.0), ({"reference_answers": references}, 1.0)):
+        (reply,) = reply_to(function, [(*call[:3], row | others)], arguments={})
+        assert reply.reward == score, reply
 
 
 # --- exact ---

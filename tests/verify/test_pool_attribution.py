@@ -255,12 +255,13 @@ def test_an_absent_service_and_a_lost_process_are_no_failures_of_the_verifier():
 
 
 def test_a_service_that_answers_nobody_ends_the_run():
-    """19, an answer, 19 more: not yet. Seen failing with the answer not looked at, and without `_away`."""
+    """19, an answer, 19 more: not yet. Seen failing with the answer not looked at, without `_away`, without --data."""
     quarantine = quarantine_of("judge", max_failure_share=0.5, unavailable_s=120.0)
     assert add(quarantine, ["unavailable"] * 19 + [None] + ["unavailable"] * 19) is None
     error = str(add(quarantine, ["unavailable"]))
     assert "the service of the verifier judge must answer, it did not for the last 20 calls" in error
     assert "unavailable_s=120 seconds" in error
+    assert "areal-lite verify judge --data FILE" in error
     assert "raise unavailable_s" in error
 
 
