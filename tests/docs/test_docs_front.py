@@ -26,7 +26,7 @@ from areal_lite.launch.clusters.profile import Profile
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "examples/toy_games/README.md", *sorted(DOCS.glob("*.md"))]
 FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-TYPED = re.compile(r"(\w+=\S+ |\.venv/bin/)?(areal-lite|make|pip|python|for \w+ in) ")
+TYPED = re.compile(r"(\w+=\S+ |\.venv/bin/)?(areal-lite|make|pip|python|eval|for \w+ in) ")
 SHOWN = ("╭─", "control plane", "outstanding <", "waiting ─►", "admitted =", "verifier worker ──", "loss =", "<tool>")
 """How blocks begin that are no commands: pictures, formulas, a conversation that test_docs_verifiers.py replays."""
 COMMAND = re.compile(r"areal-lite ((?:[a-z][a-z-]*)(?: [^`\n#]*)?)")
@@ -142,17 +142,19 @@ def test_a_program_that_a_page_types_is_there(page: Path) -> None:
     """
     lines = [line for block in typed(page) for line in block.splitlines()]
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-    (index,) = re.findall(r"^TORCH_CPU_INDEX=(.*)", (ROOT / "setup.sh").read_text(), flags=re.MULTILINE)
     (pin,) = re.findall(r'^cpu = .*"(torch==[\d.]+)"', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
-    for line in [line for line in lines if re.match(r"(make|pip|python|\.venv/bin/python|vllm) ", line)]:
+    for line in [line for line in lines if re.match(r"(make|pip|python|\.venv/bin/python|vllm|eval) ", line)]:
         program, first, *words = shlex.split(line, comments=True)
         if program == "make":
             assert first in targets, line
+        elif program == "eval":
+            script = f'{line.replace("PATH/TO/areal-lite", str(ROOT))}; test -n "$TORCH_CPU_INDEX"'
+            subprocess.run(["bash", "-c", script], check=True)
         elif program == "pip":
             assert first in ("install", "uninstall"), line
             assert not any(word.startswith("areal-lite") for word in words), line
             if any("+cpu" in word for word in words):  # PyTorch's CPU build is on an index of its own
-                assert {"--extra-index-url", index, f"{pin}+cpu"} == {*words}, line
+                assert ["--extra-index-url", "$TORCH_CPU_INDEX", f"{pin}+cpu"] == words, line
         elif first == "-m":
             package, *inner = words[0].split(".")
             spec = importlib.util.find_spec(package)
