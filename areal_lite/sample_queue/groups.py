@@ -118,6 +118,8 @@ class GroupTable:
         self._orders: dict[GroupState, list[tuple[tuple[int, int], GroupRecord]]] = {
             state: [] for state in _LEAVE_ORDER
         }
+        # How many places of a key in its order are to be passed over, as the group was picked: it may have come back.
+        self._picked: Counter[tuple[GroupState, tuple[int, int]]] = Counter()
         self._ended: Counter[tuple[GroupState, str]] = Counter()
 
     @property
@@ -191,8 +193,10 @@ class GroupTable:
         order = self._orders[state]
         popped: list[GroupRecord] = []
         while order and len(popped) < limit:
-            _, group = heapq.heappop(order)
-            if group.state is state:
+            key, group = heapq.heappop(order)
+            if self._picked[state, key]:
+                self._picked[state, key] -= 1
+            elif group.state is state:
                 popped.append(group)
         return popped
 
@@ -202,9 +206,7 @@ class GroupTable:
 
     def pick(self, group: GroupRecord) -> GroupRecord:
         """Do what `pop_first` does, for one group whose turn it may not be."""
-        order = self._orders[group.state]
-        order.remove((_LEAVE_ORDER[group.state](group), group))
-        heapq.heapify(order)
+        self._picked[group.state, _LEAVE_ORDER[group.state](group)] += 1
         return group
 
     def put_back(self, groups: Sequence[GroupRecord]) -> None:

@@ -555,6 +555,22 @@ def test_restored_ledger_has_given_everything_back() -> None:
     np.testing.assert_array_equal([s.total_reward for s in batch.groups[0].samples], [0.0, 1.0])
 
 
+def test_a_batch_that_was_kept_comes_back_once() -> None:
+    """Seen failing with groups that are passed over for ever, or never, once they have been picked."""
+    ledger = Ledger(make_settings())
+    ids = [bring_to_ready(ledger, f"train/0/{number}") for number in range(4)]
+    ledger.take("a")
+    ledger = Ledger.restore(make_settings(), ledger.state(), keep_batch=True)
+    ledger.return_batch("a")
+    taken = []
+    for name in ("b", "c"):
+        batch = ledger.take(name)
+        assert batch is not None
+        taken += [group.group_id for group in batch.groups]
+        ledger.complete_step(name)
+    assert taken == ids
+
+
 def test_lease_ids_are_not_used_again_after_a_resume() -> None:
     """A worker of the lost run may still answer. Seen failing with leases counted from 0 again."""
     ledger = Ledger(make_settings())
