@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _COPY_EVERY_S = 1.0
 """Between copies of the queue's state with one batch, where one takes a moment; else 20 times as long as it takes."""
+_LONG_COPY_S = 5.0
+"""Where one took longer, the first one with the next batch waits too: it would hold up every step."""
 _REPORT_WAIT_S = 2.0
 """How long everybody waits for the reports of all workers; a late one is taken up the next time."""
 
@@ -78,7 +80,8 @@ class Cluster:
         self._pulse = Question("ping")
 
     def _spawn_core(self, queue_state: bytes | None) -> None:
-        self._taken, self._copy, self._copy_due, self.trained = "", b"", 0.0, ""
+        self._taken, self._copy, self.trained = "", b"", ""
+        self._copy_due = self._copy_took_s = 0.0
         self.replaced: dict[str, Any] | None = None
         """What became of the work when the queue was replaced, for whoever tells of it, who takes it away."""
         self._spawn_queue(queue_state)
@@ -167,7 +170,9 @@ class Cluster:
 
     def note_taken(self, batch_id: str = "") -> None:
         """Forget the copies without this batch; without any, a queue that dies from now on is the run's failure."""
-        self._taken, self._copy, self._copy_due = batch_id, b"", 0.0
+        self._taken, self._copy = batch_id, b""
+        if self._copy_took_s < _LONG_COPY_S:
+            self._copy_due = 0.0
 
     def copy_queue(self) -> None:
         """Copy the queue's state once a batch is taken, and again while little time goes into it."""
@@ -177,7 +182,8 @@ class Cluster:
                 self._copy = self.queue.save()
             except QueueTimeout as error:
                 logger.warning("a step is not ended for want of a copy: %s", error)
-            self._copy_due = time.monotonic() + _COPY_EVERY_S + 20 * (time.monotonic() - begun)
+            self._copy_took_s = time.monotonic() - begun
+            self._copy_due = time.monotonic() + _COPY_EVERY_S + 20 * self._copy_took_s
 
     def _replace_queue(self, failure: QueueError) -> None:
         """Have a new queue go on from the copy, once for each batch; workers keep what they hold, ranks their batch."""
