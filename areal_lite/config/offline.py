@@ -162,6 +162,8 @@ class OfflineConfig(Section):
                 yield f"preference.{key} is of command=dpo, got command=reward_model: remove it"
             if self.trainer.mesh.context > 1:
                 yield "trainer.mesh.context is of tokens, got command=reward_model, which scores rows: set it to 1"
+            if self.trainer.packing:
+                yield "trainer.packing is of tokens, got command=reward_model, which scores rows: leave it out"
             if self.trainer.lora is not None:
                 yield "trainer.lora is of a language model, got command=reward_model, whose head is new: leave it out"
 

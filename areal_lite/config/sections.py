@@ -305,7 +305,9 @@ class TrainerConfig(Section):
     minibatches: int = Field(2, ge=1)
     """optimiser updates per step"""
     micro_batch_tokens: int = Field(4096, ge=1)
-    """padded tokens of one forward pass at most"""
+    """tokens of one forward pass at most, padding too"""
+    packing: bool = False
+    """rows of a pass one behind another, without padding; for flash_attention_2 and flex_attention"""
     lr: float = Field(1e-4, gt=0)
     """peak learning rate of AdamW"""
     schedule: Literal["constant", "cosine"] = "constant"
@@ -352,8 +354,15 @@ class TrainerConfig(Section):
                 f"trainer.mesh.context must divide the {self.ranks // copies} ranks of a copy, with tensor=1 and "
                 f"trainer.attention=sdpa, got {context}, {tensor} and {self.attention}: set it to 1, or set those"
             )
+        if self.packing and context > 1:
+            yield f"trainer.packing keeps rows whole, got trainer.mesh.context={context}: set it to 1, or packing=false"
         if tensor > 1 and self.lora is not None:
             yield f"trainer.lora is not split over ranks, got trainer.mesh.tensor={tensor}: set 1, or leave lora out"
+
+    @property
+    def micro_batches(self) -> dict[str, Any]:
+        """How rows are put into forward passes."""
+        return {"max_tokens": self.micro_batch_tokens, "packed": self.packing}
 
     @property
     def row_ranks(self) -> int:

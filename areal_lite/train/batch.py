@@ -138,7 +138,7 @@ class PolicyBatch:
             for number in range(config.trainer.minibatches)
         ]
         return cls(
-            updates=split_micro_batches(rows, minibatches, max_tokens=config.trainer.micro_batch_tokens, device=device),
+            updates=split_micro_batches(rows, minibatches, device=device, **config.trainer.micro_batches),
             tokens=Tokens.from_rows(rows, shard, config=config, device=device),
             rewards_NG=torch.tensor(shard.rewards, dtype=torch.float64).to(device),
             groups_B=torch.tensor([row.group_index for row in shard.rows], dtype=torch.int64).to(device),

@@ -52,7 +52,8 @@ def own_part(batch: MicroBatch) -> tuple[dict[str, Tensor], Tensor, Tensor | Non
     """
     group = context_group()
     if group is None:
-        return {"input_ids": batch.input_ids_RS}, batch.predictors_T, None
+        positions = {} if batch.position_ids_RS is None else {"position_ids": batch.position_ids_RS}
+        return {"input_ids": batch.input_ids_RS, **positions}, batch.predictors_T, None
     number, rank = dist.get_world_size(group), dist.get_rank(group)
     num_rows, width = batch.input_ids_RS.shape
     size = -(-width // number)

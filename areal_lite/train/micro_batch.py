@@ -10,6 +10,8 @@ Two rows, prompt `ab` with completion `cd`, prompt `e` with completion `f`:
     predictors_T         1 2 | 4               places in the flattened input_ids whose logits predict c d f
     tokens_T             0 1 2                 the places of c d f among the completion tokens
 
+Packed, there is one row, `a b c d e f`, with positions `0 1 2 3 0 1`: where they begin anew, so does attention.
+
 Shape letters: `R` rows and `S` padded columns of a micro-batch, `T` its completion tokens.
 """
 
@@ -38,6 +40,8 @@ class MicroBatch:
     """[T] int64 places in the flattened `input_ids_RS`."""
     tokens_T: Tensor
     """[T] int64 places among the completion tokens of all rows."""
+    position_ids_RS: Tensor | None = None
+    """[1, S] int64 places in their own rows of tokens that are packed into one; None where each row is one."""
 
 
 class TokenRows:
@@ -70,12 +74,12 @@ class TokenRows:
         return [values[start:end] for start, end in pairwise(self.offsets)]
 
 
-def pack_rows(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Group rows of similar length so that rows x longest of each group stays within a budget.
+def pack_rows(lengths: Sequence[int], *, max_tokens: int, packed: bool = False) -> list[list[int]]:
+    """Group rows of similar length so that rows x longest of each group stays within a budget; packed, their sum.
 
     Args:
         lengths: Tokens of each row, prompt and completion.
-        max_tokens: Padded tokens of a group at most; a single longer row still gets a group of its own.
+        max_tokens: Tokens of a group at most, padding too; a single longer row still gets a group of its own.
 
     Returns:
         Groups of indices into `lengths`, shortest rows first; equal lengths keep their order.
@@ -84,27 +88,32 @@ def pack_rows(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
     [[1, 3], [0], [2]]
     """
     groups: list[list[int]] = []
+    used = 0
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if groups and (len(groups[-1]) + 1) * lengths[row] <= max_tokens:
+        used = used + lengths[row] if packed else (len(groups[-1]) + 1 if groups else 1) * lengths[row]
+        if groups and used <= max_tokens:
             groups[-1].append(row)
         else:
             groups.append([row])
+            used = lengths[row]
     return groups
 
 
 def split_micro_batches(
-    rows: TokenRows, updates: Iterable[Sequence[int]], *, max_tokens: int, device: torch.device
+    rows: TokenRows, updates: Iterable[Sequence[int]], *, max_tokens: int, device: torch.device, packed: bool = False
 ) -> list[list[MicroBatch]]:
     """Build the micro-batches of each optimiser update, equally many on every rank; collective.
 
     Args:
         updates: Indices of the rows of each.
-        max_tokens: Padded tokens of one forward pass at most.
+        max_tokens: Tokens of one forward pass at most, padding too.
+        packed: Without padding, the rows of a pass one behind another.
     """
     split = []
     for chosen in updates:
-        groups = pack_rows([len(rows.sequences[row]) for row in chosen], max_tokens=max_tokens)
-        split.append([micro_batch(rows, [chosen[index] for index in group], device=device) for group in groups])
+        groups = pack_rows([len(rows.sequences[row]) for row in chosen], max_tokens=max_tokens, packed=packed)
+        picked = [[chosen[index] for index in group] for group in groups]
+        split.append([micro_batch(rows, group, device=device, packed=packed) for group in picked])
     return equalise(split, device=device)
 
 
@@ -120,23 +129,30 @@ def equalise(updates: Sequence[list[MicroBatch]], *, device: torch.device) -> li
     return [[*batches, *[empty] * number] for batches, number in zip(updates, missing, strict=True)]
 
 
-def micro_batch(rows: TokenRows, chosen: Sequence[int], *, device: torch.device, padding: int = 0) -> MicroBatch:
+def micro_batch(
+    rows: TokenRows, chosen: Sequence[int], *, device: torch.device, padding: int = 0, packed: bool = False
+) -> MicroBatch:
     """Put rows into one forward pass, in the order given.
 
     Args:
         chosen: Indices of at least one of them.
         padding: Token id behind shorter rows; 0 where nothing looks at it.
+        packed: One behind another, without padding.
     """
-    width = max(len(rows.sequences[row]) for row in chosen)
-    input_ids = np.full((len(chosen), width), padding, np.int64)
+    sequences = [rows.sequences[row] for row in chosen]
+    lengths = [len(sequence) for sequence in sequences]
+    width = max(lengths)
+    starts = np.cumsum([0, *lengths[:-1]]) if packed else np.arange(len(chosen)) * width
+    input_ids = np.full((1, sum(lengths)) if packed else (len(chosen), width), padding, np.int64)
     predictors, tokens = [], []
-    for place, row in enumerate(chosen):
-        sequence, start = rows.sequences[row], rows.prompt_lengths[row] - 1
-        input_ids[place, : len(sequence)] = sequence
-        predictors.append(np.arange(place * width + start, place * width + len(sequence) - 1))
+    for start, row, sequence in zip(starts, chosen, sequences, strict=True):
+        input_ids.reshape(-1)[start : start + len(sequence)] = sequence
+        predictors.append(np.arange(start + rows.prompt_lengths[row] - 1, start + len(sequence) - 1))
         tokens.append(np.arange(rows.offsets[row], rows.offsets[row + 1]))
+    positions = np.concatenate([np.arange(length) for length in lengths])[None] if packed else None
     return MicroBatch(
         input_ids_RS=torch.from_numpy(input_ids).to(device),
         predictors_T=torch.from_numpy(np.concatenate(predictors)).to(device),
         tokens_T=torch.from_numpy(np.concatenate(tokens)).to(device),
+        position_ids_RS=None if positions is None else torch.from_numpy(positions).to(device),
     )

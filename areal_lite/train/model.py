@@ -27,10 +27,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import LoraConfig
-from areal_lite.errors import CheckpointError
+from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.train.context_parallel import NAME, check_divisible, own_part, together
 from areal_lite.train.lora import add_adapters
-from areal_lite.train.micro_batch import MicroBatch
+from areal_lite.train.micro_batch import MicroBatch, TokenRows, micro_batch
 from areal_lite.train.pieces import Later, Reading, read_in_pieces
 from areal_lite.train.tensor_parallel import split_layers
 
@@ -49,9 +49,12 @@ def load_model(folder: str, config: Recipe, *, lora: LoraConfig | None = None, t
 
     Raises:
         CheckpointError: The folder lacks weights of the model, or has others.
+        ConfigError: `trainer.packing`, and the model looks from one packed row into another.
     """
     dtype = torch.float32 if trained else getattr(torch, config.compute_dtype)
     model = _load(AutoModelForCausalLM, folder, config, dtype=dtype, lora=lora)
+    if config.trainer.packing:
+        _check_packing(model, torch.device(config.run.device), getattr(torch, config.compute_dtype))
     return model if trained else model.requires_grad_(False)
 
 
@@ -239,6 +242,21 @@ def completion_outputs(model: nn.Module, batch: MicroBatch, read: Reading, *alig
         for hook in hooks:
             hook.remove()
     return result if mine is None else together(result, mine, len(batch.predictors_T))
+
+
+@torch.no_grad()
+def _check_packing(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Look whether what a packed row is told depends on the row in front, as in models that make masks of their own."""
+    pairs = [TokenRows([(first, [0]), ([1, 2], [3, 0])]) for first in ([1, 2, 3], [3, 3, 1])]
+    batches = [micro_batch(rows, range(2), device=device, packed=True) for rows in pairs]
+    one, other = (completion_outputs(model, batch, lambda logits: logits.float())[1:] for batch in batches)
+    reshard(model)
+    if (one - other).abs().max() > max(1e-4, 8 * torch.finfo(dtype).eps) * one.abs().max():
+        raise ConfigError(
+            "trainer.packing needs a model that keeps to a row where positions begin anew, got "
+            f"{type(model).__name__}, whose attention goes on into the row in front: set trainer.packing=false, or "
+            "another trainer.attention"
+        )
 
 
 def completion_values(model: nn.Module, batch: MicroBatch) -> Tensor:

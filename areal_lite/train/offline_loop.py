@@ -159,14 +159,13 @@ class OfflineLoop:
         num_completions = len(rows.examples[0].completions) if rows.examples else 1
         token_rows = TokenRows((example.prompt, output) for example in examples for output in example.completions)
         lengths = [len(example.prompt) + max(map(len, example.completions)) for example in examples]
-        groups = pack_rows(lengths, max_tokens=self._config.trainer.micro_batch_tokens // num_completions)
+        max_tokens, packed = self._config.trainer.micro_batch_tokens // num_completions, self._config.trainer.packing
+        groups = pack_rows(lengths, max_tokens=max_tokens, packed=packed)
         row_groups = [
             [index * num_completions + k for index in group for k in range(num_completions)] for group in groups
         ]
-        (batches,) = equalise(
-            [[micro_batch(token_rows, group, device=self._device, padding=self._padding) for group in row_groups]],
-            device=self._device,
-        )
+        build = partial(micro_batch, token_rows, device=self._device, padding=self._padding, packed=packed)
+        (batches,) = equalise([[build(group) for group in row_groups]], device=self._device)
         token_ids = torch.from_numpy(token_rows.output_ids).to(self._device)
         parts = []
         for number, batch in enumerate(batches):  # where other ranks have more of them, the last ones are empty

@@ -76,8 +76,8 @@ class PtxDocuments:
         """Return this rank's shares of `ptx_coef * mean of - log pi(token)` over an update's documents; collective."""
         chosen = self._choose(version=version, minibatch=minibatch)
         mine = TokenRows((document[:1], document[1:]) for document in chosen[self._mine])
-        max_tokens = self._config.trainer.micro_batch_tokens
-        (parts,) = split_micro_batches(mine, [range(len(mine))], max_tokens=max_tokens, device=self._device)
+        budget = self._config.trainer.micro_batches
+        (parts,) = split_micro_batches(mine, [range(len(mine))], device=self._device, **budget)
         logprobs = logprobs_of(torch.from_numpy(mine.output_ids).to(self._device), temperature=1.0)
         num_tokens = sum(len(document) - 1 for document in chosen)
 

@@ -123,8 +123,8 @@ class Trainer:
         """
         rows = TokenRows(sequences)
         token_ids_T = torch.from_numpy(rows.output_ids).to(self._device)
-        max_tokens = self._config.trainer.micro_batch_tokens
-        (parts,) = split_micro_batches(rows, [range(len(rows))], max_tokens=max_tokens, device=self._device)
+        budget = self._config.trainer.micro_batches
+        (parts,) = split_micro_batches(rows, [range(len(rows))], device=self._device, **budget)
         unknown_T = torch.empty(len(token_ids_T), device=self._device)
         logprobs_T = fill_in(unknown_T, parts, model=self.model, output=logprobs_of(token_ids_T, temperature=1.0))
         return rows.split(logprobs_T.cpu().numpy())

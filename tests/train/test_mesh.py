@@ -29,7 +29,9 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "4": {
         "spread": PPO,
         "copies": {**PPO, "trainer": {"mesh": {"replicate": 2, "shard": 2}, "ranks": 4}},
-        "adapters": {"trainer": {"mesh": {"replicate": 2}, "ranks": 4, "lora": {"rank": 4}}},
+        "adapters, packed": {
+            "trainer": {"mesh": {"replicate": 2}, "ranks": 4, "lora": {"rank": 4}, "packing": True}
+        },
     },
     "4, two by two": {
         "split and spread": {**PPO, "trainer": {"mesh": {"shard": 2, "tensor": 2}, "ranks": 4, "offload": True}},
@@ -56,8 +58,8 @@ ALL = {name: group for group, layouts in LAYOUTS.items() for name in layouts}
 
 
 def recipe(sections: dict[str, dict[str, Any]], world_size: int) -> Config:
-    """Build a recipe; one rank has no mesh, and nothing is offloaded."""
-    alone = {"mesh": {}, "offload": False} if world_size == 1 else {}
+    """Build a recipe; one rank has no mesh, and nothing is offloaded or packed."""
+    alone = {"mesh": {}, "offload": False, "packing": False} if world_size == 1 else {}
     return make_config(**{**sections, "trainer": sections.get("trainer", {}) | alone | {"ranks": world_size}})
 
 

@@ -1,7 +1,7 @@
 """The offline objectives on two real ranks (processes, gloo, FSDP2) against one.
 
-Pairs of very different lengths, so that the ranks need different numbers of forward passes, and a held-out split with
-an odd number of rows.
+One pads its rows, two pack them. Pairs are of very different lengths, so that the ranks need different numbers of
+forward passes, and a held-out split has an odd number of rows.
 """
 
 import json
@@ -22,8 +22,9 @@ def train(rank: int, world_size: int, folder: str, out: str, tensor: int) -> Non
     """Three steps of each command: figures, evaluation, weights."""
     for command in COMMANDS:
         section = {"sft" if command == "sft" else "preference": {"batch_size": 5}}
-        mesh = {"ranks": world_size, "mesh": {"tensor": tensor}}
-        config = offline_config(Path(folder), command, trainer=mesh, **section)
+        packing = world_size > tensor and command != "reward_model"
+        settings = {"ranks": world_size, "mesh": {"tensor": tensor}, "packing": packing}
+        config = offline_config(Path(folder), command, trainer=settings, **section)
         trainer = offline_trainer(config, rank=rank)
         trainer.prepare()
         figures = [trainer.step() for _ in range(3)]

@@ -142,14 +142,15 @@ def test_reuse_equals_recompute_with_one_minibatch(model_folder: str, rows: list
 # --- relations --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("micro_batch_tokens", [1, 40, 4096])
 def test_micro_batch_split_and_row_order_change_nothing(
-    model_folder: str, rows: list[Row], micro_batch_tokens: int
+    model_folder: str, rows: list[Row], micro_batch_tokens: int, packing: bool
 ) -> None:
     """Seen failing with each micro-batch divided by its own number of tokens."""
     expected, expected_stats = step(model_folder, make_shard(rows, rewards=REWARDS))
     shard = make_shard(rows[::-1], rewards=REWARDS)
-    got, stats = step(model_folder, shard, trainer={"micro_batch_tokens": micro_batch_tokens})
+    got, stats = step(model_folder, shard, trainer={"micro_batch_tokens": micro_batch_tokens, "packing": packing})
     assert_same(got, expected)
     assert_same_stats(stats, expected_stats)
 
