@@ -24,7 +24,7 @@ from typing import Any
 from areal_lite.cli.estimate import HOST, all_figures, peak_gib
 from areal_lite.config.recipe import load_config
 from areal_lite.launch.bench.modes import ages, draw_modes
-from areal_lite.launch.bench.view import COLUMNS, Columns, Row, cell, markdown, picture
+from areal_lite.launch.bench.view import COLUMNS, Columns, Row, beside, cell, markdown, picture
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
@@ -79,11 +79,7 @@ def one_line(values: Sequence[float], spec: str) -> str:
 
 def together(columns: Columns, *names: str) -> Columns:
     """Return the columns with some of them in one, where the first of them was; pages have room for seven."""
-    shown = [columns[name] for name in names]
-
-    def show(row: Row) -> str:
-        return ", ".join(text for text in (one(row) for one in shown) if text) or "-"
-
+    show = beside(*(columns[name] for name in names))
     return {
         (", ".join(names) if name == names[0] else name): (show if name == names[0] else column)
         for name, column in columns.items()
@@ -115,12 +111,9 @@ BEFORE = {
 NARROW = COLUMNS | {
     "drill": {name: show for name, show in COLUMNS["drill"].items() if name != "losses"}
     | {"until 0.5": lambda row: BEFORE.get(row["fault"], "-")},
-    "queue": {name: COLUMNS["queue"][name] for name in ("samples", "clients")}
+    "queue": {"samples, clients": COLUMNS["queue"]["samples, clients"]}
     | {f"{name}, groups/s": cell(f"{name}.groups_per_s", ".0f", ranged=True) for name in CARRIERS}
     | {name: cell(f"areal-lite.{name.replace(' ', '.')}", ".2f") for name in ("over ray", "over zeromq")},
-    "train": together(COLUMNS["train"], "side and pass", "lengths, work"),
-    "handover": together(together(COLUMNS["handover"], "model", "parameters", "MB"), "copy", "over copy"),
-    "peers": together(COLUMNS["peers"], "s to it", "steps to it"),
 }
 RATIO: Columns = {"mode": cell("mode"), "x best sync": cell("ratio", ".2f", ranged=True)}
 SHARES: Columns = {

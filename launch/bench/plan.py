@@ -20,7 +20,7 @@ from areal_lite.config.section import Section
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError
 from areal_lite.launch.bench.harness import CONSOLE, PlannedRun, run_to_the_end, say, where_it_begins, write_results
-from areal_lite.launch.bench.view import Columns, Row, cell, table
+from areal_lite.launch.bench.view import Columns, Row, beside, cell, table
 from areal_lite.record.run_folder import read_summary
 
 Settings = dict[str, Any]
@@ -199,8 +199,7 @@ COLUMNS: Columns = {
     "steps": cell("steps"),
     "s": cell("seconds", ".0f"),
     "age": lambda run: f"{cell('age_mean', '.2f')(run)} ({run['age_max']}/{run['max_staleness']})",
-    "gen": cell("rollout_idle", ".0%"),
-    "train": cell("trainer_idle", ".0%"),
+    "gen, train": beside(cell("rollout_idle", ".0%"), cell("trainer_idle", ".0%")),
 }
 
 

@@ -65,11 +65,15 @@ def cell(path: str, spec: str = "", *, ranged: bool = False, scale: float | None
     return show
 
 
+def beside(*shown: Callable[[Row], str]) -> Callable[[Row], str]:
+    """Return a column that shows several in one."""
+    return lambda row: ", ".join(filter(None, (show(row) for show in shown))) or NOTHING
+
+
 COLUMNS: dict[str, Columns] = {
     "queue": {
         "carrier": cell("contender"),
-        "samples": lambda row: f"8 x {row['tokens']}",
-        "clients": cell("clients"),
+        "samples, clients": lambda row: f"8 x {row['tokens']}, {row['clients']}",
         "groups/s": cell("groups_per_s", ".0f", ranged=True),
         "MB/s": cell("mb_per_s", ".1f"),
         "over ray": cell("over.ray", ".2f"),
@@ -83,8 +87,9 @@ COLUMNS: dict[str, Columns] = {
         "over line above": cell("over", ".2f"),
     },
     "train": {
-        "side and pass": lambda row: f"{row['side']}\n{row['micro_batch']}",
-        "lengths, work": lambda row: f"{row['recipe'].removesuffix('_cpu')}\n{row['work']}",
+        "side and pass, lengths, work": lambda row: (
+            f"{row['side']}, {row['micro_batch']}\n{row['recipe'].removesuffix('_cpu')}, {row['work']}"
+        ),
         "tokens/s": cell("tokens_per_s", ".0f", ranged=True),
         "places": cell("positions_per_token", ".2f"),
         "MB": cell("peak_mb", ".0f"),
@@ -93,23 +98,21 @@ COLUMNS: dict[str, Columns] = {
         "over fastest": cell("over.fastest", ".2f"),
     },
     "handover": {
-        "model": lambda row: f"{row['width']}x{row['layers']}",
-        "parameters": lambda row: f"{row['parameters'] / 1e6:.2f} M",
-        "MB": cell("size_bytes", ".1f", scale=1e-6),
+        "model, parameters, MB": lambda row: (
+            f"{row['width']}x{row['layers']}, {row['parameters'] / 1e6:.2f} M, {row['size_bytes'] / 1e6:.1f}"
+        ),
         "stage": cell("staging_s", ".1f", scale=1e3),
         "pause": cell("pausing_s", ".1f", scale=1e3),
         "load": cell("loading_s", ".1f", scale=1e3),
         "resume": cell("resuming_s", ".1f", scale=1e3),
         "paused": cell("paused_s", ".1f", scale=1e3, ranged=True),
-        "copy": cell("copy_s", ".1f", scale=1e3),
-        "over copy": cell("over_copy", ".2f"),
+        "copy, over copy": beside(cell("copy_s", ".1f", scale=1e3), cell("over_copy", ".2f")),
     },
     "peers": {
         "side": lambda row: PEERS[row["side"]],
         "samples/s": cell("samples_per_s", ".0f", ranged=True),
         "x TRL": cell("speed_over_trl", ".2f"),
-        "s to it": cell("seconds_to", ".1f"),
-        "steps to it": cell("steps_to", ".0f"),
+        "s to it, steps to it": beside(cell("seconds_to", ".1f"), cell("steps_to", ".0f")),
         "x sooner": cell("sooner_than_trl", ".2f"),
         "accuracy": cell("last_accuracy", ".3f"),
         "tokens": cell("tokens", ".1f"),

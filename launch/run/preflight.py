@@ -233,7 +233,7 @@ def _grouped(values: Mapping[str, str]) -> str:
 
 def preflight_table(report: ClusterReport) -> Table:
     """Draw a row for each node."""
-    table = Table("node", "address", "cores", "memory", "free disk", "GPUs", "clock", "slowest link", box=None)
+    table = Table("node", "address", "cores", "memory, free disk", "GPUs", "clock", "slowest link", box=None)
     for name, node in report.nodes.items():
         links = {pair: link for pair, link in report.links.items() if name in pair}
         said = ""
@@ -244,8 +244,7 @@ def preflight_table(report: ClusterReport) -> Table:
             name,
             report.addresses[name],
             str(node.cores),
-            f"{node.memory_gib:.0f} GiB",
-            f"{node.disk_gib:.0f} GiB",
+            f"{node.memory_gib:.0f}, {node.disk_gib:.0f} GiB",
             f"{len(node.gpus)} x {node.gpus[0]}" if node.gpus else "none",
             f"{report.clock_offsets_s.get(name, 0.0):+.2f} s",
             said,

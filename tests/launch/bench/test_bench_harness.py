@@ -1,9 +1,14 @@
 """What every benchmark shares: the order of measurements, ratios, columns and tables."""
 
+from collections import defaultdict
+
+from areal_lite.cli.trial_report import _cells
+from areal_lite.launch.bench import gpu_check, modes, plan
 from areal_lite.launch.bench.harness import in_turns, ratios
 from areal_lite.launch.bench.peers import SIDES
 from areal_lite.launch.bench.queue import CONTENDERS, QueueBench, cases
-from areal_lite.launch.bench.view import cell, markdown, spread
+from areal_lite.launch.bench.view import COLUMNS, cell, markdown, spread
+from areal_lite.launch.run.preflight import ClusterReport, preflight_table
 
 
 def test_cases_take_turns_and_every_other_repeat_goes_backwards() -> None:
@@ -40,3 +45,11 @@ def test_a_column_shows_a_value_a_median_or_nothing() -> None:
 def test_markdown_has_the_lines_of_a_cell_side_by_side() -> None:
     table = markdown({"name": cell("name"), "x": cell("x", ranged=True)}, [{"name": "a", "x": [1, 3, 2]}])
     assert table.splitlines() == ["| name | x |", "|---|---:|", "| a | 2 · 1-3 |"]
+
+
+def test_no_table_in_the_terminal_is_wider_than_seven_columns() -> None:
+    """The rest is in JSON. Seen failing with seven of them: queue, train, handover, peers, plan, cluster, verify."""
+    shown = {**COLUMNS, "plan": plan.COLUMNS, "gpu-check": gpu_check._COLUMNS, "modes": modes._SPEED}
+    shown |= {"times": modes._TIME, "rewards": modes._SAMPLES, "verify": [0, *_cells(defaultdict(float, failures={}))]}
+    shown |= {"cluster": preflight_table(ClusterReport()).columns}
+    assert [name for name, columns in shown.items() if len(columns) > 7] == []

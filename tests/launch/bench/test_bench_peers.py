@@ -104,7 +104,7 @@ def test_ratios_are_those_inside_a_repeat() -> None:
     assert ours["sooner_than_trl"] == pytest.approx([2.0, 4.0])
     assert ours["curves"][0][1] == [10, pytest.approx(5.0), 0.7]
     assert trl["speed_over_trl"] == trl["sooner_than_trl"] == [1.0, 1.0]
-    expected = ["areal-lite, eta 4", "256", "3.00", "7.5", "15", "3.00", "0.800", "30.0"]
+    expected = ["areal-lite, eta 4", "256", "3.00", "7.5, 15", "3.00", "0.800", "30.0"]
     assert cells(ours) == expected
     assert [one["median"] for one in targets(rows(), accuracy=0.75)] == pytest.approx([3.0, 3.0])
 

@@ -34,7 +34,7 @@ def test_medians_ratios_and_traffic_of_figures_with_known_answers() -> None:
         "in the clear": [0.5, 1.0, 0.5],
     }
     assert rows["ray"]["over"]["areal-lite"] == [0.5, 0.1, 0.5]
-    expected = ["areal-lite", "8 x 1000", "8", "200\n100-300", "19.2", "2.00", "0.50", "0.50"]
+    expected = ["areal-lite", "8 x 1000, 8", "200\n100-300", "19.2", "2.00", "0.50", "0.50"]
     assert [show(rows["areal-lite"]) for show in COLUMNS["queue"].values()] == expected
 
 
