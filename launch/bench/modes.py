@@ -196,7 +196,7 @@ def _entry(run: ModeRun, folder: Path) -> dict[str, Any]:
         "measured_steps": [first, last],
         **figures.measure(rows, events, first=first, last=last, samples_per_step=samples, slots=slots),
         "reward_equal_steps": figures.reward_at(rows, events),
-        "accuracy_end": found["eval"].get(str(config.run.steps)),
+        "held_out_end": found["eval"].get(str(config.run.steps)),
     }
 
 

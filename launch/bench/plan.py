@@ -185,14 +185,14 @@ def _entry(run: PlannedRun, folder: Path) -> dict[str, Any]:
 
 
 def rise(run: Row) -> float | None:
-    """Return what a whole run's accuracy gained."""
+    """Return what a whole run gained on the held-out prompts."""
     start, end = run.get("start"), run.get("end")
     return None if start is None or end is None else end - start
 
 
 COLUMNS: Columns = {
     "run": cell("name"),
-    "accuracy": lambda run: (
+    "held out": lambda run: (
         run["status"].partition(":")[0] if rise(run) is None else f"{run['start']:.3f}→{run['end']:.3f}"
     ),
     "rise": lambda run: "-" if (found := rise(run)) is None else f"{found:+.3f}",

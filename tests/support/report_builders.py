@@ -50,7 +50,12 @@ def make_run(folder: Path, *, steps: int = 12, settings: Mapping[str, Any] | Non
     write_rows(folder / "events.jsonl", make_events(steps=steps))
     write_rows(folder / "samples.jsonl", (_group(step, number) for step in range(1, steps + 1) for number in range(2)))
     if summary:
-        content = {"status": "done", "steps": steps, "samples_per_s": 4.0, "versions": {"torch": "2"}}
+        content = {
+            "status": "done", "steps": steps, "wall_s": 79.3, "samples_per_s": 0.4, "gen_tokens_per_s": 99.0,
+            "trained_tokens_per_s": 60.0, "reward_first": 0.1, "reward_last": 0.6, "loss_first": 0.5, "loss_last": 0.1,
+            "rollout_idle_fraction": 0.1, "trainer_idle_fraction": 0.2, "paused_fraction": 0.01,
+            "age_max_trained": 2, "max_staleness": 2, "versions": {"torch": "2"},
+        }  # fmt: skip
         (folder / "summary.json").write_text(json.dumps(content))
     return folder
 

@@ -5,10 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from areal_lite.record.report.charts import COLOURS, Chart, Line, as_shares, bars, lines
-from areal_lite.record.report.page import Block, Section, charts_block, figure_text
+from areal_lite.record.report.page import MOST_COLUMNS, Block, Section, charts_block, figure_text
 from areal_lite.record.report.read import Row, numbers, table
 
 _PLACE = ("benchmark", "plan", "recipe", "commit", "processor", "cores", "best_synchronous")
+_DECIDE = {
+    "name", "mode", "over_the_best_synchronous", "status", "start", "end", "samples_per_s", "seconds", "trainer_idle",
+    "reward_equal_time",
+}  # fmt: skip
 
 
 def bench_sections(results: Row) -> Iterator[Section]:
@@ -16,17 +20,17 @@ def bench_sections(results: Row) -> Iterator[Section]:
     place = {key: figure_text(results[key]) for key in _PLACE if results.get(key) is not None}
     yield Section("Overview", [Block("tiles", _spaced(place)), Block("list", results.get("findings"))])
     modes, runs = _rows(results.get("modes")), _rows(results.get("runs"))
-    yield Section("Modes", [Block("table", list(map(_mode_row, modes))), charts_block(_mode_charts(modes))])
-    curve = lines("held-out accuracy", list(map(_curve, runs)), x="trainer step", y="accuracy")
-    yield Section("Runs", [charts_block([curve]), Block("table", _plain(runs))])
+    yield Section("Modes", [_table(list(map(_mode_row, modes))), charts_block(_mode_charts(modes))])
+    curve = lines("held out", list(map(_curve, runs)), x="trainer step", y="mean score")
+    yield Section("Runs", [charts_block([curve]), _table(_plain(runs))])
     for name, value in results.items():
         if name not in ("modes", "runs"):
-            yield Section(name.replace("_", " ").capitalize(), [Block("table", _plain(_rows(value)))])
+            yield Section(name.replace("_", " ").capitalize(), [_table(_plain(_rows(value)))])
     yield Section("All of it", [Block("folded", json.dumps(results, indent=1, ensure_ascii=False), "results.json")])
 
 
 def _mode_row(mode: Row) -> Row:
-    figures = {"over the best synchronous": mode.get("ratio")} | _spaced(table(mode.get("figures")))
+    figures = {"over_the_best_synchronous": mode.get("ratio")} | table(mode.get("figures"))
     known = {key: mode.get(key) for key in ("mode", "threads", "repeats")}
     return known | {name: _spread_text(numbers(spread)) for name, spread in figures.items()}
 
@@ -67,7 +71,15 @@ def _curve(run: Row) -> Line:
 def _plain(rows: Sequence[Row]) -> list[Row]:
     """Keep figures and words; what is nested stands in the whole."""
     keys = dict.fromkeys(key for row in rows for key, value in row.items() if isinstance(value, (str, int, float)))
-    return [_spaced({key: row.get(key) for key in keys}) for row in rows]
+    return [{key: row.get(key) for key in keys} for row in rows]
+
+
+def _table(rows: Sequence[Row]) -> Block:
+    """Show the figures that decide, then others, as far as there is room."""
+    names = sorted(dict.fromkeys(name for row in rows for name in row), key=lambda name: name not in _DECIDE)
+    more = len(names[MOST_COLUMNS:])
+    caption = f"{more} more: All of it, below" if more else ""
+    return Block("table", [_spaced({name: row.get(name) for name in names[:MOST_COLUMNS]}) for row in rows], caption)
 
 
 def _spaced(row: Mapping[str, Any]) -> Row:

@@ -20,6 +20,9 @@ _HERE = Path(__file__).parent
 _SCRIPTS = ("page.js", "timeline.js", "samples.js", "start.js")
 _PLOTLY = _HERE / "plotly-cartesian-4.1.1.min.js.gz"
 
+MOST_COLUMNS = 7
+"""Of a table; what more there is stands in the JSON."""
+
 
 @dataclass(frozen=True, slots=True)
 class Block:

@@ -6,8 +6,8 @@ from typing import Any
 
 from areal_lite.record.differences import changed, differences
 from areal_lite.record.report import curves, times
-from areal_lite.record.report.page import Block, Section, charts_block, pairs_block
-from areal_lite.record.report.read import RunFiles, number, numbers, table
+from areal_lite.record.report.page import MOST_COLUMNS, Block, Section, charts_block, figure_text, pairs_block
+from areal_lite.record.report.read import Row, RunFiles, number, numbers, table
 from areal_lite.record.report.timeline import timeline
 
 _MAX_GROUPS = 800
@@ -17,7 +17,10 @@ _MAX_GROUPS = 800
 def run_sections(run: RunFiles) -> Iterator[Section]:
     """Yield what there is to show of one run."""
     warnings = [f"step {event.get('step')}: {event.get('text')}" for event in run.events if event["kind"] == "warning"]
-    yield Section("Overview", [Block("tiles", _headline(run)), Block("notes", [*run.notes, *warnings])])
+    eta = "eta: how many versions old a token may be at most when it is trained" if run.command == "train" else ""
+    yield Section(
+        "Overview", [Block("tiles", _headline(run)), Block("text", eta), Block("notes", run.notes + warnings)]
+    )
     yield Section("Learning", [charts_block(curves.learning([run]))])
     yield Section("Age of the tokens", [charts_block(curves.age_charts([run]))])
     if run.command == "train":
@@ -47,27 +50,31 @@ def _diagnostics(runs: Sequence[RunFiles]) -> list[Block]:
 
 
 def _headline(run: RunFiles) -> dict[str, str]:
+    """Return the figures of a run, those that decide first: a comparison has the first ones only."""
     summary = run.summary
     held_out = [found for row in run.evaluations.values() if (found := number(row.get("accuracy"))) is not None]
     figures: dict[str, Any] = {
         "status": run.status,
         "steps": number(run.last.get("step")),
-        "seconds": number(summary.get("wall_s", run.last.get("time_s"))),
         f"held-out {run.accuracy_is_called}": f"{held_out[0]:.3f} → {held_out[-1]:.3f}" if held_out else None,
+        "reward, first → last ten steps": _ends(summary, "reward"),
+        "samples/s": number(summary.get("samples_per_s")),
+        "seconds": number(summary.get("wall_s", run.last.get("time_s"))),
+        "loss, first → last ten steps": _ends(summary, "loss"),
+        "tokens generated/s": number(summary.get("gen_tokens_per_s")),
+        "tokens trained/s": number(summary.get("trained_tokens_per_s")),
     }
-    for name in ("reward", "loss"):
-        ends = [number(summary.get(f"{name}_{end}")) for end in ("first", "last")]
-        if None not in ends:
-            figures[f"{name}, first → last ten steps"] = " → ".join(f"{end:.3f}" for end in ends)
-    for key, name in (("samples", "samples"), ("gen_tokens", "tokens generated"), ("trained_tokens", "tokens trained")):
-        figures[f"{name}/s"] = number(summary.get(f"{key}_per_s"))
     for key, name in (("rollout_idle", "generators idle"), ("trainer_idle", "trainer idle"), ("paused", "paused")):
         if (share := number(summary.get(f"{key}_fraction"))) is not None:
             figures[name] = f"{share:.1%}"
     if "age_max_trained" in summary:
         figures["oldest token trained"] = f"{summary['age_max_trained']} (eta {summary.get('max_staleness', '?')})"
-    known = {name: value for name, value in figures.items() if value is not None}
-    return {name: f"{value:,.0f}" if isinstance(value, float) else value for name, value in known.items()}
+    return {name: figure_text(value) for name, value in figures.items() if value is not None}
+
+
+def _ends(summary: Row, name: str) -> str | None:
+    first, last = (number(summary.get(f"{name}_{end}")) for end in ("first", "last"))
+    return None if first is None or last is None else f"{first:.3f} → {last:.3f}"
 
 
 def _settings(run: RunFiles) -> Iterator[Block]:
@@ -83,18 +90,18 @@ def _settings(run: RunFiles) -> Iterator[Block]:
 def comparison_sections(runs: Sequence[RunFiles]) -> Iterator[Section]:
     """Yield what there is to compare: overlaid curves, and tables of what differs."""
     final = [{"run": run.name} | _headline(run) for run in runs]
-    names = dict.fromkeys(name for row in final for name in row)
+    names = list(dict.fromkeys(name for row in final for name in row))[:MOST_COLUMNS]
     yield Section("Final figures", [Block("sortable", [{name: row.get(name) for name in names} for row in final])])
     settings = different_settings(runs)
     same = Block("text", "" if settings else "All settings are the same.")
-    yield Section("Settings", [_compared(runs, settings, caption="settings that differ"), same])
+    yield Section("Settings", [*_compared(runs, settings, caption="settings that differ"), same])
     yield Section("Learning", [charts_block(curves.learning(runs))])
     yield Section("Age of the tokens", [charts_block(curves.age_charts(runs))])
     speed = curves.metric_charts(runs, "Speed and idle time")
     yield Section("Speed and lengths", [charts_block([*speed, *times.length_charts(runs)])])
     yield Section("Loss diagnostics", _diagnostics(runs))
     summaries = differences([run.summary for run in runs])
-    yield Section("Summary", [_compared(runs, summaries, caption="figures that differ")])
+    yield Section("Summary", list(_compared(runs, summaries, caption="figures that differ")))
 
 
 def different_settings(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
@@ -105,6 +112,9 @@ def different_settings(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
     return {key: row for key, row in rows.items() if key in known - {"run.dir", "run.resume"}}
 
 
-def _compared(runs: Sequence[RunFiles], rows: Mapping[str, list[Any]], *, caption: str) -> Block:
-    names = ["name", *(run.name for run in runs)]
-    return Block("table", [dict(zip(names, [key, *row], strict=True)) for key, row in rows.items()], caption)
+def _compared(runs: Sequence[RunFiles], rows: Mapping[str, list[Any]], *, caption: str) -> Iterator[Block]:
+    """Yield tables of about as many runs each."""
+    most = -(-len(runs) // -(-len(runs) // (MOST_COLUMNS - 1)))
+    for part in (slice(at, at + most) for at in range(0, len(runs), most)):
+        names = ["name", *(run.name for run in runs[part])]
+        yield Block("table", [dict(zip(names, [key, *row[part]], strict=True)) for key, row in rows.items()], caption)

@@ -117,7 +117,7 @@ def entry(mode: str, rate: float, *, repeat: int = 0, **figures: Any) -> dict[st
         "samples_per_s": rate, "generated_tokens_per_s": 9.0, "trained_tokens_per_s": 8.0, "seconds_per_step": 1.0,
         "occupancy": 0.5, "generator_idle": 0.25, "generator_draining": 0.0, "generator_paused": 0.01,
         "trainer_idle": 0.5, "trainer_publishing": 0.1, "seconds": 20.0, "reward_equal_steps": 0.5,
-        "reward_equal_time": 0.5, "accuracy_end": None, "age_histogram": {"0": 3, "10": 1},
+        "reward_equal_time": 0.5, "held_out_end": None, "age_histogram": {"0": 3, "10": 1},
         "lengths": {"mean": 2.0, "p10": 1, "p50": 2, "p90": 3, "p99": 4, "p100": 5},
     }  # fmt: skip
     return {"mode": mode, "repeat": repeat, "threads": "1+1", **defaults, **figures}
@@ -146,7 +146,7 @@ def test_ratios_are_taken_within_each_repeat() -> None:
     assert last["ratio"] == {"median": 1.5, "low": 1.0, "high": 2.0}
     assert last["figures"]["samples_per_s"] == {"median": 20.0, "low": 15.0, "high": 20.0}
     assert last["ages"] == {"0": 9, "10": 3}
-    assert "accuracy_end" not in last["figures"], "nothing was measured"
+    assert "held_out_end" not in last["figures"], "nothing was measured"
 
 
 @pytest.mark.parametrize(
