@@ -200,14 +200,17 @@ def test_one_source_has_no_curves_of_its_own(tmp_path: Path) -> None:
     assert "by source over" not in page
 
 
-def test_a_run_is_watched_until_nobody_writes_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lease", ["", json.dumps({"host": "gpu7", "machine": "another", "pid": 1, "began": 0.0})])
+def test_a_run_is_watched_until_nobody_writes_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lease: str
+) -> None:
     """The page loads itself anew as long as it is written anew. Seen failing with the last page left so.
 
     Before its settings are there a run is waited for, and one whose writer beats no more is over. Seen failing without
-    either: an error, and no end.
+    either: an error, and no end. From any machine: seen failing with a writer of another host taken for gone.
     """
     run, marks = make_run(tmp_path / "run", summary=False), list[bool]()
-    (run / "writer.json").touch()
+    (run / "writer.json").write_text(lease)
 
     def sleep(seconds: float) -> None:
         marks.append(f'content="{seconds}"' in (run / "report.html").read_text()[:500])
@@ -220,7 +223,7 @@ def test_a_run_is_watched_until_nobody_writes_there(tmp_path: Path, monkeypatch:
     assert "http-equiv" not in (run / "report.html").read_text()[:500]
 
     (run / "config.json").rename(run / "later")
-    (run / "writer.json").touch()
+    (run / "writer.json").write_text(lease)
     waits = list[float]()
 
     def wait(seconds: float) -> None:
