@@ -149,8 +149,9 @@ def test_the_printed_command_goes_on_and_lost_workers_come_back(interrupted: Use
         for name in ("rollout/0", "rollout/1"):
             run.wait_until(lambda name=name: trained_since_it_is_back(run, name), f"trained groups of {name}")
         before, workers = len(steps(run)), [run.actor(name) for name in ("rollout/0", "rollout/2", "verifier/0")]
-        for name in ("trainer/0", "queue"):
-            os.kill(run.actor(name), signal.SIGKILL)
+        # Both are found first: once one is dead, the run may end the other before it is looked for.
+        for pid in [run.actor(name) for name in ("trainer/0", "queue")]:
+            os.kill(pid, signal.SIGKILL)
         run.wait_until(lambda: "back at step" in run.output, "new queue and trainer")
         run.wait_for_steps(before + 3)
         assert [run.actor(name) for name in ("rollout/0", "rollout/2", "verifier/0")] == workers
