@@ -9,6 +9,7 @@ import ray
 from fake_ray import FakeRay, Reference
 from ledger_builders import FakeClock
 
+from areal_lite import node
 from areal_lite.actors import calls as calls_module
 from areal_lite.actors.calls import Calls, Question, call_all
 from areal_lite.config.recipe import parse_config
@@ -112,6 +113,17 @@ def test_a_rank_that_died_is_blamed_though_another_failed_first() -> None:
     ranks = make_ranks(rank_0=actor(failing(gone), answering(1)), rank_1=actor(silent(), dead))
     with pytest.raises(TrainerError, match=r"trainer/1 died: its process ended; log: /logs/trainer-1.log"):
         ranks.ask("work", timeout_s=5.0)
+
+
+def test_an_actor_that_dies_for_want_of_memory_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank at work, and whoever starts. Seen failing without the kernel's word in either."""
+    monkeypatch.setattr(node, "_oom_kills", lambda: "oom_kill 1000000")
+    dead = failing(ray.exceptions.RayActorError())
+    with pytest.raises(RankDied, match=r"died: its process ended \(the kernel has ended .* for want of memory"):
+        make_ranks(rank_0=actor(dead)).ask("work", timeout_s=5.0)
+    options: dict[str, Any] = {"timeout_s": 9.0, "logs": "/logs", "on_progress": print}
+    with pytest.raises(EngineError, match=r"start: its process ended \(the kernel has ended .* for want of memory"):
+        wait_until_started(Calls({"rollout/1": dead}), **options)
 
 
 def test_ranks_that_are_late_are_named_with_what_they_do() -> None:

@@ -9,12 +9,14 @@ import pyarrow.parquet
 import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
+from rich.console import Console
 
 from areal_lite.cli.main import main
 from areal_lite.config.offline import OfflineConfig, check_resources, load_any_config, parse_any_config
 from areal_lite.config.reading import parse_section, recipe_folder, shipped_recipes
 from areal_lite.config.recipe import Config, load_config, parse_config
 from areal_lite.errors import ConfigError
+from areal_lite.launch.run import train as train_module
 
 GPU = {"run": {"device": "cuda"}, "weights": {"transport": "nccl"}}
 
@@ -308,11 +310,15 @@ def test_more_trainer_ranks_than_cores_is_a_warning_on_cpu(command: str) -> None
     assert "set 2 or fewer" in warning
 
 
-def test_more_engines_than_cores_are_a_warning_on_cpu() -> None:
-    """Seen failing with the ranks alone counted."""
+def test_more_engines_than_cores_are_a_warning_on_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And printed as a run starts. Seen failing with the ranks alone counted, and with the warning kept back."""
     config = parse_config({"rollout": {"workers": 3}})
     assert check_resources(config, num_cores=3, num_gpus=0) == ""
-    assert "rollout.workers=3 on 2 CPU cores" in check_resources(config, num_cores=2, num_gpus=0)
+    monkeypatch.setattr(train_module.ray, "cluster_resources", lambda: {"CPU": 2.0})
+    train_module._check_resources(config, Console())
+    assert "warning: rollout.workers=3 on 2 CPU cores" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 from places import ROOT
 
 import areal_lite
+from areal_lite.record.trackers import _PACKAGES
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
@@ -92,6 +93,13 @@ def test_both_builds_pin_the_same_torch():
     pins = {name: [item for item in extras[name] if item.startswith("torch==")] for name in ("cpu", "gpu")}
     assert pins["cpu"] == pins["gpu"]
     assert re.search(r'^cpu = .*"torch==[\d.]+"', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+
+
+def test_the_extra_for_trackers_is_what_they_ask_for():
+    """Beside what is always there. Seen failing with mlflow in the place of mlflow-skinny."""
+    extras, always = PROJECT["project"]["optional-dependencies"]["trackers"], PROJECT["project"]["dependencies"]
+    named, here = ({re.split(r"[<>=]", item)[0] for item in items} for items in (extras, always))
+    assert named == {*_PACKAGES.values()} - here
 
 
 @pytest.mark.slow

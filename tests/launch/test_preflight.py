@@ -139,10 +139,13 @@ def test_content_is_told_apart_by_names_sizes_and_both_ends(tmp_path) -> None:
 
 
 def test_this_node_says_what_it_has(tmp_path, monkeypatch) -> None:
+    """Of its memory what a control group leaves: seen failing with all that the machine has."""
+    monkeypatch.setattr(node, "memory_bytes", lambda: 3 << 30)
     monkeypatch.setenv("TOLD", "yes")
     report = look_at_node([str(tmp_path)], disk=str(tmp_path / "not" / "yet"), environment=["TOLD", "UNTOLD"])
     assert {"python", "areal-lite", "torch", "ray", "code"} <= report.versions.keys()
     assert report.disk_gib > 0
+    assert report.memory_gib == 3
     assert report.environment == {"TOLD": "yes", "UNTOLD": ""}
     assert report.contents[str(tmp_path)] != "missing"
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from loop_builders import loop_config
 from offline_builders import offline_config, offline_trainer
+from places import SUPPORT
 from rich.console import Console
 from run_folders import new_run_folder
 from transformers import AutoTokenizer
@@ -61,10 +62,10 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def resume(folder: Path, *, named: tuple[str, ...] = (), **sections: Any) -> dict[str, Any]:
+def resume(folder: Path, *, named: tuple[str, ...] = (), said: Any = None, **sections: Any) -> dict[str, Any]:
     run = {"resume": str(folder / "run"), **sections.pop("run", {})}
     config = loop_config(folder, run=run, **sections)
-    return train(config, recipe_name="x", console=Console(file=io.StringIO()), named=named)
+    return train(config, recipe_name="x", console=Console(file=said or io.StringIO()), named=named)
 
 
 @pytest.mark.parametrize(
@@ -132,11 +133,12 @@ def test_a_learning_rate_may_change_where_it_is_named(stopped: Path) -> None:
 
 
 def test_a_finished_run_is_left_as_it_is(stopped: Path) -> None:
-    """Unless there is more to do. Seen failing without the look: resources were asked for."""
+    """Unless there is more to do. Seen failing without the look: resources were asked for; and with nothing said."""
     done = {"status": "done", "version": 3, "steps": 3}
     (stopped / "run" / "summary.json").write_text(json.dumps(done))
-    before = contents(stopped / "run")
-    assert resume(stopped, run={"steps": 3}) == done | {"folder": str(stopped / "run")}
+    before, said = contents(stopped / "run"), io.StringIO()
+    assert resume(stopped, run={"steps": 3}, said=said) == done | {"folder": str(stopped / "run")}
+    assert said.getvalue().startswith("this run is finished: ")
     assert contents(stopped / "run") == before
     with pytest.raises(ConfigError, match="no room"):
         resume(stopped, run={"steps": 4})
@@ -177,6 +179,31 @@ def test_a_model_without_a_tokenizer_is_refused_before_anything_starts(
     (tmp_path / "model" / "tokenizer_config.json").unlink()
     monkeypatch.setattr(train_module, "ray_session", lambda: pytest.fail("a Ray was asked for"))
     with pytest.raises(ConfigError, match="a model folder must hold its tokenizer"):
+        train(config, recipe_name="x", console=Console(file=io.StringIO()))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"verifier": {"function": "none.py:verify"}}, r"^verifier\.function: .* there is no file .*none\.py"),
+        (
+            {"rollout": {"workflow": f"{SUPPORT / 'loop_workflows.py'}:nowhere"}},
+            r"^rollout\.workflow: .* must have a function 'nowhere'",
+        ),
+        ({"verifier": {"function": "raises.py:verify"}}, r"raises\.py:verify must score a completion"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], message: str
+) -> None:
+    """And leaves no run folder. Seen failing, by the Ray that was asked for, without the looks."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    Path("raises.py").write_text("def verify(prompt, completion, answer, **row):\n    raise ValueError('never')\n")
+    config = loop_config(tmp_path, run={"dir": str(tmp_path / "run")}, **sections)
+    monkeypatch.setattr(train_module, "ray_session", lambda: pytest.fail("a Ray was asked for"))
+    with pytest.raises(ArealLiteError, match=message):
         train(config, recipe_name="x", console=Console(file=io.StringIO()))
     assert not (tmp_path / "run").exists()
 
