@@ -30,6 +30,8 @@ Call = tuple[str, str, str, Mapping[str, Any]]
 NOT_APPLICABLE = "not_applicable"
 """The failure of what has no reward to give."""
 _DETAIL_CHARS = 2000
+_CHAT = "prompt_messages"
+"""`areal_lite.config.data.CHAT`, which is heavy to import."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,18 @@ def _invoke(function: VerifyFunction, calls: Sequence[Call], arguments: Mapping[
     if batch_size(function) is not None:
         return function(*map(list, zip(*calls, strict=True)), *checked, **named)
     ((*texts, row),) = calls
+    if _CHAT in row and not _takes(function, _CHAT):
+        row = {name: value for name, value in row.items() if name != _CHAT}
     return function(*texts, *checked, **row, **named)
+
+
+def _takes(function: VerifyFunction, name: str) -> bool:
+    """Whether a function has a keyword, or takes any; one whose signature cannot be read does."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    return any(one.name == name or one.kind is one.VAR_KEYWORD for one in parameters)
 
 
 def _given(function: VerifyFunction, arguments: Mapping[str, Any]) -> tuple[list[Any], Mapping[str, Any]]:

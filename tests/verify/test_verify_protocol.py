@@ -6,6 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from areal_lite.config.data import CHAT
 from areal_lite.errors import VerifierUnavailable
 from areal_lite.verify.protocol import Reply, answer, failed, is_async
 from areal_lite.verify.result import VerifyResult, batched
@@ -117,6 +118,23 @@ def test_errors_are_told_apart():
     assert [failure(name) for name in errors] == [
         "unavailable", "memory", "memory", "memory", "exception:FileNotFoundError", "exception:KeyError"
     ]  # fmt: skip
+
+
+def test_a_function_that_takes_no_further_columns_gets_no_messages():
+    """The column of a chat is not the data's own. Seen failing with it handed to every function."""
+
+    def bare(prompt, completion, answer, level):
+        return level
+
+    def named(prompt, completion, answer, level, prompt_messages):
+        return len(prompt_messages)
+
+    class Rest:
+        def __call__(self, prompt, completion, answer, **row):
+            return len(row)
+
+    for function, reward in ((bare, 7), (named, 3), (Rest(), 2)):
+        assert answer(function, [("p", "c", "a", {"level": 7, CHAT: [{}] * 3})], arguments={}) == [Reply(reward)]
 
 
 def test_a_batched_function_gets_lists_and_is_checked_item_by_item():
