@@ -86,12 +86,27 @@ async def trl(prompts: Texts, completions: Texts, answers: Texts, rows: Rows, ar
 
     Source: https://huggingface.co/docs/trl/main/en/grpo_trainer, "Using a custom reward function".
     """
+    forms = [bool(row.get("messages") or (CHAT in row if arguments.chat is None else arguments.chat)) for row in rows]
+    results: list[Any] = [None] * len(rows)
+    for is_chat in dict.fromkeys(forms):  # a call for each, as a function may look at the first alone
+        chosen = [index for index, form in enumerate(forms) if form == is_chat]
+        columns: tuple[Sequence[Any], ...] = (prompts, completions, answers, rows)
+        rewards = await _of_trl(arguments, is_chat, *([values[index] for index in chosen] for values in columns))
+        if len(rewards) != len(chosen):
+            return rewards
+        for index, reward in zip(chosen, rewards, strict=True):
+            results[index] = reward
+    return results
+
+
+async def _of_trl(
+    arguments: TrlArguments, is_chat: bool, prompts: Texts, completions: Texts, answers: Texts, rows: Rows
+) -> list[VerifyResult]:
     metrics: dict[str, float] = {}
     names = dict.fromkeys(name for row in rows for name in row if name not in _NOT_COLUMNS)
     columns: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
     asked, said = list[Any](prompts), list[Any](completions)
-    is_chat = any(CHAT in row for row in rows) if arguments.chat is None else arguments.chat
-    if is_chat or any(row.get("messages") for row in rows):
+    if is_chat:
         asked = [
             row.get(CHAT) or [{"role": "user", "content": prompt}] for row, prompt in zip(rows, prompts, strict=True)
         ]

@@ -75,7 +75,7 @@ def test_a_trl_function_gets_chats_where_asked_or_where_there_were_turns() -> No
         {"role": "assistant", "content": "right"},
     ]
     assert call_trl("last_role", ["right", "wrong"], chat=True) == [11.0, 10.0]
-    assert call_trl("last_role", ["x", "right"], [{"messages": turns}, {}]) == [31.0, 11.0]
+    assert call_trl("last_role", ["x", "right"], [{"messages": turns}, {"messages": turns[2:]}]) == [31.0, 11.0]
 
 
 def test_a_trl_function_gets_the_chat_that_the_model_was_given() -> None:
@@ -83,6 +83,12 @@ def test_a_trl_function_gets_the_chat_that_the_model_was_given() -> None:
     row = {"prompt_messages": [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2"}]}
     assert call_trl("continues", ["4", "5"], [row, row]) == [1.0, 0.0]
     assert call_trl("digits", ["a1b22"], [row], chat=False) == [3.0]
+
+
+def test_a_trl_function_gets_texts_or_chats_row_by_row() -> None:
+    """Of a mix of both, a call for each form. Seen failing with all as chats, and with both in one call."""
+    rows = [{"prompt_messages": [{"role": "user", "content": "2"}]}, {}, {"messages": [{"role": "user"}]}, {}]
+    assert call_trl("is_chat", ["4", "5", "6", "7"], rows) == [1.0, 0.0, 1.0, 0.0]
 
 
 def test_a_trl_function_may_be_async_and_log_metrics() -> None:
