@@ -103,6 +103,8 @@ class Config(Section):
             )
         if self.objective.baseline != "critic" and self.critic != CriticConfig():
             yield "the section critic is not read without objective.baseline=critic: set that too, or leave it out"
+        if self.trainer.packing and self.critic.path is not None:
+            yield "trainer.packing was tried with the policy's family alone, got a critic.path too: set one of them"
 
     def _batch_problems(self) -> Iterable[str]:
         """Of how a step's samples are compared and divided."""

@@ -307,7 +307,7 @@ class TrainerConfig(Section):
     micro_batch_tokens: int = Field(4096, ge=1)
     """tokens of one forward pass at most, padding too"""
     packing: bool = False
-    """rows of a pass one behind another, without padding; for flash_attention_2 and flex_attention"""
+    """rows of a pass one behind another, without padding; for flash_attention_2"""
     lr: float = Field(1e-4, gt=0)
     """peak learning rate of AdamW"""
     schedule: Literal["constant", "cosine"] = "constant"

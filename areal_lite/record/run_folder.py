@@ -35,6 +35,7 @@ _FREE_ON_RESUME = {
     "rollout.workers", "rollout.slots", "rollout.threads", "rollout.kv_cache_mb", "rollout.gpu_memory_fraction",
     "rollout.tensor_parallel", "queue.lease_timeout_s", "queue.bind", "queue.max_message_mb", "verifier.timeout_s",
     "verifier.processes", "verifier.workers", "trainer.ranks", "trainer.threads", "trainer.micro_batch_tokens",
+    "trainer.packing",
     *(f"trainer.mesh.{name}" for name in MeshConfig.model_fields), "trainer.offload",
     "trainer.activation_checkpointing", "sft.epochs", "preference.epochs",
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 A process of its own: `python -m areal_lite.launch.clusters.attempts RECORD`, on the head or wherever the nodes are
 reached from. Ctrl-C, and a batch system's notice (SIGTERM, SIGHUP, SIGUSR1), are handed to the command as an interrupt,
-so that the run saves; a second one ends it at once.
+so that the run saves; a second Ctrl-C ends it at once.
 """
 
 import contextlib
@@ -286,7 +286,8 @@ class _Asked:
             time.sleep(min(left, _POLL_S))
 
     def _handle(self, number: int, frame: Any) -> None:
-        self.count += 1
+        # A notice may come to every process, and once more from who started this one.
+        self.count = self.count + 1 if number == signal.SIGINT else max(self.count, 1)
 
 
 def end_leftovers(job: Job) -> list[str]:

@@ -136,9 +136,10 @@ def _batch_script(job: Job) -> str:
 _BODY = """
 {enter}
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $(( ${{SLURM_RESTART_COUNT:-0}} + 1 ))"
-told=no
-trap 'told=end; kill -TERM "$supervisor"' USR1                  # the time limit is near, or a preemption
-trap 'told=${{told/no/stop}}; kill -TERM "$supervisor"' INT TERM # asked to stop, cancelled, or requeued
+told=no started=$(date +%s)
+trap '[ $told = stop ] || told=end; kill -TERM "$supervisor"' USR1 # the time limit is near, or a preemption
+trap 'told=stop; kill -TERM "$supervisor"' INT                     # asked to stop
+trap 'told=${{told/no/stop}}; kill -TERM "$supervisor"' TERM         # cancelled, or requeued
 {supervisor} &
 supervisor=$!
 # A signal ends a wait, not the supervisor.
@@ -147,13 +148,14 @@ wait "$supervisor"; code=$?
 {again}exit "$code"
 """
 _AGAIN = """\
-# Where a preemption leaves time, the steps alone are told, and the run saves and ends by itself.
+# Where a preemption leaves time, the steps alone are told, and the run saves and ends by itself: by what it has saved.
 if [ "$told" != stop ] && [ "$code" = 130 ]; then
-    if ls {checkpoints} >/dev/null 2>&1; then
+    [ "$told" = end ] && started=0
+    if [ -n "$(find {checkpoints} -newermt "@$started" 2>/dev/null)" ]; then
         echo "Slurm wants the nodes: back into the queue, to go on from the newest checkpoint"
         scontrol requeue "$SLURM_JOB_ID"
     else
-        echo "Slurm wanted the nodes before the first step was saved: ask for more time (slurm.time in the profile)"
+        echo "Slurm wanted the nodes before a step was saved: ask for more time (slurm.time in the profile)"
     fi
 fi
 """

@@ -225,6 +225,11 @@ COMBINATIONS = [
     ({"trainer": {"ranks": 4, "mesh": {"shard": 4, "tensor": 2}}}, ["trainer.ranks=4", "shard=4 and tensor=2"]),
     ({"trainer": {"ranks": 4, "mesh": {"replicate": 2, "context": 4}}}, ["trainer.mesh.context", "2 ranks", "got 4"]),
     ({"trainer": {"ranks": 2, "mesh": {"context": 2}, "attention": "eager"}}, ["trainer.attention=sdpa", "eager"]),
+    ({"trainer": {"ranks": 2, "mesh": {"context": 2}, "packing": True}}, ["trainer.packing", "context=2"]),
+    (
+        {"trainer": {"packing": True}, "objective": {"preset": "ppo"}, "critic": {"path": "another"}},
+        ["trainer.packing", "critic.path"],
+    ),
     ({"trainer": {"ranks": 2, "mesh": {"tensor": 2}, "lora": {}}}, ["trainer.lora", "trainer.mesh.tensor=2", "leave"]),
     ({"weights": {"transport": "nccl"}}, ["weights.transport=nccl", "run.device=cuda", "set weights.transport=gloo"]),
     ({"run": {"device": "cuda"}}, ["weights.transport=gloo", "run.device=cuda", "set weights.transport=nccl"]),

@@ -17,7 +17,7 @@ from launch_builders import make_job, make_profile
 
 from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.clusters import attempts, joined, ray_nodes
-from areal_lite.launch.clusters.attempts import Attempt, Attempts, end_leftovers, supervise, verdict
+from areal_lite.launch.clusters.attempts import Attempt, Attempts, _Asked, end_leftovers, supervise, verdict
 from areal_lite.launch.clusters.job import Job
 from areal_lite.launch.clusters.profile import Profile
 from areal_lite.launch.clusters.ray_nodes import RayNodes
@@ -139,6 +139,16 @@ def test_ctrl_c_is_handed_on_and_there_is_no_other_attempt(tmp_path: Path, monke
     thread.join()
     assert (tmp_path / "saved").exists()
     assert Attempts.read(job).status().words == "stopped and saved at step 0"
+
+
+def test_a_notice_that_comes_twice_does_not_end_the_run_at_once() -> None:
+    """Slurm tells every process, and its script this one. Seen failing with each counted: the second cut the save."""
+    with _Asked() as asked:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked.count == 1
+        os.kill(os.getpid(), signal.SIGINT)
+        assert asked.count == 2
 
 
 def test_a_ray_job_has_its_first_signal_from_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

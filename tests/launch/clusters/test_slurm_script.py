@@ -1,7 +1,9 @@
 """The batch script of a job, for two profiles, and Slurm's words for how a job stands, turned into ours."""
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -33,21 +35,23 @@ FOUR_NODES = """\
 
 source /shared/venv/bin/activate
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $(( ${SLURM_RESTART_COUNT:-0} + 1 ))"
-told=no
-trap 'told=end; kill -TERM "$supervisor"' USR1                  # the time limit is near, or a preemption
-trap 'told=${told/no/stop}; kill -TERM "$supervisor"' INT TERM # asked to stop, cancelled, or requeued
+told=no started=$(date +%s)
+trap '[ $told = stop ] || told=end; kill -TERM "$supervisor"' USR1 # the time limit is near, or a preemption
+trap 'told=stop; kill -TERM "$supervisor"' INT                     # asked to stop
+trap 'told=${told/no/stop}; kill -TERM "$supervisor"' TERM         # cancelled, or requeued
 python -m areal_lite.launch.clusters.attempts '/shared/my work/runs/jobs/gsm8k.json' &
 supervisor=$!
 # A signal ends a wait, not the supervisor.
 while wait "$supervisor"; code=$?; kill -0 "$supervisor" 2>/dev/null; do :; done
 wait "$supervisor"; code=$?
-# Where a preemption leaves time, the steps alone are told, and the run saves and ends by itself.
+# Where a preemption leaves time, the steps alone are told, and the run saves and ends by itself: by what it has saved.
 if [ "$told" != stop ] && [ "$code" = 130 ]; then
-    if ls '/shared/my work/runs/gsm8k'/checkpoints/step-*/meta.json >/dev/null 2>&1; then
+    [ "$told" = end ] && started=0
+    if [ -n "$(find '/shared/my work/runs/gsm8k'/checkpoints/step-*/meta.json -newermt "@$started" 2>/dev/null)" ]; then
         echo "Slurm wants the nodes: back into the queue, to go on from the newest checkpoint"
         scontrol requeue "$SLURM_JOB_ID"
     else
-        echo "Slurm wanted the nodes before the first step was saved: ask for more time (slurm.time in the profile)"
+        echo "Slurm wanted the nodes before a step was saved: ask for more time (slurm.time in the profile)"
     fi
 fi
 exit "$code"
@@ -68,9 +72,10 @@ ONE_NODE = f"""\
 
 :
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $(( ${{SLURM_RESTART_COUNT:-0}} + 1 ))"
-told=no
-trap 'told=end; kill -TERM "$supervisor"' USR1                  # the time limit is near, or a preemption
-trap 'told=${{told/no/stop}}; kill -TERM "$supervisor"' INT TERM # asked to stop, cancelled, or requeued
+told=no started=$(date +%s)
+trap '[ $told = stop ] || told=end; kill -TERM "$supervisor"' USR1 # the time limit is near, or a preemption
+trap 'told=stop; kill -TERM "$supervisor"' INT                     # asked to stop
+trap 'told=${{told/no/stop}}; kill -TERM "$supervisor"' TERM         # cancelled, or requeued
 {sys.executable} -m areal_lite.launch.clusters.attempts /shared/me/runs/jobs/eval.json &
 supervisor=$!
 # A signal ends a wait, not the supervisor.
@@ -108,14 +113,32 @@ def test_the_script_of_one_node() -> None:
     assert script(Job(name="eval", kind="slurm", folder="/shared/me", words=["eval", "/models/a"])) == ONE_NODE
 
 
-@pytest.mark.parametrize(("told", "requeues"), [("", True), ("USR1", True), ("INT", False), ("TERM", False)])
-def test_a_job_goes_back_into_the_queue_unless_it_was_asked_to_stop(told: str, requeues: bool, tmp_path: Path) -> None:
-    """Also where the run alone is told, as its step is when a preemption begins: seen failing there before."""
-    told_by = f"kill -{told} $$; " if told else ""
-    supervisor = f"python() {{ trap 'exit 130' TERM; {told_by}sleep {1 if told else 0} & wait; exit 130; }}"
+@pytest.mark.parametrize(
+    ("told", "saved", "requeues"),
+    [
+        ("", "now", True),
+        ("", "before", False),
+        ("USR1", "before", True),
+        ("INT", "now", False),
+        ("TERM", "now", False),
+        ("USR1 TERM", "now", True),
+        ("USR1 INT", "now", False),
+        ("INT USR1", "now", False),
+    ],
+)
+def test_a_job_goes_back_into_the_queue_unless_it_was_asked_to_stop(
+    told: str, saved: str, requeues: bool, tmp_path: Path
+) -> None:
+    """Also where the run alone is told, as its step is when a preemption begins, if it then saves: else for ever.
+
+    Seen failing where the run alone was told, with the last signal's word alone, and with any checkpoint.
+    """
+    told_by = "".join(f"kill -{name} $$; sleep 0.2; " for name in told.split())
+    supervisor = f"python() {{ trap 'ends=1' TERM; {told_by}sleep {1 if told else 0} & wait; exit 130; }}"
     enter = f"{supervisor}; scontrol() {{ echo requeued; }}"
-    (tmp_path / "runs/told/checkpoints/step-1").mkdir(parents=True)
-    (tmp_path / "runs/told/checkpoints/step-1/meta.json").touch()
+    (meta := tmp_path / "runs/told/checkpoints/step-1/meta.json").parent.mkdir(parents=True)
+    meta.touch()
+    os.utime(meta, (age := time.time() + (60 if saved == "now" else -60), age))
     job = Job(name="told", kind="slurm", folder=str(tmp_path), words=["train", "a"], profile=Profile(enter=enter))
     done = subprocess.run(["bash", "-s"], input=script(job), capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, "requeued" in done.stdout) == (130, requeues), done
