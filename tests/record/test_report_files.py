@@ -197,6 +197,14 @@ def test_curves_keep_their_colours_beside_smoothed_ones() -> None:
     assert [trace["line"]["color"] for trace in chart.data] == [COLOURS[0], COLOURS[0], COLOURS[1]]
 
 
+def test_more_curves_than_colours_are_told_apart() -> None:
+    """Seen failing with the first one's looks for the ninth."""
+    curves = [Line(name=str(number), x=[1, 2], y=[number, 1]) for number in range(10)]
+    for chart in (lines("t", curves, x="step"), lines("t", smoothed(curves), x="step")):
+        assert chart is not None
+        assert len({(trace["line"]["color"], trace["line"].get("dash")) for trace in chart.data}) == 10
+
+
 def test_only_settings_that_differ_from_the_defaults_come_first(tmp_path: Path) -> None:
     """Also inside sources that the recipe names. Seen failing with the settings that were given: the file gives all."""
     settings = {"data": {"mix": {"sums": {"arith": {"max_value": 7}}, "more": {"weight": 3.0}}}}

@@ -96,6 +96,14 @@ def test_a_table_has_seven_columns_at_most(tmp_path: Path) -> None:
     assert {"name", "status", "start", "end", "samples per s"} <= set(benched)
 
 
+def test_repeats_are_shown_by_their_spread(tmp_path: Path) -> None:
+    """Seen failing with lists left out: a table of the sides' names alone."""
+    rows = [{"side": "a", "tokens_per_s": [3.0, 1.0, 2.0], "over": [2.0], "problems": []}]
+    (tmp_path / "results.json").write_text(json.dumps({"benchmark": "rollout", "rows": rows}))
+    page = write_bench(tmp_path).read_text()
+    assert re.findall(r"<td>(.*?)</td>", page) == ["a", "2 (1\u00a0to\u00a03)", "2"]
+
+
 def test_pages_ask_the_network_for_nothing(tmp_path: Path) -> None:
     """Of the page's own text; the browser test sees that the chart library asks for nothing either."""
     for page in pages(tmp_path):

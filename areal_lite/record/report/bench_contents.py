@@ -2,22 +2,26 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 from areal_lite.record.report.charts import COLOURS, Chart, Line, as_shares, bars, lines
 from areal_lite.record.report.page import MOST_COLUMNS, Block, Section, charts_block, figure_text
-from areal_lite.record.report.read import Row, numbers, table
+from areal_lite.record.report.read import Row, number, numbers, table
 
 _PLACE = ("benchmark", "plan", "recipe", "commit", "processor", "cores", "best_synchronous")
 _DECIDE = {
-    "name", "mode", "over_the_best_synchronous", "status", "start", "end", "samples_per_s", "seconds", "trainer_idle",
-    "reward_equal_time",
+    "name", "mode", "over_the_best_synchronous", "status", "start", "end", "samples_per_s", "tokens_per_s", "seconds",
+    "trainer_idle", "reward_equal_time", "paused_s", "over_copy",
 }  # fmt: skip
+"""What a table shows before other figures, of whichever benchmark."""
 
 
 def bench_sections(results: Row) -> Iterator[Section]:
     """Yield what is known by its shape: figures by mode with their spread, runs with a curve, rows of plain figures."""
     place = {key: figure_text(results[key]) for key in _PLACE if results.get(key) is not None}
+    place |= {"recipe": Path(place["recipe"]).stem} if "recipe" in place else {}
     yield Section("Overview", [Block("tiles", _spaced(place)), Block("list", results.get("findings"))])
     modes, runs = _rows(results.get("modes")), _rows(results.get("runs"))
     yield Section("Modes", [_table(list(map(_mode_row, modes))), charts_block(_mode_charts(modes))])
@@ -36,10 +40,10 @@ def _mode_row(mode: Row) -> Row:
 
 
 def _spread_text(spread: Mapping[str, float]) -> str:
-    median, ends = spread.get("median"), {spread.get("low"), spread.get("high")}
+    middle, ends = spread.get("median"), {spread.get("low"), spread.get("high")}
     if len(ends) == 1 or None in ends:
-        return figure_text(median)
-    return f"{figure_text(median)} ({figure_text(spread['low'])} to {figure_text(spread['high'])})"
+        return figure_text(middle)
+    return f"{figure_text(middle)} ({figure_text(spread['low'])}\u00a0to\u00a0{figure_text(spread['high'])})"
 
 
 def _mode_charts(modes: Sequence[Row]) -> Iterator[Chart | None]:
@@ -69,17 +73,26 @@ def _curve(run: Row) -> Line:
 
 
 def _plain(rows: Sequence[Row]) -> list[Row]:
-    """Keep figures and words; what is nested stands in the whole."""
-    keys = dict.fromkeys(key for row in rows for key, value in row.items() if isinstance(value, (str, int, float)))
-    return [{key: row.get(key) for key in keys} for row in rows]
+    """Keep figures and words, and the spread of repeats; what else is nested stands in the whole."""
+    shown = [
+        {key: _repeats_text(value) if isinstance(value, list) else value for key, value in row.items()} for row in rows
+    ]
+    keys = dict.fromkeys(key for row in shown for key, value in row.items() if isinstance(value, (str, int, float)))
+    return [{key: row.get(key) for key in keys} for row in shown]
+
+
+def _repeats_text(values: Sequence[Any]) -> str | None:
+    known = [value for value in values if number(value) is not None]
+    return _spread_text({"median": median(known), "low": min(known), "high": max(known)}) if known else None
 
 
 def _table(rows: Sequence[Row]) -> Block:
-    """Show the figures that decide, then others, as far as there is room."""
-    names = sorted(dict.fromkeys(name for row in rows for name in row), key=lambda name: name not in _DECIDE)
-    more = len(names[MOST_COLUMNS:])
-    caption = f"{more} more: All of it, below" if more else ""
-    return Block("table", [_spaced({name: row.get(name) for name in names[:MOST_COLUMNS]}) for row in rows], caption)
+    """Show the figures that decide, and of the others as many as there is room for."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    few = sorted(names, key=lambda name: name not in _DECIDE)[:MOST_COLUMNS]
+    caption = f"{len(names) - len(few)} more figures in results.json, below"
+    content = [_spaced({name: row.get(name) for name in names if name in few}) for row in rows]
+    return Block("table", content, caption if len(names) > len(few) else "")
 
 
 def _spaced(row: Mapping[str, Any]) -> Row:

@@ -47,8 +47,7 @@ def lines(
         # A curve of a point or two has no length to be seen by.
         mode = "lines" if sum(value is not None for value in curve.y) > 30 else "lines+markers"
         trace = {"type": "scatter", "mode": mode, "name": curve.name, "x": list(curve.x), "y": list(curve.y)}
-        colour = _colour(index)
-        data.append(trace | {"line": {"width": 2, **colour}, "marker": colour} | curve.style)
+        data.append(trace | {"line": _stroke(index, 2), "marker": _colour(index)} | curve.style)
     layout: dict[str, Any] = {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}, **axis}}
     if any("error_y" in curve.style for curve in curves):
         note = "bars: 95 % confidence, as there are only so many held-out rows"
@@ -60,15 +59,15 @@ def smoothed(curves: Sequence[Line], *, window: int = 10) -> list[Line]:
     """Return each curve faint, with its mean over the last points above it; short ones as they are."""
     found = []
     for index, curve in enumerate(curves):
-        colour, values, means = _colour(index), list[float](), list[float | None]()
+        values, means = list[float](), list[float | None]()
         if len(curve.points) < 3 * window:
-            found.append(replace(curve, style={"line": {"width": 2, **colour}, "marker": colour}))
+            found.append(replace(curve, style={"line": _stroke(index, 2), "marker": _colour(index)}))
             continue
         for y in curve.y:
             values += [] if y is None else [y]
             means.append(None if y is None else fmean(values[-window:]))
-        faint = {"line": {"width": 1, **colour}, "opacity": 0.4, "showlegend": False}
-        bold = {"line": {"width": 2.5, **colour}}
+        faint = {"line": _stroke(index, 1), "opacity": 0.4, "showlegend": False}
+        bold = {"line": _stroke(index, 2.5)}
         found += [replace(curve, style=faint), replace(curve, y=means, style=bold)]
     return found
 
@@ -102,3 +101,8 @@ def as_shares(counts: Mapping[str, float]) -> dict[str, float]:
 
 def _colour(index: int) -> dict[str, str]:
     return {"color": COLOURS[index % len(COLOURS)]}
+
+
+def _stroke(index: int, width: float) -> dict[str, Any]:
+    """Return a line's looks; where colours begin anew it is dashed."""
+    return {"width": width, **_colour(index), **({"dash": "dash"} if index >= len(COLOURS) else {})}

@@ -70,7 +70,7 @@ function sortBy(table, column) {
 // The part of the page that is read stands out in the navigation, and stays in sight there.
 function follow() {
   const nav = document.querySelector("nav"), sections = [...document.querySelectorAll("section")];
-  const at = sections.findLastIndex((section) => section.getBoundingClientRect().top < innerHeight / 3);
+  const at = scrollY ? sections.findLastIndex((section) => section.getBoundingClientRect().top < innerHeight / 3) : 0;
   [...nav.children].forEach((link, index) => link.classList.toggle("here", index === Math.max(at, 0)));
   const here = nav.querySelector(".here");
   if (here.offsetLeft < nav.scrollLeft || here.offsetLeft + here.offsetWidth > nav.scrollLeft + nav.clientWidth) nav.scrollLeft = here.offsetLeft - 40;

@@ -93,15 +93,13 @@ function timelineFigure(timeline, from, to, columns) {
   ];
   const legend = [];
   const key = (name, mark, color) => legend.push(element("span", {}, mark ? element("b", { style: { color } }, mark) : element("i", { style: { background: color } }), name));
-  const seen = [...new Set(segments.map(({ lane, index }) => lane.kind[index]))].filter((kind) => kind >= 0).sort((a, b) => a - b);
+  const drawn = new Set([...new Set(owner)].filter((segment) => segment >= 0).map((segment) => segments[segment].lane.kind[segments[segment].index]));
+  const seen = [...drawn].filter((kind) => kind >= 0).sort((a, b) => a - b);
   for (const first of seen.slice(0, COLOURS.length)) {
     const versions = seen.filter((version) => version % COLOURS.length === first % COLOURS.length), more = versions.length > 2 ? ", ..." : "";
     key(`version ${versions.slice(0, 2).join(", ")}${more}`, "", versionColour(first));
   }
-  for (const kind of timeline.kinds) {
-    if (!timeline.lanes.some((lane) => lane.kind.some((value) => -1 - value === timeline.kinds.indexOf(kind)))) continue;
-    key(KIND_WORDS[kind], "", OTHER_COLOURS[kind]);
-  }
+  timeline.kinds.forEach((kind, place) => drawn.has(-1 - place) && key(KIND_WORDS[kind], "", OTHER_COLOURS[kind]));
   const marksOf = (kind) => timeline.marks.filter((mark) => mark.kind === kind && inSight(mark.time));
   for (const [kind, [name, symbol, mark]] of Object.entries(MARKS)) {
     const marks = marksOf(kind), color = colourOf(kind === "lost" ? "--bad" : "--accent");
