@@ -90,7 +90,7 @@ def _table(rows: Sequence[Row]) -> Block:
     """Show the figures that decide, and of the others as many as there is room for."""
     names = dict.fromkeys(name for row in rows for name in row)
     few = sorted(names, key=lambda name: name not in _DECIDE)[:MOST_COLUMNS]
-    caption = f"{len(names) - len(few)} more figures in results.json, below"
+    caption = f"figures in results.json alone, below: {len(names) - len(few)}"
     content = [_spaced({name: row.get(name) for name in names if name in few}) for row in rows]
     return Block("table", content, caption if len(names) > len(few) else "")
 
