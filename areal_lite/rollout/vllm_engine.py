@@ -256,8 +256,8 @@ class VllmEngine:
                     self.raise_if_dead()
         finally:
             task.cancel()
-        if task.exception() is not None:  # of many kinds, where it is dead
-            self.raise_if_dead()
+        if task.exception() is not None and self._llm.errored:
+            raise _died() from task.exception()  # of many kinds
         return task.result()
 
 

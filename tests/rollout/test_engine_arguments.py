@@ -58,7 +58,9 @@ def test_a_type_of_vllms_that_cannot_be_read_is_left_to_vllm() -> None:
 
 
 def test_an_engine_core_that_wanted_memory_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it was doing. Seen failing without the kernel's word in each place, and with vLLM's own errors."""
+    """Whatever it was doing. Seen failing without the kernel's word in each place, with vLLM's own errors, and without
+    these as the cause.
+    """
     from vllm.v1.engine.exceptions import EngineDeadError
 
     class DeadCore:
@@ -76,8 +78,9 @@ def test_an_engine_core_that_wanted_memory_is_told_so(monkeypatch: pytest.Monkey
     for call in (engine.resume, lambda: engine.score([1], [2])):
         with pytest.raises(
             EngineError, match=r"core process died .the kernel has ended a process here for want of mem"
-        ):
+        ) as raised:
             asyncio.run(call())
+        assert isinstance(raised.value.__cause__, EngineDeadError)
     monkeypatch.setattr(vllm_engine, "_set_environment", vars)
     monkeypatch.setattr(vllm_engine, "_engine_args", len)  # it fails
     with pytest.raises(EngineError, match=r"should have started on nowhere, got TypeError: .*for want of memory"):
