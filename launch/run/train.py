@@ -87,7 +87,7 @@ def train(
         say(f"this run is finished: {path} has all its {summary['version']} steps; to train on, raise run.steps")
         return summary | {"folder": str(path)}
     check_trackers(config.run.trackers)
-    check_memory(config.caches_mb if isinstance(config, Config) and not os.environ.get("RAY_ADDRESS") else 0)
+    check_memory(config.caches_mb if isinstance(config, Config) and not _joins_a_cluster() else 0)
     with contextlib.ExitStack() as stack:
         writer = stack.enter_context(SoleWriter(path, take_over=take_over, say=warn))
         if not config.run.resume:
@@ -133,7 +133,7 @@ def _online(config: Config, console: Console) -> _Made[Config]:
         load_documents(config.objective.ptx_path, tokenizer=tokenizer, max_tokens=config.model.max_context)
     prompts = load_sources(config, tokenizer, "train")
     check_arguments(config, chain.from_iterable(prompts.values()))
-    if not os.environ.get("RAY_ADDRESS"):  # else verifiers run on other machines, which may have what they need
+    if not _joins_a_cluster():  # else verifiers run on other machines, which may have what they need
         check_first_calls(config, chain.from_iterable(prompts.values()))
     held_out, view = load_source(config, tokenizer, "eval"), View(config, console=console)
     return (
@@ -187,6 +187,11 @@ def _report_of(folder: RunFolder, *, console: Console) -> str | None:
     except Exception as error:
         console.print(f"the report could not be written: {error!r}", style="yellow", markup=False, soft_wrap=True)
         return None
+
+
+def _joins_a_cluster() -> bool:
+    """Whether a run may have other machines than this one."""
+    return ray.is_initialized() or bool(os.environ.get("RAY_ADDRESS"))
 
 
 @contextlib.contextmanager

@@ -241,3 +241,14 @@ def test_what_the_machine_lacks_is_said_before_anything_is_loaded(
     with pytest.raises(ConfigError, match=message):
         train(config.model_copy(update={"rollout": rollout}), recipe_name="x", console=Console(file=io.StringIO()))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_cluster_that_was_joined_before_has_its_own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a user's own `ray.init`. Seen failing with this machine's compared."""
+    config = loop_config(tmp_path, run={"dir": str(tmp_path / "run")}, model={"path": "nowhere"})
+    monkeypatch.setattr("areal_lite.node.memory_bytes", lambda: 1)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    rollout = config.rollout.model_copy(update={"kv_cache_mb": 600})
+    with pytest.raises(ConfigError, match=r"model\.path .*nowhere"):
+        train(config.model_copy(update={"rollout": rollout}), recipe_name="x", console=Console(file=io.StringIO()))
