@@ -10,6 +10,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -23,6 +24,11 @@ from areal_lite.errors import CheckpointError, ConfigError
 
 _CLOCK_S = 5.0
 """When a process began is reckoned from the clock, which may have been set since."""
+_NO_PLACE = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOTDIR,
+    errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE, errno.ENOLCK, errno.EOPNOTSUPP,
+}  # fmt: skip
+"""What is wrong with a place to write, and not with what is done there."""
 
 
 @contextlib.contextmanager
@@ -31,12 +37,19 @@ def writable(what: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not isinstance(error, OSError) and "(os error " not in str(error):  # as libraries in Rust say it
+        number = error.errno if isinstance(error, OSError) else _number_of(error)
+        if number not in _NO_PLACE and (number != errno.ENOENT or folder.exists()):
             raise
         raise ConfigError(
             f"{what} must be one to write in, got {folder.absolute()}: {getattr(error, 'strerror', None) or error}; "
             "choose another, or mend that"
         ) from error
+
+
+def _number_of(error: Exception) -> int | None:
+    """Return the errno of an error of a library in Rust, None of any other."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None
 
 
 class SoleWriter:

@@ -1,5 +1,6 @@
 """One writer per run folder: a second is refused by name, a dead one is no hindrance, a refusal touches nothing."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -13,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_lite.errors import CheckpointError
+from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.record import writer
-from areal_lite.record.writer import SoleWriter
+from areal_lite.record.writer import SoleWriter, writable
 
 
 def _hold(folder: Path, end: Connection) -> None:
@@ -172,3 +173,14 @@ def test_a_lease_that_cannot_be_read_is_watched_too(tmp_path: Path) -> None:
     with SoleWriter(tmp_path, say=said.append, silence_s=0.05) as held:
         held.check()
     assert "of a process that has not said its name, who holds" in said[0]
+
+
+def test_what_is_wrong_with_the_work_is_not_said_of_the_folder(tmp_path: Path) -> None:
+    """A file that is missing, a connection that is refused. Seen failing with every error of the system's taken."""
+    for number in (errno.ENOENT, errno.ECONNREFUSED, errno.ENOMEM):
+        for error in (OSError(number, "x"), ValueError(f"x (os error {number})")):
+            with pytest.raises(type(error), match="x"), writable("a folder", tmp_path):
+                raise error
+    for number, folder in ((errno.EDQUOT, tmp_path), (errno.ENOENT, tmp_path / "none")):
+        with pytest.raises(ConfigError, match="a folder must be one to write in"), writable("a folder", folder):
+            raise OSError(number, "x")
