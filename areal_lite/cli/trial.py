@@ -72,7 +72,7 @@ def load_prompts(path: Path, *, columns: Mapping[str, Sequence[str]], config: Co
             raise DataError(f"{path}:{number}: {error}") from error
     if rows_choose:
         tasks = with_names(tasks, source=config.data.model_copy(update={"workflow": None}), config=config)
-    return _rows(_rendered(tasks, config.data, config, "data"))
+    return _rows(_rendered(tasks, config.data, config, "data", is_alone=not rows_choose))
 
 
 def recipe_prompts(config: Config) -> Rows:
@@ -85,7 +85,10 @@ def recipe_prompts(config: Config) -> Rows:
     return _rows(tasks)
 
 
-def _rendered(tasks: Sequence[Task], source: SourceConfig, config: Config, where: str) -> list[tuple[str, Task]]:
+def _rendered(
+    tasks: Sequence[Task], source: SourceConfig, config: Config, where: str, *, is_alone: bool = False
+) -> list[tuple[str, Task]]:
+    """Return rows with what the model is given; where each `is_alone`, beside no recipe, texts may be among chats."""
     is_chat = source.chat or any(task.messages for task in tasks)
     tokenizer = _tokenizer(config) if is_chat else None
     if is_chat and tokenizer is None:
@@ -93,7 +96,9 @@ def _rendered(tasks: Sequence[Task], source: SourceConfig, config: Config, where
             "these prompts are chats: the verifier gets a line `role: content` for each message, and with a recipe "
             "whose model.path is here what its chat template writes"
         )
-    return list(zip((task.prompt for task in tasks), rendered(tasks, source, tokenizer, where=where), strict=True))
+    parts = [[task] for task in tasks] if is_alone else [tasks]
+    shown = chain.from_iterable(rendered(part, source, tokenizer, where=where) for part in parts)
+    return list(zip((task.prompt for task in tasks), shown, strict=True))
 
 
 def _tokenizer(config: Config) -> Any:
@@ -103,9 +108,9 @@ def _tokenizer(config: Config) -> Any:
     path = config.model.path
     try:
         folder = path if Path(path).expanduser().exists() else snapshot_download(path, local_files_only=True)
-    except Exception:  # the library's, of several kinds
+        return load_tokenizer(find_model_folder(folder, option="model.path", is_compared=False), config.model)
+    except Exception:  # the library's, of several kinds, or ours: of a download only parts may be there
         return None
-    return load_tokenizer(find_model_folder(folder, option="model.path", is_compared=False), config.model)
 
 
 def _rows(tasks: Sequence[tuple[str, Task]]) -> Rows:

@@ -244,14 +244,15 @@ def test_a_recipe_alone_is_tried_on_the_rows_that_it_trains_on(data: Path, capsy
     assert "--data must name the file with the rows to try exact on, got none" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("model", ["model", "of/hub", "not/here"])
+@pytest.mark.parametrize("model", ["model", "of/hub", "of/parts", "not/here"])
 def test_a_verifier_is_shown_the_prompts_that_it_gets_in_a_run(
     model: str, data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of chats and of texts; where the model is not here, nor downloaded, a chat in a plain form, and that is said.
 
     Seen failing with the empty text of a chat, without the system message, without the texts' template, without the
-    word, and with what was downloaded passed over. Completions name prompts as the data or as the run has them: seen
+    word, and with what was downloaded passed over, or taken where the
+    tokenizer is not among it. Completions name prompts as the data or as the run has them: seen
     failing without either.
     """
     tokenizer = build_char_tokenizer(PRINTABLE)
@@ -260,8 +261,11 @@ def test_a_verifier_is_shown_the_prompts_that_it_gets_in_a_run(
     for folder in (data.with_name("model"), hub / "snapshots" / "abc"):
         tokenizer.save_pretrained(folder)
         (folder / "config.json").write_text("{}")
-    (hub / "refs").mkdir()
-    (hub / "refs" / "main").write_text("abc")
+    (parts := hub.with_name("models--of--parts") / "snapshots" / "abc").mkdir(parents=True)
+    (parts / "config.json").write_text("{}")
+    for refs in (hub / "refs", parts.parents[1] / "refs"):
+        refs.mkdir()
+        (refs / "main").write_text("abc")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub.parent))
     write_lines(data.with_name("chats.jsonl"), {"question": [{"role": "user", "content": "q0"}], "answer": "0"})
     mix = {
@@ -269,7 +273,7 @@ def test_a_verifier_is_shown_the_prompts_that_it_gets_in_a_run(
         "texts": {"source": "jsonl", "path": "data.jsonl", "template": "Q: {prompt}"},
     }
     data.with_name("recipe.yaml").write_text(yaml.safe_dump({"data": {"mix": mix}, "model": {"path": model}}))
-    is_here = model != "not/here"
+    is_here = model not in ("of/parts", "not/here")
     rows = recipe_prompts(load_config("recipe.yaml"))
     assert ("these prompts are chats: the verifier gets a line" in caplog.text) == (not is_here)
     trained = [
@@ -282,6 +286,15 @@ def test_a_verifier_is_shown_the_prompts_that_it_gets_in_a_run(
     completions = write_lines(data.with_name("c.jsonl"), *({"completion": "x", "prompt": one} for one in (text, "q1")))
     assert [case.index for case in load_cases(rows, completions)] == [0, 2]
     assert cli.main(["verify", "exact", "--data", "chats.jsonl"]) == 0
+
+
+def test_a_verifier_alone_may_be_tried_on_texts_and_chats(data: Path) -> None:
+    """In one file. Seen failing with `data.chat` asked for, which no option sets."""
+    rows = {"question": [{"role": "user", "content": "q"}], "answer": "user: q"}, {"question": "q", "answer": "q"}
+    write_lines(data, *rows)
+    data.with_name("rules.py").write_text("def verify(prompt, completion, answer):\n    return prompt == answer\n")
+    assert cli.main(["verify", "rules.py:verify", "--data", "data.jsonl", "--json", "out.json"]) == 0
+    assert [row["reward"] for row in json.loads(data.with_name("out.json").read_text())["results"]] == [1.0, 1.0]
 
 
 def test_a_none_of_a_trl_function_is_no_part_of_a_sum_and_alone_a_failure(tmp_path: Path) -> None:
