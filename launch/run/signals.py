@@ -14,13 +14,30 @@ NOTICES = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @contextlib.contextmanager
-def notices_held_back(*also: signal.Signals) -> Iterator[None]:
+def notices_held_back() -> Iterator[None]:
     """What this thread starts in the block never gets a notice, nor does what that starts; itself it gets them late."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*NOTICES, *also))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ctrl-C and notices that come in the block are answered behind it.
+
+    Masked they would come all the same: through the next thread that is not, to the handler, which is the main one's.
+    """
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda one, _: came.append(one)) for number in (signal.SIGINT, *NOTICES)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for one in came:
+            signal.raise_signal(one)
 
 
 class Interrupts:

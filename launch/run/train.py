@@ -7,7 +7,6 @@ import contextlib
 import functools
 import logging
 import os
-import signal
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -34,7 +33,7 @@ from areal_lite.launch.run.offline import OfflineController
 from areal_lite.launch.run.online import OnlineController
 from areal_lite.launch.run.places import Places, places_for
 from areal_lite.launch.run.preflight import check_cluster
-from areal_lite.launch.run.signals import notices_held_back
+from areal_lite.launch.run.signals import notices_held_back, undisturbed
 from areal_lite.launch.run.view import View
 from areal_lite.network import listens, speaks_grpc
 from areal_lite.node import check_memory
@@ -212,7 +211,7 @@ def ray_session() -> Iterator[None]:
         ray._private.worker.print_to_stdstream = _say_briefly  # Ray has no setting for it
         yield
     finally:
-        with notices_held_back(signal.SIGINT):  # a second Ctrl-C must not leave half of it behind
+        with undisturbed():  # a second Ctrl-C must not leave half of it behind
             _leave()
 
 

@@ -84,6 +84,11 @@ class UserRun:
         """What the terminal has shown, without control sequences."""
         return _CONTROL_SEQUENCES.sub("", b"".join(self._pieces).decode(errors="replace"))
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the command has not ended yet."""
+        return self._process.poll() is None
+
     def press_ctrl_c(self) -> None:
         """Have the terminal send SIGINT to its foreground process group, as it does for a user."""
         os.write(self._terminal, b"\x03")
@@ -96,7 +101,7 @@ class UserRun:
         """Wait for something that must happen before the command ends."""
         deadline = time.monotonic() + _DEADLINE_S
         while not condition():
-            assert self._process.poll() is None or condition(), f"ended before {what}:\n{self.output}"
+            assert self.is_running or condition(), f"ended before {what}:\n{self.output}"
             assert time.monotonic() < deadline, f"still no {what}:\n{self.output}"
             time.sleep(_POLL_S)
 
