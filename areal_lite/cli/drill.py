@@ -21,7 +21,7 @@ def drill(
 
     Each fault is provoked in a short real run: engine, rollout, verifier, queue, trainer, raylet, gcs, controller (each
     killed), hang-engine, hang-trainer, sigterm, sighup, two-writers, torn-save, bit-flip, disk-full, node,
-    slow-network; the last three need root, and are left out without. A run that ends is gone on with by areal-lite
+    slow-network; the last three need root, and are left out without. A run that ends is continued by areal-lite
     resume. The table says when a fault was noticed, when the run was back, how many steps were trained again, and
     whether every group was accounted for; at queue.max_staleness=0, whether losses are those of an undisturbed run.
     With --minutes, faults are drawn at random in one run, by default the six kills of the run's own processes.

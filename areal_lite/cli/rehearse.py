@@ -19,7 +19,7 @@ _Words = Annotated[
 @rehearse.command()
 def nodes(
     words: _Words,
-    nodes: Annotated[int, typer.Option(min=2, max=200, metavar="N", help="machines to pretend")] = 3,
+    nodes: Annotated[int, typer.Option(min=2, max=200, metavar="N", help="machines to simulate")] = 3,
     kill_node: Annotated[
         int | None, typer.Option(min=1, metavar="STEP", show_default=False, help="then the second node loses its power")
     ] = None,
@@ -51,7 +51,7 @@ def nodes(
 
 @rehearse.command()
 def slurm(
-    words: _Words, nodes: Annotated[int, typer.Option(min=2, max=200, metavar="N", help="machines to pretend")] = 2
+    words: _Words, nodes: Annotated[int, typer.Option(min=2, max=200, metavar="N", help="machines to simulate")] = 2
 ) -> int:
     """Train under Slurm: its real daemons on nodes of this machine, and one batch job.
 

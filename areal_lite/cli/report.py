@@ -40,7 +40,7 @@ def report(
 
 
 def watch(
-    folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="folder of a run that goes on")],
+    folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="folder of an active run")],
     every_s: Annotated[float, typer.Option("--every", min=1.0, metavar="S", help="seconds between two pages")] = 20.0,
 ) -> int:
     """Keep the report of a run up to date until it ends.

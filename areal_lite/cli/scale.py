@@ -10,11 +10,11 @@ from areal_lite.cli.options import word_list
 
 
 def scale(
-    folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="folder of a run that goes on")],
+    folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="folder of an active run")],
     workers: Annotated[list[str], word_list("rollout=N verifier=N", "how many there shall be from now on")],
     timeout_s: Annotated[float, typer.Option("--timeout", help="seconds the run may take to hear of it")] = 60.0,
 ) -> int:
-    """Add workers to a run that goes on, or remove some.
+    """Add workers to an active run, or remove some.
 
     New ones start beside the steps, on any node that has room, one that joined the Ray cluster since included; a
     rollout worker joins at the next publication of weights. Those with the highest numbers leave at the next step; what

@@ -24,7 +24,7 @@ def serve(
 ) -> int:
     """Open a model to an agent, as in training: the same addresses, tools and refusals, one session.
 
-    Prints base URL and key, and answers until Ctrl-C. Tokens are drawn at rollout.temperature; nothing is trained.
+    Prints base URL and key, and answers until Ctrl-C. Tokens are sampled at rollout.temperature; nothing is trained.
     """
     from areal_lite.record.paths import find_model_folder, with_absolute_paths
     from areal_lite.rollout.vllm_engine import check_engine_arguments

@@ -24,7 +24,7 @@ _OFFLINE_KEYS = ("steps", "wall_s", "trained_tokens", "trained_tokens_per_s", "l
 def train(recipe: Recipe, overrides: Overrides) -> int:
     """Train a policy from a recipe.
 
-    Ctrl-C finishes the step, saves, and says how to go on.
+    Ctrl-C finishes the step, saves, and says how to continue.
     """
     return _start("train", recipe, overrides)
 
@@ -32,7 +32,7 @@ def train(recipe: Recipe, overrides: Overrides) -> int:
 def sft(recipe: Recipe, overrides: Overrides) -> int:
     """Train a model on completions.
 
-    The rows are prompts with completions, or chats. Ctrl-C finishes the step, saves, and says how to go on.
+    The rows are prompts with completions, or chats. Ctrl-C finishes the step, saves, and says how to continue.
     """
     return _start("sft", recipe, overrides)
 
@@ -41,7 +41,7 @@ def reward_model(recipe: Recipe, overrides: Overrides) -> int:
     """Train a reward model on preferences.
 
     It learns to score completions from pairs of a better and a worse one. The result can be a recipe's verifier:
-    reward_model. Ctrl-C finishes the step, saves, and says how to go on.
+    reward_model. Ctrl-C finishes the step, saves, and says how to continue.
     """
     return _start("reward_model", recipe, overrides)
 
@@ -50,7 +50,7 @@ def dpo(recipe: Recipe, overrides: Overrides) -> int:
     """Train a policy on preferences.
 
     It learns from pairs of a better and a worse completion, without a reward model: DPO, IPO or SimPO. Ctrl-C finishes
-    the step, saves, and says how to go on.
+    the step, saves, and says how to continue.
     """
     return _start("dpo", recipe, overrides)
 

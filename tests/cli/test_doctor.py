@@ -129,7 +129,7 @@ def test_what_the_demo_does_not_need_is_a_warning():
     errors = "areal_lite.errors.VerifierError: bubblewrap must work here, it says: there is no program bwrap"
     check = probe_check(probe, ended(1, "", errors))
     assert (check.level, check.found) == (Level.WARNING, errors)
-    assert "docs/isolation.md" in check.remedy
+    assert "docs/security.md" in check.remedy
 
 
 def test_nccl_is_only_tried_with_the_cuda_build():

@@ -1,6 +1,6 @@
 """Runs a program that nobody vouches for: in bubblewrap, or, where that is asked for, in a plain process with limits.
 
-docs/isolation.md says what each kind contains and what it does not. Every program gets limits of its own, set inside by
+docs/security.md says what each kind contains and what it does not. Every program gets limits of its own, set inside by
 a prelude that then becomes the program. Linux only.
 """
 
