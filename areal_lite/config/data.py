@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from areal_lite.config.plugins import known_names, name_problems
-from areal_lite.config.section import HERE, FunctionName, Refers, Section
+from areal_lite.config.section import HERE, Refers, Section
 from areal_lite.config.suggestion import suggestion
 
 Split = Literal["train", "eval"]
@@ -99,9 +99,9 @@ class FilterConfig(Section):
 class SourceConfig(Section):
     """One source of prompts."""
 
-    source: FunctionName = "arith"
+    source: str = "arith"
     """jsonl, parquet = files; dataset = a folder or hub id; arith, reasoning_gym = built in; or a function's name"""
-    arguments: Annotated[dict[str, Any], Refers.FUNCTION] = {}
+    arguments: dict[str, Any] = {}
     """arguments of the function that source names, e.g. {seed: 1}"""
     path: Annotated[str | None, Refers.FILE_OR_HUB] = None
     """training rows: a file, a datasets folder, or a hub id"""
@@ -121,7 +121,7 @@ class SourceConfig(Section):
     """apply the model's chat template to the prompt as a user message; lists of messages always go through it"""
     system: str | None = None
     """system message before each chat that has none"""
-    tools: list[FunctionName] = []
+    tools: list[str] = []
     """functions that the chat template tells the model of, as it does of tools: signatures and docstrings"""
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
     """share of unreadable rows above which loading fails"""

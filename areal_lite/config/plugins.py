@@ -70,6 +70,12 @@ def with_a_colon(name: str) -> list[str]:
     return [f"{module}:{function}"] if is_one else []
 
 
+def plugin_file(name: str) -> str:
+    """Return the file of `path.py:function`; nothing for a text of another form."""
+    path, _, function = name.rpartition(":")
+    return path if path.endswith(".py") and function.isidentifier() else ""
+
+
 def plugin_files(value: Any) -> Iterator[str]:
     """Yield the file of each `path.py:function` in a recipe's value, in its lists and mappings too."""
     if isinstance(value, Mapping):
@@ -77,7 +83,7 @@ def plugin_files(value: Any) -> Iterator[str]:
     if isinstance(value, list | tuple):
         for item in value:
             yield from plugin_files(item)
-    elif isinstance(value, str) and (path := value.rpartition(":")[0]).endswith(".py"):
+    elif isinstance(value, str) and (path := plugin_file(value)):
         yield path
 
 

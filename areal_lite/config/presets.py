@@ -31,7 +31,7 @@ class ObjectiveConfig(Section):
     """what a return is compared with; critic = GAE on a learned value"""
     scale: Literal["none", "group_std", "batch_std"] = "group_std"
     """what advantages are divided by"""
-    advantage_function: Annotated[str | None, Refers.FUNCTION] = None
+    advantage_function: str | None = None
     """own module:function or path.py:function, called as algo/advantages.py's sample_advantages is: from [N, G] returns
     of groups of samples (NaN = failed) to finite float32 advantages, with baseline, scale and eps as keywords"""
     gamma: float = Field(1.0, gt=0, le=1)
@@ -46,7 +46,7 @@ class ObjectiveConfig(Section):
     """samples cut off at the token limit do not train"""
 
     # The policy term.
-    loss_function: Annotated[str | None, Refers.FUNCTION] = None
+    loss_function: str | None = None
     """own module:function or path.py:function, called as algo/losses.py's policy_loss is, with all its keywords: from
     [T] tensors of a micro-batch (T may be 0) to a share of the loss, a scalar, and a dict: {} or {"clipped": count}"""
     surrogate: Literal["ratio", "weighted_likelihood", "likelihood"] = "ratio"

@@ -13,8 +13,8 @@ HERE = "<here>"
 class Refers(Enum):
     """Marks a setting by what it names outside the recipe, so that it is found wherever an actor runs.
 
-    As `path: Annotated[str | None, Refers.FILE]`, or by a short form below, also in the model of a verifier's
-    arguments. Relative paths start in the folder where the command was typed.
+    As `path: Annotated[str | None, Refers.FILE]`, also in the model of a verifier's arguments. Relative paths start in
+    the folder where the command was typed. A function needs no mark: it has the form path.py:function.
     """
 
     FILE = "file"
@@ -23,14 +23,11 @@ class Refers(Enum):
     """The latter of `source: dataset` alone."""
     MODEL = "folder"
     """Of a model, or of the run that made it."""
-    FUNCTION = "function"
-    """Wherever a text in it, its lists and its mappings has the form path.py:function."""
     ARGUMENTS = "arguments"
     """Whatever the `function` beside it says of them."""
 
 
 ModelFolder = Annotated[str, Refers.MODEL]
-FunctionName = Annotated[str, Refers.FUNCTION]
 
 
 class Arguments(BaseModel):

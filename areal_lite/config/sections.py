@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from areal_lite.config.plugins import name_problems
-from areal_lite.config.section import FunctionName, ModelFolder, Refers, Section
+from areal_lite.config.section import ModelFolder, Refers, Section
 from areal_lite.network import port_range
 
 COMMANDS = {"train": "train", "sft": "sft", "reward_model": "reward-model", "dpo": "dpo"}
@@ -132,9 +132,9 @@ class ModelConfig(Section):
 class WorkflowConfig(Section):
     """A workflow with a name of its own."""
 
-    function: FunctionName
+    function: str
     """a known name, module:function or path.py:function, see docs/workflows.md"""
-    arguments: Annotated[dict[str, Any], Refers.FUNCTION] = {}
+    arguments: dict[str, Any] = {}
     """keyword arguments of every episode"""
 
 
@@ -153,9 +153,9 @@ class RolloutConfig(Section):
     """must be 0 in training: tokens outside would have probability 0"""
     max_new_tokens: int = Field(128, ge=1)
     """completion tokens at most, an environment's replies in between included"""
-    workflow: FunctionName = "single_turn"
+    workflow: str = "single_turn"
     """how a prompt becomes a sample: a name, module:function or path.py:function"""
-    workflow_arguments: Annotated[dict[str, Any], Refers.FUNCTION] = {}
+    workflow_arguments: dict[str, Any] = {}
     """keyword arguments of every episode of workflow"""
     workflows: dict[str, WorkflowConfig] = {}
     """further workflows by name, for rows and sources that choose their own"""

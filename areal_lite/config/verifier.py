@@ -6,13 +6,13 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from areal_lite.config.plugins import known_names, name_problems
-from areal_lite.config.section import FunctionName, Refers, Section
+from areal_lite.config.section import Refers, Section
 
 
 class VerifierSettings(Section):
     """One verifier and the processes it runs in."""
 
-    function: FunctionName
+    function: str
     """a known name, module:function or path.py:function, see docs/verifiers.md"""
     arguments: Annotated[dict[str, Any], Refers.ARGUMENTS] = {}
     """keyword arguments of every call, e.g. {model: runs/rm}"""
@@ -35,11 +35,11 @@ class VerifierSettings(Section):
 class VerifierConfig(VerifierSettings):
     """Scoring."""
 
-    function: Annotated[str | dict[str, float], Refers.FUNCTION] = "last_number"  # type: ignore[assignment]
+    function: str | dict[str, float] = "last_number"  # type: ignore[assignment]
     """a known name, module:function, path.py:function, or several with weights: {math: 1, format: 0.2}"""
     named: dict[str, VerifierSettings] = {}
     """further verifiers by name, for sums, and for rows and sources that choose their own"""
-    eval_function: Annotated[str | None, Refers.FUNCTION] = None
+    eval_function: str | None = None
     """verifier of held-out prompts, called without arguments; null = as in training"""
     workers: int = Field(1, ge=1)
     """verifier workers"""
