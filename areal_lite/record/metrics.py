@@ -56,6 +56,12 @@ class Metric:
         """Its name in TensorBoard, where the group `eval` says what the key says."""
         return f"{self.board}/{self.name.removeprefix('eval_') if self.board == 'eval' else self.name}"
 
+    def parts(self, row: Mapping[str, Any]) -> dict[str, float]:
+        """Return its value in a row by part, "" for the whole of one without parts; empty where there is none."""
+        value = row.get(self.name)
+        parts = value if isinstance(value, Mapping) else {"": value}
+        return {name: float(part) for name, part in parts.items() if part is not None}
+
     def of(self, totals: Mapping[str, float | None]) -> float | None:
         """Return the step's value from the totals over updates and ranks."""
         total, count = totals.get(self.name, self.empty), totals.get(self.over)

@@ -1,7 +1,6 @@
 """What every kind of run writes: rows with trackers beside them, events, and the summary."""
 
 import contextlib
-import functools
 import logging
 import math
 import subprocess
@@ -30,9 +29,9 @@ class Recorder:
 
     def __init__(self, folder: RunFolder, metrics: Iterable[Metric], run: RunConfig) -> None:
         self._folder, self._metrics = folder, metrics
-        self._page: PrometheusPage | None = None
-        if run.prometheus_port is not None:
-            self._page = PrometheusPage(metrics, address=local_address(run.network), port=run.prometheus_port)
+        self._trackers: list[Tracker] = []
+        if (port := run.prometheus_port) is not None:
+            self._trackers.append(PrometheusPage(metrics, address=local_address(run.network), port=port))
         self._commit = commit_of_code()  # now: files may change while the run goes on
         self.rows: list[dict[str, Any]] = folder.read("metrics.jsonl")
         """Rows of `metrics.jsonl`; a resumed run goes on behind those it finds."""
@@ -53,7 +52,7 @@ class Recorder:
             for event in evaluations
         }
         """Figures over the held-out rows, by completed steps."""
-        self._trackers = open_trackers(run.trackers, folder.path, next_step=int(last["step"]) + 1)
+        self._trackers += open_trackers(run.trackers, folder.path, next_step=int(last["step"]) + 1)
 
     def feed(self, events: Sequence[Event]) -> None:
         """Write events down."""
@@ -65,23 +64,15 @@ class Recorder:
         row = {name: _finite(value) for name, value in (times | figures).items()}
         self.rows.append(row)
         self._folder.append("metrics.jsonl", [row])
-        self._track(lambda tracker: tracker.show(step, dict(self._scalars(row))))
-        if self._page is not None:
-            self._page.show(row)
+        shown = [(metric.tag, metric.parts(row)) for metric in self._metrics if metric.board]
+        figures = {f"{tag}/{part}" if part else tag: value for tag, parts in shown for part, value in parts.items()}
+        self._track(lambda tracker: tracker.show(row, figures))
         return row
 
     def _track(self, show: Callable[[Tracker], None]) -> None:
         for tracker in self._trackers:
             with _going_on(Exception):  # of packages that know networks and servers
                 show(tracker)
-
-    def _scalars(self, row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-        for metric in self._metrics:
-            value = row.get(metric.name) if metric.board else None
-            scalars = {f"/{name}": part for name, part in value.items()} if isinstance(value, Mapping) else {"": value}
-            for name, scalar in scalars.items():
-                if scalar is not None:
-                    yield metric.tag + name, float(scalar)
 
     def sum_up(self, status: str, figures: Mapping[str, Any]) -> dict[str, Any]:
         """Write `summary.json` and `trace.json.gz`, and return the summary."""
@@ -95,17 +86,16 @@ class Recorder:
             "versions": package_versions(),
             "commit": self._commit,
         }
-        for write in (functools.partial(self._folder.write_json, "summary.json", content), self._folder.write_trace):
-            with _going_on():
-                write()
+        with _going_on():
+            self._folder.write_json("summary.json", content)
+        with _going_on():
+            self._folder.write_trace()
         self.close()
         return content
 
     def close(self) -> None:
-        """Let go of the trackers and the page's port."""
+        """Let go of the trackers."""
         self._track(lambda tracker: tracker.close())
-        if self._page is not None:
-            self._page.close()
 
 
 class OfflineRecorder(Recorder):

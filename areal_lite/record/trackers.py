@@ -26,8 +26,8 @@ _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-s
 class Tracker(Protocol):
     """One place."""
 
-    def show(self, step: int, figures: Mapping[str, float]) -> None:
-        """Add a step's figures, by `group/name`."""
+    def show(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
+        """Add a step: its row of `metrics.jsonl`, and the figures of it that are shown, by `group/name`."""
 
     def show_samples(self, samples: Sequence[Sample]) -> None:
         """Add some samples of a batch, as a table."""
@@ -65,10 +65,10 @@ class _TensorBoard:
         self._board = self._open(purge_step=next_step)
         self._board.add_text("recipe", indent((folder / "config.json").read_text(), " " * 4))
 
-    def show(self, step: int, figures: Mapping[str, float]) -> None:
+    def show(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
         try:
             for name, value in figures.items():
-                self._board.add_scalar(name, value, step)
+                self._board.add_scalar(name, value, row["step"])
         except OSError:
             self._board = self._open()  # once a disk was full, its thread has ended
             raise
@@ -97,8 +97,8 @@ class _Wandb:
         self._run = wandb.init(**known, resume="allow", config=json.loads((folder / "config.json").read_text()))
         self._run.define_metric("*", step_metric="step")
 
-    def show(self, step: int, figures: Mapping[str, float]) -> None:
-        self._run.log({**figures, "step": step})
+    def show(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
+        self._run.log({**figures, "step": row["step"]})
 
     def show_samples(self, samples: Sequence[Sample]) -> None:
         self._run.log({"samples": self._table(columns=list(_COLUMNS), data=list(map(list, samples)))})
@@ -119,9 +119,9 @@ class _MlFlow:
         self._id = number.read_text()
         self._client.log_artifact(self._id, str(folder / "config.json"))
 
-    def show(self, step: int, figures: Mapping[str, float]) -> None:
+    def show(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
-            self._client.log_metric(self._id, name, value, step=step)
+            self._client.log_metric(self._id, name, value, step=row["step"])
 
     def show_samples(self, samples: Sequence[Sample]) -> None:
         columns: Any = zip(*samples, strict=True)

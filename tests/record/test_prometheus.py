@@ -27,8 +27,8 @@ def test_the_page_shows_the_last_row_and_keeps_what_a_step_does_not_have() -> No
     port = free_port()
     page = PrometheusPage(METRICS, address="127.0.0.1", port=port)
     try:
-        page.show({"step": 1, "reward_mean": 0.5, "eval_reward": 0.25, "eval_by_source": {"a": 0.1, "b": 0.4}})
-        page.show({"step": 2, "reward_mean": 0.75, "eval_reward": None})
+        page.show({"step": 1, "reward_mean": 0.5, "eval_reward": 0.25, "eval_by_source": {"a": 0.1, "b": 0.4}}, {})
+        page.show({"step": 2, "reward_mean": 0.75, "eval_reward": None}, {})
         assert read(port) == {
             ("areal_lite_step", ""): 2.0,
             ("areal_lite_reward_mean", ""): 0.75,

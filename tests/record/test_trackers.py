@@ -68,11 +68,11 @@ def test_tensorboard_goes_on_once_it_can_write_again(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "tensorboard")
     for step in itertools.count(1):
         try:
-            board.show(step, {"a/b": 1.0})
+            board.show({"step": step}, {"a/b": 1.0})
         except OSError:
             break
         time.sleep(0.01)
-    board.show(step, {"a/b": 0.5})
+    board.show({"step": step}, {"a/b": 0.5})
     board.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("a/b")] == [(step, 0.5)]
