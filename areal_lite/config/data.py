@@ -55,11 +55,9 @@ class ArithConfig(Section):
     """seed of both splits"""
 
     def _problems(self) -> Iterable[str]:
-        if self.min_terms > self.max_terms:
-            yield (
-                f"{HERE}.min_terms must be at most {HERE}.max_terms, got {self.min_terms} and {self.max_terms}: lower "
-                "the one or raise the other"
-            )
+        if (least := self.min_terms) > (most := self.max_terms):
+            to_do = "lower the one or raise the other"
+            yield f"{HERE}.min_terms must be at most {HERE}.max_terms, got {least} and {most}: {to_do}"
 
 
 class GymConfig(Section):
@@ -136,12 +134,10 @@ class SourceConfig(Section):
     def _problems(self) -> Iterable[str]:
         kind = self.source
         is_read = f"with {HERE}.source={kind}"
-        if kind not in (*_PATHS, *_MADE) and (wrong := list(name_problems(f"{HERE}.source", kind, kind="source"))):
-            known = [*_MADE, *_PATHS, *known_names("source")]
+        known = [*_MADE, *_PATHS, *known_names("source")]
+        if kind not in known and any(name_problems("", kind, kind="source")):
             names = f"one of {', '.join(known)}, or name a function as module:function or path.py:function"
-            yield from (
-                wrong if ":" in kind else [f"{HERE}.source must be {names}; got {kind!r}{suggestion(kind, known)}"]
-            )
+            yield f"{HERE}.source must be {names}; got {kind!r}{suggestion(kind, known)}"
             return
         if kind in _PATHS and self.path is None:
             yield f"{HERE}.source={kind} needs {HERE}.path, got none: give {_PATHS[kind]}"
@@ -157,11 +153,7 @@ class SourceConfig(Section):
         elif self.reasoning_gym.dataset is None:
             yield f"{HERE}.source={kind} needs {HERE}.reasoning_gym.dataset, got none: name a family, e.g. chain_sum"
         if "{prompt}" not in self.template:
-            to_do = "put {prompt} where the prompt goes"
-            yield f"{HERE}.template must contain {{prompt}}, got {self.template!r}: {to_do}"
-        yield from self._column_problems()
-
-    def _column_problems(self) -> Iterable[str]:
+            yield f"{HERE}.template must contain {{prompt}}, got {self.template!r}: put {{prompt}} where it goes"
         first = {old: new for new, old in reversed(self.columns.items())}
         for new, old in self.columns.items():
             if new in RESERVED_COLUMNS:
@@ -223,6 +215,4 @@ class DataConfig(SourceConfig):
         yield from self.unread(SourceConfig.model_fields, "with data.mix", to_do=to_do)
         for name in self.mix:
             if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-                yield (
-                    f"a name in data.mix must be of letters, digits and _ . -, got {name!r}: it begins its prompts' ids"
-                )
+                yield f"{HERE}.mix: a name must be of letters, digits and _ . -, got {name!r}: prompts' ids begin so"

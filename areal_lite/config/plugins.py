@@ -55,10 +55,10 @@ def split_name(name: str, *, kind: str) -> tuple[str, str]:
     )
 
 
-def name_problems(key: str, name: str, *, kind: str) -> Iterable[str]:
-    """Yield a sentence where the value of a setting cannot be the name of a function."""
+def name_problems(key: str, name: str | None, *, kind: str) -> Iterable[str]:
+    """Yield a sentence where the value of a setting cannot be the name of a function; None names none."""
     try:
-        split_name(name, kind=kind)
+        _ = name and split_name(name, kind=kind)
     except PluginError as error:
         yield f"{key}: {error}"
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from enum import Enum
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -64,13 +64,13 @@ class Section(BaseModel):
         """Yield a sentence (setting, value, what to do) for each combination of settings that makes no sense."""
         return ()
 
-    def changed(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Return those settings that have other values than the default; a saved recipe names all of them."""
-        defaults = {key: type(self).model_fields[key].get_default() for key in keys}
-        return {key: value for key in defaults if (value := getattr(self, key)) != defaults[key]}
+    def unread(
+        self, keys: Iterable[str], because: str, *, at: str = f"{HERE}.", to_do: str = "set that too, or leave it out"
+    ) -> Iterable[str]:
+        """Yield a sentence for each of these settings that was made, though nothing reads it.
 
-    def unread(self, keys: Iterable[str], because: str, *, to_do: str = "") -> Iterable[str]:
-        """Yield a sentence for each of these settings that was made, though nothing reads it."""
-        for key, value in self.changed(keys).items():
-            setting = f"{HERE}.{key}" if isinstance(value, Section) else f"{HERE}.{key}={value}"
-            yield f"{setting} is not read {because}: {to_do or 'set that too, or leave it out'}"
+        One that has its default was not: a saved recipe names all of them. `at` is the section, with a dot.
+        """
+        for key in keys:
+            if (value := getattr(self, key)) != type(self).model_fields[key].get_default():
+                yield f"{at}{key}{'' if isinstance(value, Section) else f'={value}'} is not read {because}: {to_do}"

@@ -75,22 +75,14 @@ class VerifierConfig(VerifierSettings):
     def _problems(self) -> Iterable[str]:
         if not self.weights:
             yield "verifier.function must name a verifier, got {}: name one, or several with their weights"
-        wanted = [("verifier.function", name) for name in self.weights if name not in self.named]
-        if self.eval_function is not None and self.eval_function not in self.named:
-            wanted.append(("verifier.eval_function", self.eval_function))
+        wanted = [("function", name) for name in self.weights] + [("eval_function", self.eval_function)]
+        for key, name in wanted:
+            if name not in self.named:
+                yield from name_problems(f"verifier.{key}", name, kind="verifier")
         for name, settings in self.named.items():
-            wanted.append((f"verifier.named.{name}.function", settings.function))
+            yield from name_problems(f"verifier.named.{name}.function", settings.function, kind="verifier")
             if ":" in name:
                 yield f"verifier.named: a name must have no colon, got {name!r}: rows may choose a name, but never code"
-        for key, name in wanted:
-            yield from name_problems(key, name, kind="verifier")
-        if self.arguments and not isinstance(self.function, str):
-            yield (
-                "verifier.arguments is for one function, got several in verifier.function "
-                f"({', '.join(self.weights)}): give each its own in verifier.named"
-            )
-        if self.arguments and isinstance(self.function, str) and self.function in self.named:
-            yield (
-                f"verifier.arguments is not read with verifier.function={self.function}, which is one of "
-                "verifier.named and has its own: put them there"
-            )
+        if not isinstance(self.function, str) or self.function in self.named:
+            to_do = "give each its own in verifier.named"
+            yield from self.unread(["arguments"], f"with verifier.function={self.function}", to_do=to_do)

@@ -234,7 +234,7 @@ def test_an_evaluation_alone_needs_only_its_own_verifier():
         ({"function": {"exact": 1, "formt": 0.2}}, "did you mean format"),
         ({"named": {"mine": {"function": "mth"}}}, "verifier.named.mine.function: .* did you mean math"),
         ({"named": {"a:b": {"function": "math"}}}, "a name must have no colon, got 'a:b'"),
-        ({"function": {"exact": 1, "math": 1}, "arguments": {"x": 1}}, "is for one function, got several"),
+        ({"function": {"exact": 1, "math": 1}, "arguments": {"x": 1}}, "is not read with verifier.function="),
         ({"function": {}}, "must name a verifier"),
         (
             {"function": "m", "arguments": {"x": 1}, "named": {"m": {"function": "math"}}},
