@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 PLUGIN_GROUPS = {"verifier": "areal_lite.verifiers", "workflow": "areal_lite.workflows", "source": "areal_lite.sources"}
 """What can be named, and the entry-point group that holds its names."""
-_PICKLE = ".pkl"
+PICKLE = ".pkl"
+"""Ends the name of a function that was written to a file of its own."""
 
 
 def known_names(kind: str) -> list[str]:
     """Return the names that need no module, of a kind in `PLUGIN_GROUPS`, sorted."""
-    return sorted({entry.name for entry in entry_points(group=PLUGIN_GROUPS[kind])}) if kind in PLUGIN_GROUPS else []
+    return sorted({entry.name for entry in entry_points(group=PLUGIN_GROUPS.get(kind, ""))})
 
 
 def split_name(name: str, *, kind: str) -> tuple[str, str]:
@@ -43,9 +44,9 @@ def split_name(name: str, *, kind: str) -> tuple[str, str]:
     location, colon, attribute = name.rpartition(":")
     if colon and location and attribute.isidentifier():
         return location, attribute
-    if (path := name.removesuffix(":")).endswith(_PICKLE):  # also with both parts joined again
+    if (path := name.removesuffix(":")).endswith(PICKLE):  # also with both parts joined again
         return path, ""
-    for entry in entry_points(group=PLUGIN_GROUPS[kind], name=name) if kind in PLUGIN_GROUPS and not colon else ():
+    for entry in entry_points(group=PLUGIN_GROUPS.get(kind, ""), name=name):
         return entry.module, entry.attr
     known = known_names(kind)
     raise PluginError(
@@ -139,7 +140,7 @@ def reference_to(function: Callable[..., Any], folder: Path) -> str:
             f"{type(error).__name__}: {error}: make locks, files and clients inside it, or move it to a .py file"
         ) from error
     stem = re.sub(r"\W+", "_", name.rpartition(".")[2]).strip("_")
-    path = folder.resolve() / f"{stem}-{hashlib.sha256(content).hexdigest()[:8]}{_PICKLE}"
+    path = folder.resolve() / f"{stem}-{hashlib.sha256(content).hexdigest()[:8]}{PICKLE}"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return str(path)
