@@ -12,13 +12,16 @@ from typing import NamedTuple, Self
 
 from areal_lite.events import Event
 
+GAP = "gap"
+"""The run did not live from this event on, until each lane's next one: such time is part of no share."""
+
 PAUSE_PARTS = ("pausing", "transferring", "reloading", "stamping")
 """States of a rollout lane that make up a pause, from the pause call to the resume."""
 
 _STATES = {
     "pause": "pausing", "drain": "draining", "paused": "transferring", "update_received": "reloading",
     "update_loaded": "stamping", "resumed": "generating", "lost": "lost",
-    "wait": "waiting", "train": "training", "trained": "publishing", "published": "other",
+    "wait": "waiting", "train": "training", "trained": "publishing", "published": "other", GAP: GAP,
 }  # fmt: skip
 """The state after an event, of a worker or of the trainer; a worker that was lost neither idles nor is busy."""
 
@@ -30,10 +33,6 @@ _SLICES = {
     "trained": ("publish", "published"),
 }
 """Begin event -> (kind of the slice, end event)."""
-
-
-GAP = "gap"
-"""The run did not live from this event on, until each lane's next one: such time is part of no share."""
 
 
 class Slice(NamedTuple):
@@ -108,11 +107,11 @@ class _LaneClock:
     def feed(self, event: Event) -> None:
         """Take the next event of the lane, in order of time; kinds it does not know change nothing."""
         time, kind = event["time"], event["kind"]
-        if kind not in ("running", GAP) and kind not in _STATES:
+        if kind != "running" and kind not in _STATES:
             return
         self._totals = self.read(time)
         self._time = time if self._time is None else max(time, self._time)
-        self._state = kind if kind == GAP else _STATES.get(kind, "generating" if self._state == GAP else self._state)
+        self._state = _STATES.get(kind, "generating" if self._state == GAP else self._state)
         if kind in ("running", "lost", GAP):
             self._running = event.get("n", 0)
 
@@ -135,13 +134,11 @@ class LaneClocks:
     def feed(self, events: Iterable[Event]) -> None:
         """Take events of any lanes, each lane's in order of time."""
         for event in events:
-            for clock in self._clocks.values() if event["kind"] == GAP else ():
-                clock.feed(event)
             lane = _lane(event)
-            if lane.startswith("rollout/") and lane not in self._clocks and event["kind"] != "lost":
-                self._clocks[lane] = _LaneClock("generating")
-            if lane in self._clocks:
-                self._clocks[lane].feed(event)
+            if lane.startswith("rollout/") and event["kind"] != "lost":
+                self._clocks.setdefault(lane, _LaneClock("generating"))
+            for one in self._clocks if event["kind"] == GAP else self._clocks.keys() & {lane}:
+                self._clocks[one].feed(event)
 
     def read(self, time: float) -> dict[str, dict[str, float]]:
         """Return a reading of every clock, by lane."""
@@ -169,13 +166,8 @@ class Stretch:
         """The rollout lanes, in order."""
         return sorted(self.after.keys() - {"trainer"}, key=_place)
 
-    @property
-    def slot_seconds(self) -> float:
-        """Integral of the running samples, of all workers."""
-        return self.spent("slot_seconds")
-
     def spent(self, *states: str) -> float:
-        """Seconds in some states, added up over the workers."""
+        """Seconds in some states, added up over the workers; `slot_seconds` is the integral of running samples."""
         return sum(self._gained(lane).get(state, 0.0) for lane in self.workers for state in states)
 
     def shares(self, lane: str) -> dict[str, float]:

@@ -148,7 +148,7 @@ class OnlineRecorder(Recorder):
         return {
             "samples_per_s": (self._last.steps - since.steps) * self._config.samples_per_step / seconds,
             "gen_tokens_per_s": (self._last.tokens - since.tokens) / seconds,
-            "rollout_occupancy": lanes.slot_seconds / (seconds * slots),
+            "rollout_occupancy": lanes.spent("slot_seconds") / (seconds * slots),
         }
 
 

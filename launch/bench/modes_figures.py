@@ -129,7 +129,7 @@ def _shares(events: Sequence[Event], *, begin: float, end: float, slots: int) ->
     # A publication begins when the last engine has drained: until then the trainer waits, whatever its lane says.
     held_up = max(run.share("draining", lane=lane) for lane in run.workers)
     return {
-        "occupancy": run.slot_seconds / ((end - begin) * slots * len(run.workers)),
+        "occupancy": run.spent("slot_seconds") / ((end - begin) * slots * len(run.workers)),
         "generator_idle": run.share("idle"),
         "generator_draining": run.share("draining"),
         "generator_paused": run.share(*PAUSE_PARTS),

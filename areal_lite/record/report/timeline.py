@@ -132,25 +132,17 @@ def sample_segments(
 ) -> list[Segment]:
     """Split a sample at the changes of weights; before its first version it waited in the engine.
 
-    The log has a sample's beginning and end; where a version ended is known from the lane's pauses. Where the two do
-    not fit (a lane without hand-over events), time is split by tokens.
+    The log has a sample's beginning and end; where a version ended is known from the lane's pauses.
 
     Args:
         spans: `[version, start token, end token]`; tokens that were given have no time of their own.
         start: Of generation, seconds, as is `end`.
-        alive: From `versions_alive`.
+        alive: From `versions_alive`; of versions that it does not know the first is drawn.
     """
-    tokens: dict[int, int] = {}
-    for version, first, last in spans:
-        if version != GIVEN:
-            tokens[version] = tokens.get(version, 0) + last - first
-    lives = {version: alive.get(version, (0.0, -1.0)) for version in tokens}
-    pieces = [(version, max(start, began), min(end, ended)) for version, (began, ended) in lives.items()]
-    if any(begin >= stop for _, begin, stop in pieces):
-        pieces, begin, total = [], start, sum(tokens.values())
-        for version, share in tokens.items():
-            pieces.append((version, begin, begin + (end - start) * share / total))
-            begin = pieces[-1][2]
+    versions = list(dict.fromkeys(version for version, _, _ in spans if version != GIVEN))
+    lives = [(version, *alive[version]) for version in versions if version in alive]
+    pieces = [(version, max(start, began), min(end, ended)) for version, began, ended in lives]
+    pieces = [piece for piece in pieces if piece[1] < piece[2]] or [(version, start, end) for version in versions[:1]]
     if pieces and pieces[0][1] > start:
         pieces.insert(0, (_kind("wait"), start, pieces[0][1]))
     return [Segment(row, begin, stop, version, label) for version, begin, stop in pieces]
