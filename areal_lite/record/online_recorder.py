@@ -122,10 +122,9 @@ class OnlineRecorder(Recorder):
             "eval_called": evaluations[-1][1].get("called", "accuracy") if evaluations else None,
             "eval": {str(step): found["accuracy"] for step, found in evaluations},
             "eval_best_step": max(self.evaluations, key=lambda step: self.evaluations[step]["accuracy"], default=None),
-            "eval_by_source": {str(step): found["by_source"] for step, found in evaluations},
             **{
                 f"eval_{name}": {str(step): found[name] for step, found in evaluations if found.get(name)}
-                for name in ("parts", "metrics")
+                for name in ("by_source", "parts", "metrics")
             },
             "length_histogram": _in_order(Counter(length // 16 * 16 for length in sample_lengths(events))),
             "age_histogram": _in_order(sum((Counter(row["age_histogram"]) for row in rows), Counter())),
@@ -175,7 +174,8 @@ def _readable(step: int, group: Group) -> dict[str, Any]:
 
 
 def _readable_sample(sample: Sample) -> dict[str, Any]:
-    further: dict[str, Any] = {"messages": list(sample.messages)}  # only of samples that have some
+    branches = [_readable_sample(branch) for branch in sample.branches]
+    further: dict[str, Any] = {"messages": list(sample.messages), "branches": branches}
     if (score := sample.score) is not None:
         further["step_rewards"] = [[step.token, step.value] for step in score.step_rewards]
         further |= {"parts": dict(score.parts), "metrics": dict(score.metrics), "feedback": score.feedback}
@@ -183,9 +183,7 @@ def _readable_sample(sample: Sample) -> dict[str, Any]:
         "text": sample.text,
         "reward": score and score.reward,
         "failure": score and score.failure,
-        **{name: value for name, value in further.items() if value},
         "stop_reason": sample.stop_reason.value,
         "tokens": sample.num_tokens,
         "spans": [[span.version, span.start, span.end] for span in sample.spans],
-        **({"branches": [_readable_sample(branch) for branch in sample.branches]} if sample.branches else {}),
-    }
+    } | {name: value for name, value in further.items() if value}
