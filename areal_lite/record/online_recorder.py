@@ -91,7 +91,8 @@ class OnlineRecorder(Recorder):
         self._folder.append("samples.jsonl", rows)
         said = [(row, sample) for row in rows for sample in row["samples"]]
         table = [(step, row["prompt"], row["answer"], sample["text"], sample["reward"]) for row, sample in said]
-        self._track(lambda tracker: tracker.show_samples(table))
+        if table:
+            self._track(lambda tracker: tracker.show_samples(table))
 
     def shares(self) -> dict[str, float]:
         """Shares of the time between the first and the last trained step: idle, paused and its parts, occupancy."""

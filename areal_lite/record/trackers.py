@@ -30,7 +30,7 @@ class Tracker(Protocol):
         """Add a step: its row of `metrics.jsonl`, and the figures of it that are shown, by `group/name`."""
 
     def show_samples(self, samples: Sequence[Sample]) -> None:
-        """Add some samples of a batch, as a table."""
+        """Add some samples of a batch, at least one, as a table."""
 
     def close(self) -> None:
         """Let go of it."""
@@ -76,8 +76,7 @@ class _TensorBoard:
     def show_samples(self, samples: Sequence[Sample]) -> None:
         rows = [_COLUMNS, ["---"] * len(_COLUMNS), *samples]
         cells = [[escape(str(value)).replace("|", "&#124;").replace("\n", "<br>") for value in row] for row in rows]
-        for step, *_ in samples[:1]:
-            self._board.add_text("samples", "\n".join(map(" | ".join, cells)), step)
+        self._board.add_text("samples", "\n".join(map(" | ".join, cells)), samples[0][0])
 
     def close(self) -> None:
         self._board.close()
@@ -124,8 +123,8 @@ class _MlFlow:
             self._client.log_metric(self._id, name, value, step=row["step"])
 
     def show_samples(self, samples: Sequence[Sample]) -> None:
-        columns: Any = zip(*samples, strict=True)
-        self._client.log_table(self._id, dict(zip(_COLUMNS, map(list, columns), strict=False)), "samples.json")
+        columns = map(list, zip(*samples, strict=True))
+        self._client.log_table(self._id, dict(zip(_COLUMNS, columns, strict=True)), "samples.json")
 
     def close(self) -> None:
         self._client.set_terminated(self._id)

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import psutil
 
@@ -68,13 +68,27 @@ class SoleWriter:
     def __enter__(self) -> Self:
         """Take the folder; a `CheckpointError` names who else holds it, a `ConfigError` what is no place to write."""
         self._is_new = not self._folder.exists()
-        with writable("a run folder (run.dir)", self._folder):
+        with writable("a run folder (run.dir)", self._folder), contextlib.ExitStack() as files:
             self._folder.mkdir(parents=True, exist_ok=True)
             if self._take_over:  # a lock cannot be taken from a process that lives, its file can
                 self._path.unlink(missing_ok=True)
-            while not (file := self._taken()):
-                pass
-        self._file = file
+            is_there = False
+            while not is_there:  # else it was removed before it was locked
+                file = self._file = files.enter_context(self._path.open("a+b"))
+                is_free, (_, found) = _flock(file.fileno()), self._lease()
+                is_ours = is_free and (not found or self._is_gone(_owner(found)))
+                is_there = os.fstat(file.fileno()).st_nlink > 0
+            if not is_ours:
+                raise CheckpointError(
+                    f"{self._folder} must have one writer, and is held by {_named(_owner(found))}: wait for its end, "
+                    f"or end it; where you know it to be gone: areal-lite resume {self._folder} --take-over"
+                )
+            self._before = found
+            file.truncate(0)
+            file.write(self._mine)
+            file.flush()
+            os.fsync(file.fileno())
+            self._files = files.pop_all()
         self.check()  # where flock does nothing, two may have come this far
         self._heart = threading.Thread(target=self._beat, daemon=True)
         self._heart.start()
@@ -100,31 +114,10 @@ class SoleWriter:
                 self._path.write_bytes(self._before)
             else:
                 self._path.unlink()
-        self._file.close()
+        self._files.close()
         if self._is_new:
             with contextlib.suppress(OSError):  # it holds something
                 self._folder.rmdir()
-
-    def _taken(self) -> IO[bytes] | None:
-        """Try once; None where the file was removed meanwhile."""
-        with contextlib.ExitStack() as stack:
-            file = stack.enter_context(self._path.open("a+b"))
-            is_free, (_, found) = _flock(file.fileno()), self._lease()
-            is_ours = is_free and (not found or self._is_gone(_owner(found)))
-            if not os.fstat(file.fileno()).st_nlink:
-                return None
-            if not is_ours:
-                raise CheckpointError(
-                    f"{self._folder} must have one writer, and is held by {_named(_owner(found))}: wait for its end, "
-                    f"or end it; where you know it to be gone: areal-lite resume {self._folder} --take-over"
-                )
-            self._before = found
-            file.truncate(0)
-            file.write(self._mine)
-            file.flush()
-            os.fsync(file.fileno())
-            stack.pop_all()
-            return file
 
     def _is_gone(self, owner: dict[str, Any]) -> bool:
         if owner.get("machine") == _machine():
