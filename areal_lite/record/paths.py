@@ -20,26 +20,21 @@ from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.record.checkpoints import damage, whole_checkpoints
 from areal_lite.record.run_folder import RunFolder
 
-Recipe = TypeVar("Recipe", Config, OfflineConfig)
 S = TypeVar("S", bound=Section)
 
 EVALUATED = ("data", "rollout", "verifier")
 """The sections that an evaluation reads."""
 
 
-def with_absolute_paths(config: Recipe, sections: Iterable[str] | None = None) -> Recipe:
+def with_absolute_paths(recipe: S, names: Iterable[str] | None = None, *, where: str = "") -> S:
     """Return a recipe whose relative paths, of these sections or all, are taken from the present folder.
 
     A run folder that stands for a model becomes that of the model, so that a resumed run starts from, and is held
-    near, the same one; a `ConfigError` where it is missing.
+    near, the same one; a `ConfigError` where it is missing. `where` it stands, with a dot, is for messages.
     """
-    return _section(config, "", sections or type(config).model_fields)
-
-
-def _section(section: S, where: str, names: Iterable[str]) -> S:
-    marks = _marks(type(section))
-    found = {name: _found(getattr(section, name), marks.get(name), section, where + name) for name in names}
-    return section.model_copy(update=found)
+    marks, names = _marks(type(recipe)), names or type(recipe).model_fields
+    found = {name: _found(getattr(recipe, name), marks.get(name), recipe, where + name) for name in names}
+    return recipe.model_copy(update=found)
 
 
 def _marks(model: type[BaseModel]) -> dict[str, Refers]:
@@ -49,7 +44,7 @@ def _marks(model: type[BaseModel]) -> dict[str, Refers]:
 
 def _found(value: Any, mark: Refers | None, section: Any, where: str) -> Any:
     if isinstance(value, Section):
-        return _section(value, f"{where}.", type(value).model_fields)
+        return with_absolute_paths(value, where=f"{where}.")
     if mark is Refers.ARGUMENTS:
         return _arguments(value, section.function, where)
     if isinstance(value, dict):
