@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +19,34 @@ Row = dict[str, Any]
 _FILES = ("config.json", "metrics.jsonl", "events.jsonl")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
     """The files of one run; what is missing is empty."""
 
-    name: str
-    """In titles and legends."""
-    config: Row
-    metrics: list[Row]
-    """By step."""
-    samples: list[Row]
-    events: list[Row]
-    summary: Row
-    notes: list[str]
-    """What is missing or broken, one sentence each."""
+    def __init__(self, path: Path, *, name: str = "") -> None:
+        """Read a run folder, whose name in titles and legends is its own by default.
+
+        Raises:
+            DataError: It holds nothing of a run.
+        """
+        if not any((path / name).is_file() for name in _FILES):
+            what = "no such folder" if not path.is_dir() else f"a folder with none of {', '.join(_FILES)}"
+            raise DataError(
+                f"expected the folder of a run, got {path}, {what}: name one that areal-lite train, sft, ... made"
+            )
+        self.name = name or path.resolve().name
+        self.notes: list[str] = []
+        """What is missing or broken, one sentence each."""
+        self.config = read_json(path / "config.json", self.notes)
+        # An offline run generates nothing, and so has no samples.
+        self.samples = _rows(path / "samples.jsonl", self.notes) if self.command == "train" else []
+        self.metrics = _rows(path / "metrics.jsonl", self.notes)
+        self.events = _rows(path / "events.jsonl", self.notes)
+        self.summary = read_json(path / "summary.json", self.notes)
 
     @property
     def command(self) -> str:
         """The command that made it: train, sft, reward_model or dpo."""
-        return str(self.config.get("command") or self.summary.get("command") or "train")
+        return str(self.config.get("command", "train"))
 
     @property
     def last(self) -> Row:
@@ -63,28 +71,6 @@ class RunFiles:
         """The steps behind which the run did not live for a while."""
         kinds = [event for event in self.events if event["kind"] in ("published", GAP)]
         return {event.get("version", 0) for event, after in itertools.pairwise(kinds) if after["kind"] == GAP}
-
-
-def read_run(path: Path, *, name: str = "") -> RunFiles:
-    """Read a run folder, whose name is the run's by default; a `DataError` where it holds nothing of a run."""
-    if not any((path / name).is_file() for name in _FILES):
-        what = "no such folder" if not path.is_dir() else f"a folder with none of {', '.join(_FILES)}"
-        raise DataError(
-            f"expected the folder of a run, got {path}, {what}: name one that areal-lite train, sft, ... made"
-        )
-    notes: list[str] = []
-    config = read_json(path / "config.json", notes)
-    # An offline run generates nothing, and so has no samples.
-    samples = _rows(path / "samples.jsonl", notes) if config.get("command", "train") == "train" else []
-    return RunFiles(
-        name=name or path.resolve().name,
-        config=config,
-        metrics=_rows(path / "metrics.jsonl", notes),
-        samples=samples,
-        events=_rows(path / "events.jsonl", notes),
-        summary=read_json(path / "summary.json", notes),
-        notes=notes,
-    )
 
 
 def read_json(path: Path, notes: list[str]) -> Row:
