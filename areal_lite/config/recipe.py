@@ -5,21 +5,12 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
+from areal_lite.config import sections
 from areal_lite.config.data import DataConfig
 from areal_lite.config.plugins import known_names
 from areal_lite.config.presets import ObjectiveConfig, expand_preset
 from areal_lite.config.reading import parse_section, read_recipe
 from areal_lite.config.section import Section
-from areal_lite.config.sections import (
-    CriticConfig,
-    LaunchConfig,
-    ModelConfig,
-    QueueConfig,
-    RolloutConfig,
-    RunConfig,
-    TrainerConfig,
-    WeightsConfig,
-)
 from areal_lite.config.suggestion import suggestion
 from areal_lite.config.verifier import VerifierConfig
 
@@ -34,17 +25,17 @@ class Config(Section):
 
     command: Literal["train"] = "train"
     """what the recipe is for"""
-    run: RunConfig = RunConfig()
-    launch: LaunchConfig = LaunchConfig()
-    model: ModelConfig = ModelConfig()
+    run: sections.RunConfig = sections.RunConfig()
+    launch: sections.LaunchConfig = sections.LaunchConfig()
+    model: sections.ModelConfig = sections.ModelConfig()
     data: DataConfig = DataConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    queue: QueueConfig = QueueConfig()
+    rollout: sections.RolloutConfig = sections.RolloutConfig()
+    queue: sections.QueueConfig = sections.QueueConfig()
     verifier: VerifierConfig = VerifierConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
-    critic: CriticConfig = CriticConfig()
-    trainer: TrainerConfig = TrainerConfig()
-    weights: WeightsConfig = WeightsConfig()
+    critic: sections.CriticConfig = sections.CriticConfig()
+    trainer: sections.TrainerConfig = sections.TrainerConfig()
+    weights: sections.WeightsConfig = sections.WeightsConfig()
 
     _expand_preset = model_validator(mode="before")(expand_preset)
 
