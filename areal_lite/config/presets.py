@@ -180,12 +180,6 @@ _QUEUE = {"dapo": {"reject": "zero_variance"}}
 """What presets set of the queue."""
 
 
-def _without_unread(knobs: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out a preset's KL figures where the recipe switches its KL off."""
-    is_off = given.get("kl") == "none"
-    return {name: value for name, value in knobs.items() if not (is_off and name.startswith("kl"))}
-
-
 def expand_preset(raw: Any) -> Any:
     """Fill a raw recipe with what its preset says; what the recipe itself says stands.
 
@@ -200,5 +194,7 @@ def expand_preset(raw: Any) -> Any:
     for section, presets in (("objective", PRESETS), ("queue", _QUEUE)):
         knobs, given = presets.get(preset, {}), raw.get(section) or {}
         if knobs and isinstance(given, Mapping):
-            expanded[section] = _without_unread(knobs, given) | dict(given)
+            is_off = given.get("kl") == "none"  # with its KL go the KL's figures of a preset
+            kept = {name: value for name, value in knobs.items() if not (is_off and name.startswith("kl"))}
+            expanded[section] = kept | dict(given)
     return expanded

@@ -41,15 +41,11 @@ def _rows_of(event: Event, pid: int, ticks: Callable[[float], int]) -> Iterator[
     elif event["kind"] == "group":
         for index, sample in enumerate(event["samples"]):
             times = ticks(event["start"]), ticks(sample["end"])
-            detail = {"group": event["group"], "tokens": sample["tokens"], **_origins(sample)}
+            versions = dict.fromkeys(version for version, _, _ in sample["spans"] if version != GIVEN)
+            given = sum(end - begin for version, begin, end in sample["spans"] if version == GIVEN)
+            detail = {"group": event["group"], "tokens": sample["tokens"], "versions": list(versions)}
+            detail |= {"given": given} if given else {}  # by an environment
             yield from _overlapping("sample", f"{event['group']}/{index}", pid=pid, times=times, detail=detail)
-
-
-def _origins(sample: Row) -> Row:
-    """Return the versions of a sample's own tokens, in order, and how many were given by an environment, if any."""
-    versions = dict.fromkeys(version for version, _, _ in sample["spans"] if version != GIVEN)
-    given = sum(end - begin for version, begin, end in sample["spans"] if version == GIVEN)
-    return {"versions": list(versions)} | ({"given": given} if given else {})
 
 
 def _overlapping(category: str, identity: str, *, pid: int, times: tuple[int, int], detail: Row) -> Iterator[Row]:

@@ -63,22 +63,21 @@ def timeline(events: Sequence[Event]) -> dict[str, Any]:
     """
     if not events:
         return {}
-    by_name = lane_events(events)
-    clock = lived(events)
+    by_name, clock = lane_events(events), lived(events)
 
     def ticks(moment: float) -> int:
         return round(clock(moment) / _UNIT_S)
 
     end = ticks(max(event["time"] for event in events))
-    labels: dict[str, int] = {}
-    packed, left_out = [], 0
+    trained = [ticks(row["time"]) for row in by_name.get("trainer", []) if row["kind"] == "trained"]
+    middle = len(trained) // 2
+    packed, left_out, labels = [], 0, dict[str, int]()
     for kind, most in _MAX_LANES.items():
         names = [name for name in by_name if name.partition("/")[0] == kind]
         left_out += len(names[most:])
         lanes = {name: list(_segments(kind, by_name[name])) for name in names[:most]}
         stride = -(-sum(map(len, lanes.values())) // _MAX_SEGMENTS)
-        for name, segments in lanes.items():
-            packed.append(_packed(name, segments, ticks, labels, stride))
+        packed += [_packed(name, segments, ticks, labels, stride) for name, segments in lanes.items()]
     return {
         "unit": _UNIT_S,
         "end": end,
@@ -92,7 +91,8 @@ def timeline(events: Sequence[Event]) -> dict[str, Any]:
             for event in found
             if event["kind"] in _MARKS
         ],
-        "focus": _focus([ticks(row["time"]) for row in by_name.get("trainer", []) if row["kind"] == "trained"], end),
+        # About six steps in the middle: pauses and versions can be told apart in it.
+        "focus": [trained[middle - 3], trained[middle + 3]] if len(trained) > 8 else [0, end],
     }
 
 
@@ -168,12 +168,6 @@ def _segments(kind: str, events: Sequence[Event]) -> Iterator[Segment]:
 
 def _kind(name: str) -> int:
     return -1 - KINDS.index(name)
-
-
-def _focus(trained: Sequence[int], end: int) -> list[int]:
-    """Return a stretch of about six steps in the middle: pauses and versions can be told apart in it."""
-    middle = len(trained) // 2
-    return [trained[middle - 3], trained[middle + 3]] if len(trained) > 8 else [0, end]
 
 
 def _packed(
