@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, model_validator
 
 HERE = "<here>"
 """Stands in a section's messages for its own place in the recipe, such as `data.mix.easy`."""
@@ -30,27 +30,23 @@ class Refers(Enum):
 ModelFolder = Annotated[str, Refers.MODEL]
 
 
-class Arguments(BaseModel):
+class _Settings(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True):
+    pass
+
+
+class Arguments(_Settings, strict=True):
     """A verifier's arguments: what a recipe may say in `verifier.arguments`, checked as it is read.
 
     Frozen; no unknown names, no number for a text nor a boolean for a number, no infinity. What a field means stands in
     a docstring below it.
     """
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
-
-class Section(BaseModel):
+class Section(_Settings, coerce_numbers_to_str=True):
     """Frozen, unknown keys forbidden, numbers finite; an empty section has its defaults.
 
     What a setting means (unit, range) is said under it: `check-config` shows it.
     """
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
     _fill_empty = model_validator(mode="before")(lambda value: {} if value is None else value)
 

@@ -56,7 +56,7 @@ def _found(value: Any, mark: Refers | None, section: Any, where: str) -> Any:
     if mark is Refers.MODEL:
         return value if value.startswith("builtin:") else str(find_model_folder(value, option=where))
     if mark is Refers.FILE or (mark and not (section.source == "dataset" and is_hub_id(value))):
-        return str(Path(value).resolve())
+        return str(Path(value).expanduser().resolve())
     path = plugin_file(value)
     return f"{Path(path).resolve()}{value.removeprefix(path)}" if path else value
 
@@ -64,12 +64,9 @@ def _found(value: Any, mark: Refers | None, section: Any, where: str) -> Any:
 def _arguments(arguments: dict[str, Any], function: Any, where: str) -> dict[str, Any]:
     """Resolve what the function's model marks; of one without a model, `model`, where it names a path."""
     model = arguments_model(function, kind="verifier") if isinstance(function, str) else None
-    marks = _marks(model) if model else {}
-    found = {name: _found(one, marks.get(name), None, f"{where}.{name}") for name, one in arguments.items()}
-    given = arguments.get("model")
-    if model is None and isinstance(given, str) and Path(given).expanduser().exists():
-        found["model"] = str(Path(given).expanduser().resolve())
-    return found
+    is_path = Path(str(arguments.get("model"))).expanduser().exists()
+    marks = _marks(model) if model else {"model": Refers.FILE} if is_path else {}
+    return {name: _found(one, marks.get(name), None, f"{where}.{name}") for name, one in arguments.items()}
 
 
 def find_model_folder(path: str | Path, *, option: str, is_compared: bool = True) -> Path:
