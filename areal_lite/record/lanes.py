@@ -22,8 +22,9 @@ _STATES = {
     "pause": "pausing", "drain": "draining", "paused": "transferring", "update_received": "reloading",
     "update_loaded": "stamping", "resumed": "generating", "lost": "lost",
     "wait": "waiting", "train": "training", "trained": "publishing", "published": "other", GAP: GAP,
+    "running": "",
 }  # fmt: skip
-"""The state after an event, of a worker or of the trainer; a worker that was lost neither idles nor is busy."""
+"""The state after an event, of a worker or of the trainer, "" for that before; who was lost neither idles nor works."""
 
 _SLICES = {
     "pause": ("pause", "resumed"),
@@ -92,57 +93,41 @@ def sample_lengths(events: Iterable[Event]) -> Iterator[int]:
             yield sample["tokens"]
 
 
-class _LaneClock:
-    """Adds up the seconds one lane spends in each state, and its running samples over time.
+class LaneClocks:
+    """Adds up the seconds that trainer and rollout lanes spend in each state, and their running samples over time.
 
     Example: `running n=2` at 0 s, `pause` at 3 s, `resumed` at 4 s; read at 5 s gives
-    `{"generating": 4.0, "pausing": 1.0, "slot_seconds": 10.0}`.
+    `{"generating": 4.0, "pausing": 1.0, "slot_seconds": 10.0}` for their lane.
     """
 
-    def __init__(self, state: str) -> None:
-        self._state, self._running = state, 0
-        self._time: float | None = None
-        self._totals: dict[str, float] = {}
-
-    def feed(self, event: Event) -> None:
-        """Take the next event of the lane, in order of time; kinds it does not know change nothing."""
-        time, kind = event["time"], event["kind"]
-        if kind != "running" and kind not in _STATES:
-            return
-        self._totals = self.read(time)
-        self._time = time if self._time is None else max(time, self._time)
-        self._state = _STATES.get(kind, "generating" if self._state == GAP else self._state)
-        if kind in ("running", "lost", GAP):
-            self._running = event.get("n", 0)
-
-    def read(self, time: float) -> dict[str, float]:
-        """Return seconds per state up to a time, plus `slot_seconds`, the integral of running samples."""
-        totals = defaultdict(float, self._totals)
-        if self._time is not None and time > self._time:
-            idle = self._state == "generating" and self._running == 0
-            totals["idle" if idle else self._state] += time - self._time
-            totals["slot_seconds"] += (time - self._time) * self._running
-        return dict(totals)
-
-
-class LaneClocks:
-    """A clock for the trainer and one for each rollout lane that is heard of."""
-
     def __init__(self) -> None:
-        self._clocks = {"trainer": _LaneClock("other")}
+        self._now: dict[str, tuple[str, int, float]] = {}
+        """State, running samples, and since when, by lane."""
+        self._totals: dict[str, dict[str, float]] = {}
 
     def feed(self, events: Iterable[Event]) -> None:
-        """Take events of any lanes, each lane's in order of time."""
+        """Take events of any lanes, each lane's in order of time; of others, and of unknown kinds, nothing is kept."""
         for event in events:
-            lane = _lane(event)
-            if lane.startswith("rollout/") and event["kind"] != "lost":
-                self._clocks.setdefault(lane, _LaneClock("generating"))
-            for one in self._clocks if event["kind"] == GAP else self._clocks.keys() & {lane}:
-                self._clocks[one].feed(event)
+            lane, kind, time = _lane(event), event["kind"], event["time"]
+            if kind in _STATES and kind != "lost" and (lane == "trainer" or lane.startswith("rollout/")):
+                self._now.setdefault(lane, ("generating", 0, time))
+            for one in self._now if kind == GAP else self._now.keys() & {lane}:
+                self._totals[one] = self._reading(one, time)
+                state, running, since = self._now[one]
+                state = _STATES.get(kind, state) or ("generating" if state == GAP else state)
+                running = event.get("n", 0) if kind in ("running", "lost", GAP) else running
+                self._now[one] = state, running, max(time, since)
 
     def read(self, time: float) -> dict[str, dict[str, float]]:
-        """Return a reading of every clock, by lane."""
-        return {lane: clock.read(time) for lane, clock in self._clocks.items()}
+        """Return seconds per state up to a time, plus `slot_seconds`, the integral of running samples, by lane."""
+        return {lane: self._reading(lane, time) for lane in self._now}
+
+    def _reading(self, lane: str, time: float) -> dict[str, float]:
+        totals, (state, running, since) = defaultdict(float, self._totals.get(lane, {})), self._now[lane]
+        if time > since:
+            totals["idle" if (state, running) == ("generating", 0) else state] += time - since
+            totals["slot_seconds"] += (time - since) * running
+        return dict(totals)
 
 
 @dataclass(frozen=True, slots=True)
