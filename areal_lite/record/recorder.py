@@ -44,12 +44,11 @@ class Recorder:
             gap = {"time": self._earlier[-1]["time"], "lane": "controller", "kind": GAP}
             self._earlier.append(gap)
             folder.append("events.jsonl", [gap])
-        evaluations = (event for event in self._earlier if event["kind"] == "eval")
         self.evaluations: dict[int, dict[str, Any]] = {
             event["step"]: event.get("figures")
-            or {"by_source": {}}
-            | {key: event[key] for key in ("accuracy", "called", "by_source", "parts", "metrics") if key in event}
-            for event in evaluations
+            or {key: value for key, value in event.items() if key not in ("time", "lane", "kind", "step")}
+            for event in self._earlier
+            if event["kind"] == "eval"
         }
         """Figures over the held-out rows, by completed steps."""
         self._trackers += open_trackers(run.trackers, folder.path, next_step=int(last["step"]) + 1)
