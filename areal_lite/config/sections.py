@@ -334,10 +334,7 @@ class TrainerConfig(Section):
     def _problems(self) -> Iterable[str]:
         copies, size, tensor = self.mesh.replicate, self.mesh.shard, self.mesh.tensor
         if copies * (size or self.ranks // (copies * tensor)) * tensor != self.ranks:
-            yield (
-                f"trainer.mesh must multiply to trainer.ranks={self.ranks}, got replicate={copies}, shard="
-                f"{'null' if size is None else size} and tensor={tensor}: set one of them"
-            )
+            yield f"trainer.mesh must multiply to trainer.ranks={self.ranks}, got {self.mesh}: set one of them"
         if (context := self.mesh.context) > 1 and (
             (self.ranks // copies) % context or tensor > 1 or self.attention not in ("auto", "sdpa")
         ):

@@ -149,9 +149,8 @@ def _finite(value: Any) -> Any:
 
 def commit_of_code() -> str | None:
     """Return the commit of the checkout this code runs from, marked where files differ from it; None outside of one."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    command, here = ["git", "describe", "--always", "--dirty", "--exclude=*"], Path(__file__).parent
     try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, cwd=here, capture_output=True, text=True).stdout.strip() or None
+    except OSError:  # there is no git
         return None
-    return done.stdout.strip()

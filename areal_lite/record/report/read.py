@@ -37,21 +37,15 @@ class RunFiles:
         self.notes: list[str] = []
         """What is missing or broken, one sentence each."""
         self.config = read_json(path / "config.json", self.notes)
+        self.command = str(self.config.get("command", "train"))
+        """That made it: train, sft, reward_model or dpo."""
         # An offline run generates nothing, and so has no samples.
         self.samples = _rows(path / "samples.jsonl", self.notes) if self.command == "train" else []
         self.metrics = _rows(path / "metrics.jsonl", self.notes)
+        self.last = self.metrics[-1] if self.metrics else {}
+        """The newest row of metrics."""
         self.events = _rows(path / "events.jsonl", self.notes)
         self.summary = read_json(path / "summary.json", self.notes)
-
-    @property
-    def command(self) -> str:
-        """The command that made it: train, sft, reward_model or dpo."""
-        return str(self.config.get("command", "train"))
-
-    @property
-    def last(self) -> Row:
-        """The newest row of metrics."""
-        return self.metrics[-1] if self.metrics else {}
 
     @property
     def evaluations(self) -> list[Row]:
