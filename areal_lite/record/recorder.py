@@ -17,9 +17,8 @@ from areal_lite.network import local_address
 from areal_lite.node import package_versions
 from areal_lite.record.lanes import GAP
 from areal_lite.record.metrics import OFFLINE_METRICS, Metric
-from areal_lite.record.prometheus import PrometheusPage
 from areal_lite.record.run_folder import RunFolder
-from areal_lite.record.trackers import Tracker, open_trackers
+from areal_lite.record.trackers import PrometheusPage, Tracker, open_trackers
 
 logger = logging.getLogger(__name__)
 

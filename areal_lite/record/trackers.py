@@ -1,4 +1,4 @@
-"""Where else the figures of a run are shown, each through its own package: `run.trackers`.
+"""Where else the figures of a run are shown, each through its own package: `run.trackers`, `run.prometheus_port`.
 
 A run that is resumed, or goes back, goes on in the same place there. Accounts, servers and projects are the packages'
 own settings (`WANDB_PROJECT`, `WANDB_MODE`, `MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME`).
@@ -16,6 +16,7 @@ from textwrap import indent
 from typing import Any, Protocol
 
 from areal_lite.errors import ConfigError
+from areal_lite.record.metrics import Metric
 
 Sample = tuple[int, str, str, str, float | None]
 """Step, prompt, answer, completion and reward."""
@@ -128,3 +129,39 @@ class _MlFlow:
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
+
+
+class PrometheusPage:
+    """A tracker: `http://address:port/metrics` has `areal_lite_<metric>`, with a label `part` where it has parts."""
+
+    def __init__(self, metrics: Iterable[Metric], *, address: str, port: int) -> None:
+        """Serve from a thread until `close`; a `ConfigError` where the port is taken."""
+        from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+        registry = CollectorRegistry()
+        self._gauges = dict[Metric, Gauge]()
+        for metric in metrics:
+            if metric.board or metric.name == "step":
+                about = f"{metric.about} ({metric.unit})" if metric.unit else metric.about
+                self._gauges[metric] = Gauge(f"areal_lite_{metric.name}", about, ["part"], registry=registry)
+        try:
+            self._server, self._thread = start_http_server(port, addr=address, registry=registry)
+        except OSError as error:
+            raise ConfigError(
+                f"run.prometheus_port={port} must be free on {address}, got {error}: choose another port, or null"
+            ) from error
+
+    def show(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
+        """Take the row of a step; a figure that a step does not have keeps its last value."""
+        for metric, gauge in self._gauges.items():
+            for part, number in metric.parts(row).items():
+                gauge.labels(part).set(number)
+
+    def show_samples(self, samples: Sequence[Sample]) -> None:
+        """Show none: they are no figures."""
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
