@@ -49,8 +49,8 @@ def lines(
             data.append(trace | {"line": _stroke(index, 2), "marker": _colour(index)} | curve.style)
     if any("error_y" in curve.style for curve in curves):
         note = "bars: 95 % confidence, as there are only so many held-out rows"
-    is_named = legend or sum(trace.get("showlegend", True) for trace in data) > 1
-    layout = {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}, **axis}, "showlegend": is_named}
+    is_named = legend or sum(trace.get("showlegend") is not False for trace in data) > 1
+    layout = {"xaxis": _axis(x), "yaxis": _axis(y, **axis), "showlegend": is_named}
     return Chart(title=title, data=data, layout=layout, note=note) if data else None
 
 
@@ -82,11 +82,8 @@ def bars(title: str, groups: Mapping[str, Mapping[Any, float]], *, x: str, y: st
         for index, (name, values) in enumerate(groups.items())
         if values
     ]
-    layout = {
-        "xaxis": {"title": {"text": x}, "type": "category", "nticks": 10, "tickangle": 0},
-        "yaxis": {"title": {"text": y}},
-        "barmode": "group", "bargap": 0.15, "showlegend": len(data) > 1,
-    }  # fmt: skip
+    axes = {"xaxis": _axis(x, type="category", nticks=10, tickangle=0), "yaxis": _axis(y)}
+    layout = axes | {"barmode": "group", "bargap": 0.15, "showlegend": len(data) > 1}
     return Chart(title=title, data=data, layout=layout, note=note) if data else None
 
 
@@ -94,6 +91,10 @@ def as_shares(counts: Mapping[str, float]) -> dict[str, float]:
     """Return what part of all each count is; empty where there is nothing."""
     total = sum(counts.values())
     return {name: count / total for name, count in counts.items()} if total else {}
+
+
+def _axis(title: str, **further: Any) -> dict[str, Any]:
+    return {"title": {"text": title}, **further}
 
 
 def _colour(index: int) -> dict[str, str]:

@@ -124,10 +124,9 @@ def age_histogram(run: RunFiles) -> dict[str, float]:
 def ledger_charts(run: RunFiles) -> Iterator[Chart | None]:
     """Groups on their way, and how they ended."""
     in_flight = [_line(run, state, within="ledger", name=name) for state, name in _WAITING.items()]
-    ended = [_line(run, state, within="ledger") for state in _ENDED]
+    ended = [curve for state in _ENDED if any((curve := _line(run, state, within="ledger")).y)]
     yield stacked("groups on their way", in_flight, x=STEPS, y="groups")
-    seen = [curve for curve in ended if any(curve.y)]
-    yield lines("groups that ended", seen, x=STEPS, y="groups so far", rangemode="tozero")
+    yield lines("groups that ended", ended, x=STEPS, y="groups so far", rangemode="tozero")
 
 
 def step_times(run: RunFiles) -> Chart | None:
