@@ -115,28 +115,24 @@ class ObjectiveConfig(Section):
                 yield f"objective.advantage_function {per_token}: leave one of them out"
         if self.surrogate == "likelihood":
             yield from self._likelihood_problems()
-        if self.surrogate != "ratio" and self.ratio_level == "sequence":
-            needs = f"needs objective.surrogate=ratio, got {self.surrogate}"
-            yield f"objective.ratio_level=sequence {needs}: set ratio_level=token"
-        if self.behaviour_filter != "none" and self.proximal == "behaviour":
-            yield (
-                f"objective.behaviour_filter={self.behaviour_filter} compares proximal and behaviour policy, which "
-                "objective.proximal=behaviour makes one: set proximal=recompute, or behaviour_filter=none"
-            )
+        if self.surrogate != "ratio":
+            because = f"with objective.surrogate={self.surrogate}, which has no ratio"
+            yield from self.unread(["ratio_level"], because, to_do="set ratio_level=token")
+        if self.proximal == "behaviour":
+            to_do = "set proximal=recompute, or behaviour_filter=none"
+            because = "with objective.proximal=behaviour, the policy that it compares with itself"
+            yield from self.unread(["behaviour_filter"], because, to_do=to_do)
         if (low := self.geometric_low) >= (high := self.geometric_high):
             yield f"objective.geometric_low must lie below geometric_high, got {low} and {high}"
         yield from self._penalty_problems()
 
     def _likelihood_problems(self) -> Iterable[str]:
-        for key, is_used in {
-            "kl=reward": self.kl == "reward",
-            "baseline=critic": self.baseline == "critic",
-            "overlong_buffer": self.overlong_buffer > 0,
-            "advantage_function": self.advantage_function is not None,
-        }.items():
-            if is_used:
-                why = "acts through the advantage, which objective.surrogate=likelihood does not use"
-                yield f"objective.{key} {why}: leave it out, or set surrogate to ratio"
+        because = "with objective.surrogate=likelihood, which uses no advantage"
+        to_do = "leave it out, or set surrogate to ratio"
+        yield from self.unread(("overlong_buffer", "advantage_function"), because, to_do=to_do)
+        for key, value in (("kl", "reward"), ("baseline", "critic")):
+            if getattr(self, key) == value:
+                yield f"objective.{key}={value} is not read {because}: {to_do}"
         if not (self.clip_low is None and self.clip_high is None):
             got = f"clip_low={self.clip_low}, clip_high={self.clip_high}"
             yield f"objective.surrogate=likelihood has no ratio to clip, got {got}: set both to null"

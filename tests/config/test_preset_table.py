@@ -99,7 +99,7 @@ COMBINATIONS = [
     ({"surrogate": "likelihood"}, ["objective.surrogate=likelihood", "clip_low=0.2", "set both to null"]),
     (
         {"surrogate": "weighted_likelihood", "ratio_level": "sequence"},
-        ["objective.ratio_level=sequence", "got weighted_likelihood", "set ratio_level=token"],
+        ["objective.ratio_level=sequence", "surrogate=weighted_likelihood", "set ratio_level=token"],
     ),
     (
         {"behaviour_filter": "m2po", "proximal": "behaviour"},
