@@ -87,8 +87,8 @@ class Config(Section):
         yield from self._device_problems()
         yield from self._timeout_problems()
         if (longest := self.rollout.max_new_tokens) >= (context := self.model.max_context):
-            room = "room for a prompt in model.max_context"
-            yield f"rollout.max_new_tokens must leave {room}, got {longest} and {context}: raise model.max_context"
+            got = f"{longest} and {context}: raise model.max_context"
+            yield f"rollout.max_new_tokens must leave room for a prompt in model.max_context, got {got}"
         if self.objective.baseline != "critic":
             yield from self.unread(["critic"], "without objective.baseline=critic", at="")
         if self.trainer.packing and self.critic.path is not None:
