@@ -12,13 +12,6 @@ from areal_lite.config.section import HERE, Refers, Section
 from areal_lite.config.sections import LaunchConfig, ModelConfig, RunConfig, TrainerConfig
 from areal_lite.errors import ConfigError
 
-_UNREAD = {
-    "sigmoid": ("simpo_margin",),
-    "ipo": ("simpo_margin",),
-    "simpo": ("reference_path", "label_smoothing", "length_normalised"),
-}
-"""Settings that a loss passes over; SimPO has no reference and always takes log-probabilities per token."""
-
 
 class OfflineRunConfig(RunConfig):
     """The run as a whole; nothing is generated, so there are no samples to log."""
@@ -111,8 +104,10 @@ class PreferenceConfig(SftConfig):
         return {"beta": 2.0, **raw} if isinstance(raw, Mapping) and raw.get("loss") == "simpo" else raw
 
     def _problems(self) -> Iterable[str]:
-        to_do = "leave it out, or choose another loss"
-        yield from self.unread(_UNREAD[self.loss], f"with {HERE}.loss={self.loss}", to_do=to_do)
+        keys, to_do = ["simpo_margin"], "leave it out, or choose another loss"
+        if self.loss == "simpo":  # it has no reference, and always takes log-probabilities per token
+            keys = ["reference_path", "label_smoothing", "length_normalised"]
+        yield from self.unread(keys, f"with {HERE}.loss={self.loss}", to_do=to_do)
 
 
 class OfflineConfig(Section):

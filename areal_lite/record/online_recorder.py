@@ -2,7 +2,6 @@
 lanes, and samples.
 """
 
-import math
 import statistics
 import sys
 import time
@@ -50,7 +49,8 @@ class OnlineRecorder(Recorder):
 
     def parity(self, difference: float) -> None:
         """Note a logprob difference between engines and trainer; it stands in the next row and in the summary."""
-        self._pending["parity_max_abs_logprob_diff"] = difference if math.isfinite(difference) else sys.float_info.max
+        # In this order also of what is no number.
+        self._pending["parity_max_abs_logprob_diff"] = min(sys.float_info.max, difference)
 
     def step(
         self,
