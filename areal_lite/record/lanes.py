@@ -7,8 +7,7 @@ difference of two readings.
 import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from areal_lite.events import Event
 
@@ -93,6 +92,10 @@ def sample_lengths(events: Iterable[Event]) -> Iterator[int]:
             yield sample["tokens"]
 
 
+Reading = Mapping[str, Mapping[str, float]]
+"""Seconds per state up to a time, plus `slot_seconds`, the integral of running samples, by lane."""
+
+
 class LaneClocks:
     """Adds up the seconds that trainer and rollout lanes spend in each state, and their running samples over time.
 
@@ -119,7 +122,7 @@ class LaneClocks:
                 self._now[one] = state, running, max(time, since)
 
     def read(self, time: float) -> dict[str, dict[str, float]]:
-        """Return seconds per state up to a time, plus `slot_seconds`, the integral of running samples, by lane."""
+        """Return what all clocks say."""
         return {lane: self._reading(lane, time) for lane in self._now}
 
     def _reading(self, lane: str, time: float) -> dict[str, float]:
@@ -130,34 +133,32 @@ class LaneClocks:
         return dict(totals)
 
 
-@dataclass(frozen=True, slots=True)
+def reading(events: Iterable[Event], time: float) -> Reading:
+    """Return what the clocks of an event log say at a time."""
+    clocks = LaneClocks()
+    clocks.feed(sorted((event for event in events if event["time"] <= time), key=lambda event: event["time"]))
+    return clocks.read(time)
+
+
 class Stretch:
     """What the lanes did between two readings of all clocks."""
 
-    before: Mapping[str, Mapping[str, float]]
-    after: Mapping[str, Mapping[str, float]]
-
-    @classmethod
-    def of(cls, events: Sequence[Event], *, start: float, end: float) -> Self:
-        """Return what an event log says of the time between two moments."""
-        clocks, in_order = LaneClocks(), sorted(events, key=lambda event: event["time"])
-        clocks.feed(event for event in in_order if event["time"] <= start)
-        before = clocks.read(start)
-        clocks.feed(event for event in in_order if start < event["time"] <= end)
-        return cls(before, clocks.read(end))
-
-    @property
-    def workers(self) -> list[str]:
+    def __init__(self, before: Reading, after: Reading) -> None:
+        self.workers = sorted(after.keys() - {"trainer"}, key=_place)
         """The rollout lanes, in order."""
-        return sorted(self.after.keys() - {"trainer"}, key=_place)
+        self._gained = {
+            lane: {state: total - before.get(lane, {}).get(state, 0.0) for state, total in totals.items()}
+            for lane, totals in after.items()
+        }
 
     def spent(self, *states: str) -> float:
         """Seconds in some states, added up over the workers; `slot_seconds` is the integral of running samples."""
-        return sum(self._gained(lane).get(state, 0.0) for lane in self.workers for state in states)
+        return sum(self._gained[lane].get(state, 0.0) for lane in self.workers for state in states)
 
     def shares(self, lane: str) -> dict[str, float]:
         """Share of a lane's time by state; empty for no time."""
-        spent = {state: seconds for state, seconds in self._gained(lane).items() if state not in ("slot_seconds", GAP)}
+        gained = self._gained.get(lane, {})
+        spent = {state: seconds for state, seconds in gained.items() if state not in ("slot_seconds", GAP)}
         elapsed = sum(spent.values())
         return {state: seconds / elapsed for state, seconds in spent.items() if seconds > 0}
 
@@ -165,10 +166,6 @@ class Stretch:
         """Share of the time in some states: of one lane, or the workers' mean."""
         shares = [self.shares(one) for one in ([lane] if lane else self.workers)]
         return sum(one.get(state, 0.0) for one in shares for state in states) / max(len(shares), 1)
-
-    def _gained(self, lane: str) -> dict[str, float]:
-        before = self.before.get(lane, {})
-        return {name: total - before.get(name, 0.0) for name, total in self.after.get(lane, {}).items()}
 
 
 def _lane(event: Event) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from areal_lite.config.recipe import Config
 from areal_lite.events import Event
-from areal_lite.record.lanes import PAUSE_PARTS, LaneClocks, Stretch, lane_events, sample_lengths, slices
+from areal_lite.record.lanes import PAUSE_PARTS, LaneClocks, Stretch, lane_events, reading, sample_lengths, slices
 from areal_lite.record.metrics import METRICS
 from areal_lite.record.recorder import Recorder, mean_of_ends
 from areal_lite.record.run_folder import RunFolder
@@ -28,7 +28,7 @@ class OnlineRecorder(Recorder):
         self._clocks.feed(self._earlier)
         now, trained = time.time(), [event["time"] for event in self._earlier if event["kind"] == "published"]
         self._last = self._first = _Moment(now, tokens=0.0, steps=0, lanes=self._clocks.read(now))
-        self._origin = Stretch.of(self._earlier, start=trained[0], end=trained[0]).before if trained else None
+        self._origin = reading(self._earlier, trained[0]) if trained else None
         """The clocks at the run's first step, where that was before it was resumed."""
         self._earlier.clear()
         self._pending: dict[str, Any] = {}

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from areal_lite.events import Event
-from areal_lite.record.lanes import Stretch, lived, sample_lengths
+from areal_lite.record.lanes import Stretch, lived, reading, sample_lengths
 from areal_lite.record.report.charts import COLOURS, Chart, Line, bars, lines
 from areal_lite.record.report.curves import STEPS, metric_charts
 from areal_lite.record.report.read import Row, RunFiles, numbers
@@ -28,7 +28,7 @@ def lane_shares(events: Sequence[Event]) -> dict[str, dict[str, float]]:
     times = [event["time"] for event in events if event["kind"] == "published"]
     if len(times) < 2:
         return {}
-    run = Stretch.of(events, start=times[0], end=times[-1])
+    run = Stretch(reading(events, times[0]), reading(events, times[-1]))
     return {lane: run.shares(lane) for lane in [*run.workers, "trainer"]}
 
 
