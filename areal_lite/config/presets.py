@@ -147,7 +147,7 @@ class ObjectiveConfig(Section):
             to_do = "set that, or kl=reward"
             yield f"objective.kl=loss needs kl_estimator k2 or k3, got k1, whose gradient is zero on average: {to_do}"
         if self.proximal_kl_target is not None and self.proximal_kl_coef == 0:
-            yield "objective.proximal_kl_target doubles objective.proximal_kl_coef, which must be above 0: set it to 1"
+            yield "objective.proximal_kl_target doubles a first objective.proximal_kl_coef above 0, got 0: set it to 1"
         if self.ptx_coef == 0:
             yield from self.unread(("ptx_path",), "without objective.ptx_coef")
         elif self.ptx_path is None:

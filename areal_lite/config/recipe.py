@@ -145,7 +145,7 @@ class Config(Section):
         if device == "cpu" and transport != "gloo":
             yield f"weights.transport={transport} needs run.device=cuda, got cpu: set weights.transport=gloo"
         if device == "cuda" and transport == "gloo":
-            yield "weights.transport=gloo needs run.device=cpu, got cuda: set weights.transport=nccl (or ipc)"
+            yield "weights.transport=gloo is of the CPU, got run.device=cuda: set weights.transport=nccl (or ipc)"
         if transport == "ipc" and (parallel > 1 or workers > ranks):
             yield (
                 "over weights.transport=ipc each engine shares the one GPU of a rank, got rollout.tensor_parallel="

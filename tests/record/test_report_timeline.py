@@ -75,8 +75,7 @@ def test_lanes_hold_samples_pauses_verifications_and_the_trainers_phases() -> No
     pauses = [(row, start, end) for row, start, end, kind in rollout if kind == "pause"]
     assert pauses == [(-1, pytest.approx(0.9), pytest.approx(1.0)), (-1, pytest.approx(1.9), pytest.approx(2.0))]
     first_line = [(start, end, kind) for row, start, end, kind in rollout if row == 0]
-    # Version 0 was never stamped here, so the first sample is one of version 1 alone.
-    assert first_line[:2] == [(pytest.approx(0.5), pytest.approx(1.0), "wait"), (1.0, pytest.approx(1.7), 1)]
+    assert first_line[:2] == [(0.5, pytest.approx(0.9), 0), (1.0, pytest.approx(1.7), 1)]
     assert [end for _, _, end, _ in verifier] == pytest.approx([1.71, 2.71])
     assert [kind for *_, kind in trainer] == ["wait", "train", "publish"] * 2
     assert [mark["text"] for mark in found["marks"]] == ["eval 0", "eval 2"]
