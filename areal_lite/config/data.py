@@ -189,7 +189,7 @@ class CurriculumConfig(Section):
 class DataConfig(SourceConfig):
     """Where prompts come from: one source, or several in `mix`."""
 
-    mix: dict[str, MixedSourceConfig] = {}
+    mix: dict[Annotated[str, Field(pattern="^[A-Za-z0-9_.-]+$")], MixedSourceConfig] = {}
     """several sources by name, each with the keys of this section and a weight"""
     curriculum: CurriculumConfig = CurriculumConfig()
 
@@ -210,9 +210,6 @@ class DataConfig(SourceConfig):
     def _problems(self) -> Iterable[str]:
         if not self.mix:
             yield from super()._problems()
-            return
-        to_do = "set it in each source of data.mix, or leave it out"
-        yield from self.unread(SourceConfig.model_fields, "with data.mix", to_do=to_do)
-        for name in self.mix:
-            if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-                yield f"{HERE}.mix: a name must be of letters, digits and _ . -, got {name!r}: prompts' ids begin so"
+        else:
+            to_do = "set it in each source of data.mix, or leave it out"
+            yield from self.unread(SourceConfig.model_fields, "with data.mix", to_do=to_do)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Annotated, Self
 
-from pydantic import BaseModel, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 HERE = "<here>"
 """Stands in a section's messages for its own place in the recipe, such as `data.mix.easy`."""
@@ -28,6 +28,8 @@ class Refers(Enum):
 
 
 ModelFolder = Annotated[str, Refers.MODEL]
+OwnName = Annotated[str, Field(pattern="^[^:]+$")]
+"""Of a recipe, for rows to choose: with a colon it would be code."""
 
 
 class _Settings(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from areal_lite.config.plugins import name_problems
-from areal_lite.config.section import HERE, ModelFolder, Refers, Section
+from areal_lite.config.section import HERE, ModelFolder, OwnName, Refers, Section
 from areal_lite.network import port_range
 
 COMMANDS = {"train": "train", "sft": "sft", "reward_model": "reward-model", "dpo": "dpo"}
@@ -157,7 +157,7 @@ class RolloutConfig(Section):
     """how a prompt becomes a sample: a name, module:function or path.py:function"""
     workflow_arguments: dict[str, Any] = {}
     """keyword arguments of every episode of workflow"""
-    workflows: dict[str, WorkflowConfig] = {}
+    workflows: dict[OwnName, WorkflowConfig] = {}
     """further workflows by name, for rows and sources that choose their own"""
     workflow_command: str | None = None
     """a program in place of workflow, as typed in a shell: an agent of any language, see docs/agents.md"""
@@ -206,8 +206,6 @@ class RolloutConfig(Section):
             yield from name_problems(f"{HERE}.workflow", self.workflow, kind="workflow")
         for key, one in self.workflows.items():
             yield from name_problems(f"{HERE}.workflows.{key}.function", one.function, kind="workflow")
-            if ":" in key:
-                yield f"{HERE}.workflows: a name must have no colon, which no data row may use, got {key!r}: rename it"
         if self.workflow in ("single_turn", *self.workflows):
             to_do = f"leave them out, or set arguments in {HERE}.workflows"
             yield from self.unread(("workflow_arguments",), f"with {HERE}.workflow={self.workflow}", to_do=to_do)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from areal_lite.config.plugins import known_names, name_problems
-from areal_lite.config.section import Refers, Section
+from areal_lite.config.section import OwnName, Refers, Section
 
 
 class VerifierSettings(Section):
@@ -37,7 +37,7 @@ class VerifierConfig(VerifierSettings):
 
     function: str | dict[str, float] = "last_number"  # type: ignore[assignment]
     """a known name, module:function, path.py:function, or several with weights: {math: 1, format: 0.2}"""
-    named: dict[str, VerifierSettings] = {}
+    named: dict[OwnName, VerifierSettings] = {}
     """further verifiers by name, for sums, and for rows and sources that choose their own"""
     eval_function: str | None = None
     """verifier of held-out prompts, called without arguments; null = as in training"""
@@ -81,8 +81,6 @@ class VerifierConfig(VerifierSettings):
                 yield from name_problems(f"verifier.{key}", name, kind="verifier")
         for name, settings in self.named.items():
             yield from name_problems(f"verifier.named.{name}.function", settings.function, kind="verifier")
-            if ":" in name:
-                yield f"verifier.named: a name must have no colon, got {name!r}: rows may choose a name, but never code"
         if not isinstance(self.function, str) or self.function in self.named:
             to_do = "give each its own in verifier.named"
             yield from self.unread(["arguments"], f"with verifier.function={self.function}", to_do=to_do)

@@ -82,7 +82,10 @@ def test_a_workflow_that_cannot_run_fails_the_start(rollout: dict[str, Any], mes
     ("raw", "message"),
     [
         ({"rollout": {"workflow": "multi_turns"}}, r"rollout.workflow: .*did you mean multi_turn\?"),
-        ({"rollout": {"workflows": {"a:b": {"function": "single_turn"}}}}, r"must have no colon"),
+        (
+            {"rollout": {"workflows": {"a:b": {"function": "single_turn"}}}},
+            r"workflows.a:b.*should match pattern",
+        ),
         ({"rollout": {"workflow_arguments": {"a": 1}}}, r"rollout.workflow_arguments=\{'a': 1\} is not read with"),
         (
             {"rollout": {"workflow": "guess_number", "workflow_command": "true"}},
