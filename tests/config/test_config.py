@@ -220,7 +220,7 @@ COMBINATIONS = [
         {"data": {"arith": {"min_terms": 5, "max_terms": 3}}},
         ["data.arith.min_terms", "5 and 3", "lower the one or raise the other"],
     ),
-    ({"data": {"template": "prompt"}}, ["data.template", "'prompt'", "put {prompt} where"]),
+    ({"data": {"template": "prompt"}}, ["data.template", "got 'prompt'", r"should match pattern '\{prompt\}'"]),
     ({"trainer": {"ranks": 4, "mesh": {"replicate": 3}}}, ["trainer.ranks=4", "replicate=3", "shard=None"]),
     ({"trainer": {"ranks": 4, "mesh": {"shard": 4, "tensor": 2}}}, ["trainer.ranks=4", "shard=4 tensor=2"]),
     ({"trainer": {"ranks": 4, "mesh": {"replicate": 2, "context": 4}}}, ["trainer.mesh.context", "2 ranks", "got 4"]),
