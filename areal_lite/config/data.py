@@ -148,8 +148,7 @@ class SourceConfig(Section):
             yield from self.unread(("arguments",), is_read, to_do="leave them out, they are of a plug-in's function")
         # Not so arith, the default: who names another source on the command line need not undo the recipe's settings.
         if kind != "reasoning_gym":
-            to_do = f"leave it out, or set {HERE}.source=reasoning_gym"
-            yield from self.unread(["reasoning_gym"], is_read, to_do=to_do)
+            yield from self.unread(["reasoning_gym"], is_read, to_do=f"leave it out, or set {HERE}.source to that")
         elif self.reasoning_gym.dataset is None:
             yield f"{HERE}.source={kind} needs {HERE}.reasoning_gym.dataset, got none: name a family, e.g. chain_sum"
         first = {old: new for new, old in reversed(self.columns.items())}
@@ -209,5 +208,4 @@ class DataConfig(SourceConfig):
         if not self.mix:
             yield from super()._problems()
         else:
-            to_do = "set it in each source of data.mix, or leave it out"
-            yield from self.unread(SourceConfig.model_fields, "with data.mix", to_do=to_do)
+            yield from self.unread(SourceConfig.model_fields, "with data.mix", to_do="set it in each source instead")

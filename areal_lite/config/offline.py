@@ -64,8 +64,7 @@ class OfflineDataConfig(Section):
 
     def _problems(self) -> Iterable[str]:
         if self.source == "arith":
-            to_do = "set data.source to jsonl or dataset"
-            yield from self.unread(("path", "eval_path"), "with data.source=arith", to_do=to_do)
+            yield from self.unread(("path", "eval_path"), "with data.source=arith", to_do="set another data.source")
             return
         if self.path is None:
             yield f"data.source={self.source} needs data.path, got none: give the path of a file or folder"

@@ -15,7 +15,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"prompt_column": "text"}, ["data.prompt_column=text is not read with data.source=arith"]),
     ({**GYM, "eval_path": "y.jsonl"}, ["data.eval_path=y.jsonl is not read with data.source=reasoning_gym"]),
     ({**GYM, "columns": {"a": "b"}}, ["data.columns={'a': 'b'} is not read"]),
-    ({"reasoning_gym": {"dataset": "chain_sum"}}, ["data.reasoning_gym is not read", "set data.source=reasoning_gym"]),
+    ({"reasoning_gym": {"dataset": "chain_sum"}}, ["data.reasoning_gym is not read", "set data.source to that"]),
     ({**FILE, "arguments": {"size": 3}}, ["data.arguments={'size': 3} is not read with data.source=jsonl"]),
     (
         {"source": "jsnl"},
