@@ -101,9 +101,9 @@ class SourceConfig(Section):
     """jsonl, parquet = files; dataset = a folder or hub id; arith, reasoning_gym = built in; or a function's name"""
     arguments: dict[str, Any] = {}
     """arguments of the function that source names, e.g. {seed: 1}"""
-    path: Annotated[str | None, Refers.FILE_OR_HUB] = None
+    path: Annotated[str | None, Refers.FILE] = None
     """training rows: a file, a datasets folder, or a hub id"""
-    eval_path: Annotated[str | None, Refers.FILE_OR_HUB] = None
+    eval_path: Annotated[str | None, Refers.FILE] = None
     """held-out rows; null = a datasets folder's own split, or none"""
     eval_size: int = Field(256, ge=1)
     """held-out rows used at most"""

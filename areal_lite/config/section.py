@@ -18,9 +18,7 @@ class Refers(Enum):
     """
 
     FILE = "file"
-    """Or a folder."""
-    FILE_OR_HUB = "file or hub id"
-    """The latter of `source: dataset` alone."""
+    """Or a folder; beside `source: dataset` a hub id, too."""
     MODEL = "folder"
     """Of a model, or of the run that made it."""
     ARGUMENTS = "arguments"

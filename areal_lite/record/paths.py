@@ -55,7 +55,7 @@ def _found(value: Any, mark: Refers | None, section: Any, where: str) -> Any:
         return value
     if mark is Refers.MODEL:
         return value if value.startswith("builtin:") else str(find_model_folder(value, option=where))
-    if mark is Refers.FILE or (mark and not (section.source == "dataset" and is_hub_id(value))):
+    if mark is Refers.FILE and not (getattr(section, "source", "") == "dataset" and is_hub_id(value)):
         return str(Path(value).expanduser().resolve())
     path = plugin_file(value)
     return f"{Path(path).resolve()}{value.removeprefix(path)}" if path else value
