@@ -134,8 +134,8 @@ class SourceConfig(Section):
     def _problems(self) -> Iterable[str]:
         kind = self.source
         is_read = f"with {HERE}.source={kind}"
-        known = [*_MADE, *_PATHS, *known_names("source")]
-        if kind not in known and any(name_problems("", kind, kind="source")):
+        if kind not in (*_PATHS, *_MADE) and any(name_problems("", kind, kind="source")):
+            known = [*_MADE, *_PATHS, *known_names("source")]
             names = f"one of {', '.join(known)}, or name a function as module:function or path.py:function"
             yield f"{HERE}.source must be {names}; got {kind!r}{suggestion(kind, known)}"
             return
