@@ -88,9 +88,9 @@ def verifier_table(run: RunFiles) -> list[Row]:
     """Return one row per verifier as of the last step: calls, time-outs, restarts, latencies."""
     return [
         {"verifier": name}
-        | {key: found[key] for key in ("calls", "timeouts", "restarts")}
-        | {"failures": sum(found["failures"].values())}
-        | {f"{key} ms": round(found[f"latency_{key}_s"] * 1e3, 3) for key in ("p50", "p95")}
+        | {key: found.get(key) for key in ("calls", "timeouts", "restarts")}
+        | {"failures": sum(found.get("failures", {}).values())}
+        | {f"{key} ms": round(found.get(f"latency_{key}_s", 0.0) * 1e3, 3) for key in ("p50", "p95")}
         for name, found in sorted(run.last.get("verifiers", {}).items())
     ]
 
