@@ -76,7 +76,7 @@ def test_the_time_between_two_lives_of_a_run_is_no_part_of_any_share() -> None:
     log = [*before, gap, *({**row, "time": row["time"] + 3600} for row in after)]
     shares = lane_shares(log)
     assert shares["trainer"] == pytest.approx({"waiting": 0.1, "training": 0.7, "publishing": 0.2}, abs=0.1)
-    assert shares["rollout/0"]["generating"] == pytest.approx(0.9, abs=0.1)
+    assert shares["rollout/0"]["generating"] + shares["rollout/0"]["idle"] == pytest.approx(0.9, abs=0.1)
     assert "gap" not in shares["rollout/0"]
 
 
