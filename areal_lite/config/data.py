@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from areal_lite.config.plugins import known_names, name_problems
-from areal_lite.config.section import HERE, FunctionName, Refers, Section
+from areal_lite.config.section import HERE, Refers, Section
 from areal_lite.config.suggestion import suggestion
 
 Split = Literal["train", "eval"]
@@ -55,11 +55,9 @@ class ArithConfig(Section):
     """seed of both splits"""
 
     def _problems(self) -> Iterable[str]:
-        if self.min_terms > self.max_terms:
-            yield (
-                f"{HERE}.min_terms must be at most {HERE}.max_terms, got {self.min_terms} and {self.max_terms}: lower "
-                "the one or raise the other"
-            )
+        if (least := self.min_terms) > (most := self.max_terms):
+            to_do = "lower the one or raise the other"
+            yield f"{HERE}.min_terms must be at most {HERE}.max_terms, got {least} and {most}: {to_do}"
 
 
 class GymConfig(Section):
@@ -99,13 +97,13 @@ class FilterConfig(Section):
 class SourceConfig(Section):
     """One source of prompts."""
 
-    source: FunctionName = "arith"
+    source: str = "arith"
     """jsonl, parquet = files; dataset = a folder or hub id; arith, reasoning_gym = built in; or a function's name"""
-    arguments: Annotated[dict[str, Any], Refers.FUNCTION] = {}
+    arguments: dict[str, Any] = {}
     """arguments of the function that source names, e.g. {seed: 1}"""
-    path: Annotated[str | None, Refers.FILE_OR_HUB] = None
+    path: Annotated[str | None, Refers.FILE] = None
     """training rows: a file, a datasets folder, or a hub id"""
-    eval_path: Annotated[str | None, Refers.FILE_OR_HUB] = None
+    eval_path: Annotated[str | None, Refers.FILE] = None
     """held-out rows; null = a datasets folder's own split, or none"""
     eval_size: int = Field(256, ge=1)
     """held-out rows used at most"""
@@ -115,13 +113,13 @@ class SourceConfig(Section):
     """column with the reference answer"""
     columns: dict[str, str] = {}
     """new names of further columns, {new: old}, e.g. {difficulty: level}"""
-    template: str = "{prompt}"
+    template: str = Field("{prompt}", pattern=r"\{prompt\}")
     """text around the prompt; {prompt} is replaced"""
     chat: bool = False
     """apply the model's chat template to the prompt as a user message; lists of messages always go through it"""
     system: str | None = None
     """system message before each chat that has none"""
-    tools: list[FunctionName] = []
+    tools: list[str] = []
     """functions that the chat template tells the model of, as it does of tools: signatures and docstrings"""
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
     """share of unreadable rows above which loading fails"""
@@ -136,12 +134,10 @@ class SourceConfig(Section):
     def _problems(self) -> Iterable[str]:
         kind = self.source
         is_read = f"with {HERE}.source={kind}"
-        if kind not in (*_PATHS, *_MADE) and (wrong := list(name_problems(f"{HERE}.source", kind, kind="source"))):
+        if kind not in (*_PATHS, *_MADE) and any(name_problems("", kind, kind="source")):
             known = [*_MADE, *_PATHS, *known_names("source")]
             names = f"one of {', '.join(known)}, or name a function as module:function or path.py:function"
-            yield from (
-                wrong if ":" in kind else [f"{HERE}.source must be {names}; got {kind!r}{suggestion(kind, known)}"]
-            )
+            yield f"{HERE}.source must be {names}; got {kind!r}{suggestion(kind, known)}"
             return
         if kind in _PATHS and self.path is None:
             yield f"{HERE}.source={kind} needs {HERE}.path, got none: give {_PATHS[kind]}"
@@ -152,16 +148,9 @@ class SourceConfig(Section):
             yield from self.unread(("arguments",), is_read, to_do="leave them out, they are of a plug-in's function")
         # Not so arith, the default: who names another source on the command line need not undo the recipe's settings.
         if kind != "reasoning_gym":
-            to_do = f"leave it out, or set {HERE}.source=reasoning_gym"
-            yield from self.unread(["reasoning_gym"], is_read, to_do=to_do)
+            yield from self.unread(["reasoning_gym"], is_read, to_do=f"leave it out, or set {HERE}.source to that")
         elif self.reasoning_gym.dataset is None:
             yield f"{HERE}.source={kind} needs {HERE}.reasoning_gym.dataset, got none: name a family, e.g. chain_sum"
-        if "{prompt}" not in self.template:
-            to_do = "put {prompt} where the prompt goes"
-            yield f"{HERE}.template must contain {{prompt}}, got {self.template!r}: {to_do}"
-        yield from self._column_problems()
-
-    def _column_problems(self) -> Iterable[str]:
         first = {old: new for new, old in reversed(self.columns.items())}
         for new, old in self.columns.items():
             if new in RESERVED_COLUMNS:
@@ -197,7 +186,7 @@ class CurriculumConfig(Section):
 class DataConfig(SourceConfig):
     """Where prompts come from: one source, or several in `mix`."""
 
-    mix: dict[str, MixedSourceConfig] = {}
+    mix: dict[Annotated[str, Field(pattern="^[A-Za-z0-9_.-]+$")], MixedSourceConfig] = {}
     """several sources by name, each with the keys of this section and a weight"""
     curriculum: CurriculumConfig = CurriculumConfig()
 
@@ -218,11 +207,5 @@ class DataConfig(SourceConfig):
     def _problems(self) -> Iterable[str]:
         if not self.mix:
             yield from super()._problems()
-            return
-        to_do = "set it in each source of data.mix, or leave it out"
-        yield from self.unread(SourceConfig.model_fields, "with data.mix", to_do=to_do)
-        for name in self.mix:
-            if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-                yield (
-                    f"a name in data.mix must be of letters, digits and _ . -, got {name!r}: it begins its prompts' ids"
-                )
+        else:
+            yield from self.unread(SourceConfig.model_fields, "with data.mix", to_do="set it in each source instead")

@@ -12,13 +12,6 @@ from areal_lite.config.section import HERE, Refers, Section
 from areal_lite.config.sections import LaunchConfig, ModelConfig, RunConfig, TrainerConfig
 from areal_lite.errors import ConfigError
 
-_UNREAD = {
-    "sigmoid": ("simpo_margin",),
-    "ipo": ("simpo_margin",),
-    "simpo": ("reference_path", "label_smoothing", "length_normalised"),
-}
-"""Settings that a loss passes over; SimPO has no reference and always takes log-probabilities per token."""
-
 
 class OfflineRunConfig(RunConfig):
     """The run as a whole; nothing is generated, so there are no samples to log."""
@@ -71,8 +64,7 @@ class OfflineDataConfig(Section):
 
     def _problems(self) -> Iterable[str]:
         if self.source == "arith":
-            to_do = "set data.source to jsonl or dataset"
-            yield from self.unread(("path", "eval_path"), "with data.source=arith", to_do=to_do)
+            yield from self.unread(("path", "eval_path"), "with data.source=arith", to_do="set another data.source")
             return
         if self.path is None:
             yield f"data.source={self.source} needs data.path, got none: give the path of a file or folder"
@@ -111,8 +103,10 @@ class PreferenceConfig(SftConfig):
         return {"beta": 2.0, **raw} if isinstance(raw, Mapping) and raw.get("loss") == "simpo" else raw
 
     def _problems(self) -> Iterable[str]:
-        to_do = "leave it out, or choose another loss"
-        yield from self.unread(_UNREAD[self.loss], f"with {HERE}.loss={self.loss}", to_do=to_do)
+        keys, to_do = ["simpo_margin"], "leave it out, or choose another loss"
+        if self.loss == "simpo":  # it has no reference, and always takes log-probabilities per token
+            keys = ["reference_path", "label_smoothing", "length_normalised"]
+        yield from self.unread(keys, f"with {HERE}.loss={self.loss}", to_do=to_do)
 
 
 class OfflineConfig(Section):
@@ -145,27 +139,19 @@ class OfflineConfig(Section):
 
     def _problems(self) -> Iterable[str]:
         read, other = ("sft", "preference") if self.command == "sft" else ("preference", "sft")
+        because = f"with command={self.command}"
         if self.command != "sft" and self.data.source == "arith" and self.data.carelessness == 0:
-            yield (
-                "data.carelessness makes the rejected solutions of data.source=arith, got 0: set it, for example to 0.6"
-            )
-        if self.batch.batch_size < self.trainer.row_ranks:
-            yield (
-                f"every trainer rank needs a row in each step, got {read}.batch_size={self.batch.batch_size} and "
-                f"trainer.ranks={self.trainer.ranks}: raise the one or lower the other"
-            )
-        if self.changed([other]):
-            yield f"the section {other} is not read with command={self.command}: remove it, or correct the command"
+            yield "data.carelessness makes the rejected solutions of data.source=arith, got 0: set it, as to 0.6"
+        if (rows := self.batch.batch_size) < (ranks := self.trainer.row_ranks):
+            got = f"{read}.batch_size={rows} for {ranks} ranks: raise the one or lower the other"
+            yield f"every trainer rank needs a row in each step, got {got}"
+        yield from self.unread([other], because, at="", to_do="remove it, or correct the command")
         if self.command == "reward_model":
-            dpo_only = self.preference.changed(PreferenceConfig.model_fields.keys() - SftConfig.model_fields.keys())
-            for key in sorted(dpo_only)[:1]:
-                yield f"preference.{key} is of command=dpo, got command=reward_model: remove it"
-            if self.trainer.mesh.context > 1:
-                yield "trainer.mesh.context is of tokens, got command=reward_model, which scores rows: set it to 1"
-            if self.trainer.packing:
-                yield "trainer.packing is of tokens, got command=reward_model, which scores rows: leave it out"
-            if self.trainer.lora is not None:
-                yield "trainer.lora is of a language model, got command=reward_model, whose head is new: leave it out"
+            of_dpo = sorted(PreferenceConfig.model_fields.keys() - SftConfig.model_fields.keys())
+            because += ", which scores rows with a new head"
+            yield from self.preference.unread(of_dpo, because, at="preference.", to_do="leave it out")
+            yield from self.trainer.unread(("packing", "lora"), because, at="trainer.", to_do="leave it out")
+            yield from self.trainer.mesh.unread(("context",), because, at="trainer.mesh.", to_do="leave it out")
 
 
 def load_any_config(
@@ -183,33 +169,27 @@ def parse_saved_config(raw: Mapping[str, Any]) -> Config | OfflineConfig:
 def parse_any_config(raw: Mapping[str, Any]) -> Config | OfflineConfig:
     """Check what a user wrote, as `parse_saved_config`; a saved recipe holds steps beside epochs."""
     config = parse_saved_config(raw)
-    if isinstance(config, Config):
-        return config
-    if config.batch.epochs is not None and "steps" in config.run.model_fields_set:
-        section = "sft" if config.command == "sft" else "preference"
+    if isinstance(config, OfflineConfig) and config.batch.epochs and "steps" in config.run.model_fields_set:
+        epochs = f"{'sft' if config.command == 'sft' else 'preference'}.epochs"
         raise ConfigError(
-            f"either run.steps or {section}.epochs says how long to train, got run.steps={config.run.steps} and "
-            f"{section}.epochs={config.batch.epochs:g}: leave one out, or set {section}.epochs=null"
+            f"either run.steps or {epochs} says how long to train, got run.steps={config.run.steps} and {epochs}="
+            f"{config.batch.epochs:g}: leave one out, or set {epochs}=null"
         )
     return config
 
 
 def check_resources(config: Config | OfflineConfig, *, num_cores: int, num_gpus: int) -> str:
     """Return a warning where a run would be slow on what there is; raise a `ConfigError` where GPUs are too few."""
-    ranks = needed = config.trainer.ranks
+    needed, counts = config.trainer.ranks, {"trainer.ranks": config.trainer.ranks}
+    if isinstance(config, Config):
+        workers, parallel = config.rollout.workers, config.rollout.tensor_parallel
+        counts |= {"rollout.workers": workers, "rollout.tensor_parallel": parallel}
+        needed += 0 if config.weights.transport == "ipc" else workers * parallel
     if config.run.device == "cpu":
-        counts = {"trainer.ranks": ranks} | (
-            {"rollout.workers": config.rollout.workers} if isinstance(config, Config) else {}
-        )
         many = [f"{key}={count}" for key, count in counts.items() if count > num_cores]
         slow = f"{' and '.join(many)} on {num_cores} CPU cores: they will wait for each other; set {num_cores} or fewer"
         return slow if many else ""
-    settings = f"trainer.ranks {ranks}"
-    if isinstance(config, Config):
-        workers, parallel = config.rollout.workers, config.rollout.tensor_parallel
-        engines = workers * parallel
-        needed = ranks if config.weights.transport == "ipc" else engines + ranks
-        settings = f"rollout.workers {workers} x rollout.tensor_parallel {parallel}, {settings}"
+    settings = ", ".join(f"{key}={count}" for key, count in counts.items())
     if needed > num_gpus:
         raise ConfigError(
             f"the recipe needs {needed} GPUs ({settings}), got {num_gpus}: lower them, or join more nodes to the Ray "

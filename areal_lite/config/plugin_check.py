@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from pydantic import ValidationError
 
-from areal_lite.config.plugins import arguments_model, known_names
+from areal_lite.config.plugins import PICKLE, arguments_model, known_names
 from areal_lite.config.reading import explained
 from areal_lite.config.recipe import Config
 from areal_lite.config.verifier import VerifierSettings
@@ -39,10 +39,9 @@ def plugin_problems(config: Config, *, verifiers_only: bool = False) -> Iterable
     verifiers = list(_verifiers(config))
     named = [] if verifiers_only else list(_functions(config))
     for key, section, one in verifiers:
-        named.append((key, one.function, "verifier"))
-        if (inner := one.arguments.get("function")) and one.function in known_names("verifier"):
-            named.append((f"{section}.arguments.function", inner, "reward function"))
-    own = [item for item in named if item[1] not in known_names(item[2])]
+        inner = one.arguments.get("function") if one.function in known_names("verifier") else None
+        named += [(key, one.function, "verifier"), (f"{section}.arguments.function", inner, "reward function")]
+    own = [(key, name, kind) for key, name, kind in named if name and (":" in name or name.endswith(PICKLE))]
     if own:
         yield from _import_problems(own, config)
     for _, section, one in verifiers:
@@ -63,34 +62,28 @@ def _import_problems(named: list[tuple[str, str, str]], config: Config) -> Itera
         yield f"importing {names} ended its process ({done.returncode}): {done.stderr[-500:].strip()}"
 
 
-def _functions(config: Config) -> Iterable[tuple[str, str, str]]:
-    """Yield setting, name and kind of every function but the verifiers."""
+def _functions(config: Config) -> Iterable[tuple[str, str | None, str]]:
+    """Yield setting, name and kind of whatever may be a function, but the verifiers."""
     rollout = config.rollout
-    workflows = {f"rollout.workflows.{key}.function": one.function for key, one in rollout.workflows.items()}
-    if rollout.workflow not in rollout.workflows:
-        workflows["rollout.workflow"] = rollout.workflow
-    yield from ((key, name, "workflow") for key, name in workflows.items())
-    if ":" in (rollout.tool_parser or ""):
-        yield "rollout.tool_parser", str(rollout.tool_parser), "tool parser"
+    yield "rollout.workflow", rollout.workflow, "workflow"
+    for key, one in rollout.workflows.items():
+        yield f"rollout.workflows.{key}.function", one.function, "workflow"
+    yield "rollout.tool_parser", rollout.tool_parser, "tool parser"
     for key, source in config.data.sources.items():
-        if ":" in source.source:
-            yield f"{config.data.place_of(key)}.source", source.source, "source"
+        yield f"{config.data.place_of(key)}.source", source.source, "source"
     for key in ("loss_function", "advantage_function"):
-        if (name := getattr(config.objective, key)) is not None:
-            yield f"objective.{key}", name, key.replace("_", " ")
+        yield f"objective.{key}", getattr(config.objective, key), key.replace("_", " ")
 
 
 def _verifiers(config: Config) -> Iterable[tuple[str, str, VerifierSettings]]:
     """Yield every verifier that may be asked, with the setting that names it and the section of its own settings."""
     verifier = config.verifier
-    chosen = {name: "verifier.function" for name in verifier.weights}
-    if verifier.eval_function is not None:
-        chosen.setdefault(verifier.eval_function, "verifier.eval_function")
+    chosen: dict[str | None, str] = {name: "verifier.function" for name in verifier.weights}
+    chosen.setdefault(verifier.eval_function, "verifier.eval_function")
     for key, source in config.data.sources.items():
-        if source.verifier in known_names("verifier"):  # else one of `named`
-            chosen.setdefault(source.verifier, f"{config.data.place_of(key)}.verifier")
+        chosen.setdefault(source.verifier, f"{config.data.place_of(key)}.verifier")
     for name, key in chosen.items():
-        if name not in verifier.named:
+        if name is not None and name not in verifier.named:
             yield key, "verifier", verifier.settings_of(name)
     for key, one in verifier.named.items():
         yield f"verifier.named.{key}.function", f"verifier.named.{key}", one
@@ -108,7 +101,6 @@ def _argument_problems(section: str, settings: VerifierSettings) -> Iterable[str
         return
     if settings.timeout_s < (least := getattr(checked, "least_timeout_s", 0.0)):
         yield (
-            f"{section}.timeout_s must be at least {least:g} for the verifier {settings.function} with its "
-            f"arguments, got {settings.timeout_s:g}, which would end slow calls before their own limits do: raise it "
-            "(verify: --timeout), or lower the limits in its arguments"
+            f"{section}.timeout_s must be at least {least:g} for the verifier {settings.function} with its arguments, "
+            f"got {settings.timeout_s:g}: raise it (verify: --timeout), or lower the limits in its arguments"
         )

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 PLUGIN_GROUPS = {"verifier": "areal_lite.verifiers", "workflow": "areal_lite.workflows", "source": "areal_lite.sources"}
 """What can be named, and the entry-point group that holds its names."""
-_PICKLE = ".pkl"
+PICKLE = ".pkl"
+"""Ends the name of a function that was written to a file of its own."""
 
 
 def known_names(kind: str) -> list[str]:
     """Return the names that need no module, of a kind in `PLUGIN_GROUPS`, sorted."""
-    return sorted({entry.name for entry in entry_points(group=PLUGIN_GROUPS[kind])}) if kind in PLUGIN_GROUPS else []
+    return sorted({entry.name for entry in entry_points(group=PLUGIN_GROUPS.get(kind, ""))})
 
 
 def split_name(name: str, *, kind: str) -> tuple[str, str]:
@@ -43,9 +44,9 @@ def split_name(name: str, *, kind: str) -> tuple[str, str]:
     location, colon, attribute = name.rpartition(":")
     if colon and location and attribute.isidentifier():
         return location, attribute
-    if (path := name.removesuffix(":")).endswith(_PICKLE):  # also with both parts joined again
+    if (path := name.removesuffix(":")).endswith(PICKLE):  # also with both parts joined again
         return path, ""
-    for entry in entry_points(group=PLUGIN_GROUPS[kind], name=name) if kind in PLUGIN_GROUPS and not colon else ():
+    for entry in entry_points(group=PLUGIN_GROUPS.get(kind, ""), name=name):
         return entry.module, entry.attr
     known = known_names(kind)
     raise PluginError(
@@ -55,10 +56,10 @@ def split_name(name: str, *, kind: str) -> tuple[str, str]:
     )
 
 
-def name_problems(key: str, name: str, *, kind: str) -> Iterable[str]:
-    """Yield a sentence where the value of a setting cannot be the name of a function."""
+def name_problems(key: str, name: str | None, *, kind: str) -> Iterable[str]:
+    """Yield a sentence where the value of a setting cannot be the name of a function; None names none."""
     try:
-        split_name(name, kind=kind)
+        _ = name and split_name(name, kind=kind)
     except PluginError as error:
         yield f"{key}: {error}"
 
@@ -70,6 +71,12 @@ def with_a_colon(name: str) -> list[str]:
     return [f"{module}:{function}"] if is_one else []
 
 
+def plugin_file(name: str) -> str:
+    """Return the file of `path.py:function`; nothing for a text of another form."""
+    path, _, function = name.rpartition(":")
+    return path if path.endswith(".py") and function.isidentifier() else ""
+
+
 def plugin_files(value: Any) -> Iterator[str]:
     """Yield the file of each `path.py:function` in a recipe's value, in its lists and mappings too."""
     if isinstance(value, Mapping):
@@ -77,7 +84,7 @@ def plugin_files(value: Any) -> Iterator[str]:
     if isinstance(value, list | tuple):
         for item in value:
             yield from plugin_files(item)
-    elif isinstance(value, str) and (path := value.rpartition(":")[0]).endswith(".py"):
+    elif isinstance(value, str) and (path := plugin_file(value)):
         yield path
 
 
@@ -133,7 +140,7 @@ def reference_to(function: Callable[..., Any], folder: Path) -> str:
             f"{type(error).__name__}: {error}: make locks, files and clients inside it, or move it to a .py file"
         ) from error
     stem = re.sub(r"\W+", "_", name.rpartition(".")[2]).strip("_")
-    path = folder.resolve() / f"{stem}-{hashlib.sha256(content).hexdigest()[:8]}{_PICKLE}"
+    path = folder.resolve() / f"{stem}-{hashlib.sha256(content).hexdigest()[:8]}{PICKLE}"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return str(path)

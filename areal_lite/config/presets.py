@@ -31,7 +31,7 @@ class ObjectiveConfig(Section):
     """what a return is compared with; critic = GAE on a learned value"""
     scale: Literal["none", "group_std", "batch_std"] = "group_std"
     """what advantages are divided by"""
-    advantage_function: Annotated[str | None, Refers.FUNCTION] = None
+    advantage_function: str | None = None
     """own module:function or path.py:function, called as algo/advantages.py's sample_advantages is: from [N, G] returns
     of groups of samples (NaN = failed) to finite float32 advantages, with baseline, scale and eps as keywords"""
     gamma: float = Field(1.0, gt=0, le=1)
@@ -46,7 +46,7 @@ class ObjectiveConfig(Section):
     """samples cut off at the token limit do not train"""
 
     # The policy term.
-    loss_function: Annotated[str | None, Refers.FUNCTION] = None
+    loss_function: str | None = None
     """own module:function or path.py:function, called as algo/losses.py's policy_loss is, with all its keywords: from
     [T] tensors of a micro-batch (T may be 0) to a share of the loss, a scalar, and a dict: {} or {"clipped": count}"""
     surrogate: Literal["ratio", "weighted_likelihood", "likelihood"] = "ratio"
@@ -105,60 +105,37 @@ class ObjectiveConfig(Section):
     """documents of one optimiser update (ptx_coef > 0)"""
 
     def _problems(self) -> Iterable[str]:
-        if self.baseline == "critic" and self.scale == "group_std":
-            yield (
-                "objective.scale=group_std compares whole samples of a prompt, got objective.baseline=critic, which "
-                "judges tokens: set objective.scale to batch_std or none"
-            )
-        yield from self._function_problems()
+        for key in ("loss_function", "advantage_function"):
+            yield from name_problems(f"objective.{key}", getattr(self, key), kind=key.replace("_", " "))
+        if self.baseline == "critic":
+            per_token = "compares whole samples, got objective.baseline=critic, which judges tokens"
+            if self.scale == "group_std":
+                yield f"objective.scale=group_std {per_token}: set objective.scale to batch_std or none"
+            if self.advantage_function is not None:
+                yield f"objective.advantage_function {per_token}: leave one of them out"
         if self.surrogate == "likelihood":
             yield from self._likelihood_problems()
-        if self.surrogate != "ratio" and self.ratio_level == "sequence":
-            yield (
-                f"objective.ratio_level=sequence needs objective.surrogate=ratio, got {self.surrogate}: set "
-                "ratio_level=token"
-            )
-        if self.behaviour_filter != "none" and self.proximal == "behaviour":
-            yield (
-                f"objective.behaviour_filter={self.behaviour_filter} compares proximal with behaviour policy, got "
-                "objective.proximal=behaviour, where they are the same: set proximal=recompute, or "
-                "behaviour_filter=none"
-            )
-        if self.geometric_low >= self.geometric_high:
-            yield (
-                f"objective.geometric_low must lie below geometric_high, got {self.geometric_low} and "
-                f"{self.geometric_high}"
-            )
+        if self.surrogate != "ratio":
+            because = f"with objective.surrogate={self.surrogate}, which has no ratio"
+            yield from self.unread(["ratio_level"], because, to_do="set ratio_level=token")
+        if self.proximal == "behaviour":
+            to_do = "set proximal=recompute, or behaviour_filter=none"
+            because = "with objective.proximal=behaviour, the policy that it compares with itself"
+            yield from self.unread(["behaviour_filter"], because, to_do=to_do)
+        if (low := self.geometric_low) >= (high := self.geometric_high):
+            yield f"objective.geometric_low must lie below geometric_high, got {low} and {high}"
         yield from self._penalty_problems()
 
-    def _function_problems(self) -> Iterable[str]:
-        if self.loss_function is not None:
-            yield from name_problems("objective.loss_function", self.loss_function, kind="loss function")
-        if self.advantage_function is not None:
-            yield from name_problems("objective.advantage_function", self.advantage_function, kind="advantage function")
-            if self.baseline == "critic":
-                yield (
-                    "objective.advantage_function compares whole samples of a prompt, got objective.baseline=critic, "
-                    "which judges tokens: leave one of them out"
-                )
-
     def _likelihood_problems(self) -> Iterable[str]:
-        for key, is_used in (
-            ("kl=reward", self.kl == "reward"),
-            ("baseline=critic", self.baseline == "critic"),
-            ("overlong_buffer", self.overlong_buffer > 0),
-            ("advantage_function", self.advantage_function is not None),
-        ):
-            if is_used:
-                yield (
-                    f"objective.{key} acts through the advantage, which objective.surrogate=likelihood does not use: "
-                    "leave it out, or set surrogate to ratio"
-                )
+        because = "with objective.surrogate=likelihood, which uses no advantage"
+        to_do = "leave it out, or set surrogate to ratio"
+        yield from self.unread(("overlong_buffer", "advantage_function"), because, to_do=to_do)
+        for key, value in (("kl", "reward"), ("baseline", "critic")):
+            if getattr(self, key) == value:
+                yield f"objective.{key}={value} is not read {because}: {to_do}"
         if not (self.clip_low is None and self.clip_high is None):
-            yield (
-                f"objective.surrogate=likelihood has no ratio to clip, got clip_low={self.clip_low}, "
-                f"clip_high={self.clip_high}: set both to null"
-            )
+            got = f"clip_low={self.clip_low}, clip_high={self.clip_high}"
+            yield f"objective.surrogate=likelihood has no ratio to clip, got {got}: set both to null"
 
     def _penalty_problems(self) -> Iterable[str]:
         """Of the distance to other policies, and of the language-model term."""
@@ -167,15 +144,10 @@ class ObjectiveConfig(Section):
         elif self.kl_coef == 0:
             yield f"objective.kl={self.kl} needs objective.kl_coef above 0, got 0: set it, or objective.kl to none"
         if self.kl == "loss" and self.kl_estimator == "k1":
-            yield (
-                "objective.kl=loss needs objective.kl_estimator k2 or k3, got k1, whose gradient is zero on average: "
-                "set kl_estimator, or charge the KL in the reward"
-            )
+            to_do = "set that, or kl=reward"
+            yield f"objective.kl=loss needs kl_estimator k2 or k3, got k1, whose gradient is zero on average: {to_do}"
         if self.proximal_kl_target is not None and self.proximal_kl_coef == 0:
-            yield (
-                "objective.proximal_kl_target needs a first objective.proximal_kl_coef above 0, got 0: doubling it "
-                "changes nothing; set it to 1"
-            )
+            yield "objective.proximal_kl_target doubles a first objective.proximal_kl_coef above 0, got 0: set it to 1"
         if self.ptx_coef == 0:
             yield from self.unread(("ptx_path",), "without objective.ptx_coef")
         elif self.ptx_path is None:
@@ -204,12 +176,6 @@ _QUEUE = {"dapo": {"reject": "zero_variance"}}
 """What presets set of the queue."""
 
 
-def _without_unread(knobs: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out a preset's KL figures where the recipe switches its KL off."""
-    is_off = given.get("kl") == "none"
-    return {name: value for name, value in knobs.items() if not (is_off and name.startswith("kl"))}
-
-
 def expand_preset(raw: Any) -> Any:
     """Fill a raw recipe with what its preset says; what the recipe itself says stands.
 
@@ -224,5 +190,7 @@ def expand_preset(raw: Any) -> Any:
     for section, presets in (("objective", PRESETS), ("queue", _QUEUE)):
         knobs, given = presets.get(preset, {}), raw.get(section) or {}
         if knobs and isinstance(given, Mapping):
-            expanded[section] = _without_unread(knobs, given) | dict(given)
+            is_off = given.get("kl") == "none"  # with its KL go the KL's figures of a preset
+            kept = {name: value for name, value in knobs.items() if not (is_off and name.startswith("kl"))}
+            expanded[section] = kept | dict(given)
     return expanded

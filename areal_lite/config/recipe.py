@@ -5,27 +5,18 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
+from areal_lite.config import sections
 from areal_lite.config.data import DataConfig
 from areal_lite.config.plugins import known_names
 from areal_lite.config.presets import ObjectiveConfig, expand_preset
 from areal_lite.config.reading import parse_section, read_recipe
 from areal_lite.config.section import Section
-from areal_lite.config.sections import (
-    CriticConfig,
-    LaunchConfig,
-    ModelConfig,
-    QueueConfig,
-    RolloutConfig,
-    RunConfig,
-    TrainerConfig,
-    WeightsConfig,
-)
 from areal_lite.config.suggestion import suggestion
 from areal_lite.config.verifier import VerifierConfig
 
 PARITY_LIMITS = {"float32": 0.03, "bfloat16": 1.0}
 """Nats, by dtype: far over what is seen, and under what broken weights cost (docs/design.md, weight sync)."""
-_COMPARED = ("group_mean", "leave_one_out", "group_std", "best_of_group", "varied_groups")
+_COMPARED = ("group_mean", "leave_one_out", "group_std", "best_of_group", "varied_groups", "zero_variance")
 """Choices that compare the samples of a group."""
 
 
@@ -34,17 +25,17 @@ class Config(Section):
 
     command: Literal["train"] = "train"
     """what the recipe is for"""
-    run: RunConfig = RunConfig()
-    launch: LaunchConfig = LaunchConfig()
-    model: ModelConfig = ModelConfig()
+    run: sections.RunConfig = sections.RunConfig()
+    launch: sections.LaunchConfig = sections.LaunchConfig()
+    model: sections.ModelConfig = sections.ModelConfig()
     data: DataConfig = DataConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    queue: QueueConfig = QueueConfig()
+    rollout: sections.RolloutConfig = sections.RolloutConfig()
+    queue: sections.QueueConfig = sections.QueueConfig()
     verifier: VerifierConfig = VerifierConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
-    critic: CriticConfig = CriticConfig()
-    trainer: TrainerConfig = TrainerConfig()
-    weights: WeightsConfig = WeightsConfig()
+    critic: sections.CriticConfig = sections.CriticConfig()
+    trainer: sections.TrainerConfig = sections.TrainerConfig()
+    weights: sections.WeightsConfig = sections.WeightsConfig()
 
     _expand_preset = model_validator(mode="before")(expand_preset)
 
@@ -89,100 +80,82 @@ class Config(Section):
 
     def _problems(self) -> Iterable[str]:
         yield from self._batch_problems()
-        yield from self._turn_problems()
         for key, source in self.data.sources.items():
             for kind in ("verifier", "workflow"):
                 if (name := getattr(source, kind)) is not None:
                     yield from self.row_name_problems(kind, name, place=f"{self.data.place_of(key)}.{kind} must be")
         yield from self._device_problems()
         yield from self._timeout_problems()
-        if self.rollout.max_new_tokens >= self.model.max_context:
-            yield (
-                "rollout.max_new_tokens must leave room for a prompt in model.max_context, got "
-                f"{self.rollout.max_new_tokens} and {self.model.max_context}: raise model.max_context"
-            )
-        if self.objective.baseline != "critic" and self.critic != CriticConfig():
-            yield "the section critic is not read without objective.baseline=critic: set that too, or leave it out"
+        if (longest := self.rollout.max_new_tokens) >= (context := self.model.max_context):
+            got = f"{longest} and {context}: raise model.max_context"
+            yield f"rollout.max_new_tokens must leave room for a prompt in model.max_context, got {got}"
+        if self.objective.baseline != "critic":
+            yield from self.unread(["critic"], "without objective.baseline=critic", at="")
         if self.trainer.packing and self.critic.path is not None:
             yield "trainer.packing was tried with the policy's family alone, got a critic.path too: set one of them"
 
     def _batch_problems(self) -> Iterable[str]:
         """Of how a step's samples are compared and divided."""
-        queue, trainer, objective = self.queue, self.trainer, self.objective
-        if self.samples_per_step % trainer.minibatches:
+        queue, samples = self.queue, self.samples_per_step
+        minibatches, ranks = self.trainer.minibatches, self.trainer.row_ranks
+        if samples % minibatches:
             yield (
-                f"queue.groups_per_step * queue.samples_per_group must be divisible by trainer.minibatches, got "
-                f"{queue.groups_per_step} * {queue.samples_per_group} = {self.samples_per_step} and "
-                f"{trainer.minibatches}: set trainer.minibatches to a divisor"
+                "queue.groups_per_step * queue.samples_per_group must be divisible by trainer.minibatches, got "
+                f"{queue.groups_per_step} * {queue.samples_per_group} = {samples} and {minibatches}: set "
+                "trainer.minibatches to a divisor"
             )
-        if self.samples_per_step // trainer.minibatches < trainer.row_ranks:
+        if samples // minibatches < ranks:
             yield (
-                f"every trainer rank needs a sample in each minibatch, got {self.samples_per_step} samples, "
-                f"{trainer.minibatches} minibatches and {trainer.row_ranks} ranks: raise queue.groups_per_step or "
-                "lower trainer.ranks"
+                f"every trainer rank needs a sample in each minibatch, got {samples} samples, {minibatches} "
+                f"minibatches and {ranks} ranks: raise queue.groups_per_step or lower trainer.ranks"
             )
-        choices = {key: getattr(objective, key) for key in ("baseline", "scale", "sample_filter")}
-        compared = [f"objective.{key}={value}" for key, value in choices.items() if value in _COMPARED]
+        choices = {f"objective.{key}": getattr(self.objective, key) for key in ("baseline", "scale", "sample_filter")}
+        choices |= {"queue.reject": queue.reject}
+        compared = [f"{key}={value}" for key, value in choices.items() if value in _COMPARED]
         if queue.samples_per_group < 2 and compared:
             yield (
-                f"queue.samples_per_group must be 2 or more with {compared[0]}, got {queue.samples_per_group}: rewards "
-                "are compared within a group, and a sample alone has nothing to learn from"
+                f"queue.samples_per_group must be 2 or more with {' and '.join(compared)}, got 1: samples of a prompt "
+                "are compared, and one alone has nothing to learn from"
             )
-        if queue.samples_per_group < 2 and queue.reject == "zero_variance":
-            yield "queue.reject=zero_variance needs queue.samples_per_group of 2 or more, got 1: set queue.reject=none"
-        if objective.proximal == "reuse" and trainer.minibatches != 1:
+        if self.objective.proximal == "reuse" and minibatches != 1:
             yield (
                 f"objective.proximal=reuse is exact only with one optimiser update, got trainer.minibatches="
-                f"{trainer.minibatches}: set it to 1, or objective.proximal to recompute"
-            )
-
-    def _turn_problems(self) -> Iterable[str]:
-        """Of episodes of several turns."""
-        rollout = self.rollout
-        chosen = {rollout.workflow, *(source.workflow or "single_turn" for source in self.data.sources.values())}
-        is_alone = chosen == {"single_turn"} and rollout.workflow_command is None
-        if not is_alone and rollout.turn_timeout_s >= self.run.stall_timeout_s:
-            yield (
-                f"rollout.turn_timeout_s must be less than run.stall_timeout_s, got {rollout.turn_timeout_s:g} and "
-                f"{self.run.stall_timeout_s:g}: a run that waits for one reply so long counts as stalled; lower the "
-                "one or raise the other"
+                f"{minibatches}: set it to 1, or objective.proximal to recompute"
             )
 
     def _timeout_problems(self) -> Iterable[str]:
         """Of deadlines, of which one must come first, that which finds who is late."""
-        for name, first_s in {
-            "run.stall_timeout_s": self.run.stall_timeout_s,
-            "weights.timeout_s": self.weights.timeout_s,
-        }.items():
-            if self.trainer.ranks > 1 and self.trainer.collective_timeout_s <= first_s:
-                yield (
-                    f"trainer.collective_timeout_s must be more than {name}={first_s:g}, got "
-                    f"{self.trainer.collective_timeout_s:g}: or ranks give up before it is known who is late; raise it"
-                )
+        turn_s, stall_s = self.rollout.turn_timeout_s, self.run.stall_timeout_s
+        limit_s = self.trainer.collective_timeout_s
+        chosen = {self.rollout.workflow, *(source.workflow or "single_turn" for source in self.data.sources.values())}
+        is_alone = chosen == {"single_turn"} and self.rollout.workflow_command is None
+        if not is_alone and turn_s >= stall_s:
+            yield (
+                f"rollout.turn_timeout_s must be less than run.stall_timeout_s, got {turn_s:g} and {stall_s:g}: a run "
+                "that waits for one reply so long counts as stalled; lower the one or raise the other"
+            )
+        for name, first_s in {"run.stall_timeout_s": stall_s, "weights.timeout_s": self.weights.timeout_s}.items():
+            if self.trainer.ranks > 1 and limit_s <= first_s:
+                why = "or ranks give up before it is known who is late; raise it"
+                yield f"trainer.collective_timeout_s must be more than {name}={first_s:g}, got {limit_s:g}: {why}"
 
     def _device_problems(self) -> Iterable[str]:
         device, transport = self.run.device, self.weights.transport
+        workers, parallel, ranks = self.rollout.workers, self.rollout.tensor_parallel, self.trainer.ranks
         if device == "cpu" and transport != "gloo":
             yield f"weights.transport={transport} needs run.device=cuda, got cpu: set weights.transport=gloo"
-        if transport == "ipc" and self.rollout.tensor_parallel > 1:
+        if device == "cuda" and transport == "gloo":
+            yield "weights.transport=gloo is of the CPU, got run.device=cuda: set weights.transport=nccl (or ipc)"
+        if transport == "ipc" and (parallel > 1 or workers > ranks):
             yield (
-                f"weights.transport=ipc needs engines of one GPU, got rollout.tensor_parallel="
-                f"{self.rollout.tensor_parallel}: a rank and an engine share it; set 1, or weights.transport=nccl"
-            )
-        if transport == "ipc" and self.rollout.workers > self.trainer.ranks:
-            yield (
-                f"over weights.transport=ipc each engine shares the GPU of a rank, got rollout.workers="
-                f"{self.rollout.workers} and trainer.ranks={self.trainer.ranks}: raise trainer.ranks, or set "
+                "over weights.transport=ipc each engine shares the one GPU of a rank, got rollout.tensor_parallel="
+                f"{parallel}, rollout.workers={workers} and trainer.ranks={ranks}: set 1, raise trainer.ranks, or set "
                 "weights.transport=nccl"
             )
-        if self.trainer.sent_adapter and (transport != "gloo" or self.rollout.tensor_parallel > 1):
+        if self.trainer.sent_adapter and (transport != "gloo" or parallel > 1):
             yield (
-                f"trainer.lora.handover=adapter needs weights.transport=gloo and rollout.tensor_parallel=1, got "
-                f"{transport} and {self.rollout.tensor_parallel}: set trainer.lora.handover=merged"
-            )
-        if device == "cuda" and transport == "gloo":
-            yield (
-                "weights.transport=gloo is the CPU transport, got run.device=cuda: set weights.transport=nccl (or ipc)"
+                "trainer.lora.handover=adapter needs weights.transport=gloo and rollout.tensor_parallel=1, got "
+                f"{transport} and {parallel}: set trainer.lora.handover=merged"
             )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from areal_lite.config.plugins import name_problems
-from areal_lite.config.section import FunctionName, ModelFolder, Refers, Section
+from areal_lite.config.section import HERE, ModelFolder, OwnName, Refers, Section
 from areal_lite.network import port_range
 
 COMMANDS = {"train": "train", "sft": "sft", "reward_model": "reward-model", "dpo": "dpo"}
@@ -132,9 +132,9 @@ class ModelConfig(Section):
 class WorkflowConfig(Section):
     """A workflow with a name of its own."""
 
-    function: FunctionName
+    function: str
     """a known name, module:function or path.py:function, see docs/workflows.md"""
-    arguments: Annotated[dict[str, Any], Refers.FUNCTION] = {}
+    arguments: dict[str, Any] = {}
     """keyword arguments of every episode"""
 
 
@@ -153,11 +153,11 @@ class RolloutConfig(Section):
     """must be 0 in training: tokens outside would have probability 0"""
     max_new_tokens: int = Field(128, ge=1)
     """completion tokens at most, an environment's replies in between included"""
-    workflow: FunctionName = "single_turn"
+    workflow: str = "single_turn"
     """how a prompt becomes a sample: a name, module:function or path.py:function"""
-    workflow_arguments: Annotated[dict[str, Any], Refers.FUNCTION] = {}
+    workflow_arguments: dict[str, Any] = {}
     """keyword arguments of every episode of workflow"""
-    workflows: dict[str, WorkflowConfig] = {}
+    workflows: dict[OwnName, WorkflowConfig] = {}
     """further workflows by name, for rows and sources that choose their own"""
     workflow_command: str | None = None
     """a program in place of workflow, as typed in a shell: an agent of any language, see docs/agents.md"""
@@ -200,30 +200,21 @@ class RolloutConfig(Section):
                 f"training samples with temperature only, got top_p={self.top_p}, top_k={self.top_k}: a token outside "
                 "the set would have probability 0 for the trainer; set top_p=1 and top_k=0"
             )
-        if self.workflow_command is not None and self.workflow != "single_turn":
-            yield (
-                f"rollout.workflow_command stands in place of rollout.workflow={self.workflow}: leave one out, or set "
-                "rollout.workflow=single_turn"
-            )
+        if self.workflow_command is not None:
+            yield from self.unread(("workflow",), f"with {HERE}.workflow_command", to_do="leave one of them out")
         if self.workflow not in self.workflows:
-            yield from name_problems("rollout.workflow", self.workflow, kind="workflow")
+            yield from name_problems(f"{HERE}.workflow", self.workflow, kind="workflow")
         for key, one in self.workflows.items():
-            yield from name_problems(f"rollout.workflows.{key}.function", one.function, kind="workflow")
-            if ":" in key:
-                yield (
-                    f"a name in rollout.workflows must have no colon, which no data row may use, got {key!r}: rename it"
-                )
-        if self.workflow_arguments and self.workflow in ("single_turn", *self.workflows):
-            yield (
-                f"rollout.workflow_arguments are not read with rollout.workflow={self.workflow}: leave them out, or "
-                "set arguments in rollout.workflows"
-            )
+            yield from name_problems(f"{HERE}.workflows.{key}.function", one.function, kind="workflow")
+        if self.workflow in ("single_turn", *self.workflows):
+            to_do = f"leave them out, or set arguments in {HERE}.workflows"
+            yield from self.unread(("workflow_arguments",), f"with {HERE}.workflow={self.workflow}", to_do=to_do)
 
 
 class QueueConfig(Section):
     """The sample queue and its staleness bound."""
 
-    max_staleness: int = 4
+    max_staleness: int = Field(4, ge=0)
     """eta: largest age a token may have and still train; 0 = synchronous"""
     on_stale: Literal["mask", "wait", "drop", "keep"] = "mask"
     """what enforces the bound when a batch is taken; keep = nothing, older tokens train with their weight"""
@@ -245,9 +236,7 @@ class QueueConfig(Section):
     """largest message accepted, in MiB"""
 
     def _problems(self) -> Iterable[str]:
-        if self.max_staleness < 0:
-            yield f"queue.max_staleness must be 0 (synchronous) or more, got {self.max_staleness}"
-        elif (self.max_ahead or 0) > self.max_staleness:
+        if (self.max_ahead or 0) > self.max_staleness:
             yield f"queue.max_ahead must be at most queue.max_staleness={self.max_staleness}, got {self.max_ahead}"
 
 
@@ -343,10 +332,7 @@ class TrainerConfig(Section):
     def _problems(self) -> Iterable[str]:
         copies, size, tensor = self.mesh.replicate, self.mesh.shard, self.mesh.tensor
         if copies * (size or self.ranks // (copies * tensor)) * tensor != self.ranks:
-            yield (
-                f"trainer.mesh must multiply to trainer.ranks={self.ranks}, got replicate={copies}, shard="
-                f"{'null' if size is None else size} and tensor={tensor}: set one of them"
-            )
+            yield f"trainer.mesh must multiply to trainer.ranks={self.ranks}, got {self.mesh}: set one of them"
         if (context := self.mesh.context) > 1 and (
             (self.ranks // copies) % context or tensor > 1 or self.attention not in ("auto", "sdpa")
         ):

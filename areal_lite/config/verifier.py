@@ -6,13 +6,13 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from areal_lite.config.plugins import known_names, name_problems
-from areal_lite.config.section import FunctionName, Refers, Section
+from areal_lite.config.section import OwnName, Refers, Section
 
 
 class VerifierSettings(Section):
     """One verifier and the processes it runs in."""
 
-    function: FunctionName
+    function: str
     """a known name, module:function or path.py:function, see docs/verifiers.md"""
     arguments: Annotated[dict[str, Any], Refers.ARGUMENTS] = {}
     """keyword arguments of every call, e.g. {model: runs/rm}"""
@@ -35,11 +35,11 @@ class VerifierSettings(Section):
 class VerifierConfig(VerifierSettings):
     """Scoring."""
 
-    function: Annotated[str | dict[str, float], Refers.FUNCTION] = "last_number"  # type: ignore[assignment]
+    function: str | dict[str, float] = "last_number"  # type: ignore[assignment]
     """a known name, module:function, path.py:function, or several with weights: {math: 1, format: 0.2}"""
-    named: dict[str, VerifierSettings] = {}
+    named: dict[OwnName, VerifierSettings] = {}
     """further verifiers by name, for sums, and for rows and sources that choose their own"""
-    eval_function: Annotated[str | None, Refers.FUNCTION] = None
+    eval_function: str | None = None
     """verifier of held-out prompts, called without arguments; null = as in training"""
     workers: int = Field(1, ge=1)
     """verifier workers"""
@@ -75,22 +75,12 @@ class VerifierConfig(VerifierSettings):
     def _problems(self) -> Iterable[str]:
         if not self.weights:
             yield "verifier.function must name a verifier, got {}: name one, or several with their weights"
-        wanted = [("verifier.function", name) for name in self.weights if name not in self.named]
-        if self.eval_function is not None and self.eval_function not in self.named:
-            wanted.append(("verifier.eval_function", self.eval_function))
-        for name, settings in self.named.items():
-            wanted.append((f"verifier.named.{name}.function", settings.function))
-            if ":" in name:
-                yield f"verifier.named: a name must have no colon, got {name!r}: rows may choose a name, but never code"
+        wanted = [("function", name) for name in self.weights] + [("eval_function", self.eval_function)]
         for key, name in wanted:
-            yield from name_problems(key, name, kind="verifier")
-        if self.arguments and not isinstance(self.function, str):
-            yield (
-                "verifier.arguments is for one function, got several in verifier.function "
-                f"({', '.join(self.weights)}): give each its own in verifier.named"
-            )
-        if self.arguments and isinstance(self.function, str) and self.function in self.named:
-            yield (
-                f"verifier.arguments is not read with verifier.function={self.function}, which is one of "
-                "verifier.named and has its own: put them there"
-            )
+            if name not in self.named:
+                yield from name_problems(f"verifier.{key}", name, kind="verifier")
+        for name, settings in self.named.items():
+            yield from name_problems(f"verifier.named.{name}.function", settings.function, kind="verifier")
+        if not isinstance(self.function, str) or self.function in self.named:
+            to_do = "give each its own in verifier.named"
+            yield from self.unread(["arguments"], f"with verifier.function={self.function}", to_do=to_do)

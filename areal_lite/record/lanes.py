@@ -7,10 +7,12 @@ difference of two readings.
 import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from areal_lite.events import Event
+
+GAP = "gap"
+"""The run did not live from this event on, until each lane's next one: such time is part of no share."""
 
 PAUSE_PARTS = ("pausing", "transferring", "reloading", "stamping")
 """States of a rollout lane that make up a pause, from the pause call to the resume."""
@@ -18,9 +20,10 @@ PAUSE_PARTS = ("pausing", "transferring", "reloading", "stamping")
 _STATES = {
     "pause": "pausing", "drain": "draining", "paused": "transferring", "update_received": "reloading",
     "update_loaded": "stamping", "resumed": "generating", "lost": "lost",
-    "wait": "waiting", "train": "training", "trained": "publishing", "published": "other",
+    "wait": "waiting", "train": "training", "trained": "publishing", "published": "other", GAP: GAP,
+    "running": "",
 }  # fmt: skip
-"""The state after an event, of a worker or of the trainer; a worker that was lost neither idles nor is busy."""
+"""The state after an event, of a worker or of the trainer, "" for that before; who was lost neither idles nor works."""
 
 _SLICES = {
     "pause": ("pause", "resumed"),
@@ -30,10 +33,6 @@ _SLICES = {
     "trained": ("publish", "published"),
 }
 """Begin event -> (kind of the slice, end event)."""
-
-
-GAP = "gap"
-"""The run did not live from this event on, until each lane's next one: such time is part of no share."""
 
 
 class Slice(NamedTuple):
@@ -93,94 +92,73 @@ def sample_lengths(events: Iterable[Event]) -> Iterator[int]:
             yield sample["tokens"]
 
 
-class _LaneClock:
-    """Adds up the seconds one lane spends in each state, and its running samples over time.
-
-    Example: `running n=2` at 0 s, `pause` at 3 s, `resumed` at 4 s; read at 5 s gives
-    `{"generating": 4.0, "pausing": 1.0, "slot_seconds": 10.0}`.
-    """
-
-    def __init__(self, state: str) -> None:
-        self._state, self._running = state, 0
-        self._time: float | None = None
-        self._totals: dict[str, float] = {}
-
-    def feed(self, event: Event) -> None:
-        """Take the next event of the lane, in order of time; kinds it does not know change nothing."""
-        time, kind = event["time"], event["kind"]
-        if kind not in ("running", GAP) and kind not in _STATES:
-            return
-        self._totals = self.read(time)
-        self._time = time if self._time is None else max(time, self._time)
-        self._state = kind if kind == GAP else _STATES.get(kind, "generating" if self._state == GAP else self._state)
-        if kind in ("running", "lost", GAP):
-            self._running = event.get("n", 0)
-
-    def read(self, time: float) -> dict[str, float]:
-        """Return seconds per state up to a time, plus `slot_seconds`, the integral of running samples."""
-        totals = defaultdict(float, self._totals)
-        if self._time is not None and time > self._time:
-            idle = self._state == "generating" and self._running == 0
-            totals["idle" if idle else self._state] += time - self._time
-            totals["slot_seconds"] += (time - self._time) * self._running
-        return dict(totals)
+Reading = Mapping[str, Mapping[str, float]]
+"""Seconds per state up to a time, plus `slot_seconds`, the integral of running samples, by lane."""
 
 
 class LaneClocks:
-    """A clock for the trainer and one for each rollout lane that is heard of."""
+    """Adds up the seconds that trainer and rollout lanes spend in each state, and their running samples over time.
+
+    Example: `running n=2` at 0 s, `pause` at 3 s, `resumed` at 4 s; read at 5 s gives
+    `{"generating": 4.0, "pausing": 1.0, "slot_seconds": 10.0}` for their lane.
+    """
 
     def __init__(self) -> None:
-        self._clocks = {"trainer": _LaneClock("other")}
+        self._now: dict[str, tuple[str, int, float]] = {}
+        """State, running samples, and since when, by lane."""
+        self._totals: dict[str, dict[str, float]] = {}
 
     def feed(self, events: Iterable[Event]) -> None:
-        """Take events of any lanes, each lane's in order of time."""
+        """Take events of any lanes, each lane's in order of time; of others, and of unknown kinds, nothing is kept."""
         for event in events:
-            for clock in self._clocks.values() if event["kind"] == GAP else ():
-                clock.feed(event)
-            lane = _lane(event)
-            if lane.startswith("rollout/") and lane not in self._clocks and event["kind"] != "lost":
-                self._clocks[lane] = _LaneClock("generating")
-            if lane in self._clocks:
-                self._clocks[lane].feed(event)
+            lane, kind, time = _lane(event), event["kind"], event["time"]
+            if kind in _STATES and kind != "lost" and (lane == "trainer" or lane.startswith("rollout/")):
+                self._now.setdefault(lane, ("generating", 0, time))
+            for one in self._now if kind == GAP else self._now.keys() & {lane}:
+                self._totals[one] = self._reading(one, time)
+                state, running, since = self._now[one]
+                state = _STATES.get(kind, state) or ("generating" if state == GAP else state)
+                running = event.get("n", 0) if kind in ("running", "lost", GAP) else running
+                self._now[one] = state, running, max(time, since)
 
     def read(self, time: float) -> dict[str, dict[str, float]]:
-        """Return a reading of every clock, by lane."""
-        return {lane: clock.read(time) for lane, clock in self._clocks.items()}
+        """Return what all clocks say."""
+        return {lane: self._reading(lane, time) for lane in self._now}
+
+    def _reading(self, lane: str, time: float) -> dict[str, float]:
+        totals, (state, running, since) = defaultdict(float, self._totals.get(lane, {})), self._now[lane]
+        if time > since:
+            totals["idle" if (state, running) == ("generating", 0) else state] += time - since
+            totals["slot_seconds"] += (time - since) * running
+        return dict(totals)
 
 
-@dataclass(frozen=True, slots=True)
+def reading(events: Iterable[Event], time: float) -> Reading:
+    """Return what the clocks of an event log say at a time."""
+    clocks = LaneClocks()
+    clocks.feed(sorted((event for event in events if event["time"] <= time), key=lambda event: event["time"]))
+    return clocks.read(time)
+
+
 class Stretch:
     """What the lanes did between two readings of all clocks."""
 
-    before: Mapping[str, Mapping[str, float]]
-    after: Mapping[str, Mapping[str, float]]
-
-    @classmethod
-    def of(cls, events: Sequence[Event], *, start: float, end: float) -> Self:
-        """Return what an event log says of the time between two moments."""
-        clocks, in_order = LaneClocks(), sorted(events, key=lambda event: event["time"])
-        clocks.feed(event for event in in_order if event["time"] <= start)
-        before = clocks.read(start)
-        clocks.feed(event for event in in_order if start < event["time"] <= end)
-        return cls(before, clocks.read(end))
-
-    @property
-    def workers(self) -> list[str]:
+    def __init__(self, before: Reading, after: Reading) -> None:
+        self.workers = sorted(after.keys() - {"trainer"}, key=_place)
         """The rollout lanes, in order."""
-        return sorted(self.after.keys() - {"trainer"}, key=_place)
-
-    @property
-    def slot_seconds(self) -> float:
-        """Integral of the running samples, of all workers."""
-        return self.spent("slot_seconds")
+        self._gained = {
+            lane: {state: total - before.get(lane, {}).get(state, 0.0) for state, total in totals.items()}
+            for lane, totals in after.items()
+        }
 
     def spent(self, *states: str) -> float:
-        """Seconds in some states, added up over the workers."""
-        return sum(self._gained(lane).get(state, 0.0) for lane in self.workers for state in states)
+        """Seconds in some states, added up over the workers; `slot_seconds` is the integral of running samples."""
+        return sum(self._gained[lane].get(state, 0.0) for lane in self.workers for state in states)
 
     def shares(self, lane: str) -> dict[str, float]:
         """Share of a lane's time by state; empty for no time."""
-        spent = {state: seconds for state, seconds in self._gained(lane).items() if state not in ("slot_seconds", GAP)}
+        gained = self._gained.get(lane, {})
+        spent = {state: seconds for state, seconds in gained.items() if state not in ("slot_seconds", GAP)}
         elapsed = sum(spent.values())
         return {state: seconds / elapsed for state, seconds in spent.items() if seconds > 0}
 
@@ -188,10 +166,6 @@ class Stretch:
         """Share of the time in some states: of one lane, or the workers' mean."""
         shares = [self.shares(one) for one in ([lane] if lane else self.workers)]
         return sum(one.get(state, 0.0) for one in shares for state in states) / max(len(shares), 1)
-
-    def _gained(self, lane: str) -> dict[str, float]:
-        before = self.before.get(lane, {})
-        return {name: total - before.get(name, 0.0) for name, total in self.after.get(lane, {}).items()}
 
 
 def _lane(event: Event) -> str:

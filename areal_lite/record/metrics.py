@@ -6,6 +6,7 @@ divisor goes into `COUNTS` of `train/stats.py`). Rows, curves, the terminal's pa
 last is written by `python -m areal_lite.record.metrics > docs/metrics.md`.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
@@ -56,6 +57,12 @@ class Metric:
         """Its name in TensorBoard, where the group `eval` says what the key says."""
         return f"{self.board}/{self.name.removeprefix('eval_') if self.board == 'eval' else self.name}"
 
+    def parts(self, row: Mapping[str, Any]) -> dict[str, float]:
+        """Return its value in a row by part, "" for the whole of one without parts; empty where there is none."""
+        value = row.get(self.name)
+        parts = value if isinstance(value, Mapping) else {"": value}
+        return {name: float(part) for name, part in parts.items() if part is not None}
+
     def of(self, totals: Mapping[str, float | None]) -> float | None:
         """Return the step's value from the totals over updates and ranks."""
         total, count = totals.get(self.name, self.empty), totals.get(self.over)
@@ -66,12 +73,10 @@ class Metric:
     def words(self, row: Mapping[str, Any], **bounds: float) -> str:
         """Return what the terminal says: a dash where there is no value, the parts where there are several."""
         assert self.panel is not None
-        before, _, rest = self.panel[1].partition("{:")
-        spec, _, after = rest.partition("}")
-        value = row.get(self.name)
+        text, value = self.panel[1], row.get(self.name)
         if isinstance(value, Mapping):
-            return ", ".join(f"{name} {format(part, spec)}" for name, part in value.items()) if len(value) > 1 else ""
-        return before + ("-" if value is None else format(value, spec)) + after.format(**bounds)
+            return ", ".join(f"{name} {text.format(part)}" for name, part in value.items()) if len(value) > 1 else ""
+        return (re.sub(r"\{:.*?}", "-", text) if value is None else text).format(value, **bounds)
 
 
 _SUM, _MAX, _ALIKE = Reduction

@@ -2,7 +2,6 @@
 lanes, and samples.
 """
 
-import math
 import statistics
 import sys
 import time
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 from areal_lite.config.recipe import Config
 from areal_lite.events import Event
-from areal_lite.record.lanes import PAUSE_PARTS, LaneClocks, Stretch, lane_events, sample_lengths, slices
+from areal_lite.record.lanes import PAUSE_PARTS, LaneClocks, Stretch, lane_events, reading, sample_lengths, slices
 from areal_lite.record.metrics import METRICS
 from areal_lite.record.recorder import Recorder, mean_of_ends
 from areal_lite.record.run_folder import RunFolder
@@ -29,7 +28,7 @@ class OnlineRecorder(Recorder):
         self._clocks.feed(self._earlier)
         now, trained = time.time(), [event["time"] for event in self._earlier if event["kind"] == "published"]
         self._last = self._first = _Moment(now, tokens=0.0, steps=0, lanes=self._clocks.read(now))
-        self._origin = Stretch.of(self._earlier, start=trained[0], end=trained[0]).before if trained else None
+        self._origin = reading(self._earlier, trained[0]) if trained else None
         """The clocks at the run's first step, where that was before it was resumed."""
         self._earlier.clear()
         self._pending: dict[str, Any] = {}
@@ -50,7 +49,8 @@ class OnlineRecorder(Recorder):
 
     def parity(self, difference: float) -> None:
         """Note a logprob difference between engines and trainer; it stands in the next row and in the summary."""
-        self._pending["parity_max_abs_logprob_diff"] = difference if math.isfinite(difference) else sys.float_info.max
+        # In this order also of what is no number.
+        self._pending["parity_max_abs_logprob_diff"] = min(sys.float_info.max, difference)
 
     def step(
         self,
@@ -91,7 +91,8 @@ class OnlineRecorder(Recorder):
         self._folder.append("samples.jsonl", rows)
         said = [(row, sample) for row in rows for sample in row["samples"]]
         table = [(step, row["prompt"], row["answer"], sample["text"], sample["reward"]) for row, sample in said]
-        self._track(lambda tracker: tracker.show_samples(table))
+        if table:
+            self._track(lambda tracker: tracker.show_samples(table))
 
     def shares(self) -> dict[str, float]:
         """Shares of the time between the first and the last trained step: idle, paused and its parts, occupancy."""
@@ -122,10 +123,9 @@ class OnlineRecorder(Recorder):
             "eval_called": evaluations[-1][1].get("called", "accuracy") if evaluations else None,
             "eval": {str(step): found["accuracy"] for step, found in evaluations},
             "eval_best_step": max(self.evaluations, key=lambda step: self.evaluations[step]["accuracy"], default=None),
-            "eval_by_source": {str(step): found["by_source"] for step, found in evaluations},
             **{
                 f"eval_{name}": {str(step): found[name] for step, found in evaluations if found.get(name)}
-                for name in ("parts", "metrics")
+                for name in ("by_source", "parts", "metrics")
             },
             "length_histogram": _in_order(Counter(length // 16 * 16 for length in sample_lengths(events))),
             "age_histogram": _in_order(sum((Counter(row["age_histogram"]) for row in rows), Counter())),
@@ -148,7 +148,7 @@ class OnlineRecorder(Recorder):
         return {
             "samples_per_s": (self._last.steps - since.steps) * self._config.samples_per_step / seconds,
             "gen_tokens_per_s": (self._last.tokens - since.tokens) / seconds,
-            "rollout_occupancy": lanes.slot_seconds / (seconds * slots),
+            "rollout_occupancy": lanes.spent("slot_seconds") / (seconds * slots),
         }
 
 
@@ -175,7 +175,8 @@ def _readable(step: int, group: Group) -> dict[str, Any]:
 
 
 def _readable_sample(sample: Sample) -> dict[str, Any]:
-    further: dict[str, Any] = {"messages": list(sample.messages)}  # only of samples that have some
+    branches = [_readable_sample(branch) for branch in sample.branches]
+    further: dict[str, Any] = {"messages": list(sample.messages), "branches": branches}
     if (score := sample.score) is not None:
         further["step_rewards"] = [[step.token, step.value] for step in score.step_rewards]
         further |= {"parts": dict(score.parts), "metrics": dict(score.metrics), "feedback": score.feedback}
@@ -183,9 +184,7 @@ def _readable_sample(sample: Sample) -> dict[str, Any]:
         "text": sample.text,
         "reward": score and score.reward,
         "failure": score and score.failure,
-        **{name: value for name, value in further.items() if value},
         "stop_reason": sample.stop_reason.value,
         "tokens": sample.num_tokens,
         "spans": [[span.version, span.start, span.end] for span in sample.spans],
-        **({"branches": [_readable_sample(branch) for branch in sample.branches]} if sample.branches else {}),
-    }
+    } | {name: value for name, value in further.items() if value}

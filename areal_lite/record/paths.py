@@ -1,6 +1,7 @@
 """Files, models and functions that a recipe names: actors run in other folders, so they are made absolute first.
 
-`Refers` of `config/section.py` marks them, in sections and in the model of a verifier's arguments.
+`Refers` of `config/section.py` marks files and models, in sections and in the model of a verifier's arguments;
+functions are known by their form, path.py:function.
 """
 
 import json
@@ -12,86 +13,60 @@ from pydantic import BaseModel
 
 from areal_lite.config.data import is_hub_id
 from areal_lite.config.offline import OfflineConfig
-from areal_lite.config.plugins import arguments_model
+from areal_lite.config.plugins import arguments_model, plugin_file
 from areal_lite.config.recipe import Config
 from areal_lite.config.section import Refers, Section
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.record.checkpoints import damage, whole_checkpoints
 from areal_lite.record.run_folder import RunFolder
 
-Recipe = TypeVar("Recipe", Config, OfflineConfig)
 S = TypeVar("S", bound=Section)
 
 EVALUATED = ("data", "rollout", "verifier")
 """The sections that an evaluation reads."""
 
 
-def with_absolute_paths(config: Recipe, sections: Iterable[str] | None = None) -> Recipe:
+def with_absolute_paths(recipe: S, names: Iterable[str] | None = None, *, where: str = "") -> S:
     """Return a recipe whose relative paths, of these sections or all, are taken from the present folder.
 
     A run folder that stands for a model becomes that of the model, so that a resumed run starts from, and is held
-    near, the same one; a `ConfigError` where it is missing.
+    near, the same one; a `ConfigError` where it is missing. `where` it stands, with a dot, is for messages.
     """
-    found = {name: getattr(config, name) for name in (sections or type(config).model_fields)}
-    changed = {name: _resolved(one, name) for name, one in found.items() if isinstance(one, Section)}
-    return config.model_copy(update=changed)
+    marks, names = _marks(type(recipe)), names or type(recipe).model_fields
+    found = {name: _found(getattr(recipe, name), marks.get(name), recipe, where + name) for name in names}
+    return recipe.model_copy(update=found)
 
 
-def _resolved(section: S, where: str) -> S:
-    changed: dict[str, Any] = {}
-    for name, mark in _marks(type(section)):
-        changed[name] = _found(getattr(section, name), mark, section, f"{where}.{name}")
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            changed[name] = _resolved(value, f"{where}.{name}")
-        elif isinstance(value, dict) and any(isinstance(one, Section) for one in value.values()):
-            changed[name] = {key: _resolved(one, f"{where}.{name}.{key}") for key, one in value.items()}
-    return section.model_copy(update=changed)
-
-
-def _marks(model: type[BaseModel]) -> list[tuple[str, Refers]]:
+def _marks(model: type[BaseModel]) -> dict[str, Refers]:
     fields = model.model_fields.items()
-    return [(name, mark) for name, field in fields for mark in field.metadata if isinstance(mark, Refers)]
+    return {name: mark for name, field in fields for mark in field.metadata if isinstance(mark, Refers)}
 
 
-def _found(value: Any, mark: Refers, section: Any, where: str) -> Any:
-    if value is None:
-        return None
+def _found(value: Any, mark: Refers | None, section: Any, where: str) -> Any:
+    if isinstance(value, Section):
+        return with_absolute_paths(value, where=f"{where}.")
     if mark is Refers.ARGUMENTS:
         return _arguments(value, section.function, where)
-    if mark is Refers.FUNCTION:
-        return _functions(value)
+    if isinstance(value, dict):
+        return {_found(key, None, None, ""): _found(one, None, None, f"{where}.{key}") for key, one in value.items()}
+    if isinstance(value, list):
+        return [_found(one, None, None, where) for one in value]
+    if not isinstance(value, str):
+        return value
     if mark is Refers.MODEL:
         return value if value.startswith("builtin:") else str(find_model_folder(value, option=where))
-    is_on_hub = mark is Refers.FILE_OR_HUB and section.source == "dataset" and is_hub_id(value)
-    return value if is_on_hub else str(Path(value).resolve())
-
-
-def _functions(value: Any) -> Any:
-    """Resolve `path.py:function`, also in a list, or in a mapping's keys and values."""
-    if isinstance(value, list):
-        return [_functions(item) for item in value]
-    if isinstance(value, dict):
-        return {_functions(key): _functions(item) for key, item in value.items()}
-    path, _, function = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-    return f"{Path(path).resolve()}:{function}" if path.endswith(".py") else value
+    if mark is Refers.FILE and not (getattr(section, "source", "") == "dataset" and is_hub_id(value)):
+        return str(Path(value).expanduser().resolve())
+    path = plugin_file(value)
+    return f"{Path(path).resolve()}{value.removeprefix(path)}" if path else value
 
 
 def _arguments(arguments: dict[str, Any], function: Any, where: str) -> dict[str, Any]:
     """Resolve what the function's model marks; of one without a model, `model`, where it names a path."""
-    resolved: dict[str, Any] = _functions(arguments)
     model = arguments_model(function, kind="verifier") if isinstance(function, str) else None
-    given = arguments.get("model")
-    if model is None and isinstance(given, str) and Path(given).expanduser().exists():
-        resolved["model"] = str(Path(given).expanduser().resolve())
-    if model is None:
-        return resolved
-    for name, mark in _marks(model):
-        if not isinstance(arguments.get(name), str) and model.model_fields[name].is_required():
-            raise ConfigError(f"{function} needs {where}: {{{name}: {mark.value}}}, got {arguments}")
-        resolved[name] = _found(arguments.get(name), mark, None, f"{where}.{name}")
-    return resolved
+    is_path = Path(str(arguments.get("model"))).expanduser().exists()
+    marks = _marks(model) if model else {"model": Refers.FILE} if is_path else {}
+    return {name: _found(one, marks.get(name), None, f"{where}.{name}") for name, one in arguments.items()}
 
 
 def find_model_folder(path: str | Path, *, option: str, is_compared: bool = True) -> Path:

@@ -1,7 +1,6 @@
 """What every kind of run writes: rows with trackers beside them, events, and the summary."""
 
 import contextlib
-import functools
 import logging
 import math
 import subprocess
@@ -18,9 +17,8 @@ from areal_lite.network import local_address
 from areal_lite.node import package_versions
 from areal_lite.record.lanes import GAP
 from areal_lite.record.metrics import OFFLINE_METRICS, Metric
-from areal_lite.record.prometheus import PrometheusPage
 from areal_lite.record.run_folder import RunFolder
-from areal_lite.record.trackers import Tracker, open_trackers
+from areal_lite.record.trackers import PrometheusPage, Tracker, open_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +28,9 @@ class Recorder:
 
     def __init__(self, folder: RunFolder, metrics: Iterable[Metric], run: RunConfig) -> None:
         self._folder, self._metrics = folder, metrics
-        self._page: PrometheusPage | None = None
-        if run.prometheus_port is not None:
-            self._page = PrometheusPage(metrics, address=local_address(run.network), port=run.prometheus_port)
+        self._trackers: list[Tracker] = []
+        if (port := run.prometheus_port) is not None:
+            self._trackers.append(PrometheusPage(metrics, address=local_address(run.network), port=port))
         self._commit = commit_of_code()  # now: files may change while the run goes on
         self.rows: list[dict[str, Any]] = folder.read("metrics.jsonl")
         """Rows of `metrics.jsonl`; a resumed run goes on behind those it finds."""
@@ -45,15 +43,14 @@ class Recorder:
             gap = {"time": self._earlier[-1]["time"], "lane": "controller", "kind": GAP}
             self._earlier.append(gap)
             folder.append("events.jsonl", [gap])
-        evaluations = (event for event in self._earlier if event["kind"] == "eval")
         self.evaluations: dict[int, dict[str, Any]] = {
             event["step"]: event.get("figures")
-            or {"by_source": {}}
-            | {key: event[key] for key in ("accuracy", "called", "by_source", "parts", "metrics") if key in event}
-            for event in evaluations
+            or {key: value for key, value in event.items() if key not in ("time", "lane", "kind", "step")}
+            for event in self._earlier
+            if event["kind"] == "eval"
         }
         """Figures over the held-out rows, by completed steps."""
-        self._trackers = open_trackers(run.trackers, folder.path, next_step=int(last["step"]) + 1)
+        self._trackers += open_trackers(run.trackers, folder.path, next_step=int(last["step"]) + 1)
 
     def feed(self, events: Sequence[Event]) -> None:
         """Write events down."""
@@ -65,23 +62,15 @@ class Recorder:
         row = {name: _finite(value) for name, value in (times | figures).items()}
         self.rows.append(row)
         self._folder.append("metrics.jsonl", [row])
-        self._track(lambda tracker: tracker.show(step, dict(self._scalars(row))))
-        if self._page is not None:
-            self._page.show(row)
+        shown = [(metric.tag, metric.parts(row)) for metric in self._metrics if metric.board]
+        figures = {f"{tag}/{part}" if part else tag: value for tag, parts in shown for part, value in parts.items()}
+        self._track(lambda tracker: tracker.show(row, figures))
         return row
 
     def _track(self, show: Callable[[Tracker], None]) -> None:
         for tracker in self._trackers:
             with _going_on(Exception):  # of packages that know networks and servers
                 show(tracker)
-
-    def _scalars(self, row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-        for metric in self._metrics:
-            value = row.get(metric.name) if metric.board else None
-            scalars = {f"/{name}": part for name, part in value.items()} if isinstance(value, Mapping) else {"": value}
-            for name, scalar in scalars.items():
-                if scalar is not None:
-                    yield metric.tag + name, float(scalar)
 
     def sum_up(self, status: str, figures: Mapping[str, Any]) -> dict[str, Any]:
         """Write `summary.json` and `trace.json.gz`, and return the summary."""
@@ -95,17 +84,16 @@ class Recorder:
             "versions": package_versions(),
             "commit": self._commit,
         }
-        for write in (functools.partial(self._folder.write_json, "summary.json", content), self._folder.write_trace):
-            with _going_on():
-                write()
+        with _going_on():
+            self._folder.write_json("summary.json", content)
+        with _going_on():
+            self._folder.write_trace()
         self.close()
         return content
 
     def close(self) -> None:
-        """Let go of the trackers and the page's port."""
+        """Let go of the trackers."""
         self._track(lambda tracker: tracker.close())
-        if self._page is not None:
-            self._page.close()
 
 
 class OfflineRecorder(Recorder):
@@ -160,9 +148,8 @@ def _finite(value: Any) -> Any:
 
 def commit_of_code() -> str | None:
     """Return the commit of the checkout this code runs from, marked where files differ from it; None outside of one."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    command, here = ["git", "describe", "--always", "--dirty", "--exclude=*"], Path(__file__).parent
     try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, cwd=here, capture_output=True, text=True).stdout.strip() or None
+    except OSError:  # there is no git
         return None
-    return done.stdout.strip()

@@ -1,4 +1,4 @@
-"""Where else the figures of a run are shown, each through its own package: `run.trackers`.
+"""Where else the figures of a run are shown, each through its own package: `run.trackers`, `run.prometheus_port`.
 
 A run that is resumed, or goes back, goes on in the same place there. Accounts, servers and projects are the packages'
 own settings (`WANDB_PROJECT`, `WANDB_MODE`, `MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME`).
@@ -16,6 +16,7 @@ from textwrap import indent
 from typing import Any, Protocol
 
 from areal_lite.errors import ConfigError
+from areal_lite.record.metrics import Metric
 
 Sample = tuple[int, str, str, str, float | None]
 """Step, prompt, answer, completion and reward."""
@@ -26,11 +27,11 @@ _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-s
 class Tracker(Protocol):
     """One place."""
 
-    def show(self, step: int, figures: Mapping[str, float]) -> None:
-        """Add a step's figures, by `group/name`."""
+    def show(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
+        """Add a step: its row of `metrics.jsonl`, and the figures of it that are shown, by `group/name`."""
 
     def show_samples(self, samples: Sequence[Sample]) -> None:
-        """Add some samples of a batch, as a table."""
+        """Add some samples of a batch, at least one, as a table."""
 
     def close(self) -> None:
         """Let go of it."""
@@ -65,10 +66,10 @@ class _TensorBoard:
         self._board = self._open(purge_step=next_step)
         self._board.add_text("recipe", indent((folder / "config.json").read_text(), " " * 4))
 
-    def show(self, step: int, figures: Mapping[str, float]) -> None:
+    def show(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
         try:
             for name, value in figures.items():
-                self._board.add_scalar(name, value, step)
+                self._board.add_scalar(name, value, row["step"])
         except OSError:
             self._board = self._open()  # once a disk was full, its thread has ended
             raise
@@ -76,8 +77,7 @@ class _TensorBoard:
     def show_samples(self, samples: Sequence[Sample]) -> None:
         rows = [_COLUMNS, ["---"] * len(_COLUMNS), *samples]
         cells = [[escape(str(value)).replace("|", "&#124;").replace("\n", "<br>") for value in row] for row in rows]
-        for step, *_ in samples[:1]:
-            self._board.add_text("samples", "\n".join(map(" | ".join, cells)), step)
+        self._board.add_text("samples", "\n".join(map(" | ".join, cells)), samples[0][0])
 
     def close(self) -> None:
         self._board.close()
@@ -97,8 +97,8 @@ class _Wandb:
         self._run = wandb.init(**known, resume="allow", config=json.loads((folder / "config.json").read_text()))
         self._run.define_metric("*", step_metric="step")
 
-    def show(self, step: int, figures: Mapping[str, float]) -> None:
-        self._run.log({**figures, "step": step})
+    def show(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
+        self._run.log({**figures, "step": row["step"]})
 
     def show_samples(self, samples: Sequence[Sample]) -> None:
         self._run.log({"samples": self._table(columns=list(_COLUMNS), data=list(map(list, samples)))})
@@ -119,13 +119,49 @@ class _MlFlow:
         self._id = number.read_text()
         self._client.log_artifact(self._id, str(folder / "config.json"))
 
-    def show(self, step: int, figures: Mapping[str, float]) -> None:
+    def show(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
-            self._client.log_metric(self._id, name, value, step=step)
+            self._client.log_metric(self._id, name, value, step=row["step"])
 
     def show_samples(self, samples: Sequence[Sample]) -> None:
-        columns: Any = zip(*samples, strict=True)
-        self._client.log_table(self._id, dict(zip(_COLUMNS, map(list, columns), strict=False)), "samples.json")
+        columns = map(list, zip(*samples, strict=True))
+        self._client.log_table(self._id, dict(zip(_COLUMNS, columns, strict=True)), "samples.json")
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
+
+
+class PrometheusPage:
+    """A tracker: `http://address:port/metrics` has `areal_lite_<metric>`, with a label `part` where it has parts."""
+
+    def __init__(self, metrics: Iterable[Metric], *, address: str, port: int) -> None:
+        """Serve from a thread until `close`; a `ConfigError` where the port is taken."""
+        from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+        registry = CollectorRegistry()
+        self._gauges = dict[Metric, Gauge]()
+        for metric in metrics:
+            if metric.board or metric.name == "step":
+                about = f"{metric.about} ({metric.unit})" if metric.unit else metric.about
+                self._gauges[metric] = Gauge(f"areal_lite_{metric.name}", about, ["part"], registry=registry)
+        try:
+            self._server, self._thread = start_http_server(port, addr=address, registry=registry)
+        except OSError as error:
+            raise ConfigError(
+                f"run.prometheus_port={port} must be free on {address}, got {error}: choose another port, or null"
+            ) from error
+
+    def show(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
+        """Take the row of a step; a figure that a step does not have keeps its last value."""
+        for metric, gauge in self._gauges.items():
+            for part, number in metric.parts(row).items():
+                gauge.labels(part).set(number)
+
+    def show_samples(self, samples: Sequence[Sample]) -> None:
+        """Show none: they are no figures."""
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

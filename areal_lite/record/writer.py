@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import psutil
 
@@ -24,6 +24,8 @@ from areal_lite.errors import CheckpointError, ConfigError
 
 _CLOCK_S = 5.0
 """When a process began is reckoned from the clock, which may have been set since."""
+_BEAT_S, _SILENCE_S = 5.0, 120.0
+"""Between two signs of life, and how long an owner on another machine must show none."""
 _NO_PLACE = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOTDIR,
     errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE, errno.ENOLCK, errno.EOPNOTSUPP,
@@ -37,7 +39,8 @@ def writable(what: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        number = error.errno if isinstance(error, OSError) else _number_of(error)
+        in_rust = re.search(r"\(os error (\d+)\)", str(error))  # a library's in Rust has no errno
+        number = error.errno if isinstance(error, OSError) else in_rust and int(in_rust[1])
         if number not in _NO_PLACE and (number != errno.ENOENT or folder.exists()):
             raise
         raise ConfigError(
@@ -46,34 +49,18 @@ def writable(what: str, folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _number_of(error: Exception) -> int | None:
-    """Return the errno of an error of a library in Rust, None of any other."""
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return int(found[1]) if found else None
-
-
 class SoleWriter:
     """Holds a run folder while it is entered."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        take_over: bool = False,
-        say: Callable[[str], object] = print,
-        beat_s: float = 5.0,
-        silence_s: float = 120.0,
-    ) -> None:
+    def __init__(self, folder: Path, *, take_over: bool = False, say: Callable[[str], object] = print) -> None:
         """Nothing is touched yet.
 
         Args:
             folder: Made where it is missing.
             take_over: Whoever holds it loses it, and writes nothing more there.
-            silence_s: How long an owner on another machine must show no sign of life.
         """
         self._folder, self._path, self._take_over, self._say = folder, folder / "writer.json", take_over, say
-        self._beat_s, self._silence_s = beat_s, silence_s
-        self._before, self._is_new, self._stop = b"", False, threading.Event()
+        self._before, self._stop = b"", threading.Event()
         me = {"host": socket.gethostname(), "machine": _machine(), "pid": os.getpid()}
         began = psutil.Process().create_time()
         self._mine = json.dumps(me | {"began": began, "since": time.ctime(), "id": time.time_ns()}).encode()
@@ -81,11 +68,27 @@ class SoleWriter:
     def __enter__(self) -> Self:
         """Take the folder; a `CheckpointError` names who else holds it, a `ConfigError` what is no place to write."""
         self._is_new = not self._folder.exists()
-        with writable("a run folder (run.dir)", self._folder):
+        with writable("a run folder (run.dir)", self._folder), contextlib.ExitStack() as files:
             self._folder.mkdir(parents=True, exist_ok=True)
-            while not (file := self._taken()):
-                pass
-        self._file = file
+            if self._take_over:  # a lock cannot be taken from a process that lives, its file can
+                self._path.unlink(missing_ok=True)
+            is_there = False
+            while not is_there:  # else it was removed before it was locked
+                file = self._file = files.enter_context(self._path.open("a+b"))
+                is_free, (_, found) = _flock(file.fileno()), self._lease()
+                is_ours = is_free and (not found or self._is_gone(_owner(found)))
+                is_there = os.fstat(file.fileno()).st_nlink > 0
+            if not is_ours:
+                raise CheckpointError(
+                    f"{self._folder} must have one writer, and is held by {_named(_owner(found))}: wait for its end, "
+                    f"or end it; where you know it to be gone: areal-lite resume {self._folder} --take-over"
+                )
+            self._before = found
+            file.truncate(0)
+            file.write(self._mine)
+            file.flush()
+            os.fsync(file.fileno())
+            self._files = files.pop_all()
         self.check()  # where flock does nothing, two may have come this far
         self._heart = threading.Thread(target=self._beat, daemon=True)
         self._heart.start()
@@ -97,7 +100,7 @@ class SoleWriter:
 
     def check(self) -> None:
         """Raise a `CheckpointError` where somebody else has taken the folder over."""
-        if (found := self._read()) != self._mine:
+        if (found := self._lease()[1]) != self._mine:
             raise CheckpointError(
                 f"{self._folder} must have one writer, and was taken over from this one by {_named(_owner(found))}: "
                 "nothing more is written here"
@@ -106,69 +109,39 @@ class SoleWriter:
     def __exit__(self, *error: object) -> None:
         self._stop.set()
         self._heart.join()
-        if self._read() == self._mine:
+        if self._lease()[1] == self._mine:
             if self._before:
                 self._path.write_bytes(self._before)
             else:
                 self._path.unlink()
-        self._file.close()
+        self._files.close()
         if self._is_new:
             with contextlib.suppress(OSError):  # it holds something
                 self._folder.rmdir()
 
-    def _taken(self) -> IO[bytes] | None:
-        """Try once; None where the file was exchanged meanwhile."""
-        with contextlib.ExitStack() as stack:
-            file = stack.enter_context(self._path.open("a+b"))
-            is_free, found = _flock(file.fileno()), self._read()
-            owner = _owner(found)
-            is_ours = self._take_over or (is_free and (not found or self._is_gone(owner)))
-            if not _is_same(file.fileno(), self._path):
-                return None
-            if self._take_over and not is_free:
-                self._path.unlink()  # a lock cannot be taken from a process that lives, its file can
-                return None
-            if not is_ours:
-                raise CheckpointError(
-                    f"{self._folder} must have one writer, and is held by {_named(owner)}: wait for its end, or end "
-                    f"it; where you know it to be gone: areal-lite resume {self._folder} --take-over"
-                )
-            self._before = found
-            file.truncate(0)
-            file.write(self._mine)
-            file.flush()
-            os.fsync(file.fileno())
-            stack.pop_all()
-            return file
-
     def _is_gone(self, owner: dict[str, Any]) -> bool:
         if owner.get("machine") == _machine():
             return find_process(owner["pid"], owner["began"]) is None
-        self._say(f"waiting {self._silence_s:g} s for a sign of life of {_named(owner)}, who holds {self._folder}")
-        seen, until = self._pulse(), time.monotonic() + self._silence_s
+        self._say(f"waiting {_SILENCE_S:g} s for a sign of life of {_named(owner)}, who holds {self._folder}")
+        seen, until = self._lease(), time.monotonic() + _SILENCE_S
         while time.monotonic() < until:
-            time.sleep(min(self._beat_s, self._silence_s / 4))
-            if self._pulse() != seen:
+            time.sleep(min(_BEAT_S, _SILENCE_S / 4))
+            if self._lease() != seen:
                 return False
         return True
 
     def _beat(self) -> None:
-        while not self._stop.wait(self._beat_s):
+        while not self._stop.wait(_BEAT_S):
             with contextlib.suppress(OSError):
                 os.utime(self._file.fileno())
 
-    def _pulse(self) -> tuple[int, bytes]:
+    def _lease(self) -> tuple[int, bytes]:
+        """Return when its heart last beat, and who holds it; nothing where it has ended."""
         try:
             with self._path.open("rb") as file:  # opened anew: network file systems then ask their server
                 return os.fstat(file.fileno()).st_mtime_ns, file.read()
-        except FileNotFoundError:  # it has ended
-            return 0, b""
-
-    def _read(self) -> bytes:
-        try:
-            return self._path.read_bytes()
         except FileNotFoundError:
-            return b""
+            return 0, b""
 
 
 def find_process(pid: int, began: float) -> psutil.Process | None:
@@ -187,13 +160,6 @@ def _flock(number: int) -> bool:
     except OSError as error:
         return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
     return True
-
-
-def _is_same(number: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(number), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _machine() -> str:

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from areal_lite.config.data import CHAT, REFERENCES
 from areal_lite.config.plugins import find_function
-from areal_lite.config.section import Arguments, FunctionName
+from areal_lite.config.section import Arguments
 from areal_lite.errors import PluginError, VerifierUnavailable
 from areal_lite.verify.result import Rows, Texts, VerifyResult, batched, prepared_by, with_arguments
 
@@ -26,7 +26,7 @@ _TUPLE_FAMILIES = ("arc_agi", "rearc")
 class TrlArguments(Arguments, extra="allow"):
     """Of `trl`; further ones are the function's own keywords."""
 
-    function: FunctionName
+    function: str
     """the reward function as file.py:function or module:function; plain or async"""
     answer_column: str | None = None
     """keyword under which the function looks for the answers; null = answer, and what else it wants and no row has"""
@@ -38,7 +38,7 @@ class TrlArguments(Arguments, extra="allow"):
 class VerlArguments(Arguments):
     """Of `verl`."""
 
-    function: FunctionName
+    function: str
     """the reward function as file.py:function or module:function; plain or async"""
     arguments: dict[str, Any] = Field({})
     """further keyword arguments for it (verl's reward_kwargs)"""
@@ -47,7 +47,7 @@ class VerlArguments(Arguments):
 class OpenRlhfArguments(Arguments):
     """Of `openrlhf`: one of the two."""
 
-    function: FunctionName | None = None
+    function: str | None = None
     """reward_func of a file, as file.py:function or module:function"""
     url: str | None = None
     """address of a remote reward model"""

@@ -17,7 +17,7 @@ import numpy as np
 from areal_lite.events import Event
 from areal_lite.launch.bench.harness import ratios
 from areal_lite.launch.bench.view import Row, spread
-from areal_lite.record.lanes import PAUSE_PARTS, Stretch, sample_lengths
+from areal_lite.record.lanes import PAUSE_PARTS, Stretch, reading, sample_lengths
 
 _REWARD_STEPS = 5
 """Steps averaged into one reward: those up to the one asked for."""
@@ -125,11 +125,11 @@ def percentiles(values: Sequence[int], percents: Sequence[float] = (10, 50, 90, 
 
 
 def _shares(events: Sequence[Event], *, begin: float, end: float, slots: int) -> dict[str, float]:
-    run = Stretch.of(events, start=begin, end=end)
+    run = Stretch(reading(events, begin), reading(events, end))
     # A publication begins when the last engine has drained: until then the trainer waits, whatever its lane says.
     held_up = max(run.share("draining", lane=lane) for lane in run.workers)
     return {
-        "occupancy": run.slot_seconds / ((end - begin) * slots * len(run.workers)),
+        "occupancy": run.spent("slot_seconds") / ((end - begin) * slots * len(run.workers)),
         "generator_idle": run.share("idle"),
         "generator_draining": run.share("draining"),
         "generator_paused": run.share(*PAUSE_PARTS),

@@ -70,12 +70,22 @@ def test_check_config_says_what_a_recipe_is_for(capsys: pytest.CaptureFixture[st
         ({"data": {"path": "x"}}, "is not read with data.source=arith"),
         ({"data": {"arith": {"min_terms": 5}}}, "data.arith.min_terms must be at most"),
         ({"sft": {"batch_size": 1}, "trainer": {"ranks": 2}}, "every trainer rank needs a row"),
-        ({"preference": {"beta": 1.0}}, "the section preference is not read with command=sft"),
+        ({"preference": {"beta": 1.0}}, "preference is not read with command=sft: remove it"),
         ({"trainer": {"minibatches": 2}}, "trainer.minibatches"),
-        ({"command": "reward_model", "data": {"carelessness": 0.5}, "preference": {"beta": 1.0}}, "preference.beta is"),
-        ({"command": "reward_model", "trainer": {"lora": {}}}, "trainer.lora is of a language model"),
+        (
+            {"command": "reward_model", "data": {"carelessness": 0.5}, "preference": {"beta": 1.0}},
+            "preference.beta=1.0 is not",
+        ),
+        ({"command": "reward_model", "trainer": {"lora": {}}}, "trainer.lora is not read with command=reward_model"),
+        (
+            {"command": "reward_model", "trainer": {"packing": True}},
+            "trainer.packing=True is not read",
+        ),
         ({"command": "reward_model"}, "data.carelessness makes the rejected solutions"),
-        ({"command": "dpo", "data": {"carelessness": 0.5}, "sft": {"batch_size": 3}}, "the section sft is not read"),
+        (
+            {"command": "dpo", "data": {"carelessness": 0.5}, "sft": {"batch_size": 3}},
+            "sft is not read with",
+        ),
         (
             {"command": "dpo", "data": {"carelessness": 0.5}, "preference": {"loss": "simpo", "reference_path": "x"}},
             "preference.reference_path=x is not read with preference.loss=simpo",

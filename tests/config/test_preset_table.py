@@ -99,7 +99,7 @@ COMBINATIONS = [
     ({"surrogate": "likelihood"}, ["objective.surrogate=likelihood", "clip_low=0.2", "set both to null"]),
     (
         {"surrogate": "weighted_likelihood", "ratio_level": "sequence"},
-        ["objective.ratio_level=sequence", "got weighted_likelihood", "set ratio_level=token"],
+        ["objective.ratio_level=sequence", "surrogate=weighted_likelihood", "set ratio_level=token"],
     ),
     (
         {"behaviour_filter": "m2po", "proximal": "behaviour"},
@@ -126,7 +126,7 @@ def test_knobs_that_mean_nothing_together_are_refused(knobs: dict[str, Any], wor
 
 
 def test_switching_a_presets_kl_off_takes_its_figures_along() -> None:
-    """Seen failing without `_without_unread`: the preset's own coefficient was refused."""
+    """Seen failing with all that a preset sets: its own coefficient was refused."""
     got = objective_of({"objective": {"preset": "ppo", "kl": "none"}})
     assert (got.kl, got.kl_coef, got.baseline) == ("none", 0.0, "critic")
 

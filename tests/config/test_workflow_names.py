@@ -82,8 +82,15 @@ def test_a_workflow_that_cannot_run_fails_the_start(rollout: dict[str, Any], mes
     ("raw", "message"),
     [
         ({"rollout": {"workflow": "multi_turns"}}, r"rollout.workflow: .*did you mean multi_turn\?"),
-        ({"rollout": {"workflows": {"a:b": {"function": "single_turn"}}}}, r"must have no colon"),
-        ({"rollout": {"workflow_arguments": {"a": 1}}}, r"rollout.workflow_arguments are not read with"),
+        (
+            {"rollout": {"workflows": {"a:b": {"function": "single_turn"}}}},
+            r"workflows.a:b.*should match pattern",
+        ),
+        ({"rollout": {"workflow_arguments": {"a": 1}}}, r"rollout.workflow_arguments=\{'a': 1\} is not read with"),
+        (
+            {"rollout": {"workflow": "guess_number", "workflow_command": "true"}},
+            r"rollout.workflow=guess_number is not read with rollout.workflow_command",
+        ),
         (
             {"rollout": {"workflow": "guess_number", "turn_timeout_s": 200.0}},
             r"rollout.turn_timeout_s must be less than run.stall_timeout_s, got 200 and 120",

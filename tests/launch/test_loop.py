@@ -16,7 +16,7 @@ from train_builders import save_tiny_model
 
 from areal_lite.config.recipe import Config
 from areal_lite.errors import VerifierError
-from areal_lite.record.report.read import read_run
+from areal_lite.record.report.read import RunFiles
 from areal_lite.record.report.times import lane_shares
 from areal_lite.record.run_folder import RunFolder
 
@@ -164,7 +164,7 @@ def test_a_resumed_run_goes_on_where_the_first_ended(
     assert summary["ledger"]["trained"] == 24 * 4
     assert conserved(summary["ledger"])
     assert summary["age_max_trained"] <= 1
-    shares = lane_shares(read_run(folder.path).events)
+    shares = lane_shares(RunFiles(folder.path).events)
     assert shares["trainer"]["waiting"] == pytest.approx(summary["trainer_idle_fraction"], abs=0.01)
     idle = [shares[lane].get("idle", 0.0) for lane in shares if lane != "trainer"]
     assert sum(idle) / len(idle) == pytest.approx(summary["rollout_idle_fraction"], abs=0.01)

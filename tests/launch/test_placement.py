@@ -54,8 +54,8 @@ def test_an_engine_of_several_gpus_starts_its_processes_itself() -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"rollout": {"tensor_parallel": 2}}, r"needs engines of one GPU, got rollout\.tensor_parallel=2: .*=nccl"),
-        ({"rollout": {"workers": 2}}, r"shares the GPU of a rank, got rollout\.workers=2 and trainer\.ranks=1: raise"),
+        ({"rollout": {"tensor_parallel": 2}}, r"shares the one GPU of a rank, got rollout\.tensor_parallel=2, .*=nccl"),
+        ({"rollout": {"workers": 2}}, r"one GPU of a rank, got .*rollout\.workers=2 and trainer\.ranks=1: .*raise"),
     ],
 )
 def test_ipc_is_refused_in_shapes_that_do_not_work(sections: dict[str, Any], message: str) -> None:

@@ -21,6 +21,7 @@ from areal_lite.data.prompts import load_sources
 from areal_lite.errors import ArealLiteError, CheckpointError, ConfigError
 from areal_lite.launch.run import train as train_module
 from areal_lite.launch.run.train import train
+from areal_lite.record import writer
 from areal_lite.record.paths import with_absolute_paths
 from areal_lite.record.writer import SoleWriter
 from areal_lite.wire import encode
@@ -58,7 +59,7 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(train_module, "ray_session", contextlib.nullcontext)
     monkeypatch.setattr(train_module, "places_for", no_room)
     monkeypatch.setattr(train_module.ray, "nodes", list)
-    monkeypatch.setattr(train_module, "SoleWriter", lambda *a, **k: SoleWriter(*a, **k, beat_s=0.01, silence_s=0.05))
+    monkeypatch.setattr(writer, "_SILENCE_S", 0.05)
     return tmp_path
 
 
@@ -94,7 +95,7 @@ def test_a_refused_resume_touches_nothing(
 
 def test_a_folder_that_is_held_is_refused_first(stopped: Path) -> None:
     """Seen failing without the lock: the recipe was looked at, and the run went on."""
-    with SoleWriter(stopped / "run", beat_s=0.01, silence_s=0.05):
+    with SoleWriter(stopped / "run"):
         before = contents(stopped / "run")
         with pytest.raises(ArealLiteError, match="must have one writer, and is held by process"):
             resume(stopped)

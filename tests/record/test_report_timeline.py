@@ -62,9 +62,9 @@ def test_a_sample_waits_for_the_version_that_answers_it() -> None:
     assert pieces([[1, 0, 5]], start=3.5, end=7.0) == [(-1 - KINDS.index("wait"), 3.5, 5.0), (1, 5.0, 7.0)]
 
 
-def test_without_handovers_in_the_log_time_goes_by_tokens() -> None:
-    """Two of eight tokens: a quarter of the time."""
-    assert pieces([[3, 0, 2], [4, 2, 8]], start=0.0, end=4.0, alive={}) == [(3, 0.0, 1.0), (4, 1.0, 4.0)]
+def test_without_handovers_in_the_log_a_sample_is_drawn_whole() -> None:
+    """Under the first of its versions. Seen failing with nothing drawn."""
+    assert pieces([[3, 0, 2], [4, 2, 8]], start=0.0, end=4.0, alive={}) == [(3, 0.0, 4.0)]
 
 
 def test_lanes_hold_samples_pauses_verifications_and_the_trainers_phases() -> None:
@@ -75,8 +75,7 @@ def test_lanes_hold_samples_pauses_verifications_and_the_trainers_phases() -> No
     pauses = [(row, start, end) for row, start, end, kind in rollout if kind == "pause"]
     assert pauses == [(-1, pytest.approx(0.9), pytest.approx(1.0)), (-1, pytest.approx(1.9), pytest.approx(2.0))]
     first_line = [(start, end, kind) for row, start, end, kind in rollout if row == 0]
-    # Version 0 was never stamped here, so the first sample is split by tokens: 8 of 18 of its 1.2 seconds.
-    assert first_line[0] == (pytest.approx(0.5), pytest.approx(0.5 + 1.2 * 8 / 18, abs=1e-4), 0)
+    assert first_line[:2] == [(0.5, pytest.approx(0.9), 0), (1.0, pytest.approx(1.7), 1)]
     assert [end for _, _, end, _ in verifier] == pytest.approx([1.71, 2.71])
     assert [kind for *_, kind in trainer] == ["wait", "train", "publish"] * 2
     assert [mark["text"] for mark in found["marks"]] == ["eval 0", "eval 2"]

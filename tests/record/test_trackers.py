@@ -4,7 +4,9 @@ import itertools
 import json
 import logging
 import shutil
+import socket
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,15 +14,17 @@ from typing import Any
 
 import pytest
 from ledger_builders import make_sample
+from prometheus_client.parser import text_string_to_metric_families
 from run_folders import new_run_folder
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import ConfigError
 from areal_lite.record import recorder as recorder_module
+from areal_lite.record.metrics import METRICS
 from areal_lite.record.online_recorder import OnlineRecorder
 from areal_lite.record.run_folder import RunFolder
-from areal_lite.record.trackers import check_trackers, open_trackers
+from areal_lite.record.trackers import PrometheusPage, check_trackers, open_trackers
 from areal_lite.types import Group, Prompt
 
 STATS = {"age_histogram": {0: 3}, "reward_mean": 0.5, "tokens_trained": 3}
@@ -68,11 +72,11 @@ def test_tensorboard_goes_on_once_it_can_write_again(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "tensorboard")
     for step in itertools.count(1):
         try:
-            board.show(step, {"a/b": 1.0})
+            board.show({"step": step}, {"a/b": 1.0})
         except OSError:
             break
         time.sleep(0.01)
-    board.show(step, {"a/b": 0.5})
+    board.show({"step": step}, {"a/b": 0.5})
     board.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("a/b")] == [(step, 0.5)]
@@ -144,3 +148,39 @@ def test_a_resumed_run_is_one_of_wandb(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(b"max_staleness" in path.read_bytes() for path in written)
     tables = [json.loads(path.read_text()) for path in (tmp_path / "run" / "wandb").rglob("*.table.json")]
     assert sorted(table["data"][0][:2] for table in tables) == [[1, "1+1=?"], [2, "1+1=?"]]
+
+
+# --- the page for Prometheus, read as Prometheus reads it ---
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def read(port: int) -> dict[tuple[str, str], float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as page:
+        families = text_string_to_metric_families(page.read().decode())
+    return {(one.name, one.labels.get("part", "")): one.value for family in families for one in family.samples}
+
+
+def test_the_page_shows_the_last_row_and_keeps_what_a_step_does_not_have() -> None:
+    """Seen failing with zero for a figure that a row lacks."""
+    port = free_port()
+    page = PrometheusPage(METRICS, address="127.0.0.1", port=port)
+    try:
+        page.show({"step": 1, "reward_mean": 0.5, "eval_reward": 0.25, "eval_by_source": {"a": 0.1, "b": 0.4}}, {})
+        page.show({"step": 2, "reward_mean": 0.75, "eval_reward": None}, {})
+        assert read(port) == {
+            ("areal_lite_step", ""): 2.0,
+            ("areal_lite_reward_mean", ""): 0.75,
+            ("areal_lite_eval_reward", ""): 0.25,
+            ("areal_lite_eval_by_source", "a"): 0.1,
+            ("areal_lite_eval_by_source", "b"): 0.4,
+        }
+        with pytest.raises(ConfigError, match=rf"run\.prometheus_port={port} must be free"):
+            PrometheusPage(METRICS, address="127.0.0.1", port=port)
+    finally:
+        page.close()
+    with pytest.raises(OSError, match=r".+"):
+        read(port)

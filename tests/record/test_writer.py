@@ -20,7 +20,8 @@ from areal_lite.record.writer import SoleWriter, writable
 
 
 def _hold(folder: Path, end: Connection) -> None:
-    with SoleWriter(folder, beat_s=0.01):
+    writer._BEAT_S = 0.01
+    with SoleWriter(folder):
         end.send("held")
         end.recv()
 
@@ -106,13 +107,16 @@ def test_without_flock_the_process_decides(
             pass
 
 
-def test_an_owner_on_another_machine_is_watched_before_it_counts_as_gone(tmp_path: Path) -> None:
+def test_an_owner_on_another_machine_is_watched_before_it_counts_as_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However old its lease: clocks differ. Seen failing with the age of the file in place of a look at it."""
     lease(tmp_path, machine="elsewhere")
     os.utime(tmp_path / "writer.json", (0, 0))
+    monkeypatch.setattr(writer, "_SILENCE_S", 0.3)
     said: list[str] = []
     begun = time.monotonic()
-    with SoleWriter(tmp_path, say=said.append, beat_s=0.01, silence_s=0.3) as held:
+    with SoleWriter(tmp_path, say=said.append) as held:
         assert time.monotonic() - begun >= 0.3
         held.check()
     assert said == [
@@ -128,7 +132,8 @@ def test_an_owner_on_another_machine_that_lives_is_not_waited_for(
         monkeypatch.setattr(writer, "_flock", lambda number: True)
         monkeypatch.setattr(writer, "_machine", lambda: "another")
         begun = time.monotonic()
-        with pytest.raises(CheckpointError, match="is held by"), SoleWriter(tmp_path, say=lambda _: None, beat_s=0.05):
+        monkeypatch.setattr(writer, "_BEAT_S", 0.05)
+        with pytest.raises(CheckpointError, match="is held by"), SoleWriter(tmp_path, say=lambda _: None):
             pass
         assert time.monotonic() - begun < 60, "of 120 s"
 
@@ -167,10 +172,11 @@ def test_an_owner_that_ends_while_it_is_watched_makes_room(tmp_path: Path, monke
         held.check()
 
 
-def test_a_lease_that_cannot_be_read_is_watched_too(tmp_path: Path) -> None:
+def test_a_lease_that_cannot_be_read_is_watched_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "_SILENCE_S", 0.05)
     (tmp_path / "writer.json").write_text("{")
     said: list[str] = []
-    with SoleWriter(tmp_path, say=said.append, silence_s=0.05) as held:
+    with SoleWriter(tmp_path, say=said.append) as held:
         held.check()
     assert "of a process that has not said its name, who holds" in said[0]
 

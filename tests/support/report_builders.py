@@ -28,6 +28,8 @@ def make_events(*, steps: int = 12, workers: int = 2) -> list[Event]:
             events.append(event(step + at, "trainer", kind, version=step + 1))
         for worker in range(workers):
             lane = f"rollout/{worker}"
+            if step == 0:
+                events += [event(0.0, lane, "stamped", version=0), event(0.0, lane, "resumed")]
             events.append(event(step + 0.5, lane, "running", n=4))
             for kind, at in (("pause", 0.9), ("stamped", 0.95), ("resumed", 1.0)):
                 events.append(event(step + at, lane, kind, **({"version": step + 1} if kind == "stamped" else {})))

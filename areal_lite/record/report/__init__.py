@@ -6,7 +6,7 @@ from pathlib import Path
 from areal_lite.errors import DataError
 from areal_lite.record.report.bench_contents import bench_sections
 from areal_lite.record.report.page import write_page
-from areal_lite.record.report.read import RunFiles, read_json, read_run, table
+from areal_lite.record.report.read import RunFiles, read_json, table
 from areal_lite.record.report.run_contents import comparison_sections, run_sections
 
 __all__ = ["write_bench", "write_comparison", "write_report"]
@@ -17,7 +17,7 @@ def write_report(run_folder: Path, *, out: Path | None = None, refresh_s: float 
 
     With `refresh_s` it loads itself anew so often, for whoever writes it again and again.
     """
-    run = read_run(run_folder)
+    run = RunFiles(run_folder)
     path, sections = out or run_folder / "report.html", run_sections(run)
     return write_page(path, title=run.name, subtitle=_subtitle(run), sections=sections, refresh_s=refresh_s)
 
@@ -26,7 +26,7 @@ def write_comparison(run_folders: Sequence[Path], *, out: Path) -> Path:
     """Write a page that compares at least two runs, the others with the first."""
     names = [path.resolve().name for path in run_folders]
     distinct = names if len(set(names)) == len(names) else [str(path) for path in run_folders]
-    runs = [read_run(path, name=name) for path, name in zip(run_folders, distinct, strict=True)]
+    runs = [RunFiles(path, name=name) for path, name in zip(run_folders, distinct, strict=True)]
     return write_page(out, title=" · ".join(distinct), subtitle="runs compared", sections=comparison_sections(runs))
 
 

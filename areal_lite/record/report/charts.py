@@ -31,9 +31,9 @@ class Line:
     """Further fields of the Plotly trace."""
 
     @property
-    def points(self) -> list[tuple[float, float]]:
+    def num_points(self) -> int:
         """What there is to draw."""
-        return [(x, y) for x, y in zip(self.x, self.y, strict=True) if x is not None and y is not None]
+        return sum(x is not None and y is not None for x, y in zip(self.x, self.y, strict=True))
 
 
 def lines(
@@ -42,16 +42,15 @@ def lines(
     """Draw curves in colours by their order, and a legend if asked for or of several; None where all are empty."""
     data = []
     for index, curve in enumerate(curves):
-        if not curve.points:
-            continue
         # A curve of a point or two has no length to be seen by.
-        mode = "lines" if sum(value is not None for value in curve.y) > 30 else "lines+markers"
+        mode = "lines" if curve.num_points > 30 else "lines+markers"
         trace = {"type": "scatter", "mode": mode, "name": curve.name, "x": list(curve.x), "y": list(curve.y)}
-        data.append(trace | {"line": _stroke(index, 2), "marker": _colour(index)} | curve.style)
-    layout: dict[str, Any] = {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}, **axis}}
+        if curve.num_points:
+            data.append(trace | {"line": _stroke(index, 2), "marker": _colour(index)} | curve.style)
     if any("error_y" in curve.style for curve in curves):
         note = "bars: 95 % confidence, as there are only so many held-out rows"
-    layout["showlegend"] = legend or sum(trace.get("showlegend") is not False for trace in data) > 1
+    is_named = legend or sum(trace.get("showlegend") is not False for trace in data) > 1
+    layout = {"xaxis": _axis(x), "yaxis": _axis(y, **axis), "showlegend": is_named}
     return Chart(title=title, data=data, layout=layout, note=note) if data else None
 
 
@@ -59,16 +58,14 @@ def smoothed(curves: Sequence[Line], *, window: int = 10) -> list[Line]:
     """Return each curve faint, with its mean over the last points above it; short ones as they are."""
     found = []
     for index, curve in enumerate(curves):
-        values, means = list[float](), list[float | None]()
-        if len(curve.points) < 3 * window:
+        if curve.num_points < 3 * window:
             found.append(replace(curve, style={"line": _stroke(index, 2), "marker": _colour(index)}))
             continue
-        for y in curve.y:
-            values += [] if y is None else [y]
-            means.append(None if y is None else fmean(values[-window:]))
+        known = [y for y in curve.y if y is not None]
+        averages = (fmean(known[max(0, place - window) : place]) for place in range(1, len(known) + 1))
+        means = [None if y is None else next(averages) for y in curve.y]
         faint = {"line": _stroke(index, 1), "opacity": 0.4, "showlegend": False}
-        bold = {"line": _stroke(index, 2.5)}
-        found += [replace(curve, style=faint), replace(curve, y=means, style=bold)]
+        found += [replace(curve, style=faint), replace(curve, y=means, style={"line": _stroke(index, 2.5)})]
     return found
 
 
@@ -85,11 +82,8 @@ def bars(title: str, groups: Mapping[str, Mapping[Any, float]], *, x: str, y: st
         for index, (name, values) in enumerate(groups.items())
         if values
     ]
-    layout = {
-        "xaxis": {"title": {"text": x}, "type": "category", "nticks": 10, "tickangle": 0},
-        "yaxis": {"title": {"text": y}},
-        "barmode": "group", "bargap": 0.15, "showlegend": len(data) > 1,
-    }  # fmt: skip
+    axes = {"xaxis": _axis(x, type="category", nticks=10, tickangle=0), "yaxis": _axis(y)}
+    layout = axes | {"barmode": "group", "bargap": 0.15, "showlegend": len(data) > 1}
     return Chart(title=title, data=data, layout=layout, note=note) if data else None
 
 
@@ -97,6 +91,10 @@ def as_shares(counts: Mapping[str, float]) -> dict[str, float]:
     """Return what part of all each count is; empty where there is nothing."""
     total = sum(counts.values())
     return {name: count / total for name, count in counts.items()} if total else {}
+
+
+def _axis(title: str, **further: Any) -> dict[str, Any]:
+    return {"title": {"text": title}, **further}
 
 
 def _colour(index: int) -> dict[str, str]:

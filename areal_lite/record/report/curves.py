@@ -41,7 +41,7 @@ def learning(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
 
 
 def _by_source(run: RunFiles) -> Iterator[Chart | None]:
-    sources = sorted({name for figures in run.evaluations.values() for name in figures["by_source"]})
+    sources = sorted({name for figures in run.evaluations for name in figures.get("by_source", {})})
     for x, (axis, over) in _AXES.items():
         rewards = _parts(run, "reward_by_source", x)
         if len(rewards) < 2 and len(sources) < 2:
@@ -124,10 +124,9 @@ def age_histogram(run: RunFiles) -> dict[str, float]:
 def ledger_charts(run: RunFiles) -> Iterator[Chart | None]:
     """Groups on their way, and how they ended."""
     in_flight = [_line(run, state, within="ledger", name=name) for state, name in _WAITING.items()]
-    ended = [_line(run, state, within="ledger") for state in _ENDED]
+    ended = [curve for state in _ENDED if any((curve := _line(run, state, within="ledger")).y)]
     yield stacked("groups on their way", in_flight, x=STEPS, y="groups")
-    seen = [curve for curve in ended if any(curve.y)]
-    yield lines("groups that ended", seen, x=STEPS, y="groups so far", rangemode="tozero")
+    yield lines("groups that ended", ended, x=STEPS, y="groups so far", rangemode="tozero")
 
 
 def step_times(run: RunFiles) -> Chart | None:
@@ -142,12 +141,12 @@ def _named(runs: Sequence[RunFiles], key: str, x: str = "step") -> list[Line]:
 
 
 def _evaluated(run: RunFiles, figure: str, x: str, *, name: str = "", within: str = "") -> Line:
-    found = {step: row[within] if within else row for step, row in run.evaluations.items()}
-    places = [float(step) if x == "step" else run.seconds_at(step) for step in found]
-    values = [number(row.get(figure)) for row in found.values()]
-    errors = [number(row["standard_errors"].get(figure)) for row in run.evaluations.values()]
+    found = run.evaluations
+    values = [number((table(row.get(within)) if within else row).get(figure)) for row in found]
+    errors = [number(table(row.get("standard_errors")).get(figure)) for row in found]
     bars = {"error_y": {"array": [error and 1.96 * error for error in errors]}} if any(errors) else {}
-    return Line(name=name or figure, x=places, y=values, style={"mode": "lines+markers", **bars})
+    style = {"mode": "lines+markers", **bars}
+    return Line(name=name or figure, x=[row[x] for row in found], y=values, style=style)
 
 
 def _parts(run: RunFiles, within: str, x: str) -> list[Line]:

@@ -47,11 +47,6 @@ class Section:
         """The blocks that have something to show."""
         return [block for block in self.all_blocks if block.content]
 
-    @property
-    def anchor(self) -> str:
-        """Its name in links."""
-        return self.title.lower().replace(" ", "-").replace(",", "")
-
 
 def write_page(path: Path, *, title: str, subtitle: str, sections: Iterable[Section], refresh_s: float = 0.0) -> Path:
     """Write a page whole or not at all, and return its path; one with `refresh_s` loads itself anew so often."""
@@ -63,15 +58,10 @@ def write_page(path: Path, *, title: str, subtitle: str, sections: Iterable[Sect
     environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["figure"] = figure_text
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    files = {
-        "style": _file("page.css"),
-        "plotly": base64.b64encode(_PLOTLY.read_bytes()).decode(),
-        "script": Markup("\n").join(map(_file, _SCRIPTS)),
-    }
-    page = environment.get_template("page.html")
-    write_whole(
-        path, page.render(title=title, subtitle=subtitle, sections=shown, data=data, refresh_s=refresh_s, **files)
-    )
+    style, script = _file("page.css"), Markup("\n").join(map(_file, _SCRIPTS))
+    files = {"style": style, "script": script, "plotly": base64.b64encode(_PLOTLY.read_bytes()).decode()}
+    told = {"title": title, "subtitle": subtitle, "sections": shown, "data": data, "refresh_s": refresh_s}
+    write_whole(path, environment.get_template("page.html").render(told | files))
     return path
 
 

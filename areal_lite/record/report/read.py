@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,65 +16,48 @@ from areal_lite.record.run_folder import read_rows
 
 Row = dict[str, Any]
 
-_NEEDED = {
-    "group": {"start", "group", "samples"},
-    "verify": {"start", "end", "group_id"},
-    "running": {"n"},
-    "stamped": {"version"},
-    "lost": {"worker"},
-    "rejoined": {"worker"},
-}
-"""What an event must have to be drawn, beside time, lane and kind."""
-
 _FILES = ("config.json", "metrics.jsonl", "events.jsonl")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
     """The files of one run; what is missing is empty."""
 
-    path: Path
-    name: str
-    """In titles and legends."""
-    config: Row
-    metrics: list[Row]
-    """By step; every row has an integer `step`."""
-    samples: list[Row]
-    events: list[Row]
-    """Every row has `time`, `lane` and `kind`."""
-    summary: Row
-    notes: list[str]
-    """What is missing or broken, one sentence each."""
+    def __init__(self, path: Path, *, name: str = "") -> None:
+        """Read a run folder, whose name in titles and legends is its own by default.
 
-    @property
-    def command(self) -> str:
-        """The command that made it: train, sft, reward_model or dpo."""
-        return str(self.config.get("command") or self.summary.get("command") or "train")
-
-    @property
-    def status(self) -> str:
-        """How it ended; without a summary it goes on, or was cut off."""
-        return str(self.summary.get("status") or "still going, or cut off")
-
-    @property
-    def last(self) -> Row:
+        Raises:
+            DataError: It holds nothing of a run.
+        """
+        if not any((path / name).is_file() for name in _FILES):
+            what = "no such folder" if not path.is_dir() else f"a folder with none of {', '.join(_FILES)}"
+            raise DataError(
+                f"expected the folder of a run, got {path}, {what}: name one that areal-lite train, sft, ... made"
+            )
+        self.name = name or path.resolve().name
+        self.notes: list[str] = []
+        """What is missing or broken, one sentence each."""
+        self.config = read_json(path / "config.json", self.notes)
+        self.command = str(self.config.get("command", "train"))
+        """That made it: train, sft, reward_model or dpo."""
+        # An offline run generates nothing, and so has no samples.
+        self.samples = _rows(path / "samples.jsonl", self.notes) if self.command == "train" else []
+        self.metrics = _rows(path / "metrics.jsonl", self.notes)
+        self.last = self.metrics[-1] if self.metrics else {}
         """The newest row of metrics."""
-        return self.metrics[-1] if self.metrics else {}
+        self.events = _rows(path / "events.jsonl", self.notes)
+        self.summary = read_json(path / "summary.json", self.notes)
 
     @property
-    def evaluations(self) -> dict[int, Row]:
-        """Figures over the held-out prompts by completed steps: `accuracy`, and what else was measured."""
-        found = {}
-        for event in self.events:
-            if event["kind"] == "eval" and isinstance(step := event.get("step"), int):
-                figures = table(event.get("figures")) or {"accuracy": event.get("accuracy")}
-                found[step] = figures | {key: table(event.get(key)) for key in ("by_source", "standard_errors")}
-        return dict(sorted(found.items()))
+    def evaluations(self) -> list[Row]:
+        """Figures over the held-out prompts, by completed steps: `accuracy`, and what else was measured; `time_s`."""
+        times = {0: 0.0} | {row["step"]: row.get("time_s") for row in self.metrics}
+        found = {event["step"]: event for event in self.events if event["kind"] == "eval"}
+        return [event | event.get("figures", {}) | {"time_s": times.get(step)} for step, event in sorted(found.items())]
 
     @property
     def accuracy_is_called(self) -> str:
         """What the held-out figure is: a mean reward where one of them was neither 0 nor 1."""
-        called = {event.get("called", "accuracy") for event in self.events if event["kind"] == "eval"}
+        called = {row.get("called") for row in self.evaluations}
         return "mean reward" if "mean reward" in called else "accuracy"
 
     @property
@@ -84,48 +66,16 @@ class RunFiles:
         kinds = [event for event in self.events if event["kind"] in ("published", GAP)]
         return {event.get("version", 0) for event, after in itertools.pairwise(kinds) if after["kind"] == GAP}
 
-    def seconds_at(self, step: int) -> float | None:
-        """Seconds of the run when a step was complete; 0 before the first."""
-        times = {row["step"]: number(row.get("time_s")) for row in self.metrics}
-        return 0.0 if step == 0 else times.get(step)
-
-
-def read_run(path: Path, *, name: str = "") -> RunFiles:
-    """Read a run folder, whose name is the run's by default; a `DataError` where it holds nothing of a run."""
-    if not any((path / name).is_file() for name in _FILES):
-        what = "no such folder" if not path.is_dir() else f"a folder with none of {', '.join(_FILES)}"
-        raise DataError(
-            f"expected the folder of a run, got {path}, {what}: name one that areal-lite train, sft, ... made"
-        )
-    notes: list[str] = []
-    config = read_json(path / "config.json", notes)
-    # An offline run generates nothing, and so has no samples.
-    samples = _rows(path / "samples.jsonl", notes) if config.get("command", "train") == "train" else []
-    return RunFiles(
-        path=path.resolve(),
-        name=name or path.resolve().name,
-        config=config,
-        metrics=[row for row in _rows(path / "metrics.jsonl", notes) if isinstance(row.get("step"), int)],
-        samples=samples,
-        events=[row for row in _rows(path / "events.jsonl", notes) if _is_event(row)],
-        summary=read_json(path / "summary.json", notes),
-        notes=notes,
-    )
-
 
 def read_json(path: Path, notes: list[str]) -> Row:
     """Read a JSON object; a missing or broken one is empty, and noted."""
     try:
-        content = json.loads(path.read_text(errors="replace"), parse_constant=lambda _: None)
+        return dict(json.loads(path.read_text(errors="replace"), parse_constant=lambda _: None))
     except FileNotFoundError:
         notes.append(f"{path.name} is missing")
-        return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         notes.append(f"{path.name} cannot be read: {error}")
-        return {}
-    if not isinstance(content, dict):
-        notes.append(f"{path.name} must hold an object, got {type(content).__name__}")
-    return table(content)
+    return {}
 
 
 def table(value: Any) -> Row:
@@ -142,12 +92,6 @@ def number(value: Any) -> float | None:
 def numbers(values: Any) -> dict[str, float]:
     """Return the finite numbers of a mapping; nothing in place of anything else."""
     return {str(name): known for name, value in table(values).items() if (known := number(value)) is not None}
-
-
-def _is_event(row: Row) -> bool:
-    if number(row.get("time")) is None or not all(isinstance(row.get(key), str) for key in ("lane", "kind")):
-        return False
-    return _NEEDED.get(row["kind"], set()) <= row.keys()
 
 
 def _rows(path: Path, notes: list[str]) -> list[Row]:

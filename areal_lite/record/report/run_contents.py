@@ -52,9 +52,9 @@ def _diagnostics(runs: Sequence[RunFiles]) -> list[Block]:
 def _headline(run: RunFiles) -> dict[str, str]:
     """Return the figures of a run, those that decide first: a comparison has the first ones only."""
     summary = run.summary
-    held_out = [found for row in run.evaluations.values() if (found := number(row.get("accuracy"))) is not None]
+    held_out = [found for row in run.evaluations if (found := number(row.get("accuracy"))) is not None]
     figures: dict[str, Any] = {
-        "status": run.status,
+        "status": summary.get("status") or "still going, or cut off",
         "steps": number(run.last.get("step")),
         f"held-out {run.accuracy_is_called}": f"{held_out[0]:.3f} → {held_out[-1]:.3f}" if held_out else None,
         "reward, first → last ten steps": _ends(summary, "reward"),
@@ -64,9 +64,9 @@ def _headline(run: RunFiles) -> dict[str, str]:
         "tokens generated/s": number(summary.get("gen_tokens_per_s")),
         "tokens trained/s": number(summary.get("trained_tokens_per_s")),
     }
-    for key, name in (("rollout_idle", "generators idle"), ("trainer_idle", "trainer idle"), ("paused", "paused")):
-        if (share := number(summary.get(f"{key}_fraction"))) is not None:
-            figures[name] = f"{share:.1%}"
+    for name, key in (("generators idle", "rollout_idle"), ("trainer idle", "trainer_idle"), ("paused", "paused")):
+        share = summary.get(f"{key}_fraction")
+        figures[name] = None if share is None else f"{share:.1%}"
     if "age_max_trained" in summary:
         figures["oldest token trained"] = f"{summary['age_max_trained']} (eta {summary.get('max_staleness', '?')})"
     return {name: figure_text(value) for name, value in figures.items() if value is not None}

@@ -63,22 +63,21 @@ def timeline(events: Sequence[Event]) -> dict[str, Any]:
     """
     if not events:
         return {}
-    by_name = lane_events(events)
-    clock = lived(events)
+    by_name, clock = lane_events(events), lived(events)
 
     def ticks(moment: float) -> int:
         return round(clock(moment) / _UNIT_S)
 
     end = ticks(max(event["time"] for event in events))
-    labels: dict[str, int] = {}
-    packed, left_out = [], 0
+    trained = [ticks(row["time"]) for row in by_name.get("trainer", []) if row["kind"] == "trained"]
+    middle = len(trained) // 2
+    packed, left_out, labels = [], 0, dict[str, int]()
     for kind, most in _MAX_LANES.items():
         names = [name for name in by_name if name.partition("/")[0] == kind]
         left_out += len(names[most:])
         lanes = {name: list(_segments(kind, by_name[name])) for name in names[:most]}
         stride = -(-sum(map(len, lanes.values())) // _MAX_SEGMENTS)
-        for name, segments in lanes.items():
-            packed.append(_packed(name, segments, ticks, labels, stride))
+        packed += [_packed(name, segments, ticks, labels, stride) for name, segments in lanes.items()]
     return {
         "unit": _UNIT_S,
         "end": end,
@@ -92,7 +91,8 @@ def timeline(events: Sequence[Event]) -> dict[str, Any]:
             for event in found
             if event["kind"] in _MARKS
         ],
-        "focus": _focus([ticks(row["time"]) for row in by_name.get("trainer", []) if row["kind"] == "trained"], end),
+        # About six steps in the middle: pauses and versions can be told apart in it.
+        "focus": [trained[middle - 3], trained[middle + 3]] if len(trained) > 8 else [0, end],
     }
 
 
@@ -132,25 +132,17 @@ def sample_segments(
 ) -> list[Segment]:
     """Split a sample at the changes of weights; before its first version it waited in the engine.
 
-    The log has a sample's beginning and end; where a version ended is known from the lane's pauses. Where the two do
-    not fit (a lane without hand-over events), time is split by tokens.
+    The log has a sample's beginning and end; where a version ended is known from the lane's pauses.
 
     Args:
         spans: `[version, start token, end token]`; tokens that were given have no time of their own.
         start: Of generation, seconds, as is `end`.
-        alive: From `versions_alive`.
+        alive: From `versions_alive`; of versions that it does not know the first is drawn.
     """
-    tokens: dict[int, int] = {}
-    for version, first, last in spans:
-        if version != GIVEN:
-            tokens[version] = tokens.get(version, 0) + last - first
-    lives = {version: alive.get(version, (0.0, -1.0)) for version in tokens}
-    pieces = [(version, max(start, began), min(end, ended)) for version, (began, ended) in lives.items()]
-    if any(begin >= stop for _, begin, stop in pieces):
-        pieces, begin, total = [], start, sum(tokens.values())
-        for version, share in tokens.items():
-            pieces.append((version, begin, begin + (end - start) * share / total))
-            begin = pieces[-1][2]
+    versions = list(dict.fromkeys(version for version, _, _ in spans if version != GIVEN))
+    lives = [(version, *alive[version]) for version in versions if version in alive]
+    pieces = [(version, max(start, began), min(end, ended)) for version, began, ended in lives]
+    pieces = [piece for piece in pieces if piece[1] < piece[2]] or [(version, start, end) for version in versions[:1]]
     if pieces and pieces[0][1] > start:
         pieces.insert(0, (_kind("wait"), start, pieces[0][1]))
     return [Segment(row, begin, stop, version, label) for version, begin, stop in pieces]
@@ -176,12 +168,6 @@ def _segments(kind: str, events: Sequence[Event]) -> Iterator[Segment]:
 
 def _kind(name: str) -> int:
     return -1 - KINDS.index(name)
-
-
-def _focus(trained: Sequence[int], end: int) -> list[int]:
-    """Return a stretch of about six steps in the middle: pauses and versions can be told apart in it."""
-    middle = len(trained) // 2
-    return [trained[middle - 3], trained[middle + 3]] if len(trained) > 8 else [0, end]
 
 
 def _packed(

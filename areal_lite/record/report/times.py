@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from areal_lite.events import Event
-from areal_lite.record.lanes import Stretch, lived, sample_lengths
+from areal_lite.record.lanes import Stretch, lived, reading, sample_lengths
 from areal_lite.record.report.charts import COLOURS, Chart, Line, bars, lines
 from areal_lite.record.report.curves import STEPS, metric_charts
-from areal_lite.record.report.read import Row, RunFiles, number, numbers, table
+from areal_lite.record.report.read import Row, RunFiles, numbers
 
 _STATES = {
     "generating": COLOURS[0], "training": COLOURS[2], "publishing": COLOURS[4], "pausing": "#7d3c3c",
@@ -28,7 +28,7 @@ def lane_shares(events: Sequence[Event]) -> dict[str, dict[str, float]]:
     times = [event["time"] for event in events if event["kind"] == "published"]
     if len(times) < 2:
         return {}
-    run = Stretch.of(events, start=times[0], end=times[-1])
+    run = Stretch(reading(events, times[0]), reading(events, times[-1]))
     return {lane: run.shares(lane) for lane in [*run.workers, "trainer"]}
 
 
@@ -68,41 +68,31 @@ def length_charts(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
 
 def verifier_charts(run: RunFiles) -> Iterator[Chart | None]:
     """Draw how long a group's verification took over the run, and failures by step."""
-    found = [event for event in run.events if event["kind"] == "verify"]
-    clock = lived(run.events)
-    width = max(max((clock(event["end"]) for event in found), default=0.0), 1e-9) / _BINS
-    bins: dict[int, list[float]] = {}
-    for event in found:
-        place = min(int(clock(event["end"]) / width), _BINS - 1)
-        bins.setdefault(place, []).append(1e3 * (event["end"] - event["start"]))
-    places = [(index + 0.5) * width for index in sorted(bins)]
+    clock, found = lived(run.events), [event for event in run.events if event["kind"] == "verify"]
+    ends = np.array([clock(event["end"]) for event in found])
+    taken_ms = np.array([1e3 * (event["end"] - event["start"]) for event in found])
+    width = max(ends.max(initial=0.0), 1e-9) / _BINS
+    bins = (ends / width).astype(int).clip(max=_BINS - 1)
     curves = []
     for name, share in (("median", 0.5), ("95 of 100", 0.95), ("slowest", 1.0)):
-        found_ms = [float(np.quantile(bins[index], share, method="inverted_cdf")) for index in sorted(bins)]
-        curves.append(Line(name=name, x=places, y=found_ms))
+        y = [float(np.quantile(taken_ms[bins == place], share, method="inverted_cdf")) for place in np.unique(bins)]
+        curves.append(Line(name=name, x=[(place + 0.5) * width for place in np.unique(bins).tolist()], y=y))
     yield lines("verification of a group", curves, x="seconds of the run", y="milliseconds", type="log", dtick="D2")
-    failures = _added(run, "verifier_failures")
-    steps = [number(row.get("step")) for row in run.metrics]
-    failed = [
-        Line(name=reason, x=steps, y=[row.get(reason, 0.0) for row in failures])
-        for reason in sorted({reason for row in failures for reason in row})
-    ]
+    failures, steps = _added(run, "verifier_failures"), [row["step"] for row in run.metrics]
+    reasons = sorted({reason for row in failures for reason in row})
+    failed = [Line(name=reason, x=steps, y=[row.get(reason, 0.0) for row in failures]) for reason in reasons]
     yield lines("failures of verifiers", failed, x=STEPS, y="samples")
 
 
 def verifier_table(run: RunFiles) -> list[Row]:
     """Return one row per verifier as of the last step: calls, time-outs, restarts, latencies."""
-    rows = []
-    for name, found in sorted(table(run.last.get("verifiers")).items()):
-        figures = table(found)
-        latencies = {key: number(figures.get(f"latency_{key}_s")) for key in ("p50", "p95")}
-        rows.append(
-            {"verifier": name}
-            | {key: figures.get(key) for key in ("calls", "timeouts", "restarts")}
-            | {"failures": sum(numbers(figures.get("failures")).values())}
-            | {f"{key} ms": None if value is None else round(value * 1e3, 3) for key, value in latencies.items()}
-        )
-    return rows
+    return [
+        {"verifier": name}
+        | {key: found.get(key) for key in ("calls", "timeouts", "restarts")}
+        | {"failures": sum(found.get("failures", {}).values())}
+        | {f"{key} ms": round(found.get(f"latency_{key}_s", 0.0) * 1e3, 3) for key in ("p50", "p95")}
+        for name, found in sorted(run.last.get("verifiers", {}).items())
+    ]
 
 
 def failure_table(run: RunFiles) -> list[Row]:
