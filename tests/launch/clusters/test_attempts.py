@@ -316,6 +316,14 @@ def test_only_processes_of_the_job_are_ended(tmp_path: Path) -> None:
         stranger.wait()
 
 
+def test_what_was_seen_to_its_end_is_not_asked_for_again(tmp_path: Path) -> None:
+    """Seen failing without the note in the log: every later attempt asked every node about every process before."""
+    (log := tmp_path / "here-driver.log").write_text("areal-lite pid 4194305\nthe last word")
+    assert end_process(make_job(), LOCAL, log=log) is None
+    assert end_process(make_job(), ("no-such-shell",), log=log) is None
+    assert log.read_text().startswith("areal-lite pid 4194305\nthe last word\n")
+
+
 def test_what_a_killed_supervisor_left_is_ended_from_its_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
