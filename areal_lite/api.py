@@ -12,6 +12,7 @@ Everything heavy is imported inside the functions, so that `import areal_lite` s
 import io
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -43,8 +44,7 @@ def load_recipe(
     from areal_lite.config.offline import parse_any_config
     from areal_lite.config.reading import read_recipe, set_value
 
-    raw = dict(recipe) if isinstance(recipe, Mapping) else read_recipe(str(recipe), command=None)
-    raw = _with_names(raw)
+    raw = _with_names(recipe if isinstance(recipe, Mapping) else read_recipe(str(recipe), command=None))
     for key, value in (overrides or {}).items():
         set_value(raw, key, _with_names(value))
     return parse_any_config(raw)
@@ -89,21 +89,16 @@ def run(
     if isinstance(recipe, BaseModel):
         if overrides:
             raise ConfigError("overrides must be given to load_recipe, got them beside a loaded recipe: load it anew")
-        config, name = recipe, config_name(recipe)
+        config = recipe
     else:
         config = load_recipe(recipe, overrides)
-        name = config_name(config) if isinstance(recipe, Mapping) else Path(recipe).stem
+    name = Path(recipe).stem if isinstance(recipe, str | Path) else config.command.replace("_", "-")
     console = Console(file=io.StringIO()) if quiet else Console()
     try:
         summary = train(config, recipe_name=name, console=console, on_step=on_step, named=overrides or ())
     except Interrupted as stop:
-        return Run(Path(str(stop)))
-    return Run(Path(summary["folder"]))
-
-
-def config_name(config: "Config | OfflineConfig") -> str:
-    """Name the run folder of a recipe that has no name of its own: by its command."""
-    return config.command.replace("_", "-")
+        return Run(Path(str(stop)).resolve())
+    return Run(Path(summary["folder"]).resolve())
 
 
 def open_run(folder: str | Path) -> "Run":
@@ -117,30 +112,30 @@ def open_run(folder: str | Path) -> "Run":
         raise ConfigError(
             f"a run folder holds a config.json, got {folder}, which has none: give the folder a run printed"
         )
-    return Run(path)
+    return Run(path.resolve())
 
 
+@dataclass(frozen=True, slots=True)
 class Run:
     """What a run left in its folder, read when asked for.
 
-    The files are described in the README; this class adds no state of its own.
+    The files are described in docs/runs.md; this class adds no state of its own.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path.resolve()
-
-    def __repr__(self) -> str:
-        return f"Run({str(self.path)!r})"
+    path: Path
+    """Absolute."""
 
     @property
     def config(self) -> dict[str, Any]:
         """Every setting, resolved."""
-        return self._json("config.json")
+        return dict(json.loads((self.path / "config.json").read_text()))
 
     @property
     def summary(self) -> dict[str, Any]:
         """Final figures; empty while the run goes on."""
-        return self._json("summary.json")
+        from areal_lite.record.run_folder import read_summary
+
+        return read_summary(self.path)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -165,12 +160,7 @@ class Run:
         models = [path / "model" for path in self.checkpoints if (path / "model").is_dir()]
         return models[-1] if models else None
 
-    def _json(self, name: str) -> dict[str, Any]:
-        path = self.path / name
-        content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-        return content
-
     def _rows(self, name: str) -> list[dict[str, Any]]:
-        from areal_lite.record.run_folder import RunFolder
+        from areal_lite.record.run_folder import read_rows
 
-        return RunFolder(self.path).read(name)
+        return read_rows(self.path / name)[0]

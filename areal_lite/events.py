@@ -5,8 +5,8 @@ one log that every picture and share of time is computed from (`metrics.py`). A 
 `{"time": seconds since the epoch, "lane": "rollout/0", "kind": "pause", ...ids}`.
 """
 
-import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,22 +14,16 @@ Event = dict[str, Any]
 
 
 class EventBuffer:
-    """Collects the events of one lane until they are drained; safe to use from several threads."""
+    """Collects the events of one lane until they are drained; several threads may emit."""
 
     def __init__(self, lane: str, clock: Callable[[], float] = time.time) -> None:
-        self.lane = lane
-        self._clock = clock
-        self._events: list[Event] = []
-        self._lock = threading.Lock()
+        self.lane, self._clock = lane, clock
+        self._events: deque[Event] = deque()  # to append to one, or to pop from it, is safe
 
     def emit(self, kind: str, **ids: Any) -> None:
         """Append one event stamped with the present time."""
-        event = {"time": self._clock(), "lane": self.lane, "kind": kind, **ids}
-        with self._lock:
-            self._events.append(event)
+        self._events.append({"time": self._clock(), "lane": self.lane, "kind": kind, **ids})
 
     def drain(self) -> list[Event]:
-        """Return the collected events, oldest first, and forget them."""
-        with self._lock:
-            events, self._events = self._events, []
-        return events
+        """Return the collected events, oldest first, and forget them; one thread at a time."""
+        return [self._events.popleft() for _ in range(len(self._events))]

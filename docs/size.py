@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ("areal_lite", "actors", "launch")
-LINES_ONLY = {".yaml", ".js", ".css", ".html"}
+LINES_ONLY = {".yaml", ".js", ".css", ".html", ".sh", ".sbatch"}
 
 
 def pure_lines(source: str) -> int:

@@ -31,7 +31,7 @@ def check_config(recipe: Recipe, overrides: Overrides) -> int:
     if isinstance(config, Config):
         check_plugins(config)
         check_engine_arguments(config)
-    notes = [*_look_at_machine(config), *_look_at_model(config), *_look_at_data(config)]
+    notes = list(_look_around(config))
     print(*explained_section(config), sep="\n")
     size = (
         f"{config.batch.batch_size} rows" if isinstance(config, OfflineConfig) else f"{config.samples_per_step} samples"
@@ -44,8 +44,16 @@ def check_config(recipe: Recipe, overrides: Overrides) -> int:
     return 0
 
 
-def _look_at_machine(config: Config | OfflineConfig) -> Iterable[str]:
+def _look_around(config: Config | OfflineConfig) -> Iterable[str]:
+    """Look at the machine, a model's settings, files and layers to adapt, and first rows; yield what is absent.
+
+    The built-in model has to be shown worked tasks; where there are none, a note says so, as another may be meant.
+    """
+    from areal_lite.data.demonstrations import demonstrations
+    from areal_lite.data.encode import check_tokenizer_files
+    from areal_lite.data.sources import look_at_files
     from areal_lite.node import check_memory
+    from areal_lite.record.paths import check_context, find_model_folder
     from areal_lite.record.trackers import check_trackers
 
     try:
@@ -53,39 +61,22 @@ def _look_at_machine(config: Config | OfflineConfig) -> Iterable[str]:
         check_memory(config.caches_mb if isinstance(config, Config) else 0)
     except ConfigError as error:  # the run may be meant for another
         yield f"but not on this machine: {error}"
-
-
-def _look_at_model(config: Config | OfflineConfig) -> Iterable[str]:
-    """Look at the settings and the files of a model that is here, and for layers to adapt; yield it where it is not.
-
-    The built-in one has to be shown worked tasks; where there are none, a note says so, as another may be meant.
-    """
-    from areal_lite.data.demonstrations import demonstrations
-    from areal_lite.data.encode import check_tokenizer_files
-    from areal_lite.record.paths import check_context, find_model_folder
-
     path, folder = config.model.path, None
-    if not path.startswith("builtin:"):
-        if not Path(path).expanduser().exists():
-            yield f"there is no model.path={path} here"
-            return
-        folder = find_model_folder(path, option="model.path", is_compared=False)
-        check_context(config, folder)
-        check_tokenizer_files(folder)
-    else:
+    if is_built_in := path.startswith("builtin:"):
         try:
             demonstrations(config, count=1)
         except ConfigError as error:
             yield f"but not as it stands: {error}"
-    if config.trainer.lora is not None:
+    elif Path(path).expanduser().exists():
+        folder = find_model_folder(path, option="model.path", is_compared=False)
+        check_context(config, folder)
+        check_tokenizer_files(folder)
+    else:
+        yield f"there is no model.path={path} here"
+    if config.trainer.lora is not None and (folder or is_built_in):
         from areal_lite.train.lora import check_targets
 
         check_targets(config.trainer.lora, folder)
-
-
-def _look_at_data(config: Config | OfflineConfig) -> Iterable[str]:
-    from areal_lite.data.sources import look_at_files
-
     if isinstance(config, Config):
         for name, source in config.data.sources.items():
             yield from look_at_files(source, where=config.data.place_of(name))

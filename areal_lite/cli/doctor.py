@@ -3,14 +3,15 @@
 The checks judge what `node.py` and the probes found, and know nothing of the machine they run on.
 """
 
+import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from packaging.requirements import Requirement
@@ -19,12 +20,14 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from areal_lite.cli.options import Overrides
-from areal_lite.cli.probes import PROBE_TIMEOUT_S, REMAKE, Probe, probes_for, run_probe
+from areal_lite.cli.probes import REMAKE, Probe, probes_for
 from areal_lite.config.offline import load_any_config
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
 from areal_lite.node import NodeReport, installed_version, look_at_node
 from areal_lite.record.paths import with_absolute_paths
+
+_PROBE_TIMEOUT_S = 120.0
 
 
 class Level(StrEnum):
@@ -41,15 +44,14 @@ class Level(StrEnum):
 _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(NamedTuple):
     """One row of the report."""
 
     name: str
     found: str
-    level: Level = Level.OK
-    remedy: str = ""
-    """What to do; empty when there is nothing to do."""
+    level: Level
+    remedy: str
+    """What to do where it is not ok."""
 
 
 def doctor(
@@ -73,16 +75,11 @@ def doctor(
     if recipe:
         raise ConfigError(f"a recipe is read with --cluster alone, got {recipe!r}: add --cluster, or leave it out")
     console, machine = Console(), look_at_node()
-    probes = list(probes_for(machine.build))
     with console.status("trying the engine, Ray and the rest (some seconds) ..."), ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(run_probe, probes))
-    checks = [
-        *machine_checks(machine),
-        package_check(metadata.requires("areal-lite") or [], build=machine.build, installed=installed_version),
-        *map(probe_check, probes, results),
-    ]
-    console.print(report(checks))
-    console.print(verdict(checks, build=machine.build))
+        tried = list(pool.map(try_out, probes_for(machine.build)))
+    packages = package_check(metadata.requires("areal-lite") or [], build=machine.build, installed=installed_version)
+    checks = [*machine_checks(machine), packages, *tried]
+    console.print(report(checks, build=machine.build))
     return int(any(check.level is Level.PROBLEM for check in checks))
 
 
@@ -100,45 +97,28 @@ def _cluster(recipe: str, overrides: list[str]) -> int:
 
 def machine_checks(machine: NodeReport) -> Iterable[Check]:
     """Judge what was measured, in the order of the report."""
-    python = machine.versions["python"].rpartition(".")[0]
-    yield _needed(
-        "platform",
-        machine.platform,
-        machine.platform == "Linux x86_64",
-        "use Linux x86_64: the pinned wheels exist for it alone",
-    )
-    yield _needed("python", python, python in ("3.11", "3.12", "3.13"), f"install Python 3.11 to 3.13, then {REMAKE}")
+    remedy = "use Linux x86_64: the pinned wheels exist for it alone"
+    yield _needed("platform", machine.platform, machine.platform == "Linux x86_64", remedy)
     for name, value, unit, need, want, remedy in (
         ("cores", machine.cores, "", 1, 2, "generation and training take turns on one core"),
-        (
-            *("memory", machine.memory_gib, " GiB", 4, 6),
-            "an engine, a trainer and Ray take about 4 GiB: close other programs, or use a larger machine",
-        ),
+        ("memory", machine.memory_gib, " GiB", 4, 6, "close other programs: an engine, a trainer and Ray take 4 GiB"),
         ("free disk here", machine.disk_gib, " GiB", 0.5, 5, "free some: runs keep checkpoints"),
-        (
-            *("/dev/shm", machine.shm_gib, " GiB", 0, 1),
-            "Ray falls back to slower files in /tmp; in Docker: docker run --shm-size=2g",
-        ),
+        ("/dev/shm", machine.shm_gib, " GiB", 0, 1, "Ray falls back to slower files; in Docker: --shm-size=2g"),
         ("open files", machine.max_open_files, "", 256, 4096, "raise the limit: ulimit -n 65536"),
     ):
         # Below `need` the demo cannot run; below `want` it runs badly.
         level = Level.PROBLEM if value < need else Level.WARNING if value < want else Level.OK
-        found = f"{value:.{0 if value >= 10 or value == int(value) else 1}f}{unit}"
-        yield Check(name, found, level, "" if level is Level.OK else remedy)
-    yield _gpu_check(machine)
+        yield Check(name, f"{value:.{0 if value >= 10 or value == int(value) else 1}f}{unit}", level, remedy)
+    found, remedy = "; ".join(machine.gpus) or "none", "for recipes on GPUs: make setup EXTRA=gpu"
+    if machine.gpus and machine.build == "cpu":
+        yield Check("GPUs", found, Level.WARNING, f"only the CPU build is installed; {remedy}")
+    else:
+        remedy = "the CUDA build needs a GPU and its driver (nvidia-smi must work); without: make setup EXTRA=cpu"
+        yield _needed("GPUs", found, bool(machine.gpus) or machine.build != "gpu", remedy)
 
 
 def _needed(name: str, found: str, is_good: bool, remedy: str) -> Check:
-    return Check(name, found) if is_good else Check(name, found, Level.PROBLEM, remedy)
-
-
-def _gpu_check(machine: NodeReport) -> Check:
-    found = "; ".join(machine.gpus) or "none"
-    if machine.gpus and machine.build == "cpu":
-        remedy = "only the CPU build is installed; for recipes on GPUs: make setup EXTRA=gpu"
-        return Check("GPUs", found, Level.WARNING, remedy)
-    remedy = "the CUDA build needs a GPU and its driver (nvidia-smi must work); for the CPU build: make setup EXTRA=cpu"
-    return _needed("GPUs", found, bool(machine.gpus) or machine.build != "gpu", remedy)
+    return Check(name, found, Level.OK if is_good else Level.PROBLEM, remedy)
 
 
 def package_check(requirements: Iterable[str], *, build: str, installed: Callable[[str], str | None]) -> Check:
@@ -162,33 +142,34 @@ def package_check(requirements: Iterable[str], *, build: str, installed: Callabl
     return _needed("packages", found, not differences, REMAKE)
 
 
-def probe_check(probe: Probe, done: "subprocess.CompletedProcess[str] | None") -> Check:
-    """Judge how a probe ended: what it printed last, or its last word on what went wrong."""
-    if done is not None and done.returncode == 0:
-        return Check(probe.name, _ending(done.stdout))
-    found = f"no answer within {PROBE_TIMEOUT_S:.0f} s"
-    if done is not None:
-        found = _ending(done.stderr) or f"exit code {done.returncode}"
-    return Check(probe.name, found, Level.PROBLEM if probe.is_needed else Level.WARNING, probe.remedy)
+def try_out(probe: Probe) -> Check:
+    """Run a probe in a fresh interpreter, and judge it by its last words, or by none before its deadline."""
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    # -P: a file in the present folder must not stand in for a package.
+    command = [sys.executable, "-P", "-c", probe.code]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, env=environment)
+        is_good = done.returncode == 0
+        lines = [f"exit code {done.returncode}", *(done.stdout if is_good else done.stderr).split("\n")]
+        found = next(line.strip() for line in reversed(lines) if line.strip())
+    except subprocess.TimeoutExpired:
+        is_good, found = False, f"no answer within {_PROBE_TIMEOUT_S:g} s"
+    level = Level.OK if is_good else Level.PROBLEM if probe.is_needed else Level.WARNING
+    return Check(probe.name, found, level, probe.remedy)
 
 
-def _ending(text: str) -> str:
-    return "".join(text.strip().splitlines()[-1:]).strip()
-
-
-def report(checks: Iterable[Check]) -> Table:
-    """Draw the checks as a table."""
-    titles = ("", "checked", "found", "to do")
-    table = Table(*(Column(title, overflow="fold") for title in titles), box=None, pad_edge=False, header_style="bold")
+def report(checks: Sequence[Check], *, build: str) -> Table:
+    """Draw the checks as a table, with a sentence below that sums them up."""
+    problems = sum(check.level is Level.PROBLEM for check in checks)
+    verdict = f"{problems} problem{'s' * (problems > 1)} to solve before a recipe can run here."
+    if not problems:
+        verdict = "The demo can run here: make demo" if build == "cpu" else "Recipes with run.device=cuda can run here."
+    table = Table(
+        *(Column(title, overflow="fold") for title in ("", "checked", "found", "to do")), box=None, pad_edge=False,
+        header_style="bold", caption=f"\n{verdict}", caption_style="", caption_justify="left",
+    )  # fmt: skip
     for check in checks:
         # Text, because an error message may hold what rich takes for markup.
-        table.add_row(Text(check.level, _STYLES[check.level]), check.name, Text(check.found), Text(check.remedy))
+        remedy = "" if check.level is Level.OK else check.remedy
+        table.add_row(Text(check.level, _STYLES[check.level]), check.name, Text(check.found), Text(remedy))
     return table
-
-
-def verdict(checks: Sequence[Check], *, build: str) -> str:
-    """The report's last sentence."""
-    problems = sum(check.level is Level.PROBLEM for check in checks)
-    if problems:
-        return f"\n{problems} problem{'s' * (problems > 1)} to solve before a recipe can run here."
-    return "\nThe demo can run here: make demo" if build == "cpu" else "\nRecipes with run.device=cuda can run here."

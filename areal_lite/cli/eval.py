@@ -1,22 +1,41 @@
-"""The command `areal-lite eval`."""
+"""The command `areal-lite eval`: one model on a recipe's held-out prompts, without a run; nothing is written."""
 
+import asyncio
+import contextlib
 import json
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from areal_lite.cli.options import Overrides
+from areal_lite.cli.options import Model, Overrides
+from areal_lite.cli.serve import on_own_screen
+from areal_lite.config.plugin_check import check_plugins
 from areal_lite.config.reading import shipped_recipes
-from areal_lite.config.recipe import load_config
-from areal_lite.errors import ConfigError, VerifierError
+from areal_lite.config.recipe import Config, load_config
+from areal_lite.data.encode import load_tokenizer
+from areal_lite.data.prompts import load_source
+from areal_lite.errors import ConfigError, EngineError, VerifierError
+from areal_lite.node import check_memory, out_of_memory
+from areal_lite.record.metrics import mean_called
+from areal_lite.record.paths import EVALUATED, find_model_folder, with_absolute_paths
+from areal_lite.record.run_folder import read_summary
+from areal_lite.types import Prompt, Sample
+from areal_lite.verify.protocol import Reply, failed
+from areal_lite.verify.verifier_set import VerifierSet
+from areal_lite.watchdog import Watchdog
+
+_POLL_S = 0.25
 
 
 def eval_model(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL_OR_RUN", help="model folder, or the folder of a run that has ended")
-    ],
+    model: Model,
     overrides: Overrides,
     recipe: Annotated[
         str | None,
@@ -39,16 +58,12 @@ def eval_model(
     config = load_config(recipe or f"{run}/config.json", overrides)
     if recipe is None:
         console.print(f"recipe: {run}/config.json")
-    from areal_lite.cli.evaluate import evaluate
-    from areal_lite.record.metrics import mean_called
-
     replies = evaluate(config, model=model)
     rewards = [reply.total for reply in replies if reply.total is not None]
     if not rewards:
         raise VerifierError(f"the verifier should have scored {len(replies)} completions, it failed on all of them")
     failures = f", {len(replies) - len(rewards)} could not be scored" if len(rewards) < len(replies) else ""
-    summary = (run or Path(model)) / "summary.json"  # of a run: what it called its own
-    before = json.loads(summary.read_text()).get("eval_called") if summary.exists() else None
+    before = read_summary(run or Path(model)).get("eval_called")  # of a run: what it called its own
     called, mean = mean_called(rewards, before=[before]), sum(rewards) / len(rewards)
     console.print(f"held-out {called}, greedy: {mean:.3f} ({len(rewards)} problems{failures})")
     for figures in ([reply.parts for reply in replies], [reply.metrics for reply in replies]):
@@ -65,3 +80,85 @@ def _run_of(model: str) -> Path | None:
         if (one / "checkpoints").is_dir() and (one / "config.json").is_file():
             return one if json.loads((one / "config.json").read_text()).get("command", "train") == "train" else None
     return None
+
+
+def evaluate(config: Config, *, model: str) -> list[Reply]:
+    """Complete the held-out prompts greedily, score them, and return what each prompt's completion got.
+
+    Args:
+        config: Its data, rollout and verifier sections say how.
+        model: A model folder, or the folder of a run that has ended.
+    """
+    check_memory(min(config.caches_mb, config.rollout.kv_cache_mb))
+    # Where there is an `eval_function`, the reward learned from is not asked; its model need not even be there.
+    asked = config.model_copy(update={"verifier": config.verifier.for_evaluation()})
+    check_plugins(asked, verifiers_only=True)
+    asked = with_absolute_paths(asked, EVALUATED)
+    folder = str(find_model_folder(model, option="MODEL_OR_RUN"))
+    # Rows may name any verifier of the recipe, whether it is asked here or not.
+    named = asked.model_copy(update={"verifier": config.verifier})
+    prompts = load_source(named, load_tokenizer(folder, config.model), "eval")
+    if not prompts:
+        raise ConfigError("an evaluation needs held-out prompts, the recipe has none: set data.eval_path")
+    return _in_a_process_of_its_own(asked, prompts, folder)
+
+
+def _in_a_process_of_its_own(config: Config, prompts: Sequence[Prompt], folder: str) -> list[Reply]:
+    """Keep vLLM out of this process: its environment, and its output, which is long and shown only after a failure."""
+    with on_own_screen(), ProcessPoolExecutor(1, get_context("spawn")) as process:
+        try:
+            return process.submit(_evaluate, config, prompts, folder).result()
+        except BrokenProcessPool as error:
+            ended = f"the process of the engine ended by itself{out_of_memory()}; its last words are above"
+            raise EngineError(ended) from error
+
+
+def _evaluate(config: Config, prompts: Sequence[Prompt], folder: str) -> list[Reply]:
+    return asyncio.run(_run(config, prompts, model_folder=folder))
+
+
+async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) -> list[Reply]:
+    from areal_lite.rollout.runner import complete_greedily, load_workflows
+    from areal_lite.rollout.vllm_engine import VllmEngine
+
+    workflows, limit = load_workflows(config), config.rollout.max_new_tokens
+    # Where there is an `eval_function`, it scores every row, whatever its source says.
+    also = config.data.chosen_verifiers if config.verifier.eval_function is None else ()
+    verifiers = VerifierSet(config.verifier, also=also, start_timeout_s=config.run.start_timeout_s)
+    async with contextlib.AsyncExitStack() as opened:
+        opened.push_async_callback(verifiers.close)
+        await verifiers.start()
+        engine = await VllmEngine.start(config, model_folder=model_folder)
+        opened.push_async_callback(engine.close)
+        opened.push_async_callback(workflows.close)
+
+        async def replies() -> list[Reply]:
+            samples = await complete_greedily(engine, prompts, max_new_tokens=limit, workflows=workflows)
+            return await asyncio.gather(*map(partial(_score, verifiers), prompts, samples))
+
+        def reading() -> tuple[int, ...]:
+            gauges = verifiers.gauges()
+            return engine.tokens_generated, *(gauges[name] for name in ("busy", "waiting", "calls", "restarts"))
+
+        def late() -> str:
+            said = "the engine, after {} tokens, or the verifier, with {} calls running and {} waiting after {}"
+            return said.format(*reading())
+
+        watchdog, task = Watchdog(config.run.stall_timeout_s), asyncio.ensure_future(replies())
+        try:
+            while not task.done():  # as long as it makes progress (invariant I6)
+                watchdog.check(reading(), waiting_for=f"{len(prompts)} completions and scores", culprit=late)
+                await asyncio.wait([task], timeout=_POLL_S)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)  # also ends what it waits for, before that is closed
+        return task.result()
+
+
+async def _score(verifiers: VerifierSet, prompt: Prompt, sample: Sample | None) -> Reply:
+    if sample is None:
+        return failed("workflow", "")
+    if (score := sample.score) is not None:  # an agent's own
+        return Reply(score.total, parts=score.parts, metrics=score.metrics, failure=score.failure)
+    (reply,) = await verifiers.score(prompt, [sample.text], messages=[sample.messages], held_out=True)
+    return reply

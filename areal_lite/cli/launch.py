@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +16,6 @@ from areal_lite.launch.clusters.profile import Profile, load_profile
 _POLL_S = 1.0
 _SILENCE_S = 300.0
 """How long a cluster may fail to answer before a job is left to itself."""
-_Job = Annotated[str, typer.Option(metavar="JOB", show_default=False)]
 
 
 def launch(
@@ -64,9 +62,9 @@ def run_job(job: Job, *, dry_run: bool = False, detach: bool = False) -> int:
     from areal_lite.launch.clusters.fit import problems
 
     kind = find_kind(job.kind)
-    found = [*problems(job), *kind.check(job)]
+    found, artefacts = [*problems(job), *kind.check(job)], kind.artefacts(job)
     if dry_run:
-        for file, text in kind.artefacts(job).items():
+        for file, text in artefacts.items():
             print(f"# {file}\n{text}")
     if found:
         raise ConfigError("\n".join(found))
@@ -77,6 +75,10 @@ def run_job(job: Job, *, dry_run: bool = False, detach: bool = False) -> int:
     if job.record.exists():
         raise ConfigError(f"a job needs a name of its own, got {job.name}, of {job.record}: choose another --name")
     job = job.save()
+    for file, text in artefacts.items():
+        path = job.files / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     try:
         job = job.model_copy(update={"id": kind.submit(job)}).save()
     except Exception:
@@ -92,25 +94,20 @@ def _follow(job: Job) -> int:
     silent_since: float | None = None
     while True:
         try:
-            try:
-                status = kind.status(job)  # before the logs, so that the last words are among them
-                text = kind.logs(job)
-            except ConfigError as error:
-                if silent_since is None:
-                    silent_since = time.monotonic()
-                    print(f"{error}; the job goes on, and is asked for again for {_SILENCE_S:g} s", flush=True)
-                elif time.monotonic() > silent_since + _SILENCE_S:
-                    raise
-                time.sleep(_POLL_S)
-                continue
-            silent_since = None
-            sys.stdout.write(text[shown:])
-            sys.stdout.flush()
+            time.sleep(_POLL_S)
+            status = kind.status(job)  # before the logs, so that the last words are among them
+            text, silent_since = kind.logs(job), None
+            print(text[shown:], end="", flush=True)
             shown = len(text)
             if status.code is not None:
                 print(status.words)
                 return status.code
-            time.sleep(_POLL_S)
+        except ConfigError as error:
+            if silent_since is None:
+                silent_since = time.monotonic()
+                print(f"{error}; the job goes on, and is asked for again for {_SILENCE_S:g} s", flush=True)
+            elif time.monotonic() > silent_since + _SILENCE_S:
+                raise
         except KeyboardInterrupt:
             if asked:
                 print(f"left alone while it stops: areal-lite launch --status {job.name}")
@@ -126,7 +123,7 @@ def _ask(verb: str, name: str) -> int:
         kind.stop(job)
         print(f"{job.name} was asked to save and end: areal-lite launch --status {job.name}")
     elif verb == "logs":
-        sys.stdout.write(kind.logs(job))
+        print(kind.logs(job), end="")
     else:
         print(f"{job.name}: {kind.status(job).words}")
         print(f"command: areal-lite {shlex.join(job.words)}\nrecord: {job.files}")

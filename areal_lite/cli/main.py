@@ -2,7 +2,8 @@
 
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -11,45 +12,31 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from areal_lite import __version__
-from areal_lite.cli.bench import bench
-from areal_lite.cli.check_config import check_config
-from areal_lite.cli.doctor import doctor
-from areal_lite.cli.drill import drill
-from areal_lite.cli.estimate import estimate
-from areal_lite.cli.eval import eval_model
-from areal_lite.cli.launch import launch
-from areal_lite.cli.rehearse import rehearse
-from areal_lite.cli.replay import replay
-from areal_lite.cli.report import report, watch
-from areal_lite.cli.scale import scale
-from areal_lite.cli.serve import serve
-from areal_lite.cli.train import dpo, resume, reward_model, sft, train
-from areal_lite.cli.verify import verify
 from areal_lite.config.reading import shipped_recipes
 from areal_lite.errors import ArealLiteError
 
-COMMANDS: dict[str, Callable[..., int] | typer.Typer] = {
-    "train": train,
-    "sft": sft,
-    "reward-model": reward_model,
-    "dpo": dpo,
-    "resume": resume,
-    "scale": scale,
-    "eval": eval_model,
-    "serve": serve,
-    "replay": replay,
-    "launch": launch,
-    "rehearse": rehearse,
-    "drill": drill,
-    "check-config": check_config,
-    "estimate": estimate,
-    "verify": verify,
-    "bench": bench,
-    "report": report,
-    "watch": watch,
-    "doctor": doctor,
+COMMANDS = {
+    "train": "train:train",
+    "sft": "train:sft",
+    "reward-model": "train:reward_model",
+    "dpo": "train:dpo",
+    "resume": "train:resume",
+    "scale": "scale:scale",
+    "eval": "eval:eval_model",
+    "serve": "serve:serve",
+    "replay": "replay:replay",
+    "launch": "launch:launch",
+    "rehearse": "rehearse:rehearse",
+    "drill": "drill:drill",
+    "check-config": "check_config:check_config",
+    "estimate": "estimate:estimate",
+    "verify": "verify:verify",
+    "bench": "bench:bench",
+    "report": "report:report",
+    "watch": "report:watch",
+    "doctor": "doctor:doctor",
 }
-"""What one types, in the order of `--help`: a function that returns the exit code, or further commands."""
+"""What one types, in the order of `--help`: file and name of a function that returns the exit code, or of commands."""
 
 
 class _Commands(TyperGroup):
@@ -80,12 +67,14 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _name, _command in COMMANDS.items():
+for _name, _place in COMMANDS.items():
+    _file, _, _function = _place.partition(":")
+    _command = getattr(import_module(f"areal_lite.cli.{_file}"), _function)
     if isinstance(_command, typer.Typer):
         app.add_typer(_command, name=_name)
     else:
         # What stands behind the command that is launched is its own, options too.
-        app.command(_name, context_settings={"allow_interspersed_args": _command is not launch})(_command)
+        app.command(_name, context_settings={"allow_interspersed_args": _name != "launch"})(_command)
 
 
 def _show_version(is_wanted: bool) -> None:

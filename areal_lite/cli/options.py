@@ -24,6 +24,9 @@ def _in_a_folder(path: Path | None) -> Path | None:
     return path
 
 
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL_OR_RUN", help="model folder, or the folder of a run that has ended")
+]
 Recipe = Annotated[
     str, typer.Argument(metavar="RECIPE", help=f"path of a YAML file, or one of: {', '.join(shipped_recipes())}")
 ]

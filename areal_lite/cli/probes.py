@@ -1,17 +1,12 @@
-"""Which of the heavy packages work here, each tried in a child process with a deadline: a broken one is no crash."""
+"""What shows that a heavy package works here, for `areal-lite doctor` to run."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
-PROBE_TIMEOUT_S = 120.0
 REMAKE = "rm -rf .venv && make setup"
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(NamedTuple):
     """A few lines of Python that only a working package survives; they print what they found."""
 
     name: str
@@ -34,14 +29,10 @@ assert dist.is_nccl_available(), "this torch was built without NCCL"
 assert torch.cuda.is_available(), "torch sees no CUDA device"
 print("NCCL", *torch.cuda.nccl.version(), "on", torch.cuda.device_count(), "devices")
 """
-_TRANSFORMERS = """
-import transformers
-from transformers import Qwen3ForCausalLM
-print(f"transformers {transformers.__version__}")
-"""
 # vLLM only logs a warning when its kernels do not load, and fails at the first request.
 _ENGINE = """
 import torch, vllm
+from transformers import Qwen3ForCausalLM
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 current_platform.import_kernels()
@@ -66,30 +57,13 @@ print("bubblewrap works")
 
 def probes_for(build: str) -> Iterable[Probe]:
     """The probes of the installed build, in the order of the report."""
-    yield Probe(
-        "torch.distributed",
-        _TORCH,
-        f"if the message names an address or a host: export GLOO_SOCKET_IFNAME=lo; else {REMAKE}",
-    )
+    remedy = f"if the message names an address or a host: export GLOO_SOCKET_IFNAME=lo; else {REMAKE}"
+    yield Probe("torch.distributed", _TORCH, remedy)
     if build == "gpu":
         yield Probe("NCCL", _NCCL, "check the driver with nvidia-smi; it must support CUDA 13")
-    # A torchvision built for CUDA beside a CPU torch breaks both of these; `setup.sh` takes it out.
+    # A torchvision built for CUDA beside a CPU torch breaks transformers and the engine; `setup.sh` takes it out.
     builds = f"if it names torchvision: pip uninstall torchvision torchaudio torchcodec; else {REMAKE}"
-    yield Probe("transformers", _TRANSFORMERS, builds)
     yield Probe("engine", _ENGINE, f"if kernels do not load: apt-get install libnuma1; {builds}")
     yield Probe("Ray", "import ray; print('ray', ray.__version__)")
     yield Probe("ZeroMQ", _ZEROMQ)
     yield Probe("code sandbox", _SANDBOX, "only for the verifier code: see docs/security.md", is_needed=False)
-
-
-def run_probe(probe: Probe) -> "subprocess.CompletedProcess[str] | None":
-    """Run a probe in a fresh interpreter; None: it was killed at its deadline."""
-    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-    # -P: a file in the present folder must not stand in for a package.
-    command = [sys.executable, "-P", "-c", probe.code]
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, env=environment, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return None

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from areal_lite.cli.options import word_list
+from areal_lite.cli.train import show
 
 rehearse = typer.Typer(help="Rehearse a cluster on this machine; as root, on Linux, without a GPU.")
 
@@ -79,16 +79,6 @@ def _print_summary(run_folder: Path) -> None:
     from areal_lite.record.run_folder import read_summary
 
     summary = read_summary(run_folder)
-    if "ledger" not in summary:
-        return  # the run never began
-    table = Table(title="rehearsal", show_header=False, title_justify="left")
-    for name, value in {
-        "status": summary["status"],
-        "steps": summary["steps"],
-        "attempts": summary.get("attempts", 1),
-        "parity": f"{summary['parity_max_abs_logprob_diff']:.2g} nats at most",
-        "groups": balance(summary["ledger"])[1],
-        "run folder": str(run_folder),
-    }.items():
-        table.add_row(name, str(value))
-    Console().print(table)
+    if "ledger" in summary:  # else the run never began
+        keys = ("status", "steps", "attempts", "parity_max_abs_logprob_diff", "groups")
+        show({**summary, "groups": balance(summary["ledger"])[1]}, keys, Console())

@@ -1,7 +1,6 @@
 """`areal-lite replay`: one group of a run, read as a conversation, and scored once more."""
 
 import asyncio
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +9,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from areal_lite.api import open_run
+from areal_lite.api import Run, open_run
+from areal_lite.cli.trial import Case, score_all
 from areal_lite.config.plugins import find_function
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.config.suggestion import suggestion
@@ -30,7 +30,8 @@ def replay(
     Samples that an agent scored itself keep that: an agent is not run again. Ends with 1 where the verifier says
     something else today.
     """
-    row, console = find_group(folder, group), Console()
+    run, console = open_run(folder), Console()
+    row, config = find_group(run, group), parse_config(run.config)
     console.print(Text.assemble((f"{row['group']}, trained at step {row['step']}\n", "bold"), row["prompt"]))
     if row["answer"]:
         console.print(Text(f"reference: {row['answer']}", style="dim"))
@@ -38,13 +39,16 @@ def replay(
         console.print(Text.assemble((f"\nsample {number}: ", "bold"), told(sample, step=row["step"])), soft_wrap=True)
         for role, text in said(sample):
             console.print(Text.assemble((f"{role}: ", _COLOURS.get(role, "")), text), soft_wrap=True)
-    config = parse_config(json.loads((folder / "config.json").read_text()))
     if not score or was_scored_by_agent(config, row):
         return 0
     agreed = True
-    for number, before, after in rescored(config, row):
+    for case in rescored(config, row):
+        if case.reply is None:
+            raise KeyboardInterrupt
+        before, total = f"{row['samples'][case.index]['reward']:g}", case.reply.total
+        after = f"{total:g}" if total is not None else f"failed: {case.reply.failure}"
         agreed &= before == after
-        console.print(f"sample {number}: {before} then, {after} now", style="" if before == after else "red")
+        console.print(f"sample {case.index}: {before} then, {after} now", style="" if before == after else "red")
     return int(not agreed)
 
 
@@ -59,28 +63,23 @@ def was_scored_by_agent(config: Config, row: Mapping[str, Any]) -> bool:
     return is_agent(find_function(name, kind="workflow"))
 
 
-def find_group(folder: Path, name: str) -> dict[str, Any]:
+def find_group(run: Run, name: str) -> dict[str, Any]:
     """Return a row of `samples.jsonl`.
 
     Raises:
         ConfigError: The run has none of that name, or several.
     """
-    path = open_run(folder).path / "samples.jsonl"
-    rows: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    rows = run.samples
     found = [row for row in rows if row["group"] == name] or [row for row in rows if row["group"].startswith(name)]
-    if not rows:
-        raise ConfigError(f"a run writes some groups to {path}, this one wrote none: set run.log_samples above 0")
-    if not found:
-        names = [row["group"] for row in rows]
-        raise ConfigError(f"there is no group {name!r} in {path}{suggestion(name, names)}: it holds {_listed(names)}")
-    if len(found) > 1:
-        names = [row["group"] for row in found]
-        raise ConfigError(f"GROUP must begin the id of one group, {name!r} begins {_listed(names)}: write more of it")
+    if len(found) != 1:
+        names = [row["group"] for row in found or rows]
+        listed = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+        near = f"{suggestion(name, names)}; there are {listed or 'none'}: correct it, or raise run.log_samples"
+        raise ConfigError(
+            f"GROUP must begin the id of one group in {run.path}/samples.jsonl, {name!r} begins {len(found)}"
+            + (f": {listed}: write more of it" if found else near)
+        )
     return found[0]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{len(names)}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
 
 
 def told(sample: Mapping[str, Any], *, step: int) -> str:
@@ -103,27 +102,15 @@ def said(sample: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"branch {number}", branch["text"]
 
 
-def rescored(config: Config, row: Mapping[str, Any]) -> list[tuple[int, str, str]]:
-    """Return number, reward then and reward now of the samples that have one."""
-    from areal_lite.verify.verifier_set import VerifierSet
-
-    numbers = [number for number, sample in enumerate(row["samples"]) if sample["reward"] is not None]
-    chosen: Sequence[Mapping[str, Any]] = [row["samples"][number] for number in numbers]
+def rescored(config: Config, row: Mapping[str, Any]) -> Sequence[Case]:
+    """Return the samples that have a reward, by their number, with what the verifier says of them today."""
     prompt = Prompt(
         prompt_id=row["group"], text=row["prompt"], token_ids=(), answer=row["answer"], row=row.get("row", {})
     )
-
-    async def score() -> list[Any]:
-        verifiers = VerifierSet(config.verifier, also=config.data.chosen_verifiers)
-        try:
-            await verifiers.start()
-            texts, messages = [one["text"] for one in chosen], [one.get("messages", ()) for one in chosen]
-            return await verifiers.score(prompt, texts, messages=messages)
-        finally:
-            await verifiers.close()
-
-    replies = asyncio.run(score())
-    return [
-        (number, f"{sample['reward']:g}", f"{reply.total:g}" if reply.total is not None else f"failed: {reply.failure}")
-        for number, sample, reply in zip(numbers, chosen, replies, strict=True)
+    cases = [
+        Case(index=number, prompt=prompt, completion=sample["text"], messages=sample.get("messages", ()))
+        for number, sample in enumerate(row["samples"])
+        if sample["reward"] is not None
     ]
+    asyncio.run(score_all(config, cases))
+    return cases

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Annotated
@@ -11,14 +12,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from areal_lite.cli.options import Overrides
+from areal_lite.cli.options import Model, Overrides
 from areal_lite.config.recipe import Config, load_config
-
-MODEL = "model folder, or the folder of a run that has ended"
 
 
 def serve(
-    model: Annotated[str, typer.Argument(metavar="MODEL_OR_RUN", help=MODEL)],
+    model: Model,
     overrides: Overrides,
     recipe: Annotated[str, typer.Option(help="the recipe whose model, rollout and run sections count")] = "arith_cpu",
 ) -> int:
@@ -43,6 +42,7 @@ def serve(
 @contextlib.contextmanager
 def on_own_screen() -> Iterator[Console]:
     """Yield a console whose screen is its own: what vLLM and its processes say is kept, and shown after an error."""
+    sys.stdout.flush()  # what was said before is not theirs
     streams, kept = (1, 2), [os.dup(1), os.dup(2)]
     with tempfile.TemporaryFile("r+", errors="replace") as said, os.fdopen(os.dup(1), "w") as screen:
         for stream in streams:
@@ -79,13 +79,9 @@ async def serve_model(config: Config, folder: str, *, console: Console) -> None:
             parse = endpoint.parser(engine.tokenizer)
             session = Session(episode, max_new_tokens=rollout.max_new_tokens, parse=parse)
             async with endpoint.serving(session) as (root, key):
-                lines = (
-                    f"export OPENAI_BASE_URL={root}/v1",
-                    f"export OPENAI_API_KEY={key}",
-                    f"export ANTHROPIC_BASE_URL={root}",
-                    f"export ANTHROPIC_API_KEY={key}",
-                )
-                console.print(*lines, sep="\n", highlight=False, soft_wrap=True)
+                for name, address in (("OPENAI", f"{root}/v1"), ("ANTHROPIC", root)):
+                    lines = f"export {name}_BASE_URL={address}\nexport {name}_API_KEY={key}"
+                    console.print(lines, highlight=False, soft_wrap=True)
                 console.print("model: policy (any name is as good); Ctrl-C ends it")
                 await asyncio.Event().wait()
     finally:

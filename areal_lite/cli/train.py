@@ -1,7 +1,7 @@
 """The commands `areal-lite train | sft | reward-model | dpo | resume`: a run and its summary, or how to go on."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,19 +94,19 @@ def _run(
         summary = train(config, recipe_name=recipe_name, console=console, take_over=take_over, named=named)
     except Interrupted as stop:
         if stop.summary:
-            _show(stop.summary, keys, console)
+            show(stop.summary, keys, console)
         console.print("stopped. To go on:", highlight=False)
         again = shlex.join(["areal-lite", "resume", str(stop)])
         console.print(f"  {again}", highlight=False, markup=False, soft_wrap=True)
         return 130
-    _show(summary, keys, console)
+    show(summary, keys, console)
     return 0
 
 
-def _show(summary: Mapping[str, Any], keys: Sequence[str], console: Console) -> None:
+def show(summary: Mapping[str, Any], keys: Sequence[str], console: Console) -> None:
     """Print what a run has come to, and where its report is."""
     table = Table(title="summary", show_header=False, title_justify="left")
-    for name, text in _evaluations(summary).items():
+    for name, text in _evaluations(summary):
         table.add_row(f"held-out {name}", text)
     for key in keys:
         if (value := summary.get(key)) is not None:  # of a run without a step some are missing
@@ -118,15 +118,13 @@ def _show(summary: Mapping[str, Any], keys: Sequence[str], console: Console) -> 
         console.print(f"report: {path}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _evaluations(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Say of every measured figure the first and the last value, and the best where that is neither."""
-    called, told = f"{summary.get('eval_called', 'accuracy')}, greedy", {}
+def _evaluations(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield of every measured figure the first and the last value, and the best where that is neither."""
+    called = f"{summary.get('eval_called', 'accuracy')}, greedy"
     rows = {step: row if isinstance(row, dict) else {called: row} for step, row in summary["eval"].items()}
     for name in next(iter(rows.values()), ()):
         values = {step: row[name] for step, row in rows.items()}
         first, last = (list(values.values())[place] for place in (0, -1))
         best = min(values, key=lambda step: values[step] if name == "loss" else -values[step])
-        told[name] = f"{first:.3f} → {last:.3f}" + (
-            f", best {values[best]:.3f} at step {best}" if values[best] not in (first, last) else ""
-        )
-    return told
+        is_between = values[best] not in (first, last)
+        yield name, f"{first:.3f} → {last:.3f}" + is_between * f", best {values[best]:.3f} at step {best}"

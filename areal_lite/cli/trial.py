@@ -1,27 +1,29 @@
 """A verifier tried outside training: completions from files, scored by the pool that a run would use."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from areal_lite.config.data import SourceConfig
+from areal_lite.config.data import FilterConfig
 from areal_lite.config.recipe import Config
 from areal_lite.config.suggestion import suggestion
 from areal_lite.data.encode import load_tokenizer
 from areal_lite.data.prompts import rendered, with_names
 from areal_lite.data.rows import check_columns, read_jsonl
 from areal_lite.data.sources import load_tasks, with_inner
-from areal_lite.data.tasks import Task, in_ranges, make_task
+from areal_lite.data.tasks import Task, in_ranges
 from areal_lite.errors import DataError
 from areal_lite.record.paths import find_model_folder
 from areal_lite.types import Prompt
 from areal_lite.verify.protocol import Reply
+from areal_lite.verify.verifier_set import VerifierSet
 
 _log = logging.getLogger(__name__)
 _IN_FLIGHT = 64
@@ -40,65 +42,62 @@ class Case:
     """Of its row in the data, from 0."""
     prompt: Prompt
     completion: str
+    messages: Sequence[Mapping[str, Any]] = ()
+    """Its turns, where it has more than one."""
     reply: Reply | None = None
 
 
-def load_prompts(path: Path, *, columns: Mapping[str, Sequence[str]], config: Config, rows_choose: bool) -> Rows:
-    """Read the data's rows, one JSON object a line, with ids `verify/0/<index>`.
+def with_file(config: Config, path: Path, columns: Mapping[str, Sequence[str]]) -> Config:
+    """Return a recipe with the rows of a file, one JSON object a line, in the place of its own.
 
     Args:
         columns: What the columns with `prompt` and `answer`, the reference, may be called: the first that there is.
-        config: Its `data.columns` names further columns; it has the verifiers that rows may choose.
-        rows_choose: Whether rows choose their verifiers, as in a run; if not, what they say of it is left out.
 
     Raises:
-        DataError: The file is missing or broken, lacks a column, or chooses a verifier that is not there.
+        DataError: The file is missing or broken, or lacks a column.
     """
-    dotted = [*chain.from_iterable(columns.values()), *config.data.columns.values()]
+    dotted = list(chain.from_iterable(columns.values()))
     rows = [(number, with_inner(row, dotted)) for number, row in _read(path, option="--data")]
     there = {name for _, row in rows for name in row}
-    found = {
-        f"{kind}_column": next((name for name in names if name in there), names[0]) for kind, names in columns.items()
-    }
-    check_columns(path, rows, columns={f"--{kind.replace('_', '-')}": name for kind, name in found.items()})
-    new_names = {old: new for new, old in config.data.columns.items()}
-    left_out = {"workflow"} if rows_choose else {"workflow", "verifier"}
-    tasks = []
-    for number, row in rows:
-        kept = {new: value for name, value in row.items() if (new := new_names.get(name, name)) not in left_out}
-        try:
-            tasks.append(make_task(kept, origin=f"{path}:{number}", **found))
-        except ValueError as error:
-            raise DataError(f"{path}:{number}: {error}") from error
-    if rows_choose:
-        tasks = with_names(tasks, source=config.data.model_copy(update={"workflow": None}), config=config)
-    return _rows(_rendered(tasks, config.data, config, "data", is_alone=not rows_choose))
+    found = {kind: next((name for name in names if name in there), names[0]) for kind, names in columns.items()}
+    check_columns(path, rows, columns={f"--{kind}-column": name for kind, name in found.items()})
+    own = {"source": "jsonl", "path": str(path), "filter": FilterConfig(), "max_bad_fraction": 0.0, "mix": {}}
+    own |= {f"{kind}_column": name for kind, name in found.items()}
+    return config.model_copy(update={"data": config.data.model_copy(update=own)})
 
 
-def recipe_prompts(config: Config) -> Rows:
-    """Load the same of the training rows of a recipe, one source after another, as a run does."""
-    tasks = []
+def load_rows(config: Config, *, is_alone: bool = False) -> Rows:
+    """Load the training rows of a recipe, one source after another, as a run does, with ids `verify/0/<index>`.
+
+    Args:
+        is_alone: Whether the verifier was named beside no recipe: no row chooses one, and texts may be among chats.
+
+    Raises:
+        DataError: What a run says of its rows; they may choose a verifier that is not there.
+    """
+    rows: list[tuple[str, Task]] = []
     for name, source in config.data.sources.items():
         where = config.data.place_of(name)
-        rows = in_ranges(load_tasks(source, "train", where=where), source.filter.ranges, where=where)
-        tasks += _rendered(with_names(rows, source=source, config=config), source, config, where)
-    return _rows(tasks)
-
-
-def _rendered(
-    tasks: Sequence[Task], source: SourceConfig, config: Config, where: str, *, is_alone: bool = False
-) -> list[tuple[str, Task]]:
-    """Return rows with what the model is given; where each `is_alone`, beside no recipe, texts may be among chats."""
-    is_chat = source.chat or any(task.messages for task in tasks)
-    tokenizer = _tokenizer(config) if is_chat else None
-    if is_chat and tokenizer is None:
-        _log.warning(
-            "these prompts are chats: the verifier gets a line `role: content` for each message, and with a recipe "
-            "whose model.path is here what its chat template writes"
-        )
-    parts = [[task] for task in tasks] if is_alone else [tasks]
-    shown = chain.from_iterable(rendered(part, source, tokenizer, where=where) for part in parts)
-    return list(zip((task.prompt for task in tasks), shown, strict=True))
+        tasks = in_ranges(load_tasks(source, "train", where=where), source.filter.ranges, where=where)
+        if is_alone:
+            chosen = ("verifier", "workflow")
+            tasks = [replace(task, row={key: task.row[key] for key in task.row if key not in chosen}) for task in tasks]
+        else:
+            tasks = with_names(tasks, source=source, config=config)
+        is_chat = source.chat or any(task.messages for task in tasks)
+        tokenizer = _tokenizer(config) if is_chat else None
+        if is_chat and tokenizer is None:
+            _log.warning(
+                "these prompts are chats: the verifier gets a line `role: content` for each message, and with a recipe "
+                "whose model.path is here what its chat template writes"
+            )
+        parts = [[task] for task in tasks] if is_alone else [tasks]
+        shown = chain.from_iterable(rendered(part, source, tokenizer, where=where) for part in parts)
+        rows += zip((task.prompt for task in tasks), shown, strict=True)
+    return [
+        (said, Prompt(prompt_id=f"verify/0/{index}", text=task.prompt, token_ids=(), answer=task.answer, row=task.row))
+        for index, (said, task) in enumerate(rows)
+    ]
 
 
 def _tokenizer(config: Config) -> Any:
@@ -111,13 +110,6 @@ def _tokenizer(config: Config) -> Any:
         return load_tokenizer(find_model_folder(folder, option="model.path", is_compared=False), config.model)
     except Exception:  # the library's, of several kinds, or ours: of a download only parts may be there
         return None
-
-
-def _rows(tasks: Sequence[tuple[str, Task]]) -> Rows:
-    return [
-        (said, Prompt(prompt_id=f"verify/0/{index}", text=task.prompt, token_ids=(), answer=task.answer, row=task.row))
-        for index, (said, task) in enumerate(tasks)
-    ]
 
 
 def load_cases(rows: Rows, completions: Path | None) -> list[Case]:
@@ -137,8 +129,24 @@ def load_cases(rows: Rows, completions: Path | None) -> list[Case]:
     cases = []
     for position, (number, row) in enumerate(_read(completions, option="--completions")):
         where = f"{completions}:{number}"
-        index = _row_index(row, position, by_text, num_rows=len(rows), where=where)
-        cases += [Case(index=index, prompt=rows[index][1], completion=text) for text in _completions(row, where)]
+        if "completion" not in row:
+            known = f"it has {', '.join(row)}{suggestion('completion', list(row))}"
+            raise DataError(f"{where} must have a completion, {known}")
+        texts = row["completion"] if isinstance(row["completion"], list) else [row["completion"]]
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise DataError(f"{where} must have a text or a list of texts as completion, got {row['completion']!r:.80}")
+        index = row.get("index", position)
+        if "index" not in row and "prompt" in row:
+            found = by_text[str(row["prompt"])]
+            if len(found) != 1:
+                raise DataError(
+                    f"{where} must have the prompt of one row of the data, got that of {len(found)}: "
+                    f"{row['prompt']!r:.80}; give its number (from 0) as index"
+                )
+            (index,) = found
+        if type(index) is not int or not 0 <= index < len(rows):
+            raise DataError(f"{where} must belong to one of the {len(rows)} rows of the data, got {index!r} (from 0)")
+        cases += [Case(index=index, prompt=rows[index][1], completion=text) for text in texts]
     return cases
 
 
@@ -155,62 +163,35 @@ def _read(path: Path, *, option: str) -> list[tuple[int, dict[str, Any]]]:
     return rows
 
 
-def _row_index(
-    row: Mapping[str, Any], position: int, by_text: Mapping[str, list[int]], *, num_rows: int, where: str
-) -> int:
-    index = row.get("index", position)
-    if "index" not in row and "prompt" in row:
-        found = by_text.get(str(row["prompt"]), [])
-        if len(found) != 1:
-            raise DataError(
-                f"{where} must have the prompt of one row of the data, got that of {len(found)}: "
-                f"{row['prompt']!r:.80}; give its number (from 0) as index"
-            )
-        (index,) = found
-    if type(index) is not int or not 0 <= index < num_rows:
-        raise DataError(f"{where} must belong to one of the {num_rows} rows of the data, got row {index!r} (from 0)")
-    return index
+async def score_all(
+    config: Config, cases: Sequence[Case], *, on_reply: Callable[[], object] = lambda: None
+) -> tuple[float, Mapping[str, Any]]:
+    """Score cases with a recipe's verifiers. Ctrl-C ends it: what has no reply by then keeps none.
 
+    Args:
+        on_reply: Called after each.
 
-def _completions(row: Mapping[str, Any], where: str) -> list[str]:
-    if "completion" not in row:
-        raise DataError(f"{where} must have a completion, it has {', '.join(row)}{suggestion('completion', list(row))}")
-    texts = row["completion"] if isinstance(row["completion"], list) else [row["completion"]]
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise DataError(f"{where} must have a text or a list of texts as completion, got {row['completion']!r:.80}")
-    return texts
+    Returns:
+        Seconds of scoring, the start of the processes left out, and the pools' own figures by verifier.
 
+    Raises:
+        VerifierError: A verifier cannot be started, or fails too often.
+    """
+    settings = config.verifier
+    also, start_timeout_s = config.data.chosen_verifiers, config.run.start_timeout_s
+    verifiers = VerifierSet(settings, also=also, start_timeout_s=start_timeout_s)
+    room = asyncio.Semaphore(settings.processes * settings.concurrency + _IN_FLIGHT)
 
-@dataclass
-class Trial:
-    """One try; what is known so far may be read at any time, also after `run` was cancelled."""
+    async def score(case: Case) -> None:
+        async with room:
+            (case.reply,) = await verifiers.score(case.prompt, [case.completion], messages=[case.messages])
+        on_reply()
 
-    config: Config
-    cases: Sequence[Case]
-    gauges: Mapping[str, Any] = field(default_factory=dict)
-    """The pools' own figures by verifier, once `run` has ended."""
-    wall_s: float = 0.0
-    """Seconds of scoring, once `run` has ended; the start of the processes is left out."""
-
-    async def run(self, *, on_reply: Callable[[], object]) -> None:
-        """Score all cases; `on_reply` is called after each. A `VerifierError` where a verifier cannot be started."""
-        from areal_lite.verify.verifier_set import VerifierSet
-
-        settings = self.config.verifier
-        verifiers = VerifierSet(settings, start_timeout_s=self.config.run.start_timeout_s)
-        room = asyncio.Semaphore(settings.processes * settings.concurrency + _IN_FLIGHT)
-
-        async def score(case: Case) -> None:
-            async with room:
-                (case.reply,) = await verifiers.score(case.prompt, [case.completion])
-            on_reply()
-
-        try:
-            await verifiers.start()
-            began = time.monotonic()
-            try:
-                await asyncio.gather(*map(score, self.cases))
-            finally:
-                self.wall_s, self.gauges = time.monotonic() - began, verifiers.gauges()["verifiers"]
-        finally:
-            await verifiers.close()
+    try:
+        await verifiers.start()
+        began = time.monotonic()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*map(score, cases))
+        return time.monotonic() - began, verifiers.gauges()["verifiers"]
+    finally:
+        await verifiers.close()

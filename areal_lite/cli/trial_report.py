@@ -3,16 +3,18 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from areal_lite.cli.trial import Case
 from areal_lite.types import means
-from areal_lite.verify.protocol import Reply
 
 _BINS = 10
 _LOWEST = 5
@@ -29,60 +31,49 @@ def summarise(cases: Sequence[Case], *, wall_s: float, gauges: Mapping[str, Any]
         gauges: The pools' figures by verifier.
 
     Returns:
-        `cases, tried, scored, wall_s, calls_per_s, reward, parts, metrics, failures, verifiers, lowest`; `reward` is
-        None where nothing was scored, else `mean, min, max, ones, zeros` (shares) and `histogram`, a list of
-        `[from, to, count]` whose bins do not hold their upper end, but for the last. `lowest` holds no best ones.
+        `cases, tried, scored, wall_s, calls_per_s, reward, parts, metrics, failures, verifiers, lowest, results`;
+        `reward` is None where nothing was scored, else `mean, min, max, ones, zeros` (shares) and `histogram`, a list
+        of `[from, to, count]` whose bins do not hold their upper end, but for the last. `lowest` holds no best ones;
+        `results` all that were tried, each with what it earned in all as `reward`.
     """
-    tried = [(case, case.reply) for case in sorted(cases, key=lambda case: case.index) if case.reply is not None]
+    results: list[dict[str, Any]] = [
+        {"index": case.index, "prompt": case.prompt.text, "completion": case.completion, "answer": case.prompt.answer}
+        | asdict(reply)
+        | {"reward": reply.total}
+        for case in sorted(cases, key=lambda case: case.index)
+        if (reply := case.reply) is not None
+    ]
     failures: dict[str, dict[str, Any]] = {}
-    for case, reply in tried:
-        if reply.failure is not None:
-            first = {"count": 0, "trace": reply.detail, "first": _example(case, reply)}
-            failures.setdefault(reply.failure, first)["count"] += 1
-    scored = [(reply.total or 0.0, case, reply) for case, reply in tried if reply.failure is None]
-    rewards = [reward for reward, *_ in scored]
-    lowest = sorted((item for item in scored if item[0] < max(rewards)), key=lambda item: item[0])[:_LOWEST]
+    for row in results:
+        if row["failure"] is not None:
+            first = {"count": 0, "trace": row["detail"], "first": row}
+            failures.setdefault(row["failure"], first)["count"] += 1
+    scored = [row for row in results if row["failure"] is None]
+    rewards = [row["reward"] for row in scored]
     return {
         "cases": len(cases),
-        "tried": len(tried),
+        "tried": len(results),
         "scored": len(scored),
         "wall_s": wall_s,
-        "calls_per_s": len(tried) / wall_s if wall_s > 0 else 0.0,
+        "calls_per_s": len(results) / wall_s if wall_s > 0 else 0.0,
         "reward": _rewards(rewards) if rewards else None,
-        "parts": means(reply.parts for *_, reply in scored),
-        "metrics": means(reply.metrics for *_, reply in scored),
+        "parts": means(row["parts"] for row in scored),
+        "metrics": means(row["metrics"] for row in scored),
         "failures": dict(sorted(failures.items(), key=lambda item: -item[1]["count"])),
         "verifiers": dict(gauges),
-        "lowest": [_example(case, reply) for _, case, reply in lowest],
+        "lowest": [row for row in sorted(scored, key=itemgetter("reward"))[:_LOWEST] if row["reward"] < max(rewards)],
+        "results": results,
     }
 
 
 def _rewards(rewards: Sequence[float]) -> dict[str, Any]:
-    shares = {name: fmean(reward == value for reward in rewards) for name, value in (("ones", 1), ("zeros", 0))}
-    known = {"mean": fmean(rewards), "min": min(rewards), "max": max(rewards)}
-    return {**known, **shares, "histogram": _histogram(rewards)}
-
-
-def _histogram(values: Sequence[float]) -> list[list[float]]:
-    """Count values in bins of equal width, or each by itself where they are few."""
-    counts = Counter(values)
-    if len(counts) <= _BINS:
-        return [[value, value, counts[value]] for value in sorted(counts)]
-    import numpy as np
-
-    numbers, edges = np.histogram(values, bins=_BINS)
-    return [list(bin) for bin in zip(edges.tolist(), edges[1:].tolist(), numbers.tolist(), strict=False)]
-
-
-def _example(case: Case, reply: Reply) -> dict[str, Any]:
-    return {
-        "index": case.index,
-        "prompt": case.prompt.text,
-        "completion": case.completion,
-        "answer": case.prompt.answer,
-        "reward": reply.total,
-        "feedback": reply.feedback,
-    }
+    counts = Counter(rewards)
+    histogram = [[value, value, counts[value]] for value in sorted(counts)]
+    if len(counts) > _BINS:
+        numbers, edges = np.histogram(rewards, bins=_BINS)
+        histogram = [list(bin) for bin in zip(edges.tolist(), edges[1:].tolist(), numbers.tolist(), strict=False)]
+    shares = {name: counts[value] / len(rewards) for name, value in (("ones", 1.0), ("zeros", 0.0))}
+    return {"mean": fmean(rewards), "min": min(rewards), "max": max(rewards), **shares, "histogram": histogram}
 
 
 def show(summary: Mapping[str, Any], console: Console) -> None:
@@ -135,12 +126,9 @@ def _short(text: str) -> str:
 
 
 def _print_table(title: str, rows: Iterable[Mapping[str, str]], console: Console) -> None:
-    table = Table()
-    for row in rows:
-        if not table.columns:
-            for name in row:
-                table.add_column(Text(name), overflow="fold")
-        table.add_row(*map(Text, row.values()))
-    if table.columns:
+    if rows := list(rows):
+        table = Table(*(Column(Text(name), overflow="fold") for name in rows[0]))
+        for row in rows:
+            table.add_row(*map(Text, row.values()))
         console.print(Text(title, style="bold"))
         console.print(table)

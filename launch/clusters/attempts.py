@@ -13,10 +13,12 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from areal_lite.actors.process import HOME
 from areal_lite.config.offline import load_any_config
@@ -25,11 +27,11 @@ from areal_lite.config.sections import LaunchConfig
 from areal_lite.errors import ArealLiteError, StallError
 from areal_lite.launch.clusters.fit import recipe_of
 from areal_lite.launch.clusters.job import Job, Status, find_kind
-from areal_lite.launch.clusters.ray_nodes import RayNodes
+from areal_lite.launch.clusters.ray_nodes import LOCAL, RayNodes
 from areal_lite.launch.clusters.remote import Remote, end_process, python_of, script
 from areal_lite.launch.run.signals import NOTICES
 from areal_lite.record.checkpoints import whole_checkpoints
-from areal_lite.record.run_folder import RunFolder, read_rows, read_summary, write_whole
+from areal_lite.record.run_folder import read_rows, read_summary, write_whole
 
 INTERRUPTED = 130
 _POLL_S = 0.25
@@ -37,7 +39,6 @@ _SAME_STEP = 3
 _LONGEST_PAUSE_S = 600.0
 _LOST_GRACE_S = 15.0
 """How long the command may take to say what the loss of a node meant to it."""
-_LOCAL = ("bash", "-c")
 
 
 @dataclass(slots=True)
@@ -60,17 +61,16 @@ class Attempts:
     """What has become of a job so far; `attempts.json` beside its log."""
 
     attempts: list[Attempt] = field(default_factory=list)
-    processes: dict[str, int] = field(default_factory=dict)
-    """Id of each process that is still to be ended, by node; the command's as `driver`. Those out of reach stay."""
-    outcome: str = ""
-    """One sentence, once there will be no further attempt."""
+    said: str = "waiting for its nodes"
+    """Where the job stands, one sentence."""
+    code: int | None = None
+    """Its exit code, once there will be no further attempt."""
 
     @classmethod
     def read(cls, job: Job) -> "Attempts":
         """Read a job's record; an empty one where there is none."""
         path = job.files / "attempts.json"
-        raw = json.loads(path.read_text()) if path.is_file() else {}
-        return cls(**{**raw, "attempts": [Attempt(**one) for one in raw.get("attempts", [])]})
+        return TypeAdapter(cls).validate_json(path.read_text()) if path.is_file() else cls()
 
     def save(self, job: Job) -> None:
         """Write it, whole or not at all."""
@@ -79,14 +79,7 @@ class Attempts:
 
     def status(self) -> Status:
         """Say where the job stands."""
-        if not self.attempts:
-            return Status("waiting for its nodes")
-        last = self.attempts[-1]
-        if self.outcome:
-            return Status(self.outcome, code=last.code)
-        if last.code is None:
-            return Status(f"attempt {len(self.attempts)} is under way since {time.ctime(last.began)}")
-        return Status(f"attempt {len(self.attempts)} failed at step {last.step} ({last.cause}); another one follows")
+        return Status(self.said, code=self.code)
 
 
 def verdict(attempts: Sequence[Attempt], *, max_attempts: int) -> str | None:
@@ -111,206 +104,164 @@ def verdict(attempts: Sequence[Attempt], *, max_attempts: int) -> str | None:
     return None
 
 
-def pause_s(failures: int, *, first_s: float) -> float:
-    """Return the pause before the next attempt: doubled after each failure, at most ten minutes.
-
-    >>> [pause_s(n, first_s=10) for n in (1, 2, 3, 9)]
-    [10.0, 20.0, 40.0, 600.0]
-    """
-    return float(min(first_s * 2 ** (failures - 1), _LONGEST_PAUSE_S))
-
-
-def driver_script(job: Job, *, attempt: int, address: str | None, env: Mapping[str, str] | None = None) -> str:
+def driver_script(job: Job, *, attempt: int, env: Mapping[str, str] = {}) -> str:
     """Return the script of the command itself.
 
     Args:
         attempt: From 1; a later one goes on from the run folder's newest checkpoint, where there is one.
-        address: host:port of the Ray cluster that was formed for it; None = the profile's, or none.
-        env: Of the cluster.
+        env: Of the Ray cluster that was formed for it.
     """
-    _, _, overrides = recipe_of(job.words)
-    words, profile = list(job.words), job.profile
-    given = {word.partition("=")[0] for word in overrides}
+    words, profile, folder = job.words, job.profile, job.run_folder
     ours = {"run.env": json.dumps(profile.env) if profile.env else None}
     if profile.nodes > 1:
         ports = profile.port_range  # the first half is Ray's
         ours |= {"run.network": profile.network, "run.ports": f"{ports[len(ports) // 2]}-{ports[-1]}"}
-    folder = job.run_folder
     if folder is not None and attempt > 1 and whole_checkpoints(folder / "checkpoints"):
         words = [word for word in words if not word.startswith(("run.dir=", "run.resume=", "run.resume_from="))]
         ours["run.resume"] = str(folder)
-    elif folder is not None and not given & {"run.dir", "run.resume"}:
+    elif folder is not None and not any(word.startswith(("run.dir=", "run.resume=")) for word in words):
         ours["run.dir"] = str(folder)
-    words += [
-        f"{key}={value}" for key, value in ours.items() if value is not None and key not in given - {"run.resume"}
-    ]
-    if job.kind == "ray":
-        address = address or profile.ray.address
-    address_env = {"RAY_ADDRESS": address} if address else {}
-    command = [python_of(job), "-m", "areal_lite.cli.main", *map(shlex.quote, words)]
+    given = {word.partition("=")[0] for word in words}
+    more = [f"{key}={value}" for key, value in ours.items() if value is not None and key not in given]
+    command = [python_of(job), "-m", "areal_lite.cli.main", *map(shlex.quote, [*words, *more])]
     if job.kind == "ray" and profile.nodes > 1:
         wait = [python_of(job), "-m", "areal_lite.launch.clusters.joined"]
         command = [*wait, str(profile.nodes), f"{profile.start_timeout_s:g}", *command]
-    return script(job, command, {**(env or {}), **address_env})
+    if job.kind == "ray" and profile.ray.address:
+        env = {"RAY_ADDRESS": profile.ray.address}
+    return script(job, env=env, command=command)
 
 
 def supervise(job: Job) -> int:
     """Run a job to its end and return the exit code, which is 0 only when the command has done all."""
     config = load_any_config(*recipe_of(job.words)[1:]).launch if job.run_folder is not None else LaunchConfig()
-    record, asked = _reopened(job), _Asked()
+    record = _reopened(job)
     (job.files / "pid").write_text(f"{os.getpid()}\n")
-    with asked:
+    with _asked_to_stop() as asked:
         while True:
             number = len(record.attempts) + 1
             _say(f"attempt {number}")
             attempt = Attempt(began=time.time())
             record.attempts.append(attempt)
+            record.said = f"attempt {number} is under way since {time.ctime()}"
             record.save(job)
-            code, attempt.cause = _attempt(job, number, record, asked)
+            code, attempt.cause = _attempt(job, number, asked)
             attempt.step, attempt.ended = last_step(job.run_folder), time.time()
             attempt.code = INTERRUPTED if asked and code else code
             _gather(job, number)
             if outcome := verdict(record.attempts, max_attempts=config.max_attempts):
                 break
             failures = sum(one.code != INTERRUPTED for one in record.attempts)
-            pause = pause_s(failures, first_s=config.pause_s)
+            pause = min(config.pause_s * 2 ** (failures - 1), _LONGEST_PAUSE_S)
+            record.said = (
+                f"attempt {number} failed at step {attempt.step}: {attempt.cause}; the next one in {pause:g} s"
+            )
             record.save(job)
-            _say(f"attempt {number} failed at step {attempt.step}: {attempt.cause}; the next one in {pause:g} s")
-            asked.wait(pause)
+            _say(record.said)
+            _wait(pause, asked)
             if asked:
-                attempt.code, outcome = INTERRUPTED, f"stopped before another attempt, at step {attempt.step}"
+                attempt.code = INTERRUPTED
+                outcome = f"stopped before another attempt, at step {attempt.step}"
                 break
-    record.outcome = outcome
+    record.said, record.code = outcome, attempt.code
     record.save(job)
     _sum_up(job, record)
     _say(outcome)
-    assert attempt.code is not None
     return attempt.code
 
 
-def _attempt(job: Job, number: int, record: Attempts, asked: "_Asked") -> tuple[int, str]:
+def _attempt(job: Job, number: int, asked: Sequence[int]) -> tuple[int, str]:
     """Form the cluster, run the command, end everything; returns the exit code and the cause of a failure."""
     logs = job.files / f"attempt-{number}"
     logs.mkdir(parents=True, exist_ok=True)
-    nodes: RayNodes | None = None
-    driver: Remote | None = None
-
-    def started() -> dict[str, int]:
-        processes = {**(nodes.processes if nodes else {}), **({"driver": driver} if driver else {})}
-        return {name: process.pid for name, process in processes.items() if process.pid is not None}
-
-    def note() -> None:
-        if (found := started()) != record.processes:
-            record.processes = found
-            record.save(job)
-
     try:
         if left := end_leftovers(job):
             raise StallError(f"processes of an earlier attempt must end before another, got {'; '.join(left)}")
-        record.processes = {}
-        if shells := find_kind(job.kind).nodes(job):
-            nodes = RayNodes(job, shells, logs=logs)
-            nodes.form(lambda: bool(asked), note)
+        nodes = RayNodes(job, find_kind(job.kind).nodes(job), logs=logs)
+        try:
+            nodes.form(lambda: bool(asked))
             if asked:
                 return INTERRUPTED, "stopped while the nodes joined"
-            _say(f"Ray on {len(shells)} nodes, head {nodes.address}")
-        if number > 1:
-            _set_aside(job.run_folder, number - 1)
-        text = driver_script(
-            job, attempt=number, address=nodes.address if nodes else None, env=nodes.env if nodes else None
-        )
-        head, shell = next(iter(shells.items()), (os.uname().nodename, _LOCAL))
-        driver = Remote(head, shell, text, log=logs / f"{head}-driver.log")
-        # Ray sends the signal of a job's stop to all of its processes: the command has that first one already.
-        told = 1 if job.kind == "ray" and job.ships and not asked else 0
-        return _watch(driver, nodes, asked, note, told=told)
+            if nodes.env:
+                _say(f"Ray on {len(nodes.processes)} nodes, head {nodes.env['RAY_ADDRESS']}")
+            if number > 1:
+                _set_aside(job.run_folder, number - 1)
+            return _watch(job, nodes, nodes.run(driver_script(job, attempt=number, env=nodes.env)), asked)
+        finally:
+            for problem in nodes.end():
+                _say(f"not ended: {problem}")
     except (ArealLiteError, OSError) as error:  # the latter: ssh, srun or nsenter is not there
         return 1, str(error)
-    finally:
-        record.processes |= started()
-        ended = {"driver": driver.end(job.name)} if driver else {}
-        for name, problem in {**ended, **(nodes.end() if nodes else {})}.items():
-            if problem is None:
-                record.processes.pop(name, None)
-            else:
-                _say(f"not ended: {problem}")
 
 
-def _watch(
-    driver: Remote, nodes: RayNodes | None, asked: "_Asked", note: Callable[[], None], *, told: int
-) -> tuple[int, str]:
+def _watch(job: Job, nodes: RayNodes, driver: Remote, asked: Sequence[int]) -> tuple[int, str]:
     """Wait for the command; a node that is lost ends it, also where it does not notice by itself."""
-    text, shown, handed_on, lost, lost_at = "", 0, told, "", 0.0
+    text, shown, lost, lost_at, handed_on = "", 0, "", 0.0, 0
     while True:
         code = driver.code  # before its output, so that the last words are among it
         if driver.pid is not None or code is not None:
             text = driver.output()
-            sys.stdout.write(text[shown:])
-            sys.stdout.flush()
+            print(text[shown:], end="", flush=True)
             shown = len(text)
-        note()
         if code is not None:
             return (code or (1 if lost else 0)), lost or ("" if code in (0, INTERRUPTED) else _cause(text))
-        if nodes is not None and not lost and (lost := nodes.lost() or ""):
+        if not lost and (lost := nodes.lost()):
             lost_at = time.monotonic()
             _say(lost)
         if lost and time.monotonic() > lost_at + _LOST_GRACE_S:
             return 1, lost
-        if asked.count > handed_on:
+        if len(asked) > handed_on:
             handed_on += 1
-            driver.signal("INT")
-        asked.wait(_POLL_S)
+            # Ray sends the signal of a job's stop to all of its processes: the command has that first one already.
+            if handed_on > 1 or not (job.kind == "ray" and job.ships):
+                driver.interrupt()
+        _wait(_POLL_S, asked)
 
 
-class _Asked:
-    """How often the user, or the batch system, has asked to stop; a context manager that catches the signals."""
+@contextlib.contextmanager
+def _asked_to_stop() -> Iterator[list[int]]:
+    """Yield a list that grows by a signal whenever the user asks to stop, or when the batch system does so first."""
+    asked: list[int] = []
 
-    def __init__(self) -> None:
-        self.count = 0
+    def handle(number: int, frame: Any) -> None:
+        # A notice may come to every process, and once more from who started this one.
+        if number == signal.SIGINT or not asked:
+            asked.append(number)
 
-    def __bool__(self) -> bool:
-        return self.count > 0
-
-    def __enter__(self) -> "_Asked":
-        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, *NOTICES)}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, *NOTICES)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
 
-    def wait(self, seconds: float) -> None:
-        """Sleep, but no longer than until somebody asks."""
-        count, until = self.count, time.monotonic() + seconds
-        while self.count == count and (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, _POLL_S))
 
-    def _handle(self, number: int, frame: Any) -> None:
-        # A notice may come to every process, and once more from who started this one.
-        self.count = self.count + 1 if number == signal.SIGINT else max(self.count, 1)
+def _wait(seconds: float, asked: Sequence[int]) -> None:
+    """Sleep, but no longer than until somebody asks."""
+    count, until = len(asked), time.monotonic() + seconds
+    while len(asked) == count and (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, _POLL_S))
 
 
 def end_leftovers(job: Job) -> list[str]:
-    """End what is left on the nodes, by the record: after a supervisor was killed, or a node was out of reach.
+    """End what is left on the nodes, by the logs: after a supervisor was killed, or a node was out of reach.
 
     Returns:
         What went wrong. Nodes that are no longer the job's are left to who has taken them away.
     """
-    record = Attempts.read(job)
     shells = find_kind(job.kind).nodes(job)
-    head = next(iter(shells.values()), _LOCAL)
-    found = [
-        end_process(node, shells.get(node, head), pid, job.name, "TERM" if node == "driver" else "INT")
-        for node, pid in reversed(record.processes.items())
-        if node in {"driver", *shells}
-    ]
+    head, found = next(iter(shells.values()), LOCAL), []
+    for log in sorted(job.files.glob("attempt-*/*.log"), key=lambda log: log.stem.endswith("-ray")):  # commands first
+        node, _, what = log.stem.rpartition("-")
+        if what == "driver" or node in shells:
+            found.append(end_process(job, shells.get(node, head), log=log))
     return [problem for problem in found if problem]
 
 
 def _reopened(job: Job) -> Attempts:
     """Read the record of a job that a batch system starts once more; an attempt without an end was killed with it."""
     record = Attempts.read(job)
-    record.outcome = ""
+    record.code = None
     for number, one in enumerate(record.attempts, 1):
         if one.code is None:
             _gather(job, number)
@@ -345,8 +296,7 @@ def _gather(job: Job, number: int) -> None:
     """Copy into the run folder what was said in an attempt: by each node, and by each actor, named by its node."""
     if job.run_folder is None or not job.run_folder.is_dir():
         return
-    own = job.files / f"attempt-{number}"
-    logs = RunFolder(job.run_folder).logs
+    own, logs = job.files / f"attempt-{number}", job.run_folder / "logs"
     own.mkdir(parents=True, exist_ok=True)  # of one that was killed at once
     shutil.copytree(own, logs / own.name, dirs_exist_ok=True)
     for path in logs.glob("*.log"):

@@ -1,4 +1,4 @@
-"""Does a command fit a cluster? Recipe against profile, before anything is asked of anybody."""
+"""Does a command fit a cluster? Recipe against profile, before anything is asked of anybody; and what goes along."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +11,7 @@ from areal_lite.config.sections import COMMANDS
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.job import Job
 from areal_lite.launch.clusters.profile import Profile
+from areal_lite.launch.clusters.remote import render
 from areal_lite.launch.run.plan import NOWHERE, Node, plan, table
 
 _TYPED = (*COMMANDS.values(), "eval", "bench modes")
@@ -92,3 +93,21 @@ def own_files(recipe: str, job: Job) -> list[Path]:
     own = [path] if path.is_file() and not path.resolve().is_relative_to(recipe_folder().resolve()) else []
     raw = read_recipe(recipe, recipe_of(job.words)[2], command=None)
     return [*own, *sorted(set(map(Path, plugin_files(raw))))]
+
+
+def shipped(job: Job, source: str) -> tuple[Job, dict[str, str]]:
+    """Return the job as its head will see it, and the files that go along, by their path in its folder there.
+
+    Args:
+        source: Where they lie before `start.sh`, one of them, puts them there and supervises the job.
+
+    Raises:
+        ConfigError: A file that the recipe names cannot be read.
+    """
+    there = job.model_copy(update={"folder": f"{job.profile.shared}/{job.name}"})
+    try:
+        own = {str(path): (Path(job.folder) / path).read_text() for path in own_files(recipe_of(job.words)[1], job)}
+    except OSError as error:
+        raise ConfigError(f"the recipe's files are shipped, got {error}: correct the name in the recipe") from error
+    own[str(there.record.relative_to(there.folder))] = there.model_dump_json(indent=2, exclude_defaults=True) + "\n"
+    return there, own | {"start.sh": render("start.sh", job=there, source=source)}

@@ -16,6 +16,7 @@ from areal_lite.config.section import Section
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.profile import Profile
+from areal_lite.launch.clusters.remote import bash_problems
 from areal_lite.record.run_folder import write_whole
 
 KINDS = {
@@ -105,9 +106,8 @@ def find_job(name: str) -> Job:
 def job_name(words: Sequence[str]) -> str:
     """Name a job after its recipe and the present second."""
     recipe = next((word for word in reversed(words) if "=" not in word and not word.startswith("-")), words[0])
-    return re.sub(
-        r"[^a-z0-9-]+", "-", f"{Path(recipe).name.removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}".lower()
-    )
+    name = f"{Path(recipe).name.removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return re.sub(r"[^a-z0-9-]+", "-", name.lower())
 
 
 class Kind(Protocol):
@@ -117,10 +117,11 @@ class Kind(Protocol):
         """Return the text of each file that the cluster is given, by name. Pure: a snapshot of it is a test."""
 
     def check(self, job: Job) -> Sequence[str]:
-        """Return a sentence per problem that the kind's own tool or schema finds in them; no cluster needed."""
+        """Return a sentence per problem that bash, or the kind's own tool, finds in them; no cluster needed."""
+        return bash_problems(self.artefacts(job))
 
     def submit(self, job: Job) -> str:
-        """Start the job and return what the cluster calls it, at once."""
+        """Start the job, whose artefacts are in `job.files`, and return what the cluster calls it, at once."""
 
     def status(self, job: Job) -> Status:
         """Say where it stands."""

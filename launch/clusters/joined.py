@@ -6,33 +6,26 @@ A process of its own: `python -m areal_lite.launch.clusters.joined NODES SECONDS
 import os
 import sys
 import time
-from collections.abc import Callable
-
-from areal_lite.errors import ArealLiteError, StallError
 
 _POLL_S = 1.0
 
 
-def wait_for_nodes(nodes: int, timeout_s: float, *, alive: Callable[[], int]) -> None:
-    """Wait until as many nodes are alive; a `StallError` with how many there are, where they are too few by then."""
-    deadline = time.monotonic() + timeout_s
-    while (there := alive()) < nodes:
-        if time.monotonic() > deadline:
-            raise StallError(
-                f"the Ray cluster must have nodes={nodes} within start_timeout_s={timeout_s:g}, got {there} alive: "
-                "start Ray on the others, or correct nodes in the profile"
-            )
-        time.sleep(_POLL_S)
-
-
-def _main(nodes: str, timeout_s: str, *command: str) -> None:
+def main(nodes: str, timeout_s: str, *command: str) -> None:
+    """Wait for the nodes; exits with a sentence where there are too few by then, or no cluster."""
     import ray
 
+    deadline = time.monotonic() + float(timeout_s)
     try:
         ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-        wait_for_nodes(int(nodes), float(timeout_s), alive=lambda: sum(node["Alive"] for node in ray.nodes()))
+        while (there := sum(node["Alive"] for node in ray.nodes())) < int(nodes):
+            if time.monotonic() > deadline:
+                sys.exit(
+                    f"StallError: the Ray cluster must have nodes={nodes} within start_timeout_s={timeout_s}, got "
+                    f"{there} alive: start Ray on the others, or correct nodes in the profile"
+                )
+            time.sleep(_POLL_S)
         ray.shutdown()
-    except (ArealLiteError, ConnectionError, RuntimeError) as error:
+    except (ConnectionError, RuntimeError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
@@ -40,4 +33,4 @@ def _main(nodes: str, timeout_s: str, *command: str) -> None:
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    main(*sys.argv[1:])

@@ -12,22 +12,17 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from areal_lite.errors import ConfigError
+from areal_lite.launch.clusters.fit import shipped
 from areal_lite.launch.clusters.job import Job, Kind, Status
-from areal_lite.launch.clusters.remote import ask
-from areal_lite.launch.clusters.shipping import entrypoint, shipped, shipped_problems
+from areal_lite.launch.clusters.remote import bash_problems, render, told_by
 
 _FILES = "/etc/areal-lite"
-_SAVE_S = 300
-"""That a pod which has to go leaves the run; as long as Slurm's notice."""
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,44}[a-z0-9])?")
 """KubeRay makes further names from it, which end at 63 letters."""
 
 
 class _Plain(yaml.SafeDumper):
-    """For people: files as blocks, nothing by reference."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
+    """For people: files as blocks."""
 
 
 _TEXT = "tag:yaml.org,2002:str"
@@ -53,13 +48,11 @@ class Kubernetes(Kind):
                 f"a job on kubernetes has at most 46 of a-z, 0-9 and -, got {job.name!r}: choose another --name"
             )
         _, rayjob = manifest(job)
-        return [*found, *schema_problems(rayjob), *shipped_problems(job)]
+        return [*found, *schema_problems(rayjob), *bash_problems(shipped(job, _FILES)[1])]
 
     def submit(self, job: Job) -> str:
         """Hand the manifest to the cluster."""
-        text = self.artefacts(job)["rayjob.yaml"]
-        (job.files / "rayjob.yaml").write_text(text)
-        _kubectl(job, "apply", "-f", "-", stdin=text)
+        _kubectl(job, "apply", "-f", str(job.files / "rayjob.yaml"))
         return f"{job.profile.kubernetes.namespace}/{job.name}"
 
     def status(self, job: Job) -> Status:
@@ -96,67 +89,20 @@ class Kubernetes(Kind):
 
 def manifest(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the ConfigMap with the job's files, and the RayJob."""
-    profile, kubernetes = job.profile, job.profile.kubernetes
-    there, files = shipped(job, _FILES)
-    metadata = {"name": job.name, "namespace": kubernetes.namespace}
-    keys = {f"file-{index}": path for index, path in enumerate(sorted(files))}
-    config_map = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": metadata,
-        "data": {key: files[path] for key, path in keys.items()},
-    }
-    group = {"rayStartParams": {"num-gpus": str(profile.gpus_per_node)}, "template": {"spec": _pod(job, keys)}}
-    # A kubelet signals process 1 alone, which is Ray: before, the supervisor is told, and has time to save.
-    save = f"pid=$(cat {there.files}/pid) && kill -INT $pid && while kill -0 $pid; do sleep 1; done"
-    pod = _pod(job, keys, lifecycle={"preStop": {"exec": {"command": ["sh", "-c", save]}}})
-    head = group | {"template": {"spec": {**pod, "terminationGracePeriodSeconds": _SAVE_S}}}
-    counts = dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), profile.nodes - 1)
-    workers = {"groupName": "workers", **counts, **group}
-    rayjob = {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayJob",
-        "metadata": metadata,
-        "spec": {
-            "entrypoint": entrypoint(_FILES),
-            "backoffLimit": 0,
-            "shutdownAfterJobFinishes": True,
-            "ttlSecondsAfterFinished": 600,
-            "rayClusterSpec": {
-                "rayVersion": version("ray"),
-                "authOptions": {"mode": "token"},
-                "headGroupSpec": head,
-                **({"workerGroupSpecs": [workers]} if profile.nodes > 1 else {}),
-            },
-        },
-    }
+    kubernetes, (there, files) = job.profile.kubernetes, shipped(job, _FILES)
+    text = render(
+        "rayjob.yaml",
+        job=job,
+        kubernetes=kubernetes,
+        paths=sorted(files),
+        folder=_FILES,
+        claims={**({kubernetes.claim: job.profile.shared} if kubernetes.claim else {}), **kubernetes.claims},
+        ray_version=version("ray"),
+        save=f"pid=$(cat {there.files}/pid) && kill -INT $pid && while kill -0 $pid; do sleep 1; done",
+    )
+    config_map, rayjob = yaml.safe_load_all(text)
+    config_map["data"] = {f"file-{index}": files[path] for index, path in enumerate(sorted(files))}
     return config_map, rayjob
-
-
-def _pod(job: Job, keys: Mapping[str, str], **more: Any) -> dict[str, Any]:
-    profile, kubernetes = job.profile, job.profile.kubernetes
-    claims = {**({kubernetes.claim: profile.shared} if kubernetes.claim else {}), **kubernetes.claims}
-    size = {"cpu": str(kubernetes.cpus), "memory": kubernetes.memory}
-    if profile.gpus_per_node:
-        size[kubernetes.gpu] = str(profile.gpus_per_node)
-    items = [{"key": key, "path": path} for key, path in keys.items()]
-    mounts = {"shm": "/dev/shm", "files": _FILES, **claims}
-    container = {
-        "name": "ray",
-        "image": kubernetes.image or "IMAGE",
-        "resources": {"requests": size, "limits": size},
-        "env": [{"name": name, "value": value} for name, value in profile.env.items()],
-        "envFrom": [{"secretRef": {"name": name}} for name in kubernetes.secrets],
-        "volumeMounts": [{"name": name, "mountPath": str(path)} for name, path in mounts.items()],
-        **more,
-    }
-    volumes: list[dict[str, Any]] = [
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": kubernetes.shared_memory}},
-        {"name": "files", "configMap": {"name": job.name, "items": items}},
-        *({"name": name, "persistentVolumeClaim": {"claimName": name}} for name in claims),
-    ]
-    account = {"serviceAccountName": kubernetes.service_account} if kubernetes.service_account else {}
-    return {**account, "containers": [container], "volumes": volumes}
 
 
 def schema_problems(rayjob: Mapping[str, Any]) -> list[str]:
@@ -168,11 +114,8 @@ def schema_problems(rayjob: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _kubectl(job: Job, *words: str, stdin: str | None = None) -> str:
+def _kubectl(job: Job, *words: str) -> str:
     kubernetes = job.profile.kubernetes
     context = [f"--context={kubernetes.context}"] if kubernetes.context else []
-    command = ["kubectl", *context, f"--namespace={kubernetes.namespace}", *words]
-    done = ask(*command, text=stdin)
-    if done.returncode:
-        raise ConfigError(f"`{' '.join(command)}` must work, got: {done.stderr.strip()}")
-    return done.stdout
+    namespace = f"--namespace={kubernetes.namespace}"
+    return told_by("kubectl", *context, namespace, *words, to_do="see kubernetes in the profile")

@@ -1,15 +1,13 @@
 """Kind ray: a Ray cluster that runs already, joined by address on one of its nodes, or given a Ray job."""
 
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.attempts import INTERRUPTED
+from areal_lite.launch.clusters.fit import shipped
 from areal_lite.launch.clusters.job import Job, Status
-from areal_lite.launch.clusters.shipping import entrypoint, shipped, shipped_problems
 from areal_lite.launch.clusters.supervised import Supervised
 
 _SAVE_TIMEOUT_S = 900
@@ -25,7 +23,7 @@ class RayCluster(Supervised):
         _, files = shipped(job, ".")
         # Ray gives a job three seconds to end, and a run needs time to save.
         env = {**job.profile.env, "RAY_JOB_STOP_WAIT_TIME_S": str(_SAVE_TIMEOUT_S)}
-        request = {"entrypoint": entrypoint("."), "submission_id": job.name, "runtime_env": {"env_vars": env}}
+        request = {"entrypoint": "bash ./start.sh", "submission_id": job.name, "runtime_env": {"env_vars": env}}
         return {"job.json": json.dumps(request, indent=2) + "\n", **files}
 
     def check(self, job: Job) -> Sequence[str]:
@@ -35,21 +33,15 @@ class RayCluster(Supervised):
             return [
                 "ray needs the address of a cluster's head, or its jobs URL, got neither: set ray.address or ray.jobs"
             ]
-        return shipped_problems(job) if job.ships else super().check(job)
+        return super().check(job)
 
     def submit(self, job: Job) -> str:
         """Start the supervisor here, or as a Ray job."""
         if not job.ships:
             return super().submit(job)
-        request, *files = self.artefacts(job).items()
-        with tempfile.TemporaryDirectory() as folder:
-            for name, text in files:
-                path = Path(folder) / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text)
-            settings = json.loads(request[1])
-            settings["runtime_env"]["working_dir"] = folder
-            return str(_call(job, "submit_job", **settings))
+        settings = json.loads(self.artefacts(job)["job.json"])
+        settings["runtime_env"]["working_dir"] = str(job.files)
+        return str(_call(job, "submit_job", **settings))
 
     def status(self, job: Job) -> Status:
         """Ask the supervisor's record, or Ray."""
@@ -75,27 +67,13 @@ class RayCluster(Supervised):
 
 
 def _call(job: Job, method: str, *words: str, **settings: Any) -> Any:
-    client = _client(job)
-    try:
-        return getattr(client, method)(*words, **settings)
-    except (RuntimeError, OSError) as error:  # the latter: of the library below it
-        raise ConfigError(
-            f"Ray's job server must do {method} for {job.name}, got {error}: see its dashboard"
-        ) from error
-
-
-def _client(job: Job) -> Any:
     try:
         from ray.job_submission import JobSubmissionClient
 
-        return JobSubmissionClient(job.profile.ray.jobs)
-    except (ImportError, RuntimeError) as error:
+        return getattr(JobSubmissionClient(job.profile.ray.jobs), method)(*words, **settings)
+    except (ImportError, RuntimeError, OSError) as error:  # also of the library below it
         raise ConfigError(
-            f"Ray jobs need ray[default] here and on the cluster, got {error}: pip install 'ray[default]', or use "
-            "ray.address on a node of the cluster"
-        ) from error
-    except ConnectionError as error:
-        raise ConfigError(
-            f"Ray's job server must answer at ray.jobs={job.profile.ray.jobs}, got {error}: correct it, or open a "
-            "tunnel to the head's dashboard port"
+            f"the job server at ray.jobs={job.profile.ray.jobs} must do {method} for {job.name}, got {error}: correct "
+            "it, or open a tunnel to the head's dashboard port; Ray jobs need ray[default] here and on the cluster, "
+            "ray.address on one of its nodes does not"
         ) from error

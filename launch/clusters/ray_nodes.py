@@ -4,9 +4,9 @@ As a process of its own, `python -m areal_lite.launch.clusters.ray_nodes start .
 batch system sends to all processes does not end it before the run has saved; SIGINT does, with all that it started.
 """
 
+import os
 import re
 import secrets
-import shlex
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,101 +17,96 @@ import psutil
 
 from areal_lite.errors import StallError
 from areal_lite.launch.clusters.job import Job
-from areal_lite.launch.clusters.remote import Remote, python_of, script
+from areal_lite.launch.clusters.remote import Remote, script
 from areal_lite.launch.run.signals import NOTICES
 
 _STARTED = "Ray runtime started"
 _ADDRESS = re.compile(r"^areal-lite address (\S+)$", re.MULTILINE)
+LOCAL = ("bash", "-c")
 _POLL_S = 0.2
-_OF_HEAD = ("port", "dashboard-port", "ray-client-server-port")
 
 
 class RayNodes:
-    """Ray on every node; the first is the head."""
+    """A job's nodes, with Ray on each, the head first, and the command on the head; without any, this machine alone."""
 
     def __init__(self, job: Job, shells: Mapping[str, Sequence[str]], *, logs: Path) -> None:
         """Take note of the nodes; `form` starts them."""
         self._job, self._shells, self._logs = job, shells, logs
-        self._names = list(shells)
         self.processes: dict[str, Remote] = {}
-        self.env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        """With it a process may join, or speak to the cluster."""
-        self.host, self.address = "", ""
+        self._driver: Remote | None = None
+        self.env: dict[str, str] = {}
+        """With it a process may speak to the cluster."""
 
-    def form(self, should_stop: Callable[[], bool], note: Callable[[], None]) -> None:
-        """Start Ray on all nodes and wait until they have joined.
+    def form(self, should_stop: Callable[[], bool]) -> None:
+        """Start Ray on all nodes, the head first, and wait until they have joined.
 
         Args:
             should_stop: Asked again and again; ends the wait.
-            note: Called again and again, to write down the ids of processes.
 
         Raises:
             StallError: A node is late, or its Ray ended; names it.
         """
-        deadline = time.monotonic() + self._job.profile.start_timeout_s
-        head, *workers = self._names
-        self._start(head, 0)
-        self._wait([head], deadline, should_stop, note)
-        if should_stop():
+        if not self._shells:
             return
-        (self.host,) = _ADDRESS.findall(self.processes[head].said())[:1] or [""]
-        self.address = f"{self.host}:{self._ports(0)[0]}"
-        for index, node in enumerate(workers, 1):
-            self._start(node, index)
-        self._wait(workers, deadline, should_stop, note)
+        deadline = time.monotonic() + self._job.profile.start_timeout_s
+        head, *workers = self._shells
+        address, env = "", {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        # Where the profile names no network, the route to another machine does.
+        peer = workers[0].rpartition("@")[2] if workers else None
+        for nodes in ([head], workers):
+            for node in nodes:
+                ports = self._ports(len(self.processes))
+                text = start_script(self._job, ports=ports, head=address, peer=peer, env=env)
+                self.processes[node] = Remote(self._job, self._shells[node], text, log=self._logs / f"{node}-ray.log")
+            self._wait(nodes, deadline, should_stop)
+            if should_stop():
+                return
+            peer = _ADDRESS.findall(self.processes[head].said())[0]
+            address = f"{peer}:{self._ports(0)[0]}"
+        self.env = {**env, "RAY_ADDRESS": address}
 
-    def lost(self) -> str | None:
-        """Name a node whose Ray has ended."""
+    def run(self, text: str) -> Remote:
+        """Start the command, given as a script."""
+        node, shell = next(iter(self._shells.items()), (os.uname().nodename, LOCAL))
+        self._driver = Remote(self._job, shell, text, log=self._logs / f"{node}-driver.log")
+        return self._driver
+
+    def lost(self) -> str:
+        """Name a node whose Ray has ended; empty where none has."""
         for node, process in self.processes.items():
             if process.code is not None:
-                return f"node {node} was lost: its Ray ended ({process.last_words(3)}); log: {process.log}"
-        return None
+                return f"node {node} was lost: its Ray ended ({process.last_words()}); log: {process.log}"
+        return ""
 
-    def end(self) -> dict[str, str | None]:
-        """End Ray on every node, the head last; returns what went wrong on each, and none holds up another."""
-        names = list(self.processes)
-        with ThreadPoolExecutor(max_workers=max(len(names), 1)) as pool:
-            found = dict(zip(names[1:], pool.map(self._end, names[1:]), strict=True))
-        return found | {name: self._end(name) for name in names[:1]}
-
-    def _end(self, node: str) -> str | None:
-        return self.processes[node].end(self._job.name, "INT")
-
-    def _start(self, node: str, index: int) -> None:
-        text = start_script(
-            self._job, ports=self._ports(index), head=self.address, peer=self._peer(index), env=self.env
-        )
-        self.processes[node] = Remote(node, self._shells[node], text, log=self._logs / f"{node}-ray.log")
+    def end(self) -> list[str]:
+        """End the command, then Ray on every node, the head last; returns what went wrong. None holds up another."""
+        head, workers = list(self.processes.values())[:1], list(self.processes.values())[1:]
+        with ThreadPoolExecutor(max_workers=len(workers) + 1) as pool:
+            first = [self._driver.end()] if self._driver else []
+            found = [*first, *pool.map(Remote.end, workers), *map(Remote.end, head)]
+        return [problem for problem in found if problem]
 
     def _ports(self, index: int) -> range:
         """Ports of a node's Ray: of its own, as two nodes may be one machine."""
         ports = self._job.profile.port_range
-        size = len(ports) // 2 // len(self._names)
+        size = len(ports) // 2 // len(self._shells)
         return ports[index * size : (index + 1) * size]
 
-    def _peer(self, index: int) -> str | None:
-        """Name of a machine to which the route is looked up where the profile names no network."""
-        if index:
-            return self.host
-        return self._names[1].rpartition("@")[2] if len(self._names) > 1 else None
-
-    def _wait(
-        self, nodes: list[str], deadline: float, should_stop: Callable[[], bool], note: Callable[[], None]
-    ) -> None:
+    def _wait(self, nodes: list[str], deadline: float, should_stop: Callable[[], bool]) -> None:
         late = list(nodes)
         while late := [node for node in late if _STARTED not in self.processes[node].said()]:
             for node in late:
                 if (process := self.processes[node]).code is not None:
                     raise StallError(
-                        f"Ray must start on every node, on {node} it ended: {process.last_words(3)}; log: {process.log}"
+                        f"Ray must start on every node, on {node} it ended: {process.last_words()}; log: {process.log}"
                     )
-            note()
             if should_stop():
                 return
             if time.monotonic() > deadline:
+                limit_s = self._job.profile.start_timeout_s
                 raise StallError(
-                    f"{len(self._names)} nodes must join within start_timeout_s={self._job.profile.start_timeout_s:g}, "
-                    f"missing: {', '.join(late)}; logs: {self._logs}"
+                    f"{len(self._shells)} nodes must join within start_timeout_s={limit_s:g}, missing: "
+                    f"{', '.join(late)}; logs: {self._logs}"
                 )
             time.sleep(_POLL_S)
 
@@ -124,31 +119,11 @@ def start_script(job: Job, *, ports: range, head: str, peer: str | None, env: Ma
         head: host:port to join.
         peer: A machine to which the route is looked up where the profile names no network.
     """
-    python, profile = python_of(job), job.profile
-    inside = " ".join(filter(None, [profile.container, python]))
-    look_up = f"from areal_lite.network import local_address; print(local_address({profile.network or peer!r}))"
-    names = (
-        "port", "node-manager-port", "object-manager-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port",
-        "runtime-env-agent-port", "metrics-export-port", "dashboard-port", "ray-client-server-port",
-    )  # fmt: skip
-    fixed = dict(zip(names, ports, strict=False))
-    where = ["--head", "--include-dashboard=false"] if not head else [f"--address={head}"]
-    options = {
-        **{name: port for name, port in fixed.items() if not head or name not in _OF_HEAD},
-        "min-worker-port": ports[len(names)],
-        "max-worker-port": ports[-1],
-        "num-gpus": profile.gpus_per_node,
-    }
-    start = [
-        python, "-m", __name__, "start", *where, "--block", "--disable-usage-stats", "--include-log-monitor=false",
-        '--node-ip-address="$address"', *(f"--{name}={value}" for name, value in options.items()),
-    ]  # fmt: skip
+    look_up = f"from areal_lite.network import local_address; print(local_address({job.profile.network or peer!r}))"
     # Nobody serves from it: it need not wait for its workers to leave, which would take longer than the grace it has.
     own = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
     own["RAY_prestart_worker_first_driver"] = "0"
-    text = script(job, start, {**env, **own})
-    say = f'address=$({inside} -c {shlex.quote(look_up)}) || exit 1\necho "areal-lite address $address"\n'
-    return text.replace('echo "areal-lite pid', say + 'echo "areal-lite pid')
+    return script(job, env={**env, **own}, template="ray.sh", head=head, ports=ports, look_up=look_up)
 
 
 def _main() -> None:

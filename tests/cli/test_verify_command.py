@@ -12,7 +12,7 @@ from places import FIXTURES
 from user_run import UserRun, adopting_orphans
 
 from areal_lite.cli import main as cli
-from areal_lite.cli.trial import Case, load_cases, recipe_prompts
+from areal_lite.cli.trial import Case, load_cases, load_rows
 from areal_lite.cli.trial_report import summarise
 from areal_lite.config.recipe import load_config
 from areal_lite.data.demonstrations import PRINTABLE
@@ -79,8 +79,8 @@ def test_completions_are_joined_by_index_else_by_prompt_else_by_line(tmp_path: P
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"completion": "x", "index": 3}, "one of the 3 rows of the data, got row 3"),
-        ({"completion": "x", "index": -1}, "got row -1"),
+        ({"completion": "x", "index": 3}, "one of the 3 rows of the data, got 3"),
+        ({"completion": "x", "index": -1}, "got -1"),
         ({"completion": "x", "prompt": "other"}, "got that of 0: 'other'"),
         ({"completion": 7}, "a text or a list of texts as completion, got 7"),
         ({"completion": []}, "got \\[\\]"),
@@ -127,6 +127,9 @@ def test_figures_of_cases() -> None:
         ("nan", 2, "trace")
     ]
     assert [(item["index"], item["reward"]) for item in summary["lowest"]] == [(1, 0.0), (2, 0.75)]
+    assert [(item["index"], item["reward"]) for item in summary["results"]] == [
+        (0, 1.0), (1, 0.0), (2, 0.75), (3, None), (4, None)
+    ]  # fmt: skip
 
 
 def test_many_different_scores_are_put_into_bins() -> None:
@@ -274,7 +277,7 @@ def test_a_verifier_is_shown_the_prompts_that_it_gets_in_a_run(
     }
     data.with_name("recipe.yaml").write_text(yaml.safe_dump({"data": {"mix": mix}, "model": {"path": model}}))
     is_here = model not in ("of/parts", "not/here")
-    rows = recipe_prompts(load_config("recipe.yaml"))
+    rows = load_rows(load_config("recipe.yaml"))
     assert ("these prompts are chats: the verifier gets a line" in caplog.text) == (not is_here)
     trained = [
         one for prompts in load_sources(load_config("recipe.yaml"), tokenizer, "train").values() for one in prompts

@@ -5,6 +5,8 @@ import contextlib
 import io
 import os
 import re
+import subprocess
+import sys
 from typing import Any
 
 import openai
@@ -69,3 +71,14 @@ def test_what_the_engine_says_is_shown_after_an_error_alone(capfd: pytest.Captur
         os.write(2, b"the cause\n")
         raise EngineError("it has ended")
     assert capfd.readouterr().out == "the cause\n"
+
+
+def test_what_was_said_before_is_on_the_screen() -> None:
+    """Also where it goes to a pipe, and whoever starts a process flushes it. Seen failing without the flush before."""
+    code = (
+        "import sys; from areal_lite.cli.serve import on_own_screen\n"
+        "sys.stdout.write('said before')\nwith on_own_screen(): sys.stdout.flush()"
+    )
+    env = os.environ | {"PYTHONUNBUFFERED": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=env)
+    assert done.stdout == "said before"

@@ -3,13 +3,16 @@
 import doctest
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -17,7 +20,7 @@ from launch_builders import make_job, make_profile
 
 from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.clusters import attempts, joined, ray_nodes
-from areal_lite.launch.clusters.attempts import Attempt, Attempts, _Asked, end_leftovers, supervise, verdict
+from areal_lite.launch.clusters.attempts import Attempt, Attempts, _asked_to_stop, end_leftovers, supervise, verdict
 from areal_lite.launch.clusters.job import Job
 from areal_lite.launch.clusters.profile import Profile
 from areal_lite.launch.clusters.ray_nodes import RayNodes
@@ -61,7 +64,7 @@ def job_of(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch, *, kind:
     """Record a job whose command is a line of shell; `$ATTEMPT` counts."""
 
     def stand_in(job: Job, *, attempt: int, **_: object) -> str:
-        return script(job, ["bash", "-c", shlex.quote(f"ATTEMPT={attempt}; {command}")])
+        return script(job, command=["bash", "-c", shlex.quote(f"ATTEMPT={attempt}; {command}")])
 
     monkeypatch.setattr(attempts, "driver_script", stand_in)
     monkeypatch.setattr(attempts, "_POLL_S", 0.02)
@@ -88,7 +91,6 @@ def test_it_goes_on_until_the_command_is_done(
         (1, 2, "TrainerError: rank 2"),
         (0, 3, ""),
     ]
-    assert record.processes == {}
     assert record.status().code == 0
     summary = json.loads((tmp_path / "runs/run-1/summary.json").read_text())
     wall = sum(one.ended - one.began for one in record.attempts)
@@ -101,7 +103,7 @@ def test_it_goes_on_until_the_command_is_done(
 def test_a_failure_at_one_step_ends_it_with_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(tmp_path, "exit 7", monkeypatch, words="launch.max_attempts=9 launch.pause_s=0")
     assert supervise(job) == 7
-    assert Attempts.read(job).outcome == "failed 3 times at step 0: it said nothing"
+    assert Attempts.read(job).said == "failed 3 times at step 0: it said nothing"
 
 
 def test_a_job_that_is_started_once_more_goes_on_with_its_record(
@@ -109,11 +111,11 @@ def test_a_job_that_is_started_once_more_goes_on_with_its_record(
 ) -> None:
     """As Slurm does after a requeue. Seen failing with GPU hours below zero, and with the old outcome in the status."""
     job = job_of(tmp_path, STEP + "echo '{}' > runs/run-1/summary.json", monkeypatch, words="launch.max_attempts=1")
-    Attempts([Attempt(began=time.time() - 9)], {"driver": 1}, "stopped and saved at step 0").save(job)
+    Attempts([Attempt(began=time.time() - 9)], "stopped and saved at step 0", 130).save(job)
     assert supervise(job) == 0
     record = Attempts.read(job)
     assert [one.code for one in record.attempts] == [130, 0]
-    assert record.outcome == "done after 2 attempts"
+    assert record.said == "done after 2 attempts"
     assert json.loads((tmp_path / "runs/run-1/summary.json").read_text())["gpu_hours"] > 9 * 8 / 3600 - 1e-6
 
 
@@ -143,12 +145,12 @@ def test_ctrl_c_is_handed_on_and_there_is_no_other_attempt(tmp_path: Path, monke
 
 def test_a_notice_that_comes_twice_does_not_end_the_run_at_once() -> None:
     """Slurm tells every process, and its script this one. Seen failing with each counted: the second cut the save."""
-    with _Asked() as asked:
+    with _asked_to_stop() as asked:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert asked.count == 1
+        assert len(asked) == 1
         os.kill(os.getpid(), signal.SIGINT)
-        assert asked.count == 2
+        assert len(asked) == 2
 
 
 def test_a_ray_job_has_its_first_signal_from_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,14 +180,14 @@ def test_what_could_not_be_ended_is_ended_before_the_next_attempt(
     job = job.model_copy(update={"profile": job.profile.model_copy(update={"ssh": ssh})}).save()
     assert supervise(job) == 1
     record = Attempts.read(job)
-    assert set(record.processes) == {"two"}
+    (log,) = job.files.glob("attempt-*/two-ray.log")
     assert record.attempts[1].cause == "processes of an earlier attempt must end before another, got two: no route"
     (tmp_path / "off").unlink()
     assert end_leftovers(job) == []
     deadline = time.monotonic() + 20
-    while alive(record.processes["two"]) and time.monotonic() < deadline:
+    while alive(pid_in(log)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not alive(record.processes["two"])
+    assert not alive(pid_in(log))
 
 
 def test_logs_of_a_killed_supervisor_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +208,7 @@ def test_a_supervisor_of_another_host_is_left_to_it(tmp_path: Path, monkeypatch:
     """Seen failing: it was said to be gone, and what it had started was ended."""
     job = job_of(tmp_path, "true", monkeypatch)
     began, here = psutil.Process().create_time(), os.uname().nodename
-    Attempts([Attempt(began=0)], {"driver": os.getpid()}).save(job)
+    Attempts([Attempt(began=0)]).save(job)
     elsewhere = job.model_copy(update={"id": f"{os.getpid()}@{began:.2f}@elsewhere"})
     status = Local().status(elsewhere)
     assert status.code is None
@@ -222,16 +224,21 @@ def test_a_supervisor_of_another_host_is_left_to_it(tmp_path: Path, monkeypatch:
 def test_a_command_on_a_ray_cluster_waits_for_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a count in the place of Ray's."""
     ray = {"address": "head:6379"}
-    said = attempts.driver_script(make_job("ray", profile=make_profile(ray=ray)), attempt=1, address=None)
+    said = attempts.driver_script(make_job("ray", profile=make_profile(ray=ray)), attempt=1)
     assert "python -m areal_lite.launch.clusters.joined 4 300 python -m areal_lite.cli.main train" in said
     assert "clusters.joined" not in attempts.driver_script(
-        make_job("ray", profile=make_profile(ray=ray, nodes=1, ssh={})), attempt=1, address=None
+        make_job("ray", profile=make_profile(ray=ray, nodes=1, ssh={})), attempt=1
     )
+    counts, became = iter([1, 3, 4]), []
+    fake = SimpleNamespace(init=lambda **_: None, nodes=lambda: [{"Alive": True}] * next(counts), shutdown=lambda: None)
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setattr(os, "execvp", lambda file, words: became.append((file, words)))
     monkeypatch.setattr(joined, "_POLL_S", 0.01)
-    counts = iter([1, 3, 4])
-    joined.wait_for_nodes(4, 60, alive=lambda: next(counts))
-    with pytest.raises(StallError, match=r"must have nodes=4 within start_timeout_s=0.05, got 3 alive"):
-        joined.wait_for_nodes(4, 0.05, alive=lambda: 3)
+    joined.main("4", "60", "train", "arith_cpu")
+    assert became == [("train", ("train", "arith_cpu"))]
+    fake.nodes = lambda: [{"Alive": True}] * 3
+    with pytest.raises(SystemExit, match=r"must have nodes=4 within start_timeout_s=0.05, got 3 alive"):
+        joined.main("4", "0.05", "train")
 
 
 def test_ctrl_c_between_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,9 +254,14 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch, *, worker: str) -> None:
 
     def stand_in(job: Job, *, head: str, **_: object) -> str:
         line = worker if head else f"{READY}; sleep 60"
-        return script(job, ["bash", "-c", shlex.quote(line)])
+        return script(job, command=["bash", "-c", shlex.quote(line)])
 
     monkeypatch.setattr(ray_nodes, "start_script", stand_in)
+
+
+def pid_in(log: Path) -> int:
+    (pid,) = re.findall(r"^areal-lite pid (\d+)$", log.read_text(), re.MULTILINE)
+    return int(pid)
 
 
 def alive(pid: int) -> bool:
@@ -261,15 +273,13 @@ def test_a_node_that_is_lost_ends_the_job_and_is_named(tmp_path: Path, monkeypat
     fake_ray(monkeypatch, worker=f"{READY}; until [ -e go ]; do sleep 0.1; done; echo raylet died; exit 3")
     monkeypatch.setattr(attempts, "_LOST_GRACE_S", 0.2)
     job = job_of(tmp_path, "touch go; exec sleep 60", monkeypatch, kind="ssh", words="launch.max_attempts=1")
-    pids: dict[str, int] = {}
-    save = Attempts.save
-    monkeypatch.setattr(Attempts, "save", lambda self, job: (pids.update(self.processes), save(self, job))[1])
     assert supervise(job) == 1
     (made,) = Attempts.read(job).attempts
     assert made.cause.startswith("node two was lost: its Ray ended")
     assert "raylet died" in made.cause
-    assert set(pids) == {"one", "two", "driver"}
-    assert not any(map(alive, pids.values()))
+    logs = list(job.files.glob("attempt-1/*.log"))
+    assert {log.stem for log in logs} == {"one-ray", "two-ray", "one-driver"}
+    assert not any(alive(pid_in(log)) for log in logs)
 
 
 @pytest.mark.parametrize(
@@ -288,9 +298,9 @@ def test_a_node_that_does_not_join_is_named(
     nodes = RayNodes(job, {"one": LOCAL, "two": LOCAL}, logs=tmp_path)
     try:
         with pytest.raises(StallError, match=message):
-            nodes.form(lambda: False, lambda: None)
+            nodes.form(lambda: False)
     finally:
-        assert nodes.end() == {"one": None, "two": None}
+        assert nodes.end() == []
     assert all(process.code is not None for process in nodes.processes.values())
 
 
@@ -298,35 +308,45 @@ def test_only_processes_of_the_job_are_ended(tmp_path: Path) -> None:
     """Seen failing without the look at the environment: a process id may be another's by now."""
     stranger = subprocess.Popen(["sleep", "60"])
     try:
-        assert end_process("here", LOCAL, stranger.pid, "run-1") is None
+        (log := tmp_path / "here-driver.log").write_text(f"areal-lite pid {stranger.pid}\n")
+        assert end_process(make_job(), LOCAL, log=log) is None
         assert stranger.poll() is None
     finally:
         stranger.kill()
         stranger.wait()
 
 
+def test_what_was_seen_to_its_end_is_not_asked_for_again(tmp_path: Path) -> None:
+    """Seen failing without the note in the log: every later attempt asked every node about every process before."""
+    (log := tmp_path / "here-driver.log").write_text("areal-lite pid 4194305\nthe last word")
+    assert end_process(make_job(), LOCAL, log=log) is None
+    assert end_process(make_job(), ("no-such-shell",), log=log) is None
+    assert log.read_text().startswith("areal-lite pid 4194305\nthe last word\n")
+
+
 def test_what_a_killed_supervisor_left_is_ended_from_its_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = job_of(tmp_path, "true", monkeypatch)
-    left = Remote("here", LOCAL, script(job, ["sleep", "60"]), log=tmp_path / "log")
+    (logs := job.files / "attempt-1").mkdir()
+    left = Remote(job, LOCAL, script(job, command=["sleep", "60"]), log=logs / "here-driver.log")
     while left.pid is None:
         time.sleep(0.02)
-    Attempts(processes={"driver": left.pid}).save(job)
     assert end_leftovers(job) == []
     assert left._process.wait(timeout=10) != 0
 
 
 def test_the_token_is_in_no_list_of_processes(tmp_path: Path) -> None:
     job = make_job(folder=str(tmp_path))
-    remote = Remote("here", LOCAL, script(job, ["sleep", "60"], {"RAY_AUTH_TOKEN": "secret-7"}), log=tmp_path / "log")
+    text = script(job, command=["sleep", "60"], env={"RAY_AUTH_TOKEN": "secret-7"})
+    remote = Remote(job, LOCAL, text, log=tmp_path / "here-ray.log")
     try:
         while remote.pid is None:
             time.sleep(0.02)
         lines = [Path(path).read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
         assert not any(b"secret-7" in line for line in lines)
     finally:
-        assert remote.end(job.name) is None
+        assert remote.end() is None
 
 
 @pytest.mark.parametrize(
@@ -350,7 +370,7 @@ def test_a_later_attempt_goes_on_where_there_is_a_checkpoint(
         (folder / "checkpoints" / "step-000002" / "meta.json").touch()
     text = f"train arith_cpu {words.format(folder=folder)}"
     job = make_job("local", text, folder=str(tmp_path), profile=Profile())
-    said = attempts.driver_script(job, attempt=attempt, address=None)
+    said = attempts.driver_script(job, attempt=attempt)
     given = [word for word in shlex.split(said) if word.startswith(("run.dir=", "run.resume"))]
     assert " ".join(given) == last.format(folder=folder)
 
@@ -361,4 +381,4 @@ def test_a_shell_that_is_not_there_is_a_failed_attempt(tmp_path: Path, monkeypat
     ssh = job.profile.ssh.model_copy(update={"shell": "no-such-shell {host}"})
     job = job.model_copy(update={"profile": job.profile.model_copy(update={"ssh": ssh})}).save()
     assert supervise(job) == 1
-    assert "no-such-shell" in Attempts.read(job).outcome
+    assert "no-such-shell" in Attempts.read(job).said

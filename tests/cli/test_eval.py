@@ -9,8 +9,8 @@ import pytest
 from scripted_engine import ScriptedEngine
 
 from areal_lite import node
-from areal_lite.cli import evaluate as evaluate_module
-from areal_lite.cli.evaluate import _run
+from areal_lite.cli import eval as eval_module
+from areal_lite.cli.eval import _run
 from areal_lite.cli.main import main
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.errors import EngineError, StallError
@@ -71,7 +71,7 @@ def test_an_engine_that_stands_still_is_named(tmp_path: Path, monkeypatch: pytes
     """And closed. Seen failing, by the test's own timeout, without a watchdog."""
     engine = ScriptedEngine(eos_id=99)
     engine._running.clear()
-    with pytest.raises(StallError, match=r"waiting for 6 completions .*; late: the engine, after 0 tokens"):
+    with pytest.raises(StallError, match=r"for 6 completions and scores .*; late: the engine, after 0 tokens, or"):
         run(engine, tmp_path, monkeypatch, seconds="0")
     assert engine.calls == ["close"]
 
@@ -83,14 +83,14 @@ def die(*_: Any) -> None:
 def test_a_process_that_wanted_memory_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing without the kernel's word."""
     monkeypatch.setattr(node, "_oom_kills", lambda: "oom_kill 1000000")
-    monkeypatch.setattr(evaluate_module, "_evaluate", die)
+    monkeypatch.setattr(eval_module, "_evaluate", die)
     with pytest.raises(EngineError, match=r"of the engine ended by itself .the kernel has ended .* for want of memory"):
-        evaluate_module._in_a_process_of_its_own(parse_config({}), [], "unused")
+        eval_module._in_a_process_of_its_own(parse_config({}), [], "unused")
 
 
 def test_a_verifier_that_stands_still_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within `verifier.timeout_s`. Seen failing without a watchdog."""
-    with pytest.raises(StallError, match=r"for 6 scores .*; late: the verifier, with 1 calls running and 5 waiting"):
+    with pytest.raises(StallError, match=r"for 6 .*; late: .*, or the verifier, with 1 calls running and 5 waiting"):
         run(ScriptedEngine(eos_id=99), tmp_path, monkeypatch, seconds="50")
 
 
@@ -99,7 +99,7 @@ def test_a_run_s_figure_keeps_its_name_and_parts_and_metrics_are_shown(
 ) -> None:
     """Seen failing as an accuracy, where no half point was left at the end of a run that had some."""
     replies = [Reply(1.0, parts={"right": 1.0}, metrics={"no_hash": 0.0}), Reply(0.0, metrics={"no_hash": 1.0})]
-    monkeypatch.setattr("areal_lite.cli.evaluate.evaluate", lambda *_, **__: replies)
+    monkeypatch.setattr("areal_lite.cli.eval.evaluate", lambda *_, **__: replies)
     (tmp_path / "summary.json").write_text('{"eval_called": "mean reward"}')
     assert main(["eval", str(tmp_path), "--recipe", "arith_cpu"]) == 0
     lines = [
@@ -122,7 +122,7 @@ def test_a_model_of_a_run_is_measured_with_the_run_s_recipe(
         seen.append(config)
         return [Reply(1.0)]
 
-    monkeypatch.setattr("areal_lite.cli.evaluate.evaluate", evaluate)
+    monkeypatch.setattr("areal_lite.cli.eval.evaluate", evaluate)
     model = tmp_path / "run" / "checkpoints" / "step-3" / "model"
     model.mkdir(parents=True)
     folder, verifier = RunFolder(tmp_path / "run"), {"function": "exact", "arguments": {"tiny": 1e-05}}

@@ -1,0 +1,7 @@
+mkdir -p {{ job.folder | quote }} &&
+cp -rL {{ source | quote }}/. {{ job.folder | quote }} &&
+cd {{ job.folder | quote }} &&
+{% if job.profile.enter %}
+{{ job.profile.enter }} &&
+{% endif %}
+exec {{ job.profile.container | before }}python -m areal_lite.launch.clusters.attempts {{ job.record | quote }}
