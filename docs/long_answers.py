@@ -11,8 +11,9 @@ in flight, as in a run; scoring takes no time.
 import json
 import math
 import sys
-from collections import Counter
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from areal_lite.launch.bench.harness import surroundings
 from areal_lite.record.quarters import EDGES, LENGTHS
-from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
+from areal_lite.sample_queue.ledger import HeldLease, Ledger, LedgerSettings
 from areal_lite.sample_queue.staleness import age_limit, trainable_mask
 from areal_lite.types import Sample, Score, StopReason, VersionSpan
 
@@ -43,22 +44,21 @@ ENGINES = {"memory-bound": 64.0, "compute-bound": 1.0}
 class Running:
     """A sample in the engine."""
 
-    group: str
+    lease: HeldLease
     length: int
+    starts: dict[int, int]
+    """First token -> the version that produces it and those behind it, up to the next."""
     done: float = 0.0
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    """(version, first token) of each change."""
 
     def sample(self) -> Sample:
         """Return it as the engine would hand it in."""
-        first = dict((start, version) for version, start in self.spans)  # of two changes at one token the last counts
-        starts = sorted(start for start in first if start < self.length)
-        ends = [*starts[1:], self.length]
-        spans = [VersionSpan(version=first[a], start=a, end=b) for a, b in zip(starts, ends, strict=True)]
-        nothing = np.zeros(self.length, np.int32)
-        return Sample(
-            token_ids=nothing, logprobs=nothing.astype(np.float32), spans=tuple(spans), stop_reason=StopReason.STOP
+        starts = [start for start in self.starts if start < self.length]
+        spans = tuple(
+            VersionSpan(version=self.starts[start], start=start, end=end)
+            for start, end in pairwise([*starts, self.length])
         )
+        nothing = np.zeros(self.length, np.int32)
+        return Sample(token_ids=nothing, logprobs=nothing.astype("f4"), spans=spans, stop_reason=StopReason.STOP)
 
 
 class Simulation:
@@ -78,8 +78,8 @@ class Simulation:
         self.time = self.step_ends = 0.0
         mean = MEDIAN * math.exp(SIGMA**2 / 2)
         self.step_s = GROUPS * SAMPLES * mean * (1 + SLOTS / half) / SLOTS
-        self.batch, self.prompts = None, 0
-        self.leases, self.running, self.ended = {}, [], {}
+        self.batch, self.num_prompts = None, 0
+        self.running, self.ended = list[Running](), defaultdict[str, list[Sample]](list)
         self.drawn, self.trained = np.zeros((2, len(LENGTHS), 4))
         self.num_drawn = self.num_trained = 0
         self.ages = Counter()
@@ -107,28 +107,24 @@ class Simulation:
     def fill(self) -> None:
         """Lend groups while there are slots for one, admitting what may be admitted."""
         while len(self.running) + SAMPLES <= SLOTS:
-            leases = self.ledger.lease_rollout("w", limit=1)
-            if not leases:
+            if not (leases := self.ledger.lease_rollout("w", limit=1)):
                 if not self.ledger.capacity():
                     return
-                self.ledger.admit(f"p{self.prompts}")
-                self.prompts += 1
-                continue
-            (lease,) = leases
-            self.leases[lease.group.group_id], self.ended[lease.group.group_id] = lease, []
-            lengths = np.clip(self.rng.lognormal(math.log(MEDIAN), SIGMA, SAMPLES).round(), 1, LONGEST).astype(int)
-            self.num_drawn += 1
-            for length in lengths.tolist():
-                self.count(self.drawn, np.ones(length, bool))
-                self.running.append(Running(lease.group.group_id, length, spans=[(self.ledger.version, 0)]))
+                self.ledger.admit(f"p{self.num_prompts}")
+                self.num_prompts += 1
+            for lease in leases:
+                lengths = np.clip(self.rng.lognormal(math.log(MEDIAN), SIGMA, SAMPLES).round(), 1, LONGEST).astype(int)
+                self.num_drawn += 1
+                for length in lengths.tolist():
+                    self.count(self.drawn, np.ones(length, bool))
+                    self.running.append(Running(lease, length, {0: self.ledger.version}))
 
     def chosen(self) -> list[Running]:
         """Return which samples the engine decodes: those of due groups alone, where they are what the trainer lacks."""
         if self.policy != OLD_FIRST or self.batch is not None or self.ledger.missing():
             return self.running
         due = self.ledger.version - self.eta
-        old = [one for one in self.running if self.leases[one.group].group.admitted_version <= due]
-        return old or self.running
+        return [one for one in self.running if one.lease.group.admitted_version <= due] or self.running
 
     def advance(self) -> None:
         """Go on to the next end, of a sample or of a step."""
@@ -149,10 +145,10 @@ class Simulation:
 
     def end(self, one: Running) -> None:
         """A group whose last sample has ended is scored at once."""
-        ended = self.ended[one.group]
+        ended = self.ended[one.lease.lease_id]
         ended.append(one.sample())
         if len(ended) == SAMPLES:
-            self.ledger.complete_rollout(self.leases.pop(one.group).lease_id, self.ended.pop(one.group))
+            self.ledger.complete_rollout(one.lease.lease_id, ended)
             (lease,) = self.ledger.lease_verify("v", limit=1)
             self.ledger.complete_verify(lease.lease_id, [Score(reward=float(place % 2)) for place in range(SAMPLES)])
 
@@ -171,11 +167,9 @@ class Simulation:
                         self.ages[age] += span.end - span.start
         self.ledger.complete_step(batch.batch_id)
         for one in self.running:
-            one.spans.append((self.ledger.version, math.ceil(one.done)))
-        gone = set(self.ledger.renew("w", [lease.lease_id for lease in self.leases.values()]))
-        for group in [name for name, lease in self.leases.items() if lease.lease_id in gone]:
-            del self.leases[group], self.ended[group]
-            self.running = [one for one in self.running if one.group != group]
+            one.starts[math.ceil(one.done)] = self.ledger.version  # of two changes at one token the last counts
+        gone = set(self.ledger.renew("w", [one.lease.lease_id for one in self.running]))
+        self.running = [one for one in self.running if one.lease.lease_id not in gone]
 
     @staticmethod
     def count(cells: np.ndarray, mask: np.ndarray) -> None:

@@ -14,12 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.config.recipe import Config, load_config
+from areal_lite.data.encode import load_tokenizer
+from areal_lite.data.mix import make_cursor
+from areal_lite.data.prompts import load_sources
 from areal_lite.events import EventBuffer
-from areal_lite.launch.bench.harness import CONSOLE, finish, ratios, say, target, turns
-from areal_lite.launch.bench.view import Row
+from areal_lite.launch.bench.harness import CONSOLE, finish, in_turns, ratios, target
+from areal_lite.launch.run.train import prepare_model
+from areal_lite.record.columns import Row
 from areal_lite.rollout.agents import Agent
 from areal_lite.rollout.endpoint import Endpoint
 from areal_lite.rollout.runner import Workflows
+from areal_lite.rollout.vllm_engine import VllmEngine
 from areal_lite.rollout.worker import RolloutWorker
 from areal_lite.rollout.workflows import multi_turn
 from areal_lite.types import Group, Lease, Prompt
@@ -52,12 +57,24 @@ def bench(settings: AgentsBench, recipe: str, overrides: Sequence[str], *, out: 
     room = settings.turns * (settings.turn_tokens + 1)
     ours = [f"rollout.max_new_tokens={room}", f"model.max_context={room + 64}"]
     config = load_config(recipe, [*ours, *overrides])
-    from areal_lite.launch.run.train import prepare_model
-
-    folder = str(prepare_model(config, console=CONSOLE))
+    folder = prepare_model(config, console=CONSOLE)
     cases = [(side, latency) for latency in settings.latencies_s for side in ("workflow", "agent")]
     cases.insert(2, ("socket", settings.latencies_s[0]))
-    measured = asyncio.run(_measure_all(settings, config, cases, folder=folder))
+    prompts = load_sources(config, load_tokenizer(folder, config.model), "train")
+    with asyncio.Runner() as runner:
+        engine = runner.run(VllmEngine.start(config, model_folder=str(folder)))
+
+        async def measure(case: Case) -> tuple[float, float]:
+            lender = _Lender(make_cursor(config, prompts).next)
+            figures = await _measure(settings, config, case, engine=engine, lender=lender)
+            await engine.reset()
+            await engine.resume()
+            return figures
+
+        try:
+            measured = in_turns(cases, repeats=settings.repeats, measure=lambda case: runner.run(measure(case)))
+        finally:
+            runner.run(engine.close())
     rows = summarise(measured)
     described = {"recipe": recipe, "overrides": list(overrides), **asdict(settings)}
     return finish("agents", "dialogues of one engine", rows, settings=described, out=out, targets=targets(rows))
@@ -86,30 +103,6 @@ def targets(rows: Sequence[Row]) -> list[Any]:
         *(target("an agent over the built-in workflow, tokens/s", row["over"], at_least=0.9) for row in quick),
         *(target(f"slots full, environment of {row['latency_s']:g} s", row["full"], at_least=0.8) for row in slow),
     ]
-
-
-async def _measure_all(
-    settings: AgentsBench, config: Config, cases: Sequence[Case], *, folder: str
-) -> dict[Case, list[tuple[float, float]]]:
-    from areal_lite.data.encode import load_tokenizer
-    from areal_lite.data.mix import make_cursor
-    from areal_lite.data.prompts import load_sources
-    from areal_lite.rollout.vllm_engine import VllmEngine
-
-    prompts = load_sources(config, load_tokenizer(folder, config.model), "train")
-    measured: dict[Case, list[tuple[float, float]]] = {case: [] for case in cases}
-    engine = await VllmEngine.start(config, model_folder=folder)
-    try:
-        for _, case in turns(cases, settings.repeats):
-            lender = _Lender(make_cursor(config, prompts).next)
-            rate, full = await _measure(settings, config, case, engine=engine, lender=lender)
-            say(f"{case[0]}, environment of {case[1]:g} s: {rate:,.0f} tokens/s, {full:.0%} full", style="")
-            measured[case].append((rate, full))
-            await engine.reset()
-            await engine.resume()
-    finally:
-        await engine.close()
-    return measured
 
 
 async def _measure(

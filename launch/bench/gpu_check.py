@@ -4,88 +4,46 @@ Every run is synchronous with fixed seeds, so that what differs between two of t
 first step's samples, loss and gradient must be the same. With `--cpu` the same runs go over gloo on this machine.
 """
 
-import itertools
 import json
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import Field
 
-from areal_lite.config.reading import parse_override
+from areal_lite.config.reading import parse_override, read_yaml
+from areal_lite.config.section import Section
 from areal_lite.errors import ConfigError
 from areal_lite.launch.bench.harness import CONSOLE, PlannedRun, run_to_the_end, say, write_results
 from areal_lite.launch.bench.plan import choose, planned_config
-from areal_lite.launch.bench.view import Columns, Row, cell, markdown, table
+from areal_lite.launch.bench.view import table
 from areal_lite.node import package_versions
+from areal_lite.record.columns import Row, markdown
 from areal_lite.record.run_folder import read_summary, write_whole
 
-_RECIPE = "arith_cpu"
 _SPEED_MODEL, _SPEED_PARAMETERS = "Qwen/Qwen3-1.7B", 1.72e9
-_SETTINGS: dict[str, Any] = {
-    "model.warm_start.steps": 30, "verifier.function": f"{__name__}:any_reward", "run.steps": 4, "run.eval_every": 0,
-    "run.checkpoint_every": 0, "rollout.slots": 64, "queue.max_staleness": 0, "queue.groups_per_step": 8,
-    "trainer.minibatches": 1, "weights.parity_every": 1, "weights.parity_limit": 0, "model.compute_dtype": "float32",
-}  # fmt: skip
-_PLACES: Mapping[str, dict[str, Any]] = {
-    "cuda": {"run.device": "cuda", "weights.transport": "nccl", "rollout.gpu_memory_fraction": 0.3},
-    "cpu": {"run.device": "cpu", "weights.transport": "gloo"},
-}
 _LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 """Nats between engine and rank, where float32 is wider than on a CPU, whose attention kernels agree to 1e-5; and the
 relative difference of the first step's gradient norm from that of the run before."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Part(Section):
     """One run: what it adds, and what it needs."""
 
     shows: str
     gpus: int
-    settings: dict[str, Any]
+    settings: dict[str, Any] = Field({})
     like: str | None = None
-    """The run whose first step it must repeat."""
+    """the run whose first step it must repeat"""
     on_cpu: bool = True
 
-    @property
-    def dtype(self) -> str:
-        """The dtype of the work."""
-        return str(self.settings.get("model.compute_dtype", "float32"))
 
-
-PARTS: Mapping[str, Part] = {
-    "float32": Part(shows="an engine and a rank in float32", gpus=2, settings={}),
-    "bfloat16": Part(shows="the same in bfloat16", gpus=2, settings={"model.compute_dtype": "bfloat16"}),
-    "two-ranks": Part(shows="FSDP over two ranks", gpus=3, settings={"trainer.ranks": 2}, like="float32"),
-    "wide-engine": Part(shows="an engine of two GPUs", gpus=3, settings={"rollout.tensor_parallel": 2}, like="float32"),
-    "both": Part(
-        shows="two ranks, an engine of two GPUs", gpus=4, like="float32",
-        settings={"trainer.ranks": 2, "rollout.tensor_parallel": 2},
-    ),
-    "ipc": Part(
-        shows="weights by CUDA IPC, engine and rank on one GPU", gpus=1, like="float32", on_cpu=False,
-        settings={"weights.transport": "ipc"},
-    ),
-    "speed": Part(
-        shows=f"throughput of {_SPEED_MODEL}, random weights", gpus=2, on_cpu=False,
-        settings={
-            "model.compute_dtype": "bfloat16", "model.max_context": 1024, "rollout.max_new_tokens": 768,
-            "trainer.micro_batch_tokens": 16384, "trainer.activation_checkpointing": True,
-            "rollout.gpu_memory_fraction": 0.8,
-        },
-    ),
-}  # fmt: skip
-_COLUMNS: Columns = {
-    "part": lambda row: f"{row['name']}: {row['shows']}",
-    "parity": cell("parity", ".1e"),
-    "gradient": cell("grad_norm", ".5g"),
-    "s/step": cell("step_s", ".1f"),
-    "outcome": lambda row: row["outcome"].partition(":")[0],
-}
+_CHECK = read_yaml(Path(__file__).with_name("gpu-check.yaml"), holding="recipe, settings, devices and parts")
+PARTS = {name: Part.model_validate(part) for name, part in _CHECK["parts"].items()}
 
 
 def any_reward(prompt: str, completion: str, answer: str, **row: Any) -> float:
@@ -118,7 +76,7 @@ def bench(overrides: Sequence[str], *, cpu: bool, only: Sequence[str], out: Path
         return content
 
     def show(_content: object) -> None:
-        CONSOLE.print(table(_COLUMNS, rows, title="gpu-check"))
+        CONSOLE.print(table("gpu-check", rows, title="gpu-check"))
         for row in rows:
             if row["outcome"] != "passed":
                 say(f"{row['name']}: {row['outcome']}")
@@ -127,9 +85,9 @@ def bench(overrides: Sequence[str], *, cpu: bool, only: Sequence[str], out: Path
     code = run_to_the_end([runs], out=out, collect=collect, show=show)
     if code == 0 and "dead-engine" in chosen:
         say("dead-engine: an engine is killed in a run, which must go on")
-        words = ["drill", _RECIPE, *(f"{key}={value}" for key, value in {**_PLACES[device], **extra}.items())]
-        command = [sys.argv[0], *words, "--faults", "engine", "--out", str(out / "dead-engine")]
-        code = subprocess.run(command, check=False).returncode
+        settings = [f"{key}={value}" for key, value in {**_CHECK["devices"][device], **extra}.items()]
+        words = ["drill", _CHECK["recipe"], *settings, "--faults", "engine", "--out", str(out / "dead-engine")]
+        code = subprocess.run([sys.argv[0], *words], check=False).returncode
     return code or int(any(row["outcome"] != "passed" for row in rows))
 
 
@@ -138,10 +96,11 @@ def judged(folders: Iterable[tuple[str, Path]]) -> list[dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     for name, folder in folders:
         part, found = PARTS[name], read_summary(folder)
-        row: dict[str, Any] = {"name": name, **asdict(part), "outcome": "failed: it has not ended; its log says why"}
+        row = {"name": name, **part.model_dump(), "outcome": "failed: it has not ended; its log says why"}
         rows[name] = row
         if found.get("status") != "done":
             continue
+        # With figures that are no number, which must not pass.
         steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         parities = [one["parity_max_abs_logprob_diff"] for one in steps]
         row |= {
@@ -157,7 +116,7 @@ def judged(folders: Iterable[tuple[str, Path]]) -> list[dict[str, Any]]:
 
 
 def _verdict(row: Mapping[str, Any], other: Mapping[str, Any] | None, part: Part) -> str:
-    limit = _LIMITS[part.dtype]
+    limit = _LIMITS[part.settings.get("model.compute_dtype", "float32")]
     if not row["parity"] <= limit:
         return f"failed: engine and rank must agree within {limit:g} nats, got {row['parity']:.2g}"
     if other and "grad_norm" in other:
@@ -178,8 +137,8 @@ def _why_not(part: Part, *, cpu: bool, num_gpus: int) -> str | None:
 
 def _planned(name: str, device: str, extra: dict[str, Any], *, out: Path) -> PlannedRun:
     more: dict[str, Any] = {"model.path": str(_random_model(out / "model"))} if name == "speed" else {}
-    changes = [_SETTINGS, _PLACES[device], PARTS[name].settings, more, extra]
-    return PlannedRun(name=name, config=planned_config(_RECIPE, name, changes))
+    changes = [_CHECK["settings"], _CHECK["devices"][device], PARTS[name].settings, more, extra]
+    return PlannedRun(name=name, config=planned_config(_CHECK["recipe"], name, changes))
 
 
 def _random_model(folder: Path) -> Path:
@@ -199,16 +158,6 @@ def _random_model(folder: Path) -> Path:
     return folder
 
 
-def _utilisation(content: Mapping[str, Any]) -> Iterable[str]:
-    from areal_lite.train.memory import KNOWN
-
-    speed = next((row for row in content["rows"] if row["name"] == "speed" and "trained_per_s" in row), None)
-    card = next((name for name in KNOWN["gpus"] if any(name in gpu for gpu in content["gpus"])), None)
-    if speed and card:
-        share = 6 * _SPEED_PARAMETERS * speed["trained_per_s"] / (KNOWN["gpus"][card]["tflops"] * 1e12)
-        yield f"- speed: {share:.1%} of the peak of {card} (MFU: 6 operations a parameter and token)"
-
-
 def _gpus() -> dict[str, Any]:
     cuda = torch.cuda
     names = [cuda.get_device_name(index) for index in range(cuda.device_count())] if cuda.is_available() else []
@@ -218,19 +167,23 @@ def _gpus() -> dict[str, Any]:
 
 def _page(content: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
-    where = ", ".join(content["gpus"]) or content["processor"]
-    lines = [
-        f"# gpu-check on {where}",
-        f"areal-lite {content['commit']}; {versions}",
-        markdown(_COLUMNS, content["rows"]),
-    ]
-    lines += [f"- **{row['name']}**: {row['outcome']}" for row in content["rows"] if row["outcome"] != "passed"]
-    lines += [f"- {name} was left out: {why}" for name, why in content["left_out"].items()]
-    lines += [
-        f"- {row['name']}: {row['trained_per_s']:,.0f} tokens/s trained, {row['gen_tokens_per_s']:,.0f} generated"
-        for row in content["rows"]
-        if "trained_per_s" in row
-    ]
-    lines += list(_utilisation(content))
-    free = ", ".join(f"{share:.0%}" for share in content["memory_free_at_the_end"])
-    return "\n\n".join(itertools.chain(lines, [f"GPU memory free at the end: {free}"] if free else [])) + "\n"
+    head = f"# gpu-check on {', '.join(content['gpus']) or content['processor']}"
+    commit = f"areal-lite {content['commit']}; {versions}"
+    return "\n\n".join([head, commit, markdown("gpu-check", content["rows"]), *_notes(content)]) + "\n"
+
+
+def _notes(content: Mapping[str, Any]) -> Iterator[str]:
+    from areal_lite.train.memory import KNOWN
+
+    yield from (f"- **{row['name']}**: {row['outcome']}" for row in content["rows"] if row["outcome"] != "passed")
+    yield from (f"- {name} was left out: {why}" for name, why in content["left_out"].items())
+    card = next((name for name in KNOWN["gpus"] if any(name in gpu for gpu in content["gpus"])), None)
+    for row in content["rows"]:
+        if "trained_per_s" in row:
+            rate, generated = row["trained_per_s"], row["gen_tokens_per_s"]
+            yield f"- {row['name']}: {rate:,.0f} tokens/s trained, {generated:,.0f} generated"
+            if row["name"] == "speed" and card:
+                share = 6 * _SPEED_PARAMETERS * rate / (KNOWN["gpus"][card]["tflops"] * 1e12)
+                yield f"- speed: {share:.1%} of the peak of {card} (MFU: 6 operations a parameter and token)"
+    if content["memory_free_at_the_end"]:
+        yield "GPU memory free at the end: " + ", ".join(f"{share:.0%}" for share in content["memory_free_at_the_end"])

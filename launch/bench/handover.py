@@ -21,7 +21,7 @@ import transformers
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
 from areal_lite.events import Event
-from areal_lite.launch.bench.harness import CONSOLE, finish, ratios, say
+from areal_lite.launch.bench.harness import finish, in_turns, ratios
 from areal_lite.launch.bench.plan import planned_config
 from areal_lite.rollout.engine import Sampling
 from areal_lite.train.warm_start import ensure_warm_start
@@ -74,14 +74,11 @@ def bench(settings: HandoverBench, *, out: Path) -> int:
     """Measure one model after another."""
     from areal_lite.launch.run.train import ray_session
 
-    rows = []
-    with ray_session(), CONSOLE.status("measuring") as status:
-        for size in settings.sizes:
-            status.update(f"model {size}: starting an engine and a trainer rank, then {settings.repeats} hand-overs")
-            rows.append(line := measure_handovers(settings, size, logs=out / "logs" / str(size)))
-            ms = {part: 1e3 * statistics.median(line[part]) for part in ("staging_s", "paused_s", "copy_s")}
-            times = f"staged in {ms['staging_s']:.1f} ms, paused for {ms['paused_s']:.1f} ms"
-            say(f"{size}: {times}; memory copy {ms['copy_s']:.1f} ms", style="")
+    def measure(size: Size) -> dict[str, Any]:
+        return measure_handovers(settings, size, logs=out / "logs" / str(size))
+
+    with ray_session():
+        rows = [row for (row,) in in_turns(settings.sizes, repeats=1, measure=measure).values()]
     # No targets: what a pause may take depends on what else there is to do; see `bench modes`.
     title = f"hand-over of weights to an engine with {settings.requests} requests in flight; milliseconds"
     described = asdict(settings) | {"sizes": [size._asdict() for size in settings.sizes]}

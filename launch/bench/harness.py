@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -24,9 +24,10 @@ from rich.console import Console
 from areal_lite.config.presets import ObjectiveConfig
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.errors import ArealLiteError, ConfigError
-from areal_lite.launch.bench.view import COLUMNS, Row, spread, table
+from areal_lite.launch.bench.view import table
 from areal_lite.node import package_versions
 from areal_lite.record.checkpoints import whole_checkpoints
+from areal_lite.record.columns import Row, spread
 from areal_lite.record.differences import differences
 from areal_lite.record.paths import with_absolute_paths
 from areal_lite.record.recorder import commit_of_code
@@ -49,9 +50,11 @@ def turns(cases: Iterable[Case], repeats: int) -> list[tuple[int, Case]]:
 
 
 def in_turns(cases: Iterable[Case], *, repeats: int, measure: Callable[[Case], Figure]) -> dict[Case, list[Figure]]:
-    """Measure every case once per repeat, in the order of `turns`."""
+    """Measure every case once per repeat, in the order of `turns`, and say which."""
     measured: dict[Case, list[Figure]] = {case: [] for case in cases}
-    for _, case in turns(measured, repeats):
+    for repeat, case in turns(measured, repeats):
+        words = ", ".join(map(str, case)) if isinstance(case, tuple) else str(case)
+        say(f"repeat {repeat + 1} of {repeats}: {words}", style="")
         measured[case].append(measure(case))
     return measured
 
@@ -109,16 +112,12 @@ def write_results(content: Mapping[str, Any], *, out: Path) -> dict[str, Any]:
 def finish(
     benchmark: str, title: str, rows: Sequence[Row], *, settings: Mapping[str, Any], out: Path, targets: Any = ()
 ) -> int:
-    """Write `results.json` of a benchmark that has rows, show them as `view.COLUMNS` says, and what was aimed at; 0."""
+    """Write `results.json` of a benchmark that has rows, show them, and what was aimed at; return 0."""
     figures = {"settings": dict(settings), "rows": list(rows), "targets": list(targets)}
     write_results({"benchmark": benchmark, "versions": package_versions(), **figures}, out=out)
-    CONSOLE.print(table(COLUMNS[benchmark], rows, title=title))
-    for one in targets:
-        bound, is_met = f"at most {one['at_most']}", one["at_least"] is None and one["median"] <= one["at_most"]
-        if one["at_least"] is not None:
-            bound, is_met = f"at least {one['at_least']}", one["median"] >= one["at_least"]
-        seen = f"{one['median']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
-        say(f"{one['measure']}: {seen}, aimed at {bound}: {'met' if is_met else 'missed'}")
+    CONSOLE.print(table(benchmark, rows, title=title))
+    if targets:
+        CONSOLE.print(table("targets", targets, title="aimed at"))
     say(f"results: {out / 'results.json'}", style="")
     return 0
 
@@ -136,8 +135,18 @@ class PlannedRun:
     """Its folder's name too."""
     config: Config
     """The whole recipe."""
-    overrides: dict[str, Any] = field(default_factory=dict)
-    """What sets it apart from the other runs of a plan."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What sets it apart from the other runs of a plan, for `results.json`."""
+
+
+def entry_of(run: PlannedRun, out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what `results.json` says of any run, and its summary; none where the folder holds other settings."""
+    found: dict[str, Any] = {}
+    with suppress(ConfigError):
+        where_it_begins(run, out / run.name)
+        found = read_summary(out / run.name)
+    known = {"name": run.name, **run.facts, "seed": run.config.run.seed, "status": found.get("status", "not run")}
+    return known, found
 
 
 def where_it_begins(run: PlannedRun, folder: Path) -> str:
@@ -185,12 +194,12 @@ def run_to_the_end(
             for runs in parts:
                 failures |= run_all(runs, out=out, train=train, after_each=collect)
         show(collect())
+        if not failures:
+            return 0
         code, ending = 1, f"failed: {', '.join(failures)}; the same command tries them again:"
     except KeyboardInterrupt:
         collect()
         code, ending = 130, "stopped. To go on:"
-    if code == 1 and not failures:
-        return 0
     say(ending)
     say(f"  {shlex.join(['areal-lite', *sys.argv[1:]])}", style="")
     return code

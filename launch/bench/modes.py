@@ -6,7 +6,7 @@ A short search chooses the threads of each mode, then all modes take turns, seve
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,12 +15,13 @@ import numpy as np
 from areal_lite.config.reading import parse_override
 from areal_lite.errors import ConfigError
 from areal_lite.launch.bench import modes_figures as figures
-from areal_lite.launch.bench.harness import CONSOLE, PlannedRun, run_to_the_end, say, turns, write_results
+from areal_lite.launch.bench.harness import CONSOLE, PlannedRun, entry_of, run_to_the_end, say, turns, write_results
 from areal_lite.launch.bench.modes_figures import MAX_STALENESS, MODES, Mode
 from areal_lite.launch.bench.plan import choose, planned_config
-from areal_lite.launch.bench.view import Columns, Row, cell, markdown, picture, table
+from areal_lite.launch.bench.view import picture, table
+from areal_lite.record.columns import Row, markdown
 from areal_lite.record.report.charts import as_shares
-from areal_lite.record.run_folder import RunFolder, read_summary
+from areal_lite.record.run_folder import RunFolder
 
 _STEPS = 30
 """A run's steps at most, unless the command line says otherwise: a recipe is made for learning, not for a benchmark."""
@@ -33,13 +34,13 @@ def bench(recipe: str, overrides: Sequence[str], *, repeats: int, only: Sequence
     cores = len(os.sched_getaffinity(0))
     search = search_runs(recipe, choose(list(MODES), only, what="mode"), cores=cores, extra=overrides)
     out = (out or Path("runs") / f"modes-{Path(recipe).stem}").resolve()
-    measured: list[ModeRun] = []
+    measured: list[PlannedRun] = []
 
-    def parts() -> Iterator[list[ModeRun]]:
-        tried = ", ".join(f"{one.mode} {one.threads}" for one in search)
+    def parts() -> Iterator[list[PlannedRun]]:
+        tried = ", ".join("{mode} {threads}".format(**one.facts) for one in search)
         say(f"searching {len(search)} splits of {cores} cores, threads of generation + training: {tried}")
         yield search
-        chosen = fastest_threads(search, [_entry(one, out / one.name) for one in search])
+        chosen = fastest_threads(search, [_entry(one, out) for one in search])
         listed = ", ".join(f"{mode} {threads}" for mode, threads in chosen.items())
         say(f"measuring with the fastest threads: {listed}")
         measured.extend(measured_runs(recipe, chosen, repeats=repeats, extra=overrides))
@@ -54,9 +55,7 @@ def bench(recipe: str, overrides: Sequence[str], *, repeats: int, only: Sequence
             say(f"- {text}", style="")
         say(f"results.json, modes.md and modes.svg are in {out}")
 
-    def collect() -> dict[str, Any]:
-        return collect_modes(recipe, search=search, measured=measured, overrides=overrides, out=out)
-
+    collect = partial(collect_modes, recipe, search=search, measured=measured, overrides=overrides, out=out)
     return run_to_the_end(parts(), out=out, collect=collect, show=show)
 
 
@@ -69,16 +68,6 @@ class Threads(NamedTuple):
     def __str__(self) -> str:
         """Return `1+2`: generation, training."""
         return f"{self.generation}+{self.training}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModeRun(PlannedRun):
-    """One run of a mode."""
-
-    mode: str
-    threads: Threads
-    repeat: int | None
-    """From 0; None = a run of the search, which no figure is taken from."""
 
 
 def thread_settings(mode: Mode, *, cores: int) -> list[Threads]:
@@ -97,20 +86,22 @@ def thread_settings(mode: Mode, *, cores: int) -> list[Threads]:
     return list(dict.fromkeys(split if mode.has_split else [Threads(cores, cores), Threads(half, cores)]))
 
 
-def search_runs(recipe: str, modes: Iterable[str], *, cores: int, extra: Sequence[str]) -> list[ModeRun]:
+def search_runs(recipe: str, modes: Iterable[str], *, cores: int, extra: Sequence[str]) -> list[PlannedRun]:
     """Return a short run for each mode and thread setting, with a seed of its own; a `ConfigError` if not for a CPU."""
     tried = [(mode, threads) for mode in modes for threads in thread_settings(MODES[mode], cores=cores)]
     return _runs(recipe, [(None, setting) for setting in tried], extra=extra)
 
 
-def measured_runs(recipe: str, chosen: Mapping[str, Threads], *, repeats: int, extra: Sequence[str]) -> list[ModeRun]:
+def measured_runs(
+    recipe: str, chosen: Mapping[str, Threads], *, repeats: int, extra: Sequence[str]
+) -> list[PlannedRun]:
     """Return the runs that are measured: in turns, every repeat with a seed of its own."""
     return _runs(recipe, turns(chosen.items(), repeats), extra=extra)
 
 
 def _runs(
     recipe: str, wanted: Iterable[tuple[int | None, tuple[str, Threads]]], *, extra: Sequence[str]
-) -> list[ModeRun]:
+) -> list[PlannedRun]:
     overrides = dict(map(parse_override, extra))
     config = planned_config(recipe, "recipe", [overrides])
     if config.run.device != "cpu":
@@ -132,24 +123,24 @@ def _runs(
         }
         name = f"search_{mode}_{threads.generation}-{threads.training}" if repeat is None else f"{mode}_{repeat}"
         changed = planned_config(recipe, name, [overrides, changes])
-        runs.append(ModeRun(name=name, config=changed, mode=mode, threads=threads, repeat=repeat))
+        runs.append(PlannedRun(name=name, config=changed, facts={"mode": mode, "threads": threads, "repeat": repeat}))
     return runs
 
 
-def fastest_threads(search: Sequence[ModeRun], entries: Sequence[Row]) -> dict[str, Threads]:
+def fastest_threads(search: Sequence[PlannedRun], entries: Sequence[Row]) -> dict[str, Threads]:
     """Return each mode's fastest thread setting; the first one where no search run is done."""
     rates = {entry["name"]: entry.get("samples_per_s", 0.0) for entry in entries}
-    return {
-        mode: max((run for run in search if run.mode == mode), key=lambda run: rates[run.name]).threads
-        for mode in dict.fromkeys(run.mode for run in search)
-    }
+    tried: dict[str, list[PlannedRun]] = {}
+    for run in search:
+        tried.setdefault(run.facts["mode"], []).append(run)
+    return {mode: max(runs, key=lambda run: rates[run.name]).facts["threads"] for mode, runs in tried.items()}
 
 
 def collect_modes(
-    recipe: str, *, search: Sequence[ModeRun], measured: Sequence[ModeRun], overrides: Sequence[str], out: Path
+    recipe: str, *, search: Sequence[PlannedRun], measured: Sequence[PlannedRun], overrides: Sequence[str], out: Path
 ) -> dict[str, Any]:
     """Read all run folders, write `results.json`, and return its content."""
-    entries = [_entry(run, out / run.name) for run in measured]
+    entries = [_entry(run, out) for run in measured]
     done = [entry for entry in entries if "seconds" in entry]
     shortest = min((entry["seconds"] for entry in done), default=0.0)
     for entry in done:
@@ -166,27 +157,20 @@ def collect_modes(
         "best_synchronous": best,
         "modes": lines,
         "findings": figures.findings(lines, best=best),
-        "search": [_entry(run, out / run.name) for run in search],
+        "search": [_entry(run, out) for run in search],
         "runs": entries,
-        "config": {run.mode: run.config.model_dump() for run in measured if run.repeat == 0},
+        "config": {run.facts["mode"]: run.config.model_dump() for run in measured if run.facts["repeat"] == 0},
     }
     return write_results(content, out=out)
 
 
-def _entry(run: ModeRun, folder: Path) -> dict[str, Any]:
+def _entry(run: PlannedRun, out: Path) -> dict[str, Any]:
     """Return what is known of one run; its figures only when it is done."""
-    found, config = read_summary(folder), run.config
-    entry: dict[str, Any] = {
-        "name": run.name,
-        "mode": run.mode,
-        "threads": str(run.threads),
-        "repeat": run.repeat,
-        "seed": config.run.seed,
-        "status": found.get("status", "not run"),
-    }
+    (entry, found), config = entry_of(run, out), run.config
+    entry["threads"] = str(entry["threads"])
     if entry["status"] != "done":
         return entry
-    rows, events = _log(folder)
+    rows, events = _log(out / run.name)
     first, last = figures.measured_steps(config.run.steps, max_staleness=MAX_STALENESS)
     slots, samples = config.rollout.slots, config.samples_per_step
     return {
@@ -204,93 +188,59 @@ def _log(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return RunFolder(folder).read("metrics.jsonl"), RunFolder(folder).read("events.jsonl")
 
 
-def ages(line: Row) -> str:
-    """Return the trained tokens of age 0, 1, 2 ... in percent."""
-    total, oldest = max(1, sum(line["ages"].values())), max(map(int, line["ages"]), default=-1)
-    return " ".join(f"{100 * line['ages'].get(str(age), 0) / total:.0f}" for age in range(oldest + 1))
-
-
-_MODE: Columns = {"mode": lambda line: f"{line['mode']}\n{line['threads']}"}
-_SPEED: Columns = _MODE | {
-    "x best sync": cell("ratio", ".2f", ranged=True),
-    "samples/s": cell("figures.samples_per_s", ".1f", ranged=True),
-    "s/step": cell("figures.seconds_per_step", ".2f", ranged=True),
-    "gen tok/s": cell("figures.generated_tokens_per_s", ".0f", ranged=True),
-    "train tok/s": cell("figures.trained_tokens_per_s", ".0f", ranged=True),
-}
-_TIME: Columns = _MODE | {
-    "slots full": cell("figures.occupancy", ".0%", ranged=True),
-    "gen idle": cell("figures.generator_idle", ".0%", ranged=True),
-    "paused": cell("figures.generator_paused", ".1%", ranged=True),
-    "train idle": cell("figures.trainer_idle", ".0%", ranged=True),
-}
-_SAMPLES: Columns = _MODE | {
-    "reward": cell("figures.reward_equal_steps", ".3f", ranged=True),
-    "in time": cell("figures.reward_equal_time", ".3f", ranged=True),
-    "ages 0 1 2 ..., %": ages,
-    "p50 p90 max": lambda line: " ".join(str(line["lengths"][key]) for key in ("p50", "p90", "p100")),
-}
-_TIME_PARTS = {"idle": "#d9a441", "draining": "#c25a00", "paused": "#7a3b8f"}
-
-
 def modes_tables(content: Row) -> list[Any]:
-    """Render a line per mode in three tables, each within 80 columns; with several repeats the spread is below."""
+    """Render a line per mode in two tables, each within 80 columns; with several repeats the spread is below."""
     lines, best = content["modes"], content["best_synchronous"]
     return [
-        table(_SPEED, lines, title=_title(content), caption="Median, lowest-highest. Below a mode: threads of "
-              f"generation + training. x best sync: over samples/s of {best} in the same repeat."),
-        table(_TIME, lines, caption="Shares of the time. slots full: running samples over slots."),
-        table(_SAMPLES, lines, caption=f"reward: of the last steps; in time: after {content['equal_time_s']:.0f} s. "
-              "Ages: of the trained tokens. p50 p90 max: tokens of a sample."),
+        table("modes", lines, title=_title(content), caption="Median, lowest-highest. x best sync: over samples/s of "
+              f"{best} in the same repeat. reward: of the last steps; in time: after {content['equal_time_s']:.0f} s."),
+        table("shares of modes", lines, caption="threads: of generation + training. slots full: running samples over "
+              "slots. Ages: of the trained tokens."),
     ]  # fmt: skip
 
 
 def modes_markdown(content: Row) -> str:
-    """Render the three tables in Markdown, with the findings below them."""
-    shown = [text for columns in (_SPEED, _TIME, _SAMPLES) for text in (markdown(columns, content["modes"]), "")]
-    return "\n".join([f"{_title(content)}.", "", *shown, *(f"- {text}" for text in content["findings"]), ""])
+    """Render the tables in Markdown, a third one with every figure and its spread, and the findings."""
+    lines, findings = content["modes"], [f"- {text}" for text in content["findings"]]
+    every = {"mode": "{mode}"} | {name.replace("_", " "): f"{{figures.{name}:.5g~}}" for name in lines[0]["figures"]}
+    every |= {f"{name} of a sample's tokens": f"{{lengths.{name}}}" for name in ("p50", "p90", "p100")}
+    shown = [markdown(columns, lines) for columns in ("modes", "shares of modes", every)]
+    return "\n\n".join([f"{_title(content)}.", *shown, "\n".join(findings)]) + "\n"
 
 
 def draw_modes(content: Row, path: Path) -> None:
     """Draw rates, shares of the time and ages of the modes into one SVG file."""
     lines = content["modes"]
+
+    def medians(name: str) -> list[float]:
+        return [line["figures"][name]["median"] for line in lines]
+
     with picture(path, size=(11, 1.6 + 0.36 * len(lines)), ncols=3, sharey=True) as (figure, (rates, shares, ages)):
+        import matplotlib.pyplot as plt
+
         rates.set_yticks(range(len(lines)), [f"{line['mode']} ({line['threads']})" for line in lines])
         rates.invert_yaxis()
-        _draw_rates(rates, [line["figures"]["samples_per_s"] for line in lines])
-        _draw_shares(shares, lines)
-        _draw_ages(ages, lines)
+        spreads, color = [line["figures"]["samples_per_s"] for line in lines], plt.get_cmap("viridis")
+        errors = [[one["median"] - one["low"] for one in spreads], [one["high"] - one["median"] for one in spreads]]
+        rates.barh(range(len(lines)), medians("samples_per_s"), xerr=errors, color="#1f5fa8", height=0.6,
+                   error_kw={"capsize": 3})  # fmt: skip
+        parts = {"idle": "#d9a441", "draining": "#c25a00", "paused": "#7a3b8f"}
+        stacked = [(f"generator {part}", medians(f"generator_{part}"), color) for part, color in parts.items()]
+        _stack(shares, stacked, shift=-0.17, height=0.3)
+        _stack(shares, [("trainer idle", medians("trainer_idle"), "#8a8a8a")], shift=0.17, height=0.3)
+        of_age = [as_shares(line["ages"]) for line in lines]
+        oldest = max((int(age) for share in of_age for age in share), default=0)
+        _stack(ages, [
+            (f"age {age}", [share.get(str(age), 0.0) for share in of_age], color(1 - age / max(1, oldest)))
+            for age in range(oldest + 1)
+        ])  # fmt: skip
+        labels = ("samples/s (median, lowest to highest)", "share of the time", "share of the trained tokens")
+        for axes, label in zip((rates, shares, ages), labels, strict=True):
+            axes.set_xlabel(label)
         for axes, columns in ((shares, 2), (ages, 5)):
             axes.legend(frameon=False, fontsize=8, ncols=columns, loc="lower center", bbox_to_anchor=(0.5, 1.0),
                         handlelength=1.0, columnspacing=1.0)  # fmt: skip
         figure.suptitle(_title(content), fontsize=10)
-
-
-def _draw_rates(axes: Any, rates: Sequence[Row]) -> None:
-    medians = [rate["median"] for rate in rates]
-    errors = [[rate["median"] - rate["low"] for rate in rates], [rate["high"] - rate["median"] for rate in rates]]
-    axes.barh(range(len(rates)), medians, xerr=errors, color="#1f5fa8", height=0.6, error_kw={"capsize": 3})
-    axes.set_xlabel("samples/s (median, lowest to highest)")
-
-
-def _draw_shares(axes: Any, lines: Sequence[Row]) -> None:
-    def shares(name: str) -> list[float]:
-        return [line["figures"][name]["median"] for line in lines]
-
-    parts = [(f"generator {part}", shares(f"generator_{part}"), color) for part, color in _TIME_PARTS.items()]
-    _stack(axes, parts, shift=-0.17, height=0.3)
-    _stack(axes, [("trainer idle", shares("trainer_idle"), "#8a8a8a")], shift=0.17, height=0.3)
-    axes.set_xlabel("share of the time")
-
-
-def _draw_ages(axes: Any, lines: Sequence[Row]) -> None:
-    import matplotlib.pyplot as plt
-
-    shares, color = [as_shares(line["ages"]) for line in lines], plt.get_cmap("viridis")
-    oldest = max((int(age) for share in shares for age in share), default=0)
-    parts = [[share.get(str(age), 0.0) for share in shares] for age in range(oldest + 1)]
-    _stack(axes, [(f"age {age}", part, color(1 - age / max(1, oldest))) for age, part in enumerate(parts)])
-    axes.set_xlabel("share of the trained tokens")
 
 
 def _stack(axes: Any, parts: Iterable[tuple[str, list[float], Any]], shift: float = 0.0, height: float = 0.6) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from areal_lite.events import Event
 from areal_lite.launch.bench.harness import ratios
-from areal_lite.launch.bench.view import Row, spread
+from areal_lite.record.columns import Row, spread
 from areal_lite.record.lanes import PAUSE_PARTS, Stretch, reading, sample_lengths
 
 _REWARD_STEPS = 5

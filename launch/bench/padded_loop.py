@@ -37,7 +37,7 @@ class PaddedLoop:
             weight_decay=settings.weight_decay,
         )
 
-    def train_step(self, shard: Shard, *, rows_per_pass: int) -> tuple[int, float]:
+    def train_step(self, shard: Shard, *, rows_per_pass: int) -> dict[str, Any]:
         """Train one batch; return its completion tokens and the mean norm of its updates' gradients."""
         rewards = torch.tensor(shard.rewards)
         advantages = (rewards - rewards.mean(dim=1, keepdim=True)) / (rewards.std(dim=1, keepdim=True) + 1e-6)
@@ -50,7 +50,8 @@ class PaddedLoop:
                 for batch in (batch for minibatch in minibatches for batch in minibatch):
                     batch["proximal"] = self._logprobs(batch)
         norms = [self._update(minibatch) for minibatch in minibatches]
-        return sum(row.sample.num_tokens for row in shard.rows), sum(norms) / len(norms)
+        tokens = sum(row.sample.num_tokens for row in shard.rows)
+        return {"tokens_trained": tokens, "grad_norm": sum(norms) / len(norms)}
 
     def _update(self, minibatch: Sequence[_Batch]) -> float:
         num_tokens = sum(float(batch["mask"].sum()) for batch in minibatch)

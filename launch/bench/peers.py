@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areal_lite.config.reading import parse_override
+from areal_lite.config.reading import parse_override, read_yaml
 from areal_lite.config.recipe import Config
 from areal_lite.data.mix import make_cursor
 from areal_lite.data.prompts import load_source, load_sources
@@ -34,8 +34,10 @@ from areal_lite.launch.bench.modes import thread_settings as thread_settings_of_
 from areal_lite.launch.bench.modes_figures import MAX_STALENESS, MODES, measured_steps, published, work_begins
 from areal_lite.launch.bench.peers_trl import PINS, Learning, ensure_trl, greedy_accuracy, run_trl
 from areal_lite.launch.bench.plan import planned_config
-from areal_lite.launch.bench.view import PEERS, Row, picture
+from areal_lite.launch.bench.view import picture
 from areal_lite.launch.run.train import prepare_model
+from areal_lite.record.checkpoints import whole_checkpoints
+from areal_lite.record.columns import PEERS, Row
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.rollout.worker import sample_seed
 from areal_lite.types import Prompt
@@ -45,19 +47,9 @@ SIDES = ("async", "sync", "trl")
 _CACHE = Path(".cache") / "areal-lite" / "peers"
 _COLORS = {"async": "#1f5fa8", "sync": "#7fa6d6", "trl": "#c25a00"}
 _TARGET = 1.4
-SAME_LOSS: dict[str, Any] = {
-    "run.device": "cpu",
-    "rollout.workflow": "single_turn",
-    "verifier.function": "last_number",
-    "data.mix": {},
-    "data.curriculum.strength": 0.0,
-    "queue.reject": "none",
-    "trainer.schedule": "constant",
-    "trainer.warmup_steps": 0,
-}
-"""What a recipe must say, beside the default objective, for TRL to do the same."""
-SAME_SPEED = SAME_LOSS | {"rollout.workflow": LONGTAIL, "verifier.function": "regex"}
-"""The same of a recipe whose lengths are drawn."""
+_EQUAL = read_yaml(Path(__file__).with_name("peers.yaml"), holding="settings of both sides")
+SAME_LOSS: dict[str, Any] = _EQUAL["same loss"]
+SAME_SPEED: dict[str, Any] = SAME_LOSS | _EQUAL["same speed"]
 _EVERY = 10
 """Steps between two measurements of the held-out accuracy."""
 _SEARCH_STEPS = 20
@@ -75,7 +67,7 @@ def bench(
     Where lengths are drawn, for some steps, without an accuracy.
     """
     changes = (of_size(size) if size else {}) | dict(map(parse_override, overrides))
-    config, out = planned_config(recipe, "recipe", [changes]), out.resolve()
+    config = planned_config(recipe, "recipe", [changes])
     is_drawn = config.rollout.workflow == LONGTAIL
     if size and not is_drawn:
         raise ConfigError(
@@ -83,16 +75,15 @@ def bench(
             f"{config.rollout.workflow}: take longtail_cpu"
         )
     check_comparable(config, "peers", SAME_SPEED if is_drawn else SAME_LOSS)
-    steps = steps or (config.run.steps if is_drawn else _STEPS)
+    steps, samples = steps or (config.run.steps if is_drawn else _STEPS), config.samples_per_step
     steps_of = {side: speed_steps(side, steps) if is_drawn else steps for side in SIDES}
     search = {side: max(2, number // 2) if is_drawn else _SEARCH_STEPS for side, number in steps_of.items()}
-    runs = _Runs(recipe, changes, config, out=out)
-    chosen = {side: _fastest(side, runs, steps=search[side]) for side in SIDES}
-    done, every = dict.fromkeys(SIDES, 0), 0 if is_drawn else _EVERY
+    runs = _Runs(recipe, changes, config, out=out.resolve())
+    chosen = {side: runs.fastest(side, steps=search[side]) for side in SIDES}
+    numbers = {side: itertools.count() for side in SIDES}
 
     def measure(side: str) -> Learning:
-        number, done[side] = done[side], done[side] + 1
-        say(f"repeat {number + 1} of {repeats}: {side}")
+        every, number = 0 if is_drawn else _EVERY, next(numbers[side])
         return runs.run(side, chosen[side], steps=steps_of[side], every=every, repeat=number)
 
     measured = in_turns(SIDES, repeats=repeats, measure=measure)
@@ -101,15 +92,14 @@ def bench(
     settings["trl"] = PINS
     if is_drawn:
         case = {"lengths": lengths_in_words(config), "parameters": runs.parameters()}
-        rows = speeds(measured, samples_per_step=config.samples_per_step)
-        rows = [case | row | {"setting": shown[row["side"]]} for row in rows]
+        rows = [case | row | {"setting": shown[row["side"]]} for row in speeds(measured, samples_per_step=samples)]
         return finish("peers speed", "ours and TRL, speed alone", rows, settings=settings, out=out)
-    rows = summarise(measured, accuracy=accuracy, samples_per_step=config.samples_per_step)
-    settings |= {"accuracy": accuracy, "every": every, "search_steps": _SEARCH_STEPS}
+    rows = summarise(measured, accuracy=accuracy, samples_per_step=samples)
+    settings |= {"accuracy": accuracy, "every": _EVERY, "search_steps": _SEARCH_STEPS}
     title = f"{Path(recipe).stem}: ours and TRL, time to a held-out accuracy of {accuracy}"
-    code = finish("peers", title, rows, settings=settings, out=out, targets=targets(rows, accuracy=accuracy))
+    finish("peers", title, rows, settings=settings, out=out, targets=targets(rows, accuracy=accuracy))
     draw_peers(rows, accuracy=accuracy, path=out / "peers.svg")
-    return code
+    return 0
 
 
 def of_size(size: Size) -> dict[str, Any]:
@@ -142,97 +132,90 @@ def drawn_lengths(config: Config, prompts: Sequence[Prompt]) -> list[int]:
     return [draw_length(seed, longest=config.rollout.max_new_tokens, **arguments) for seed in seeds]
 
 
-def _fastest(side: str, runs: "_Runs", *, steps: int) -> Any:
-    """Return the fastest of a side's settings: of a split of threads, or of TRL's micro-batches."""
-    samples, is_drawn = runs.config.samples_per_step, runs.config.rollout.workflow == LONGTAIL
-    tried = micro_batches(samples, is_drawn=is_drawn) if side == "trl" else thread_settings(side, cores=runs.cores)
-    rates = {}
-    for setting in tried if len(tried) > 1 else []:
-        run = runs.run(side, setting, steps=steps, every=0, repeat=None)
-        rates[setting] = samples_per_s(run.seconds, samples_per_step=samples)
-        say(f"search: {side} with {setting}: {rates[setting]:.3g} samples/s")
-    return max(rates, key=rates.__getitem__) if rates else tried[0]
-
-
 class _Runs:
     """Runs either side with its settings."""
 
     def __init__(self, recipe: str, changes: dict[str, Any], config: Config, *, out: Path) -> None:
         """Make TRL's packages and the initial policy, where they are missing."""
-        self.config, self.cores = config, len(os.sched_getaffinity(0))
+        self._config, self._cores = config, len(os.sched_getaffinity(0))
         self._recipe, self._changes, self._out = recipe, changes, out
         with CONSOLE.status("looking for TRL"):
             self._packages = ensure_trl(_CACHE.resolve(), say=say)
         self._model = prepare_model(config, console=CONSOLE)
+        self._tokenizer = AutoTokenizer.from_pretrained(self._model)
+
+    def fastest(self, side: str, *, steps: int) -> Any:
+        """Return the fastest of a side's settings: of a split of threads, or of TRL's micro-batches."""
+        samples, is_drawn = self._config.samples_per_step, self._config.rollout.workflow == LONGTAIL
+        tried: list[Any] = [*thread_settings(side, cores=self._cores)]
+        if side == "trl":
+            tried = [*micro_batches(samples, is_drawn=is_drawn)]
+        rates = dict.fromkeys(tried, 0.0)
+        for setting in tried if len(tried) > 1 else []:
+            run = self.run(side, setting, steps=steps, every=0, repeat=None)
+            rates[setting] = samples_per_s(run.seconds, samples_per_step=samples)
+            say(f"search: {side} with {setting}: {rates[setting]:.3g} samples/s")
+        return max(rates, key=rates.__getitem__)
 
     def run(self, side: str, setting: Any, *, steps: int, every: int, repeat: int | None) -> Learning:
         """Run one side; `repeat` None is a run of the search."""
         folder = self._out / (f"search-{side}-{setting}" if repeat is None else f"{side}-{repeat}")
-        seed = self.config.run.seed + (0 if repeat is None else 1 + repeat)
+        seed = self._config.run.seed + (0 if repeat is None else 1 + repeat)
         # TRL's run has the learning rate, the seed and all else of the synchronous one.
-        threads = setting if isinstance(setting, Threads) else thread_settings("sync", cores=self.cores)[0]
+        threads = setting if isinstance(setting, Threads) else thread_settings("sync", cores=self._cores)[0]
         changes = our_settings(side, threads, steps=steps, every=every, seed=seed)
         config = planned_config(self._recipe, "run", [self._changes, changes])
-        tokenizer = AutoTokenizer.from_pretrained(self._model)
-        problems = [(prompt.text, prompt.answer) for prompt in load_source(config, tokenizer, "eval")]
+        problems = [(prompt.text, prompt.answer) for prompt in load_source(config, self._tokenizer, "eval")]
         if side != "trl":
             return self._run_ours(config, folder, problems)
-        cursor = make_cursor(config, load_sources(config, tokenizer, "train"))
-        prompts = [cursor.next() for _ in range(config.run.steps * config.queue.groups_per_step)]
+        cursor = make_cursor(config, load_sources(config, self._tokenizer, "train"))
+        prompts = [cursor.next() for _ in range(steps * config.queue.groups_per_step)]
         settings = {
             "model": str(self._model),
             "prompts": [(prompt.text, prompt.answer) for prompt in prompts],
             "problems": problems,
-            "threads": self.cores,
+            "threads": self._cores,
             "every": every,
             "grpo": trl_settings(config, per_device=setting),
         }
         if config.rollout.workflow == LONGTAIL:
             settings |= {"lengths": drawn_lengths(config, prompts), "regex": config.verifier.arguments}
         with CONSOLE.status("TRL is starting") as status:
-            return run_trl(
-                settings,
-                packages=self._packages,
-                folder=folder,
-                progress=lambda step: status.update(f"TRL: step {step} of {config.run.steps}"),
-            )
+
+            def progress(step: int) -> None:
+                status.update(f"TRL: step {step} of {steps}")
+
+            return run_trl(settings, packages=self._packages, folder=folder, progress=progress)
 
     def parameters(self) -> int:
         """Count those of the initial policy."""
-        return sum(one.numel() for one in AutoModelForCausalLM.from_pretrained(self._model).parameters())
+        return sum(one.numel() for one in self._policy().parameters())
+
+    def _policy(self) -> Any:
+        return AutoModelForCausalLM.from_pretrained(self._model, dtype=torch.float32)
 
     def _run_ours(self, config: Config, folder: Path, problems: Sequence[tuple[str, str]]) -> Learning:
-        """Train as `areal-lite train` does, and measure the accuracy of the snapshots, if any, afterwards."""
+        """Train as `areal-lite train` does, and measure the accuracy of the snapshots, if any, as TRL's side does."""
         shutil.rmtree(folder, ignore_errors=True)
         with training() as train:
             train(config, dir=str(folder))
-        run = RunFolder(folder)
+        run, accuracies = RunFolder(folder), dict[int, float]()
         events = run.read("events.jsonl")
         begin, times = work_begins(events), published(events)
-        accuracies = {}
         if config.run.checkpoint_every:
+            torch.set_num_threads(self._cores)
+            model, longest = self._policy(), config.rollout.max_new_tokens
             with CONSOLE.status("measuring the accuracy of the snapshots"):
-                accuracies = self._accuracies(run, problems, max_new_tokens=config.rollout.max_new_tokens)
+                for step, snapshot in {0: None, **whole_checkpoints(run.checkpoints)}.items():
+                    if snapshot is not None:
+                        load_weights(model, snapshot / "trainer")
+                    accuracies[step] = greedy_accuracy(model, self._tokenizer, problems, max_new_tokens=longest)
         shutil.rmtree(run.checkpoints)
         return Learning(
             seconds=tuple(times[step] - begin for step in range(1, config.run.steps + 1)),
             accuracies=accuracies,
             tokens=tuple(row["length_mean"] for row in run.read("metrics.jsonl")),
         )
-
-    def _accuracies(
-        self, run: RunFolder, problems: Sequence[tuple[str, str]], *, max_new_tokens: int
-    ) -> dict[int, float]:
-        """Measure the initial policy and every snapshot, just as TRL's side does."""
-        torch.set_num_threads(self.cores)
-        tokenizer = AutoTokenizer.from_pretrained(self._model)
-        model = AutoModelForCausalLM.from_pretrained(self._model, dtype=torch.float32)
-        accuracies = {0: greedy_accuracy(model, tokenizer, problems, max_new_tokens=max_new_tokens)}
-        for snapshot in sorted(run.checkpoints.glob("step-*")):
-            load_weights(model, snapshot / "trainer")
-            step = int(snapshot.name.partition("-")[2])
-            accuracies[step] = greedy_accuracy(model, tokenizer, problems, max_new_tokens=max_new_tokens)
-        return accuracies
 
 
 def load_weights(model: torch.nn.Module, folder: Path) -> None:
@@ -246,22 +229,15 @@ def load_weights(model: torch.nn.Module, folder: Path) -> None:
 def our_settings(side: str, threads: Threads, *, steps: int, every: int, seed: int) -> dict[str, Any]:
     """Return what a run of ours changes in the recipe; `every` so many steps there is a snapshot, 0 = none."""
     return {
+        **_EQUAL["ours"],
         "queue.max_staleness": MAX_STALENESS if side == "async" else 0,
-        # Equal gradient work: one optimiser step per batch, and no pass for a proximal policy.
-        "trainer.minibatches": 1,
-        "objective.proximal": "reuse",
-        "trainer.ranks": 1,
         "trainer.threads": threads.training,
-        "rollout.workers": 1,
         "rollout.threads": threads.generation,
         "run.steps": steps,
         "run.seed": seed,
         # A snapshot is a checkpoint, and writing it counts; TRL's clock stands still while it evaluates.
         "run.checkpoint_every": every,
-        "run.checkpoint_every_minutes": 0,
         "run.keep_checkpoints": steps + 1,
-        "run.eval_every": 0,
-        "weights.parity_every": 0,
     }
 
 
@@ -270,42 +246,25 @@ def trl_settings(config: Config, *, per_device: int) -> dict[str, Any]:
 
     `per_device` samples make one forward and backward pass.
     """
+    trainer, passes = config.trainer, config.samples_per_step // per_device
     return {
-        # What is compared: the same as in the recipe.
+        **_EQUAL["trl"],
         "seed": config.run.seed,
         "max_steps": config.run.steps,
         "num_generations": config.queue.samples_per_group,
-        "shuffle_dataset": False,
         "max_completion_length": config.rollout.max_new_tokens,
         "temperature": config.rollout.temperature,
-        "learning_rate": config.trainer.lr,
-        "lr_scheduler_type": "constant",
-        "adam_beta1": config.trainer.beta1,
-        "adam_beta2": config.trainer.beta2,
-        "weight_decay": config.trainer.weight_decay,
-        "max_grad_norm": config.trainer.max_grad_norm,
-        # The loss of the preset `areal` where proximal = current: all tokens of the batch weigh the same.
-        "loss_type": "dapo",
-        "scale_rewards": "group",
-        "beta": 0.0,
+        "learning_rate": trainer.lr,
+        "adam_beta1": trainer.beta1,
+        "adam_beta2": trainer.beta2,
+        "weight_decay": trainer.weight_decay,
+        "max_grad_norm": trainer.max_grad_norm,
         "epsilon": config.objective.clip_low,
         "epsilon_high": config.objective.clip_high,
         # Equal gradient work: each batch is generated at once and trained once, in one optimiser step.
-        "num_iterations": 1,
         "per_device_train_batch_size": per_device,
-        "gradient_accumulation_steps": config.samples_per_step // per_device,
-        "steps_per_generation": config.samples_per_step // per_device,
-        # float32 on a CPU, as ours; and nothing that would only cost TRL time.
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "model_init_kwargs": {"dtype": "float32"},
-        "optim": "adamw_torch_fused",
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
+        "gradient_accumulation_steps": passes,
+        "steps_per_generation": passes,
     }
 
 
@@ -377,7 +336,7 @@ def summarise(
             "tokens": [statistics.fmean(run.tokens) for run in of_side],
             "curves": curves,
         })  # fmt: skip
-    (trl,) = [row for row in rows if row["side"] == "trl"]
+    *_, trl = rows
     for row in rows:
         both = zip(trl["seconds_to"], row["seconds_to"], strict=True)
         row["speed_over_trl"] = ratios(row["samples_per_s"], trl["samples_per_s"])
@@ -394,13 +353,11 @@ def speeds(runs: Mapping[str, Sequence[Learning]], *, samples_per_step: int) -> 
     for side, of_side in runs.items():
         eta = MAX_STALENESS if side == "async" else 0
         rates = [samples_per_s(run.seconds, samples_per_step=samples_per_step, max_staleness=eta) for run in of_side]
-        tokens = [
-            rate * statistics.fmean(run.tokens[slice(*measured_steps(len(run.tokens), max_staleness=eta))])
-            for rate, run in zip(rates, of_side, strict=True)
-        ]
+        counted = slice(*measured_steps(len(of_side[0].tokens), max_staleness=eta))
+        lengths = [statistics.fmean(run.tokens[counted]) for run in of_side]
+        tokens = [rate * length for rate, length in zip(rates, lengths, strict=True)]
         rows.append({"side": side, "samples_per_s": rates, "tokens_per_s": tokens})
-    (trl,) = [row for row in rows if row["side"] == "trl"]
-    return [row | {"speed_over_trl": ratios(row["tokens_per_s"], trl["tokens_per_s"])} for row in rows]
+    return [row | {"speed_over_trl": ratios(row["tokens_per_s"], rows[-1]["tokens_per_s"])} for row in rows]
 
 
 def targets(rows: Sequence[Row], *, accuracy: float) -> list[Any]:

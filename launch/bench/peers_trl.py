@@ -1,6 +1,6 @@
 """The arithmetic task in TRL's `GRPOTrainer`: its packages, its process, and what the process does.
 
-    python -P -m areal_lite.launch.bench.peers_trl SETTINGS.json    trains; tells by JSON lines on stdout, see `tell`
+    python -P -m areal_lite.launch.bench.peers_trl SETTINGS.json    trains; writes `told.jsonl` beside the settings
     python -P -m areal_lite.launch.bench.peers_trl                  only imports TRL: whether its packages are whole
 
 TRL and accelerate alone, pinned, are installed into a folder of their own when they are first needed. That folder is
@@ -9,7 +9,6 @@ project runs with. So both sides compute with the same builds, TRL changes nothi
 place of 1 GB.
 """
 
-import asyncio
 import importlib
 import json
 import os
@@ -18,12 +17,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areal_lite.errors import ConfigError, StallError, TrainerError
+from areal_lite.record.run_folder import RunFolder
 from areal_lite.verify.builtin.text import RegexArguments, last_number, regex
 
 PINS = {"trl": "1.16.0", "accelerate": "1.15.0"}
@@ -33,7 +32,7 @@ COMMAND = (sys.executable, "-P", "-m", "areal_lite.launch.bench.peers_trl")
 _INSTALL_S = 600.0
 _SILENCE_S = 900.0
 """Seconds without a line after which TRL's process is given up; a step takes one, of a large model minutes."""
-_SHOWN_LINES = 8
+_SHOWN_LINES, _POLL_S = 8, 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +69,14 @@ def ensure_trl(cache: Path, *, say: Callable[[str], None]) -> Path:
 
 
 def _run(command: list[str], *, doing: str, packages: Path | None = None) -> None:
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     environment = _environment(packages) if packages else None
     try:
-        subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_INSTALL_S, check=True)
+        subprocess.run(command, env=environment, timeout=_INSTALL_S, check=True, **streams)
     except (OSError, subprocess.SubprocessError) as error:
-        output = "".join(str(text or "") for text in (getattr(error, "stdout", ""), getattr(error, "stderr", "")))
+        lines = str(getattr(error, "output", None) or error).splitlines()
         # pip names every local index folder that lacks a package: noise that would hide the cause.
-        lines = [line for line in output.splitlines() if "is ignored: it is neither" not in line] or [repr(error)]
-        end = "\n".join(lines[-_SHOWN_LINES:])
+        end = "\n".join([line for line in lines if "is ignored: it is neither" not in line][-_SHOWN_LINES:])
         raise ConfigError(
             f"bench peers must be able to {doing} for TRL's side, got:\n{end}\nSee to its cause (network? disk? "
             "pip's configured index?) and run this again: it starts over"
@@ -98,58 +97,46 @@ def run_trl(
     progress: Callable[[int], None],
     command: Sequence[str] = COMMAND,
 ) -> Learning:
-    """Train with TRL in a process of its own, and return what it told.
+    """Train with TRL in a process of its own, which does not outlive this, and return what it told.
 
-    `folder` gets `settings.json` and the log of the process; `progress` is called with the steps done.
+    `folder` gets `settings.json`, the log of the process, and `told.jsonl`, a row for each step (`step`, `seconds` of
+    training so far, mean `tokens` of the batch's completions) and for each `accuracy` on the held-out problems.
+    `progress` is called with the steps done.
 
     Raises:
         TrainerError: The process failed; the message has the end of its log.
         StallError: It said nothing for too long.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path, log = folder / "settings.json", folder / "log"
+    path, log, told = folder / "settings.json", folder / "log", folder / "told.jsonl"
     path.write_text(json.dumps(settings))
-    seconds, tokens, accuracies = [], [], {}
-
-    def hear(told: Mapping[str, Any]) -> None:
-        if told["peer"] == "step":
-            seconds.append(told["seconds"])
-            tokens.append(told["tokens"])
-            progress(told["step"])
-        else:
-            accuracies[told["step"]] = told["accuracy"]
-
+    told.write_text("")
     environment = _environment(packages) | {"OMP_NUM_THREADS": str(settings["threads"])}
-    asyncio.run(_listen([*command, str(path)], environment, log=log, hear=hear))
-    if len(seconds) != (steps := settings["grpo"]["max_steps"]):
-        raise TrainerError(f"TRL must do {steps} steps, it ended after {len(seconds)}: see {log}")
-    return Learning(seconds=tuple(seconds), accuracies=accuracies, tokens=tuple(tokens))
-
-
-async def _listen(
-    command: Sequence[str], environment: Mapping[str, str], *, log: Path, hear: Callable[[dict[str, Any]], None]
-) -> None:
-    """Run a process and pass on what it tells; it does not outlive this."""
-    with log.open("w") as stderr:
-        process = await asyncio.create_subprocess_exec(
-            *command, env=environment, stdout=asyncio.subprocess.PIPE, stderr=stderr
-        )
-    assert process.stdout is not None
+    with log.open("w") as output:
+        process = subprocess.Popen([*command, str(path)], env=environment, stdout=output, stderr=output)
+    heard, since = 0, time.monotonic()
     try:
-        while line := await asyncio.wait_for(process.stdout.readline(), _SILENCE_S):
-            if told := read_line(line.decode(errors="replace")):
-                hear(told)
-        code = await asyncio.wait_for(process.wait(), _SILENCE_S)
-    except TimeoutError:
-        late = f"TRL's process must do a step within {_SILENCE_S:.0f} s, got nothing: see {log}"
-        raise StallError(late) from None
+        while process.poll() is None:
+            if (size := told.stat().st_size) != heard:
+                heard, since = size, time.monotonic()
+                progress(sum("seconds" in row for row in RunFolder(folder).read(told.name)))
+            if time.monotonic() - since > _SILENCE_S:
+                late = f"TRL's process must do a step within {_SILENCE_S:.0f} s, got nothing: see {log}"
+                raise StallError(late)
+            time.sleep(_POLL_S)
     finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+        process.kill()
+        code = process.wait()
     if code != 0:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
         raise TrainerError(f"TRL's process must end with 0, got {code}:\n{end}\nAll of it: {log}")
+    rows = RunFolder(folder).read(told.name)
+    steps = [row for row in rows if "seconds" in row]
+    if len(steps) != (wanted := settings["grpo"]["max_steps"]):
+        raise TrainerError(f"TRL must do {wanted} steps, it ended after {len(steps)}: see {log}")
+    seconds, tokens = (tuple(row[name] for row in steps) for name in ("seconds", "tokens"))
+    accuracies = {row["step"]: row["accuracy"] for row in rows if "accuracy" in row}
+    return Learning(seconds=seconds, accuracies=accuracies, tokens=tokens)
 
 
 def greedy_accuracy(
@@ -200,53 +187,18 @@ def end_rows_at(lengths: Iterator[int], *, end: int) -> Callable[..., Callable[[
     return processor
 
 
-class Clock:
-    """Seconds since it was made; it stands still inside `paused`."""
-
-    def __init__(self) -> None:
-        self._since = time.monotonic()
-
-    def seconds(self) -> float:
-        """Read it."""
-        return time.monotonic() - self._since
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave out what happens inside."""
-        paused = time.monotonic()
-        yield
-        self._since += time.monotonic() - paused
-
-
-def tell(kind: str, **content: Any) -> None:
-    """Print one JSON line, for `read_line`.
-
-    `step`       step, seconds of training so far, tokens (mean of the batch's completions)
-    `accuracy`   step, accuracy on the held-out problems; while it is measured the clock of `step` stands still
-    """
-    print(json.dumps({"peer": kind, **content}), flush=True)
-
-
-def read_line(line: str) -> dict[str, Any] | None:
-    """Return what a line of stdout tells; None for one that somebody else printed."""
-    if not line.startswith('{"peer": '):
-        return None
-    content: dict[str, Any] = json.loads(line)
-    return content
-
-
 def main(arguments: Sequence[str]) -> None:
     """Train as a file of settings says; without one, import TRL."""
     # TRL imports vLLM wherever it finds it. It is not asked to use it here, and what is not there takes no time.
     sys.modules["vllm"] = None  # type: ignore[assignment]  # Python's way to say that a module cannot be imported
     if arguments:
-        with open(arguments[0]) as file:
-            _train(json.load(file))
+        path = Path(arguments[0])
+        _train(json.loads(path.read_text()), RunFolder(path.parent))
     else:
         importlib.import_module("trl").GRPOTrainer  # noqa: B018  # TRL imports its parts when they are asked for
 
 
-def _train(settings: Mapping[str, Any]) -> None:
+def _train(settings: Mapping[str, Any], folder: RunFolder) -> None:
     import torch
     from datasets import Dataset, disable_progress_bars
     from transformers import AutoTokenizer, TrainerCallback
@@ -258,37 +210,40 @@ def _train(settings: Mapping[str, Any]) -> None:
     latest: dict[str, float] = {}
     matching = RegexArguments(**settings["regex"]) if "regex" in settings else None
 
+    def tell(**row: Any) -> None:
+        folder.append("told.jsonl", [row])
+
     def reward(completions: list[str], answer: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         latest["tokens"] = sum(map(len, completion_ids)) / len(completion_ids)
         pairs = zip(completions, answer, strict=True)
         return [regex("", *pair, matching) if matching else last_number("", *pair) for pair in pairs]
 
     class Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
-        """Reads the clock after every optimiser step, and stops it for an evaluation."""
+        """Reads the clock after every optimiser step; it stands still during an evaluation."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self._evaluate(0, kwargs["model"])
-            self._clock = Clock()
+            self._since = time.monotonic()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            step = state.global_step
-            tell("step", step=step, seconds=self._clock.seconds(), **latest)
-            with self._clock.paused():
-                self._evaluate(step, kwargs["model"])
+            now, step = time.monotonic(), state.global_step
+            tell(step=step, seconds=now - self._since, **latest)
+            self._evaluate(step, kwargs["model"])
+            self._since += time.monotonic() - now
 
         def _evaluate(self, step: int, model: Any) -> None:
             every, last = settings["every"], settings["grpo"]["max_steps"]
             if every and (step % every == 0 or step == last):
                 longest = settings["grpo"]["max_completion_length"]
                 accuracy = greedy_accuracy(model, tokenizer, settings["problems"], max_new_tokens=longest)
-                tell("accuracy", step=step, accuracy=accuracy)
+                tell(step=step, accuracy=accuracy)
 
     prompts, answers = zip(*settings["prompts"], strict=True)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as made:
         trainer = GRPOTrainer(
             model=settings["model"],
             reward_funcs=reward,
-            args=GRPOConfig(output_dir=folder, **settings["grpo"]),
+            args=GRPOConfig(output_dir=made, **settings["grpo"]),
             train_dataset=Dataset.from_dict({"prompt": list(prompts), "answer": list(answers)}),
             processing_class=tokenizer,
             callbacks=[Watch()],

@@ -7,7 +7,6 @@ them every combination is run. Settings are written as on the command line, `sec
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,8 @@ from areal_lite.config.recipe import Config, parse_config
 from areal_lite.config.section import Section
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError
-from areal_lite.launch.bench.harness import CONSOLE, PlannedRun, run_to_the_end, say, where_it_begins, write_results
-from areal_lite.launch.bench.view import Columns, Row, beside, cell, table
-from areal_lite.record.run_folder import read_summary
+from areal_lite.launch.bench.harness import CONSOLE, PlannedRun, entry_of, run_to_the_end, say, write_results
+from areal_lite.launch.bench.view import table
 
 Settings = dict[str, Any]
 """`section.field` -> value."""
@@ -60,7 +58,7 @@ def bench(plan_name: str, overrides: Sequence[str], *, only: Sequence[str], out:
     out = (out or Path("runs") / f"bench-{name}").resolve()
 
     def show(content: dict[str, Any]) -> None:
-        CONSOLE.print(results_table(content["runs"]))
+        CONSOLE.print(table("plan", content["runs"], title="results"))
         say(f"results: {out / 'results.json'}")
 
     return run_to_the_end([chosen], out=out, collect=lambda: collect_results(name, plan, runs, out=out), show=show)
@@ -94,7 +92,7 @@ def planned_runs(plan: Plan, *, extra: Iterable[str] = ()) -> list[PlannedRun]:
         if not _NAME.fullmatch(name) or name in runs:
             raise ConfigError(f"a run needs a name of its own, of letters, digits and . _ = -, got {name!r}")
         config = planned_config(plan.recipe, name, [plan.settings, overrides, extras])
-        runs[name] = PlannedRun(name=name, overrides=overrides, config=config)
+        runs[name] = PlannedRun(name=name, config=config, facts={"overrides": overrides})
     return list(runs.values())
 
 
@@ -143,70 +141,25 @@ def _combinations(plan: Plan) -> Iterator[tuple[str, Settings]]:
 
 def collect_results(plan_name: str, plan: Plan, runs: Sequence[PlannedRun], *, out: Path) -> dict[str, Any]:
     """Read all run folders, write `results.json`, and return its content: an entry per run, in the plan's order."""
-    found = [read_summary(out / run.name) for run in runs]
+    entries = [_entry(run, out) for run in runs]
     content = {
         "plan": plan_name,
-        "versions": next((one["versions"] for one in found if one), {}),
+        "versions": next((versions for _, versions in entries if versions), {}),
         "recipe": plan.recipe,
         "settings": plan.settings,
-        "runs": [_entry(run, out / run.name) for run in runs],
+        "runs": [entry for entry, _ in entries],
     }
     return write_results(content, out=out)
 
 
-def _entry(run: PlannedRun, folder: Path) -> dict[str, Any]:
-    """Return one run's entry; without a summary, or where the folder holds other settings, only what was planned."""
-    found: dict[str, Any] = {}
-    with suppress(ConfigError):
-        where_it_begins(run, folder)
-        found = read_summary(folder)
-    config = run.config
-    entry = {
-        "name": run.name,
-        "overrides": run.overrides,
-        "seed": config.run.seed,
-        "lr": config.trainer.lr,
-        "max_staleness": config.queue.max_staleness,
-        "status": found.get("status", "not run"),
-    }
-    if not found:
-        return entry
-    curve = dict(sorted(found["eval"].items(), key=lambda pair: int(pair[0])))
-    ages, tokens = found["age_histogram"], sum(found["age_histogram"].values())
-    return {
-        **entry,
-        "steps": found["steps"],
-        "curve": curve,
-        "start": curve.get("0"),
-        "end": curve.get(str(config.run.steps)),
-        **{name: found[key] for name, key in _FROM_SUMMARY.items()},
-        "age_mean": sum(int(age) * count for age, count in ages.items()) / tokens if tokens else None,
-    }
-
-
-def rise(run: Row) -> float | None:
-    """Return what a whole run gained on the held-out prompts."""
-    start, end = run.get("start"), run.get("end")
-    return None if start is None or end is None else end - start
-
-
-COLUMNS: Columns = {
-    "run": cell("name"),
-    "held out": lambda run: (
-        run["status"].partition(":")[0] if rise(run) is None else f"{run['start']:.3f}→{run['end']:.3f}"
-    ),
-    "rise": lambda run: "-" if (found := rise(run)) is None else f"{found:+.3f}",
-    "steps": cell("steps"),
-    "s": cell("seconds", ".0f"),
-    "age": lambda run: f"{cell('age_mean', '.2f')(run)} ({run['age_max']}/{run['max_staleness']})",
-    "gen, train": beside(cell("rollout_idle", ".0%"), cell("trainer_idle", ".0%")),
-}
-
-
-def results_table(runs: Sequence[Row]) -> Any:
-    """Render a row per run that was begun, narrow enough for 80 columns."""
-    begun = [run for run in runs if "steps" in run]
-    caption = "age: mean (largest of allowed); gen, train: share of the time idle"
-    if waiting := len(runs) - len(begun):
-        caption += f"; {waiting} of {len(runs)} runs were not run yet"
-    return table(COLUMNS, begun, title="results", caption=caption)
+def _entry(run: PlannedRun, out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return one run's entry, without a summary only what was planned; and the versions of what it ran with."""
+    (entry, found), config = entry_of(run, out), run.config
+    entry |= {"lr": config.trainer.lr, "max_staleness": config.queue.max_staleness}
+    if found:
+        curve = dict(sorted(found["eval"].items(), key=lambda pair: int(pair[0])))
+        ages, tokens = found["age_histogram"], sum(found["age_histogram"].values())
+        entry |= {"steps": found["steps"], "curve": curve, "start": curve.get("0")}
+        entry |= {"end": curve.get(str(config.run.steps)), **{name: found[key] for name, key in _FROM_SUMMARY.items()}}
+        entry |= {"age_mean": sum(int(age) * count for age, count in ages.items()) / tokens if tokens else None}
+    return entry, found.get("versions", {})

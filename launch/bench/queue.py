@@ -12,14 +12,13 @@ what it generates was made beforehand. The trainer counts what reaches it, 16 gr
 
 import asyncio
 import collections
-import functools
 import itertools
 import statistics
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
-from contextlib import aclosing, suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +28,9 @@ import zmq
 from ray.util.queue import Queue
 
 from areal_lite.data.cursor import PromptCursor
-from areal_lite.launch.bench.harness import CONSOLE, finish, in_turns, ratios, target
-from areal_lite.launch.bench.queue_cost import cost_targets
+from areal_lite.errors import StallError
+from areal_lite.launch.bench.harness import finish, in_turns, ratios, target
+from areal_lite.record.columns import CARRIERS
 from areal_lite.sample_queue.access import QueueAccess, QueueKeys
 from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
 from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
@@ -38,7 +38,6 @@ from areal_lite.sample_queue.server import QueueServer
 from areal_lite.types import Prompt, Sample, Score, StopReason, VersionSpan
 from areal_lite.wire import encode
 
-CONTENDERS = ("areal-lite", "in the clear", "ray", "zeromq")
 SAMPLES_PER_GROUP = 8
 _BYTES_PER_TOKEN = 12
 """What a token must bring: 4 bytes of id, 4 of log-probability and 4 of text."""
@@ -68,33 +67,28 @@ class QueueBench:
     clients: tuple[int, ...] = (1, 8, 64)
     groups_per_step: int = 16
     """Groups that the trainer takes at once."""
-    max_staleness: int = 8
-
-    @property
-    def max_outstanding(self) -> int:
-        """Groups under way at most."""
-        return (self.max_staleness + 1) * self.groups_per_step
+    max_outstanding: int = 9 * groups_per_step
+    """Groups under way at most."""
 
 
 def bench(settings: QueueBench, *, out: Path) -> int:
     """Measure every case once per repeat, the contenders of a case side by side."""
     from areal_lite.launch.run.train import ray_session
 
-    with ray_session(), CONSOLE.status("measuring"):
+    with ray_session():
         measured = in_turns(cases(settings), repeats=settings.repeats, measure=QueuePeers(settings).measure)
     rows = summarise(measured)
     # Five times Ray's queue where groups are as long as real ones.
     ours = [row for row in rows if row["contender"] == "areal-lite" and row["tokens"] == 1000]
     over = "queue over ray.util.queue.Queue, 8 x 1,000 tokens, {} clients"
     targets = [target(over.format(row["clients"]), row["over"]["ray"], at_least=5.0) for row in ours]
-    targets += cost_targets(_make_samples(1), repeats=settings.repeats)
     return finish("queue", "groups from rollout to trainer", rows, settings=asdict(settings), out=out, targets=targets)
 
 
 def cases(settings: QueueBench) -> list[Case]:
     """Return what is measured, the contenders of a case side by side."""
     sizes = itertools.product(settings.tokens, settings.clients)
-    return [Case(contender, *size) for size in sizes for contender in CONTENDERS]
+    return [Case(contender, *size) for size in sizes for contender in CARRIERS]
 
 
 def summarise(measured: Mapping[Case, Sequence[float]]) -> list[dict[str, Any]]:
@@ -107,7 +101,7 @@ def summarise(measured: Mapping[Case, Sequence[float]]) -> list[dict[str, Any]]:
             "mb_per_s": statistics.median(rates) * SAMPLES_PER_GROUP * case.tokens * _BYTES_PER_TOKEN / 1e6,
             "over": {
                 other: ratios(rates, measured[case._replace(contender=other)])
-                for other in CONTENDERS
+                for other in CARRIERS
                 if other != case.contender
             },
         }
@@ -128,14 +122,15 @@ class QueuePeers:
         room, is_ray = self._settings.max_outstanding, case.contender == "ray"
         queues = [Queue(room, {"num_cpus": 0}) for _ in range(2)] if is_ray else []
         meeting = queues or ray.get(self._middle.open.remote(case))  # what workers and trainer need to find each other
-        work = [
-            worker.work.remote(case, meeting, len(range(place, case.clients, _NUM_WORKERS)))
-            for place, worker in enumerate(self._workers)
-        ]
-        ended, _ = ray.wait([self._trainer.train.remote(case, meeting), *work])
+        shares = [len(range(place, case.clients, _NUM_WORKERS)) for place in range(_NUM_WORKERS)]
+        work = [one.work.remote(case, meeting, share) for one, share in zip(self._workers, shares, strict=True)]
+        training = self._trainer.train.remote(case, meeting)
+        ended, _ = ray.wait([training, *work])
         rate = ray.get(ended)[0]
-        ray.get([worker.stop.remote() for worker in self._workers], timeout=_TIMEOUT_S)
-        ray.get(work, timeout=_TIMEOUT_S)
+        for one in work:
+            ray.cancel(one)
+        if len(ray.wait(work, num_returns=len(work), timeout=_TIMEOUT_S)[1]):
+            raise StallError(f"the clients of {case.contender} must end within {_TIMEOUT_S:g} s, and did not")
         for queue in queues:
             queue.shutdown(force=True)
         if not is_ray:
@@ -148,7 +143,6 @@ class _Peer:
 
     def __init__(self, settings: QueueBench) -> None:
         self._settings = settings
-        self._has_begun = asyncio.Event()
 
     async def open(self, case: Case) -> Any:
         keys = QueueKeys() if case.contender == "areal-lite" else None
@@ -161,16 +155,7 @@ class _Peer:
     async def work(self, case: Case, meeting: Any, num_clients: int) -> None:
         work = {"ray": _ray_work, "zeromq": _raw_work}.get(case.contender, _queue_work)
         name = ray.get_runtime_context().get_actor_id()
-        clients = work(meeting, name, num_clients, _make_samples(case.tokens))
-        self._work = asyncio.gather(asyncio.Event().wait(), *clients)
-        self._has_begun.set()
-        with suppress(asyncio.CancelledError):
-            await self._work
-
-    async def stop(self) -> None:
-        await self._has_begun.wait()  # Ray may bring the call of `work` after this one.
-        self._has_begun.clear()
-        self._work.cancel()
+        await asyncio.gather(asyncio.Event().wait(), *work(meeting, name, num_clients, _make_samples(case.tokens)))
 
     async def train(self, case: Case, meeting: Any) -> float:
         batches = {"ray": _ray_batches, "zeromq": _raw_batches}.get(case.contender, _queue_batches)
@@ -207,8 +192,10 @@ def _make_scores() -> list[Score]:
 
 
 def _queue_server(settings: QueueBench, keys: QueueKeys | None) -> QueueServer:
-    ledger = LedgerSettings(max_staleness=settings.max_staleness, on_stale="mask", total_steps=10**9,
-                            groups_per_step=settings.groups_per_step, samples_per_group=SAMPLES_PER_GROUP)  # fmt: skip
+    # Samples may be of any age, so that they are made once.
+    ledger = LedgerSettings(max_staleness=10**9, max_ahead=settings.max_outstanding // settings.groups_per_step - 1,
+                            on_stale="mask", total_steps=10**9, groups_per_step=settings.groups_per_step,
+                            samples_per_group=SAMPLES_PER_GROUP)  # fmt: skip
     prompt = Prompt(prompt_id="bench", text="7+25=?" * 50, token_ids=tuple(range(100)), answer="32")
     prompts = PromptCursor([prompt] * 1000, source="bench", seed=0)
     return QueueServer(Ledger(ledger), prompts, num_minibatches=1, num_ranks=1, seed=0, keys=keys)
@@ -217,18 +204,13 @@ def _queue_server(settings: QueueBench, keys: QueueKeys | None) -> QueueServer:
 def _queue_work(access: QueueAccess, name: str, num_clients: int, samples: Any) -> Iterator[Awaitable[Any]]:
     scores = _make_scores()
 
-    @functools.lru_cache(maxsize=16)
-    def of_version(version: int) -> list[Sample]:
-        span = VersionSpan(version=version, start=0, end=samples[0].num_tokens)
-        return [replace(sample, spans=(span,)) for sample in samples]
-
     async def client(worker: str) -> None:
         queue = AsyncQueueClient(access, timeout_s=_TIMEOUT_S)
         try:
             await queue.open_admission()
             while True:
                 for lease in await queue.lease_rollout(worker=worker, limit=1, wait_s=1.0):
-                    await queue.complete_rollout(lease_id=lease.lease_id, samples=of_version(lease.version))
+                    await queue.complete_rollout(lease_id=lease.lease_id, samples=samples)
                 for lease in await queue.lease_verify(worker=worker, limit=1, wait_s=1.0):
                     await queue.complete_verify(lease_id=lease.lease_id, scores=scores)
         finally:
@@ -281,14 +263,12 @@ class _RawServer:
 
     def __init__(self, settings: QueueBench) -> None:
         self._groups_per_step, self._room = settings.groups_per_step, settings.max_outstanding
-        self._closing = threading.Event()
+        self._closing, self._thread = threading.Event(), threading.Thread(target=self._serve)
         self._generated, self._ready = collections.deque[bytes](), collections.deque[bytes]()
-        self._waiting = collections.deque[tuple[bytes, bytes]]()
 
     def start(self) -> str:
         self._socket = _socket(zmq.ROUTER)
         port: int = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self._thread = threading.Thread(target=self._serve)
         self._thread.start()
         return f"tcp://127.0.0.1:{port}"
 
@@ -298,32 +278,32 @@ class _RawServer:
         self._socket.close(linger=0)
 
     def _serve(self) -> None:
+        waiting: list[tuple[bytes, bytes]] = []
         while not self._closing.is_set():
             if self._socket.poll(100):
                 peer, op, content = self._socket.recv_multipart()
                 if op == b"complete_rollout":
                     self._generated.append(content)
-                self._waiting.append((peer, op))
+                waiting.append((peer, op))
             # Who cannot be answered yet asks again, in the order they came.
-            for _ in range(len(self._waiting)):
-                peer, op = self._waiting.popleft()
-                if (answer := self._answer(op)) is None:
-                    self._waiting.append((peer, op))
-                else:
+            asking, waiting = waiting, []
+            for peer, op in asking:
+                if answer := self._answer(op):
                     self._socket.send_multipart([peer, *answer])
+                else:
+                    waiting.append((peer, op))
 
-    def _answer(self, op: bytes) -> list[bytes] | None:
-        """Return the frames of an answer, or None while there is nothing to answer."""
-        if op == b"take" and len(self._ready) >= self._groups_per_step:
-            self._room += self._groups_per_step
-            return [self._ready.popleft() for _ in range(self._groups_per_step)]
-        if op == b"lease_verify" and self._generated:
+    def _answer(self, op: bytes) -> list[bytes]:
+        """Return the frames of an answer, none while there is nothing to answer."""
+        if op == b"lease_verify":  # of a client that has generated a group itself
             self._ready.append(self._generated.popleft())
             return [self._ready[-1]]
-        if op == b"lease_rollout" and self._room:
-            self._room -= 1
-            return [b""]
-        return [b""] if op.startswith(b"complete") else None
+        if op == b"take":
+            size = self._groups_per_step if len(self._ready) >= self._groups_per_step else 0
+            self._room += size
+            return [self._ready.popleft() for _ in range(size)]
+        self._room -= (is_lent := op == b"lease_rollout" and self._room > 0)
+        return [b""] if is_lent or op != b"lease_rollout" else []
 
 
 def _raw_work(endpoint: str, name: str, num_clients: int, samples: Any) -> Iterator[Awaitable[Any]]:

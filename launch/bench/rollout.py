@@ -20,8 +20,7 @@ from areal_lite.data.prompts import load_sources
 from areal_lite.errors import ConfigError
 from areal_lite.launch.bench.harness import CONSOLE, finish, in_turns, ratios, say, target
 from areal_lite.launch.bench.longtail import LONGTAIL, draw_length, drawn_length
-from areal_lite.launch.bench.view import ROLLOUT_CASES as CASES
-from areal_lite.launch.bench.view import Row
+from areal_lite.record.columns import ROLLOUT_CASES, Row
 from areal_lite.record.paths import with_absolute_paths
 from areal_lite.rollout.engine import Interrupt, Sampling, token_limit
 from areal_lite.rollout.runner import load_workflows
@@ -72,18 +71,10 @@ def bench(settings: RolloutBench, recipe: str, overrides: Sequence[str], *, out:
     from areal_lite.launch.run.train import prepare_model, ray_session
 
     model_folder = prepare_model(config, console=CONSOLE)
-    with ray_session(), CONSOLE.status("starting engine, queue, verifier and publisher") as status:
-
-        def measure(case: str) -> Measurement:
-            status.update(f"measuring: {CASES[case]}")
-            measurement = rollout.measure(case)
-            rate = measurement.tokens / measurement.seconds
-            say(f"{CASES[case]}: {rate:,.0f} tokens/s", style="")
-            return measurement
-
-        with one_engine(config, model_folder=model_folder, logs=out / "logs") as engine:
-            rollout = _MeasuredRollout(settings, config, engine)
-            rows = summarise(in_turns(CASES, repeats=settings.repeats, measure=measure))
+    say("starting engine, queue, verifier and publisher")
+    with ray_session(), one_engine(config, model_folder=model_folder, logs=out / "logs") as engine:
+        rollout = _MeasuredRollout(settings, config, engine)
+        rows = summarise(in_turns(ROLLOUT_CASES, repeats=settings.repeats, measure=rollout.measure))
     described = {"recipe": recipe, "overrides": list(overrides), **asdict(settings)}
     return finish("rollout", "tokens/s of one engine", rows, settings=described, out=out, targets=targets(rows))
 

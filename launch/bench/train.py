@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from multiprocessing.managers import BaseManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,10 +29,10 @@ from areal_lite.config.recipe import Config, load_config
 from areal_lite.data.arith import arith_problems
 from areal_lite.data.prompts import load_source
 from areal_lite.errors import ConfigError, TrainerError
-from areal_lite.launch.bench.harness import CONSOLE, check_comparable, finish, in_turns, ratios, say, target
+from areal_lite.launch.bench.harness import CONSOLE, check_comparable, finish, in_turns, ratios, say, target, turns
 from areal_lite.launch.bench.longtail import LONGTAIL, draw_length
 from areal_lite.launch.bench.padded_loop import PaddedLoop
-from areal_lite.launch.bench.view import Row
+from areal_lite.record.columns import Row
 from areal_lite.sample_queue.groups import GroupRecord
 from areal_lite.sample_queue.ledger import Batch
 from areal_lite.sample_queue.shards import ShardedBatch
@@ -79,8 +79,6 @@ class TrainBench:
     rows: int
     """Rows of a micro-batch of the padded loop; 8 is what `TrainingArguments` of transformers has."""
     work: tuple[str, ...] = tuple(WORK)
-    searches: bool = True
-    """Whether the padded loop also runs with the number of rows with which it is fastest on this machine."""
 
 
 def bench(settings: TrainBench, recipes: Sequence[str], overrides: Sequence[str], *, out: Path) -> int:
@@ -97,36 +95,28 @@ def measure(settings: TrainBench, recipe: str, overrides: Sequence[str]) -> Iter
     from areal_lite.launch.run.train import prepare_model
 
     configs = {work: load_config(recipe, [*overrides, *WORK[work]]) for work in settings.work}
-    first = settings.work[0]
-    folder, name = prepare_model(configs[first], console=CONSOLE), Path(recipe).stem
-    batches = {work: _make_batches(config, folder, count=settings.steps) for work, config in configs.items()}
-    rows_per_pass = {OURS: None, PADDED: settings.rows}
-    if settings.searches:
-        rows_per_pass[FASTEST] = fastest = _fastest_rows(configs[first], folder, batches[first])
-        say(f"{name}: the padded loop is fastest with micro-batches of {_in_words(fastest)}", style="")
+    folder, name = prepare_model(configs[settings.work[0]], console=CONSOLE), Path(recipe).stem
+    num_rows = {PADDED: settings.rows, FASTEST: 0}
     for work, config in configs.items():
-        with _sides(rows_per_pass, config, folder, batches[work]) as sides:
+        batches = _make_batches(config, folder, count=settings.steps)
+        if not num_rows[FASTEST]:
+            num_rows[FASTEST] = _fastest_rows(config, folder, batches)
+            say(f"{name}: the padded loop is fastest with micro-batches of {_in_words(num_rows[FASTEST])}", style="")
+        with _sides([OURS, *num_rows], config, folder, batches) as sides:
             for side, process in sides.items():
-                process.step(0, rows_per_pass[side])
-            steps = run_steps(settings, sides, lambda side, number: sides[side].step(number, rows_per_pass[side]))
+                process.step(0, num_rows.get(side))
+            steps = run_steps(settings, sides, lambda side, number: sides[side].step(number, num_rows.get(side)))
             peaks = {side: process.peak_mb() for side, process in sides.items()}
         for side, row in rows_of(steps).items():
-            words = _in_words(rows_per_pass[side]) if side != OURS else f"{config.trainer.micro_batch_tokens} tokens"
-            figures = f"{row['median']:.0f} tokens/s, {peaks[side]:.0f} MB"
-            say(f"{name}, {work}: {side} {figures}", style="")
-            yield {
-                "side": side,
-                "recipe": name,
-                "work": work,
-                "is_longtail": config.rollout.workflow == LONGTAIL,
-                "micro_batch": words,
-                "peak_mb": peaks[side],
-                **row,
-            }
+            words = _in_words(num_rows[side]) if side in num_rows else f"{config.trainer.micro_batch_tokens} tokens"
+            say(f"{name}, {work}: {side} {row['median']:.0f} tokens/s, {peaks[side]:.0f} MB", style="")
+            is_longtail = config.rollout.workflow == LONGTAIL
+            case = {"side": side, "recipe": name, "work": work, "is_longtail": is_longtail, "micro_batch": words}
+            yield {**case, "peak_mb": peaks[side], **row}
 
 
-def _in_words(num_rows: int | None) -> str:
-    return f"{num_rows} row" if num_rows == 1 else f"{num_rows} rows"
+def _in_words(num_rows: int) -> str:
+    return f"{num_rows} row{'s' * (num_rows != 1)}"
 
 
 def rows_tried(rows_per_minibatch: int) -> list[int]:
@@ -139,9 +129,9 @@ def _fastest_rows(config: Config, folder: Path, batches: Sequence[Shard]) -> int
     sizes = rows_tried(config.samples_per_step // config.trainer.minibatches)
     with _sides([PADDED], config, folder, batches[:1]) as sides:
         sides[PADDED].step(0, sizes[-1])
-        seconds = dict.fromkeys(sizes, math.inf)
         # There and back, each size's best: what else the machine does should favour none.
-        for size in [*sizes, *reversed(sizes), *sizes]:
+        seconds = dict.fromkeys(sizes, math.inf)
+        for _, size in turns(sizes, 3):
             seconds[size] = min(seconds[size], sides[PADDED].step(0, size).seconds)
     return min(sizes, key=seconds.__getitem__)
 
@@ -176,7 +166,7 @@ def run_steps(settings: TrainBench, sides: Iterable[str], step: Callable[[str, i
 
     steps = in_turns(numbers, repeats=settings.repeats, measure=repeat)
     for side in steps:
-        for number, (mine, other) in enumerate(zip(_flat(steps[OURS]), _flat(steps[side]), strict=True), start=1):
+        for number, (mine, other) in enumerate(_pairs(steps, OURS, side), start=1):
             if mine.tokens != other.tokens or not _difference(mine, other) <= TOLERANCE:
                 raise TrainerError(
                     f"in step {number} our gradient has the norm {mine.grad_norm:.7g} over {mine.tokens} tokens, the "
@@ -188,23 +178,22 @@ def run_steps(settings: TrainBench, sides: Iterable[str], step: Callable[[str, i
 
 def rows_of(steps: Steps) -> dict[str, dict[str, Any]]:
     """Return the figures of each side: tokens/s of all repeats, and the ratios inside each repeat."""
-    tokens = {side: [sum(step.tokens for step in repeat) for repeat in steps[side]] for side in steps}
     seconds = {side: [sum(step.seconds for step in repeat) for repeat in steps[side]] for side in steps}
-    rates = {side: ratios(tokens[side], seconds[side]) for side in steps}
-    rows = {}
-    for side, repeats in steps.items():
-        pairs = list(zip(_flat(repeats), _flat(steps[PADDED]), strict=True))
-        rows[side] = {
+    tokens = [sum(step.tokens for step in repeat) for repeat in steps[PADDED]]
+    rates = {side: ratios(tokens, seconds[side]) for side in steps}
+    return {
+        side: {
             "seconds": seconds[side],
             "tokens_per_s": rates[side],
             "median": statistics.median(rates[side]),
             "over": {other: ratios(rates[side], rates[other]) for other in rates if other not in (side, OURS)},
-            "tokens": tokens[side][0],
-            "positions_per_token": sum(step.positions for step in _flat(repeats)) / sum(tokens[side]),
+            "tokens": tokens[0],
+            "positions_per_token": sum(step.positions for step in itertools.chain(*repeats)) / sum(tokens),
             "grad_norm": repeats[0][0].grad_norm,
-            "gradient_difference": max(_difference(mine, other) for mine, other in pairs),
+            "gradient_difference": max(itertools.starmap(_difference, _pairs(steps, side, PADDED))),
         }
-    return rows
+        for side, repeats in steps.items()
+    }
 
 
 def targets(rows: Iterable[Row]) -> list[Any]:
@@ -216,8 +205,9 @@ def targets(rows: Iterable[Row]) -> list[Any]:
     return [*speed, target("relative difference of the gradient norms", differences, at_most=TOLERANCE)]
 
 
-def _flat(repeats: Iterable[Iterable[Step]]) -> list[Step]:
-    return list(itertools.chain.from_iterable(repeats))
+def _pairs(steps: Steps, *sides: str) -> Iterator[tuple[Step, ...]]:
+    """Yield the steps of two sides on the same batch."""
+    return zip(*(itertools.chain(*steps[side]) for side in sides), strict=True)
 
 
 def _difference(mine: Step, other: Step) -> float:
@@ -229,7 +219,7 @@ class _Side:
 
     def __init__(self, side: str, config: Config, folder: str, batches: Sequence[Shard]) -> None:
         transformers.utils.logging.disable_progress_bar()
-        self._threads, self._batches, self._version, self._positions = config.trainer.threads, batches, 0, 0
+        self._threads, self._batches, self._positions = config.trainer.threads, batches, 0
         gc.collect()
         # The mark of the highest memory forgets what the imports took.
         Path("/proc/self/clear_refs").write_text("5")
@@ -244,20 +234,11 @@ class _Side:
         The trainer, which has its own rule of micro-batches, gets None for `rows_per_pass`.
         """
         torch.set_num_threads(self._threads)  # here, as the thread that answers is not the one that made this
-        shard, self._positions = self._batches[number % len(self._batches)], 0
-        rows = (
-            replace(row, sample=replace(row.sample, spans=_whole(row.sample.num_tokens, version=self._version)))
-            for row in shard.rows
-        )
-        shard = replace(shard, version=self._version, rows=tuple(rows))
-        self._version += 1
+        shard, self._positions, self._loop.version = self._batches[number % len(self._batches)], 0, 0
+        options = {} if rows_per_pass is None else {"rows_per_pass": rows_per_pass}
         start = time.perf_counter()
-        if rows_per_pass is None:
-            stats = self._loop.train_step(shard)
-            tokens, grad_norm = stats["tokens_trained"], stats["grad_norm"]
-        else:
-            tokens, grad_norm = self._loop.train_step(shard, rows_per_pass=rows_per_pass)
-        return Step(time.perf_counter() - start, tokens, self._positions, grad_norm)
+        stats = self._loop.train_step(shard, **options)
+        return Step(time.perf_counter() - start, stats["tokens_trained"], self._positions, stats["grad_norm"])
 
     def peak_mb(self) -> float:
         """Return by how much the process has grown at most since it had imported everything."""
@@ -300,32 +281,32 @@ def _make_batches(config: Config, folder: Path, *, count: int) -> list[Shard]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     prompts, size = load_source(config, tokenizer, "train"), queue.samples_per_group
     torch.set_num_threads(config.trainer.threads)
-    trainer = Trainer(config, model_folder=str(folder), rank=0)
-    batches = []
+    trainer, batches = Trainer(config, model_folder=str(folder), rank=0), []
     for number in range(count):
         chosen = [prompts[place] for place in rng.integers(0, len(prompts), queue.groups_per_step)]
         given = [prompt for prompt in chosen for _ in range(size)]
         lengths = _lengths(config, given, rng=rng)
         drawn = [rng.integers(0, len(tokenizer), length, dtype=np.int32) for length in lengths]
         pairs = [(prompt.token_ids, tokens.tolist()) for prompt, tokens in zip(given, drawn, strict=True)]
-        samples = tuple(
+        samples = [
             Sample(
                 token_ids=tokens,
                 logprobs=(logprobs + rng.normal(0, _NOISE, len(tokens))).astype(np.float32),
-                spans=_whole(len(tokens), version=0),
+                spans=(VersionSpan(version=0, start=0, end=len(tokens)),),
                 stop_reason=StopReason.STOP,
                 score=Score(reward=float(rng.integers(0, 2))),
             )
             for tokens, logprobs in zip(drawn, trainer.score(pairs), strict=True)
-        )
-        parts = [samples[start : start + size] for start in range(0, len(samples), size)]
+        ]
         groups = tuple(
-            GroupRecord(prompt_id=prompt.prompt_id, attempt=0, sequence=place, admitted_version=0, samples=part)
-            for place, (prompt, part) in enumerate(zip(chosen, parts, strict=True))
-        )
-        batch = Batch(batch_id=f"batch-{number}", version=number, groups=groups)
-        minibatches = config.trainer.minibatches
-        dealt = ShardedBatch(batch, chosen, num_minibatches=minibatches, num_ranks=1, run_seed=config.run.seed)
+            GroupRecord(
+                prompt_id=prompt.prompt_id, attempt=0, sequence=place, admitted_version=0,
+                samples=tuple(samples[place * size : (place + 1) * size]),
+            )
+            for place, prompt in enumerate(chosen)
+        )  # fmt: skip
+        batch, num_minibatches = Batch(batch_id=f"batch-{number}", version=0, groups=groups), config.trainer.minibatches
+        dealt = ShardedBatch(batch, chosen, num_minibatches=num_minibatches, num_ranks=1, run_seed=number)
         batches.append(dealt.shard(0))
     return batches
 
@@ -338,7 +319,3 @@ def _lengths(config: Config, prompts: Sequence[Prompt], *, rng: np.random.Genera
     solutions = {problem.prompt: problem.solution for problem in arith_problems(config.data.arith, "train")}
     # One token a character, and the end.
     return [min(longest, len(solutions[prompt.text]) + 1) for prompt in prompts]
-
-
-def _whole(length: int, *, version: int) -> tuple[VersionSpan, ...]:
-    return (VersionSpan(version=version, start=0, end=length),)

@@ -13,6 +13,7 @@ import pytest
 from report_builders import HOSTILE, make_offline_run, make_run
 
 from areal_lite.cli.main import main
+from areal_lite.record.columns import COLUMNS
 from areal_lite.record.metrics import mean_called
 from areal_lite.record.report import _subtitle, write_bench, write_comparison, write_report
 
@@ -34,7 +35,7 @@ def results(tmp_path: Path) -> Path:
               "ages": {"0": 4, "1": 4}}]  # fmt: skip
     runs = [{"name": "split-0", "seed": 0, "lr": 1e-4, "max_staleness": 4, "status": "done", "steps": 20,
              "curve": {"0": 0.2, "20": 0.6}, "start": 0.2, "end": 0.6, "samples_per_s": 2.0}]  # fmt: skip
-    content = {"benchmark": "modes", "cores": 2, "findings": [HOSTILE], "modes": modes, "runs": runs, "raw": {"a": 1}}
+    content = {"plan": "mine", "cores": 2, "findings": [HOSTILE], "modes": modes, "runs": runs, "raw": {"a": 1}}
     tmp_path.mkdir(exist_ok=True)
     (tmp_path / "results.json").write_text(json.dumps(content))
     return tmp_path
@@ -91,17 +92,23 @@ def test_a_table_has_seven_columns_at_most(tmp_path: Path) -> None:
     assert final == ["run", "status", "steps", "held-out accuracy", reward, "samples/s", "seconds"]
     assert several.read_text().count("<td>0.4</td>") == len(runs)
     assert compared == [["name", *(run.name for run in half)] for half in (runs[:4], runs[4:])]
-    modes, benched = (re.findall(r"<th scope=.col.>(.*?)</th>", head) for head in heads[found[3]])
-    assert {"mode", "over the best synchronous", "samples per s"} <= set(modes)
-    assert {"name", "status", "start", "end", "samples per s"} <= set(benched)
+    modes, shares, planned = (re.findall(r"<th scope=.col.>(.*?)</th>", head) for head in heads[found[3]])
+    assert [modes, shares, planned] == [list(COLUMNS[name]) for name in ("modes", "shares of modes", "plan")]
 
 
 def test_repeats_are_shown_by_their_spread(tmp_path: Path) -> None:
-    """Seen failing with lists left out: a table of the sides' names alone."""
-    rows = [{"side": "a", "tokens_per_s": [3.0, 1.0, 2.0], "over": [2.0], "problems": []}]
+    """As the terminal shows them. Seen failing with lists left out: a table of the sides' names alone."""
+    rows = [{"case": "vllm", "tokens_per_s": [3.0, 1.0, 2.0], "over": [2.0], "problems": []}]
     (tmp_path / "results.json").write_text(json.dumps({"benchmark": "rollout", "rows": rows}))
     page = write_bench(tmp_path).read_text()
-    assert re.findall(r"<td>(.*?)</td>", page) == ["a", "2 (1\u00a0to\u00a03)", "2"]
+    assert re.findall(r"<td>(.*?)</td>", page) == ["vLLM alone", "2 · 1-3", "-", "2.00"]
+
+
+@pytest.mark.parametrize("rows", [[{"side": "a", "over": 1}], [{"case": ["vllm"]}], [{"case": "vllm", "over": "much"}]])
+def test_results_of_another_version_stand_in_the_whole(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    """Seen failing with a KeyError."""
+    (tmp_path / "results.json").write_text(json.dumps({"benchmark": "rollout", "rows": rows}))
+    assert headings(write_bench(tmp_path)) == ["Overview", "All of it"]
 
 
 def test_pages_ask_the_network_for_nothing(tmp_path: Path) -> None:

@@ -3,47 +3,40 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+from areal_lite.record.columns import cells
 from areal_lite.record.report.charts import COLOURS, Chart, Line, as_shares, bars, lines
-from areal_lite.record.report.page import MOST_COLUMNS, Block, Section, charts_block, figure_text
-from areal_lite.record.report.read import Row, number, numbers, table
+from areal_lite.record.report.page import Block, Section, charts_block, figure_text
+from areal_lite.record.report.read import Row, numbers, table
 
 _PLACE = ("benchmark", "plan", "recipe", "commit", "processor", "cores", "best_synchronous")
-_DECIDE = {
-    "name", "mode", "over_the_best_synchronous", "status", "start", "end", "samples_per_s", "tokens_per_s", "seconds",
-    "trainer_idle", "reward_equal_time", "paused_s", "over_copy",
-}  # fmt: skip
-"""What a table shows before other figures, of whichever benchmark."""
 
 
 def bench_sections(results: Row) -> Iterator[Section]:
-    """Yield what is known by its shape: figures by mode with their spread, runs with a curve, rows of plain figures."""
+    """Yield the tables that the terminal shows, figures by mode with their spread, and runs with a curve."""
     place = {key: figure_text(results[key]) for key in _PLACE if results.get(key) is not None}
     place |= {"recipe": Path(place["recipe"]).stem} if "recipe" in place else {}
-    yield Section("Overview", [Block("tiles", _spaced(place)), Block("list", results.get("findings"))])
+    tiles = {key.replace("_", " "): value for key, value in place.items()}
+    yield Section("Overview", [Block("tiles", tiles), Block("list", results.get("findings"))])
     modes, runs = _rows(results.get("modes")), _rows(results.get("runs"))
-    yield Section("Modes", [_table(list(map(_mode_row, modes))), charts_block(_mode_charts(modes))])
+    tables = [_table(name, modes) for name in ("modes", "shares of modes")]
+    yield Section("Modes", [*tables, charts_block(_mode_charts(modes))])
     curve = lines("held out", list(map(_curve, runs)), x="trainer step", y="mean score")
-    yield Section("Runs", [charts_block([curve]), _table(_plain(runs))])
-    for name, value in results.items():
-        if name not in ("modes", "runs"):
-            yield Section(name.replace("_", " ").capitalize(), [_table(_plain(_rows(value)))])
+    yield Section("Runs", [charts_block([curve]), _table("plan", runs if "plan" in results else [])])
+    yield Section("Figures", [_table(str(results.get("benchmark")), _rows(results.get("rows")))])
+    yield Section("Targets", [_table("targets", _rows(results.get("targets")))])
     yield Section("All of it", [Block("folded", json.dumps(results, indent=1, ensure_ascii=False), "results.json")])
 
 
-def _mode_row(mode: Row) -> Row:
-    figures = {"over_the_best_synchronous": mode.get("ratio")} | table(mode.get("figures"))
-    known = {key: mode.get(key) for key in ("mode", "threads", "repeats")}
-    return known | {name: _spread_text(numbers(spread)) for name, spread in figures.items()}
-
-
-def _spread_text(spread: Mapping[str, float]) -> str:
-    middle, ends = spread.get("median"), {spread.get("low"), spread.get("high")}
-    if len(ends) == 1 or None in ends:
-        return figure_text(middle)
-    return f"{figure_text(middle)} ({figure_text(spread['low'])}\u00a0to\u00a0{figure_text(spread['high'])})"
+def _table(name: str, rows: Sequence[Row]) -> Block:
+    """Show rows as the terminal does; those that another version wrote, in another form, stand in the whole alone."""
+    try:
+        titles, *shown = cells(name, rows)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return Block("table", [])
+    texts = ((text.replace("\n", " · ").replace("**", "") for text in line) for line in shown)
+    return Block("table", [dict(zip(titles, line, strict=True)) for line in texts])
 
 
 def _mode_charts(modes: Sequence[Row]) -> Iterator[Chart | None]:
@@ -70,33 +63,6 @@ def _spread_chart(title: str, spreads: Mapping[str, Mapping[str, float]]) -> Cha
 def _curve(run: Row) -> Line:
     curve, style = numbers(run.get("curve")), {"mode": "lines+markers"}
     return Line(name=str(run.get("name")), x=list(map(float, curve)), y=list(curve.values()), style=style)
-
-
-def _plain(rows: Sequence[Row]) -> list[Row]:
-    """Keep figures and words, and the spread of repeats; what else is nested stands in the whole."""
-    shown = [
-        {key: _repeats_text(value) if isinstance(value, list) else value for key, value in row.items()} for row in rows
-    ]
-    keys = dict.fromkeys(key for row in shown for key, value in row.items() if isinstance(value, (str, int, float)))
-    return [{key: row.get(key) for key in keys} for row in shown]
-
-
-def _repeats_text(values: Sequence[Any]) -> str | None:
-    known = [value for value in values if number(value) is not None]
-    return _spread_text({"median": median(known), "low": min(known), "high": max(known)}) if known else None
-
-
-def _table(rows: Sequence[Row]) -> Block:
-    """Show the figures that decide, and of the others as many as there is room for."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    few = sorted(names, key=lambda name: name not in _DECIDE)[:MOST_COLUMNS]
-    caption = f"figures in results.json alone, below: {len(names) - len(few)}"
-    content = [_spaced({name: row.get(name) for name in names if name in few}) for row in rows]
-    return Block("table", content, caption if len(names) > len(few) else "")
-
-
-def _spaced(row: Mapping[str, Any]) -> Row:
-    return {key.replace("_", " "): value for key, value in row.items()}
 
 
 def _rows(value: Any) -> list[Row]:

@@ -6,7 +6,7 @@ import pytest
 
 from areal_lite.errors import ConfigError
 from areal_lite.launch.bench.handover import PARTS, HandoverBench, Size, measure_handovers, parse_size, parts, row
-from areal_lite.launch.bench.view import COLUMNS
+from areal_lite.record.columns import cells
 
 EVENTS = [
     {"time": time, "lane": "any", "kind": kind}
@@ -33,7 +33,7 @@ def test_medians_and_ratios_of_figures_with_known_answers() -> None:
     handovers = [dict.fromkeys(PARTS, 0.001) | {"paused_s": paused_s} for paused_s in (0.002, 0.006, 0.004)]
     line = row(SIZE, parameters=3_150_000, size_bytes=12_600_000, handovers=handovers, copies_s=[0.001, 0.001, 0.008])
     expected = ["256x4, 3.15 M, 12.6", *["1.0"] * 4, "4.0\n2.0-6.0", "1.0, 2.00"]
-    assert [show(line) for show in COLUMNS["handover"].values()] == expected
+    assert list(cells("handover", [line]))[1] == expected
 
 
 @pytest.mark.parametrize("text", ["256", "x4", "256x", "100x4", "64x0", "wide x 4"])

@@ -1,28 +1,31 @@
 """What every benchmark shares: the order of measurements, ratios, columns and tables."""
 
 from collections import defaultdict
+from typing import Any
+
+import pytest
 
 from areal_lite.cli.trial_report import _cells
-from areal_lite.launch.bench import gpu_check, modes, plan
 from areal_lite.launch.bench.harness import in_turns, ratios
 from areal_lite.launch.bench.peers import SIDES
-from areal_lite.launch.bench.queue import CONTENDERS, QueueBench, cases
-from areal_lite.launch.bench.view import COLUMNS, cell, markdown, spread
+from areal_lite.launch.bench.queue import QueueBench, cases
 from areal_lite.launch.run.preflight import ClusterReport, preflight_table
+from areal_lite.record.columns import CARRIERS, COLUMNS, cells, markdown, spread
 
 
-def test_cases_take_turns_and_every_other_repeat_goes_backwards() -> None:
+def test_cases_take_turns_and_every_other_repeat_goes_backwards(capsys: pytest.CaptureFixture[str]) -> None:
     """Seen failing with all repeats of a case in a row: what the machine does meanwhile would hit one side."""
     order: list[str] = []
     measured = in_turns("abc", repeats=3, measure=lambda case: order.append(case) or f"{case}{len(order)}")
     assert order == [*"abc", *"cba", *"abc"]
+    assert capsys.readouterr().out.splitlines()[3:5] == ["repeat 2 of 3: c", "repeat 2 of 3: b"]
     assert measured == {"a": ["a1", "a6", "a7"], "b": ["b2", "b5", "b8"], "c": ["c3", "c4", "c9"]}
 
 
 def test_the_sides_of_a_case_are_measured_side_by_side() -> None:
     sizes = QueueBench(repeats=1, measured_s=1.0, tokens=(1000, 50), clients=(8,))
     assert [(case.contender, case.tokens) for case in cases(sizes)] == [
-        (contender, tokens) for tokens in (1000, 50) for contender in CONTENDERS
+        (contender, tokens) for tokens in (1000, 50) for contender in CARRIERS
     ]
     assert SIDES == ("async", "sync", "trl")
 
@@ -35,7 +38,11 @@ def test_ratios_and_spreads() -> None:
 
 def test_a_column_shows_a_value_a_median_or_nothing() -> None:
     """A list where a repeat has no value shows nothing. Seen failing with the median of the others."""
-    show = cell("a.b", ".1f", ranged=True, scale=10)
+
+    def show(row: dict[str, Any]) -> str:
+        _, (text,) = cells({"x": "{a.b:10*.1f~}"}, [row])
+        return text
+
     assert show({"a": {"b": 0.25}}) == "2.5"
     assert show({"a": {"b": [1.0, 3.0, 2.0]}}) == show({"a": {"b": spread([1.0, 3.0, 2.0])}}) == "20.0\n10.0-30.0"
     assert show({"a": {"b": [1.0, 1.0]}}) == "10.0"
@@ -43,13 +50,12 @@ def test_a_column_shows_a_value_a_median_or_nothing() -> None:
 
 
 def test_markdown_has_the_lines_of_a_cell_side_by_side() -> None:
-    table = markdown({"name": cell("name"), "x": cell("x", ranged=True)}, [{"name": "a", "x": [1, 3, 2]}])
+    table = markdown({"name": "{name}", "x": "{x:~}"}, [{"name": "a", "x": [1, 3, 2]}])
     assert table.splitlines() == ["| name | x |", "|---|---:|", "| a | 2 · 1-3 |"]
 
 
 def test_no_table_in_the_terminal_is_wider_than_seven_columns() -> None:
     """The rest is in JSON. Seen failing with seven of them: queue, train, handover, peers, plan, cluster, verify."""
-    shown = {**COLUMNS, "plan": plan.COLUMNS, "gpu-check": gpu_check._COLUMNS, "modes": modes._SPEED}
-    shown |= {"times": modes._TIME, "rewards": modes._SAMPLES, "verify": [0, *_cells(defaultdict(float, failures={}))]}
+    shown = {**COLUMNS, "verify": [0, *_cells(defaultdict(float, failures={}))]}
     shown |= {"cluster": preflight_table(ClusterReport()).columns}
     assert [name for name, columns in shown.items() if len(columns) > 7] == []

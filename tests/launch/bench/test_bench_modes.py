@@ -18,8 +18,8 @@ from areal_lite.cli.main import main
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
 from areal_lite.launch.bench import harness
+from areal_lite.launch.bench.harness import PlannedRun
 from areal_lite.launch.bench.modes import (
-    ModeRun,
     Threads,
     draw_modes,
     fastest_threads,
@@ -35,8 +35,8 @@ from areal_lite.sample_queue.ledger import Ledger
 # ---------------------------------------------------------------- runs
 
 
-def words(runs: list[ModeRun]) -> list[str]:
-    return [f"{run.mode} {run.threads}" for run in runs]
+def words(runs: list[PlannedRun]) -> list[str]:
+    return ["{mode} {threads}".format(**run.facts) for run in runs]
 
 
 def test_on_two_cores_the_synchronous_side_has_three_settings_and_the_others_two() -> None:
@@ -55,7 +55,7 @@ def test_modes_change_the_recipe_and_nothing_else() -> None:
     extra = ["run.steps=9", "queue.max_staleness=7", "trainer.lr=0.5"]
     chosen = {mode: Threads(generation=1, training=2) for mode in MODES}
     runs = measured_runs("longtail_cpu", chosen, repeats=1, extra=extra)
-    dumped = {run.mode: run.config.model_dump() for run in runs}
+    dumped = {run.facts["mode"]: run.config.model_dump() for run in runs}
     etas = {mode: dump["queue"].pop("max_staleness") for mode, dump in dumped.items()}
     interrupts = {mode: dump["rollout"].pop("interrupt") for mode, dump in dumped.items()}
     first, *others = dumped.values()
@@ -71,7 +71,7 @@ def test_every_second_round_goes_backwards() -> None:
     chosen = {mode: thread_settings(MODES[mode], cores=2)[0] for mode in MODES}
     measured = measured_runs("arith_cpu", chosen, repeats=2, extra=[])
     rounds = [measured[start : start + len(MODES)] for start in range(0, len(measured), len(MODES))]
-    assert all({run.mode for run in one} == set(MODES) for one in rounds)
+    assert all({run.facts["mode"] for run in one} == set(MODES) for one in rounds)
     assert words(rounds[0]) == words(rounds[1])[::-1]
     assert [{run.config.run.seed for run in one} for one in [search, *rounds]] == [{0}, {1}, {2}]
     steps = {run.config.run.steps for run in search}, {run.config.run.steps for run in measured}
@@ -208,8 +208,12 @@ def test_the_table_and_the_picture_show_every_mode(tmp_path: Path) -> None:
     assert "longtail_cpu: modes on 2 cores, commit abc, steps 6 to 16" in text
     assert "…" not in text, "it fits into 80 columns"
     assert re.search(r"async-eta4 +1.50 +15.0 ", text)
-    assert "75 0 0 0 0 0 0 0 0 0 25" in text
-    assert "| async-eta4 · 1+1 | 1.50 | 15.0 · 15.0-30.0 |" in modes_markdown(content)
+    assert "75 0 0 0" in text
+    page = modes_markdown(content)
+    assert "| async-eta4 | 1.50 | 15.0 · 15.0-30.0 | 9 |" in page
+    assert "| 75 0 0 0 0 0 0 0 0 0 25 |" in page
+    assert "| mode | samples per s | generated tokens per s |" in page, "every figure with its spread"
+    assert "| 2 | 3 | 5 |\n" in page, "lengths"
     assert modes_markdown(content).endswith("\n\n- It is so.\n")
     draw_modes(content, tmp_path / "modes.svg")
     picture = (tmp_path / "modes.svg").read_text()

@@ -7,7 +7,6 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,7 @@ from areal_lite.launch.bench.peers import (
 )
 from areal_lite.launch.bench.peers_trl import PINS, Learning, ensure_trl, run_trl
 from areal_lite.launch.bench.plan import planned_config
-from areal_lite.launch.bench.view import COLUMNS
+from areal_lite.record.columns import cells
 from areal_lite.rollout.worker import sample_seed
 from areal_lite.sample_queue.groups import GroupRecord
 from areal_lite.train.warm_start import build_model
@@ -65,10 +64,6 @@ def rows(*, trl_accuracy: float = 0.8) -> list[dict[str, Any]]:
     slow = [learning(seconds, {0: 0.2, 10: 0.7, 20: trl_accuracy}) for seconds in (1.0, 2.0)]
     runs = {"async": [fast, fast], "sync": [fast, fast], "trl": slow}
     return summarise(runs, accuracy=0.75, samples_per_step=128)
-
-
-def cells(row: dict[str, Any]) -> list[str]:
-    return [show(row) for show in COLUMNS["peers"].values()]
 
 
 def test_rates_are_those_of_the_steps_that_count() -> None:
@@ -105,7 +100,7 @@ def test_ratios_are_those_inside_a_repeat() -> None:
     assert ours["curves"][0][1] == [10, pytest.approx(5.0), 0.7]
     assert trl["speed_over_trl"] == trl["sooner_than_trl"] == [1.0, 1.0]
     expected = ["areal-lite, eta 4", "256", "3.00", "7.5, 15", "3.00", "0.800", "30.0"]
-    assert cells(ours) == expected
+    assert list(cells("peers", [ours]))[1] == expected
     assert [one["median"] for one in targets(rows(), accuracy=0.75)] == pytest.approx([3.0, 3.0])
 
 
@@ -113,7 +108,7 @@ def test_an_accuracy_that_was_not_reached_makes_no_ratio_and_no_target() -> None
     ours, _, trl = rows(trl_accuracy=0.74)
     assert trl["seconds_to"] == [None, None]
     assert ours["sooner_than_trl"] == []
-    assert [cells(row)[3:5] for row in (ours, trl)] == [["7.5, 15", "-"], ["-, -", "-"]]
+    assert [line[3:5] for line in cells("peers", [ours, trl])][1:] == [["7.5, 15", "-"], ["-, -", "-"]]
     assert [one["measure"] for one in targets([ours, trl], accuracy=0.75)] == ["samples/s over TRL"]
 
 
@@ -194,7 +189,7 @@ def test_rates_of_drawn_lengths_are_those_of_full_queues_and_of_all_turns_but_th
     assert trl["tokens_per_s"] == pytest.approx([5120.0, 1280.0])
     assert ours["speed_over_trl"] == pytest.approx([2.5, 10.0])
     case = {"lengths": "64, sigma 0.9", "parameters": 9_800_000, "setting": "1+2"}
-    shown = [show(case | ours) for show in COLUMNS["peers speed"].values()]
+    _, shown = cells("peers speed", [case | ours])
     assert shown == ["64, sigma 0.9", "9.8", "areal-lite, eta 4", "1+2", "128.00", "12800", "6.25\n2.50-10.00"]
 
 
@@ -302,26 +297,17 @@ def test_a_snapshot_has_the_weights_of_the_trainer(tmp_path: Path) -> None:
         assert torch.equal(value, 2 * before[name]), name
 
 
-def test_the_clock_stands_still_while_it_is_paused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made at 10, paused from 11 to 15, read at 18. Seen failing without the pause being added."""
-    times = iter([10.0, 11.0, 15.0, 18.0])
-    monkeypatch.setattr(peers_trl, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    clock = peers_trl.Clock()
-    with clock.paused():
-        pass
-    assert clock.seconds() == 4.0
-
-
 # ---------------------------------------------------------------- TRL's process
 
 TELLING = """
-import json, sys
-settings = json.load(open(sys.argv[1]))
+import json, pathlib, sys
+path = pathlib.Path(sys.argv[1])
 print("somebody else's line")
-print(json.dumps({"peer": "accuracy", "step": 0, "accuracy": 0.25}))
-for step in range(1, settings["grpo"]["max_steps"] + 1):
-    print(json.dumps({"peer": "step", "step": step, "seconds": 0.5 * step, "tokens": 10.0 * step, "reward": 0.0}))
-print(json.dumps({"peer": "accuracy", "step": 2, "accuracy": 0.5}), flush=True)
+with (path.parent / "told.jsonl").open("a") as told:
+    print(json.dumps({"step": 0, "accuracy": 0.25}), file=told)
+    for step in range(1, json.loads(path.read_text())["grpo"]["max_steps"] + 1):
+        print(json.dumps({"step": step, "seconds": 0.5 * step, "tokens": 10.0 * step}), file=told)
+    print(json.dumps({"step": 2, "accuracy": 0.5}), file=told)
 """
 
 
@@ -331,11 +317,13 @@ def trl_process(program: str, folder: Path, *, progress: Any = lambda step: None
 
 
 def test_what_the_process_tells_is_read_and_nothing_else(tmp_path: Path) -> None:
+    """A run before told of more steps. Seen failing with its rows left in the file."""
     done: list[int] = []
-    told = trl_process(TELLING, tmp_path, progress=done.append)
+    (tmp_path / "told.jsonl").write_text('{"step": 9, "seconds": 1.0, "tokens": 1.0}\n' * 9)
+    told = trl_process(f"{TELLING}import time; time.sleep(0.5)", tmp_path, progress=done.append)
     assert told == Learning(seconds=(0.5, 1.0), accuracies={0: 0.25, 2: 0.5}, tokens=(10.0, 20.0))
-    assert done == [1, 2]
-    assert peers_trl.read_line('{"other": 1}') is None
+    assert done[-1] == 2
+    assert "somebody else's line" in (tmp_path / "log").read_text()
 
 
 def test_the_process_finds_its_packages_and_takes_nothing_from_the_hub(tmp_path: Path) -> None:

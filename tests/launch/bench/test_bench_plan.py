@@ -13,15 +13,8 @@ from areal_lite.config.presets import PRESETS
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.bench.harness import PlannedRun, run_all, where_it_begins
-from areal_lite.launch.bench.plan import (
-    Plan,
-    choose,
-    collect_results,
-    load_plan,
-    planned_runs,
-    results_table,
-    shipped_plans,
-)
+from areal_lite.launch.bench.plan import Plan, choose, collect_results, load_plan, planned_runs, shipped_plans
+from areal_lite.record.columns import cells
 from areal_lite.record.paths import with_absolute_paths
 
 STEPS = 4
@@ -47,12 +40,9 @@ def test_named_runs_change_the_recipe_in_order() -> None:
         settings={"trainer.lr": 1e-3, "run.steps": 7}, runs={"a": {}, "b": {"trainer.lr": 1e-2, "run.steps": 8}}
     )
     plain, changed = planned_runs(plan, extra=["run.steps=9", "run.seed=3"])
-    assert (plain.name, plain.config.trainer.lr, plain.overrides) == ("a", 1e-3, {})
-    assert (changed.name, changed.config.trainer.lr, changed.overrides) == (
-        "b",
-        1e-2,
-        {"trainer.lr": 1e-2, "run.steps": 8},
-    )
+    assert (plain.name, plain.config.trainer.lr, plain.facts) == ("a", 1e-3, {"overrides": {}})
+    assert (changed.name, changed.config.trainer.lr) == ("b", 1e-2)
+    assert changed.facts == {"overrides": {"trainer.lr": 1e-2, "run.steps": 8}}
     assert {(run.config.run.steps, run.config.run.seed) for run in (plain, changed)} == {(9, 3)}
     assert plain.config.queue == load_config("arith_cpu").queue
 
@@ -64,7 +54,7 @@ def test_a_grid_crosses_its_axes_and_seeds_come_last() -> None:
     cells = ["max_staleness-0_naive", "max_staleness-0_decoupled", "max_staleness-4_naive", "max_staleness-4_decoupled"]
     assert names(plan) == [f"{cell}_seed-{seed}" for seed in (0, 5) for cell in cells]
     last = planned_runs(plan)[-1]
-    assert last.overrides == {"run.seed": 5, "queue.max_staleness": 4, "objective.proximal": "recompute"}
+    assert last.facts["overrides"] == {"run.seed": 5, "queue.max_staleness": 4, "objective.proximal": "recompute"}
     assert (last.config.run.seed, last.config.queue.max_staleness) == (5, 4)
 
 
@@ -267,10 +257,9 @@ def test_results_hold_every_run_of_the_plan(tmp_path: Path) -> None:
     assert content["plan"] == "mine"
     assert content["cores"] > 0
     assert content["versions"] == {"torch": "1"}
-    table = results_table(content["runs"])
-    assert table.row_count == 1
-    assert str(table.columns[1].header) == "held out", "scores need not be 0 or 1"
-    assert str(table.caption).endswith("; 1 of 2 runs were not run yet")
+    done = ["a", "3e-05, 4, 12", "0.250, 0.750, +0.500", "1.50, 2 of 4", "25%, 50%", "1.0e-06"]
+    waiting = ["b", "3e-05, -, -", "-, -, not run", "-, - of 4", "-, -", "-"]
+    assert list(cells("plan", content["runs"]))[1:] == [done, waiting]
 
 
 def test_a_run_of_other_settings_counts_as_not_run(tmp_path: Path) -> None:
@@ -291,7 +280,7 @@ def test_a_run_that_was_cut_off_has_no_end(tmp_path: Path) -> None:
     bench([run], tmp_path, FakeTraining({"a": StallError("x")}))
     (entry,) = collect_results("mine", make_plan(), [run], out=tmp_path)["runs"]
     assert (entry["start"], entry["end"], entry["status"]) == (0.25, None, "failed: x")
-    assert results_table([entry]).row_count == 1
+    assert list(cells("plan", [entry]))[1][2] == "0.250, -, failed"
 
 
 # ---------------------------------------------------------------- the command
