@@ -120,7 +120,7 @@ def test_a_case_finds_nothing_of_the_one_before() -> None:
     """Neither names, files, input nor processes. Seen failing with files left, and with what still runs left."""
     program = """
 import os, sys, time
-print(sorted(set(os.listdir(".")) - {"candidate.py", "runner.py", "stdin"}), "left" in globals(), __name__)
+print(sorted(set(os.listdir(".")) - {"candidate.py", "inside.py", "remote.py", "stdin"}), "left" in globals(), __name__)
 print(open("/proc/{0}/task/{0}/children".format(os.getppid())).read().split() == [str(os.getpid())], sys.stdin.read())
 left = os.makedirs("a/b")
 open("file", "w").close()
@@ -239,10 +239,15 @@ def test_helpers_of_the_tests_own_go_before_the_candidates() -> None:
 
 
 def test_check_is_called_with_the_entry_point() -> None:
-    """A name that Python has too is the candidate's only there."""
+    """A name that Python has too is the candidate's only there, and then never Python's own.
+
+    Seen failing (1.0 for an empty program) with a KeyError raised where a name is looked up.
+    """
     tests = "def check(candidate):\n    assert candidate([1, 2]) == 4\n    assert sum([1]) == 2\n"
     result = run("def sum(values): return len(values) + len(values)", test_code=tests, entry_point="sum")
     assert (result.reward, result.feedback) == (1.0, "")
+    result = run("", asserts=["assert sum([1, 2]) == 3"], entry_point="sum")
+    assert (result.reward, result.feedback) == (0.0, "case 1 of 1: wrong: NameError: name 'sum' is not defined")
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
@@ -282,8 +287,8 @@ def test_a_row_without_proper_tests_is_an_error_not_a_0(row: dict[str, Any], mes
 
 
 def test_a_sandbox_that_does_not_stand_is_an_error_not_a_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program never started. Seen failing with the prelude's byte not waited for: it scored 0."""
-    monkeypatch.setattr("areal_lite.verify.builtin.sandbox._PRELUDE", "raise SystemExit('no room')")
+    """The program never started. Seen failing with the byte of `inside.py` not waited for: it scored 0."""
+    monkeypatch.setattr("areal_lite.verify.builtin.program._INSIDE", "raise SystemExit('no room')")
     with pytest.raises(VerifierUnavailable, match="no room"):
         run(SUM, tests=SUM_TESTS)
 
