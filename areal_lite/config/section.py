@@ -34,7 +34,7 @@ FunctionName = Annotated[str, Refers.FUNCTION]
 
 
 class Arguments(BaseModel):
-    """A verifier's arguments: what a recipe may say in `verifier.arguments`, checked as it is read.
+    """A verifier with its arguments: what a recipe may say in `verifier.arguments`, checked as it is read.
 
     Frozen; no unknown names, no number for a text nor a boolean for a number, no infinity. What a field means stands in
     a docstring below it.

@@ -26,16 +26,7 @@ from areal_lite.verify.descendants import adopt_orphans, descendants, die_with_p
 from areal_lite.verify.fork_gate import ask_before_forks
 from areal_lite.verify.frames import MAX_REPLY_BYTES, messages, pack, unpack, unpacker
 from areal_lite.verify.guardian import watch
-from areal_lite.verify.protocol import (
-    Reply,
-    VerifyFunction,
-    answer,
-    answer_async,
-    batch_size,
-    failed,
-    is_async,
-    prepare_verifier,
-)
+from areal_lite.verify.protocol import Reply, Verifier, failed
 
 _WORN_SHARE = 0.8
 
@@ -72,41 +63,36 @@ def _work(channel: socket.socket, function_name: str, options: Mapping[str, Any]
         socket.send_fds(reports, [b"forks"], [listener])
         os.close(listener)
     try:
-        function = find_function(function_name, kind="verifier")
-        function, arguments = prepare_verifier(function, options["arguments"])
+        verifier = Verifier(find_function(function_name, kind="verifier"), options["arguments"])
     except ArealLiteError as error:
         channel.sendall(pack([str(error), None, False]))
         return
     is_worn = _limit_memory(options["memory_mb"] << 20, reports)
-    channel.sendall(pack([None, batch_size(function), is_async(function)]))
-    if is_async(function):
-        asyncio.run(_serve_async(channel, function, arguments, is_worn))
+    channel.sendall(pack([None, verifier.batch_size, verifier.is_async]))
+    if verifier.is_async:
+        asyncio.run(_serve_async(channel, verifier, is_worn))
     else:
-        _serve(channel, function, arguments, is_worn)
+        _serve(channel, verifier, is_worn)
 
 
-def _serve(
-    channel: socket.socket, function: VerifyFunction, arguments: Mapping[str, Any], is_worn: Callable[[], bool]
-) -> None:
+def _serve(channel: socket.socket, verifier: Verifier, is_worn: Callable[[], bool]) -> None:
     me = os.getpid()
     for job, calls in unpacker(channel.makefile("rb", buffering=0)):
         channel.sendall(pack([job, None, False]))
-        replies = answer(function, [unpack(call) for call in calls], arguments=arguments)
+        replies = verifier.answer([unpack(call) for call in calls])
         if os.getpid() != me:
             os._exit(0)  # the verifier forked, and both halves returned
         channel.sendall(_packed(job, replies, is_worn()))
 
 
-async def _serve_async(
-    channel: socket.socket, function: VerifyFunction, arguments: Mapping[str, Any], is_worn: Callable[[], bool]
-) -> None:
+async def _serve_async(channel: socket.socket, verifier: Verifier, is_worn: Callable[[], bool]) -> None:
     """Answer several jobs at a time until the parent hangs up."""
     me = os.getpid()
     reader, writer = await asyncio.open_unix_connection(sock=channel)
     running: dict[int, asyncio.Task[None]] = {}
 
     async def serve(job: int, calls: list[bytes]) -> None:
-        replies = await answer_async(function, [unpack(call) for call in calls], arguments=arguments)
+        replies = await verifier.answer_async([unpack(call) for call in calls])
         if os.getpid() != me:
             os._exit(0)
         writer.write(_packed(job, replies, is_worn()))

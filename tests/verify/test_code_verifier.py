@@ -15,7 +15,7 @@ from areal_lite.verify.builtin import program as program_module
 from areal_lite.verify.builtin.code import code, find_program
 from areal_lite.verify.builtin.code_cases import split_asserts
 from areal_lite.verify.builtin.sandbox import choose_kind
-from areal_lite.verify.protocol import answer, prepare_verifier
+from areal_lite.verify.protocol import Verifier
 
 pytestmark = pytest.mark.deadline
 
@@ -304,7 +304,7 @@ def test_a_program_cannot_pass_for_a_broken_sandbox() -> None:
 )
 def test_wrong_arguments_fail_when_the_verifier_is_prepared(arguments: dict[str, Any], fresh: None) -> None:
     with pytest.raises(VerifierError, match="ValidationError"):
-        prepare_verifier(code, arguments)
+        Verifier(code, arguments)
 
 
 def test_a_row_cannot_loosen_the_sandbox() -> None:
@@ -314,10 +314,10 @@ def test_a_row_cannot_loosen_the_sandbox() -> None:
     """
     program = "x = b'x' * (150 * 2**20); print(1)"
     row = {"tests": [{"input": "", "output": "1"}], "memory_mb": 10**6, "sandbox": "none", "arguments": {}}
-    (reply,) = answer(code, [("", program, "", row)], arguments={"sandbox": "plain", "memory_mb": 128})
+    (reply,) = Verifier(code, {"sandbox": "plain", "memory_mb": 128}).answer([("", program, "", row)])
     assert (reply.reward, reply.metrics["memory"]) == (0.0, 1.0)
     row = {"tests": [{"input": "", "output": "1"}, {"input": "", "output": "2"}], "reward": "all"}
-    (reply,) = answer(code, [("", "print(1)", "", row)], arguments={"sandbox": "plain"})
+    (reply,) = Verifier(code, {"sandbox": "plain"}).answer([("", "print(1)", "", row)])
     assert reply.reward == 0.5
 
 
@@ -325,7 +325,7 @@ def test_without_a_sandbox_only_where_that_is_asked_for(monkeypatch: pytest.Monk
     """Seen failing with `auto` the default, and with the metric left out."""
     monkeypatch.setattr("areal_lite.verify.builtin.sandbox.shutil.which", lambda name: None)
     with pytest.raises(VerifierError, match=r"no program bwrap.*install bubblewrap.*write `sandbox: plain`"):
-        prepare_verifier(code, {})
+        Verifier(code, {})
     assert run(SUM, tests=SUM_TESTS, sandbox="auto").metrics["sandbox_plain"] == 1.0
     assert "sandbox_plain" not in run(SUM, tests=SUM_TESTS, sandbox="plain").metrics
 
