@@ -331,10 +331,10 @@ def math_verifier(content: Row) -> str:
 
 def scored(pair: Row) -> dict[str, Any]:
     """Score a pair; an error of the verifier's is put down by its name."""
-    from areal_lite.verify.builtin.math import MathArguments, math
+    from areal_lite.verify.builtin.math import math
 
     try:
-        verdict: bool | str = bool(math("", pair["completion"], pair["reference"], MathArguments()))
+        verdict: bool | str = bool(math()("", pair["completion"], pair["reference"]))
     except Exception as error:
         verdict = type(error).__name__
     return {**pair, "scored": verdict}

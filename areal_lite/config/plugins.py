@@ -1,7 +1,7 @@
 """Functions that a recipe names: verifiers, workflows, environments. Called where they run, not where recipes are read.
 
 An entry point gives a function a name, so that any installed package can bring its own; ours are found in the same way.
-A function may carry the pydantic model of its arguments as an attribute `arguments_model`.
+A verifier may be a pydantic model, whose fields are then its arguments.
 """
 
 import hashlib
@@ -111,8 +111,9 @@ def find_function(name: str, *, kind: str) -> Callable[..., Any]:
 
 
 def arguments_model(name: str, *, kind: str) -> "type[BaseModel] | None":
-    """Return what a function known by a name says of its arguments; a user's own code runs in workers alone."""
-    return getattr(find_function(name, kind=kind), "arguments_model", None) if name in known_names(kind) else None
+    """Return what a name stands for where that is a model of its arguments; a user's own code runs in workers alone."""
+    function: Any = find_function(name, kind=kind) if name in known_names(kind) else None
+    return function if hasattr(function, "model_fields") else None
 
 
 def reference_to(function: Callable[..., Any], folder: Path) -> str:

@@ -35,7 +35,7 @@ class _Settings(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, use
 
 
 class Arguments(_Settings, strict=True):
-    """A verifier's arguments: what a recipe may say in `verifier.arguments`, checked as it is read.
+    """A verifier with its arguments: what a recipe may say in `verifier.arguments`, checked as it is read.
 
     Frozen; no unknown names, no number for a text nor a boolean for a number, no infinity. What a field means stands in
     a docstring below it.

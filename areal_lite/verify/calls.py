@@ -22,41 +22,37 @@ class Call:
 
 
 class Calls:
-    """First come, first served; but those with wishes go before all others."""
+    """First come, first served; but those that run alone go before all others."""
 
     def __init__(self) -> None:
         self._waiting: deque[Call] = deque()
-        self._needing_fresh: deque[Call] = deque()
         self._changed = asyncio.Event()
-
-    def __len__(self) -> int:
-        return len(self._waiting) + len(self._needing_fresh)
 
     async def reply_to(self, call: Call) -> Reply:
         """Have a call wait its turn; returns what came of this try."""
         call.reply = asyncio.get_running_loop().create_future()
-        if call.needs_fresh:
-            self._needing_fresh.append(call)
-        elif call.is_alone:
+        if call.is_alone:
             self._waiting.appendleft(call)
         else:
             self._waiting.append(call)
         self.notify()
         return await call.reply
 
-    def take(self, process: VerifierProcess, *, limit: int) -> list[Call]:
-        """Return what a process, of at most `limit` jobs, may do next: a call or a batch; nothing where that waits."""
-        for calls in (self._needing_fresh, self._waiting):
-            for call in [call for call in calls if call.reply.done()]:  # whoever waited was cancelled meanwhile
-                calls.remove(call)
-        if self._needing_fresh and not process.num_served:
-            self._needing_fresh[0].needs_fresh = False
-            return [self._needing_fresh.popleft()]
+    def take(self, process: VerifierProcess) -> list[Call]:
+        """Return what a process may do next: a call or a batch; nothing where that waits."""
+        num_most = (process.batch_size or 1) if process.num_jobs < process.max_jobs else 0
         taken: list[Call] = []
-        while self._waiting and process.num_jobs < limit and len(taken) < (process.batch_size or 1):
-            if self._waiting[0].is_alone:
-                return [self._waiting.popleft()] if not (process.num_jobs or taken) else taken
-            taken.append(self._waiting.popleft())
+        for call in list(self._waiting):
+            if call.reply.done():  # whoever waited was cancelled meanwhile
+                self._waiting.remove(call)
+            elif not (call.needs_fresh and process.num_served):
+                if len(taken) == num_most or (call.is_alone and (taken or process.num_jobs)):
+                    break
+                self._waiting.remove(call)
+                taken.append(call)
+                call.needs_fresh = False
+                if call.is_alone:
+                    break
         return taken
 
     def notify(self) -> None:

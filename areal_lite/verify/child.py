@@ -9,7 +9,6 @@ the jobs that come in on the socket (`frames.py`). Neither knows a deadline: the
 
 import asyncio
 import json
-import math
 import os
 import resource
 import signal
@@ -25,19 +24,8 @@ from areal_lite.errors import ArealLiteError
 from areal_lite.verify.descendants import adopt_orphans, descendants, die_with_parent, end_descendants, resident_bytes
 from areal_lite.verify.fork_gate import ask_before_forks
 from areal_lite.verify.frames import MAX_REPLY_BYTES, messages, pack, unpack, unpacker
-from areal_lite.verify.guardian import watch
-from areal_lite.verify.protocol import (
-    Reply,
-    VerifyFunction,
-    answer,
-    answer_async,
-    batch_size,
-    failed,
-    is_async,
-    prepare_verifier,
-)
-
-_WORN_SHARE = 0.8
+from areal_lite.verify.guardian import Guardian
+from areal_lite.verify.protocol import Reply, Verifier, failed
 
 
 def main(function_name: str, channel: socket.socket, options: Mapping[str, Any]) -> None:
@@ -57,7 +45,7 @@ def main(function_name: str, channel: socket.socket, options: Mapping[str, Any])
     channel.close()
     reports.close()
     try:
-        ending = watch(worker, lifeline=0, reports=guardians_end, memory_bytes=options["memory_mb"] << 20)
+        ending = Guardian(worker, memory_bytes=options["memory_mb"] << 20).watch(lifeline=0, reports=guardians_end)
     finally:
         end_descendants()
     os.write(1, pack(ending))
@@ -72,87 +60,59 @@ def _work(channel: socket.socket, function_name: str, options: Mapping[str, Any]
         socket.send_fds(reports, [b"forks"], [listener])
         os.close(listener)
     try:
-        function = find_function(function_name, kind="verifier")
-        function, arguments = prepare_verifier(function, options["arguments"])
+        verifier = Verifier(find_function(function_name, kind="verifier"), options["arguments"])
     except ArealLiteError as error:
         channel.sendall(pack([str(error), None, False]))
         return
-    is_worn = _limit_memory(options["memory_mb"] << 20, reports)
-    channel.sendall(pack([None, batch_size(function), is_async(function)]))
-    if is_async(function):
-        asyncio.run(_serve_async(channel, function, arguments, is_worn))
-    else:
-        _serve(channel, function, arguments, is_worn)
-
-
-def _serve(
-    channel: socket.socket, function: VerifyFunction, arguments: Mapping[str, Any], is_worn: Callable[[], bool]
-) -> None:
     me = os.getpid()
-    for job, calls in unpacker(channel.makefile("rb", buffering=0)):
-        channel.sendall(pack([job, None, False]))
-        replies = answer(function, [unpack(call) for call in calls], arguments=arguments)
+    reports.send(str(resident_bytes([me, *descendants(me)])).encode())
+    reports.close()
+    kept_share = _limit_memory(options["memory_mb"] << 20)
+
+    def packed(job: int, replies: list[Reply]) -> bytes:
         if os.getpid() != me:
             os._exit(0)  # the verifier forked, and both halves returned
-        channel.sendall(_packed(job, replies, is_worn()))
+        too_large = failed("reply_too_large", f"more than {MAX_REPLY_BYTES} bytes for one completion")
+        fitting = [reply if len(pack(astuple(reply))) <= MAX_REPLY_BYTES else too_large for reply in replies]
+        return pack([job, list(map(astuple, fitting)), kept_share()])
+
+    channel.sendall(pack([None, verifier.batch_size, verifier.is_async]))
+    if verifier.is_async:
+        asyncio.run(_serve_async(channel, verifier, packed))
+        return
+    for job, calls in unpacker(channel.makefile("rb", buffering=0)):
+        channel.sendall(pack([job, None, 0.0]))
+        channel.sendall(packed(job, verifier.answer(list(map(unpack, calls)))))
 
 
-async def _serve_async(
-    channel: socket.socket, function: VerifyFunction, arguments: Mapping[str, Any], is_worn: Callable[[], bool]
-) -> None:
+async def _serve_async(channel: socket.socket, verifier: Verifier, packed: Callable[[int, list[Reply]], bytes]) -> None:
     """Answer several jobs at a time until the parent hangs up."""
-    me = os.getpid()
     reader, writer = await asyncio.open_unix_connection(sock=channel)
     running: dict[int, asyncio.Task[None]] = {}
 
     async def serve(job: int, calls: list[bytes]) -> None:
-        replies = await answer_async(function, [unpack(call) for call in calls], arguments=arguments)
-        if os.getpid() != me:
-            os._exit(0)
-        writer.write(_packed(job, replies, is_worn()))
+        writer.write(packed(job, await verifier.answer_async(list(map(unpack, calls)))))
         running.pop(job, None)
 
     async for job, calls in messages(reader):
         if calls is not None:
-            writer.write(pack([job, None, False]))
+            writer.write(pack([job, None, 0.0]))
             running[job] = asyncio.create_task(serve(job, calls))
         elif job in running:
             running[job].cancel()
 
 
-def _packed(job: int, replies: list[Reply], is_worn: bool) -> bytes:
-    too_large = failed("reply_too_large", f"more than {MAX_REPLY_BYTES} bytes for one completion")
-    fitting = [reply if len(pack(astuple(reply))) <= MAX_REPLY_BYTES else too_large for reply in replies]
-    return pack([job, list(map(astuple, fitting)), is_worn])
-
-
-def _limit_memory(memory_bytes: int, reports: socket.socket) -> Callable[[], bool]:
-    """Have one large allocation fail at once, and tell the guardian what was taken before the first call.
+def _limit_memory(memory_bytes: int) -> Callable[[], float]:
+    """Have one large allocation fail at once; returns what tells which share of that memory is taken.
 
     The limit is on private writable memory: address space alone says little, as some libraries reserve a lot of it.
-
-    Returns:
-        What tells, between calls, whether so much is kept that the process should be replaced. Never so where that was
-        kept after the first call already: a fresh process would be no better.
     """
-    reports.send(str(resident_bytes([os.getpid(), *descendants(os.getpid())])).encode())
-    reports.close()
     data = _data_bytes()
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = data + memory_bytes if hard == resource.RLIM_INFINITY else min(data + memory_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    full = data + _WORN_SHARE * memory_bytes
-    worn_above: float | None = None
-
-    def is_worn() -> bool:
-        nonlocal worn_above
-        kept = _data_bytes()
-        if worn_above is None:
-            worn_above = math.inf if kept > full else full
-        return kept > worn_above
-
-    return is_worn
+    return lambda: (_data_bytes() - data) / memory_bytes
 
 
 def _data_bytes() -> int:

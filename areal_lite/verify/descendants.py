@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -32,8 +31,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value)
+    ctypes.CDLL(None).prctl(option, value)
 
 
 def children(pid: int) -> list[int]:
@@ -54,13 +52,12 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def resident_bytes(pids: list[int], *, with_shared: bool = True) -> int:
-    """Return the memory that processes hold; what several share counts for each of them, or not at all. Cheap."""
+def resident_bytes(pids: list[int]) -> int:
+    """Return the memory that processes hold; what several share counts for each of them. Cheap."""
     pages = 0
     for pid in pids:
         with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/statm") as file:
-            fields = file.read().split()
-            pages += int(fields[1]) - (0 if with_shared else int(fields[2]))
+            pages += int(file.read().split()[1])
     return pages * _PAGE
 
 
@@ -78,6 +75,12 @@ def proportional_bytes(pids: list[int]) -> int:
         else:
             total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
     return total
+
+
+def held_above(limit_bytes: float, pids: list[int]) -> int:
+    """Return the memory that processes hold where that is more than the limit, else 0; mostly cheap."""
+    held = proportional_bytes(pids) if resident_bytes(pids) > limit_bytes else 0
+    return held if held > limit_bytes else 0
 
 
 def kill_trees(roots: Callable[[], Iterable[int]]) -> set[int]:

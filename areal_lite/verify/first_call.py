@@ -83,12 +83,12 @@ def main(function_name: str, own: str, arguments: str, timeout_s: float, calls: 
     output, null = os.fdopen(os.dup(2), "w"), os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
-    function, first = find_function(function_name, kind="verifier"), ""
     if isinstance(whose := find_function(own, kind="verifier"), type) or hasattr(whose, "_verifier_prepare"):
         return
+    verifier, first = protocol.Verifier(find_function(function_name, kind="verifier"), json.loads(arguments)), ""
     for call in calls:
         faulthandler.dump_traceback_later(timeout_s, exit=True, file=output)
-        (reply,) = protocol.answer(function, [call], arguments=json.loads(arguments))
+        (reply,) = verifier.answer([call])
         if reply.failure is None or reply.failure in NOT_ITS_OWN:
             return
         first = first or f"{reply.failure}\n{reply.detail}"

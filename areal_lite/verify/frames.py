@@ -1,9 +1,9 @@
 """Messages between a verifier's process and its parent: msgpack, one after another.
 
 The process says `[problem, batch size or None, whether it is async]` once its function is loaded and prepared. Then it
-gets jobs `[job, calls]`, and `[job, None]` for one to be given up; it answers with `[job, None, False]` when it begins
-one, and `[job, replies, whether it keeps too much memory]` when it is done. A call travels as bytes packed once, since
-it may be tried again.
+gets jobs `[job, calls]`, and `[job, None]` for one to be given up; it answers with `[job, None, 0.0]` when it begins
+one, and `[job, replies, which share of its memory it keeps]` when it is done. A call travels as bytes packed once,
+since it may be tried again.
 """
 
 import asyncio

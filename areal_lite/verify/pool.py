@@ -66,11 +66,10 @@ class VerifierPool:
         self._unusable: VerifierError | None = VerifierError("the verifier pool must be started before it scores")
         self._quarantine = Quarantine(self._name, settings)
         self._away_since: float | None = None
-        self._is_told_of_sharing = False
-        self._num_calls = self._num_busy = self._num_paused = self._num_restarts = 0
+        self._told: set[str] = set()
+        self._num_calls = self._num_busy = self._num_restarts = 0
         self._failures: Counter[str] = Counter()
-        self.latencies: deque[float] = deque(maxlen=_LATENCIES_KEPT)
-        """Seconds of the last calls, without waiting."""
+        self._latencies: deque[float] = deque(maxlen=_LATENCIES_KEPT)
 
     async def start(self) -> None:
         """Start serving; returns once one process has loaded the function, or raises a `VerifierError` with why not."""
@@ -105,7 +104,9 @@ class VerifierPool:
             asyncio.create_task(self._scored(prompt.text, completion, prompt.answer, columns))
             for completion, columns in zip(completions, rows, strict=True)
         ]
-        self._scoring.update(tasks)
+        for task in tasks:
+            self._scoring.add(task)
+            task.add_done_callback(self._scoring.discard)
         try:
             return list(await asyncio.gather(*tasks))
         except asyncio.CancelledError:
@@ -113,21 +114,18 @@ class VerifierPool:
             if self._unusable is not None and not (caller and caller.cancelling()):
                 raise self._unusable from None
             raise
-        finally:
-            self._scoring.difference_update(tasks)
 
     def gauges(self) -> dict[str, Any]:
         """Return calls finished, failures by reason, latency quantiles, restarts, calls running and waiting."""
+        latencies = np.quantile(self._latencies or [0.0], (0.50, 0.95, 0.99), method="inverted_cdf")
         return {
             "calls": self._num_calls,
             "failures": dict(self._failures),
             "timeouts": self._failures["timeout"],
-            "latency_p50_s": quantile(self.latencies, 0.50),
-            "latency_p95_s": quantile(self.latencies, 0.95),
-            "latency_p99_s": quantile(self.latencies, 0.99),
+            **dict(zip(("latency_p50_s", "latency_p95_s", "latency_p99_s"), latencies.tolist(), strict=True)),
             "restarts": self._num_restarts,
             "busy": self._num_busy,
-            "waiting": len(self._calls) + self._num_paused,
+            "waiting": max(0, len(self._scoring) - self._num_busy),
         }
 
     async def close(self) -> None:
@@ -161,12 +159,12 @@ class VerifierPool:
                 self._away_since = None
             match reply.failure:
                 case "shared":
-                    self._tell_of_sharing(reply.detail)
+                    self._tell_once("calls that shared a process or a batch when it ended run alone", reply.detail)
                     call.is_alone = True
                 case "memory" if not had_fresh:
                     had_fresh = call.needs_fresh = call.is_alone = True
                 case "lost" if num_lost < self._settings.retries:
-                    await self._pause(_pause_s(num_lost))
+                    await asyncio.sleep(_pause_s(num_lost))
                     num_lost += 1
                 case "unavailable":
                     # No such call ends while others are answered, but by its own time.
@@ -175,29 +173,21 @@ class VerifierPool:
                     left_s = self._settings.unavailable_s - (now - min(self._away_since, away_since))
                     if left_s <= 0:
                         return reply
-                    await self._pause(min(max(_pause_s(num_unanswered), reply.retry_after_s), left_s))
+                    await asyncio.sleep(min(max(_pause_s(num_unanswered), reply.retry_after_s), left_s))
                     num_unanswered += 1
                 case _:
                     return reply
 
-    async def _pause(self, seconds: float) -> None:
-        self._num_paused += 1
-        try:
-            await asyncio.sleep(seconds)
-        finally:
-            self._num_paused -= 1
-
-    def _tell_of_sharing(self, reason: str) -> None:
-        if not self._is_told_of_sharing:
-            self._is_told_of_sharing = True
-            _log.warning("%s: calls that shared a process or a batch when it ended (%s) run alone", self._name, reason)
+    def _tell_once(self, what: str, detail: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            _log.warning("%s: %s, shown once: %s", self._name, what, detail)
 
     def _count(self, reply: Reply) -> None:
         self._num_calls += 1
         if reply.failure is not None:
             self._failures[reply.failure] += 1
-            if self._failures[reply.failure] == 1:
-                _log.warning("%s failed (%s), shown once per reason: %s", self._name, reply.failure, reply.detail)
+            self._tell_once(f"failed ({reply.failure})", reply.detail)
         if error := self._quarantine.add(reply):
             self._give_up(error)
 
@@ -223,10 +213,9 @@ class VerifierPool:
 
     async def _feed(self, process: VerifierProcess) -> None:
         """Give a process as many jobs as it may have, until it takes no more and all of them are over."""
-        limit = self._settings.concurrency if process.is_async else 1
         async with asyncio.TaskGroup() as jobs:
             while not process.is_over:
-                calls = self._calls.take(process, limit=limit)
+                calls = self._calls.take(process)
                 if not calls:
                     await self._calls.change()
                     continue
@@ -241,8 +230,7 @@ class VerifierPool:
         began = time.monotonic()
         self._num_busy += len(calls)
         try:
-            timeout_s = self._settings.timeout_s * len(calls)
-            replies = await process.call([call.packed for call in calls], timeout_s=timeout_s)
+            replies = await process.call([call.packed for call in calls])
         finally:
             self._num_busy -= len(calls)
             process.num_jobs -= 1
@@ -250,7 +238,7 @@ class VerifierPool:
         for call, reply in zip(calls, replies, strict=True):
             has_figures = reply.failure not in _NO_FIGURES
             if has_figures:
-                self.latencies.append(time.monotonic() - began)
+                self._latencies.append(time.monotonic() - began)
             if not call.reply.done():
                 call.reply.set_result(reply)
             elif has_figures:  # nobody waits for it any more
@@ -284,8 +272,3 @@ class VerifierPool:
 
 def _pause_s(num_tries: int) -> float:
     return min(_FIRST_PAUSE_S * _PAUSE_GROWTH ** min(num_tries, 10), _LONGEST_PAUSE_S)
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that at least `share` of them do not exceed; 0 where there are none."""
-    return float(np.quantile(values, share, method="inverted_cdf")) if values else 0.0

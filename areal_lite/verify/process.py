@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import socket
 import sys
 from asyncio.subprocess import PIPE
@@ -27,6 +28,8 @@ _ACCOUNT_S = 0.5
 """How long a process that hung up may take to end by itself; its guardian then says how it did."""
 _GIVE_UP_S = 0.5
 """How long an event loop may take to give up a job; one that takes longer is stuck."""
+_WORN_SHARE = 0.8
+"""A process that keeps more of its memory than this between calls is replaced before it fails one."""
 
 
 @dataclass(slots=True)
@@ -39,7 +42,7 @@ class _Job:
 class VerifierProcess:
     """A running `areal_lite.verify.child`; whoever starts one kills it, whatever happens in between."""
 
-    def __init__(self, settings: VerifierSettings, *, when_ended: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, settings: VerifierSettings, *, when_ended: Callable[[], None]) -> None:
         """Prepare; nothing runs before `start`. `when_ended` is called once it is gone, in the event loop."""
         self._settings, self._when_ended = settings, when_ended
         self._jobs: dict[int, _Job] = {}
@@ -48,12 +51,14 @@ class VerifierProcess:
         self._writer: Any = None
         self._listener: asyncio.Task[None] | None = None
         self._killing: asyncio.Task[Ending] | None = None
+        self._worn_above: float | None = None
+        self._is_async = False
         self.num_jobs = self.num_served = 0
         """Jobs it has, and has had, as whoever gives them counts."""
+        self.max_jobs = 1
+        """How many jobs may be in flight: several where the function is async."""
         self.batch_size: int | None = None
         """How many calls one job may hold, as the function says; None = it takes one, and not as a list."""
-        self.is_async = False
-        """Whether several jobs may be in flight."""
         self.is_over = False
         """Whether it should get no more jobs: it has ended, or memory is short there."""
 
@@ -75,7 +80,7 @@ class VerifierProcess:
                 raise VerifierError(f"a verifier process cannot be started: {error}") from error
         try:
             async with asyncio.timeout(timeout_s), contextlib.aclosing(messages(reader)) as first:
-                problem, self.batch_size, self.is_async = await anext(first)
+                problem, self.batch_size, self._is_async = await anext(first)
         except TimeoutError as error:
             raise VerifierError(f"the verifier {function!r} must load within {timeout_s} s, it did not") from error
         except (StopAsyncIteration, OSError) as error:
@@ -83,15 +88,16 @@ class VerifierProcess:
             raise VerifierError(f"loading the verifier {function!r} ended its process ({ending.detail})") from error
         if problem is not None:
             raise VerifierError(problem)
+        self.max_jobs = self._settings.concurrency if self._is_async else 1
         self._listener = asyncio.create_task(self._listen(reader))
 
-    async def call(self, calls: Sequence[bytes], *, timeout_s: float) -> list[Reply]:
-        """Have the function called.
+    async def call(self, calls: Sequence[bytes]) -> list[Reply]:
+        """Have the function called, with a hard deadline of `timeout_s` for each of the calls.
+
+        What does not answer by then is killed, unless it is an event loop that lets go of this job alone.
 
         Args:
             calls: Packed; several only for a batch.
-            timeout_s: Hard deadline. What does not answer by then is killed, unless it is an event loop that lets
-                go of this job alone.
 
         Returns:
             A reply per call. Where the process ended: a failure `lost` if it had not begun, how it ended if it was the
@@ -101,6 +107,7 @@ class VerifierProcess:
         self._jobs[number] = job
         try:
             self._send([number, list(calls)])
+            timeout_s = self._settings.timeout_s * len(calls)
             done, _ = await asyncio.wait([job.replies], timeout=timeout_s)
             replies = job.replies.result() if done else await self._too_late(number, job, timeout_s=timeout_s)
         finally:
@@ -113,23 +120,25 @@ class VerifierProcess:
 
     async def _too_late(self, number: int, job: _Job, *, timeout_s: float) -> list[Reply]:
         late = Ending("timeout", f"after {timeout_s} s")
-        if self.is_async and job.begun:
+        if self._is_async and job.begun:
             self._send([number, None])
             await asyncio.wait([job.replies], timeout=_GIVE_UP_S)
             if job.replies.done() and self._killing is None:
                 return [failed(*late)] * job.num_calls
-        self._end_jobs(late)
-        await self.kill()
+        await self.kill(late)
         return job.replies.result()
 
-    async def kill(self, *, wait_s: float = 0.0) -> Ending:
-        """Kill the process and everything it started, if it does not end by itself in time; idempotent."""
+    async def kill(self, why: Ending | None = None, *, wait_s: float = 0.0) -> Ending:
+        """Kill the process and everything it started, if it does not end by itself in time; idempotent.
+
+        What its jobs are told, and this returns, is `why`, or else how its guardian says that it ended.
+        """
         self.is_over = True
         if self._killing is None:
-            self._killing = asyncio.create_task(self._end(wait_s))
+            self._killing = asyncio.create_task(self._end(why, wait_s))
         return await asyncio.shield(self._killing)
 
-    async def _end(self, wait_s: float) -> Ending:
+    async def _end(self, why: Ending | None, wait_s: float) -> Ending:
         if self._process is None:
             return Ending("killed", "before it was started")
         if not await self._ends_within(wait_s):
@@ -144,8 +153,17 @@ class VerifierProcess:
         account = await self._process.stdout.read()
         if not account:
             await asyncio.to_thread(end_adopted)  # the guardian cannot have
+        said = Ending(*unpack(account)) if account else Ending("crashed", f"exit code {self._process.returncode}")
+        ending = why or said
+        if ending.failure == "killed":
+            ending = Ending("crashed", "it closed its channel")
+        num_begun = sum(job.num_calls for job in self._jobs.values() if job.begun)
+        for job in self._jobs.values():
+            reply = failed(*ending) if num_begun == 1 else failed("shared", ending.failure)
+            if not job.replies.done():
+                job.replies.set_result([reply if job.begun else failed("lost", ending.detail)] * job.num_calls)
         self._when_ended()
-        return Ending(*unpack(account)) if account else Ending("crashed", f"exit code {self._process.returncode}")
+        return ending
 
     async def _ends_within(self, wait_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -154,10 +172,14 @@ class VerifierProcess:
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         """Hand replies to those who wait for them, until the process ends."""
-        max_bytes, is_readable = 2 * MAX_REPLY_BYTES * (self.batch_size or 1), True
+        why: Ending | None = None
         try:
-            async for number, replies, is_worn in messages(reader, max_bytes=max_bytes):
-                self.is_over |= is_worn
+            max_bytes = 2 * MAX_REPLY_BYTES * (self.batch_size or 1)
+            async for number, replies, kept_share in messages(reader, max_bytes=max_bytes):
+                if replies is not None:
+                    # What is kept after the first call already, any other process would keep as well.
+                    self._worn_above = self._worn_above or (math.inf if kept_share > _WORN_SHARE else _WORN_SHARE)
+                    self.is_over |= kept_share > self._worn_above
                 if job := self._jobs.get(number):
                     job.begun = True
                     if replies is not None and not job.replies.done():
@@ -165,20 +187,8 @@ class VerifierProcess:
         except OSError:
             pass
         except Exception:  # not a reply, or one without end
-            is_readable = False
-        ending = await self.kill(wait_s=_ACCOUNT_S if is_readable else 0.0)
-        if not is_readable:
-            ending = Ending("reply_too_large", "or no reply at all: what came could not be read")
-        elif ending.failure == "killed":
-            ending = Ending("crashed", "it closed its channel")
-        self._end_jobs(ending)
-
-    def _end_jobs(self, ending: Ending) -> None:
-        num_begun = sum(job.num_calls for job in self._jobs.values() if job.begun)
-        for job in self._jobs.values():
-            reply = failed(*ending) if num_begun == 1 else failed("shared", ending.failure)
-            if not job.replies.done():
-                job.replies.set_result([reply if job.begun else failed("lost", ending.detail)] * job.num_calls)
+            why = Ending("reply_too_large", "or no reply at all: what came could not be read")
+        await self.kill(why, wait_s=0.0 if why else _ACCOUNT_S)
 
     def _send(self, message: list[Any]) -> None:
         self._writer.write(pack(message))

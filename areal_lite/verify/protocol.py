@@ -16,9 +16,9 @@ import math
 import numbers
 import struct
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from areal_lite.errors import VerifierError, VerifierUnavailable
 from areal_lite.verify.result import VerifyResult
@@ -57,78 +57,81 @@ def failed(failure: str, detail: str) -> Reply:
     return Reply(None, failure=failure, detail="..." + detail[-_DETAIL_CHARS:] if is_long else detail)
 
 
+class _Problem(Exception):
+    """What is wrong with what a verify function said: the failure and its detail."""
+
+
 def checked(reply: Reply) -> Reply:
     """Return a reply, or the failure `inf` where it earned what float32, in which rewards train, cannot hold."""
-    earned = (reply.reward, *(value for _, value in reply.step_rewards), reply.total)
-    problems = (problem for number in earned for problem in _number_problems(number, "the reward, steps included,"))
-    return next(problems, reply)
-
-
-def prepare_verifier(
-    function: VerifyFunction, arguments: Mapping[str, Any]
-) -> tuple[VerifyFunction, Mapping[str, Any]]:
-    """Check the arguments by the function's model, and run what `prepared_by` names; a `VerifierError` if one fails.
-
-    Returns:
-        What is called, and the arguments of every call: of a class one instance, made with the recipe's arguments.
-    """
-    prepare = getattr(function, "_verifier_prepare", None)
     try:
-        if isinstance(function, type):
-            return function(**arguments), {}
-        checked, named = _given(function, arguments)
-        if prepare is not None:
-            prepare(*checked, **named)
-    except BaseException as error:  # user code runs here, sys.exit() included
-        raise VerifierError(f"the verifier cannot be prepared with {dict(arguments)}: {_describe(error)}") from error
-    return function, arguments
+        for number in (reply.reward, *(value for _, value in reply.step_rewards), reply.total):
+            _number(number, "the reward, steps included,")
+    except _Problem as problem:
+        return failed(*problem.args)
+    return reply
 
 
-def batch_size(function: VerifyFunction) -> int | None:
-    """Return how many completions one call takes, as `batched` says; None for a function of one."""
-    return getattr(function, "_verifier_batch", None)
+class Verifier:
+    """A verify function with the recipe's arguments, ready to be called."""
 
+    def __init__(self, function: VerifyFunction, arguments: Mapping[str, Any]) -> None:
+        """Make an instance of a class, and run what `prepared_by` names; a `VerifierError` if that fails."""
+        self._function, self._arguments = function, arguments
+        try:
+            if isinstance(function, type):
+                self._function, self._arguments = function(**arguments), {}
+            if (prepare := getattr(self._function, "_verifier_prepare", None)) is not None:
+                prepare(**self._arguments)
+        except BaseException as error:  # user code runs here, sys.exit() included
+            text = f"the verifier cannot be prepared with {dict(arguments)}: {_describe(error)}"
+            raise VerifierError(text) from error
+        self.batch_size: int | None = getattr(self._function, "_verifier_batch", None)
+        """How many completions one call takes, as `batched` says; None for a function of one."""
+        calls = (self._function, type(self._function).__call__)
+        self.is_async = any(map(inspect.iscoroutinefunction, calls))
+        """Whether several calls can be in flight at once, in one event loop."""
+        self._takes_chat = _takes(self._function, _CHAT)
 
-def is_async(function: VerifyFunction) -> bool:
-    """Whether several calls can be in flight at once, in one event loop."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    def answer(self, calls: Sequence[Call]) -> list[Reply]:
+        """Call the function, and turn whatever it does into replies; a column with the name of an argument fails.
 
+        Args:
+            calls: One, or what a `@batched` function gets at once.
 
-def answer(function: VerifyFunction, calls: Sequence[Call], *, arguments: Mapping[str, Any]) -> list[Reply]:
-    """Call a verify function, and turn whatever it does into replies.
+        Returns:
+            A reply per call; or a single one, a failure, where it befell them all.
+        """
+        try:
+            value = self._call(calls)
+            if inspect.isawaitable(value):
+                value = _event_loop().run_until_complete(value)
+            return self._replies(value, calls)
+        except BaseException as error:  # a verifier that calls sys.exit() failed like any other
+            return [_failed(error)]
 
-    Args:
-        calls: One, or what a `@batched` function gets at once.
-        arguments: The recipe's; a column of the same name fails the call.
+    async def answer_async(self, calls: Sequence[Call]) -> list[Reply]:
+        """As `answer`, in the event loop that is running."""
+        try:
+            return self._replies(await self._call(calls), calls)
+        except BaseException as error:
+            return [_failed(error)]
 
-    Returns:
-        A reply per call; or a single one, a failure, where it befell them all.
-    """
-    try:
-        value = _invoke(function, calls, arguments)
-        if inspect.isawaitable(value):
-            value = _event_loop().run_until_complete(value)
-        return _replies(function, value, calls)
-    except BaseException as error:  # a verifier that calls sys.exit() failed like any other
-        return [_failed(error)]
+    def _call(self, calls: Sequence[Call]) -> Any:
+        if self.batch_size is not None:
+            return self._function(*map(list, zip(*calls, strict=True)), **self._arguments)
+        ((*texts, row),) = calls
+        if not self._takes_chat:
+            row = {name: value for name, value in row.items() if name != _CHAT}
+        return self._function(*texts, **row, **self._arguments)
 
-
-async def answer_async(function: VerifyFunction, calls: Sequence[Call], *, arguments: Mapping[str, Any]) -> list[Reply]:
-    """As `answer`, in the event loop that is running."""
-    try:
-        return _replies(function, await _invoke(function, calls, arguments), calls)
-    except BaseException as error:
-        return [_failed(error)]
-
-
-def _invoke(function: VerifyFunction, calls: Sequence[Call], arguments: Mapping[str, Any]) -> Any:
-    checked, named = _given(function, arguments)
-    if batch_size(function) is not None:
-        return function(*map(list, zip(*calls, strict=True)), *checked, **named)
-    ((*texts, row),) = calls
-    if _CHAT in row and not _takes(function, _CHAT):
-        row = {name: value for name, value in row.items() if name != _CHAT}
-    return function(*texts, *checked, **row, **named)
+    def _replies(self, value: Any, calls: Sequence[Call]) -> list[Reply]:
+        if self.batch_size is None:
+            return [read_result(value, completion=calls[0][1])]
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise _wrong_type(value, "a list, as the function is @batched")
+        if len(value) != len(calls):
+            raise _Problem("wrong_length", f"must return {len(calls)} results, got {len(value)}")
+        return [read_result(item, completion=call[1]) for item, call in zip(value, calls, strict=True)]
 
 
 def _takes(function: VerifyFunction, name: str) -> bool:
@@ -140,79 +143,64 @@ def _takes(function: VerifyFunction, name: str) -> bool:
     return any(one.name == name or one.kind is one.VAR_KEYWORD for one in parameters)
 
 
-def _given(function: VerifyFunction, arguments: Mapping[str, Any]) -> tuple[list[Any], Mapping[str, Any]]:
-    """Return the recipe's arguments as a call has them: a checked model, where the function has one, or keywords."""
-    model = getattr(function, "arguments_model", None)
-    return ([model.model_validate(arguments)], {}) if model else ([], arguments)
-
-
-def _replies(function: VerifyFunction, value: Any, calls: Sequence[Call]) -> list[Reply]:
-    if batch_size(function) is None:
-        return [read_result(value, completion=calls[0][1])]
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        return [_wrong_type(value, "a list, as the function is @batched")]
-    if len(value) != len(calls):
-        return [failed("wrong_length", f"must return {len(calls)} results, got {len(value)}")]
-    return [read_result(item, completion=call[1]) for item, call in zip(value, calls, strict=True)]
-
-
 def read_result(value: Any, *, completion: str) -> Reply:
     """Check everything that a verify function said about one completion."""
-    if value is None:  # a forgotten return is no word of "not applicable"
-        return _wrong_type(value, "the reward: a number")
-    if isinstance(value, Mapping):
-        return _wrong_type(
-            value, "the reward: a number, or areal_lite.verify.VerifyResult(reward, parts=..., metrics=...)"
-        )
-    result = value if isinstance(value, VerifyResult) else VerifyResult(value)
-    if problem := next(_problems(result, completion), None):
-        return problem
-    parts, metrics = (
-        {str(name): float(number) for name, number in table.items()} for table in (result.parts, result.metrics)
-    )
-    steps = tuple((int(end), float(number)) for end, number in result.step_rewards)
-    return checked(Reply(float(cast(float, result.reward)), parts, steps, result.feedback, metrics))
-
-
-def _problems(result: VerifyResult, completion: str) -> Iterator[Reply]:
-    if result.reward is None:
-        yield failed(NOT_APPLICABLE, "the verifier gives this completion no reward")
-    yield from _number_problems(result.reward, "the reward")
-    for field in ("parts", "metrics"):
-        table = getattr(result, field)
-        if not isinstance(table, Mapping):
-            yield _wrong_type(table, f"{field}: a dict of numbers")
-        for name, number in table.items():
-            yield from _number_problems(number, f"{field}[{name!r}]")
-    if not isinstance(result.feedback, str):
-        yield _wrong_type(result.feedback, "feedback: a text")
+    is_result = isinstance(value, VerifyResult)
+    result = value if is_result else VerifyResult(value)
     try:
-        for end, number in result.step_rewards:
-            if not (isinstance(end, numbers.Integral) and 1 <= end <= len(completion)):
-                text = f"must end at a character 1..{len(completion)} of the completion, got {end!r}"
-                yield failed("bad_step_reward", text)
-            yield from _number_problems(number, f"the step reward at character {end}")
+        if is_result and result.reward is None:  # a forgotten return is no word of it
+            raise _Problem(NOT_APPLICABLE, "the verifier gives this completion no reward")
+        more = "" if is_result else ", or areal_lite.verify.VerifyResult(reward, parts=..., metrics=...)"
+        reward = _number(result.reward, "the reward", more)
+        parts, metrics = (_table(getattr(result, name), name) for name in ("parts", "metrics"))
+        if not isinstance(result.feedback, str):
+            raise _wrong_type(result.feedback, "feedback: a text")
+        return checked(Reply(reward, parts, _steps(result.step_rewards, len(completion)), result.feedback, metrics))
+    except _Problem as problem:
+        return failed(*problem.args)
+
+
+def _table(table: Any, name: str) -> dict[str, float]:
+    if not isinstance(table, Mapping):
+        raise _wrong_type(table, f"{name}: a dict of numbers")
+    return {str(key): _number(number, f"{name}[{key!r}]") for key, number in table.items()}
+
+
+def _steps(step_rewards: Any, num_characters: int) -> tuple[tuple[int, float], ...]:
+    try:
+        pairs = [(end, value) for end, value in step_rewards]
     except (TypeError, ValueError):
-        text = f"step_rewards must be pairs (end_character, value), got {result.step_rewards!r}"
-        yield failed("bad_step_reward", text)
+        text = f"step_rewards must be pairs (end_character, value), got {step_rewards!r}"
+        raise _Problem("bad_step_reward", text) from None
+    for end, _ in pairs:
+        if not (isinstance(end, numbers.Integral) and 1 <= int(end) <= num_characters):
+            text = f"must end at a character 1..{num_characters} of the completion, got {end!r}"
+            raise _Problem("bad_step_reward", text)
+    return tuple((int(end), _number(value, f"the step reward at character {end}")) for end, value in pairs)
 
 
-def _number_problems(value: Any, what: str) -> Iterator[Reply]:
+def _number(value: Any, what: str, more: str = "") -> float:
+    """Return a number where float32 holds it; `more` says what else it could be."""
     if not isinstance(value, numbers.Real):
-        yield _wrong_type(value, f"{what}: a number")
-        return
+        raise _wrong_type(value, f"{what}: a number{more}")
     try:
-        if not math.isfinite(struct.unpack("f", struct.pack("f", float(value)))[0]):
-            yield failed("nan" if math.isnan(value) else "inf", f"{what} is {float(value)}")
+        number = float(value)
+        if math.isfinite(struct.unpack("f", struct.pack("f", number))[0]):
+            return number
     except OverflowError:
-        yield failed("inf", f"{what} is too large for float32")
+        raise _Problem("inf", f"{what} is too large for float32") from None
+    raise _Problem("nan" if math.isnan(number) else "inf", f"{what} is {number}")
 
 
-def _wrong_type(value: Any, wanted: str) -> Reply:
-    return failed(f"wrong_type:{_type_name(value)}", f"expected {wanted}; got {value!r}")
+def _wrong_type(value: Any, wanted: str) -> _Problem:
+    kind = type(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return _Problem(f"wrong_type:{name}", f"expected {wanted}; got {value!r}")
 
 
 def _failed(error: BaseException) -> Reply:
+    if isinstance(error, _Problem):
+        return failed(*error.args)
     if _is_lack_of_memory(error):
         # Its traceback may take memory that is not there.
         return failed("memory", f"{type(error).__name__}: more than memory_mb allows")
@@ -234,11 +222,6 @@ def _is_lack_of_memory(error: BaseException) -> bool:
 def _event_loop() -> asyncio.AbstractEventLoop:
     """One loop for all calls, so that an async verifier can keep its connections."""
     return asyncio.new_event_loop()
-
-
-def _type_name(value: object) -> str:
-    kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _describe(error: BaseException) -> str:

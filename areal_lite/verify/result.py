@@ -3,10 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, cast
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
+from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
 Texts = Sequence[str]
@@ -35,16 +32,11 @@ class VerifyResult:
 
 
 def prepared_by(prepare: Callable[..., object]) -> Callable[[F], F]:
-    """Decorate a verify function: `prepare` runs before its first call, with the recipe's arguments as it gets them."""
-    return marked(_verifier_prepare=prepare)
+    """Decorate a verify function: `prepare` runs before its first call, with the recipe's arguments.
 
-
-def with_arguments(model: "type[BaseModel]") -> Callable[[F], F]:
-    """Decorate a verify function whose arguments are a pydantic model, which checks them when the recipe is read.
-
-    It is called as `verify(prompt, completion, answer, arguments, **row)`, so that no column can stand in for one.
+    Of a class it runs with the instance that was made with them.
     """
-    return marked(arguments_model=model)
+    return marked(_verifier_prepare=prepare)
 
 
 def batched(size: int) -> Callable[[F], F]:
@@ -60,19 +52,19 @@ def any_reference(function: F) -> F:
     """Decorate a verify function: where the data holds a list of right answers, the best of their scores counts."""
 
     @functools.wraps(function)
-    def verify(
-        prompt: str, completion: str, answer: str, *rest: Any, reference_answers: Sequence[str] = (), **row: Any
-    ) -> Any:
-        return max(function(prompt, completion, one, *rest, **row) for one in reference_answers or [answer])
+    def verify(*call: Any, reference_answers: Sequence[str] = (), **row: Any) -> Any:
+        *before, answer = call
+        return max(function(*before, one, **row) for one in reference_answers or [answer])
 
     return cast(F, verify)
 
 
 def marked(**marks: Any) -> Callable[[F], F]:
-    """Decorate a function: it gets these attributes."""
+    """Decorate a function or class: it gets these attributes."""
 
     def mark(function: F) -> F:
-        vars(function).update(marks)
+        for name, value in marks.items():
+            setattr(function, name, value)
         return function
 
     return mark

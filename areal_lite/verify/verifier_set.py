@@ -11,7 +11,7 @@ from typing import Any
 
 from areal_lite.config.verifier import VerifierConfig, VerifierSettings
 from areal_lite.types import Prompt
-from areal_lite.verify.pool import Messages, VerifierPool, quantile
+from areal_lite.verify.pool import Messages, VerifierPool
 from areal_lite.verify.protocol import NOT_APPLICABLE, Reply, checked, failed
 
 
@@ -33,20 +33,15 @@ class VerifierSet:
         }
         self._held_out = self._weights
         if config.eval_function is not None:
-            self._held_out = {self._add_held_out(config.eval_function): 1.0}
+            settings = config.for_evaluation().settings_of(config.eval_function)
+            same = (name for name, others in self._settings.items() if others == settings)
+            is_taken = config.eval_function in self._settings
+            name = next(same, f"{config.eval_function} (held out)" if is_taken else config.eval_function)
+            self._settings[name], self._held_out = settings, {name: 1.0}
         self._short = short_names(self._settings)
-        self._allowed = config.choosable
+        self._allowed = sorted(config.choosable)
         self._pools: dict[str, VerifierPool] = {}
         self._starts: dict[str, asyncio.Task[None]] = {}
-
-    def _add_held_out(self, function: str) -> str:
-        settings = self._config.for_evaluation().settings_of(function)
-        for name, others in self._settings.items():
-            if others == settings:
-                return name
-        name = function if function not in self._settings else f"{function} (held out)"
-        self._settings[name] = settings
-        return name
 
     async def start(self) -> None:
         """Start the pools of all verifiers that the recipe and its sources name; `VerifierError` where one cannot."""
@@ -70,13 +65,12 @@ class VerifierSet:
         Raises:
             VerifierError: A pool cannot start, is broken or closed, or its verifier fails too often.
         """
-        chosen = prompt.row.get("verifier")
         weights: Mapping[str, float] = self._weights
         if held_out and self._config.eval_function is not None:
             weights = self._held_out
-        elif chosen is not None and chosen != "":
-            if not (isinstance(chosen, str) and chosen in self._allowed):
-                known = ", ".join(sorted(self._allowed))
+        elif chosen := prompt.row.get("verifier"):
+            if chosen not in self._allowed:
+                known = ", ".join(self._allowed)
                 return [failed(f"unknown_verifier:{chosen}", f"must be one of {known}")] * len(completions)
             weights = {chosen: 1.0}
         pools = await asyncio.gather(*(self._pool(name) for name in weights))
@@ -93,19 +87,10 @@ class VerifierSet:
         return 4 * sum(settings.processes * settings.concurrency for settings in self._settings.values())
 
     def gauges(self) -> dict[str, Any]:
-        """Return the figures of all pools together, and of each under `verifiers`."""
+        """Return the counts of all pools together, and each pool's gauges under `verifiers`."""
         each = {self._short.get(name, name): pool.gauges() for name, pool in self._pools.items()}
-        totals: dict[str, Any] = {
-            key: sum(gauges[key] for gauges in each.values()) for key in ("calls", "restarts", "busy", "waiting")
-        }
-        latencies = [latency for pool in self._pools.values() for latency in pool.latencies]
-        failures = sum((Counter(gauges["failures"]) for gauges in each.values()), Counter[str]())
-        return totals | {
-            "failures": dict(failures),
-            "latency_p50_s": quantile(latencies, 0.50),
-            "latency_p95_s": quantile(latencies, 0.95),
-            "verifiers": each,
-        }
+        counted = ("calls", "restarts", "busy", "waiting")
+        return {key: sum(gauges[key] for gauges in each.values()) for key in counted} | {"verifiers": each}
 
     async def close(self) -> None:
         """Kill all processes and wake everybody who waits for a score with a `VerifierError`; idempotent."""

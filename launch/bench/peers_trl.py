@@ -23,7 +23,7 @@ from typing import Any
 
 from areal_lite.errors import ConfigError, StallError, TrainerError
 from areal_lite.record.run_folder import RunFolder
-from areal_lite.verify.builtin.text import RegexArguments, last_number, regex
+from areal_lite.verify.builtin.text import last_number, regex
 
 PINS = {"trl": "1.16.0", "accelerate": "1.15.0"}
 """TRL's trainer changes its defaults between minor versions; accelerate is the one that was tried with it."""
@@ -208,7 +208,7 @@ def _train(settings: Mapping[str, Any], folder: RunFolder) -> None:
     disable_progress_bars()
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     latest: dict[str, float] = {}
-    matching = RegexArguments(**settings["regex"]) if "regex" in settings else None
+    matches = regex(**settings["regex"]) if "regex" in settings else last_number
 
     def tell(**row: Any) -> None:
         folder.append("told.jsonl", [row])
@@ -216,7 +216,7 @@ def _train(settings: Mapping[str, Any], folder: RunFolder) -> None:
     def reward(completions: list[str], answer: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         latest["tokens"] = sum(map(len, completion_ids)) / len(completion_ids)
         pairs = zip(completions, answer, strict=True)
-        return [regex("", *pair, matching) if matching else last_number("", *pair) for pair in pairs]
+        return [matches("", *pair) for pair in pairs]
 
     class Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
         """Reads the clock after every optimiser step; it stands still during an evaluation."""

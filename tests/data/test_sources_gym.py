@@ -11,7 +11,7 @@ from areal_lite.data.prompts import load_source
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError, DataError
 from areal_lite.types import Prompt
-from areal_lite.verify.adapters import GymArguments, reasoning_gym
+from areal_lite.verify.adapters import reasoning_gym
 from areal_lite.wire import decode, encode
 
 pytestmark = pytest.mark.gym
@@ -61,8 +61,8 @@ def test_a_row_that_travelled_scores_as_the_package_does(family: str) -> None:
         back: Prompt = decode(encode(prompt), Prompt)
         assert back.row["reasoning_gym_dataset"] == family
         if back.answer:
-            assert reasoning_gym(back.text, back.answer, back.answer, GymArguments(), **back.row).reward == 1.0
-        assert reasoning_gym(back.text, "no idea", back.answer, GymArguments(), **back.row).reward < 0.1
+            assert reasoning_gym()(back.text, back.answer, back.answer, **back.row).reward == 1.0
+        assert reasoning_gym()(back.text, "no idea", back.answer, **back.row).reward < 0.1
 
 
 def test_a_demonstration_is_the_answer() -> None:

@@ -42,7 +42,7 @@ from areal_lite.errors import VerifierUnavailable
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.gymnasium import rows as gymnasium_rows
-from areal_lite.verify.protocol import answer
+from areal_lite.verify.protocol import Verifier
 from areal_lite.verify.verifier_set import VerifierSet
 
 ROWS = [
@@ -119,7 +119,7 @@ def _in_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 def scored(name: str, completion: str, reference: str = "", **arguments: Any) -> Any:
     """What a verifier's process would answer."""
     function = find_function(name, kind="verifier")
-    (reply,) = answer(function, [("a prompt", completion, reference, {})], arguments=arguments)
+    (reply,) = Verifier(function, arguments).answer([("a prompt", completion, reference, {})])
     assert reply.failure is None or reply.failure == "unavailable", reply
     return reply
 
@@ -148,14 +148,14 @@ def check_steps() -> None:
 def check_batch() -> None:
     function = find_function("lengths.py:verify", kind="verifier")
     calls = [("p", completion, "", {}) for completion in ("x", "x" * 50)]
-    assert [reply.reward for reply in answer(function, calls, arguments={})] == [0.99, 0.5]
+    assert [reply.reward for reply in Verifier(function, {}).answer(calls)] == [0.99, 0.5]
 
 
 def check_rewards() -> None:
     verl = find_function("verl", kind="verifier")
     trl = find_function("trl", kind="verifier")
-    (right,) = answer(verl, [("p", " 7\n", "7", {})], arguments={"function": "rewards.py:compute_score"})
-    short = answer(trl, [("p", "x" * n, "7", {}) for n in (9, 10)], arguments={"function": "rewards.py:short"})
+    (right,) = Verifier(verl, {"function": "rewards.py:compute_score"}).answer([("p", " 7\n", "7", {})])
+    short = Verifier(trl, {"function": "rewards.py:short"}).answer([("p", "x" * n, "7", {}) for n in (9, 10)])
     assert (right.reward, [reply.reward for reply in short]) == (1.0, [1.0, 0.0])
 
 

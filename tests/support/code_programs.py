@@ -5,7 +5,7 @@ Words like `@secret@` are filled in by a test. A program that prints `contained`
 
 from typing import Any
 
-from areal_lite.verify.builtin.code import CodeArguments, code
+from areal_lite.verify.builtin.code import code
 
 PROCESSES = 6
 LIMITS = {"wall_s": 20.0, "total_s": 30.0, "cpu_s": 5, "memory_mb": 256, "disk_mb": 8, "processes": PROCESSES}
@@ -15,8 +15,8 @@ ENDLESS = {name: {"wall_s": 1.5, "total_s": 3.0} for name in ("fork bomb", "slee
 
 def run_code(program: str, **options: Any) -> Any:
     """Score a program; options are arguments of the verifier, the others columns of the row."""
-    arguments = {name: options.pop(name) for name in CodeArguments.model_fields if name in options}
-    return code("", program, "", CodeArguments(**arguments), **options)
+    arguments = {name: options.pop(name) for name in code.model_fields if name in options}
+    return code(**arguments)("", program, "", **options)
 
 
 _HELP = """

@@ -14,16 +14,7 @@ from places import FIXTURES
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import PluginError, VerifierUnavailable
 from areal_lite.record.paths import EVALUATED, with_absolute_paths
-from areal_lite.verify.adapters import (
-    GymArguments,
-    OpenRlhfArguments,
-    TrlArguments,
-    VerlArguments,
-    openrlhf,
-    reasoning_gym,
-    trl,
-    verl,
-)
+from areal_lite.verify.adapters import openrlhf, reasoning_gym, trl, verl
 from areal_lite.verify.result import VerifyResult
 
 FUNCTIONS = FIXTURES / "reward_functions.py"
@@ -39,18 +30,14 @@ def call_trl(
     name: str, completions: list[str], rows: list[dict[str, Any]] | None = None, **arguments: Any
 ) -> list[Any]:
     answers = [f"a{index}" for index in range(len(completions))]
-    call = trl(
-        ["p"] * len(completions), completions, answers, rows or [{}] * len(completions),
-        TrlArguments(function=f"{FUNCTIONS}:{name}", **arguments),
-    )  # fmt: skip
-    results: list[Any] = asyncio.run(call)  # type: ignore[arg-type]
+    verify = trl(function=f"{FUNCTIONS}:{name}", **arguments)
+    results = asyncio.run(verify(["p"] * len(completions), completions, answers, rows or [{}] * len(completions)))
     return [result.reward if isinstance(result, VerifyResult) else result for result in results]
 
 
 def call_verl(name: str, completion: str, answer: str, *, keywords: Any = None, **row: Any) -> VerifyResult:
-    arguments = VerlArguments(function=f"{FUNCTIONS}:{name}", arguments=keywords or {})
-    result: VerifyResult = asyncio.run(verl("p", completion, answer, arguments, **row))
-    return result
+    verify = verl(function=f"{FUNCTIONS}:{name}", arguments=keywords or {})
+    return asyncio.run(verify("p", completion, answer, **row))
 
 
 def test_a_trl_function_gets_texts_and_columns_as_lists() -> None:
@@ -92,8 +79,8 @@ def test_a_trl_function_gets_texts_or_chats_row_by_row() -> None:
 
 
 def test_a_trl_function_may_be_async_and_log_metrics() -> None:
-    call = trl(["p"], ["c"], ["a"], [{}], TrlArguments(function=f"{FUNCTIONS}:waits"))
-    assert asyncio.run(call) == [VerifyResult(0.5, metrics={"mean_length": 2.5})]  # type: ignore[arg-type]
+    call = trl(function=f"{FUNCTIONS}:waits")(["p"], ["c"], ["a"], [{}])
+    assert asyncio.run(call) == [VerifyResult(0.5, metrics={"mean_length": 2.5})]
 
 
 def test_a_verl_function_gets_its_four_arguments() -> None:
@@ -113,10 +100,10 @@ def test_a_verl_mapping_gives_its_score_and_its_other_numbers() -> None:
 def test_other_libraries_get_several_answers_as_a_list() -> None:
     """Seen failing with the first alone handed over."""
     row = {"reference_answers": ["5", "7"]}
-    call = trl(["p"], ["c"], ["5"], [row], TrlArguments(function=f"{FUNCTIONS}:any_solution"))
-    assert [one.reward for one in asyncio.run(call)] == [2.0]  # type: ignore[arg-type]
+    call = trl(function=f"{FUNCTIONS}:any_solution")(["p"], ["c"], ["5"], [row])
+    assert [one.reward for one in asyncio.run(call)] == [2.0]
     assert call_verl("any_ground_truth", "7", "5", **row).reward == 2.0
-    (said,) = openrlhf(["p"], ["7"], ["5"], [row], OpenRlhfArguments(function=f"{FUNCTIONS}:any_label"))
+    (said,) = openrlhf(function=f"{FUNCTIONS}:any_label")(["p"], ["7"], ["5"], [row])
     assert said.reward == 2.0
 
 
@@ -140,13 +127,13 @@ def test_a_remote_reward_model_is_asked_as_openrlhf_asks() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), RemoteModel) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/get_reward"
-        said = openrlhf(["p", "p"], ["7", "8"], ["7", "7"], [{}, {}], OpenRlhfArguments(url=url))
+        said = openrlhf(url=url)(["p", "p"], ["7", "8"], ["7", "7"], [{}, {}])
         server.shutdown()
     assert said == [VerifyResult(1.0, metrics={"length": 1}), VerifyResult(0.0, metrics={"length": 2})]
     with pytest.raises(VerifierUnavailable, match="refused"):
-        openrlhf(["p"], ["7"], ["7"], [{}], OpenRlhfArguments(url="http://127.0.0.1:9"))
+        openrlhf(url="http://127.0.0.1:9")(["p"], ["7"], ["7"], [{}])
     with pytest.raises(ValueError, match="needs a function or a url, got None and None: give one"):
-        OpenRlhfArguments()
+        openrlhf()
 
 
 def test_a_missing_function_is_named() -> None:
@@ -195,17 +182,17 @@ def test_gold_answers_of_a_family_score_1_and_others_less(family: str) -> None:
         row = gym_row(family, index)
         gold = row["reasoning_gym_entry"]["answer"]
         for completion in (gold, f" {gold}\n", f"I think so.\n#### {gold}", f"So: <answer>{gold}</answer>."):
-            assert reasoning_gym("p", completion, gold, GymArguments(), **row).reward == 1.0
-        assert reasoning_gym("p", "<answer>certainly not this</answer>", gold, GymArguments(), **row).reward < 1.0
+            assert reasoning_gym()("p", completion, gold, **row).reward == 1.0
+        assert reasoning_gym()("p", "<answer>certainly not this</answer>", gold, **row).reward < 1.0
 
 
 @pytest.mark.gym
 def test_the_answer_is_taken_from_where_the_recipe_says() -> None:
     row = gym_row("chain_sum", 0)
     gold = row["reasoning_gym_entry"]["answer"]
-    assert reasoning_gym("p", f"1+1=2#{gold}", gold, GymArguments(extract=r"#(-?\d+)"), **row).reward == 1.0
-    assert reasoning_gym("p", f"{gold} 7{gold}", gold, GymArguments(extract=r"^\S+"), **row).reward == 1.0
-    nothing = reasoning_gym("p", gold, gold, GymArguments(extract=r"#(-?\d+)"), **row)
+    assert reasoning_gym(extract=r"#(-?\d+)")("p", f"1+1=2#{gold}", gold, **row).reward == 1.0
+    assert reasoning_gym(extract=r"^\S+")("p", f"{gold} 7{gold}", gold, **row).reward == 1.0
+    nothing = reasoning_gym(extract=r"#(-?\d+)")("p", gold, gold, **row)
     assert (nothing.reward, nothing.feedback) == (0.0, "no answer found")
 
 
@@ -213,13 +200,13 @@ def test_the_answer_is_taken_from_where_the_recipe_says() -> None:
 def test_an_answer_that_breaks_its_scorer_scores_0_and_a_broken_row_fails() -> None:
     """prime_factorization parses answers without care. Seen failing with every exception of a scorer passed on."""
     row = gym_row("prime_factorization", 0)
-    assert reasoning_gym("p", "2 times 3", "", GymArguments(), **row).reward == 0.0
+    assert reasoning_gym()("p", "2 times 3", "", **row).reward == 0.0
     row["reasoning_gym_entry"]["answer"] = "two times three"
     with pytest.raises(ValueError, match="two times three"):
-        reasoning_gym("p", "2 times 3", "", GymArguments(), **row)
+        reasoning_gym()("p", "2 times 3", "", **row)
 
 
 @pytest.mark.gym
 def test_an_unknown_family_is_an_error_and_no_reward() -> None:
     with pytest.raises(PluginError, match="chain_summ"):
-        reasoning_gym("p", "1", "1", GymArguments(), reasoning_gym_dataset="chain_summ", reasoning_gym_entry={})
+        reasoning_gym()("p", "1", "1", reasoning_gym_dataset="chain_summ", reasoning_gym_entry={})

@@ -15,13 +15,13 @@ from places import DOCS, ROOT
 
 from areal_lite.errors import VerifierError
 from areal_lite.verify.builtin.final_answer import final_answer
-from areal_lite.verify.builtin.math import MathArguments, math
-from areal_lite.verify.builtin.numeric import NumericArguments, numeric
-from areal_lite.verify.builtin.text import ChoiceArguments, multiple_choice
-from areal_lite.verify.protocol import prepare_verifier
+from areal_lite.verify.builtin.math import math
+from areal_lite.verify.builtin.numeric import numeric
+from areal_lite.verify.builtin.text import multiple_choice
+from areal_lite.verify.protocol import Verifier
 
 math_module = importlib.import_module("areal_lite.verify.builtin.math")
-SIX = MathArguments(decimals=6)
+SIX = math(decimals=6)
 PAIRS: list[dict[str, Any]] = json.loads((DOCS / "math-verifier.json").read_text())["pairs"]
 
 
@@ -89,19 +89,19 @@ def test_the_final_answer_is_found_by_its_mark(text: str, answer: str, mark: str
 def test_a_reference_with_nothing_to_compare_is_an_error() -> None:
     """Not a 0: nothing the completion could have written would be right. Seen failing with the check left out."""
     with pytest.raises(ValueError, match="must hold an expression"):
-        math("", r"\boxed{5}", "", SIX)
+        SIX("", r"\boxed{5}", "")
     with pytest.raises(ValueError, match="nan or zoo"):
-        math("", r"\boxed{5}", r"\frac{1}{0}", SIX)
+        SIX("", r"\boxed{5}", r"\frac{1}{0}")
 
 
 @pytest.mark.parametrize(("completion", "score"), [("<think>\\boxed{1}</think> \\boxed{2}", 1), ("\\boxed{2}", 0)])
 def test_only_what_stands_behind_the_thought_counts(completion: str, score: float) -> None:
     """Seen failing with all of it read, and with a thought that never ended read."""
-    assert math("", completion, "2", MathArguments(behind="</think>")) == score
-    assert numeric("", completion, "2", NumericArguments(behind="</think>")) == score
+    assert math(behind="</think>")("", completion, "2") == score
+    assert numeric(behind="</think>")("", completion, "2") == score
     letters = completion.replace("2", "B").replace("1", "A")
-    assert multiple_choice("", letters, "B", ChoiceArguments(behind="</think>")) == score
-    assert math("", completion.replace("</think> \\boxed{2}", ""), "1", MathArguments(behind="</think>")) == 0
+    assert multiple_choice(behind="</think>")("", letters, "B") == score
+    assert math(behind="</think>")("", completion.replace("</think> \\boxed{2}", ""), "1") == 0
 
 
 def test_a_grammar_of_another_version_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_a_grammar_of_another_version_is_refused_at_the_start(monkeypatch: pytes
     monkeypatch.setattr(math_module, "_library", math_module._library.__wrapped__)
     monkeypatch.setattr(math_module, "version", lambda package: "4.9.3")
     with pytest.raises(VerifierError, match=r"needs antlr4-python3-runtime==4\.\d+\.\d+, got 4\.9\.3"):
-        prepare_verifier(math, {})
+        Verifier(math, {})
 
 
 def test_an_error_of_the_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_an_error_of_the_library_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(math_verify.grader, "sympy_expr_eq", broken)
     with pytest.raises(RuntimeError, match="lost"):
-        math("", r"\boxed{x}", "x+1", SIX)
+        SIX("", r"\boxed{x}", "x+1")
 
 
 def test_the_library_sets_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,13 +133,13 @@ def test_the_library_sets_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
     import signal
 
     monkeypatch.setattr(signal, "alarm", lambda seconds: pytest.fail("an alarm was set"))
-    assert math("", r"\boxed{x+1}", "1+x", SIX) == 1.0
+    assert SIX("", r"\boxed{x+1}", "1+x") == 1.0
 
 
 def test_plain_numbers_are_equal_only_exactly() -> None:
     """0.3333333 and 0.3333334 agree to six places, which is enough for expressions. Seen failing without the path."""
-    assert math("", "#### 0.3333334", "0.3333333", SIX) == 0.0
-    assert [math("", text, "1234", SIX) for text in ("#### 1,234", "$1234.00", "#### -1234", "#### 1234%")] == [
+    assert SIX("", "#### 0.3333334", "0.3333333") == 0.0
+    assert [SIX("", text, "1234") for text in ("#### 1,234", "$1234.00", "#### -1234", "#### 1234%")] == [
         1,
         1,
         0,
@@ -150,7 +150,7 @@ def test_plain_numbers_are_equal_only_exactly() -> None:
 @pytest.mark.parametrize("arguments", [{"decimals": -1}, {"decimals": "6"}, {"precision": 3}])
 def test_wrong_arguments_fail_when_the_verifier_is_prepared(arguments: dict[str, Any]) -> None:
     with pytest.raises(VerifierError, match="ValidationError"):
-        prepare_verifier(math, arguments)
+        Verifier(math, arguments)
 
 
 @pytest.mark.data
@@ -165,7 +165,7 @@ def test_gsm8k_scores_its_own_answers_and_no_others(name: str) -> None:
     start = time.monotonic()
     failures = []
     for index, row in enumerate(rows):
-        scores = [math(row["question"], rows[other]["answer"], row["answer"], SIX) for other in (index, index - 1)]
+        scores = [SIX(row["question"], rows[other]["answer"], row["answer"]) for other in (index, index - 1)]
         if scores != [1.0, float(answers[index] == answers[index - 1])]:
             failures.append((index, row["answer"], rows[index - 1]["answer"], scores))
     assert failures == []
@@ -180,8 +180,8 @@ def test_gsm8k_without_marks_goes_through_the_library() -> None:
     answers = [json.loads(line)["answer"].split("####")[1].strip() for line in lines]
     for index, answer in enumerate(answers):
         equal = float(Decimal(answer.replace(",", "")) == Decimal(answers[index - 1].replace(",", "")))
-        assert math("", f"In all that makes {answer} dollars", f"#### {answer}", SIX) == 1.0
-        assert math("", rf"So $\frac{{{answer}}}{{1}}$ it is.", f"#### {answers[index - 1]}", SIX) == equal
+        assert SIX("", f"In all that makes {answer} dollars", f"#### {answer}") == 1.0
+        assert SIX("", rf"So $\frac{{{answer}}}{{1}}$ it is.", f"#### {answers[index - 1]}") == equal
 
 
 def gsm8k_folder() -> Path:

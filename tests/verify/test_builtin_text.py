@@ -8,20 +8,16 @@ from typing import Any
 
 import pytest
 
-from areal_lite.config.plugins import find_function
+from areal_lite.config.plugins import arguments_model, find_function
 from areal_lite.errors import VerifierError
-from areal_lite.verify.builtin.format import FormatArguments, format_tags
-from areal_lite.verify.builtin.numeric import NumericArguments, numeric, read_number
+from areal_lite.verify.builtin.format import format_tags
+from areal_lite.verify.builtin.numeric import numeric, read_number
 from areal_lite.verify.builtin.text import (
-    ChoiceArguments,
-    ExactArguments,
-    RegexArguments,
     exact,
     multiple_choice,
     regex,
 )
-from areal_lite.verify.protocol import answer as reply_to
-from areal_lite.verify.protocol import prepare_verifier
+from areal_lite.verify.protocol import Verifier
 
 MODULES = ["text", "numeric", "format", "math", "final_answer"]
 NAMES = [
@@ -48,7 +44,7 @@ def test_examples_in_docstrings_are_true(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_built_in_has_its_name_and_says_what_its_arguments_are(name: str) -> None:
     """Their model gives each a meaning, and the function gets them from nowhere else."""
-    model = getattr(find_function(name, kind="verifier"), "arguments_model", None)
+    model = arguments_model(name, kind="verifier")
     assert (model is None) == (name == "last_number")
     assert all(field.description for field in model.model_fields.values()) if model else True
 
@@ -62,9 +58,9 @@ def test_where_several_answers_are_right_any_will_do(name: str, completion: str)
     references = ["A", "B"] if name == "multiple_choice" else ["5", "7"]
     row: dict[str, Any] = {"choices": ["6", "7"]} if name == "multiple_choice" else {}
     call = ("", completion, references[0], row)
-    function = find_function(name, kind="verifier")
+    verifier = Verifier(find_function(name, kind="verifier"), {})
     for others, score in (({}, 0.0), ({"reference_answers": references}, 1.0)):
-        (reply,) = reply_to(function, [(*call[:3], row | others)], arguments={})
+        (reply,) = verifier.answer([(*call[:3], row | others)])
         assert reply.reward == score, reply
 
 
@@ -84,12 +80,12 @@ def test_where_several_answers_are_right_any_will_do(name: str, completion: str)
     ],
 )
 def test_exact(completion: str, options: dict[str, bool], score: float) -> None:
-    assert exact("p", completion, "Paris", ExactArguments(**options)) == score
+    assert exact(**options)("p", completion, "Paris") == score
 
 
 def test_exact_ignores_case_beyond_ascii() -> None:
     """`lower` would leave the sharp s. Seen failing with it."""
-    assert exact("p", "STRASSE", "Stra\u00dfe", ExactArguments(ignore_case=True)) == 1.0
+    assert exact(ignore_case=True)("p", "STRASSE", "Stra\u00dfe") == 1.0
 
 
 # --- regex ---
@@ -110,12 +106,12 @@ def test_exact_ignores_case_beyond_ascii() -> None:
     ],
 )
 def test_regex(completion: str, answer: str, options: dict[str, Any], score: float) -> None:
-    assert regex("p", completion, answer, RegexArguments(**options)) == score
+    assert regex(**options)("p", completion, answer) == score
 
 
 def test_an_answer_that_is_no_pattern_is_an_error_not_a_0() -> None:
     with pytest.raises(re.error):
-        regex("p", "x", "(", RegexArguments())
+        regex()("p", "x", "(")
 
 
 # --- multiple_choice ---
@@ -161,7 +157,7 @@ def test_the_choice_that_is_stated_last_counts(completion: str, letter: str | No
 
     Seen failing with mentions put on a par with statements, with the first one taken, and without "is correct".
     """
-    scores = {choice: multiple_choice("p", completion, choice, ChoiceArguments(choices=4)) for choice in "ABCD"}
+    scores = {choice: multiple_choice(choices=4)("p", completion, choice) for choice in "ABCD"}
     assert scores == {choice: float(choice == letter) for choice in "ABCD"}
 
 
@@ -175,14 +171,14 @@ def test_choices_may_be_texts() -> None:
         ("It is lukewarm", "A", 0.0),
         ("Cold!", "C. cold", 1.0),
     ]:
-        assert multiple_choice("p", completion, answer, ChoiceArguments(choices=choices)) == score
-        assert multiple_choice("p", completion, answer, ChoiceArguments(), choices=choices) == score
+        assert multiple_choice(choices=choices)("p", completion, answer) == score
+        assert multiple_choice()("p", completion, answer, choices=choices) == score
 
 
 @pytest.mark.parametrize("answer", ["F", "", "2", "hot", "A warm day"])
 def test_a_reference_that_is_no_choice_is_an_error_not_a_0(answer: str) -> None:
     with pytest.raises(ValueError, match="must be one of ABCD"):
-        multiple_choice("p", "A", answer, ChoiceArguments(choices=["warm", "very warm", "cold", "-5"]))
+        multiple_choice(choices=["warm", "very warm", "cold", "-5"])("p", "A", answer)
 
 
 # --- numeric ---
@@ -232,12 +228,12 @@ def test_numbers_are_read_exactly(text: str, value: Fraction | float | None) -> 
 )
 def test_numeric(completion: str, answer: str, options: dict[str, Any], score: float) -> None:
     """Tolerances include their ends, and 0.8 is 0.1 from 0.7, exactly. Seen failing with floats, and with `<`."""
-    assert numeric("p", completion, answer, NumericArguments(**options)) == score
+    assert numeric(**options)("p", completion, answer) == score
 
 
 def test_a_reference_without_a_number_is_an_error_not_a_0() -> None:
     with pytest.raises(ValueError, match="must hold a number"):
-        numeric("p", "5", "five", NumericArguments())
+        numeric()("p", "5", "five")
 
 
 # --- format ---
@@ -265,24 +261,24 @@ def test_a_reference_without_a_number_is_an_error_not_a_0() -> None:
 )
 def test_format(completion: str, score: float) -> None:
     """Seen failing with the tags alone compared (text outside), and with the shape alone (repeated tags)."""
-    assert format_tags("p", completion, "", FormatArguments()) == score
+    assert format_tags()("p", completion, "") == score
 
 
 def test_a_template_may_open_the_first_tag() -> None:
     """Seen failing with the prompt not looked at."""
-    assert format_tags("2+2=?<think>\n", "a</think><answer>b</answer>", "", FormatArguments()) == 1.0
-    assert format_tags("2+2=?<think>\n", "<think>a</think><answer>b</answer>", "", FormatArguments()) == 0.0
-    assert format_tags("2+2=?<think>\nno", "a</think><answer>b</answer>", "", FormatArguments()) == 0.0
+    assert format_tags()("2+2=?<think>\n", "a</think><answer>b</answer>", "") == 1.0
+    assert format_tags()("2+2=?<think>\n", "<think>a</think><answer>b</answer>", "") == 0.0
+    assert format_tags()("2+2=?<think>\nno", "a</think><answer>b</answer>", "") == 0.0
 
 
 def test_tags_can_be_others() -> None:
-    assert format_tags("p", "<a>1</a> <b-2>2</b-2> <c>3</c>", "", FormatArguments(tags=["a", "b-2", "c"])) == 1.0
-    assert format_tags("p", "<think>1</think><a>2</a>", "", FormatArguments(tags=["a"])) == 0.0
+    assert format_tags(tags=["a", "b-2", "c"])("p", "<a>1</a> <b-2>2</b-2> <c>3</c>", "") == 1.0
+    assert format_tags(tags=["a"])("p", "<think>1</think><a>2</a>", "") == 0.0
 
 
 def test_a_long_completion_full_of_tags_takes_no_long_time() -> None:
     """Backtracking over 20,000 closing tags would take minutes."""
-    assert format_tags("p", "<think>" + "</think>" * 20_000, "", FormatArguments()) == 0.0
+    assert format_tags()("p", "<think>" + "</think>" * 20_000, "") == 0.0
 
 
 # --- arguments ---
@@ -312,4 +308,4 @@ def test_wrong_arguments_fail_when_the_verifier_is_prepared(name: str, arguments
     """An unknown one too: it would pass for a column of the row, and do nothing."""
     function = find_function(name, kind="verifier")
     with pytest.raises(VerifierError, match="ValidationError"):
-        prepare_verifier(function, arguments)
+        Verifier(function, arguments)

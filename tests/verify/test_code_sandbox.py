@@ -200,6 +200,6 @@ import glob, os
 def names(): return sorted(os.listdir("/program"))
 def others(): return [p for p in os.listdir("/proc") if p.isdigit() and int(p) not in (1, os.getpid())]
 """
-    asserts = ["assert names() == ['candidate.py', 'remote.py', 'stdin']", "assert others() == []"]
+    asserts = ["assert names() == ['candidate.py', 'inside.py', 'remote.py', 'stdin']", "assert others() == []"]
     result = run_code(program, sandbox="bubblewrap", asserts=asserts)
     assert (result.reward, result.feedback) == (1.0, "")

@@ -15,7 +15,7 @@ from areal_lite.verify.builtin import program as program_module
 from areal_lite.verify.builtin.code import code, find_program
 from areal_lite.verify.builtin.code_cases import split_asserts
 from areal_lite.verify.builtin.sandbox import choose_kind
-from areal_lite.verify.protocol import answer, prepare_verifier
+from areal_lite.verify.protocol import Verifier
 
 pytestmark = pytest.mark.deadline
 
@@ -120,7 +120,7 @@ def test_a_case_finds_nothing_of_the_one_before() -> None:
     """Neither names, files, input nor processes. Seen failing with files left, and with what still runs left."""
     program = """
 import os, sys, time
-print(sorted(set(os.listdir(".")) - {"candidate.py", "runner.py", "stdin"}), "left" in globals(), __name__)
+print(sorted(set(os.listdir(".")) - {"candidate.py", "inside.py", "remote.py", "stdin"}), "left" in globals(), __name__)
 print(open("/proc/{0}/task/{0}/children".format(os.getppid())).read().split() == [str(os.getpid())], sys.stdin.read())
 left = os.makedirs("a/b")
 open("file", "w").close()
@@ -239,10 +239,15 @@ def test_helpers_of_the_tests_own_go_before_the_candidates() -> None:
 
 
 def test_check_is_called_with_the_entry_point() -> None:
-    """A name that Python has too is the candidate's only there."""
+    """A name that Python has too is the candidate's only there, and then never Python's own.
+
+    Seen failing (1.0 for an empty program) with a KeyError raised where a name is looked up.
+    """
     tests = "def check(candidate):\n    assert candidate([1, 2]) == 4\n    assert sum([1]) == 2\n"
     result = run("def sum(values): return len(values) + len(values)", test_code=tests, entry_point="sum")
     assert (result.reward, result.feedback) == (1.0, "")
+    result = run("", asserts=["assert sum([1, 2]) == 3"], entry_point="sum")
+    assert (result.reward, result.feedback) == (0.0, "case 1 of 1: wrong: NameError: name 'sum' is not defined")
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
@@ -282,8 +287,8 @@ def test_a_row_without_proper_tests_is_an_error_not_a_0(row: dict[str, Any], mes
 
 
 def test_a_sandbox_that_does_not_stand_is_an_error_not_a_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program never started. Seen failing with the prelude's byte not waited for: it scored 0."""
-    monkeypatch.setattr("areal_lite.verify.builtin.sandbox._PRELUDE", "raise SystemExit('no room')")
+    """The program never started. Seen failing with the byte of `inside.py` not waited for: it scored 0."""
+    monkeypatch.setattr("areal_lite.verify.builtin.program._INSIDE", "raise SystemExit('no room')")
     with pytest.raises(VerifierUnavailable, match="no room"):
         run(SUM, tests=SUM_TESTS)
 
@@ -299,7 +304,7 @@ def test_a_program_cannot_pass_for_a_broken_sandbox() -> None:
 )
 def test_wrong_arguments_fail_when_the_verifier_is_prepared(arguments: dict[str, Any], fresh: None) -> None:
     with pytest.raises(VerifierError, match="ValidationError"):
-        prepare_verifier(code, arguments)
+        Verifier(code, arguments)
 
 
 def test_a_row_cannot_loosen_the_sandbox() -> None:
@@ -309,10 +314,10 @@ def test_a_row_cannot_loosen_the_sandbox() -> None:
     """
     program = "x = b'x' * (150 * 2**20); print(1)"
     row = {"tests": [{"input": "", "output": "1"}], "memory_mb": 10**6, "sandbox": "none", "arguments": {}}
-    (reply,) = answer(code, [("", program, "", row)], arguments={"sandbox": "plain", "memory_mb": 128})
+    (reply,) = Verifier(code, {"sandbox": "plain", "memory_mb": 128}).answer([("", program, "", row)])
     assert (reply.reward, reply.metrics["memory"]) == (0.0, 1.0)
     row = {"tests": [{"input": "", "output": "1"}, {"input": "", "output": "2"}], "reward": "all"}
-    (reply,) = answer(code, [("", "print(1)", "", row)], arguments={"sandbox": "plain"})
+    (reply,) = Verifier(code, {"sandbox": "plain"}).answer([("", "print(1)", "", row)])
     assert reply.reward == 0.5
 
 
@@ -320,7 +325,7 @@ def test_without_a_sandbox_only_where_that_is_asked_for(monkeypatch: pytest.Monk
     """Seen failing with `auto` the default, and with the metric left out."""
     monkeypatch.setattr("areal_lite.verify.builtin.sandbox.shutil.which", lambda name: None)
     with pytest.raises(VerifierError, match=r"no program bwrap.*install bubblewrap.*write `sandbox: plain`"):
-        prepare_verifier(code, {})
+        Verifier(code, {})
     assert run(SUM, tests=SUM_TESTS, sandbox="auto").metrics["sandbox_plain"] == 1.0
     assert "sandbox_plain" not in run(SUM, tests=SUM_TESTS, sandbox="plain").metrics
 

@@ -102,7 +102,7 @@ def test_a_rule_that_scores_a_row_or_is_not_to_be_called_passes(name: str, tmp_p
         ("typo", ["exception:KeyError\nTraceback", "rules.py", "in typo", "in look_up", "KeyError: 'levle'"]),
         ("typo_async", ["exception:KeyError\nTraceback", "in typo_async", "in look_up"]),
         ("narrow", ["exception:TypeError\nTypeError: narrow() got an unexpected keyword argument 'level'\n"]),
-        ("silent", ["wrong_type:NoneType\nexpected the reward: a number; got None\n"]),
+        ("silent", ["wrong_type:NoneType\nexpected the reward: a number, or areal_lite.verify.VerifyResult("]),
         ("one_for_all", ["wrong_type:float\nexpected a list, as the function is @batched"]),
         ("ends", ["it ended its process (7)"]),
     ],

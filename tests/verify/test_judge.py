@@ -22,8 +22,8 @@ from areal_lite.data.tokenizer import PAD
 from areal_lite.errors import VerifierError, VerifierUnavailable
 from areal_lite.types import Prompt
 from areal_lite.verify import VerifyResult
-from areal_lite.verify.builtin.judge import JudgeArguments, judge
-from areal_lite.verify.protocol import prepare_verifier
+from areal_lite.verify.builtin.judge import judge
+from areal_lite.verify.protocol import Verifier
 
 PATIENCE_S = 120.0
 
@@ -87,7 +87,7 @@ def server() -> Iterator[Server]:
 
 
 def ask(server: Server, completion: str = "It is 4.", **options: Any) -> VerifyResult:
-    return asyncio.run(judge("2+2=?", completion, "4", JudgeArguments(base_url=server.url, model="m", **options)))
+    return asyncio.run(judge(base_url=server.url, model="m", **options)("2+2=?", completion, "4"))
 
 
 def test_the_score_and_the_words_come_back(server: Server) -> None:
@@ -155,7 +155,7 @@ def test_a_refused_request_is_no_reason_to_ask_again(server: Server, status: int
 
 def test_no_server_and_a_silent_one_are_unavailable(server: Server) -> None:
     with pytest.raises(VerifierUnavailable):
-        asyncio.run(judge("", "", "", JudgeArguments(base_url=f"http://127.0.0.1:{free_port()}/v1", model="m")))
+        asyncio.run(judge(base_url=f"http://127.0.0.1:{free_port()}/v1", model="m")("", "", ""))
     server.pause_s = 2.0
     with pytest.raises(VerifierUnavailable, match="timed out"):
         ask(server, request_timeout_s=0.2)
@@ -186,8 +186,8 @@ def test_requests_take_turns(server: Server) -> None:
     server.pause_s = 0.05
 
     async def run() -> None:
-        arguments = JudgeArguments(base_url=server.url, model="m", max_concurrency=3)
-        await asyncio.gather(*(judge("p", "c", "a", arguments) for _ in range(12)))
+        ask_it = judge(base_url=server.url, model="m", max_concurrency=3)
+        await asyncio.gather(*(ask_it("p", "c", "a") for _ in range(12)))
 
     asyncio.run(run())
     assert (len(server.asked), server.most_under_way) == (12, 3)
@@ -209,7 +209,7 @@ def test_requests_take_turns(server: Server) -> None:
 )
 def test_wrong_arguments_fail_when_the_verifier_is_prepared(arguments: dict[str, Any]) -> None:
     with pytest.raises(VerifierError, match=next(iter(arguments))):
-        prepare_verifier(judge, {"base_url": "http://127.0.0.1/v1", "model": "m", **arguments})
+        Verifier(judge, {"base_url": "http://127.0.0.1/v1", "model": "m", **arguments})
 
 
 def score_in_pool(completions: list[str], arguments: dict[str, Any], **settings: Any) -> list[Any]:
@@ -312,4 +312,4 @@ def test_a_real_server_judges(vllm: str) -> None:
 @pytest.mark.loop
 def test_a_model_the_server_does_not_have_is_an_error(vllm: str) -> None:
     with pytest.raises(openai.NotFoundError):
-        asyncio.run(judge("1", "2", "3", JudgeArguments(base_url=vllm, model="other", template="{completion}")))
+        asyncio.run(judge(base_url=vllm, model="other", template="{completion}")("1", "2", "3"))

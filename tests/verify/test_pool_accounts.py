@@ -79,7 +79,7 @@ def test_groups_that_meet_misbehaving_verifiers_end_in_counted_states() -> None:
     """
     ledger = generated([*([harm, "right"] for harm in HARMS), ["right", "right"]])
 
-    async def work() -> dict[str, Any]:
+    async def work() -> Any:
         config = VerifierConfig(function=f"{HOGS}:hog", timeout_s=5.0, memory_mb=160, max_failure_share=1.0)
         verifiers = VerifierSet(config)
         events = EventBuffer("verifier/0")
@@ -92,7 +92,7 @@ def test_groups_that_meet_misbehaving_verifiers_end_in_counted_states() -> None:
                     await asyncio.sleep(0.01)
                 await worker.stop()
                 await running
-                return worker.gauges()["failures"]
+                return worker.gauges()["verifiers"]["hog_verifiers.py:hog"]["failures"]
             finally:
                 await verifiers.close()
 

@@ -43,12 +43,12 @@ def score(function, completions, *, prompt=None, **options):
 
 
 def test_calls_of_an_async_function_share_a_process():
-    """Each waits until three are there. Seen failing (time-outs) with `limit = 1` in `_feed`."""
+    """Each waits until three are there. Seen failing (time-outs) with `max_jobs` always 1."""
     assert score("crowd", ["meet"] * 3, concurrency=3, timeout_s=20.0)[0] == [1.0] * 3
 
 
 def test_no_more_calls_are_in_flight_than_the_recipe_says():
-    """Three could meet, two cannot. Seen failing with the condition `process.num_jobs < limit` left out of `take`."""
+    """Three could meet, two cannot. Seen failing with the condition `num_jobs < max_jobs` left out of `take`."""
     assert score("crowd", ["meet"] * 3, concurrency=2)[0][:2] == ["timeout"] * 2
 
 

@@ -106,7 +106,7 @@ def test_every_harm_ends_as_a_counted_failure_and_leaves_nobody(harm, failure, m
 
 
 def test_a_reply_that_is_too_large_does_not_cost_the_process(mark):
-    """Seen failing (one restart) without the size looked at in `_packed`."""
+    """Seen failing (one restart) without the size looked at in `packed`."""
 
     async def scenario():
         async with running("hog", timeout_s=20.0) as pool:
@@ -137,7 +137,7 @@ def test_a_verifier_that_leaks_costs_processes_and_no_scores(leak, mark):
 
 
 def test_a_process_that_leaks_is_replaced_before_it_fails_a_call(mark, tmp_path):
-    """No call runs twice. Seen failing with `is_worn` always false: a call in nine does."""
+    """No call runs twice. Seen failing with `kept_share` always 0: a call in nine does."""
     prompt = Prompt(prompt_id="train/0/0", text="p", token_ids=(1,), answer=str(tmp_path / "log"))
 
     async def scenario():
@@ -161,7 +161,7 @@ def test_lack_of_memory_is_a_calls_own_where_a_fresh_process_has_none_either(mar
 
 
 def test_what_the_first_call_keeps_is_no_leak(mark):
-    """30 of 36 MiB: a fresh process would be no better. Seen failing (one restart) with `worn_above = full`."""
+    """30 of 36 MiB: a fresh process would be no better. Seen failing (one restart) with `_worn_above` 0.8."""
 
     async def scenario():
         async with running("leak", memory_mb=36, timeout_s=20.0) as pool:

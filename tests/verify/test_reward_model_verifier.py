@@ -15,8 +15,8 @@ from areal_lite.config.recipe import parse_config
 from areal_lite.errors import ConfigError, VerifierError
 from areal_lite.types import Prompt, Score
 from areal_lite.verify.builtin import reward_model as reward_model_module
-from areal_lite.verify.builtin.reward_model import RewardModelArguments, reward_model
-from areal_lite.verify.protocol import prepare_verifier
+from areal_lite.verify.builtin.reward_model import reward_model
+from areal_lite.verify.protocol import Verifier
 
 SLOW = """
 import time
@@ -122,7 +122,7 @@ def test_the_learned_reward_is_the_score_of_prompt_completion_and_end(folder: st
 
 
 def single(prompt: str, completion: str, *, model: str) -> float:
-    (score,) = reward_model([prompt], [completion], ["3"], [{}], RewardModelArguments(model=model))
+    (score,) = reward_model(model=model)([prompt], [completion], ["3"], [{}])
     return score
 
 
@@ -150,9 +150,7 @@ def test_a_batch_gives_the_scores_of_single_calls(folder: str, padding: str, max
     prompts = ["1", "12", "123456", "1", "99", "7", "1" * 50]
     completions = ["2", "3" * 20, "4", "", "0123456789", "7" * 40, "2"]
     expected = [single(*pair, model=folder) for pair in zip(prompts, completions, strict=True)]
-    scores = reward_model(
-        prompts, completions, [""] * 7, [{}] * 7, RewardModelArguments(model=folder, max_batch=max_batch)
-    )
+    scores = reward_model(model=folder, max_batch=max_batch)(prompts, completions, [""] * 7, [{}] * 7)
     assert len({round(value, 4) for value in expected}) > 4
     assert scores == pytest.approx(expected, abs=1e-5)
 
@@ -166,14 +164,14 @@ def test_a_batch_is_cut(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return forward(scorer, texts)
 
     monkeypatch.setattr(reward_model_module, "_forward", noting)
-    reward_model(["1"] * 7, ["2"] * 7, [""] * 7, [{}] * 7, RewardModelArguments(model=folder, max_batch=3))
+    reward_model(model=folder, max_batch=3)(["1"] * 7, ["2"] * 7, [""] * 7, [{}] * 7)
     assert sizes == [3, 3, 1]
 
 
 @pytest.mark.parametrize("arguments", [{"max_batch": 0}, {"max_batch": True}, {"batch": 3}])
 def test_wrong_arguments_fail_when_the_verifier_is_prepared(folder: str, arguments: dict[str, Any]) -> None:
     with pytest.raises(VerifierError, match="ValidationError"):
-        prepare_verifier(reward_model, {"model": folder, **arguments})
+        Verifier(reward_model, {"model": folder, **arguments})
 
 
 def test_the_learned_reward_refuses_what_it_cannot_read(folder: str, tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_prints_neither_block_nor_reach_the_channel(capfd):
 
 
 def test_a_forked_child_that_returns_does_not_answer():
-    """Seen failing with the look at `os.getpid()` left out of `_serve`: answers of both, shifted by one."""
+    """Seen failing with the look at `os.getpid()` left out of `packed`: answers of both, shifted by one."""
     scores = score(["fork_return", "wrong", "right"], timeout_s=PATIENCE_S / 2)
     assert [item.reward for item in scores] == [1.0, 0.0, 1.0]
 

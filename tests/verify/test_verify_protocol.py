@@ -8,7 +8,7 @@ import pytest
 
 from areal_lite.config.data import CHAT
 from areal_lite.errors import VerifierUnavailable
-from areal_lite.verify.protocol import Reply, answer, failed, is_async
+from areal_lite.verify.protocol import Reply, Verifier, failed
 from areal_lite.verify.result import VerifyResult, batched
 
 INF, NAN = float("inf"), float("nan")
@@ -18,7 +18,7 @@ def reply_to(value, *, completion="three"):
     def verify(prompt, completion, answer, **row):
         return value
 
-    (reply,) = answer(verify, [("p", completion, "a", {})], arguments={})
+    (reply,) = Verifier(verify, {}).answer([("p", completion, "a", {})])
     return reply
 
 
@@ -95,7 +95,7 @@ def test_a_service_may_say_when_to_ask_again(after_s):
     def verify(prompt, completion, answer, **row):
         raise VerifierUnavailable("busy", retry_after_s=after_s)
 
-    (reply,) = answer(verify, [("p", "c", "a", {})], arguments={})
+    (reply,) = Verifier(verify, {}).answer([("p", "c", "a", {})])
     assert (reply.failure, reply.retry_after_s) == ("unavailable", after_s if after_s in (2, 0.5) else 0.0)
 
 
@@ -113,7 +113,7 @@ def test_errors_are_told_apart():
         raise errors[completion]
 
     def failure(completion):
-        return answer(verify, [("p", completion, "a", {})], arguments={})[0].failure
+        return Verifier(verify, {}).answer([("p", completion, "a", {})])[0].failure
 
     assert [failure(name) for name in errors] == [
         "unavailable", "memory", "memory", "memory", "exception:FileNotFoundError", "exception:KeyError"
@@ -134,7 +134,7 @@ def test_a_function_that_takes_no_further_columns_gets_no_messages():
             return len(row)
 
     for function, reward in ((bare, 7), (named, 3), (Rest(), 2)):
-        assert answer(function, [("p", "c", "a", {"level": 7, CHAT: [{}] * 3})], arguments={}) == [Reply(reward)]
+        assert Verifier(function, {}).answer([("p", "c", "a", {"level": 7, CHAT: [{}] * 3})]) == [Reply(reward)]
 
 
 def test_a_batched_function_gets_lists_and_is_checked_item_by_item():
@@ -144,7 +144,7 @@ def test_a_batched_function_gets_lists_and_is_checked_item_by_item():
         return [1.0, NAN]
 
     calls = [("p", "x", "a", {"n": 1}), ("q", "y", "b", {})]
-    assert [reply.failure for reply in answer(verify, calls, arguments={"scale": 2})] == [None, "nan"]
+    assert [reply.failure for reply in Verifier(verify, {"scale": 2}).answer(calls)] == [None, "nan"]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_batch_without_a_result_for_each_fails_as_one(value, failure):
     def verify(prompts, completions, answers, rows):
         return value
 
-    (reply,) = answer(verify, [("p", "x", "a", {})] * 2, arguments={})
+    (reply,) = Verifier(verify, {}).answer([("p", "x", "a", {})] * 2)
     assert reply.failure == failure
 
 
@@ -165,6 +165,6 @@ def test_async_functions_are_recognised():
     class Judge:
         async def __call__(self): ...
 
-    assert is_async(verify)
-    assert is_async(Judge())
-    assert not is_async(answer)
+    assert Verifier(verify, {}).is_async
+    assert Verifier(Judge(), {}).is_async
+    assert not Verifier(failed, {}).is_async

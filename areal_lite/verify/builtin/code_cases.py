@@ -5,19 +5,16 @@ import json
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from areal_lite.errors import VerifierError
-from areal_lite.verify.builtin import code_remote
-from areal_lite.verify.builtin.code_remote import ENDED
-from areal_lite.verify.builtin.program import CaseRunner, Outcome, Program
+from areal_lite.verify.builtin.program import Outcome, Program
+from areal_lite.verify.builtin.remote import ENDED
 from areal_lite.verify.builtin.sandbox import Limits
 
 STATUSES = ("passed", "wrong", "crash", "timeout", "cpu", "memory", "output", "processes")
 """How a case can end."""
 
-_REMOTE = Path(code_remote.__file__).read_text()
 _DETAIL_CHARS = 500
 
 
@@ -57,15 +54,16 @@ def run_examples(
             raise ValueError(f'a test must be {{"input": ..., "output": ...}}, got {example!r:.200}')
     verdicts: list[Verdict] = []
     left_s = total_s
-    runner: CaseRunner | None = None
+    runner: Program | None = None
     with ExitStack() as stack:
         for example in examples:
             if left_s <= 0:
                 return verdicts + _not_run(verdicts, total_s, number=len(examples) - len(verdicts))
             if runner is None or runner.has_ended:  # the case before broke its sandbox
-                runner = stack.enter_context(closing(CaseRunner(program, limits=limits)))
+                runner = stack.enter_context(closing(Program("cases", "candidate.py", program, limits=limits)))
+                runner.stand()
             expected = str(example["output"])
-            outcome = runner.run(str(example["input"]), more_output_bytes=len(expected.encode(errors="replace")))
+            outcome = runner.run_case(str(example["input"]), more_output_bytes=len(expected.encode(errors="replace")))
             left_s -= outcome.seconds
             verdicts.append(_compared(outcome, expected))
     return verdicts
@@ -132,23 +130,15 @@ def _is_case(statement: ast.stmt) -> bool:
 
 def run_asserts(program: str, cases: Sequence[Case], *, entry_point: str | None, limits: Limits) -> list[Verdict]:
     """Run assert-style tests against a program, each side in a sandbox; a `VerifierError` where the tests' broke."""
-    content = json.dumps({"cases": cases, "entry_point": entry_point})
-    sides = (("serve", "candidate.py", program), ("test", "cases.json", content))
     with ExitStack() as stack:
-        candidate, tests = (
-            stack.enter_context(
-                closing(
-                    Program(
-                        ["{folder}/remote.py", do, str(end.fileno()), f"{{folder}}/{name}"],
-                        files={"remote.py": _REMOTE, name: text},
-                        channel=stack.enter_context(end),
-                        limits=limits,
-                    )
-                )
-            )
-            for end, (do, name, text) in zip(socket.socketpair(), sides, strict=True)
-        )
-        outcome = tests.wait(beside=[candidate])
+        first, second = (stack.enter_context(end) for end in socket.socketpair())
+        candidate = Program("serve", "candidate.py", program, limits=limits, link=first)
+        stack.callback(candidate.close)
+        tests = Program("test", "cases.json", json.dumps([cases, entry_point]), limits=limits, link=second)
+        stack.callback(tests.close)
+        candidate.stand()
+        tests.stand()
+        outcome = tests.wait(beside=candidate)
         return _verdicts(outcome, candidate.end(), number=sum(case.counts for case in cases))
 
 

@@ -14,7 +14,7 @@ _BETWEEN = re.compile(r"[\s${}]|\\(?:text|quad|[()\[\],;: ])")
 
 
 class AnswerArguments(Arguments):
-    """Of verifiers that look for a final answer."""
+    """What verifiers that look for a final answer have in common."""
 
     behind: str | None = Field(None, min_length=1)
     """of a completion only what stands behind the last of these counts, such as </think>; without one it scores 0"""

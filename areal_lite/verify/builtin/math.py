@@ -11,7 +11,7 @@ from pydantic import Field
 
 from areal_lite.errors import VerifierError
 from areal_lite.verify.builtin.final_answer import AnswerArguments, FinalAnswer, final_answer
-from areal_lite.verify.result import any_reference, prepared_by, with_arguments
+from areal_lite.verify.result import any_reference, prepared_by
 
 _PLAIN_NUMBER = re.compile(r"\\?\$?\s*(-?)\s*\\?\$?\s*(\d{1,3}(?:(?:,|\{,\})\d{3})+|\d+)?(\.\d+)?\.?")
 _DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[")
@@ -25,21 +25,9 @@ _ANTLR = "4.13.2"
 """The version whose grammar math-verify is tried with; with older ones 9% is not 9, nor 50% a half."""
 
 
-class MathArguments(AnswerArguments):
-    """Of `math`."""
-
-    decimals: int = Field(6, ge=0, le=15)
-    """places to which decimals must agree"""
-
-
-def _prepare(_: MathArguments) -> None:
-    _parse("\\boxed{\\frac{1}{2}}")  # the first parse builds tables for a second
-
-
-@any_reference
-@prepared_by(_prepare)
-@with_arguments(MathArguments)
-def math(prompt: str, completion: str, answer: str, arguments: MathArguments, /, **row: Any) -> float:
+# The first parse builds tables for a second.
+@prepared_by(lambda self: _parse("\\boxed{\\frac{1}{2}}"))
+class math(AnswerArguments):
     r"""Score 1 where the completion's final answer equals the reference's, else 0.
 
     The final answer is what the last `\boxed{}` holds, else what stands behind `####`, else behind "the answer is",
@@ -48,27 +36,30 @@ def math(prompt: str, completion: str, answer: str, arguments: MathArguments, /,
     that would take for ever is a failure `timeout`.
 
     Example:
-        >>> math("7+5=?", "7+5=12, so \\boxed{12}", "#### 12", MathArguments())
+        >>> math()("7+5=?", "7+5=12, so \\boxed{12}", "#### 12")
         1.0
-        >>> math("", "The answer is $0.5$.", "\\frac{1}{2}", MathArguments())
+        >>> math()("", "The answer is $0.5$.", "\\frac{1}{2}")
         1.0
-
-    Raises:
-        ValueError: The reference holds nothing to compare with; that is no fault of the completion's.
-        Exception: Whatever math-verify raises while it compares: an error of its own is no wrong answer.
     """
-    expected, given = final_answer(answer), final_answer(arguments.said_in(completion))
-    numbers = _plain_number(expected.text), _plain_number(given.text)
-    if None not in numbers:
-        return float(numbers[0] == numbers[1])
-    texts = expected.text.strip("$ "), given.text.strip("$ ")
-    if texts[0] == texts[1] != "" or _CLOCK.fullmatch(texts[0]):
-        return float(texts[0] == texts[1])
-    target = _parse(_expression(expected))
-    if not target:
-        raise ValueError(f"the reference must hold an expression, got {answer!r:.200}")
-    found = _parse(_expression(given))
-    return float(bool(found) and _equal(target, found, arguments.decimals))
+
+    decimals: int = Field(6, ge=0, le=15)
+    """places to which decimals must agree"""
+
+    @any_reference
+    def __call__(self, prompt: str, completion: str, answer: str, /, **row: Any) -> float:
+        """Compare the answers; an error where the reference holds nothing to compare, or math-verify raises."""
+        expected, given = final_answer(answer), final_answer(self.said_in(completion))
+        numbers = _plain_number(expected.text), _plain_number(given.text)
+        if None not in numbers:
+            return float(numbers[0] == numbers[1])
+        texts = expected.text.strip("$ "), given.text.strip("$ ")
+        if texts[0] == texts[1] != "" or _CLOCK.fullmatch(texts[0]):
+            return float(texts[0] == texts[1])
+        target = _parse(_expression(expected))
+        if not target:
+            raise ValueError(f"the reference must hold an expression, got {answer!r:.200}")
+        found = _parse(_expression(given))
+        return float(bool(found) and _equal(target, found, self.decimals))
 
 
 def _plain_number(text: str) -> Decimal | None:

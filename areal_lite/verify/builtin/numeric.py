@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field
 
 from areal_lite.verify.builtin.final_answer import AnswerArguments, final_answer
-from areal_lite.verify.result import any_reference, with_arguments
+from areal_lite.verify.result import any_reference
 
 _MAX_EXPONENT = 400  # a float's range; 1e999999999 would take all memory as an exact number
 
@@ -58,8 +58,19 @@ def _plain(figures: str) -> Fraction:
     return Fraction(re.sub(r"[,{}\\]", "", figures))
 
 
-class NumericArguments(AnswerArguments):
-    """Of `numeric`."""
+class numeric(AnswerArguments):
+    r"""Score 1 where the completion's number is the reference's within a tolerance, else 0.
+
+    Read is the last number of what `\boxed{}`, `####` or "the answer is" marks, else of the whole text. Thousands
+    separators, currency signs, fractions (3/4, 1 3/4, \frac{3}{4}) and powers of ten (1.5e3, 1.5 x 10^3) are
+    understood. Units are left out, not converted: 5 km is 5 m.
+
+    Example:
+        >>> numeric()("", "It weighs 1,250 kg.", "1250")
+        1.0
+        >>> numeric()("", "9.81", "9.8"), numeric(relative=0.01)("", "9.81", "9.8")
+        (0.0, 1.0)
+    """
 
     relative: float = Field(1e-06, ge=0)
     """distance allowed, as a share of the reference's size"""
@@ -68,30 +79,16 @@ class NumericArguments(AnswerArguments):
     percent: Literal["share", "unit"] = "share"
     """share = 75% is 0.75; unit = 75% is 75"""
 
-
-@any_reference
-@with_arguments(NumericArguments)
-def numeric(prompt: str, completion: str, answer: str, arguments: NumericArguments, /, **row: Any) -> float:
-    r"""Score 1 where the completion's number is the reference's within a tolerance, else 0.
-
-    Read is the last number of what `\boxed{}`, `####` or "the answer is" marks, else of the whole text. Thousands
-    separators, currency signs, fractions (3/4, 1 3/4, \frac{3}{4}) and powers of ten (1.5e3, 1.5 x 10^3) are
-    understood. Units are left out, not converted: 5 km is 5 m. A reference without a number is a `ValueError`, and no
-    fault of the completion's.
-
-    Example:
-        >>> numeric("", "It weighs 1,250 kg.", "1250", NumericArguments())
-        1.0
-        >>> numeric("", "9.81", "9.8", NumericArguments()), numeric("", "9.81", "9.8", NumericArguments(relative=0.01))
-        (0.0, 1.0)
-    """
-    expected, given = (read_number(final_answer(text).text) for text in (answer, arguments.said_in(completion)))
-    if expected is None:
-        raise ValueError(f"the reference answer must hold a number, got {answer!r:.200}")
-    if given is None:
-        return 0.0
-    of_hundred = 100 if arguments.percent == "share" else 1
-    target, value = (item.value / of_hundred if item.is_percent else item.value for item in (expected, given))
-    # As it is written: the float 0.3 is a little less than three tenths.
-    allowed = max(Fraction(str(arguments.relative)) * abs(target), Fraction(str(arguments.absolute)))
-    return float(abs(value - target) <= allowed)
+    @any_reference
+    def __call__(self, prompt: str, completion: str, answer: str, /, **row: Any) -> float:
+        """Compare the numbers; a `ValueError` where the reference has none, no fault of the completion's."""
+        expected, given = (read_number(final_answer(text).text) for text in (answer, self.said_in(completion)))
+        if expected is None:
+            raise ValueError(f"the reference answer must hold a number, got {answer!r:.200}")
+        if given is None:
+            return 0.0
+        of_hundred = 100 if self.percent == "share" else 1
+        target, value = (item.value / of_hundred if item.is_percent else item.value for item in (expected, given))
+        # As it is written: the float 0.3 is a little less than three tenths.
+        allowed = max(Fraction(str(self.relative)) * abs(target), Fraction(str(self.absolute)))
+        return float(abs(value - target) <= allowed)

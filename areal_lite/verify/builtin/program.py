@@ -1,4 +1,4 @@
-"""One run of a program in a sandbox: what it wrote, and how it ended."""
+"""A program in a sandbox: what it writes, which limits it meets, and how it ends."""
 
 import contextlib
 import fcntl
@@ -10,19 +10,18 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from areal_lite.errors import VerifierError, VerifierUnavailable
-from areal_lite.verify.builtin import code_runner
+from areal_lite.verify.builtin import inside, remote
 from areal_lite.verify.builtin.sandbox import Limits, command_line
-from areal_lite.verify.descendants import descendants, kill_trees, resident_bytes
+from areal_lite.verify.descendants import descendants, held_above, kill_trees
 
 _START_TIMEOUT_S = 60.0
 """How long a sandbox may take until it stands; far beyond a busy machine's."""
 _LOOK_S = 0.05
-_RUNNER = Path(code_runner.__file__).read_text()
+_INSIDE, _REMOTE = Path(inside.__file__).read_text(), Path(remote.__file__).read_text()
 
 
 class Outcome(NamedTuple):
@@ -37,69 +36,84 @@ class Outcome(NamedTuple):
 
 
 class Program:
-    """A running program in a folder of its own; whoever makes one closes it.
+    """A running `inside.py` in a folder of its own; whoever makes one closes it.
 
     What it writes goes into two files in memory: nobody has to read along, and it never waits for a reader.
     """
 
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        *,
-        files: Mapping[str, str],
-        channel: socket.socket,
-        limits: Limits,
-        is_runner: bool = False,
-    ) -> None:
-        """Start it, and wait until its sandbox stands; `VerifierUnavailable` where that cannot be set up.
-
-        A `VerifierError` where the machine gives no more processes.
+    def __init__(self, role: str, file: str, text: str, *, limits: Limits, link: socket.socket | None = None) -> None:
+        """Start it; a `VerifierError` where the machine gives no more processes.
 
         Args:
-            arguments: Of the interpreter; `{folder}` stands for where the program sees its files.
-            files: Texts by name.
-            channel: It inherits this descriptor, which is closed here, so that the other end learns of its end.
-            is_runner: Whether it is `code_runner.py`, see `command_line`.
+            role: What `inside.py` does with the file of this name, which holds this text.
+            link: To another program; closed here, so that the other end learns of this program's end.
         """
-        self._folder = tempfile.TemporaryDirectory()
-        folder = self._folder.name
-        for name, text in {**files, "stdin": ""}.items():
-            self._write(name, text)
-        Path(folder).chmod(0o755)
-        self._limits, self._is_runner = limits, is_runner
+        self._limits = limits
         self._output_bytes = limits.output_kb * 1024
         self._status: str | None = None
+        self._folder = tempfile.TemporaryDirectory()
+        for name, content in (("inside.py", _INSIDE), ("remote.py", _REMOTE), (file, text), ("stdin", "")):
+            self._write(name, content)
+        folder = Path(self._folder.name)
+        folder.chmod(0o755)
         self._written = [os.fdopen(os.memfd_create(name), "w+b", 0) for name in ("stdout", "stderr")]
-        for file in self._written:
-            fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
-        ready, theirs = os.pipe()
-        with open(ready, "rb", buffering=0) as pipe:
-            with open(theirs, "wb"), channel, Path(folder, "stdin").open("rb") as stdin:
-                command = command_line(Path(folder), arguments, limits=limits, ready=theirs, is_runner=is_runner)
-                try:
-                    self._process = subprocess.Popen(
-                        command,
-                        stdin=stdin,
-                        stdout=self._written[0],
-                        stderr=self._written[1],
-                        env={"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"},
-                        cwd=folder,
-                        pass_fds=(theirs, channel.fileno()),
-                        start_new_session=True,
-                    )
-                except OSError as error:
-                    raise VerifierError(f"a program cannot be started: {error}") from error
-            if not (_can_be_read(ready, _START_TIMEOUT_S) and pipe.read(1)):
-                self._process.kill()
-                trouble = self.end().stderr.strip()[-500:]
-                raise VerifierUnavailable(f"the sandbox ({limits.kind}) must start a program, it did not: {trouble}")
+        for written in self._written:
+            fcntl.fcntl(written, fcntl.F_SETFL, os.O_APPEND)
+        self._channel, theirs = socket.socketpair()
+        with theirs, link or contextlib.nullcontext(), (folder / "stdin").open("rb") as stdin:
+            descriptors = [end.fileno() for end in (theirs, link) if end]
+            try:
+                self._process = subprocess.Popen(
+                    command_line(folder, role, file, descriptors, limits=limits),
+                    stdin=stdin,
+                    stdout=self._written[0],
+                    stderr=self._written[1],
+                    env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "TMPDIR": str(folder), "LANG": "C.UTF-8"},
+                    cwd=folder,
+                    pass_fds=descriptors,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise VerifierError(f"a program cannot be started: {error}") from error
+
+    def stand(self) -> None:
+        """Wait until its sandbox stands; `VerifierUnavailable` where that cannot be set up."""
+        if not (_can_be_read(self._channel.fileno(), _START_TIMEOUT_S) and self._channel.recv(1)):
+            self._process.kill()
+            trouble = self.end().stderr.strip()[-500:]
+            raise VerifierUnavailable(f"the sandbox ({self._limits.kind}) must start a program, it did not: {trouble}")
         self._start = time.monotonic()
 
     def _write(self, name: str, text: str) -> None:
         Path(self._folder.name, name).write_text(text, encoding="utf-8", errors="surrogatepass")
 
-    def wait(self, *, beside: Sequence["Program"] = ()) -> Outcome:
-        """Wait until the program ends, or end it at a limit; meanwhile see to the limits of others."""
+    def run_case(self, stdin: str, *, more_output_bytes: int) -> Outcome:
+        """Have a program in the role `cases` run one, which may write so much more than the limits say.
+
+        Once it `has_ended`, at a limit that is met from outside, nothing runs any more.
+        """
+        self._write("stdin", stdin)
+        for file in self._written:
+            file.truncate(0)
+        self._output_bytes = self._limits.output_kb * 1024 + more_output_bytes
+        self._start = time.monotonic()
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            self._channel.sendall(b"c")
+            self._watch(self._channel.fileno())
+            answer = b"" if self._status else self._channel.recv(4096)
+        stdout, stderr = self._texts()
+        if not answer:
+            self.close()
+            return Outcome(self._status or "crash", stdout, stderr, time.monotonic() - self._start)
+        status, cpu_s = json.loads(answer)
+        code = os.waitstatus_to_exitcode(status)
+        if code == -signal.SIGKILL and cpu_s >= self._limits.cpu_s:
+            code = -signal.SIGXCPU  # it ignored the first signal
+        return Outcome(_how_it_ended(code, stderr), stdout, stderr, cpu_s)
+
+    def wait(self, *, beside: "Program") -> Outcome:
+        """Wait until the program ends, or end it at a limit; meanwhile see to the limits of another."""
         ended = os.pidfd_open(self._process.pid)
         try:
             self._watch(ended, beside)
@@ -122,15 +136,16 @@ class Program:
 
     def close(self) -> None:
         """Kill it with everything it started; idempotent."""
-        if not self.has_ended and self._process.poll() is None:
+        if self._process.poll() is None:
             kill_trees(lambda: [self._process.pid])
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=10)
+        self._channel.close()
         for file in self._written:
             file.close()
         self._folder.cleanup()
 
-    def _watch(self, end: int, beside: Sequence["Program"] = ()) -> None:
+    def _watch(self, end: int, *beside: "Program") -> None:
         """See to the limits of this program and others until `end` can be read, as it can once this one is killed."""
         while not _can_be_read(end, _LOOK_S):
             for program in (self, *beside):
@@ -148,66 +163,17 @@ class Program:
             return "output"
         if time.monotonic() - self._start > self._limits.wall_s:
             return "timeout"
-        pids = [self._process.pid, *descendants(self._process.pid)]
+        below = descendants(self._process.pid)
         # In bubblewrap the kernel counts them. Outside it counts all of the user's, so that only looking helps.
-        if self._limits.kind == "plain" and len(pids) - self._is_runner > self._limits.processes:
+        if self._limits.kind == "plain" and len(below) > self._limits.processes:
             return "processes"
-        return "memory" if resident_bytes(pids, with_shared=False) > self._limits.memory_mb * 2**20 else None
+        return "memory" if held_above(self._limits.memory_mb << 20, [self._process.pid, *below]) else None
 
     def _has_written_too_much(self) -> bool:
         return sum(os.fstat(file.fileno()).st_size for file in self._written) > self._output_bytes
 
     def _texts(self) -> list[str]:
         return [os.pread(file.fileno(), self._output_bytes, 0).decode(errors="replace") for file in self._written]
-
-
-class CaseRunner(Program):
-    """A sandbox in which a program runs case by case."""
-
-    def __init__(self, program: str, *, limits: Limits) -> None:
-        """Start `code_runner.py`; `VerifierUnavailable` where the sandbox cannot be set up."""
-        self._channel, theirs = socket.socketpair()
-        paths = [f"{{folder}}/{name}" for name in ("candidate.py", "stdin")]
-        super().__init__(
-            ["{folder}/runner.py", str(theirs.fileno()), *paths, str(limits.cpu_s)],
-            files={"candidate.py": program, "runner.py": _RUNNER},
-            channel=theirs,
-            limits=limits,
-            is_runner=True,
-        )
-        self._channel.settimeout(_START_TIMEOUT_S)
-        if not self._channel.recv(16):
-            raise VerifierUnavailable(f"the sandbox must run Python, it does not: {self.wait().stderr[-500:]}")
-
-    def run(self, stdin: str, *, more_output_bytes: int) -> Outcome:
-        """Run a case, which may write so much more than the limits say.
-
-        Once it `has_ended`, at a limit that is met from outside, nothing runs any more.
-        """
-        self._write("stdin", stdin)
-        for file in self._written:
-            file.truncate(0)
-        self._output_bytes = self._limits.output_kb * 1024 + more_output_bytes
-        self._start = time.monotonic()
-        answer = b""
-        with contextlib.suppress(ConnectionError):
-            self._channel.sendall(b"c")
-            self._watch(self._channel.fileno())
-            answer = b"" if self._status else self._channel.recv(4096)
-        stdout, stderr = self._texts()
-        if not answer:
-            self.close()
-            return Outcome(self._status or "crash", stdout, stderr, time.monotonic() - self._start)
-        code, cpu_s = json.loads(answer)
-        code = os.waitstatus_to_exitcode(code)
-        if code == -signal.SIGKILL and cpu_s >= self._limits.cpu_s:
-            code = -signal.SIGXCPU  # it ignored the first signal
-        return Outcome(_how_it_ended(code, stderr), stdout, stderr, cpu_s)
-
-    def close(self) -> None:
-        """Kill it with everything it started; idempotent."""
-        super().close()
-        self._channel.close()
 
 
 def _can_be_read(descriptor: int, within_s: float) -> bool:

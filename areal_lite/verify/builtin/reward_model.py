@@ -11,43 +11,18 @@ from pydantic import Field
 
 from areal_lite.config.section import Arguments, ModelFolder
 from areal_lite.record.paths import find_model_folder
-from areal_lite.verify.result import Rows, Texts, batched, prepared_by, with_arguments
+from areal_lite.verify.result import Rows, Texts, batched, prepared_by
 
 _CALL_SIZE = 64
 
 
-class RewardModelArguments(Arguments):
-    """Of `reward_model`."""
-
-    model: ModelFolder
-    """the reward model's folder, or the folder of its run"""
-    device: str = "cpu"
-    """where it computes; each process of the verifier holds a copy"""
-    max_batch: int = Field(16, ge=1)
-    """texts in one forward pass at most; texts of similar length share one"""
-
-
-@functools.cache
-def _load(model: str, device: str) -> tuple[Any, Any]:
-    """Return the tokenizer and the model."""
-    import torch
-    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
-
-    folder = find_model_folder(model, option="verifier.arguments.model")
-    # From another model's folder, transformers would make up a head of random numbers.
-    if not any("SequenceClassification" in name for name in AutoConfig.from_pretrained(folder).architectures or []):
-        raise ValueError(f"verifier.arguments.model must be a reward model, got {folder}, whose model gives no score")
-    scorer = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
-    return AutoTokenizer.from_pretrained(folder), scorer.to(device).eval()
-
-
-@prepared_by(lambda arguments: _load(arguments.model, arguments.device))
+@prepared_by(lambda self: self._loaded)
 @batched(_CALL_SIZE)
-@with_arguments(RewardModelArguments)
-def reward_model(
-    prompts: Texts, completions: Texts, answers: Texts, rows: Rows, arguments: RewardModelArguments, /
-) -> list[float]:
+class reward_model(Arguments):
     """Score completions as the reward model was trained to: prompt, completion, end of sequence.
+
+    Only differences between completions of one prompt mean something. Prompts are as the policy saw them, chat template
+    included.
 
     A verifier is not told why a completion ended: one that was cut off at the token limit gets its end of sequence
     too, and is scored as if it had ended there (`objective.overlong_buffer` and `mask_truncated` are what length is
@@ -56,26 +31,42 @@ def reward_model(
     The score is read where transformers reads it, at the last token that is not the model's padding. Models of
     `areal-lite reward-model` have a padding token of their own; one from elsewhere whose padding is its end of
     sequence is read at the token before it, as it was in its own training. A score does not depend on its neighbours.
-
-    Args:
-        prompts: As the policy saw them, chat template included.
-
-    Returns:
-        A score each; only differences between completions of one prompt mean something.
-
-    Raises:
-        ValueError: A text is longer than the model can read.
     """
-    tokenizer, scorer = _load(arguments.model, arguments.device)
-    limit = getattr(scorer.config, "max_position_embeddings", None)
-    texts = [_token_ids(*pair, tokenizer, limit=limit) for pair in zip(prompts, completions, strict=True)]
-    order = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
-    scores = [0.0] * len(texts)
-    for start in range(0, len(order), arguments.max_batch):
-        part = order[start : start + arguments.max_batch]
-        for index, score in zip(part, _forward(scorer, [texts[index] for index in part]), strict=True):
-            scores[index] = score
-    return scores
+
+    model: ModelFolder
+    """the reward model's folder, or the folder of its run"""
+    device: str = "cpu"
+    """where it computes; each process of the verifier holds a copy"""
+    max_batch: int = Field(16, ge=1)
+    """texts in one forward pass at most; texts of similar length share one"""
+
+    @functools.cached_property
+    def _loaded(self) -> tuple[Any, Any]:
+        """The tokenizer and the model."""
+        import torch
+        from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+        folder = find_model_folder(self.model, option="verifier.arguments.model")
+        # From another model's folder, transformers would make up a head of random numbers.
+        if not any("SequenceClassification" in name for name in AutoConfig.from_pretrained(folder).architectures or []):
+            raise ValueError(
+                f"verifier.arguments.model must be a reward model, got {folder}, whose model gives no score"
+            )
+        scorer = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+        return AutoTokenizer.from_pretrained(folder), scorer.to(self.device).eval()
+
+    def __call__(self, prompts: Texts, completions: Texts, answers: Texts, rows: Rows, /) -> list[float]:
+        """Return a score each; a `ValueError` where a text is longer than the model can read."""
+        tokenizer, scorer = self._loaded
+        limit = getattr(scorer.config, "max_position_embeddings", None)
+        texts = [_token_ids(*pair, tokenizer, limit=limit) for pair in zip(prompts, completions, strict=True)]
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
+        scores = [0.0] * len(texts)
+        for start in range(0, len(order), self.max_batch):
+            part = order[start : start + self.max_batch]
+            for index, score in zip(part, _forward(scorer, [texts[index] for index in part]), strict=True):
+                scores[index] = score
+        return scores
 
 
 def _token_ids(prompt: str, completion: str, tokenizer: Any, *, limit: int | None) -> list[int]:

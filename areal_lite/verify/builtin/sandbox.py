@@ -1,11 +1,12 @@
 """Runs a program that nobody vouches for: in bubblewrap, or, where that is asked for, in a plain process with limits.
 
-docs/security.md says what each kind contains and what it does not. Every program gets limits of its own, set inside by
-a prelude that then becomes the program. Linux only.
+docs/security.md says what each kind contains and what it does not. Every program gets limits of its own, which it sets
+itself (`inside.py`). Linux only.
 """
 
 import contextlib
 import functools
+import json
 import os
 import shutil
 import subprocess
@@ -29,24 +30,6 @@ FOLDER = "/program"
 _NOBODY = 65534
 _OWN_USER = 1_900_000_000  # far from what system users and containers take; the process id is added
 _MIB = 2**20
-
-# The limits are set where the program runs, as bubblewrap itself must not be bound by them. The byte says that the
-# sandbox stands: what went wrong before it is our failure, what goes wrong behind it is the program's result.
-_PRELUDE = """
-import os, resource, sys
-ready, cpu, memory, size, processes = map(int, sys.argv[1:6])
-for name, value in (("AS", memory), ("FSIZE", size), ("NPROC", processes), ("NOFILE", 256), ("CORE", 0)):
-    kind = getattr(resource, "RLIMIT_" + name)
-    if value >= 0 and resource.getrlimit(kind)[1] >= 0:
-        value = min(value, resource.getrlimit(kind)[1])
-    if value >= 0:
-        resource.setrlimit(kind, (value, value))
-if cpu > 0:
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
-os.write(ready, b"r")
-os.close(ready)
-os.execv(sys.executable, [sys.executable, "-I", *sys.argv[6:]])
-"""
 
 
 class Limits(Arguments):
@@ -77,13 +60,8 @@ class Limits(Arguments):
 @functools.cache
 def choose_kind(wanted: Literal["auto", "bubblewrap", "plain"]) -> Kind:
     """Return what runs here; tries bubblewrap once, a `VerifierError` where that is asked for and does not work."""
-    if sys.platform != "linux":
-        raise VerifierError(f"the code sandbox needs Linux, got {sys.platform}")
-    if wanted == "plain":
-        return "plain"
-    trouble = _bubblewrap_trouble()
-    if not trouble:
-        return "bubblewrap"
+    if wanted == "plain" or not (trouble := _bubblewrap_trouble()):
+        return "plain" if wanted == "plain" else "bubblewrap"
     if wanted == "bubblewrap":
         raise VerifierError(
             f"bubblewrap must work here, it says: {trouble}; install it (apt-get install bubblewrap) and allow user "
@@ -105,31 +83,25 @@ def _bubblewrap_trouble() -> str:
     return "" if result.returncode == 0 else result.stderr.decode(errors="replace").strip() or "no reason"
 
 
-def command_line(
-    folder: Path, arguments: Sequence[str], *, limits: Limits, ready: int, is_runner: bool = False
-) -> list[str]:
-    """Return what starts `python ARGUMENTS` behind the prelude.
+def command_line(folder: Path, role: str, file: str, descriptors: Sequence[int], *, limits: Limits) -> list[str]:
+    """Return what starts `inside.py` of a folder in a role; the folder is the working folder of a plain process.
 
-    Args:
-        folder: With the program's files; only read in bubblewrap, the working folder of a plain process.
-        arguments: Of the interpreter; `{folder}` stands for where the program sees the folder.
-        limits: Wall time, output and the memory of all processes are the caller's to watch.
-        ready: A pipe's end that gets one byte once the sandbox stands.
-        is_runner: It starts processes of its own for what is to be limited: its own processor time is not limited, it
-            does not count as one of the processes, and in bubblewrap it is process 1, which the others cannot signal.
+    Wall time, output and the memory of all processes are the caller's to watch. What runs cases starts processes of its
+    own for what is to be limited: it does not count as one of them, and in bubblewrap it is process 1, which the others
+    cannot signal.
     """
-    kind = limits.kind
-    inside = FOLDER if kind == "bubblewrap" else str(folder)
-    # In bubblewrap two of its own processes count as well, of which a runner takes the place of one. Outside, the limit
-    # would count all of the user's.
-    processes = limits.processes + 2 if kind == "bubblewrap" else -1
-    cpu_s = 0 if is_runner else limits.cpu_s
-    # Its output goes into files, too: one byte more than allowed must fit.
+    is_runner = role == "cases"
+    # A program's output goes into files, too: one byte more than allowed must fit.
     file_bytes = max(limits.disk_mb * _MIB, limits.output_kb * 1024 + 1)
-    figures = [ready, cpu_s, limits.memory_mb * _MIB, file_bytes, processes]
-    command = _bubblewrap(folder, disk_mb=limits.disk_mb, is_first=is_runner) if kind == "bubblewrap" else []
-    command += [_python(), "-I", "-S", "-c", _PRELUDE, *map(str, figures)]
-    return command + [item.replace("{folder}", inside) for item in arguments]
+    figures = {"AS": limits.memory_mb * _MIB, "FSIZE": file_bytes, "NOFILE": 256, "CORE": 0}
+    command, inside = list[str](), str(folder)
+    if limits.kind == "bubblewrap":
+        command, inside = _bubblewrap(folder, disk_mb=limits.disk_mb, is_first=is_runner), FOLDER
+        # Two of its own processes count as well, of which a runner takes the place of one. Outside, the limit would
+        # count all of the user's.
+        figures["NPROC"] = limits.processes + 2
+    command += [_python(), "-I", f"{inside}/inside.py", json.dumps(figures), str(limits.cpu_s)]
+    return [*command, role, f"{inside}/{file}", *map(str, descriptors)]
 
 
 @functools.cache
@@ -170,12 +142,8 @@ def _bubblewrap(folder: Path, *, disk_mb: int, is_first: bool = False) -> list[s
 def system_view() -> tuple[str, ...]:
     """Return bubblewrap's arguments for a view of the system's programs and the interpreter, and of nobody's files."""
     command = ["--ro-bind", "/usr", "/usr"]
-    for name in ("bin", "lib", "lib32", "lib64", "sbin"):
-        place = Path("/") / name
-        if place.is_symlink():
-            command += ["--symlink", os.readlink(place), str(place)]
-        elif place.is_dir():
-            command += ["--ro-bind", str(place), str(place)]
+    for place in ("/bin", "/lib", "/lib32", "/lib64", "/sbin"):
+        command += ["--ro-bind-try", place, place]
     command += ["--perms", "0755", "--dir", "/etc", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     prefix = Path(_python()).parents[1]
     if prefix.is_relative_to("/usr"):

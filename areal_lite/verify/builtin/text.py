@@ -10,7 +10,7 @@ from pydantic import AfterValidator
 
 from areal_lite.config.section import Arguments
 from areal_lite.verify.builtin.final_answer import AnswerArguments
-from areal_lite.verify.result import any_reference, with_arguments
+from areal_lite.verify.result import any_reference
 
 # A minus between two numbers is an operator. Thousands may be separated: 1,234.5
 _NUMBER = re.compile(r"(?:(?<![0-9])-)?(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)")
@@ -45,31 +45,38 @@ def final_number(text: str) -> Decimal | None:
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
-class ExactArguments(Arguments):
-    """Of `exact`."""
+class exact(Arguments):
+    """Score 1 where the completion is the reference, else 0.
+
+    Example:
+        >>> exact()("", " Paris ", "Paris"), exact()("", "paris", "Paris")
+        (1.0, 0.0)
+    """
 
     strip: bool = True
     """leave out white space at both ends, of both"""
     ignore_case: bool = False
     """upper and lower case are the same"""
 
+    @any_reference
+    def __call__(self, prompt: str, completion: str, answer: str, /, **row: Any) -> float:
+        """Compare both as texts."""
+        pair = [text.strip() if self.strip else text for text in (completion, answer)]
+        first, second = (text.casefold() if self.ignore_case else text for text in pair)
+        return float(first == second)
 
-@any_reference
-@with_arguments(ExactArguments)
-def exact(prompt: str, completion: str, answer: str, arguments: ExactArguments, /, **row: Any) -> float:
-    """Score 1 where the completion is the reference, else 0.
+
+class regex(Arguments):
+    r"""Score 1 where a pattern matches the completion, else 0.
+
+    A pattern may take exponential time on some completion. What ends it is the verifier's deadline, as a failure
+    `timeout`; matching holds the interpreter, so nothing in this process could.
 
     Example:
-        >>> exact("", " Paris ", "Paris", ExactArguments()), exact("", "paris", "Paris", ExactArguments())
+        >>> century = regex(pattern=r"\b19\d\d\b")
+        >>> century("", "It was 1969.", ""), regex(mode="full")("", "in 1969", r"19\d\d")
         (1.0, 0.0)
     """
-    pair = [text.strip() if arguments.strip else text for text in (completion, answer)]
-    first, second = (text.casefold() if arguments.ignore_case else text for text in pair)
-    return float(first == second)
-
-
-class RegexArguments(Arguments):
-    """Of `regex`."""
 
     pattern: re.Pattern[str] | None = None
     """for every row, in Python's syntax, flags as in (?s); null = the row's answer"""
@@ -78,23 +85,11 @@ class RegexArguments(Arguments):
     ignore_case: bool = False
     """upper and lower case are the same"""
 
-
-@with_arguments(RegexArguments)
-def regex(prompt: str, completion: str, answer: str, arguments: RegexArguments, /, **row: Any) -> float:
-    r"""Score 1 where a pattern matches the completion, else 0.
-
-    A pattern may take exponential time on some completion. What ends it is the verifier's deadline, as a failure
-    `timeout`; matching holds the interpreter, so nothing in this process could. An answer that is no pattern is a
-    `re.error`.
-
-    Example:
-        >>> century = RegexArguments(pattern=r"\b19\d\d\b")
-        >>> regex("", "It was 1969.", "", century), regex("", "in 1969", r"19\d\d", RegexArguments(mode="full"))
-        (1.0, 0.0)
-    """
-    pattern = answer if arguments.pattern is None else arguments.pattern.pattern
-    compiled = re.compile(pattern, re.IGNORECASE if arguments.ignore_case else 0)
-    return float(bool((compiled.search if arguments.mode == "search" else compiled.fullmatch)(completion)))
+    def __call__(self, prompt: str, completion: str, answer: str, /, **row: Any) -> float:
+        """Look for the pattern; a `re.error` where the row's answer should be one and is none."""
+        pattern = answer if self.pattern is None else self.pattern.pattern
+        compiled = re.compile(pattern, re.IGNORECASE if self.ignore_case else 0)
+        return float(bool((compiled.search if self.mode == "search" else compiled.fullmatch)(completion)))
 
 
 def _letters(choices: int | Sequence[str]) -> str:
@@ -105,30 +100,7 @@ def _letters(choices: int | Sequence[str]) -> str:
     return _LETTERS[:count]
 
 
-def _nameable(choices: int | list[str]) -> int | list[str]:
-    _letters(choices)
-    return choices
-
-
-class ChoiceArguments(AnswerArguments):
-    """Of `multiple_choice`."""
-
-    choices: Annotated[int | list[str], AfterValidator(_nameable)] = 5
-    """how many there are, or their texts in order; a column choices of the row goes before it"""
-
-
-@any_reference
-@with_arguments(ChoiceArguments)
-def multiple_choice(
-    prompt: str,
-    completion: str,
-    answer: str,
-    arguments: ChoiceArguments,
-    /,
-    *,
-    choices: int | Sequence[str] | None = None,
-    **row: Any,
-) -> float:
+class multiple_choice(AnswerArguments):
     r"""Score 1 where the completion's choice is the reference's, else 0.
 
     A statement (`\boxed{B}`, "the answer is B", "Answer: (B)", "B is correct") goes before a mention ("(B)", "B." or
@@ -136,20 +108,25 @@ def multiple_choice(
     choices' texts given, a completion without either chooses the text it ends with.
 
     Example:
-        >>> multiple_choice("", "(A) is too small. The answer is (C), not (D).", "C", ChoiceArguments())
+        >>> multiple_choice()("", "(A) is too small. The answer is (C), not (D).", "C")
         1.0
-
-    Args:
-        answer: A letter, also as "(B)" or "B. text", or the text of a choice; else a `ValueError`, no wrong choice.
-        choices: A column of the row, in place of `arguments.choices`.
     """
-    choices = arguments.choices if choices is None else choices
-    letters, texts = _letters(choices), () if isinstance(choices, int) else tuple(map(str, choices))
-    expected = _named_choice(answer, letters, texts) or _stated_choice(answer, letters)
-    if expected is None:
-        raise ValueError(f"the reference must be one of {letters} or the text of a choice, got {answer!r:.200}")
-    completion = arguments.said_in(completion)
-    return float((_stated_choice(completion, letters) or _last_text(completion, letters, texts)) == expected)
+
+    choices: Annotated[int | list[str], AfterValidator(lambda choices: _letters(choices) and choices)] = 5
+    """how many there are, or their texts in order; a column choices of the row goes before it"""
+
+    @any_reference
+    def __call__(
+        self, prompt: str, completion: str, answer: str, /, *, choices: int | Sequence[str] | None = None, **row: Any
+    ) -> float:
+        """Compare the choices; a `ValueError` where the reference is no letter, "(B)", "B. text" or a choice's text."""
+        choices = self.choices if choices is None else choices
+        letters, texts = _letters(choices), () if isinstance(choices, int) else tuple(map(str, choices))
+        expected = _named_choice(answer, letters, texts) or _stated_choice(answer, letters)
+        if expected is None:
+            raise ValueError(f"the reference must be one of {letters} or the text of a choice, got {answer!r:.200}")
+        completion = self.said_in(completion)
+        return float((_stated_choice(completion, letters) or _last_text(completion, letters, texts)) == expected)
 
 
 def _named_choice(answer: str, letters: str, texts: Sequence[str]) -> str | None:

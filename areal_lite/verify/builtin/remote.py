@@ -1,7 +1,4 @@
-"""The two programs of assert-style tests, which run in sandboxes of their own, joined by a socket.
-
-    python code_remote.py serve SOCKET candidate.py      the candidate's program, which answers calls
-    python code_remote.py test SOCKET cases.json         the tests, which see the candidate's names from afar
+"""The two sides of assert-style tests, in sandboxes of their own (`inside.py`), joined by a socket.
 
 The tests' process runs no line of the candidate's, and only plain values come over: a candidate that leaves, patches
 functions, or returns objects equal to everything changes nothing there. Standard library only, no other file of ours.
@@ -17,7 +14,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -50,14 +47,9 @@ def encode(value: Any, objects: dict[int, Any] | None = None) -> Any:
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return ["value", kind(value)]
-    if isinstance(value, dict):
-        return ["dict", [[encode(item, objects) for item in pair] for pair in value.items()]]
-    for name, sequence in _SEQUENCES.items():
-        if isinstance(value, sequence):
-            return [name, [encode(item, objects) for item in value]]
     for plain, parts in _PARTS.items():
         if isinstance(value, plain):
-            return [plain.__name__, [encode(part) for part in parts(value)]]
+            return [plain.__name__, [encode(part, objects) for part in parts(value)]]
     if isinstance(value, RemoteObject):
         return ["object", object.__getattribute__(value, "_number")]
     if objects is None:
@@ -66,8 +58,11 @@ def encode(value: Any, objects: dict[int, Any] | None = None) -> Any:
     return ["object", id(value)]
 
 
+_COLLECTIONS = (list, tuple, set, frozenset, dict)
 # A datetime is a date as well: it goes first.
 _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    **dict.fromkeys(_COLLECTIONS, iter),
+    dict: lambda value: value.items(),
     bytes: lambda value: [bytes.decode(value, "latin-1"), "latin-1"],
     complex: lambda value: [value.real, value.imag],
     Decimal: lambda value: [str(value)],
@@ -78,22 +73,18 @@ _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
     datetime.time: lambda value: [value.isoformat()],
     datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],
 }
-_SEQUENCES: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
-_MAKERS: dict[str, Callable[..., Any]] = {kind.__name__: getattr(kind, "fromisoformat", kind) for kind in _PARTS}
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in _PARTS}
 
 
 def decode(packed: Any, objects: Any) -> Any:
     """Turn it back; `objects[number]` is what stands for an object of the other side."""
-    kind, content = packed
-    if kind == "value":
+    name, content = packed
+    if name == "value":
         return content
-    if kind == "object":
+    if name == "object":
         return objects[content]
-    if kind == "dict":
-        return {decode(key, objects): decode(value, objects) for key, value in content}
-    if kind in _MAKERS:
-        return _MAKERS[kind](*(decode(part, objects) for part in content))
-    return _SEQUENCES[kind](decode(item, objects) for item in content)
+    kind, parts = _KINDS[name], [decode(part, objects) for part in content]
+    return kind(parts) if kind in _COLLECTIONS else getattr(kind, "fromisoformat", kind)(*parts)
 
 
 # --- the candidate's side ---
@@ -102,7 +93,7 @@ def decode(packed: Any, objects: Any) -> Any:
 def serve(channel: socket.socket, source: str) -> None:
     """Run a program's definitions, then answer what is asked until the tests hang up."""
     names: dict[str, Any] = {"__name__": "candidate"}
-    objects: dict[int, Any] = {}
+    objects: dict[int, Any] = {0: names}
     failed: BaseException | None = None
     try:
         exec(compile(source, "candidate.py", "exec"), names)
@@ -112,21 +103,14 @@ def serve(channel: socket.socket, source: str) -> None:
     for line in stream:
         reply: dict[str, Any]
         try:
-            reply = {"value": encode(_do(json.loads(line), names, objects), objects)}
+            do, number, arguments = json.loads(line)
+            value = _OPERATIONS[do](objects[number], *(decode(item, objects) for item in arguments))
+            reply = {"value": encode(value, objects)}
         except BaseException as error:
             cause = failed if failed is not None and isinstance(error, KeyError | NameError) else error
             reply = {"error": [type(cause).__name__, str(cause)[:500]]}
         stream.write(json.dumps(reply) + "\n")
         stream.flush()
-
-
-def _do(request: dict[str, Any], names: dict[str, Any], objects: dict[int, Any]) -> Any:
-    arguments = [decode(item, objects) for item in request["arguments"]]
-    if request["do"] == "name":
-        if arguments[0] not in names:
-            raise NameError(f"name {arguments[0]!r} is not defined")
-        return names[arguments[0]]
-    return _OPERATIONS[request["do"]](objects[request["object"]], *arguments)
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
@@ -150,7 +134,8 @@ class _Asker:
         return RemoteObject(self, number)
 
     def ask(self, do: str, *arguments: Any, number: int = 0) -> Any:
-        request = {"do": do, "object": number, "arguments": [encode(item) for item in arguments]}
+        """Have something done with an object; number 0 is all the names of the candidate's program."""
+        request = [do, number, [encode(item) for item in arguments]]
         try:
             self._stream.write(json.dumps(request) + "\n")
             self._stream.flush()
@@ -213,7 +198,10 @@ class _Names(dict[str, Any]):
             # No module can be called: what the tests call `bisect` or `copy` is a function of the candidate's.
             if name in sys.stdlib_module_names and name not in self._called:
                 return importlib.import_module(name)
-        return self._asker.ask("name", name)
+        try:
+            return self._asker.ask("getitem", name)
+        except KeyError:  # of which Python would make its own function of that name
+            raise NameError(f"name {name!r} is not defined") from None
 
 
 def _called_in(source: str) -> set[str]:
@@ -221,39 +209,25 @@ def _called_in(source: str) -> set[str]:
     return {function.id for function in calls if isinstance(function, ast.Name)}
 
 
-def run_cases(channel: socket.socket, cases: list[list[Any]], *, entry_point: str | None) -> Iterator[str | None]:
-    """Run the tests in order; yield for each case None where it passed, else what went wrong.
+def test(channel: socket.socket, content: str) -> None:
+    """Run tests in order; write a line for each case: null where it passed, else what went wrong.
 
     Args:
-        cases: `[is a case, source]`: what is none prepares the others, and may fail without being counted.
-        entry_point: A name that is the candidate's even where Python has it too.
+        channel: To the candidate's side.
+        content: `[cases, entry point]`, as JSON. A case is `[whether it counts, source]`: what does not prepares the
+            others, and may fail. The entry point is a name that is the candidate's even where Python has it too.
     """
+    cases, entry_point = json.loads(content)
+    verdicts = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # tests may print
     names = _Names(_Asker(channel), entry_point, set().union(*(_called_in(source) for _, source in cases)))
-    for is_case, source in cases:
+    for counts, source in cases:
         trouble: str | None = None
         try:
             exec(compile(source, "tests.py", "exec"), names)
         except BaseException as error:
             words = traceback.format_exception_only(error)[-1].strip()
             trouble = words if str(error) else f"{words}: {source[:200]}"
-        if is_case:
-            yield trouble
-
-
-def _main(do: str, descriptor: str, file: str) -> None:
-    sys.set_int_max_str_digits(0)  # JSON holds numbers of any length; time has a limit of its own
-    channel = socket.socket(fileno=int(descriptor))
-    with open(file, encoding="utf-8", errors="surrogatepass") as stream:
-        content = stream.read()
-    if do == "serve":
-        serve(channel, content)
-        return
-    verdicts = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # tests may print
-    for trouble in run_cases(channel, **json.loads(content)):
-        verdicts.write(json.dumps(trouble) + "\n")
-        verdicts.flush()
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])
+        if counts:
+            verdicts.write(json.dumps(trouble) + "\n")
+            verdicts.flush()
