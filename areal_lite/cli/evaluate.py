@@ -93,7 +93,7 @@ async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) 
                 timeout_s=timeout_s,
             )
         finally:
-            await workflows.close()
+            await workflows.endpoint.close()
             await engine.close()
         return await _watched(
             asyncio.gather(*map(partial(_score, verifiers), prompts, samples)),

@@ -74,20 +74,19 @@ async def serve_model(config: Config, folder: str, *, console: Console) -> None:
     try:
         await endpoint.start()
         sampling = Sampling(max_new_tokens=config.model.max_context, temperature=rollout.temperature)
-        async with asyncio.timeout(None) as clock:
-            episode = EpisodeEngine(engine, (), sampling=sampling, seed_of=None, turn_timeout_s=math.inf, clock=clock)
-            parse = endpoint.parser(engine.tokenizer)
-            session = Session(episode, max_new_tokens=rollout.max_new_tokens, parse=parse)
-            async with endpoint.serving(session) as (root, key):
-                lines = (
-                    f"export OPENAI_BASE_URL={root}/v1",
-                    f"export OPENAI_API_KEY={key}",
-                    f"export ANTHROPIC_BASE_URL={root}",
-                    f"export ANTHROPIC_API_KEY={key}",
-                )
-                console.print(*lines, sep="\n", highlight=False, soft_wrap=True)
-                console.print("model: policy (any name is as good); Ctrl-C ends it")
-                await asyncio.Event().wait()
+        episode = EpisodeEngine(engine, (), sampling=sampling, seed_of=None, turn_timeout_s=math.inf)
+        parse = endpoint.parser(engine.tokenizer)
+        session = Session(episode, max_new_tokens=rollout.max_new_tokens, parse=parse)
+        async with episode.clock, endpoint.serving(session) as (root, key):
+            lines = (
+                f"export OPENAI_BASE_URL={root}/v1",
+                f"export OPENAI_API_KEY={key}",
+                f"export ANTHROPIC_BASE_URL={root}",
+                f"export ANTHROPIC_API_KEY={key}",
+            )
+            console.print(*lines, sep="\n", highlight=False, soft_wrap=True)
+            console.print("model: policy (any name is as good); Ctrl-C ends it")
+            await asyncio.Event().wait()
     finally:
         await endpoint.close()
         await engine.close()
