@@ -130,7 +130,7 @@ async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) 
         await verifiers.start()
         engine = await VllmEngine.start(config, model_folder=model_folder)
         opened.push_async_callback(engine.close)
-        opened.push_async_callback(workflows.close)
+        opened.push_async_callback(workflows.endpoint.close)
 
         async def replies() -> list[Reply]:
             samples = await complete_greedily(engine, prompts, max_new_tokens=limit, workflows=workflows)

@@ -74,16 +74,15 @@ async def serve_model(config: Config, folder: str, *, console: Console) -> None:
     try:
         await endpoint.start()
         sampling = Sampling(max_new_tokens=config.model.max_context, temperature=rollout.temperature)
-        async with asyncio.timeout(None) as clock:
-            episode = EpisodeEngine(engine, (), sampling=sampling, seed_of=None, turn_timeout_s=math.inf, clock=clock)
-            parse = endpoint.parser(engine.tokenizer)
-            session = Session(episode, max_new_tokens=rollout.max_new_tokens, parse=parse)
-            async with endpoint.serving(session) as (root, key):
-                for name, address in (("OPENAI", f"{root}/v1"), ("ANTHROPIC", root)):
-                    lines = f"export {name}_BASE_URL={address}\nexport {name}_API_KEY={key}"
-                    console.print(lines, highlight=False, soft_wrap=True)
-                console.print("model: policy (any name is as good); Ctrl-C ends it")
-                await asyncio.Event().wait()
+        episode = EpisodeEngine(engine, (), sampling=sampling, seed_of=None, turn_timeout_s=math.inf)
+        parse = endpoint.parser(engine.tokenizer)
+        session = Session(episode, max_new_tokens=rollout.max_new_tokens, parse=parse)
+        async with episode.clock, endpoint.serving(session) as (root, key):
+            for name, address in (("OPENAI", f"{root}/v1"), ("ANTHROPIC", root)):
+                lines = f"export {name}_BASE_URL={address}\nexport {name}_API_KEY={key}"
+                console.print(lines, highlight=False, soft_wrap=True)
+            console.print("model: policy (any name is as good); Ctrl-C ends it")
+            await asyncio.Event().wait()
     finally:
         await endpoint.close()
         await engine.close()

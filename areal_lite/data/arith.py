@@ -9,9 +9,10 @@ import operator
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from areal_lite.config.data import ArithConfig, Split
+from areal_lite.data.tasks import Task
 from areal_lite.errors import ConfigError
 
 CHARACTERS = "0123456789+-=?;#"
@@ -23,19 +24,8 @@ _CARELESS_ATTEMPTS = 16
 """Solutions written per problem until one ends in a wrong number; without a carry or a borrow none does."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArithProblem:
-    """One chain. Example: `ArithProblem(prompt="7+25=?", solution="7+25=32#32", answer="32")`."""
-
-    prompt: str
-    solution: str
-    """What a perfect policy writes."""
-    answer: str
-    """The number after `#`."""
-
-
-def arith_problems(settings: ArithConfig, split: Split) -> list[ArithProblem]:
-    """Make the problems of a split, the same ones for the same settings.
+def arith_problems(settings: ArithConfig, split: Split) -> list[Task]:
+    """Make the problems of a split, the same ones for the same settings; each is shown by its right solution.
 
     Held-out problems differ from each other, and their prompts never occur in training. Training problems may
     repeat where the settings allow only few; a `ConfigError` where they allow too few.
@@ -45,7 +35,7 @@ def arith_problems(settings: ArithConfig, split: Split) -> list[ArithProblem]:
 
 def worked_solutions(
     settings: ArithConfig, count: int, *, seed: int, carelessness: float, split: Split = "train"
-) -> list[ArithProblem]:
+) -> list[Task]:
     """Make problems for supervised training, from a stream of their own that the seed picks; or the held-out ones.
 
     Args:
@@ -69,9 +59,9 @@ def preference_pairs(settings: ArithConfig, split: Split, *, carelessness: float
     problems = _problems(settings, split, stream="pairs", count=settings.train_size)
     rng, pairs = random.Random(f"pairs/{split}"), list[tuple[str, str, str]]()
     for problem in problems:
-        drafts = (_work_out(problem, rng, carelessness).solution for _ in range(_CARELESS_ATTEMPTS))
+        drafts = (str(_work_out(problem, rng, carelessness).demonstration) for _ in range(_CARELESS_ATTEMPTS))
         wrong = (draft for draft in drafts if draft.rpartition("#")[2] != problem.answer)  # two slips may cancel
-        pairs += [(problem.prompt, problem.solution, draft) for draft in itertools.islice(wrong, 1)]
+        pairs += [(problem.prompt, str(problem.demonstration), draft) for draft in itertools.islice(wrong, 1)]
     if not pairs:
         raise ConfigError(
             f"data.arith must have carries or borrows to forget, got none in {len(problems)} problems with numbers up "
@@ -80,32 +70,32 @@ def preference_pairs(settings: ArithConfig, split: Split, *, carelessness: float
     return pairs
 
 
-def _problems(settings: ArithConfig, split: Split, *, stream: str, count: int) -> list[ArithProblem]:
+def _problems(settings: ArithConfig, split: Split, *, stream: str, count: int) -> list[Task]:
     """Return the held-out problems, or `count` others from a stream."""
-    held_out: dict[str, ArithProblem] = {}
+    held_out: dict[str, Task] = {}
     for problem in _draws(settings, stream="eval", count=settings.eval_size):
         held_out[problem.prompt] = problem
         if len(held_out) == settings.eval_size:
             break
-    else:
-        raise _too_few(settings, f"{settings.eval_size} different held-out problems")
-    if split == "eval":
-        return list(held_out.values())
-    draws = _draws(settings, stream=stream, count=count)
-    problems = list(itertools.islice((problem for problem in draws if problem.prompt not in held_out), count))
-    if len(problems) < count:
-        raise _too_few(settings, f"{settings.eval_size} held-out problems and others to train on")
+    others = (one for one in _draws(settings, stream=stream, count=count) if one.prompt not in held_out)
+    problems = list(held_out.values() if split == "eval" else itertools.islice(others, count))
+    if len(held_out) < settings.eval_size or (split == "train" and len(problems) < count):
+        raise ConfigError(
+            f"data.arith must allow {settings.eval_size} different held-out problems and others to train on, got "
+            f"chains of {settings.min_terms} to {settings.max_terms} numbers up to {settings.max_value}: raise "
+            "data.arith.max_value or max_terms, or lower eval_size"
+        )
     return problems
 
 
-def _draws(settings: ArithConfig, *, stream: str, count: int) -> Iterator[ArithProblem]:
+def _draws(settings: ArithConfig, *, stream: str, count: int) -> Iterator[Task]:
     """Draw problems, not for ever: settings that allow few of them must end in an error."""
     # A text seed is hashed with SHA-512: the same problems on every machine and Python version.
     rng = random.Random(f"arith/{settings.seed}/{stream}")
-    return (_draw(rng, settings) for _ in range(count * _DRAWS_PER_PROBLEM))
+    return (_draw(rng, settings, f"data.arith {stream}:{number}") for number in range(count * _DRAWS_PER_PROBLEM))
 
 
-def _draw(rng: random.Random, settings: ArithConfig) -> ArithProblem:
+def _draw(rng: random.Random, settings: ArithConfig, origin: str) -> Task:
     total = rng.randint(1, settings.max_value)
     prompt, steps = str(total), []
     for _ in range(rng.randint(settings.min_terms, settings.max_terms) - 1):
@@ -114,10 +104,10 @@ def _draw(rng: random.Random, settings: ArithConfig) -> ArithProblem:
         result = _OPERATORS[sign](total, value)
         steps.append(f"{total}{sign}{value}={result}")
         prompt, total = f"{prompt}{sign}{value}", result
-    return ArithProblem(prompt=f"{prompt}=?", solution=f"{';'.join(steps)}#{total}", answer=str(total))
+    return Task(origin=origin, prompt=f"{prompt}=?", answer=str(total), demonstration=f"{';'.join(steps)}#{total}")
 
 
-def _work_out(problem: ArithProblem, rng: random.Random, carelessness: float) -> ArithProblem:
+def _work_out(problem: Task, rng: random.Random, carelessness: float) -> Task:
     """Write the solution again, now and then without a carry or a borrow."""
     first, *rest = re.findall(r"\d+|[+-]", problem.prompt)
     total, steps = int(first), []
@@ -130,11 +120,4 @@ def _work_out(problem: ArithProblem, rng: random.Random, carelessness: float) ->
             result += 10
         steps.append(f"{total}{sign}{value}={result}")
         total = result
-    return replace(problem, solution=f"{';'.join(steps)}#{total}")
-
-
-def _too_few(settings: ArithConfig, wanted: str) -> ConfigError:
-    return ConfigError(
-        f"data.arith must allow {wanted}, got chains of {settings.min_terms} to {settings.max_terms} numbers up to "
-        f"{settings.max_value}: raise data.arith.max_value or max_terms, or lower eval_size"
-    )
+    return replace(problem, demonstration=f"{';'.join(steps)}#{total}")

@@ -17,9 +17,9 @@ from areal_lite.config.data import Split
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.data.arith import preference_pairs, worked_solutions
 from areal_lite.data.encode import Tokenizer
-from areal_lite.data.rows import RowReader, Rows, check_columns, make_each
-from areal_lite.data.turns import TurnTokenizer, is_whole_chat, split_pair
-from areal_lite.errors import CheckpointError, DataError
+from areal_lite.data.rows import Problems, RowReader, Rows, check_columns, make_each
+from areal_lite.data.turns import is_whole_chat, messages_of, split_pair, split_turn
+from areal_lite.errors import CheckpointError, ConfigError, DataError
 
 _log = logging.getLogger(__name__)
 
@@ -61,34 +61,37 @@ def load_offline(config: OfflineConfig, tokenizer: Tokenizer) -> OfflineData:
         DataError: A file is missing, empty or too broken, lacks a column, has too few rows, or one that is too long.
         ConfigError: The model has no chat template, or no end-of-sequence token, where one is needed.
     """
-    data = config.data
-    reader = None if data.source == "arith" else RowReader(data.source)
-    train = _examples(config, tokenizer, "train", reader)
-    if reader is None or data.eval_path is not None or reader.has_held_out_split(Path(str(data.path))):
-        held_out = _examples(config, tokenizer, "eval", reader)[: data.eval_size]
-    else:
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            "completions must end with the model's end-of-sequence token, its tokenizer names none: set eos_token in "
+            "the model's tokenizer_config.json"
+        )
+    data, reader = config.data, RowReader(config.data)
+    train = _examples(config, tokenizer, "train", reader) or []
+    held_out = _examples(config, tokenizer, "eval", reader)
+    if held_out is None:
         train, held_out = _hold_out(train, count=min(data.eval_size, int(data.eval_fraction * len(train))))
     if len(train) < config.batch.batch_size:
         raise DataError(
             f"a step needs batch_size={config.batch.batch_size} training rows, got {len(train)} ({len(held_out)} held "
             "out): lower batch_size, or give more rows"
         )
-    return OfflineData(train=train, held_out=held_out)
+    return OfflineData(train=train, held_out=held_out[: data.eval_size])
 
 
-def _examples(config: OfflineConfig, tokenizer: Tokenizer, split: Split, reader: RowReader | None) -> list[Example]:
-    """Load and tokenise one split; without a reader it is the built-in task's."""
+def _examples(config: OfflineConfig, tokenizer: Tokenizer, split: Split, reader: RowReader) -> list[Example] | None:
+    """Load and tokenise one split; None where nothing is held out."""
     data = config.data
-    path = Path("data.arith" if reader is None else str((split == "eval" and data.eval_path) or data.path))
-    if reader is None:
-        rows, problems = list(enumerate(_arith_rows(config, split))), list[tuple[int, str]]()
+    if data.source == "arith":
+        path, rows, problems = Path("data.arith"), list(enumerate(_arith_rows(config, split))), Problems()
+    elif (read := reader.read(split)) is None:
+        return None
     else:
-        rows, problems = reader.read(path, split=split)
-        check_columns(path, rows, columns=_columns(config, rows))
-    turns = TurnTokenizer(tokenizer, chat=data.chat)
+        path, rows, problems = read
+    check_columns(path, rows, columns=_columns(config, rows))
 
-    def make(_: int, row: dict[str, Any]) -> Example:
-        return _example(row, turns, config=config)
+    def make(number: int, row: dict[str, Any]) -> tuple[int, Example]:
+        return number, _example(row, tokenizer, config=config)
 
     examples = make_each(rows, make, problems=problems, name=path, data=data)
     return list(_fitting(examples, path=path, policy=data.too_long, max_tokens=config.model.max_context))
@@ -101,7 +104,7 @@ def _arith_rows(config: OfflineConfig, split: Split) -> list[dict[str, Any]]:
         pairs = preference_pairs(arith, split, carelessness=carelessness)
         return [dict(zip(columns, pair, strict=True)) for pair in pairs]
     problems = worked_solutions(arith, arith.train_size, seed=arith.seed, carelessness=carelessness, split=split)
-    return [{data.prompt_column: problem.prompt, data.completion_column: problem.solution} for problem in problems]
+    return [{data.prompt_column: problem.prompt, data.completion_column: problem.demonstration} for problem in problems]
 
 
 def _columns(config: OfflineConfig, rows: Rows) -> dict[str, str]:
@@ -118,25 +121,25 @@ def _columns(config: OfflineConfig, rows: Rows) -> dict[str, str]:
 _PAIR_COLUMNS = ["prompt_column", "chosen_column", "rejected_column"]
 
 
-def _example(row: Mapping[str, Any], turns: TurnTokenizer, *, config: OfflineConfig) -> Example:
+def _example(row: Mapping[str, Any], tokenizer: Tokenizer, *, config: OfflineConfig) -> Example:
     data = config.data
-    if config.command == "sft":
-        has_pair = all(row.get(column) is not None for column in (data.prompt_column, data.completion_column))
-        if has_pair or row.get(data.messages_column) is None:
-            prompt, completion = turns.split(_cell(row, data.prompt_column), _cell(row, data.completion_column))
-        else:
-            prompt, completion = turns.split_messages(row[data.messages_column])
-        return Example(prompt, (completion,))
-    chosen, rejected = _cell(row, data.chosen_column), _cell(row, data.rejected_column)
-    if chosen == rejected:
-        raise ValueError(f"the two completions of a pair must differ, got {chosen!r:.60} twice")
-    if is_whole_chat(chosen) or is_whole_chat(rejected):
-        prompt, chosen, rejected = split_pair(chosen, rejected)
+    if config.command != "sft":
+        chosen, rejected = _cell(row, data.chosen_column), _cell(row, data.rejected_column)
+        if chosen == rejected:
+            raise ValueError(f"the two completions of a pair must differ, got {chosen!r:.60} twice")
+        is_whole = is_whole_chat(chosen) or is_whole_chat(rejected)
+        prompt, *completions = (
+            split_pair(chosen, rejected) if is_whole else (_cell(row, data.prompt_column), chosen, rejected)
+        )
+    elif row.get(data.messages_column) is None or None not in map(
+        row.get, (data.prompt_column, data.completion_column)
+    ):
+        prompt, completions = _cell(row, data.prompt_column), [_cell(row, data.completion_column)]
     else:
-        prompt = _cell(row, data.prompt_column)
-    prompt_ids, better = turns.split(prompt, chosen)
-    _, worse = turns.split(prompt, rejected)
-    return Example(prompt_ids, (better, worse))
+        *prompt, answer = messages_of(row[data.messages_column], role="user")
+        completions = [[answer]]
+    pairs = [split_turn(prompt, completion, tokenizer, chat=data.chat) for completion in completions]
+    return Example(pairs[0][0], tuple(ids for _, ids in pairs))
 
 
 def _cell(row: Mapping[str, Any], column: str) -> Any:

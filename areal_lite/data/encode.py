@@ -54,28 +54,28 @@ def encode_texts(
     if not texts:  # tokenizers refuse an empty batch
         return []
     try:
-        ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
-    except Exception as error:  # the tokenizers library raises nothing narrower
-        culprits = ((origin, _unknown_character(text, tokenizer)) for text, origin in zip(texts, origins, strict=True))
-        origin, character = next(((row, found) for row, found in culprits if found), ("", None))
-        what = f"the character {character!r} (U+{ord(character):04X}) at {origin}" if character else "the prompts"
-        raise DataError(
-            f"the model's tokenizer cannot encode {what} ({error}): is model.path the right model for this data?"
-        ) from error
-    return ids
+        return tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]  # type: ignore[no-any-return]
+    except Exception:  # the tokenizers library raises nothing narrower, and does not tell which
+        encoded = []
+        for text, origin in zip(texts, origins, strict=True):
+            try:
+                encoded.append(encode_text(text, tokenizer, add_special_tokens=add_special_tokens))
+            except ValueError as error:
+                raise DataError(f"{origin}: {error}, or correct model.path") from error
+        return encoded
 
 
 def encode_text(text: str, tokenizer: Tokenizer, *, add_special_tokens: bool = False) -> list[int]:
     """Return the token ids of one text; a `ValueError` where the tokenizer has no token for a character."""
     try:
-        ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        return tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]  # type: ignore[no-any-return]
     except Exception as error:  # as above
-        character = _unknown_character(text, tokenizer)
-        what = f"the character {character!r} of {text!r:.60}" if character else f"{text!r:.60}"
+        for character in text if len(text) > 1 else "":
+            encode_text(character, tokenizer)
+        what = f"the character {text!r} (U+{ord(text):04X})" if len(text) == 1 else f"{text!r:.60}"
         raise ValueError(
             f"the model's tokenizer cannot encode {what} ({error}): use characters that it knows"
         ) from error
-    return ids
 
 
 def render_chat(
@@ -107,18 +107,3 @@ def render_chat(
     except Exception as error:  # templates raise their own kinds
         raise ValueError(f"the chat template refuses a chat of {len(messages)} messages ({error})") from error
     return str(text)
-
-
-def _unknown_character(text: str, tokenizer: Tokenizer) -> str | None:
-    """Return the first character that the tokenizer refuses; None where it takes each of them alone."""
-    if _is_encodable(text, tokenizer):
-        return None
-    return next((character for character in text if not _is_encodable(character, tokenizer)), None)
-
-
-def _is_encodable(text: str, tokenizer: Tokenizer) -> bool:
-    try:
-        tokenizer(text, add_special_tokens=False)
-    except Exception:  # as above
-        return False
-    return True

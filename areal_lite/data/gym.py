@@ -11,23 +11,20 @@ from typing import Any
 
 from areal_lite.config.data import GymConfig, Split
 from areal_lite.config.suggestion import suggestion
-from areal_lite.data.tasks import Task
-from areal_lite.errors import ConfigError, DataError, WireError
-from areal_lite.wire import decode, encode
+from areal_lite.errors import ConfigError
 
 _ROUNDS = 20
 """Sets drawn until there are enough questions; families of few different ones must end in an error."""
 
 
-def gym_tasks(settings: GymConfig, split: Split, *, where: str) -> list[Task]:
-    """Generate the tasks of a split.
+def gym_rows(settings: GymConfig, split: Split, *, where: str) -> list[dict[str, Any]]:
+    """Generate the rows of a split.
 
-    Held-out questions differ from each other; training questions may repeat where a family has only few. A task's
+    Held-out questions differ from each other; training questions may repeat where a family has only few. A row's
     demonstration is the answer alone.
 
     Raises:
         ConfigError: The package or the family is missing, its arguments are wrong, or it has too few questions.
-        DataError: A task holds what cannot travel between processes.
     """
     held_out: dict[str, Mapping[str, Any]] = {}
     for entry in _entries(settings, "eval", where=where):
@@ -43,8 +40,14 @@ def gym_tasks(settings: GymConfig, split: Split, *, where: str) -> list[Task]:
             "train_size or eval_size, or set arguments that allow more"
         )
     return [
-        _task(entry, family=str(settings.dataset), origin=f"{where}.reasoning_gym {split} task {index}")
-        for index, entry in enumerate(chosen)
+        {
+            "question": entry["question"],
+            "answer": "" if entry["answer"] is None else str(entry["answer"]),
+            "demonstration": None if entry["answer"] is None else str(entry["answer"]),
+            "reasoning_gym_dataset": settings.dataset,
+            "reasoning_gym_entry": _with_text_keys(entry),
+        }
+        for entry in chosen
     ]
 
 
@@ -77,24 +80,6 @@ def _create(settings: GymConfig, *, seed: int, size: int, where: str) -> Any:
             f"{where}.reasoning_gym.arguments must be settings of {settings.dataset}, got {settings.arguments}: "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def _task(entry: Mapping[str, Any], *, family: str, origin: str) -> Task:
-    try:
-        entry = decode(encode(_with_text_keys(entry)))
-    except WireError as error:
-        raise DataError(
-            f"{origin} of the family {family} holds what cannot travel between processes ({error.__cause__ or error}): "
-            "choose another family"
-        ) from error
-    answer = entry["answer"]
-    return Task(
-        origin=origin,
-        prompt=entry["question"],
-        answer="" if answer is None else str(answer),
-        row={"reasoning_gym_dataset": family, "reasoning_gym_entry": entry},
-        demonstration=None if answer is None else str(answer),
-    )
 
 
 def _with_text_keys(value: Any) -> Any:

@@ -47,21 +47,10 @@ class MixedCursor:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken; a `CheckpointError` where sources, prompts, weights or the seed differ."""
-        if "sources" not in state:
+        if (saved := state.get("weights", "none: it is of one source")) != self._weights:
             raise CheckpointError(
-                f"the checkpoint's data cursor belongs to the source {state.get('source')!r} alone, this recipe has a "
-                "data.mix: resume with the data of the first run"
-            )
-        saved = state["weights"]
-        different = [
-            f"the weight of {name} was {saved.get(name, 'none')} and is {self._weights.get(name, 'none')}"
-            for name in {**saved, **self._weights}
-            if saved.get(name) != self._weights.get(name)
-        ]
-        if different:
-            raise CheckpointError(
-                f"the checkpoint's data cursor belongs to another data.mix: {', '.join(different)}. Resume with the "
-                "sources and weights of the first run"
+                f"the checkpoint's data cursor must be of this data.mix, of the weights {dict(self._weights)}, its "
+                f"own are {saved}: resume with the sources and weights of the first run"
             )
         for name, cursor in self._cursors.items():
             try:

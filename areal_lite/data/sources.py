@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 from areal_lite.config.data import SourceConfig, Split
 from areal_lite.config.plugins import find_function
 from areal_lite.data.arith import arith_problems
-from areal_lite.data.gym import gym_tasks
-from areal_lite.data.rows import RowReader, Rows, check_columns, make_each
+from areal_lite.data.gym import gym_rows
+from areal_lite.data.rows import Problems, RowReader, Rows, check_columns, make_each, read_file
 from areal_lite.data.tasks import Task, make_task
 from areal_lite.errors import ArealLiteError, DataError, PluginError
 
@@ -31,17 +31,14 @@ def load_tasks(source: SourceConfig, split: Split, *, where: str) -> list[Task]:
         PluginError: A plug-in's function is missing, or fails.
         ConfigError: A built-in source cannot make what is asked for.
     """
-    if source.source == "arith":
-        return [
-            Task(origin=f"{where}.arith {split} problem {index}", prompt=problem.prompt, answer=problem.answer)
-            for index, problem in enumerate(arith_problems(source.arith, split))
-        ]
-    if source.source == "reasoning_gym":
-        return gym_tasks(source.reasoning_gym, split, where=where)
     if source.source in FILE_SOURCES:
-        return _file_tasks(source, split, where=where)
-    rows = list(enumerate(_plugin_rows(source, split, where=where)))
-    return _tasks(rows, [], f"{source.source} {split}", source, where=where)
+        read = RowReader(source).read(split)
+        return [] if read is None else _tasks(*read, source, where=where)
+    if source.source == "arith":
+        return arith_problems(source.arith, split)
+    is_gym = source.source == "reasoning_gym"
+    rows = gym_rows(source.reasoning_gym, split, where=where) if is_gym else _plugin_rows(source, split, where=where)
+    return _tasks(f"{source.source} {split}", list(enumerate(rows)), [], source, where=where)
 
 
 def _plugin_rows(source: SourceConfig, split: Split, *, where: str) -> list[dict[str, Any]]:
@@ -55,17 +52,6 @@ def _plugin_rows(source: SourceConfig, split: Split, *, where: str) -> list[dict
             f"{where}.source={source.source} must return rows of the split {split!r}, called with the arguments "
             f"{source.arguments}; it raised {type(error).__name__}: {error}"
         ) from error
-
-
-def _file_tasks(source: SourceConfig, split: Split, *, where: str) -> list[Task]:
-    reader = RowReader(cast(Literal["jsonl", "parquet", "dataset"], source.source), allow_hub=True)
-    path = Path(str(source.path))  # a recipe without one is refused before
-    if split == "eval" and source.eval_path is not None:
-        path = Path(source.eval_path)
-    elif split == "eval" and not reader.has_held_out_split(path):
-        return []
-    rows, problems = reader.read(path, split=split)
-    return _tasks(rows, problems, str(path), source, where=where)
 
 
 def look_at_files(source: SourceConfig, *, where: str) -> Iterable[str]:
@@ -84,15 +70,14 @@ def look_at_files(source: SourceConfig, *, where: str) -> Iterable[str]:
         elif not Path(path).exists():
             yield f"there is no {where}.{key}={path} here"
         else:
-            rows, problems = RowReader(cast(Any, source.source)).read(Path(path), split="train", limit=_FIRST)
+            rows, problems = read_file(source.source, Path(path), limit=_FIRST)
             if not rows:
                 line, problem = problems[0]
                 raise DataError(f"{path}:{line} must be a JSON object, {problem}: a JSONL file has one on each line")
             with_columns(rows, f"{path} (its first {len(rows)} rows)", source, where=where)
 
 
-def _tasks(rows: Rows, problems: list[tuple[int, str]], name: str, source: SourceConfig, *, where: str) -> list[Task]:
-    """Make tasks of rows; `problems` are those of rows that could not be read."""
+def _tasks(name: Path | str, rows: Rows, problems: Problems, source: SourceConfig, *, where: str) -> list[Task]:
     rows = with_columns(rows, name, source, where=where)
 
     def make(number: int, row: dict[str, Any]) -> Task:
@@ -105,10 +90,10 @@ def _tasks(rows: Rows, problems: list[tuple[int, str]], name: str, source: Sourc
             demonstration=shown,
         )
 
-    return [task for _, task in make_each(rows, make, problems=problems, name=name, data=source, where=where)]
+    return make_each(rows, make, problems=problems, name=name, data=source, where=where)
 
 
-def with_columns(rows: Rows, name: str, source: SourceConfig, *, where: str) -> Rows:
+def with_columns(rows: Rows, name: Path | str, source: SourceConfig, *, where: str) -> Rows:
     """Add the columns inside columns that a source names; a `DataError` where one that it names is in no row."""
     options = {f"{where}.prompt_column": source.prompt_column, f"{where}.answer_column": source.answer_column}
     options |= {f"{where}.columns.{new}": old for new, old in source.columns.items()}
@@ -131,7 +116,6 @@ def with_inner(row: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 def _renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     old_names = {old: new for new, old in columns.items()}
-    clash = [new for old, new in old_names.items() if old in row and new in row and new not in old_names]
-    if clash:
+    if clash := [new for old, new in old_names.items() if old in row and new in row and new not in old_names]:
         raise ValueError(f"there is a column {clash[0]!r} already, which data.columns gives to another: choose another")
     return {old_names.get(name, name): value for name, value in row.items()}

@@ -51,8 +51,10 @@ def make_task(
         ValueError: The row is none of the kind, or holds what cannot travel between processes.
     """
     prompt, answer = (row.get(column) for column in (prompt_column, answer_column))
-    messages = _chat_of(prompt)
-    text = "" if messages else prompt
+    is_chat = isinstance(prompt, list) and all(
+        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt
+    )
+    messages, text = (tuple(prompt), "") if is_chat and prompt else ((), prompt)
     if not isinstance(text, str) or not (messages or text.strip()):
         raise ValueError(
             f"column {prompt_column!r} must hold a non-empty text, or chat messages with role and content, got "
@@ -68,31 +70,14 @@ def make_task(
         for name, value in row.items()
         if name not in (prompt_column, answer_column) and not (value is None and name in _OPTIONAL_COLUMNS)
     }
-    clash = [name for name in RESERVED_COLUMNS if name in others]
-    if clash:
+    if clash := [name for name in RESERVED_COLUMNS if name in others]:
         raise ValueError(
             f"column {clash[0]!r} has the name of a verifier argument: rename it with data.columns, or make it "
             "data.prompt_column or data.answer_column"
         )
     if isinstance(answer, list):
         others[REFERENCES] = list(map(str, answers))
-    _check_columns_travel({"prompt": prompt, "answer": answers, **others})
-    return Task(
-        origin=origin, prompt=text, messages=messages, answer=str(answers[0]), row=others, demonstration=demonstration
-    )
-
-
-def _chat_of(prompt: Any) -> tuple[Mapping[str, Any], ...]:
-    """Return a prompt's chat messages; none where it is something else."""
-    is_chat = isinstance(prompt, list) and all(
-        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt
-    )
-    return tuple(prompt) if is_chat else ()
-
-
-def _check_columns_travel(columns: Mapping[str, Any]) -> None:
-    """Now better than much later, in the middle of a run."""
-    for name, value in columns.items():
+    for name, value in {"prompt": prompt, "answer": answers, **others}.items():  # now, not in the middle of a run
         try:
             encode(value)
         except WireError as error:
@@ -100,6 +85,9 @@ def _check_columns_travel(columns: Mapping[str, Any]) -> None:
                 f"column {name!r} holds what cannot travel between processes, {value!r:.60} "
                 f"({error.__cause__ or error}): make it text, numbers, or lists and mappings of them, or remove it"
             ) from error
+    return Task(
+        origin=origin, prompt=text, messages=messages, answer=str(answers[0]), row=others, demonstration=demonstration
+    )
 
 
 def in_ranges(tasks: Sequence[Task], ranges: Mapping[str, tuple[float, float]], *, where: str) -> list[Task]:

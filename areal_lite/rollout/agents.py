@@ -38,7 +38,7 @@ class Llm:
     model: str = "policy"
     """Any other name is as good."""
     endpoint: Endpoint | None = None
-    """Answers the client in this event loop, without a socket; None = over one."""
+    """Answers the client's plain calls in this event loop; None = over HTTP, like all others."""
 
     @cached_property
     def client(self) -> "AsyncOpenAI":
@@ -46,8 +46,7 @@ class Llm:
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
         # Without TLS, whose certificates take longer to read than many an agent takes in all.
-        transport = None if self.endpoint is None else self.endpoint.transport
-        http = DefaultAsyncHttpxClient(verify=False, transport=transport)
+        http = DefaultAsyncHttpxClient(verify=False)
         client = AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, http_client=http)
         if self.endpoint is not None:
             client.post = partial(self._post, self.endpoint, client.post)  # type: ignore[method-assign]
@@ -74,36 +73,36 @@ class Llm:
             await self.client.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agent:
-    """An agent's function and the endpoint that it is given."""
+async def play(
+    function: Callable[..., Any],
+    endpoint: Endpoint,
+    engine: EpisodeEngine,
+    task: Mapping[str, Any],
+    max_new_tokens: int,
+    /,
+    **arguments: Any,
+) -> Sample:
+    """Run an agent once.
 
-    function: Callable[..., Any]
-    endpoint: Endpoint
+    Args:
+        function: The agent's, called as `function(task, llm, **arguments)`.
+        engine: Of this rollout alone, without a prompt.
+        task: The data row.
+        max_new_tokens: Of one call at most.
 
-    async def play(
-        self, engine: EpisodeEngine, task: Mapping[str, Any], max_new_tokens: int, /, **arguments: Any
-    ) -> Sample:
-        """Run the agent once.
-
-        Args:
-            engine: Of this rollout alone, without a prompt.
-            task: The data row.
-            max_new_tokens: Of one call at most.
-
-        Raises:
-            ValueError: It called nothing, or returned something else than a reward.
-        """
-        session = Session(engine, max_new_tokens=max_new_tokens, parse=self.endpoint.parser(engine.tokenizer))
-        async with self.endpoint.serving(session) as (root, key):
-            # An agent in a thread may bring an event loop of its own.
-            endpoint = self.endpoint if inspect.iscoroutinefunction(self.function) else None
-            llm = Llm(base_url=f"{root}/v1", api_key=key, anthropic_base_url=root, endpoint=endpoint)
-            try:
-                result = await call(self.function, task, llm, **arguments)
-            finally:
-                await llm.close()
-        return session.sample() if result is None else _scored(session, result)
+    Raises:
+        ValueError: It called nothing, or returned something else than a reward.
+    """
+    session = Session(engine, max_new_tokens=max_new_tokens, parse=endpoint.parser(engine.tokenizer))
+    async with endpoint.serving(session) as (root, key):
+        # An agent in a thread may bring an event loop of its own.
+        within = endpoint if inspect.iscoroutinefunction(function) else None
+        llm = Llm(base_url=f"{root}/v1", api_key=key, anthropic_base_url=root, endpoint=within)
+        try:
+            result = await call(function, task, llm, **arguments)
+        finally:
+            await llm.close()
+    return session.sample() if result is None else _scored(session, result)
 
 
 def is_agent(function: Callable[..., Any]) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from areal_lite.rollout.sessions import Call
+from areal_lite.rollout.sessions import Asked, Call, normalised
 from areal_lite.types import StopReason
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -30,23 +30,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 Body = Mapping[str, Any]
 Calls = Sequence[Call]
 _DONE = "data: [DONE]\n\n"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What a request asks of a session."""
-
-    asked: Sequence[Mapping[str, Any]] | str
-    """Messages, or plain text."""
-    tools: tuple[Mapping[str, Any], ...] = ()
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    num: int = 1
-    """How many answers."""
-
-    def __post_init__(self) -> None:
-        if self.num < 1 or (self.max_tokens or 1) < 1:
-            raise ValueError(f"n and max_tokens must be at least 1, got {self.num} and {self.max_tokens}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +68,7 @@ def _read_chat(body: Body) -> Asked:
 
 def _of_chat(request: Any, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None) -> Asked:
     return Asked(
-        asked=messages,
+        messages=tuple(map(normalised, messages)),
         # As vLLM gives them to the template.
         tools=tuple(tool.model_dump() for tool in request.tools or () if request.tool_choice != "none"),
         max_tokens=request.max_completion_tokens or max_tokens,
@@ -126,7 +109,7 @@ def _read_completion(body: Body) -> Asked:
     if not isinstance(request.prompt, str) or not request.prompt:
         raise ValueError(f"a prompt must be one text, got {request.prompt!r:.60}")
     return Asked(
-        asked=request.prompt,
+        prompt=request.prompt,
         max_tokens=body.get("max_tokens"),
         stop=_stops(request.stop),
         num=1 if request.n is None else request.n,
@@ -213,8 +196,9 @@ def _read_response(body: Body) -> Asked:
     if ((body.get("text") or {}).get("format") or {}).get("type", "text") != "text":
         raise ValueError("text.format must be text: any other would sample from another policy")
     request = ResponsesRequest.model_validate(body)
+    messages = construct_input_messages(request_instructions=request.instructions, request_input=request.input)
     return Asked(
-        asked=construct_input_messages(request_instructions=request.instructions, request_input=request.input),
+        messages=tuple(map(normalised, messages)),
         tools=tuple(construct_tool_dicts(request.tools, request.tool_choice, True) or ()),
         max_tokens=request.max_output_tokens,
     )
@@ -235,20 +219,18 @@ async def _response_events(name: str, body: Body, calls: Calls) -> AsyncIterator
 
 def _items(calls: Calls) -> list[dict[str, Any]]:
     """Return the events of a response's parts."""
-    from vllm.entrypoints.openai.responses import streaming_events as of
+    from vllm.entrypoints.generate.base.protocol import DeltaMessage
+    from vllm.entrypoints.openai.responses.streaming_events import SimpleStreamingEventProcessor, split_delta
 
-    ((answer, tools),) = [(call.answer, call.answer.get("tool_calls", ())) for call in calls]
-    events, state = list[Any](), of.SimpleStreamingState()
-    if thoughts := answer.get("reasoning_content"):
-        events += of.emit_simple_reasoning_open(state) + of.emit_simple_reasoning_delta(state, thoughts)
-        events += of.emit_simple_reasoning_done(state)
-    if answer["content"] or not tools:
-        events += of.emit_simple_content_open(state) + of.emit_simple_content_delta(state, answer["content"])
-        events += of.emit_simple_content_done(state)
-    for at, one in enumerate(tools):
-        events += of.emit_simple_tool_call_open(state, one["function"]["name"], at, call_id=one["id"])
-        events += of.emit_simple_tool_call_delta(state, one["function"]["arguments"])
-        events += of.emit_simple_tool_call_done(state)
+    (answer,) = [call.answer for call in calls]
+    tools = [{"index": at, **one} for at, one in enumerate(answer.get("tool_calls", ()))]
+    thoughts, content = answer.get("reasoning_content"), answer["content"] or None
+    said = DeltaMessage(reasoning=thoughts, content=content, tool_calls=tools)
+    processor, events = SimpleStreamingEventProcessor(), list[Any]()
+    for part in split_delta(said) if thoughts or content or tools else ():
+        events += processor.close_current() + processor.open(*processor.resolve_target_state(part))
+        events += processor.emit_delta(part, None)
+    events += processor.close_current()
     return [event.model_dump(mode="json", exclude_none=True) for event in events]
 
 

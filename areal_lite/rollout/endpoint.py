@@ -20,14 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from areal_lite.errors import EngineError
 from areal_lite.network import LOOPBACK
-from areal_lite.rollout.sessions import Call, ContextTooLongError, Message, Parse, Session
+from areal_lite.rollout.sessions import Asked, Call, ContextTooLongError, Message, Parse, Session
 from areal_lite.rollout.workflows import named
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
-
-    from areal_lite.rollout.api_formats import Asked
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +56,13 @@ class _Door:
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     records: dict[str, list[_Record]] = field(default_factory=dict)
 
-    def record(self, name: str, asked: "Asked", *, is_retry: bool) -> _Record:
+    def record(self, name: str, asked: Asked, *, is_retry: bool) -> _Record:
         """Return what answers a request: a record, if it was sent before and not answered, else a new one."""
         known = self.records.setdefault(name, [])
         unanswered = [record for record in known if not record.is_delivered and not record.num_waiting]
         if unanswered or (known and is_retry):
             return unanswered[0] if unanswered else known[-1]
-        one: Any = {"tools": asked.tools, "max_tokens": asked.max_tokens, "stop": asked.stop}
-        calls = (self.session.complete(asked.asked, **one) for _ in range(asked.num))
+        calls = (self.session.complete(asked) for _ in range(asked.num))
         known.append(_Record(asyncio.gather(*calls)))
         return known[-1]
 
@@ -93,8 +90,6 @@ class Endpoint:
         self._server: Any = None
         self._serving: asyncio.Task[None] | None = None
         self._root = ""
-        self.transport: Any = None
-        """Takes requests of httpx's clients here without a socket; for this event loop alone."""
         self._starting = asyncio.Lock()
 
     @asynccontextmanager
@@ -127,10 +122,6 @@ class Endpoint:
         from starlette.applications import Starlette
         from starlette.routing import Route
 
-        class Server(uvicorn.Server):
-            def capture_signals(self) -> Any:  # they are the worker's
-                return contextlib.nullcontext()
-
         app = Starlette(
             routes=[
                 Route("/sessions/{session}/v1/models", self._models, methods=["GET"]),
@@ -138,10 +129,11 @@ class Endpoint:
             ],
             exception_handlers={Refusal: _refused},
         )
-        self.transport = _within_process(app)
         listener = socket.create_server((LOOPBACK, 0), backlog=2048)
         self._root = f"http://{LOOPBACK}:{listener.getsockname()[1]}"
-        self._server = Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none"))
+        options: Any = {"log_level": "warning", "access_log": False, "lifespan": "off", "ws": "none"}
+        self._server = uvicorn.Server(uvicorn.Config(app, **options))
+        self._server.capture_signals = contextlib.nullcontext  # they are the worker's
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
 
     def _door(self, name: str, key: str) -> _Door:
@@ -245,25 +237,6 @@ def _parse(parser: Any, tokenizer: Any, text: str, tools: Sequence[Mapping[str, 
     request = ChatCompletionRequest(messages=[], tools=list(tools) or None)
     reasoning, content, calls = parser(tokenizer, request.tools).parse(text, request, enable_auto_tools=bool(tools))
     return _message(content, [{"name": one.name, "arguments": one.arguments} for one in calls or ()], reasoning)
-
-
-def _within_process(app: Any) -> Any:
-    from openai import DefaultAsyncHttpxClient
-
-    # httpx, or httpx2: by openai's version.
-    httpx: Any = importlib.import_module(str(DefaultAsyncHttpxClient.__base__.__module__))
-    transport = httpx.ASGITransport(app)
-    send = transport.handle_async_request
-
-    async def send_in_time(request: Any) -> Any:
-        try:
-            async with asyncio.timeout(request.extensions["timeout"]["read"]):
-                return await send(request)
-        except TimeoutError as error:
-            raise httpx.ReadTimeout("no answer within the client's timeout", request=request) from error
-
-    transport.handle_async_request = send_in_time
-    return transport
 
 
 def _opened(request: "Request") -> tuple[str, str]:

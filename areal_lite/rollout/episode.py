@@ -65,7 +65,6 @@ class EpisodeEngine:
         seed_of: Callable[[int], int] | None,
         is_chat: bool = False,
         turn_timeout_s: float,
-        clock: asyncio.Timeout,
     ) -> None:
         """Prepare one episode.
 
@@ -74,7 +73,6 @@ class EpisodeEngine:
             seed_of: From the number of a `generate` call to its seed; None where nothing is random.
             is_chat: Whether the prompt went through the model's chat template.
             turn_timeout_s: Seconds the environment may take for one reply.
-            clock: Ends the episode; it runs while the workflow waits for neither the engine nor `in_time`.
         """
         self.prompt_ids = prompt_ids
         """Tokens of the prompt: the context of the first turn."""
@@ -83,11 +81,12 @@ class EpisodeEngine:
         self.failure: Exception | None = None
         """What the engine itself raised, if anything: a workflow may not hide its death."""
         self._engine, self._sampling, self._seed_of, self._is_chat = engine, sampling, seed_of, is_chat
-        self._turn_timeout_s, self._clock = turn_timeout_s, clock
+        self._turn_timeout_s = turn_timeout_s
+        self.clock = asyncio.timeout(turn_timeout_s)
+        """To be entered at once: ends the episode; it runs while that waits for neither the engine nor `in_time`."""
         self._made: list[tuple[Sample, tuple[int, ...]]] = []
         self._calls = 0
         self._waits = 0
-        self._start_clock()
 
     @property
     def seed(self) -> int | None:
@@ -126,9 +125,20 @@ class EpisodeEngine:
                 f"max_new_tokens={max_new_tokens}: end the episode where engine.room is too small, or raise "
                 "rollout.max_new_tokens"
             )
-        limit = room if max_new_tokens is None else min(room, max_new_tokens)
-        ends = (stop,) if isinstance(stop, str) else tuple(stop)
-        turn = await self._request(context, max_new_tokens=limit, stop=ends, ignore_end=ignore_end)
+        sampling = replace(
+            self._sampling,
+            seed=None if self._seed_of is None else self._seed_of(self._calls),
+            max_new_tokens=room if max_new_tokens is None else min(room, max_new_tokens),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            ignore_end=ignore_end,
+        )
+        self._calls += 1
+        with self._waiting():
+            try:
+                turn = await self._engine.generate(context, sampling)
+            except Exception as error:
+                self.failure = error
+                raise
         for array in (turn.token_ids, turn.logprobs):
             array.setflags(write=False)
         self._made.append((turn, context))
@@ -144,10 +154,6 @@ class EpisodeEngine:
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         return self._engine.tokenizer
-
-    def decode(self, token_ids: Sequence[int] | Int32) -> str:
-        """Return the text of token ids, special ones included."""
-        return str(self.tokenizer.decode(list(token_ids)))
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special ones left out."""
@@ -265,30 +271,17 @@ class EpisodeEngine:
                 "that was in its context, in order"
             )
 
-    async def _request(self, context: tuple[int, ...], **sampling: Any) -> Sample:
-        seed = None if self._seed_of is None else self._seed_of(self._calls)
-        self._calls += 1
-        with self._waiting():
-            try:
-                return await self._engine.generate(context, replace(self._sampling, seed=seed, **sampling))
-            except Exception as error:
-                self.failure = error
-                raise
-
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         """Stop the clock while something with a deadline of its own is awaited."""
         self._waits += 1
-        self._clock.reschedule(None)
+        self.clock.reschedule(None)
         try:
             yield
         finally:
             self._waits -= 1
-            if self._waits == 0 and not self._clock.expired():
-                self._start_clock()
-
-    def _start_clock(self) -> None:
-        self._clock.reschedule(asyncio.get_running_loop().time() + self._turn_timeout_s)
+            if self._waits == 0 and not self.clock.expired():
+                self.clock.reschedule(asyncio.get_running_loop().time() + self._turn_timeout_s)
 
 
 def _joined_spans(turns: Sequence[Turn]) -> tuple[VersionSpan, ...]:

@@ -8,14 +8,15 @@ import asyncio
 import copy
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from areal_lite.config.plugins import find_function, known_names
 from areal_lite.config.recipe import Config
 from areal_lite.errors import EngineError, EpisodeError, PluginError
-from areal_lite.rollout.agents import Agent, is_agent
+from areal_lite.rollout import agents
+from areal_lite.rollout.agents import is_agent
 from areal_lite.rollout.commands import run_command
 from areal_lite.rollout.endpoint import Endpoint
 from areal_lite.rollout.engine import GenerationEngine, Sampling, token_limit
@@ -26,8 +27,6 @@ from areal_lite.verify.builtin.sandbox import choose_kind
 
 logger = logging.getLogger(__name__)
 
-Function = Callable[..., Awaitable[Any]] | Agent
-
 
 @dataclass(slots=True, kw_only=True)
 class Workflows:
@@ -35,7 +34,7 @@ class Workflows:
 
     default: str = "single_turn"
     """Workflow of rows that choose none, a key of `loaded`."""
-    loaded: dict[str, tuple[Function, Mapping[str, Any]]] = field(
+    loaded: dict[str, tuple[Callable[..., Any], Mapping[str, Any]]] = field(
         default_factory=lambda: {"single_turn": (single_turn, {})}
     )
     """Function and arguments by name."""
@@ -52,10 +51,6 @@ class Workflows:
     errors: dict[str, str] = field(default_factory=dict)
     """What the first error of each reason said."""
 
-    async def close(self) -> None:
-        """End the endpoint."""
-        await self.endpoint.close()
-
     async def sample(
         self, engine: GenerationEngine, prompt: Prompt, *, sampling: Sampling, seed_of: Callable[[int], int] | None
     ) -> Sample:
@@ -70,14 +65,15 @@ class Workflows:
             EngineError: The engine died.
             EpisodeError: The workflow raised or returned no sample, or the engine refused its request.
         """
-        clock, episode = asyncio.timeout(None), None
+        episode: EpisodeEngine | None = None
         try:
             function, arguments = self._find(prompt.row.get("workflow"))
             limit = token_limit(prompt, default=sampling.max_new_tokens)
-            prompt_ids, room = ((), self.max_context) if isinstance(function, Agent) else (prompt.token_ids, limit)
-            if isinstance(function, Agent):
-                await function.endpoint.start()
-            async with self.gate, clock:
+            prompt_ids, room = prompt.token_ids, limit
+            if is_an_agent := is_agent(function):
+                prompt_ids, room = (), self.max_context
+                await self.endpoint.start()
+            async with self.gate:
                 episode = EpisodeEngine(
                     engine,
                     prompt_ids,
@@ -85,21 +81,21 @@ class Workflows:
                     seed_of=seed_of,
                     is_chat=self.is_chat(prompt),
                     turn_timeout_s=self.turn_timeout_s,
-                    clock=clock,
                 )
-                if isinstance(function, Agent):
-                    sample = await function.play(episode, _row(prompt), limit, **arguments)
-                else:
-                    match await function(episode, _row(prompt), **arguments):
-                        case (turns, Score() as score):
-                            sample = episode.join(turns, with_messages=True).scored(score)
-                        case turns:
-                            sample = episode.join(turns, with_messages=function is not single_turn)
+                async with episode.clock:
+                    if is_an_agent:
+                        sample = await agents.play(function, self.endpoint, episode, _row(prompt), limit, **arguments)
+                    else:
+                        match await function(episode, _row(prompt), **arguments):
+                            case (turns, Score() as score):
+                                sample = episode.join(turns, with_messages=True).scored(score)
+                            case turns:
+                                sample = episode.join(turns, with_messages=function is not single_turn)
             if isinstance(episode.failure, EngineError):
                 raise episode.failure
             return sample
         except (Exception, SystemExit) as error:  # sys.exit() of a user's workflow must not end the worker
-            raise self._attributed(error, episode, timed_out=clock.expired()) from error
+            raise self._attributed(error, episode) from error
 
     def log(self, error: EpisodeError, what: str) -> None:
         """Write why something could not be generated; the traceback once for each reason."""
@@ -107,7 +103,7 @@ class Workflows:
         self.errors.setdefault(error.reason, f"{error!s:.500}")
         logger.error("%s could not be generated: %s", what, error, exc_info=error if is_new else None)
 
-    def _find(self, name: Any) -> tuple[Function, Mapping[str, Any]]:
+    def _find(self, name: Any) -> tuple[Callable[..., Any], Mapping[str, Any]]:
         name = self.default if name is None else name
         if name not in self.loaded:
             # Data may choose among what is installed or in the recipe, but not name code.
@@ -117,15 +113,15 @@ class Workflows:
                     f"a column workflow must name one of {', '.join(sorted({*self.loaded, *known}))}; got {name!r}: "
                     "add it to rollout.workflows"
                 )
-            self.loaded[name] = _load(name, {}, self.endpoint)
+            self.loaded[name] = _load(name, {})
         return self.loaded[name]
 
-    def _attributed(self, error: BaseException, episode: EpisodeEngine | None, *, timed_out: bool) -> Exception:
+    def _attributed(self, error: BaseException, episode: EpisodeEngine | None) -> Exception:
         """Tell what a dead engine, the engine, and the workflow are to answer for."""
         failure = None if episode is None else episode.failure
         if isinstance(failure, EngineError):
             return failure
-        if timed_out:
+        if episode is not None and episode.clock.expired():
             error = TimeoutError(
                 f"an episode may spend rollout.turn_timeout_s={self.turn_timeout_s:g} s away from the engine, it took "
                 "longer"
@@ -147,20 +143,16 @@ def load_workflows(config: Config) -> Workflows:
     """
     named.cache_clear()  # one process may serve several runs, and the user may have changed a file in between
     rollout = config.rollout
-    endpoint = Endpoint(tool_parser=rollout.tool_parser, reasoning_parser=rollout.reasoning_parser)
-    loaded = {name: _load(one.function, one.arguments, endpoint) for name, one in rollout.workflows.items()}
-    if rollout.workflow not in loaded:
-        loaded[rollout.workflow] = _load(rollout.workflow, rollout.workflow_arguments, endpoint)
-    for source in (config.data, *config.data.mix.values()):
-        if source.workflow is not None and source.workflow not in loaded:
-            loaded[source.workflow] = _load(source.workflow, {}, endpoint)
-    default = rollout.workflow
+    wanted = {name: (one.function, one.arguments) for name, one in rollout.workflows.items()}
+    wanted.setdefault(rollout.workflow, (rollout.workflow, rollout.workflow_arguments))
+    for name in filter(None, (source.workflow for source in config.data.sources.values())):
+        wanted.setdefault(name, (name, {}))
+    default, loaded = rollout.workflow, {name: _load(*one) for name, one in wanted.items()}
     if rollout.workflow_command is not None:
-        default = "workflow_command"
+        is_sandboxed = rollout.command_sandbox and choose_kind("bubblewrap") == "bubblewrap"
         options = {"command": rollout.workflow_command, "memory_mb": rollout.command_memory_mb}
-        if rollout.command_sandbox:
-            options["is_sandboxed"] = choose_kind("bubblewrap") == "bubblewrap"
-        loaded[default] = Agent(function=run_command, endpoint=endpoint), options
+        default = "workflow_command"
+        loaded[default] = run_command, {**options, "is_sandboxed": is_sandboxed}
     return Workflows(
         default=default,
         loaded=loaded,
@@ -168,7 +160,7 @@ def load_workflows(config: Config) -> Workflows:
         turn_timeout_s=rollout.turn_timeout_s,
         max_context=config.model.max_context,
         gate=asyncio.Semaphore(rollout.most_episodes),
-        endpoint=endpoint,
+        endpoint=Endpoint(tool_parser=rollout.tool_parser, reasoning_parser=rollout.reasoning_parser),
     )
 
 
@@ -201,7 +193,7 @@ def _row(prompt: Prompt) -> dict[str, Any]:
     return {**copy.deepcopy(columns), "prompt": prompt.text, "answer": prompt.answer}
 
 
-def _load(name: str, arguments: Mapping[str, Any], endpoint: Endpoint) -> tuple[Function, Mapping[str, Any]]:
+def _load(name: str, arguments: Mapping[str, Any]) -> tuple[Callable[..., Any], Mapping[str, Any]]:
     function = find_function(name, kind="workflow")
     takes = "(task, llm)" if is_agent(function) else "(engine, row)"
     if not is_agent(function) and not inspect.iscoroutinefunction(function):
@@ -214,4 +206,4 @@ def _load(name: str, arguments: Mapping[str, Any], endpoint: Endpoint) -> tuple[
         raise PluginError(
             f"the workflow {name!r} is called with {takes} and the arguments {dict(arguments)}: {error}"
         ) from error
-    return Agent(function=function, endpoint=endpoint) if is_agent(function) else function, arguments
+    return function, arguments

@@ -24,15 +24,31 @@ class ContextTooLongError(ValueError):
     """A call's messages leave no room for an answer."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a call asks of the model."""
+
+    messages: tuple[Message, ...] = ()
+    """As `normalised`; empty where it is plain text."""
+    prompt: str = ""
+    """Plain text; empty for messages."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    max_tokens: int | None = None
+    """Of the answer, which is never longer than a session's `max_new_tokens` and the room that is left."""
+    stop: tuple[str, ...] = ()
+    num: int = 1
+    """How many answers."""
+
+    def __post_init__(self) -> None:
+        if self.num < 1 or (self.max_tokens or 1) < 1:
+            raise ValueError(f"n and max_tokens must be at least 1, got {self.num} and {self.max_tokens}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Call:
     """One answer of the model's to an agent."""
 
-    messages: tuple[Message, ...]
-    """What was asked, as `normalised`; empty where it was plain text."""
-    prompt: str
-    """The plain text that was asked; empty for messages."""
-    tools: tuple[Mapping[str, Any], ...]
+    asked: Asked
     context: tuple[int, ...]
     """Tokens that it was generated behind."""
     turn: Sample
@@ -62,43 +78,29 @@ class Session:
         self._max_context, self._max_new_tokens, self._parse = engine.room, max_new_tokens, parse
         self._calls: list[Call] = []
 
-    async def complete(
-        self, asked: Messages | str, *, tools: Messages = (), max_tokens: int | None = None, stop: Sequence[str] = ()
-    ) -> Call:
-        """Have the model answer; what the agent got to see of it must then be given to `keep`.
-
-        Args:
-            asked: Chat messages, as the OpenAI API has them, or plain text.
-            max_tokens: Of the answer, which is never longer than `max_new_tokens` and the room that is left.
+    async def complete(self, asked: Asked) -> Call:
+        """Have the model answer once; what the agent got to see of it must then be given to `keep`.
 
         Raises:
             ContextTooLongError: No room is left.
-            ValueError: The model has no chat template, or it refuses the messages, the tokenizer has no token for a
-                character, or messages hold more than text.
+            ValueError: The model has no chat template, or it refuses the messages, or the tokenizer has no token for a
+                character.
         """
-        messages, prompt = ((), asked) if isinstance(asked, str) else (tuple(map(normalised, asked)), "")
-        parent, context = self._text_context(prompt) if prompt else self._chat_context(messages, tools)
+        parent, context = self._text_context(asked.prompt) if asked.prompt else self._chat_context(asked)
         if len(context) >= self._max_context:
             raise ContextTooLongError(
                 f"a call may have model.max_context={self._max_context} tokens with its answer, got {len(context)} "
                 "before it: shorten its messages, or raise model.max_context"
             )
-        limit = min(self._max_new_tokens, max_tokens or self._max_new_tokens)
-        turn = await self.engine.generate(context, max_new_tokens=limit, stop=tuple(stop))
-        if self._parse is None or prompt:
-            answer: Message = {"role": "assistant", "content": _before(turn.text, stop)}
+        limit = min(self._max_new_tokens, asked.max_tokens or self._max_new_tokens)
+        turn = await self.engine.generate(context, max_new_tokens=limit, stop=asked.stop)
+        if self._parse is None or asked.prompt:
+            answer: Message = {"role": "assistant", "content": _before(turn.text, asked.stop)}
         else:
-            said = self.engine.decode(turn.token_ids[: -1 if turn.stop_reason is StopReason.STOP else None])
-            answer = self._parse(_before(said, stop), tools)
-        return Call(
-            messages=messages,
-            prompt=prompt,
-            tools=tuple(tools),
-            context=context,
-            turn=turn,
-            answer=answer,
-            parent=parent,
-        )
+            own = turn.token_ids[: -1 if turn.stop_reason is StopReason.STOP else None]
+            said = str(self.engine.tokenizer.decode(own.tolist()))
+            answer = self._parse(_before(said, asked.stop), asked.tools)
+        return Call(asked=asked, context=context, turn=turn, answer=answer, parent=parent)
 
     def keep(self, calls: Iterable[Call]) -> None:
         """Take calls into the rollout, as the agent has seen their answers."""
@@ -152,31 +154,31 @@ class Session:
         joined = self.engine.join(turns, with_messages=False, behind=behind)
         return replace(joined, prompt_ids=behind)
 
-    def _chat_context(self, messages: tuple[Message, ...], tools: Messages) -> tuple[Call | None, tuple[int, ...]]:
-        if self.engine.tokenizer.chat_template is None:
+    def _chat_context(self, asked: Asked) -> tuple[Call | None, tuple[int, ...]]:
+        tokenizer = self.engine.tokenizer
+        if tokenizer.chat_template is None:
             raise ValueError(
                 "chat messages need a model with a chat template, this one has none: send plain text to /completions"
             )
-        text = render_chat(messages, self.engine.tokenizer, tools=tools)
-        asked = list(map(_compared, messages))
-        for call in sorted(self._calls[::-1], key=lambda call: -len(call.messages)):
-            before = [*map(_compared, call.messages), _compared(normalised(call.answer))]
-            if not call.messages or call.tools != tuple(tools) or asked[: len(before)] != before:
+        text = render_chat(asked.messages, tokenizer, tools=asked.tools)
+        compared = list(map(_compared, asked.messages))
+        for call in sorted(self._calls[::-1], key=lambda call: -len(call.asked.messages)):
+            before = [*map(_compared, call.asked.messages), _compared(normalised(call.answer))]
+            if not call.asked.messages or call.asked.tools != asked.tools or compared[: len(before)] != before:
                 continue
+            new = asked.messages[len(before) :]
             try:
-                behind = text_behind(
-                    call.messages, messages[len(before) :], tokenizer=self.engine.tokenizer, tools=tools
-                )
+                behind = text_behind(call.asked.messages, new, tokenizer=tokenizer, tools=asked.tools)
             except ValueError:  # a template that wants to see the tool calls that its answers belong to
                 break
             if text.endswith(behind):  # else it writes what is behind in another way, as the answer was another
                 end = int(call.turn.token_ids[-1]) if call.turn.stop_reason is StopReason.STOP else None
-                return call, (*call.tokens, *ids_behind(behind, tokenizer=self.engine.tokenizer, end=end))
-        return None, tuple(encode_text(text, self.engine.tokenizer))
+                return call, (*call.tokens, *ids_behind(behind, tokenizer=tokenizer, end=end))
+        return None, tuple(encode_text(text, tokenizer))
 
     def _text_context(self, prompt: str) -> tuple[Call | None, tuple[int, ...]]:
-        for call in sorted(self._calls[::-1], key=lambda call: -len(call.prompt)):
-            if call.prompt and prompt.startswith(said := call.prompt + call.turn.text):
+        for call in sorted(self._calls[::-1], key=lambda call: -len(call.asked.prompt)):
+            if call.asked.prompt and prompt.startswith(said := call.asked.prompt + call.turn.text):
                 return call, (*call.tokens, *encode_text(prompt[len(said) :], self.engine.tokenizer))
         return None, tuple(encode_text(prompt, self.engine.tokenizer, add_special_tokens=True))
 
@@ -231,8 +233,8 @@ def _messages(calls: Sequence[Call]) -> Iterable[dict[str, str]]:
     """Yield what was said behind the first call's messages, tool calls as the model wrote them."""
     for number, call in enumerate(calls):
         before = calls[number - 1]
-        if number and call.prompt:
-            yield {"role": ENVIRONMENT, "content": call.prompt[len(before.prompt + before.turn.text) :]}
-        for message in call.messages[len(before.messages) + 1 :] if number else ():
+        if number and call.asked.prompt:
+            yield {"role": ENVIRONMENT, "content": call.asked.prompt[len(before.asked.prompt + before.turn.text) :]}
+        for message in call.asked.messages[len(before.asked.messages) + 1 :] if number else ():
             yield {"role": message["role"], "content": message["content"]}
         yield {"role": "assistant", "content": call.turn.text}

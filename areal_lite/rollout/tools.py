@@ -17,7 +17,6 @@ A turn without a call ends the episode: it is the answer.
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from areal_lite.rollout.episode import EpisodeEngine, Turn
@@ -65,29 +64,25 @@ async def tools(
     """
     found = _find_functions(functions=functions)
 
+    async def result(read: Callable[..., Call], *written: str) -> tuple[str, str]:
+        try:
+            name, positional, by_name = read(*written)
+            if name not in found:
+                raise NameError(f"there is no function {name}, only {', '.join(found)}")
+            returned = await engine.in_time(call(found[name], *positional, **by_name))
+            text = returned if isinstance(returned, str) else json.dumps(returned, ensure_ascii=False, default=str)
+            return "result", text[:max_characters]
+        except Exception as error:
+            return "error", f"{type(error).__name__}: {error}"[:max_characters]
+
     async def answer(messages: Sequence[Mapping[str, str]]) -> tuple[str | list[str], bool]:
         said = messages[-1]["content"]
-        if calls := [partial(_read_chat_call, written) for written in _CHAT_CALL.findall(said)]:
-            return [(await _result(engine, found, read, max_characters))[1] for read in calls], False
-        calls = [partial(_read_call, *written) for written in _CALL.findall(said)]
-        replies = [await _result(engine, found, read, max_characters) for read in calls]
-        return "\n".join(f"<{kind}>{told}</{kind}>" for kind, told in replies), not calls
+        if calls := _CHAT_CALL.findall(said):
+            return [(await result(_read_chat_call, written))[1] for written in calls], False
+        replies = [await result(_read_call, *written) for written in _CALL.findall(said)]
+        return "\n".join(f"<{kind}>{told}</{kind}>" for kind, told in replies), not replies
 
     return await converse(engine, answer=answer, **limits)
-
-
-async def _result(
-    engine: EpisodeEngine, functions: Functions, read: Callable[[], Call], max_characters: int
-) -> tuple[str, str]:
-    try:
-        name, positional, by_name = read()
-        if name not in functions:
-            raise NameError(f"there is no function {name}, only {', '.join(functions)}")
-        result = await engine.in_time(call(functions[name], *positional, **by_name))
-        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-        return "result", text[:max_characters]
-    except Exception as error:
-        return "error", f"{type(error).__name__}: {error}"[:max_characters]
 
 
 def _read_chat_call(written: str) -> Call:

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from areal_lite.config.recipe import Config
@@ -67,14 +67,13 @@ class RolloutWorker(LeaseWorker):
         self._counted: Any = _Counted(engine, self._count_running)
         limit, temperature = config.rollout.max_new_tokens, config.rollout.temperature
         self._sampling = Sampling(max_new_tokens=limit, temperature=temperature)
-        self._running = self._episodes = 0
-        self._emitted_running = 0
+        self._running = self._episodes = self._emitted_running = 0
         self._emit_pending = False
 
     async def stop(self) -> None:
         """Let go of all leases, and end `run` and what agents call; idempotent."""
         await super().stop()
-        await self._workflows.close()
+        await self._workflows.endpoint.close()
 
     async def evaluate(self, prompts: Sequence[Prompt]) -> list[Sample | None]:
         """Run the episodes of prompts greedily, beside whatever else the engine does; None for one that failed."""
@@ -96,7 +95,7 @@ class RolloutWorker(LeaseWorker):
         return -(-room // self._samples_per_group)
 
     async def _ask(self, limit: int) -> list[Lease]:
-        leases = await self._client.lease_rollout(worker=self._name, limit=limit, wait_s=_LEASE_WAIT_S)
+        leases: list[Lease] = await self._client.lease_rollout(worker=self._name, limit=limit, wait_s=_LEASE_WAIT_S)
         begun = len(leases) * self._samples_per_group
         self._count_running(begun, episodes=begun)  # until those that begin with the engine are there
         return leases
@@ -112,22 +111,21 @@ class RolloutWorker(LeaseWorker):
         ]
         asyncio.get_running_loop().call_soon(self._count_running, -self._samples_per_group)  # behind their beginnings
         try:
-            samples = await asyncio.gather(*tasks)
-            self._emit_group(group.group_id, started, samples)
+            ended = await asyncio.gather(*tasks)
+            self._emit_group(group.group_id, started, ended)
         finally:
             for task in tasks:
                 task.cancel()
+        samples = [sample for sample, _ in ended]
+        hand_in = functools.partial(self._client.complete_rollout, samples=samples)
+        if all(sample.is_lost for sample in samples):
+            score = samples[0].score
+            hand_in = functools.partial(self._client.fail, reason=(score and score.failure) or "lost")
         try:
-            await self._deliver(lambda: self._hand_in(lease.lease_id, [sample for sample, _ in samples]))
+            await self._deliver(functools.partial(hand_in, lease_id=lease.lease_id))
         except WireError as error:
             logger.error("the queue refused lease %s: %s", lease.lease_id, error)
             await self._client.fail(lease_id=lease.lease_id, reason=f"refused:{type(error).__name__}")
-
-    def _hand_in(self, lease_id: str, samples: Sequence[Sample]) -> Awaitable[bool]:
-        if all(sample.is_lost for sample in samples):
-            score = samples[0].score
-            return self._client.fail(lease_id=lease_id, reason=(score and score.failure) or "lost")
-        return self._client.complete_rollout(lease_id=lease_id, samples=samples)
 
     async def _sample(self, group_id: str, prompt: Prompt, index: int) -> tuple[Sample, float]:
         seed_of = functools.partial(sample_seed, self._run_seed, group_id, index)
@@ -158,12 +156,10 @@ class RolloutWorker(LeaseWorker):
             self._events.emit("running", n=running)
 
     def _emit_group(self, group_id: str, started: float, samples: Sequence[tuple[Sample, float]]) -> None:
-        def spans(sample: Sample) -> list[list[int]]:
-            return [[span.version, span.start, span.end] for span in sample.spans]
-
-        entries: list[dict[str, Any]] = [
-            {"end": round(ended, 4), "tokens": sample.num_tokens, "spans": spans(sample)} for sample, ended in samples
-        ]
+        entries: list[dict[str, Any]] = []
+        for sample, ended in samples:
+            spans = [[span.version, span.start, span.end] for span in sample.spans]
+            entries.append({"end": round(ended, 4), "tokens": sample.num_tokens, "spans": spans})
         self._events.emit("group", group=group_id, start=started, samples=entries)
 
 

@@ -70,7 +70,13 @@ async def multi_turn(engine: EpisodeEngine, row: Mapping[str, Any], *, step: str
     function = _find_step(step=step)
 
     async def answer(messages: list[dict[str, str]]) -> tuple[str, bool]:
-        return _reply(await engine.in_time(call(function, messages, row)))
+        match await engine.in_time(call(function, messages, row)):
+            case (str() as reply, bool() as done):
+                return reply, done
+            case result:
+                raise TypeError(
+                    f"an environment's step must return (reply, done), a text and a bool, got {result!r:.80}"
+                )
 
     return await converse(engine, answer=answer, **limits)
 
@@ -110,13 +116,6 @@ async def converse(
         if len(given.token_ids) >= engine.room:
             break  # a reply at the end says that the room ended the episode
     return turns
-
-
-def _reply(result: Any) -> tuple[str, bool]:
-    match result:
-        case (str() as reply, bool() as done):
-            return reply, done
-    raise TypeError(f"an environment's step must return (reply, done), a text and a bool, got {result!r:.80}")
 
 
 async def call(function: Callable[..., Any], *arguments: Any, **named_arguments: Any) -> Any:

@@ -24,11 +24,11 @@ class Role(StrEnum):
 
 ALLOWED: Mapping[str, frozenset[str]] = {
     Role.CONTROLLER: REQUESTS,
-    Role.ROLLOUT: frozenset({"lease_rollout", "present", "heartbeat", "complete_rollout", "reject", "fail"}),
-    Role.VERIFIER: frozenset({"lease_verify", "present", "heartbeat", "complete_verify", "reject", "fail"}),
+    Role.ROLLOUT: frozenset({"lease_rollout", "present", "heartbeat", "complete_rollout", "fail"}),
+    Role.VERIFIER: frozenset({"lease_verify", "present", "heartbeat", "complete_verify", "fail"}),
     Role.TRAINER: frozenset({"fetch"}),
 }
-"""The requests of each role; a worker may `reject` and `fail` what is lent to workers of its own kind."""
+"""The requests of each role; a worker may `fail` what is lent to workers of its own kind."""
 
 
 @dataclass(frozen=True, slots=True)

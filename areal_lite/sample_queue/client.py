@@ -1,9 +1,9 @@
 """How everybody else talks to the sample queue: one client for coroutines, one for plain calls.
 
-Rollout workers, verifier workers, trainer ranks and the controller use them. Both have one method per
-request of `QueueRequests`, with its fields as keyword arguments. They raise `QueueTimeout` when no answer
-came in time or earlier ones were not read, `WireError` when the message was refused, and `LedgerError` when
-the request was. What can be repeated is sent a second time before they give up.
+Rollout workers, verifier workers, trainer ranks and the controller use them. Both have a method for each request of
+`service.QueueRequests`, with its fields as keyword arguments. They raise `QueueTimeout` when no answer came in time or
+earlier ones were not read, `WireError` when the message was refused, and `LedgerError` when the request was. What can
+be repeated is sent a second time before they give up.
 """
 
 import asyncio
@@ -11,18 +11,20 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import zmq
 
 from areal_lite.errors import ArealLiteError, DataError, LedgerError, QueueTimeout, WireError
 from areal_lite.sample_queue.access import QueueAccess
-from areal_lite.sample_queue.requests import NOT_REPEATABLE, QueueRequests, answer_type
+from areal_lite.sample_queue.requests import NOT_REPEATABLE, REQUESTS, answer_type
 from areal_lite.wire import Raw, as_type, decode, encode
 
-P = ParamSpec("P")
-R = TypeVar("R")
+if TYPE_CHECKING:
+    from areal_lite.sample_queue.service import QueueRequests
+else:
+    QueueRequests = object
 
 _SLICE_S = 0.1
 """How often a waiting call looks whether the client was closed."""
@@ -31,30 +33,8 @@ _ERRORS: dict[str, type[ArealLiteError]] = {
 }
 
 
-def _blocking(request: Callable[Concatenate[QueueRequests, P], R]) -> Callable[Concatenate["QueueClient", P], R]:
-    """Make a request a method of `QueueClient`."""
-
-    @functools.wraps(request)
-    def method(client: "QueueClient", /, *_: P.args, **fields: P.kwargs) -> R:
-        return cast(R, client._call(request.__name__, fields))
-
-    return method
-
-
-def _awaited(
-    request: Callable[Concatenate[QueueRequests, P], R],
-) -> Callable[Concatenate["AsyncQueueClient", P], Awaitable[R]]:
-    """Make a request a coroutine method of `AsyncQueueClient`."""
-
-    @functools.wraps(request)
-    async def method(client: "AsyncQueueClient", /, *_: P.args, **fields: P.kwargs) -> R:
-        return cast(R, await client._call(request.__name__, fields))
-
-    return method
-
-
 class _Client:
-    """A connection to the queue."""
+    """A connection to the queue, with the methods of `QueueRequests`."""
 
     def __init__(self, access: QueueAccess, *, timeout_s: float) -> None:
         """Connect, without waiting for the queue to be there.
@@ -67,6 +47,12 @@ class _Client:
         self._request_ids = itertools.count()
         self._context = zmq.Context()
         self._socket = _connect(self._context, access)
+
+    def __getattr__(self, op: str) -> Any:
+        """Return a request as a method, whose fields are keyword arguments."""
+        if op not in REQUESTS:
+            raise AttributeError(f"a request is one of {', '.join(sorted(REQUESTS))}, got {op!r}")
+        return functools.partial(self._call, op)
 
     def _next(self, op: str, fields: dict[str, Any]) -> tuple[bytes, bytes, float]:
         """Return the id of a new request, its message, and how long its answer may take."""
@@ -83,7 +69,7 @@ class _Client:
         return LedgerError(f"{op} needs an open client, got one of {self._access} that was closed: make a new client")
 
 
-class QueueClient(_Client):
+class QueueClient(_Client, QueueRequests):
     """Plain calls, one at a time: safe from several threads, but a waiting call holds up the others."""
 
     def __init__(self, access: QueueAccess, *, timeout_s: float, look: Callable[[], object] = lambda: None) -> None:
@@ -104,7 +90,7 @@ class QueueClient(_Client):
             self._socket.close(linger=0)
             self._context.term()
 
-    def _call(self, op: str, fields: dict[str, Any]) -> Any:
+    def _call(self, op: str, **fields: Any) -> Any:
         request_id, payload, wait_s = self._next(op, fields)
         with self._lock:
             for _ in range(_attempts(op)):
@@ -134,26 +120,6 @@ class QueueClient(_Client):
     def _raise_if_closing(self, op: str) -> None:
         if self._closing.is_set():
             raise self._closed_error(op)
-
-    lease_rollout = _blocking(QueueRequests.lease_rollout)
-    lease_verify = _blocking(QueueRequests.lease_verify)
-    present = _blocking(QueueRequests.present)
-    heartbeat = _blocking(QueueRequests.heartbeat)
-    complete_rollout = _blocking(QueueRequests.complete_rollout)
-    complete_verify = _blocking(QueueRequests.complete_verify)
-    reject = _blocking(QueueRequests.reject)
-    fail = _blocking(QueueRequests.fail)
-    take = _blocking(QueueRequests.take)
-    fetch = _blocking(QueueRequests.fetch)
-    batch_groups = _blocking(QueueRequests.batch_groups)
-    return_batch = _blocking(QueueRequests.return_batch)
-    complete_step = _blocking(QueueRequests.complete_step)
-    forget = _blocking(QueueRequests.forget)
-    open_admission = _blocking(QueueRequests.open_admission)
-    close_admission = _blocking(QueueRequests.close_admission)
-    abandon = _blocking(QueueRequests.abandon)
-    status = _blocking(QueueRequests.status)
-    save = _blocking(QueueRequests.save)
 
 
 class AsyncQueueClient(_Client):
@@ -188,14 +154,16 @@ class AsyncQueueClient(_Client):
                 answer.set_exception(error)
         self._socket.close(linger=0)
 
-    async def _call(self, op: str, fields: dict[str, Any]) -> Any:
+    async def _call(self, op: str, **fields: Any) -> Any:
         request_id, payload, wait_s = self._next(op, fields)
         try:
             for _ in range(_attempts(op)):
                 if self._closed:
                     raise self._closed_error(op)
-                self._start_reading()
-                answer = self._answers[request_id] = asyncio.get_running_loop().create_future()
+                if self._loop is None:  # before, there may have been no event loop
+                    self._loop = asyncio.get_running_loop()
+                    self._loop.add_reader(self._socket.fd, self._read)
+                answer = self._answers[request_id] = self._loop.create_future()
                 self._socket.send_multipart([request_id, payload])
                 # ZeroMQ wakes the loop once for all that has happened: sending may have swallowed an answer's call.
                 self._read()
@@ -206,12 +174,6 @@ class AsyncQueueClient(_Client):
             self._answers.pop(request_id, None)
         raise self._late(op, wait_s=wait_s, num_bytes=len(payload))
 
-    def _start_reading(self) -> None:
-        # Not in the constructor, which may run before there is an event loop.
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            self._loop.add_reader(self._socket.fd, self._read)
-
     def _read(self) -> None:
         """Hand every answer that has arrived to the call that waits for it; the event loop calls it."""
         while not self._closed and self._socket.get(zmq.EVENTS) & zmq.POLLIN:
@@ -219,26 +181,6 @@ class AsyncQueueClient(_Client):
             answer = self._answers.get(request_id)
             if answer is not None and not answer.done():
                 answer.set_result(payload)
-
-    lease_rollout = _awaited(QueueRequests.lease_rollout)
-    lease_verify = _awaited(QueueRequests.lease_verify)
-    present = _awaited(QueueRequests.present)
-    heartbeat = _awaited(QueueRequests.heartbeat)
-    complete_rollout = _awaited(QueueRequests.complete_rollout)
-    complete_verify = _awaited(QueueRequests.complete_verify)
-    reject = _awaited(QueueRequests.reject)
-    fail = _awaited(QueueRequests.fail)
-    take = _awaited(QueueRequests.take)
-    fetch = _awaited(QueueRequests.fetch)
-    batch_groups = _awaited(QueueRequests.batch_groups)
-    return_batch = _awaited(QueueRequests.return_batch)
-    complete_step = _awaited(QueueRequests.complete_step)
-    forget = _awaited(QueueRequests.forget)
-    open_admission = _awaited(QueueRequests.open_admission)
-    close_admission = _awaited(QueueRequests.close_admission)
-    abandon = _awaited(QueueRequests.abandon)
-    status = _awaited(QueueRequests.status)
-    save = _awaited(QueueRequests.save)
 
 
 def _connect(context: Any, access: QueueAccess) -> Any:

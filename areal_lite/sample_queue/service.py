@@ -1,22 +1,20 @@
-"""What each request does to the ledger and the data cursor: the sample queue without its socket.
+"""What may be asked of the sample queue, and what each request does to the ledger and the data cursor.
 
-The queue server calls it, from one thread, one request at a time. It answers at once with what there is;
-waiting for more is the server's business. It admits prompts as they are asked for, joins the ledger's groups
-with them, and knows the workers.
+The queue server calls it, from one thread, one request at a time; the clients have a method of the same name for each.
+It admits prompts as they are asked for, joins the ledger's groups with them, and knows the workers.
 """
-
-# ruff: noqa: D102 -- every request is described once, in requests.py
 
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from areal_lite.errors import CheckpointError, LedgerError, WireError
 from areal_lite.sample_queue.groups import GroupState
 from areal_lite.sample_queue.ledger import HeldLease, Ledger, LedgerSettings
-from areal_lite.sample_queue.requests import BatchInfo, QueueRequests, QueueStatus, WorkerStatus
+from areal_lite.sample_queue.records import BatchInfo, Count, LeaseId, LeaseIds, Name, QueueStatus, WorkerStatus
 from areal_lite.sample_queue.shards import ShardedBatch
 from areal_lite.types import Group, Lease, Prompt, Sample, Score, Shard
 from areal_lite.wire import decode, encode
@@ -65,8 +63,12 @@ class _Worker:
     progress: int = 0
 
 
-class QueueService(QueueRequests):
-    """Answers the requests of `QueueRequests`, where each is described. For one thread."""
+class QueueRequests:
+    """Every public method is a request: its fields are keyword-only, and their types are checked as they arrive.
+
+    Three carry `wait_s`: the server keeps them until there is something to answer or until `wait_s` seconds are over,
+    so that nobody polls. Here they answer at once. For one thread.
+    """
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class QueueService(QueueRequests):
             clock: The ledger's clock, for the ages that `status` shows.
         """
         self._ledger, self._cursor = ledger, cursor
-        self._num_minibatches, self._num_ranks, self._run_seed = num_minibatches, num_ranks, seed
+        self._deal = partial(ShardedBatch, num_minibatches=num_minibatches, num_ranks=num_ranks, run_seed=seed)
         self._traffic, self._clock = traffic, clock
         self._admission_open = self._has_opened = False
         self._workers: dict[str, _Worker] = {}
@@ -99,31 +101,29 @@ class QueueService(QueueRequests):
         self._too_slow: Counter[str] = Counter()
         self._batch: ShardedBatch | None = None
 
-    def expire(self) -> None:
-        """Take back the leases whose heartbeats stopped; to be called often."""
-        self._ledger.expire()
-
-    def lent_to(self, lease_id: str) -> str | None:
-        """Return the kind of worker that a living lease was given to, `rollout` or `verifier`; None without one."""
-        held = self._ledger.find_lease(lease_id)
-        return None if held is None else _LENT_TO[held.group.state]
-
     # Workers
 
-    def lease_rollout(self, *, worker: str, limit: int, wait_s: float) -> list[Lease]:
+    def lease_rollout(self, *, worker: Name, limit: Count, wait_s: float) -> list[Lease]:
+        """Borrow up to `limit` groups to generate, admitting new prompts where the ledger has capacity.
+
+        Empty when nothing came up within `wait_s` seconds, which is always so while admission is closed.
+        """
         self._find_worker(worker).role = "rollout"
         if not self._admission_open:
             return []
-        self._admit(until_waiting=limit)
+        for _ in range(min(limit - self._ledger.num_waiting, self._ledger.capacity())):
+            self._ledger.admit(self._cursor.next().prompt_id)
         return [self._whole(held) for held in self._ledger.lease_rollout(worker, limit=limit)]
 
-    def lease_verify(self, *, worker: str, limit: int, wait_s: float) -> list[Lease]:
+    def lease_verify(self, *, worker: Name, limit: Count, wait_s: float) -> list[Lease]:
+        """Borrow up to `limit` generated groups to score; empty when none came up within `wait_s` seconds."""
         self._find_worker(worker).role = "verify"
         if not self._has_opened:  # somebody may be about to present what it holds
             return []
         return [self._whole(held) for held in self._ledger.lease_verify(worker, limit=limit)]
 
-    def present(self, *, worker: str, lease: Lease) -> bool:
+    def present(self, *, worker: Name, lease: Lease) -> bool:
+        """Keep what the queue before this one lent, until admission opens. False: stop working on it."""
         if self._admission_open:
             return False
         self._find_worker(worker).role = "verify" if lease.group.samples else "rollout"
@@ -132,7 +132,11 @@ class QueueService(QueueRequests):
             self._ledger.admit(self._cursor.next().prompt_id)
         return self._ledger.adopt(worker, lease)
 
-    def heartbeat(self, *, worker: str, lease_ids: Sequence[str], progress: int) -> list[str]:
+    def heartbeat(self, *, worker: Name, lease_ids: LeaseIds, progress: Count) -> list[str]:
+        """Keep the named leases alive; return those that are not (any more): stop working on them.
+
+        `progress` is any number of the worker that grows while it works, such as tokens generated.
+        """
         seen = self._find_worker(worker)
         seen.heard_at = self._clock()
         # A worker that was restarted under its old name counts from 0 again.
@@ -141,10 +145,12 @@ class QueueService(QueueRequests):
         seen.progress = progress
         return self._ledger.renew(worker, lease_ids)
 
-    def complete_rollout(self, *, lease_id: str, samples: Sequence[Sample]) -> bool:
+    def complete_rollout(self, *, lease_id: LeaseId, samples: Sequence[Sample]) -> bool:
+        """Hand in the samples of a group. False: the lease was no longer alive, and the samples are ignored."""
         return self._ledger.complete_rollout(lease_id, samples)
 
-    def complete_verify(self, *, lease_id: str, scores: Sequence[Score]) -> bool:
+    def complete_verify(self, *, lease_id: LeaseId, scores: Sequence[Score]) -> bool:
+        """Hand in one score per sample. False: the lease was no longer alive, and the scores are ignored."""
         held = self._ledger.find_lease(lease_id)
         counts = self._ledger.complete_verify(lease_id, scores)
         pass_rate = _pass_rate(scores)
@@ -152,13 +158,12 @@ class QueueService(QueueRequests):
             self._cursor.observe(held.group.prompt_id, pass_rate)
         return counts
 
-    def reject(self, *, lease_id: str, reason: str) -> bool:
-        return self._ledger.reject(lease_id, reason)
-
-    def fail(self, *, lease_id: str, reason: str) -> bool:
+    def fail(self, *, lease_id: LeaseId, reason: str) -> bool:
+        """End a leased group as failed. False: the lease was no longer alive."""
         return self._ledger.fail(lease_id, reason)
 
-    def forget(self, *, worker: str) -> list[str]:
+    def forget(self, *, worker: Name) -> list[str]:
+        """Take back every lease of a worker known to be dead, and return their ids; its waiting requests end empty."""
         self._workers.pop(worker, None)
         return self._ledger.forget(worker)
 
@@ -168,10 +173,6 @@ class QueueService(QueueRequests):
                 f"the queue knows {_MAX_WORKERS} workers by name, got one more: name workers as others were"
             )
         return self._workers.setdefault(worker, _Worker(heard_at=self._clock()))
-
-    def _admit(self, *, until_waiting: int) -> None:
-        for _ in range(min(until_waiting - self._ledger.num_waiting, self._ledger.capacity())):
-            self._ledger.admit(self._cursor.next().prompt_id)
 
     def _whole(self, held: HeldLease) -> Lease:
         """Return a loan with its prompt, as it travels."""
@@ -185,40 +186,31 @@ class QueueService(QueueRequests):
 
     # Trainer
 
-    def take(self, *, batch_id: str, wait_s: float) -> BatchInfo | None:
+    def take(self, *, batch_id: Name, wait_s: float) -> BatchInfo | None:
+        """Take the next batch under a name the caller chose; None when none was complete within `wait_s` seconds."""
         batch = self._ledger.take(batch_id)
         if batch is None:
             return None
         if self._batch is None:
-            self._batch = ShardedBatch(
-                batch,
-                [self._cursor.get(group.prompt_id) for group in batch.groups],
-                num_minibatches=self._num_minibatches,
-                num_ranks=self._num_ranks,
-                run_seed=self._run_seed,
-            )
+            self._batch = self._deal(batch, [self._cursor.get(group.prompt_id) for group in batch.groups])
         return self._batch.info()
 
-    def fetch(self, *, batch_id: str, rank: int) -> Shard:
+    def fetch(self, *, batch_id: Name, rank: int) -> Shard:
+        """Return one trainer rank's part of the batch taken."""
         return self._find_batch(batch_id).shard(rank)
 
-    def batch_groups(self, *, batch_id: str, limit: int) -> list[Group]:
+    def batch_groups(self, *, batch_id: Name, limit: Count) -> list[Group]:
+        """Return the first `limit` groups of the batch taken, whole, for display."""
         return self._find_batch(batch_id).groups(limit)
 
-    def return_batch(self, *, batch_id: str) -> None:
-        self._ledger.return_batch(batch_id)
-        self._let_go(batch_id)
-
-    def complete_step(self, *, batch_id: str) -> int:
+    def complete_step(self, *, batch_id: Name) -> int:
+        """The batch is trained and its weights are published: move the version, and return it."""
         for prompt_id in self._ledger.complete_step(batch_id):
             self._too_slow[str(len(self._cursor.get(prompt_id).token_ids))] += 1
-        self._let_go(batch_id)
-        return self._ledger.version
-
-    def _let_go(self, batch_id: str) -> None:
         # A request that is repeated late must not touch the batch taken since.
         if self._batch is not None and self._batch.batch.batch_id == batch_id:
             self._batch = None
+        return self._ledger.version
 
     def _find_batch(self, batch_id: str) -> ShardedBatch:
         if self._batch is None or self._batch.batch.batch_id != batch_id:
@@ -229,18 +221,22 @@ class QueueService(QueueRequests):
     # Run
 
     def open_admission(self) -> None:
+        """Start to hand out work to rollout workers: their engines hold the current weights."""
         self._admission_open = self._has_opened = True
 
     def close_admission(self) -> None:
+        """Stop to hand out work to rollout workers; what they have already goes on."""
         self._admission_open = False
 
     def abandon(self) -> dict[str, int]:
+        """End the run: close admission, give up every group not trained yet, and return the final counts."""
         self._admission_open = False
         self._ledger.abandon_outstanding()
         self._batch = None
         return self._ledger.counts()
 
     def status(self) -> QueueStatus:
+        """Return counts, workers and traffic."""
         traffic = self._traffic
         return QueueStatus(
             version=self._ledger.version,
@@ -252,15 +248,11 @@ class QueueService(QueueRequests):
             too_slow=dict(self._too_slow),
             refused=dict(traffic.refused),
             workers={name: self._worker_status(name) for name in self._workers},
-            gauges={
-                "messages": traffic.messages,
-                "bytes_in": traffic.bytes_in,
-                "bytes_out": traffic.bytes_out,
-                "parked": traffic.parked,
-            },
+            gauges={name: getattr(traffic, name) for name in ("messages", "bytes_in", "bytes_out", "parked")},
         )
 
     def save(self) -> bytes:
+        """Return ledger and data cursor as bytes for a checkpoint, to be read by `service.restore`."""
         return encode({"ledger": self._ledger.state(), "cursor": self._cursor.state()})
 
     def _worker_status(self, name: str) -> WorkerStatus:
@@ -273,6 +265,19 @@ class QueueService(QueueRequests):
             oldest_lease_age_s=0.0 if oldest is None else now - oldest,
             progress=worker.progress,
         )
+
+
+class QueueService(QueueRequests):
+    """The requests, and what only their server asks for."""
+
+    def expire(self) -> None:
+        """Take back the leases whose heartbeats stopped; to be called often."""
+        self._ledger.expire()
+
+    def lent_to(self, lease_id: str) -> str | None:
+        """Return the kind of worker that a living lease was given to, `rollout` or `verifier`; None without one."""
+        held = self._ledger.find_lease(lease_id)
+        return None if held is None else _LENT_TO[held.group.state]
 
 
 def _pass_rate(scores: Sequence[Score]) -> float | None:

@@ -5,13 +5,12 @@ It decides nothing about groups; which rows go together stands in `split.py`.
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from areal_lite.errors import LedgerError
 from areal_lite.sample_queue.ledger import Batch
-from areal_lite.sample_queue.requests import BatchInfo
+from areal_lite.sample_queue.records import BatchInfo
 from areal_lite.sample_queue.split import assign_rows
 from areal_lite.types import Group, Prompt, Row, Shard, means
 
@@ -37,30 +36,30 @@ class ShardedBatch:
         self.batch = batch
         self._prompts, self._num_ranks = prompts, num_ranks
         rollouts = [
-            [
-                Row(
-                    group_index=index,
-                    sample_index=place,
-                    is_branch=way is not sample,
-                    minibatch=0,
-                    prompt_token_ids=way.prompt_ids or prompts[index].token_ids,
-                    sample=way,
-                )
-                for way in sample.ways
-            ]
+            (index, place, [(way, way.prompt_ids or prompts[index].token_ids) for way in sample.ways])
             for index, group in enumerate(batch.groups)
             for place, sample in enumerate(group.samples)
         ]
         minibatches, ranks = assign_rows(
-            [sum(len(row.prompt_token_ids) + row.sample.num_tokens for row in rows) for rows in rollouts],
+            [sum(len(prompt_ids) + way.num_tokens for way, prompt_ids in ways) for *_, ways in rollouts],
             num_minibatches=num_minibatches,
             num_ranks=num_ranks,
             seed=zlib.crc32(f"{run_seed}/{batch.version}".encode()),
         )
         self._rows = [
-            (rank, replace(row, minibatch=minibatch))
-            for rows, minibatch, rank in zip(rollouts, minibatches, ranks, strict=True)
-            for row in rows
+            (
+                rank,
+                Row(
+                    group_index=index,
+                    sample_index=place,
+                    is_branch=number > 0,
+                    minibatch=minibatch,
+                    prompt_token_ids=prompt_ids,
+                    sample=way,
+                ),
+            )
+            for (index, place, ways), minibatch, rank in zip(rollouts, minibatches, ranks, strict=True)
+            for number, (way, prompt_ids) in enumerate(ways)
         ]
 
     def info(self) -> BatchInfo:
@@ -105,6 +104,5 @@ class ShardedBatch:
 
     def groups(self, limit: int) -> list[Group]:
         """Return the first groups, whole."""
-        pairs = zip(self.batch.groups, self._prompts, strict=True)
-        groups = [Group(group_id=group.group_id, prompt=prompt, samples=group.samples) for group, prompt in pairs]
-        return groups[: max(limit, 0)]
+        pairs = list(zip(self.batch.groups, self._prompts, strict=True))[:limit]
+        return [Group(group_id=group.group_id, prompt=prompt, samples=group.samples) for group, prompt in pairs]

@@ -24,21 +24,9 @@ def assign_rows(
 
     Returns:
         The minibatch of each row and the rank of each row, in the order of `lengths`.
-
-    Raises:
-        ValueError: The rows cannot be dealt evenly, or a rank would get none.
     """
     rows_per_minibatch, rest = divmod(len(lengths), num_minibatches)
-    if rest:
-        raise ValueError(
-            f"the number of rows must be divisible by num_minibatches, got {len(lengths)} and {num_minibatches}: "
-            "set trainer.minibatches to a divisor"
-        )
-    if rows_per_minibatch < num_ranks:
-        raise ValueError(
-            f"every rank needs a row of each minibatch, got {rows_per_minibatch} rows and {num_ranks} ranks: "
-            "raise queue.groups_per_step or lower trainer.ranks"
-        )
+    assert (rest, rows_per_minibatch >= num_ranks) == (0, True), "a recipe whose rows cannot be dealt is refused"
     order = list(range(len(lengths)))
     random.Random(seed).shuffle(order)
     minibatches, ranks = [0] * len(lengths), [0] * len(lengths)

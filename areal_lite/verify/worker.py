@@ -49,7 +49,8 @@ class VerifierWorker(LeaseWorker):
         return self._pool.groups_at_once - len(self._held)
 
     async def _ask(self, limit: int) -> list[Lease]:
-        return await self._client.lease_verify(worker=self._name, limit=limit, wait_s=_LEASE_WAIT_S)
+        leases: list[Lease] = await self._client.lease_verify(worker=self._name, limit=limit, wait_s=_LEASE_WAIT_S)
+        return leases
 
     def _progress(self) -> int:
         return int(self._pool.gauges()["calls"])

@@ -21,8 +21,6 @@ from areal_lite.events import EventBuffer
 from areal_lite.launch.bench.harness import CONSOLE, finish, in_turns, ratios, target
 from areal_lite.launch.run.train import prepare_model
 from areal_lite.record.columns import Row
-from areal_lite.rollout.agents import Agent
-from areal_lite.rollout.endpoint import Endpoint
 from areal_lite.rollout.runner import Workflows
 from areal_lite.rollout.vllm_engine import VllmEngine
 from areal_lite.rollout.worker import RolloutWorker
@@ -151,11 +149,10 @@ def _workflows(settings: AgentsBench, config: Config, side: str, latency_s: floa
         await client.close()
         return 0.0
 
-    endpoint = Endpoint()
     dialogue = {"step": step, "max_turns": settings.turns, "max_turn_tokens": settings.turn_tokens}
-    one = (multi_turn, dialogue) if side == "workflow" else (Agent(function=agent, endpoint=endpoint), {})
+    one = (multi_turn, dialogue) if side == "workflow" else (agent, {})
     context = config.model.max_context
-    return Workflows(default=side, loaded={side: one}, turn_timeout_s=60.0, max_context=context, endpoint=endpoint)
+    return Workflows(default=side, loaded={side: one}, turn_timeout_s=60.0, max_context=context)
 
 
 class _Lender:

@@ -316,6 +316,6 @@ def _lengths(config: Config, prompts: Sequence[Prompt], *, rng: np.random.Genera
     if config.rollout.workflow == LONGTAIL:
         arguments: Any = config.rollout.workflow_arguments
         return [draw_length(int(seed), longest=longest, **arguments) for seed in rng.integers(0, 2**31, len(prompts))]
-    solutions = {problem.prompt: problem.solution for problem in arith_problems(config.data.arith, "train")}
+    solutions = {problem.prompt: str(problem.demonstration) for problem in arith_problems(config.data.arith, "train")}
     # One token a character, and the end.
     return [min(longest, len(solutions[prompt.text]) + 1) for prompt in prompts]

@@ -30,7 +30,7 @@ from areal_lite.record import quarters, spread
 from areal_lite.record.online_recorder import OnlineRecorder
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.sample_queue.access import Role
-from areal_lite.sample_queue.requests import BatchInfo
+from areal_lite.sample_queue.records import BatchInfo
 from areal_lite.types import Group, Prompt
 from areal_lite.weights.families import differing
 from areal_lite.weights.handover import hand_over

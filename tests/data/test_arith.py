@@ -16,7 +16,7 @@ def test_every_problem_is_a_correct_chain():
     """Checked by Python's own arithmetic. Seen failing with `operator.sub` replaced by `operator.add`."""
     for problem in arith_problems(ArithConfig(), "train")[:500]:
         chain = problem.prompt.removesuffix("=?")
-        steps, _, final = problem.solution.partition("#")
+        steps, _, final = problem.demonstration.partition("#")
         totals = [eval(step.partition("=")[0]) for step in steps.split(";")]
         assert [int(step.partition("=")[2]) for step in steps.split(";")] == totals
         assert eval(chain) == totals[-1] == int(final) == int(problem.answer)
@@ -24,7 +24,7 @@ def test_every_problem_is_a_correct_chain():
 
 def test_each_step_begins_with_the_total_before():
     for problem in arith_problems(ArithConfig(min_terms=3, max_terms=6), "eval"):
-        steps = problem.solution.partition("#")[0].split(";")
+        steps = problem.demonstration.partition("#")[0].split(";")
         for before, after in itertools.pairwise(steps):
             assert re.match(r"\d+", after)[0] == before.partition("=")[2]
 
@@ -39,8 +39,8 @@ def test_settings_bound_the_chains():
 def test_characters_are_those_used_and_totals_never_negative():
     """Seen failing with the `value <= total` condition removed."""
     problems = arith_problems(ArithConfig(), "train")
-    assert set("".join(problem.prompt + problem.solution for problem in problems)) == set(CHARACTERS)
-    assert all(int(total) >= 0 for problem in problems for total in re.findall(r"=(-?\d+)", problem.solution))
+    assert set("".join(problem.prompt + problem.demonstration for problem in problems)) == set(CHARACTERS)
+    assert all(int(total) >= 0 for problem in problems for total in re.findall(r"=(-?\d+)", problem.demonstration))
 
 
 @pytest.mark.parametrize("settings", [ArithConfig(), ArithConfig(max_terms=2, max_value=10, eval_size=50)])
@@ -65,7 +65,7 @@ def test_problems_depend_on_the_seed_alone():
 
 def test_the_first_problem_is_pinned():
     """A change of the stream would silently invalidate cached models and comparisons between runs."""
-    assert arith_problems(ArithConfig(), "train")[0].solution == "84+89=173;173-45=128#128"
+    assert arith_problems(ArithConfig(), "train")[0].demonstration == "84+89=173;173-45=128#128"
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
@@ -79,8 +79,8 @@ def test_too_few_possible_problems_is_an_error(split):
 def test_gold_solutions_score_one_and_others_zero():
     problems = arith_problems(ArithConfig(), "eval")
     for problem, other in zip(problems, problems[1:] + problems[:1], strict=True):
-        assert last_number(problem.prompt, problem.solution, problem.answer) == 1.0
-        assert last_number(problem.prompt, other.solution, problem.answer) == float(problem.answer == other.answer)
+        assert last_number(problem.prompt, problem.demonstration, problem.answer) == 1.0
+        assert last_number(problem.prompt, other.demonstration, problem.answer) == float(problem.answer == other.answer)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_careless_solutions_forget_that_share_of_the_carries():
     settings = ArithConfig(min_terms=3, max_terms=5, max_value=9)
     forgotten = kept = 0
     for problem in worked_solutions(settings, 2000, seed=0, carelessness=0.6):
-        steps, _, last = problem.solution.partition("#")
+        steps, _, last = problem.demonstration.partition("#")
         total = None
         for step in steps.split(";"):
             left, sign, right, result = re.fullmatch(r"(\d+)([+-])(\d+)=(\d+)", step).groups()

@@ -229,7 +229,7 @@ def test_text_outside_the_vocabulary_is_an_error_that_names_character_and_row(tm
     """Row 2 is the first with a character that is missing, and the letter e the first of them."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"question": text, "answer": "1"}) + "\n" for text in ("1+1=?", "1+e=x", "y")))
-    with pytest.raises(DataError, match=r"cannot encode the character 'e' \(U\+0065\) at .*rows\.jsonl:2 "):
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: .* cannot encode the character 'e' \(U\+0065\) "):
         load_source(jsonl_config(path), build_char_tokenizer(CHARACTERS), "train")
 
 

@@ -83,15 +83,12 @@ def test_a_loaded_mix_continues_exactly(consumed: int) -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (make_mix(a=1, b=2), "the weight of b was 2 and is 1"),
-        (
-            make_mix(a=1, c=1),
-            "the weight of c was 1 and is none, the weight of b was none and is 1",
-        ),
-        (make_mix(a=1), "the weight of b was none and is 1"),
+        (make_mix(a=1, b=2), r"the weights {'a': 1, 'b': 1}, its own are {'a': 1, 'b': 2}: resume"),
+        (make_mix(a=1, c=1), r"'b': 1}, its own are .*'c': 1"),
+        (make_mix(a=1), r"its own are {'a': 1}: resume"),
         (make_mix(sizes={"b": 3}, a=1, b=1), r"data\.mix\.b: .*num_prompts was 3 and is 10"),
         (make_mix(seed=1, a=1, b=1), r"data\.mix\.a: .*seed was 1 and is 0"),
-        (PromptCursor(make_prompts(10, name="a"), source="a", seed=0), "belongs to the source 'a' alone"),
+        (PromptCursor(make_prompts(10, name="a"), source="a", seed=0), "its own are none: it is of one source"),
     ],
 )
 def test_a_state_of_another_mix_is_refused_with_the_difference(other: Any, message: str) -> None:

@@ -214,7 +214,7 @@ def test_a_datasets_folder_that_is_none(tmp_path: Path, tokenizer: PreTrainedTok
         load(tokenizer, source="dataset", path=str(tmp_path / "nowhere"))
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "state.json").write_text("{}")
-    with pytest.raises(DataError, match=r"broken is not readable as a datasets folder"):
+    with pytest.raises(DataError, match=r"broken is no readable dataset"):
         load(tokenizer, source="dataset", path=str(tmp_path / "broken"))
 
 

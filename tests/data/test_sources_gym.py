@@ -6,7 +6,7 @@ import pytest
 from source_builders import load_one, recipe
 
 from areal_lite.config.data import GymConfig
-from areal_lite.data.gym import gym_tasks
+from areal_lite.data.gym import gym_rows
 from areal_lite.data.prompts import load_source
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError, DataError
@@ -22,7 +22,7 @@ def make_settings(dataset: str | None = "chain_sum", **settings: Any) -> GymConf
 
 
 def questions(settings: GymConfig, split: Any) -> list[str]:
-    return [task.prompt for task in gym_tasks(settings, split, where="data")]
+    return [row["question"] for row in gym_rows(settings, split, where="data")]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -66,7 +66,7 @@ def test_a_row_that_travelled_scores_as_the_package_does(family: str) -> None:
 
 
 def test_a_demonstration_is_the_answer() -> None:
-    assert all(task.demonstration == task.answer for task in gym_tasks(make_settings(), "train", where="data"))
+    assert all(row["demonstration"] == row["answer"] for row in gym_rows(make_settings(), "train", where="data"))
 
 
 @pytest.mark.parametrize(
@@ -80,10 +80,10 @@ def test_a_demonstration_is_the_answer() -> None:
 )
 def test_what_the_package_cannot_make_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        gym_tasks(make_settings(**settings), "train", where="data")
+        gym_rows(make_settings(**settings), "train", where="data")
 
 
 def test_a_character_that_the_model_lacks_is_named() -> None:
     config = recipe(data={"source": "reasoning_gym", "reasoning_gym": make_settings().model_dump()})
-    with pytest.raises(DataError, match=r"the character 'S' \(U\+0053\) at data\.reasoning_gym train task 0"):
+    with pytest.raises(DataError, match=r"reasoning_gym train:0: .* the character 'S' \(U\+0053\)"):
         load_source(config, build_char_tokenizer("0123456789 "), "train")

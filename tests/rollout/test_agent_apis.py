@@ -266,8 +266,8 @@ def test_a_client_of_this_event_loop_gets_the_answers_of_http_without_it() -> No
     """
 
     async def agent(task: Mapping[str, Any], llm: Any) -> float:
-        sent, send = list[Any](), llm.endpoint.transport.handle_async_request
-        llm.endpoint.transport.handle_async_request = lambda request: [sent.append(request), send(request)][1]
+        sent, send = list[Any](), llm.client._client.send
+        llm.client._client.send = lambda request, **options: [sent.append(request), send(request, **options)][1]
 
         async def both(ask: Callable[[openai.AsyncOpenAI], Awaitable[Any]]) -> None:
             within, num_before = await ask(llm.client), len(sent)

@@ -14,7 +14,6 @@ from episode_builders import UNCUT, Speaker, given_mask, make_prompt, run
 from test_workflow_chat import CHATML, THINKING, make_tokenizer
 
 from areal_lite.errors import EpisodeError
-from areal_lite.rollout.agents import Agent
 from areal_lite.rollout.endpoint import Endpoint
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.runner import Workflows
@@ -51,13 +50,12 @@ def train(
     speaker = engine or Speaker(answers, tokenizer=tokenizer)
 
     async def scenario() -> list[Sample | Exception]:
-        server = Endpoint(**(endpoint or {}))
         workflows = Workflows(
             default="own",
-            loaded={"own": (Agent(function=agent, endpoint=server), {})},
+            loaded={"own": (agent, {})},
             turn_timeout_s=turn_timeout_s,
             max_context=max_context,
-            endpoint=server,
+            endpoint=Endpoint(**(endpoint or {})),
         )
         try:
             rollouts = (
@@ -66,7 +64,7 @@ def train(
             )
             return list(await asyncio.gather(*rollouts, return_exceptions=True))  # type: ignore[arg-type]
         finally:
-            await workflows.close()
+            await workflows.endpoint.close()
 
     return run(scenario), speaker
 

@@ -29,7 +29,7 @@ def play(*answers: str, task: int = 2) -> Sample:
                 speaker, prompt, sampling=Sampling(max_new_tokens=8, temperature=1.0), seed_of=None
             )
         finally:
-            await workflows.close()
+            await workflows.endpoint.close()
 
     return run(scenario)
 

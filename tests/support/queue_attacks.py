@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 
 from areal_lite.sample_queue.access import KeyPair, QueueAccess, QueueKeys, Role
-from areal_lite.sample_queue.requests import QueueStatus
+from areal_lite.sample_queue.records import QueueStatus
 from areal_lite.wire import encode
 
 

@@ -81,7 +81,7 @@ def test_every_document_has_its_turn_in_a_short_file(model_folder: str, tmp_path
     [
         (None, ConfigError, "ptx_path must be a UTF-8 text file, got .*No such file"),
         ("\n  \n", DataError, "must hold a document on some line"),
-        ("01\n2x3\n", DataError, "cannot encode the character 'x' .* at line 2 of "),
+        ("01\n2x3\n", DataError, "line 2 of .*: .* cannot encode the character 'x' "),
     ],
 )
 def test_documents_that_cannot_be_used(

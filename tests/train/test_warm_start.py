@@ -69,7 +69,9 @@ def test_sources_are_shown_in_the_shares_of_training() -> None:
     config = recipe(data={"mix": {"sums": {"weight": 3, "arith": arith}, "game": GUESS}})
     shown = demonstrations(config, count=40)
     problems = worked_solutions(ArithConfig(**arith), 30, seed=0, carelessness=0.6)
-    assert [(item.prompt, item.turns) for item in shown[:30]] == [(p.prompt, ((True, p.solution),)) for p in problems]
+    assert [(item.prompt, item.turns) for item in shown[:30]] == [
+        (p.prompt, ((True, p.demonstration),)) for p in problems
+    ]
     assert all(item.origin.startswith("guess_number train") and len(item.turns) % 2 for item in shown[30:])
     assert len(shown) == 40
 
@@ -114,7 +116,7 @@ def test_turns_lie_as_in_an_episode_of_a_model_without_chat_template() -> None:
 
 
 def test_a_character_outside_the_alphabet_is_named() -> None:
-    with pytest.raises(DataError, match=r"the character 'é' \(U\+00E9\) at here"):
+    with pytest.raises(DataError, match=r"here: .* the character 'é' \(U\+00E9\)"):
         turn_examples([episode((True, "é"))], build_char_tokenizer(PRINTABLE))
 
 
