@@ -24,30 +24,34 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _work(method: Method) -> Method:
-    """Mark what a rank does one at a time; `ping` tells of it while it lasts."""
+    """Mark what a rank does; `ping` tells of it while it lasts."""
 
     @functools.wraps(method)
     def wrapper(self: "TrainerActor", *args: Any, **kwargs: Any) -> Any:
         words = " ".join([method.__name__, *(arg for arg in args if isinstance(arg, str))])
-        self._working = words, time.monotonic(), threading.get_ident()
+        self._working[threading.get_ident()] = words, time.monotonic()
         try:
             return method(self, *args, **kwargs)
         finally:
-            self._working = None
+            del self._working[threading.get_ident()]
 
     return wrapper  # type: ignore[return-value]
 
 
 class TrainerActor:
-    """Delegates to a trainer, in which all ranks do everything together; `progress` and `ping` may be called beside."""
+    """Delegates to a trainer, in which all ranks do everything together, one thing at a time.
+
+    `progress` and `ping` may be called beside, and `save` with what was copied.
+    """
 
     _trainer: Any = None
-    _working: tuple[str, float, int] | None = None
 
     def __init__(self, config: Any, *, rank: int, log_folder: str) -> None:
         log_to_file(log_folder, f"trainer/{rank}", environment=config.run.env)
         torch.manual_seed(config.run.seed)
         self._config, self._rank = config, rank
+        self._working: dict[int, tuple[str, float]] = {}
+        self._writing, self._snapshots = threading.Lock(), list[Callable[[Path], None]]()
         if config.run.device == "cpu" or config.trainer.offload:
             torch.set_num_threads(config.trainer.threads)
 
@@ -68,10 +72,10 @@ class TrainerActor:
 
     def ping(self) -> str:
         """Say what this rank is busy with, since when, and where it is; nothing when it is free."""
-        if (working := self._working) is None:
-            return ""
-        words, since, thread = working
-        return f"in {words} since {time.monotonic() - since:.0f} s ({position(thread)})"
+        now, working = time.monotonic(), self._working.copy()
+        return " and ".join(
+            f"in {words} since {now - since:.0f} s ({position(thread)})" for thread, (words, since) in working.items()
+        )
 
     @_work
     def load(self, checkpoint: str) -> int:
@@ -80,9 +84,16 @@ class TrainerActor:
         return int(self._trainer.version)
 
     @_work
+    def snapshot(self, copied: bool) -> None:
+        """Take what the next `save` writes; one that is still under way is waited for."""
+        with self._writing:
+            self._snapshots = [self._trainer.snapshot(copied=copied)]
+
+    @_work
     def save(self, folder: str) -> None:
-        """Write a checkpoint."""
-        self._trainer.save(Path(folder))
+        """Write a checkpoint, and let go of the snapshot."""
+        with self._writing:
+            self._snapshots.pop()(Path(folder))
 
     @_work
     def export(self, folder: str) -> None:

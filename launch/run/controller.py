@@ -11,7 +11,8 @@ import contextlib
 import functools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from areal_lite.watchdog import Watchdog
 
 _GOES_BACK = (QueueError, QueueTimeout, RankDied, StallError)
 """What is over when queue and ranks begin again."""
+_SETTLE_S = 0.05
+"""Between looks at a save that is waited for."""
 
 
 class Interrupted(Exception):
@@ -59,6 +62,8 @@ class Controller(ABC):
         """The step that was saved last, of all that this process has saved."""
         self._at_boundary = False
         """The weights are those of a completed step, so that they can be saved."""
+        self._saving: tuple[int, Iterator[object]] | None = None
+        """The step that is saved beside the present one, and what goes on with it."""
         self._on_step: Callable[[Mapping[str, Any]], object] | None = None
         self._callback_error: BaseException | None = None
         """What `on_step` raised; it ends the run, like any other error, once the step under way is trained."""
@@ -212,7 +217,7 @@ class Controller(ABC):
         is_late = 0 < run.checkpoint_every_minutes * 60 <= time.monotonic() - self._saved_at
         if self._is_due(run.checkpoint_every) or (is_late and self._is_due(1)):
             try:
-                self._save()
+                self._save(beside=run.checkpoint_beside)
             except CheckpointError as error:
                 self._view.say(str(error), style="yellow")
 
@@ -243,6 +248,7 @@ class Controller(ABC):
             row = self._write(self._unwritten)
             self._unwritten = None
             self._call_back(row)
+        self._go_on_saving()
         self._look_after()
 
     def _hear(self) -> None:
@@ -259,30 +265,63 @@ class Controller(ABC):
             self._callback_error, self._on_step = error, None
             self._interrupts.ask()
 
-    def _save(self) -> Path:
-        """Write a checkpoint of this step boundary."""
+    def _save(self, *, beside: bool = False) -> None:
+        """Write a checkpoint of this step boundary; beside the steps that follow, only the copies are waited for."""
         self._tick()
+        self._settle()
         self._saved_at = time.monotonic()
+        saving = self._write_checkpoint(beside=beside)
+        if beside:
+            next(saving)  # what fails until here is of this step
+            self._saving = self._version, saving
+            return
+        for _ in saving:
+            self._hear()
 
-        def save_trainer(path: Path) -> None:
-            self._ranks.ask("save", str(path), timeout_s=self._config.run.save_timeout_s)
+    def _write_checkpoint(self, *, beside: bool) -> Iterator[object]:
+        """Yield again and again until there is a checkpoint of the step that is completed now."""
+        run, step, wait_s = self._config.run, self._version, 0.0 if beside else POLL_S
+        with (
+            self._folder.new_checkpoint(step, queue_state=self._queue_state(), keep=run.keep_checkpoints) as path,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            self._ranks.ask("snapshot", beside, timeout_s=run.save_timeout_s)
+            yield from self._ranks.asking("save", str(path), timeout_s=run.save_timeout_s, wait_s=wait_s)
+            reading = pool.submit(seal, path.parent)
+            while wait([reading], wait_s).not_done:
+                yield None
+            reading.result()
+        self._controller_lane.emit("checkpoint", step=step)
+        if step > self._furthest:
+            self._furthest, self._restarts_left = step, run.max_restarts
 
-        path = self._folder.write_checkpoint(
-            self._version,
-            queue_state=self._queue_state(),
-            save_trainer=save_trainer,
-            keep=self._config.run.keep_checkpoints,
-        )
-        self._controller_lane.emit("checkpoint", step=self._version)
-        if self._version > self._furthest:
-            self._furthest, self._restarts_left = self._version, self._config.run.max_restarts
-        return path
+    def _go_on_saving(self) -> None:
+        """Look after a save beside the steps; one that fails costs nothing but its checkpoint."""
+        if self._saving is None:
+            return
+        step, saving = self._saving
+        try:
+            next(saving)
+            return
+        except StopIteration:
+            pass
+        except Exception as error:
+            self._view.say(f"the save of step {step} failed: {error}", style="yellow")
+        self._saving = None
+
+    def _settle(self) -> None:
+        """Wait for a save beside the steps: whoever saves, goes back or ends finds no other one under way."""
+        while self._saving is not None:
+            self._go_on_saving()
+            self._hear()
+            time.sleep(_SETTLE_S)
 
     def _finish(self, status: str) -> dict[str, Any]:
         """Wind up, save, export, sum up, stop; in this order. After a notice, no more than is needed to go on."""
         status = self._wind_up(status)
         self._view.say("saving ...")
-        checkpoint = self._save()
+        self._save()
+        checkpoint = self._folder.newest_checkpoint()
         if not self._interrupts.notice:
             self._ranks.ask("export", str(checkpoint / "model"), timeout_s=self._config.run.save_timeout_s)
             seal(checkpoint)
@@ -310,6 +349,7 @@ class Controller(ABC):
         """After a failure: save if the weights are those of a step boundary, and everybody is there who is needed."""
         with contextlib.suppress(Exception):
             self._tick()
+        self._settle()
         with contextlib.suppress(Exception):
             # A rank that is in the middle of something hangs: saving would wait for nothing.
             if self._at_boundary and self._version > 0 and not self._ranks.busy():

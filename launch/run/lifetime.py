@@ -31,8 +31,8 @@ def actor_options(config: Config | OfflineConfig, kind: str) -> dict[str, Any]:
         case "rollout":
             assert isinstance(config, Config), "an offline run has no engines"
             gpus, threads, calls_at_once = config.rollout.tensor_parallel * share, config.rollout.threads, 1000
-        case "trainer":  # One thread works, the other answers `progress`.
-            gpus, threads, calls_at_once = share, config.trainer.threads, 2
+        case "trainer":  # One thread works, one writes checkpoints, one answers `progress`.
+            gpus, threads, calls_at_once = share, config.trainer.threads, 3
         case "verifier":
             calls_at_once = 1000
     environment = {"TOKENIZERS_PARALLELISM": "false", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}

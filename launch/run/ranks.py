@@ -1,7 +1,7 @@
 """The trainer ranks as one: every question goes to all of them, and whoever dies or is late is named."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +61,19 @@ class Ranks:
             StallError: A rank is late.
             TrainerError: A rank died or failed.
         """
-        calls, deadline = call_all(self.handles, method, *args), time.monotonic() + timeout_s
-        while late := self.wait(calls, min(POLL_S, deadline - time.monotonic())):
+        asking = self.asking(method, *args, timeout_s=timeout_s, wait_s=POLL_S)
+        while not (answers := next(asking)):
             self.meanwhile()
-            if time.monotonic() < deadline:
-                continue
-            raise StallError(f"the trainer ranks must {method} within {timeout_s:g} s; late: {self.describe(late)}")
-        return [calls.values[name] for name in self.handles]
+        return answers
+
+    def asking(self, method: str, *args: Any, timeout_s: float, wait_s: float = 0.0) -> Iterator[list[Any]]:
+        """Ask as `ask` does, but wait `wait_s` at a time: yields no answers while somebody is late, at last all."""
+        calls, deadline = call_all(self.handles, method, *args), time.monotonic() + timeout_s
+        while late := self.wait(calls, min(wait_s, deadline - time.monotonic())):
+            if time.monotonic() >= deadline:
+                raise StallError(f"the trainer ranks must {method} within {timeout_s:g} s; late: {self.describe(late)}")
+            yield []
+        yield [calls.values[name] for name in self.handles]
 
     def wait(self, calls: Calls, timeout_s: float) -> list[str]:
         """Wait for an answer of every rank; returns the names of those that owe it still.
