@@ -47,11 +47,19 @@ class Controller(ABC):
     """One run: owns the processes, the run folder and the order of everything."""
 
     _ranks: Ranks
-    _places: Places
+    _recorder_kind: type[Any]
 
-    def __init__(self, config: Any, *, folder: RunFolder, recorder: Any, view: View) -> None:
-        """Prepare a run; nothing starts before `run`."""
-        self._config, self._folder, self._recorder, self._view = config, folder, recorder, view
+    def __init__(self, *, folder: RunFolder, places: Places, model_folder: Path, view: View) -> None:
+        """Prepare a run; nothing starts before `run`.
+
+        Args:
+            places: With the recipe, its paths absolute and its steps known.
+            model_folder: Hugging Face folder with the initial weights and the tokenizer.
+        """
+        config: Any = places.config
+        self._config, self._folder, self._view = config, folder, view
+        self._places, self._model_folder = places, model_folder
+        self._recorder = self._recorder_kind(config, folder)
         self._trainer_lane, self._controller_lane = EventBuffer("trainer"), EventBuffer("controller")
         self._watchdog = Watchdog(config.run.stall_timeout_s)
         self._interrupts = Interrupts(save_deadline_s=config.run.save_deadline_s)
@@ -131,7 +139,7 @@ class Controller(ABC):
         self._restarts_left -= 1
         self._recorder.close()
         self._folder.go_back(say=self._view.say)
-        self._recorder = type(self._recorder)(self._config, self._folder)
+        self._recorder = self._recorder_kind(self._config, self._folder)
         checkpoint = self._folder.checkpoint
         place = checkpoint.name if checkpoint else "the start"
         self._view.say(
@@ -223,7 +231,7 @@ class Controller(ABC):
 
     def _ask(self, method: str, *args: Any, waiting_for: str) -> list[Any]:
         """Have all ranks do something together, with the watchdog on."""
-        calls = call_all(self._ranks.handles, method, *args)
+        calls = call_all(self._ranks.handles, "work", method, *args)
         self._watchdog.restart()
         self._tick()
         while late := self._ranks.wait(calls, POLL_S):
@@ -286,7 +294,7 @@ class Controller(ABC):
             ThreadPoolExecutor(1) as pool,
         ):
             self._ranks.ask("snapshot", beside, timeout_s=run.save_timeout_s)
-            yield from self._ranks.asking("save", str(path), timeout_s=run.save_timeout_s, wait_s=wait_s)
+            yield from self._ranks.asking("save", path, timeout_s=run.save_timeout_s, wait_s=wait_s)
             reading = pool.submit(seal, path.parent)
             while wait([reading], wait_s).not_done:
                 yield None
@@ -323,7 +331,7 @@ class Controller(ABC):
         self._save()
         checkpoint = self._folder.newest_checkpoint()
         if not self._interrupts.notice:
-            self._ranks.ask("export", str(checkpoint / "model"), timeout_s=self._config.run.save_timeout_s)
+            self._ranks.ask("export", checkpoint / "model", timeout_s=self._config.run.save_timeout_s)
             seal(checkpoint)
         if self._interrupts:
             self._recorder.stopped_by = self._interrupts.why

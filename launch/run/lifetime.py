@@ -1,7 +1,7 @@
 """How actors begin and end: placed, started by name, waited for with a deadline, stopped by handle."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -25,16 +25,16 @@ def actor_options(config: Config | OfflineConfig, kind: str) -> dict[str, Any]:
     Args:
         kind: `queue`, `rollout`, `verifier` or `trainer`.
     """
-    share = 0.5 if isinstance(config, Config) and config.weights.transport == "ipc" else 1
-    gpus, threads, calls_at_once = 0.0, 1, None
-    match kind:
-        case "rollout":
-            assert isinstance(config, Config), "an offline run has no engines"
-            gpus, threads, calls_at_once = config.rollout.tensor_parallel * share, config.rollout.threads, 1000
-        case "trainer":  # One thread works, one writes checkpoints, one answers `progress`.
-            gpus, threads, calls_at_once = share, config.trainer.threads, 3
-        case "verifier":
-            calls_at_once = 1000
+    gpus, threads, calls_at_once = 0.0, 1, 1
+    if kind == "trainer":  # One thread works, one writes checkpoints, one answers `progress`.
+        gpus, threads, calls_at_once = 1, config.trainer.threads, 3
+    elif kind != "queue":
+        calls_at_once = 1000
+    if isinstance(config, Config):
+        if kind == "rollout":
+            gpus, threads = config.rollout.tensor_parallel, config.rollout.threads
+        if config.weights.transport == "ipc":  # an engine and its rank share one
+            gpus /= 2
     environment = {"TOKENIZERS_PARALLELISM": "false", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     return {
         "num_cpus": 0,
@@ -46,7 +46,7 @@ def actor_options(config: Config | OfflineConfig, kind: str) -> dict[str, Any]:
 
 
 def wait_until_started(
-    starting: Calls, *, timeout_s: float, logs: str, on_progress: Callable[[str], None]
+    starting: Calls, *, timeout_s: float, logs: str, on_progress: Callable[[str], object]
 ) -> dict[str, Any]:
     """Wait for the answers of starting actors, and return them by lane name.
 
@@ -72,11 +72,11 @@ def wait_until_started(
 
 def stop_all(handles: Mapping[str, Any]) -> None:
     """Have actors stop in good order; one that is late or fails is not waited for."""
-    list(call_all(handles, "stop").answers(_STOP_TIMEOUT_S))
+    call_all(handles, "stop").failures(_STOP_TIMEOUT_S)
 
 
-def kill_all(handles: Iterable[Any]) -> None:
-    """End actors at once."""
+def kill(*handles: Any) -> None:
+    """End actors at once; None, in the place of one, and those that are dead are passed over."""
     for handle in handles:
         with contextlib.suppress(Exception):
             ray.kill(handle)

@@ -4,16 +4,18 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from areal_lite.actors.calls import Calls
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError, StallError
-from areal_lite.launch.run.lifetime import actor_options
+from areal_lite.launch.run.lifetime import actor_options, wait_until_started
 from areal_lite.launch.run.plan import NOWHERE, Bundle, Node, place_for, plan, table
 from areal_lite.launch.run.whereabouts import Whereabouts
 from areal_lite.network import interface_of, listens, local_address
@@ -30,11 +32,10 @@ class Places:
     """What a run has reserved; starts each process in its place."""
 
     def __init__(
-        self, config: Config | OfflineConfig, group: PlacementGroup, bundles: list[Bundle], nodes: list[Node]
+        self, config: Config | OfflineConfig, group: PlacementGroup, bundles: list[Bundle], nodes: list[Node], logs: str
     ) -> None:
-        self._config = config
-        self.run = config.run
-        """With its network settled."""
+        self.config, self.logs = config, logs
+        """The recipe with its network settled, and the folder of the actors' logs."""
         self.whereabouts = Whereabouts(nodes, bundles)
         self._head, self._looks_at, self._unanswered = ray.get_runtime_context().gcs_address, 0.0, 0
         self._place_of = {lane: (group, index) for index, bundle in enumerate(bundles) for lane in bundle.lanes}
@@ -43,18 +44,24 @@ class Places:
     def spawn(self, kind: type, lane: str, **arguments: Any) -> Any:
         """Start the actor of a lane such as `rollout/0`; returns its handle, while it is still being made."""
         strategy = PlacementGroupSchedulingStrategy(*self._place_of[lane])
-        options = actor_options(self._config, lane.partition("/")[0])
-        return ray.remote(kind).options(scheduling_strategy=strategy, **options).remote(self._config, **arguments)
+        options = actor_options(self.config, lane.partition("/")[0])
+        actor = ray.remote(kind).options(scheduling_strategy=strategy, **options)
+        return actor.remote(self.config, log_folder=self.logs, **arguments)
+
+    def wait_until_started(self, starting: Calls, say: Callable[[str], object]) -> dict[str, Any]:
+        """Wait as `lifetime.wait_until_started` does, for as long as the recipe says."""
+        timeout_s = self.config.run.start_timeout_s
+        return wait_until_started(starting, timeout_s=timeout_s, logs=self.logs, on_progress=say)
 
     def has_place(self, lane: str) -> bool:
         """Whether a worker can start: where it was, or where there is room now if that node is gone or it is new."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         if self._node_of.get(lane) in alive:
             return True  # Ray would wait for one that is gone.
-        if not isinstance(self._config, Config) or self._config.weights.transport == "ipc":
+        if not isinstance(self.config, Config) or self.config.weights.transport == "ipc":
             return False  # An engine is where its rank is.
         nodes = _nodes()
-        bundle = place_for(lane, self._config, nodes, lanes_at=Counter(self._node_of.values()))
+        bundle = place_for(lane, self.config, nodes, lanes_at=Counter(self._node_of.values()))
         if bundle.node == NOWHERE or (group := _reserved([bundle], nodes)) is None:
             return False
         self._place_of[lane], self._node_of[lane] = (group, 0), nodes[bundle.node].key
@@ -76,8 +83,8 @@ class Places:
 
 
 @contextlib.contextmanager
-def places_for(config: Config | OfflineConfig, *, say: Callable[[str], object]) -> Iterator[Places]:
-    """Reserve all that a run needs, for as long as the block lasts.
+def places_for(config: Config | OfflineConfig, *, logs: Path, say: Callable[[str], object]) -> Iterator[Places]:
+    """Reserve all that a run needs, for as long as the block lasts; actors write into the folder of logs.
 
     Waits for GPUs that others hold; unblocked by `run.start_timeout_s`.
 
@@ -90,7 +97,7 @@ def places_for(config: Config | OfflineConfig, *, say: Callable[[str], object]) 
         address = local_address(settled.run.network)
         say(f"nodes speak over {interface_of(address)} (here {address}; run.network), ports {settled.run.ports}")
     group, bundles, nodes = _reserve(settled, say=say)
-    places = Places(settled, group, bundles, nodes)
+    places = Places(settled, group, bundles, nodes, str(logs))
     for line in places.whereabouts.lines():
         say(line)
     try:

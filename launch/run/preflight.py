@@ -24,7 +24,7 @@ from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.plugins import plugin_files
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
-from areal_lite.launch.run.lifetime import kill_all
+from areal_lite.launch.run.lifetime import kill
 from areal_lite.launch.run.places import with_network
 from areal_lite.network import port_range
 from areal_lite.node import NodeReport, rounds
@@ -101,7 +101,7 @@ def look_at_cluster(config: Config | OfflineConfig, *, paths: Sequence[str], sha
             if len(probes) > 1:
                 _measure_collectives(report, probes, config.run.device)
         finally:
-            kill_all(started.values())
+            kill(*started.values())
     return report
 
 

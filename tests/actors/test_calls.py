@@ -16,6 +16,7 @@ from areal_lite.config.recipe import parse_config
 from areal_lite.errors import EngineError, QueueError, RankDied, StallError, TrainerError
 from areal_lite.launch.run import ranks as ranks_module
 from areal_lite.launch.run.lifetime import wait_until_started
+from areal_lite.launch.run.places import Places
 from areal_lite.launch.run.ranks import Ranks
 
 
@@ -100,7 +101,8 @@ def test_a_start_that_is_late_or_fails_is_told_by_name() -> None:
 
 def make_ranks(**handles: Any) -> Ranks:
     ranks = Ranks.__new__(Ranks)
-    ranks._config, ranks._logs = parse_config({}), "/logs"
+    ranks._places = Places.__new__(Places)
+    ranks._places.config, ranks._places.logs = parse_config({}), "/logs"
     ranks._question, ranks._readings = Question("progress"), {}
     ranks.handles = {f"trainer/{name[-1]}": handle for name, handle in handles.items()}
     return ranks

@@ -1,7 +1,6 @@
 """The controllers' order of things, with processes that are only told about."""
 
 import errno
-import functools
 import io
 import itertools
 import json
@@ -38,16 +37,19 @@ from areal_lite.record.run_folder import RunFolder
 from areal_lite.watchdog import Watchdog
 
 FIGURES = {"loss": 0.5, "accuracy": 0.9, "tokens": 12.0, "lr": 1e-3, "grad_norm": 1.0, "step_skipped": 0.0}
-NO_PLACES: Any = SimpleNamespace(whereabouts=Whereabouts([], []), head_is_lost=lambda: False)
-"""No process is started here."""
 STATS = {metric.name: 1 for metric in METRICS if metric.reduction} | {"age_histogram": {0: 30}, "age_max": 0}
+
+
+def no_places(config: Any) -> Any:
+    """No process is started here."""
+    return SimpleNamespace(config=config, whereabouts=Whereabouts([], []), head_is_lost=lambda: False)
 
 
 class FakeRanks(Ranks):
     """Notes what was asked with which deadline."""
 
     def __init__(self, config: Any) -> None:
-        self._config = config
+        self._places = no_places(config)
         self.asked: list[tuple[Any, ...]] = []
         self.doing: dict[str, str] = {}
 
@@ -112,7 +114,8 @@ def offline(tmp_path: Path) -> OfflineController:
     run = {"dir": str(tmp_path / "run"), "eval_every": 1, "start_timeout_s": 321.0}
     config = offline_config(tmp_path, run=run)
     folder, view = new_run_folder(config), View(config, console=Console(file=io.StringIO()))
-    controller = OfflineController(config, folder=folder, places=NO_PLACES, model_folder=tmp_path / "model", view=view)
+    places = no_places(config)
+    controller = OfflineController(folder=folder, places=places, model_folder=tmp_path / "model", view=view)
     controller._ranks = FakeRanks(config)
     return controller
 
@@ -120,16 +123,15 @@ def offline(tmp_path: Path) -> OfflineController:
 def answers_of(handles: dict[str, Any], method: str, *arguments: Any) -> Any:
     """What `call_all` returns, where everybody has answered at once."""
     values = {name: getattr(handle, method).remote(*arguments) for name, handle in handles.items()}
-    return SimpleNamespace(values=values, pending={}, answers=lambda _: dict.fromkeys(values).items())
+    return SimpleNamespace(values=values, pending={}, failures=lambda _: {})
 
 
 @pytest.fixture
 def rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnlineController:
     config = parse_config({"run": {"dir": str(tmp_path / "run"), "steps": 5}, "weights": {"parity_every": 1}})
     folder, view = new_run_folder(config), View(config, console=Console(file=io.StringIO()))
-    controller = OnlineController(
-        config, folder=folder, places=NO_PLACES, model_folder=tmp_path, prompts={}, eval_prompts=[], view=view
-    )
+    run: dict[str, Any] = {"folder": folder, "places": no_places(config), "model_folder": tmp_path, "view": view}
+    controller = OnlineController(prompts={}, eval_prompts=[], **run)
     cluster: Any = FakeCluster()
     controller._cluster = cluster
     controller._collector = Collector(cluster, recorder=controller._recorder, view=view, logs="", own=[])
@@ -384,7 +386,7 @@ def test_a_checkpoint_is_read_under_the_deadline_of_a_start(offline: OfflineCont
     asked = []
     vars(offline)["_ask"] = lambda method, *_, waiting_for: asked.append(method) or [{}]
     offline._prepare(tmp_path / "step-000007")
-    assert offline._ranks.asked == [("load", str(tmp_path / "step-000007" / "trainer"), 321.0)]
+    assert offline._ranks.asked == [("load", tmp_path / "step-000007" / "trainer", 321.0)]
     assert offline._version == 7
     assert asked == ["prepare", "evaluate"]
 
@@ -417,7 +419,7 @@ def test_a_full_disk_ends_no_run_before_its_end(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def asking(method: str, *args: Any, timeout_s: float, wait_s: float) -> Iterator[list[Any]]:
-        if method == "save" and args[0].endswith(".step-000002.tmp/trainer"):
+        if method == "save" and args[0].parent.name == ".step-000002.tmp":
             fail()
         return FakeRanks.asking(ranks, method, *args, timeout_s=timeout_s)
 
@@ -444,8 +446,7 @@ class SlowRanks(FakeRanks):
         super().__init__(config)
         self.takes_s, self.when, self.now, self.begun = takes_s, when, 0.0, 0.0
         self.version = 0
-        methods = {name: SimpleNamespace(remote=functools.partial(self.begin, name)) for name in ("step", "evaluate")}
-        self.handles = {"trainer/0": SimpleNamespace(**methods)}
+        self.handles = {"trainer/0": SimpleNamespace(work=SimpleNamespace(remote=self.begin))}
 
     def begin(self, method: str) -> str:
         self.version += method == "step"
@@ -491,7 +492,9 @@ def test_a_run_that_is_given_notice_saves_in_time_and_can_be_told_to_go_on(
     monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: ranks.now))
     processes = SimpleNamespace(kill=lambda: None)
     vars(offline).update(_ranks=ranks, _spawn=lambda _: processes, _start=lambda _: None, _prepare=lambda _: None)
-    places = SimpleNamespace(**vars(NO_PLACES) | {"head_is_lost": lambda: during == "head" and ranks.version == 2})
+    places = SimpleNamespace(
+        **vars(offline._places) | {"head_is_lost": lambda: during == "head" and ranks.version == 2}
+    )
     offline._places = places  # type: ignore[assignment]
     with pytest.raises(Interrupted, match=str(tmp_path / "run")):
         offline.run()
@@ -585,7 +588,7 @@ class WritingRanks(FakeRanks):
                 yield []
             if error is not None:
                 raise error
-            Path(args[0]).mkdir()
+            args[0].mkdir()
         yield [7]
 
 
@@ -650,10 +653,9 @@ def test_a_save_that_fails_beside_the_steps_is_of_its_step_and_ends_nothing(
 
 def test_a_save_beside_the_steps_has_a_deadline_that_names_who_is_late() -> None:
     """Whoever looks; until then nothing is waited for. Seen failing without one."""
-    config = parse_config({})
     ranks = Ranks.__new__(Ranks)
-    handle = SimpleNamespace(save=SimpleNamespace(remote=lambda _: "never"))
-    vars(ranks).update(handles={"trainer/1": handle}, wait=lambda calls, _: list(calls.pending), _config=config)
+    handle = SimpleNamespace(work=SimpleNamespace(remote=lambda *_: "never"))
+    vars(ranks).update(handles={"trainer/1": handle}, wait=lambda calls, _: list(calls.pending))
     vars(ranks)["describe"] = lambda late: f"{', '.join(late)} in save since 9 s (write)"
     saving = ranks.asking("save", "folder", timeout_s=0.05)
     assert next(saving) == []
