@@ -3,6 +3,7 @@
 The controller's process asks queue, workers and ranks this way, a trainer rank the engines.
 """
 
+import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,6 +12,8 @@ import ray
 
 from areal_lite.errors import ArealLiteError
 from areal_lite.node import out_of_memory
+
+_STOP_TIMEOUT_S = 20.0
 
 
 class Calls:
@@ -95,3 +98,15 @@ def describe(error: BaseException) -> str:
     lines = str(cause).strip().splitlines()
     ended = out_of_memory() if isinstance(cause, ray.exceptions.RayActorError) else ""
     return f"{type(cause).__name__}: {lines[0]}{ended}" if lines else type(cause).__name__
+
+
+def stop_all(handles: Mapping[str, Any]) -> None:
+    """Have actors stop in good order; one that is late or fails is not waited for."""
+    call_all(handles, "stop").failures(_STOP_TIMEOUT_S)
+
+
+def kill(*handles: Any) -> None:
+    """End actors at once; None, in the place of one, and those that are dead are passed over."""
+    for handle in handles:
+        with contextlib.suppress(Exception):
+            ray.kill(handle)

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from areal_lite.actors.calls import Calls, Question, call_all, describe
+from areal_lite.actors.calls import Calls, Question, call_all, describe, kill, stop_all
 from areal_lite.actors.process import log_path
 from areal_lite.actors.queue import QueueActor
 from areal_lite.actors.rollout import RolloutActor
@@ -22,7 +22,6 @@ from areal_lite.config.recipe import Config
 from areal_lite.errors import ArealLiteError, EngineError, QueueError, QueueTimeout, VerifierError
 from areal_lite.events import Event
 from areal_lite.launch.run.engines import RayEngines
-from areal_lite.launch.run.lifetime import kill, stop_all
 from areal_lite.launch.run.places import Places
 from areal_lite.launch.run.ranks import Ranks
 from areal_lite.launch.run.restarts import Restarts, State

@@ -12,13 +12,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from areal_lite.actors.calls import Calls
+from areal_lite.actors.process import log_path
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
-from areal_lite.errors import ConfigError, StallError
-from areal_lite.launch.run.lifetime import actor_options, wait_until_started
+from areal_lite.errors import ArealLiteError, ConfigError, EngineError, QueueError, RankDied, StallError
 from areal_lite.launch.run.plan import NOWHERE, Bundle, Node, place_for, plan, table
 from areal_lite.launch.run.whereabouts import Whereabouts
 from areal_lite.network import interface_of, listens, local_address
+from areal_lite.node import out_of_memory
 
 _RETRY_S = 1.0
 """How often a run that waits for GPUs looks for free ones."""
@@ -49,9 +50,24 @@ class Places:
         return actor.remote(self.config, log_folder=self.logs, **arguments)
 
     def wait_until_started(self, starting: Calls, say: Callable[[str], object]) -> dict[str, Any]:
-        """Wait as `lifetime.wait_until_started` does, for as long as the recipe says."""
+        """Wait for the answers of starting actors, and return them by lane name.
+
+        Raises:
+            StallError: Actors are late; names them.
+            ArealLiteError: As the actor said, with its name and log.
+        """
         timeout_s = self.config.run.start_timeout_s
-        return wait_until_started(starting, timeout_s=timeout_s, logs=self.logs, on_progress=say)
+        for name, error in starting.answers(timeout_s):
+            if error is not None:
+                raise _not_started(name, error, log=log_path(self.logs, name)) from error
+            missing = ", ".join(sorted(starting.pending))
+            say(f"{name} is ready" + (f", waiting for {missing}" if missing else ""))
+        if starting.pending:
+            raise StallError(
+                f"actors must start within run.start_timeout_s={timeout_s:g} s; still missing: "
+                f"{', '.join(starting.pending)}; see {self.logs}"
+            )
+        return starting.values
 
     def has_place(self, lane: str) -> bool:
         """Whether a worker can start: where it was, or where there is room now if that node is gone or it is new."""
@@ -80,6 +96,45 @@ class Places:
         if listens(self._head, timeout_s=_LOOK_EVERY_S):
             for group in {group.id: group for group, _ in self._place_of.values()}.values():
                 remove_placement_group(group)
+
+
+def actor_options(config: Config | OfflineConfig, kind: str) -> dict[str, Any]:
+    """Return the `ray.remote(...).options` of one actor.
+
+    An actor takes its GPUs from what is reserved for it. CPU cores are not reserved: the recipe's thread
+    counts share them out, and a laptop has fewer cores than the run has processes.
+
+    Args:
+        kind: `queue`, `rollout`, `verifier` or `trainer`.
+    """
+    gpus, threads, calls_at_once = 0.0, 1, 1
+    if kind == "trainer":  # One thread works, one writes checkpoints, one answers `progress`.
+        gpus, threads, calls_at_once = 1, config.trainer.threads, 3
+    elif kind != "queue":
+        calls_at_once = 1000
+    if isinstance(config, Config):
+        if kind == "rollout":
+            gpus, threads = config.rollout.tensor_parallel, config.rollout.threads
+        if config.weights.transport == "ipc":  # an engine and its rank share one
+            gpus /= 2
+    environment = {"TOKENIZERS_PARALLELISM": "false", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    return {
+        "num_cpus": 0,
+        "num_gpus": gpus if config.run.device == "cuda" else 0,
+        "max_restarts": 0,
+        "max_concurrency": calls_at_once,
+        "runtime_env": {"env_vars": environment | {"OMP_NUM_THREADS": str(threads)} | config.run.env},
+    }
+
+
+def _not_started(name: str, error: Exception, *, log: str) -> Exception:
+    if isinstance(error, ArealLiteError):
+        return type(error)(f"{name} did not start: {error} (log: {log})")
+    if isinstance(error, ray.exceptions.RayActorError):
+        kinds: dict[str, type[ArealLiteError]] = {"queue": QueueError, "trainer": RankDied}
+        kind = kinds.get(name.partition("/")[0], EngineError)
+        return kind(f"{name} did not start: its process ended{out_of_memory()} (log: {log})")
+    return error
 
 
 @contextlib.contextmanager

@@ -7,10 +7,9 @@ from typing import Any
 
 import ray
 
-from areal_lite.actors.calls import Calls, Question, call_all, describe
+from areal_lite.actors.calls import Calls, Question, call_all, describe, kill, stop_all
 from areal_lite.actors.process import log_path
 from areal_lite.errors import RankDied, StallError, TrainerError
-from areal_lite.launch.run.lifetime import kill, stop_all
 from areal_lite.launch.run.places import Places
 from areal_lite.node import out_of_memory
 

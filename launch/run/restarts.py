@@ -9,8 +9,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from areal_lite.actors.calls import Calls, describe
-from areal_lite.launch.run.lifetime import kill
+from areal_lite.actors.calls import Calls, describe, kill
 
 _CLEARED_AFTER_S = 3600.0
 """A worker that has worked so long since its last start has died of something else."""

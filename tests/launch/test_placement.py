@@ -6,7 +6,7 @@ import pytest
 
 from areal_lite.config.recipe import Config, load_config, parse_config
 from areal_lite.errors import ConfigError
-from areal_lite.launch.run.lifetime import actor_options
+from areal_lite.launch.run.places import actor_options
 from areal_lite.rollout.engine_settings import engine_arguments
 
 KINDS = ["queue", "rollout", "verifier", "trainer"]
