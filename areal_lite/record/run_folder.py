@@ -146,8 +146,8 @@ class RunFolder:
 
     def go_back(self, *, say: Callable[[str], object]) -> None:
         """Continue from the newest checkpoint that is what was saved; from the start where none was saved."""
-        is_saved = bool(whole_checkpoints(self.checkpoints))
-        self.checkpoint = choose_checkpoint(self.checkpoints, None, say=say) if is_saved else None
+        there = whole_checkpoints(self.checkpoints)
+        self.checkpoint = choose_checkpoint(self.checkpoints, None, say=say) if there else None
         self._set_aside(say)
 
     def _set_aside(self, say: Callable[[str], object]) -> None:

@@ -69,7 +69,8 @@ def take_snapshot(
         states[_CRITIC], meta[_CRITIC] = _state(critic), _fingerprint(critic.model)
     if (outputs := model_outputs(learner.model)) is not None:
         meta["outputs"] = outputs | {"limit": limit}
-    random, group = _random_state(), None
+    on_gpu, group = torch.cuda.is_available(), None
+    random = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if on_gpu else {})
     if copied:
         states = tree_map_only(Tensor, lambda value: value.detach().to("cpu", copy=True), states)
         group = group_beside()
@@ -123,7 +124,10 @@ def load_checkpoint(
     _load_learner(folder, learner)
     check_outputs(learner.model, meta.get("outputs"), folder=folder, limit=limit)
     if (random_file := folder / f"rng-{rank}.pt").exists():
-        _set_random_state(torch.load(random_file, weights_only=True))
+        random = torch.load(random_file, weights_only=True)
+        torch.set_rng_state(random["cpu"])
+        if "cuda" in random and torch.cuda.is_available():
+            torch.cuda.set_rng_state(random["cuda"])
     return version, coefficients
 
 
@@ -197,16 +201,3 @@ def _check_same_model(saved: Fingerprint, present: Fingerprint, *, folder: Path,
                 f"the checkpoint in {folder} is of another model: {name} must be {expected}, got {got}: "
                 f"set {setting} to the model it was made with"
             )
-
-
-def _random_state() -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_random_state(state: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -42,6 +42,8 @@ _REPORT_WAIT_S = 2.0
 class Cluster:
     """The actors of one run, by lane name: `queue`, `rollout/0`, `verifier/0`, `trainer/0` and so on."""
 
+    _config: Config
+
     def __init__(
         self,
         places: Places,
@@ -60,13 +62,12 @@ class Cluster:
             prompts: To train on, by source.
             rollout_actor: What a benchmark measures may be more than a run needs.
         """
-        config: Any = places.config
-        self._config: Config = config
-        self._places, self._rollout_actor, self._logs = places, rollout_actor, places.logs
+        self._config, self._places, self._logs = places.config, places, places.logs
+        self._rollout_actor = rollout_actor
         self._model_folder, self._prompts = str(model_folder), prompts
         self.verifiers: dict[str, Any] = {}
-        self.engines = RayEngines({}, timeout_s=config.run.stall_timeout_s, on_drop=self._note_lost)
-        run = config.run
+        run = self._config.run
+        self.engines = RayEngines({}, timeout_s=run.stall_timeout_s, on_drop=self._note_lost)
         self.restarts = Restarts(self._respawn, most=run.max_worker_restarts, start_timeout_s=run.start_timeout_s)
         self._reports = Question("collect")
         self._silent = set[str]()
@@ -151,11 +152,9 @@ class Cluster:
         self.rejoin(ready)
 
     def _feel_pulse(self) -> None:
-        _, failed = self._pulse.ask({"queue": self._queue_actor, **self.ranks.handles}, wait_s=0.0)
-        died = failed.pop("queue", None)
-        for name, error in failed.items():
-            raise self.ranks.blame(name, error) from error
-        if died is not None:
+        self.ranks.progress()
+        _, failed = self._pulse.ask({"queue": self._queue_actor}, wait_s=0.0)
+        if died := failed.get("queue"):
             log = log_path(self._logs, "queue")
             failure = QueueError(f"the sample queue, on which everybody waits, died: {describe(died)}; log: {log}")
             may_replace = self._taken and self._copy and self._config.run.max_restarts

@@ -46,6 +46,7 @@ class Interrupted(Exception):
 class Controller(ABC):
     """One run: owns the processes, the run folder and the order of everything."""
 
+    _config: Any
     _ranks: Ranks
     _recorder_kind: type[Any]
 
@@ -56,16 +57,15 @@ class Controller(ABC):
             places: With the recipe, its paths absolute and its steps known.
             model_folder: Hugging Face folder with the initial weights and the tokenizer.
         """
-        config: Any = places.config
-        self._config, self._folder, self._view = config, folder, view
+        self._config, self._folder, self._view = places.config, folder, view
         self._places, self._model_folder = places, model_folder
-        self._recorder = self._recorder_kind(config, folder)
+        self._recorder = self._recorder_kind(self._config, folder)
         self._trainer_lane, self._controller_lane = EventBuffer("trainer"), EventBuffer("controller")
-        self._watchdog = Watchdog(config.run.stall_timeout_s)
-        self._interrupts = Interrupts(save_deadline_s=config.run.save_deadline_s)
+        self._watchdog = Watchdog(self._config.run.stall_timeout_s)
+        self._interrupts = Interrupts(save_deadline_s=self._config.run.save_deadline_s)
         self._version = 0
         self._saved_at = time.monotonic()
-        self._restarts_left: int = config.run.max_restarts
+        self._restarts_left: int = self._config.run.max_restarts
         self._furthest = 0
         """The step that was saved last, of all that this process has saved."""
         self._at_boundary = False
@@ -98,7 +98,7 @@ class Controller(ABC):
     def _run(self, checkpoint: Path | None) -> dict[str, Any]:
         try:
             self._start(checkpoint)
-            self._interrupts.work_begins()
+            self._interrupts.end_at_once(False)
             self._prepare(checkpoint)
             failure: Exception | None = None
             while True:
@@ -146,14 +146,14 @@ class Controller(ABC):
             f"{reason}; the run goes back to {place} (run.max_restarts: {self._restarts_left} left)", style="yellow"
         )
         self._unwritten, self._version = None, 0
-        self._interrupts.work_is_saved()
+        self._interrupts.end_at_once(True)
         self._spawn_all(checkpoint)
         try:
             self._start(checkpoint)
         except StallError:
             self._restarts_left = 0  # what took too long would do so again
             raise
-        self._interrupts.work_begins()
+        self._interrupts.end_at_once(False)
         self._at_boundary = True
         self._prepare(checkpoint)
         self._controller_lane.emit("restarted", step=self._version, noticed=noticed, reason=reason)

@@ -35,8 +35,10 @@ class Places:
     def __init__(
         self, config: Config | OfflineConfig, group: PlacementGroup, bundles: list[Bundle], nodes: list[Node], logs: str
     ) -> None:
-        self.config, self.logs = config, logs
-        """The recipe with its network settled, and the folder of the actors' logs."""
+        self.config: Any = config
+        """The recipe with its network settled."""
+        self.logs = logs
+        """Folder of the actors' logs."""
         self.whereabouts = Whereabouts(nodes, bundles)
         self._head, self._looks_at, self._unanswered = ray.get_runtime_context().gcs_address, 0.0, 0
         self._place_of = {lane: (group, index) for index, bundle in enumerate(bundles) for lane in bundle.lanes}
