@@ -3,6 +3,7 @@
 The controller's process asks queue, workers and ranks this way, a trainer rank the engines.
 """
 
+import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,6 +12,8 @@ import ray
 
 from areal_lite.errors import ArealLiteError
 from areal_lite.node import out_of_memory
+
+_STOP_TIMEOUT_S = 20.0
 
 
 class Calls:
@@ -36,14 +39,16 @@ class Calls:
                 return
             for name in [name for name, reference in self.pending.items() if reference in ready]:
                 if name in self.pending:  # whoever got the answer before may have let go of this one
-                    yield self._take(name)
+                    failure = None
+                    try:
+                        self.values[name] = result(self.pending.pop(name))
+                    except (ArealLiteError, ray.exceptions.RayError) as error:
+                        failure = error
+                    yield name, failure
 
-    def _take(self, name: str) -> tuple[str, Exception | None]:
-        try:
-            self.values[name] = result(self.pending.pop(name))
-        except (ArealLiteError, ray.exceptions.RayError) as error:
-            return name, error
-        return name, None
+    def failures(self, timeout_s: float) -> dict[str, Exception]:
+        """Wait as `answers` does, and return who failed, and why."""
+        return {name: error for name, error in self.answers(timeout_s) if error is not None}
 
 
 def call_all(handles: Mapping[str, Any], method: str, *args: Any, **kwargs: Any) -> Calls:
@@ -68,19 +73,19 @@ class Question:
         self._calls = Calls(
             {name: owed.get(name) or getattr(handle, self._method).remote() for name, handle in handles.items()}
         )
-        failed = {name: error for name, error in self._calls.answers(wait_s) if error is not None}
+        failed = self._calls.failures(wait_s)
         return self._calls.values, failed
 
 
-def result(reference: Any, *, timeout_s: float | None = None) -> Any:
+def result(reference: Any) -> Any:
     """Return the result of one call.
 
     Raises:
         ArealLiteError: The error the actor raised, without Ray's wrapping.
-        RayError: The actor is dead, late, or failed otherwise.
+        RayError: The actor is dead, or failed otherwise.
     """
     try:
-        return ray.get(reference, timeout=timeout_s)
+        return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, ArealLiteError):
             raise error.cause from None
@@ -93,3 +98,15 @@ def describe(error: BaseException) -> str:
     lines = str(cause).strip().splitlines()
     ended = out_of_memory() if isinstance(cause, ray.exceptions.RayActorError) else ""
     return f"{type(cause).__name__}: {lines[0]}{ended}" if lines else type(cause).__name__
+
+
+def stop_all(handles: Mapping[str, Any]) -> None:
+    """Have actors stop in good order; one that is late or fails is not waited for."""
+    call_all(handles, "stop").failures(_STOP_TIMEOUT_S)
+
+
+def kill(*handles: Any) -> None:
+    """End actors at once; None, in the place of one, and those that are dead are passed over."""
+    for handle in handles:
+        with contextlib.suppress(Exception):
+            ray.kill(handle)

@@ -1,8 +1,7 @@
 """vLLM's weight-sync client over the rollout actors: what a trainer rank drives the engines with."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -27,7 +26,7 @@ class EngineClient:
         self, handles: Mapping[str, Any], *, timeout_s: float, join_timeout_s: float, ranks_per_engine: int
     ) -> None:
         self._handles, self._ranks_per_engine = handles, ranks_per_engine
-        self._timeout_s, self._join_timeout_s = timeout_s, join_timeout_s
+        self._timeouts = {"timeout_s": timeout_s, "join_timeout_s": join_timeout_s}
         self.let_go: Callable[[], None] = lambda: None
         """Wakes all who wait for an engine that failed, the trainer among them; set by the sender of a group."""
 
@@ -39,12 +38,7 @@ class EngineClient:
             if "rank_offset" in info:
                 info["rank_offset"] += index * self._ranks_per_engine
             references[name] = handle.init_weight_transfer_engine.remote(info)
-        self._finish(
-            Calls(references),
-            "init_weight_transfer_engine",
-            timeout_s=self._join_timeout_s,
-            setting="weights.join_timeout_s",
-        )
+        self._finish(Calls(references), "init_weight_transfer_engine", setting="join_timeout_s")
 
     def start_weight_update(self) -> None:
         """Open the update."""
@@ -59,12 +53,12 @@ class EngineClient:
         self._call("finish_weight_update")
 
     def _call(self, method: str, *args: Any) -> None:
-        calls = call_all(self._handles, method, *args)
-        self._finish(calls, method, timeout_s=self._timeout_s, setting="weights.timeout_s")
+        self._finish(call_all(self._handles, method, *args), method, setting="timeout_s")
 
-    def _finish(self, calls: Calls, method: str, *, timeout_s: float, setting: str) -> None:
+    def _finish(self, calls: Calls, method: str, *, setting: str) -> None:
+        timeout_s = self._timeouts[setting]
         deadline = time.monotonic() + timeout_s
-        errors = dict(islice(_errors(calls, timeout_s), 1))
+        errors = next(({name: error} for name, error in calls.answers(timeout_s) if error is not None), {})
         late = set(calls.pending) if not errors else set()
         if not errors and not late:
             return
@@ -73,20 +67,16 @@ class EngineClient:
         if len(self._handles) > 1:
             # Those that join cannot be told: they give up when their own time is over.
             left_s = max(0.0, deadline - time.monotonic()) if method.startswith("init") else 0.0
-            others = dict(_errors(calls, left_s + _LET_GO_S))
+            others = calls.failures(left_s + _LET_GO_S)
             if method == "update_weights":  # An update that came through must be closed before there is another.
                 received = {name: self._handles[name] for name in calls.values}
-                list(call_all(received, "finish_weight_update").answers(self._timeout_s))
+                call_all(received, "finish_weight_update").failures(self._timeouts["timeout_s"])
         errors |= {name: error for name, error in others.items() if isinstance(error, _DEATHS)}
         lost = {name for name, error in errors.items() if isinstance(error, _DEATHS)} | calls.pending.keys()
         engines = {
             name: f"{method}: {describe(errors[name])}"
             if name in errors
-            else f"it must finish {method} within {setting}={timeout_s:g} s, it did not"
+            else f"it must finish {method} within weights.{setting}={timeout_s:g} s, it did not"
             for name in sorted(lost or errors or late)
         }
         raise HandoverError("; ".join(f"{name}: {reason}" for name, reason in engines.items()), engines=engines)
-
-
-def _errors(calls: Calls, timeout_s: float) -> Iterator[tuple[str, Exception]]:
-    return ((name, error) for name, error in calls.answers(timeout_s) if error is not None)

@@ -1,17 +1,15 @@
 """The process of one trainer rank, of a reinforcement-learning or an offline run."""
 
-import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from areal_lite.actors.engine_client import EngineClient
 from areal_lite.actors.process import log_to_file, position
-from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.network import local_address, port_range
 from areal_lite.sample_queue.access import QueueAccess
@@ -20,34 +18,21 @@ from areal_lite.train.distributed import join_process_group, leave_process_group
 from areal_lite.train.offline import OfflineTrainer
 from areal_lite.train.trainer import Trainer
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _work(method: Method) -> Method:
-    """Mark what a rank does one at a time; `ping` tells of it while it lasts."""
-
-    @functools.wraps(method)
-    def wrapper(self: "TrainerActor", *args: Any, **kwargs: Any) -> Any:
-        words = " ".join([method.__name__, *(arg for arg in args if isinstance(arg, str))])
-        self._working = words, time.monotonic(), threading.get_ident()
-        try:
-            return method(self, *args, **kwargs)
-        finally:
-            self._working = None
-
-    return wrapper  # type: ignore[return-value]
-
 
 class TrainerActor:
-    """Delegates to a trainer, in which all ranks do everything together; `progress` and `ping` may be called beside."""
+    """Delegates to a trainer, in which all ranks do everything together, one thing at a time.
+
+    `progress` and `ping` may be called beside, and `save` with what was copied.
+    """
 
     _trainer: Any = None
-    _working: tuple[str, float, int] | None = None
 
     def __init__(self, config: Any, *, rank: int, log_folder: str) -> None:
         log_to_file(log_folder, f"trainer/{rank}", environment=config.run.env)
         torch.manual_seed(config.run.seed)
         self._config, self._rank = config, rank
+        self._working: dict[int, tuple[str, float]] = {}
+        self._writing, self._snapshots = threading.Lock(), list[Callable[[Path], None]]()
         if config.run.device == "cpu" or config.trainer.offload:
             torch.set_num_threads(config.trainer.threads)
 
@@ -56,38 +41,46 @@ class TrainerActor:
         self._store = open_store(local_address(self._config.run.network), port_range(self._config.run.ports))
         return f"{self._store.host}:{self._store.port}"
 
-    def _join(self, address: str) -> None:
-        """Meet the other ranks."""
-        device, trainer = self._config.run.device, self._config.trainer
-        options: dict[str, Any] = {"timeout_s": trainer.collective_timeout_s, "mesh": trainer.mesh}
-        join_process_group(address, rank=self._rank, world_size=trainer.ranks, device=device, **options)
-
     def progress(self) -> int:
         """Return a number that grows while this rank works."""
         return 0 if self._trainer is None else int(self._trainer.progress)
 
     def ping(self) -> str:
         """Say what this rank is busy with, since when, and where it is; nothing when it is free."""
-        if (working := self._working) is None:
-            return ""
-        words, since, thread = working
-        return f"in {words} since {time.monotonic() - since:.0f} s ({position(thread)})"
+        now, working = time.monotonic(), self._working.copy()
+        return " and ".join(
+            f"in {words} since {now - since:.0f} s ({position(thread)})" for thread, (words, since) in working.items()
+        )
 
-    @_work
-    def load(self, checkpoint: str) -> int:
+    def work(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Do something of this class, or of the trainer; `ping` tells of it while it lasts."""
+        words = " ".join([method, *(str(arg) for arg in args if isinstance(arg, str | Path))])
+        self._working[threading.get_ident()] = words, time.monotonic()
+        try:
+            return getattr(self if hasattr(self, method) else self._trainer, method)(*args, **kwargs)
+        finally:
+            del self._working[threading.get_ident()]
+
+    def _join(self, address: str) -> None:
+        """Meet the other ranks."""
+        device, trainer = self._config.run.device, self._config.trainer
+        options: dict[str, Any] = {"timeout_s": trainer.collective_timeout_s, "mesh": trainer.mesh}
+        join_process_group(address, rank=self._rank, world_size=trainer.ranks, device=device, **options)
+
+    def load(self, checkpoint: Path) -> int:
         """Load a checkpoint; returns the version."""
-        self._trainer.load(Path(checkpoint))
+        self._trainer.load(checkpoint)
         return int(self._trainer.version)
 
-    @_work
-    def save(self, folder: str) -> None:
-        """Write a checkpoint."""
-        self._trainer.save(Path(folder))
+    def snapshot(self, copied: bool) -> None:
+        """Take what the next `save` writes; one that is still under way is waited for."""
+        with self._writing:
+            self._snapshots = [self._trainer.snapshot(copied=copied)]
 
-    @_work
-    def export(self, folder: str) -> None:
-        """Write a Hugging Face folder."""
-        self._trainer.export(Path(folder))
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint, and let go of the snapshot."""
+        with self._writing:
+            self._snapshots.pop()(folder)
 
     def stop(self) -> None:
         """Leave the process group."""
@@ -100,7 +93,6 @@ class OnlineTrainerActor(TrainerActor):
     _config: Config
     _trainer: Trainer
 
-    @_work
     def start(self, *, address: str, model_folder: str, access: QueueAccess) -> None:
         """Join the other ranks and build the model."""
         # Imported here: the controller's process imports this module too, and has no use for vLLM.
@@ -121,12 +113,12 @@ class OnlineTrainerActor(TrainerActor):
             join_timeout_s=config.weights.join_timeout_s,
             adapter=config.trainer.sent_adapter,
         )
+        self.publish, self.squares = self._publisher.publish, self._publisher.squares
 
     def reconnect(self, access: QueueAccess) -> None:
         """Go on at the sample queue that took a dead one's place."""
         self._queue.move_to(access)
 
-    @_work
     def connect(self, engines: dict[str, Any], kept: list[str]) -> dict[str, str | None]:
         """Make exactly these rollout actors the receivers of publications; those `kept` are those of before."""
         weights, ranks = self._config.weights, self._config.rollout.tensor_parallel
@@ -139,26 +131,10 @@ class OnlineTrainerActor(TrainerActor):
         group: dict[str, Any] = {"group_client": client(engines), "num_engine_ranks": ranks * len(engines)}
         return self._publisher.connect(clients, kept=kept, **group)
 
-    @_work
     def step(self, batch_id: str) -> dict[str, Any]:
         """Fetch this rank's shard of a taken batch and train it."""
         rank = self._rank // self._config.trainer.mesh.same_rows
         return self._trainer.train_step(self._queue.fetch(batch_id=batch_id, rank=rank))
-
-    @_work
-    def publish(self) -> dict[str, str | None]:
-        """Send the present weights to all engines; returns per engine None or why it failed."""
-        return self._publisher.publish()
-
-    @_work
-    def squares(self) -> dict[str, float]:
-        """Sums of squares of the present weights, as they are sent."""
-        return self._publisher.squares()
-
-    @_work
-    def score(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Any]:
-        """Log-probabilities of stored sequences under the present weights."""
-        return list(self._trainer.score(sequences))
 
     def stop(self) -> None:
         """Leave the process group."""
@@ -167,28 +143,9 @@ class OnlineTrainerActor(TrainerActor):
 
 
 class OfflineTrainerActor(TrainerActor):
-    """Takes its batches from rows that every rank has."""
+    """Trains on rows of its own, by the methods of its trainer."""
 
-    _config: OfflineConfig
-    _trainer: OfflineTrainer
-
-    @_work
     def start(self, *, address: str, model_folder: str) -> None:
         """Join the other ranks, load models and data."""
         self._join(address)
         self._trainer = OfflineTrainer(self._config, model_folder=model_folder, rank=self._rank)
-
-    @_work
-    def prepare(self) -> None:
-        """Run the reference model."""
-        self._trainer.prepare()
-
-    @_work
-    def step(self) -> dict[str, float]:
-        """Train one batch."""
-        return self._trainer.step()
-
-    @_work
-    def evaluate(self) -> dict[str, dict[str, float]]:
-        """Measure on the held-out rows."""
-        return self._trainer.evaluate()

@@ -32,6 +32,9 @@ class RunConfig(Section):
     """steps between checkpoints; 0 = none by steps"""
     checkpoint_every_minutes: float = Field(10.0, ge=0)
     """minutes after which a step ends with a checkpoint as well; 0 = none by time; the end and Ctrl-C save anyway"""
+    checkpoint_beside: bool = False
+    """write checkpoints beside the steps that follow, which wait for a copy of weights and moments alone: it takes as
+    much of the host's memory as these do; the last one is waited for"""
     keep_checkpoints: int = Field(2, ge=1)
     """newest checkpoints kept on disk"""
     report: bool = True

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -70,16 +70,18 @@ def choose_checkpoint(folder: Path, wanted: str | None, *, say: Callable[[str], 
     )
 
 
-def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], None], *, keep: int) -> Path:
-    """Write a checkpoint, at no moment without a whole one of its step if there was one, and keep the newest.
+@contextlib.contextmanager
+def new_checkpoint(folder: Path, step: int, *, keep: int) -> Iterator[Path]:
+    """Yield where a checkpoint is written, which counts from the end of the block on; the newest are kept.
+
+    At no moment is there none of its step if there was one.
 
     Args:
         step: Completed steps.
-        fill: Writes the files into a folder.
         keep: How many to keep; the one written now, just verified, is among them.
 
     Raises:
-        CheckpointError: The disk is full; what was written of it is gone.
+        CheckpointError: The disk is full; whatever fails, what was written is gone.
     """
     final, temporary = folder / f"step-{step:06d}", folder / f".step-{step:06d}.tmp"
     aside = folder / f".{final.name}.aside"
@@ -87,7 +89,7 @@ def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], None], *, k
     temporary.mkdir(parents=True)
     began = time.time()
     try:
-        fill(temporary)
+        yield temporary
         (temporary / _META).write_text(json.dumps({"step": step, "time": began, "manifest": True}))
         seal(temporary)
     except Exception as error:
@@ -109,7 +111,6 @@ def write_checkpoint(folder: Path, step: int, fill: Callable[[Path], None], *, k
         hidden = old.with_name(f".{old.name}.old")
         os.replace(old, hidden)  # one that a kill left half deleted is never taken for whole
         shutil.rmtree(hidden)
-    return final
 
 
 def go_on_from(checkpoint: Path, *, say: Callable[[str], object]) -> None:

@@ -11,7 +11,7 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +20,7 @@ from areal_lite.config.recipe import Config
 from areal_lite.config.sections import LaunchConfig, MeshConfig, RunConfig, WeightsConfig
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.events import Event
-from areal_lite.record.checkpoints import choose_checkpoint, go_on_from, whole_checkpoints, write_checkpoint
+from areal_lite.record.checkpoints import choose_checkpoint, go_on_from, new_checkpoint, whole_checkpoints
 from areal_lite.record.differences import differences
 from areal_lite.record.trace import to_trace
 
@@ -146,8 +146,8 @@ class RunFolder:
 
     def go_back(self, *, say: Callable[[str], object]) -> None:
         """Continue from the newest checkpoint that is what was saved; from the start where none was saved."""
-        is_saved = bool(whole_checkpoints(self.checkpoints))
-        self.checkpoint = choose_checkpoint(self.checkpoints, None, say=say) if is_saved else None
+        there = whole_checkpoints(self.checkpoints)
+        self.checkpoint = choose_checkpoint(self.checkpoints, None, say=say) if there else None
         self._set_aside(say)
 
     def _set_aside(self, say: Callable[[str], object]) -> None:
@@ -171,25 +171,21 @@ class RunFolder:
             return "there is no checkpoint to go on from (run.checkpoint_every)"
         return f"to go on from step {max(there)}: areal-lite resume {shlex.quote(str(self.path))}"
 
-    def write_checkpoint(
-        self, step: int, *, queue_state: bytes | None, save_trainer: Callable[[Path], None], keep: int
-    ) -> Path:
-        """Write a checkpoint that exists whole or not at all, and delete the oldest beyond the `keep` newest.
+    @contextlib.contextmanager
+    def new_checkpoint(self, step: int, *, queue_state: bytes | None, keep: int) -> Iterator[Path]:
+        """Yield where the trainer's part of a checkpoint is written; it is there, whole, from the block's end on.
 
         Args:
             step: Completed steps.
             queue_state: The sample queue's; None for an offline run, which has no queue.
-            save_trainer: Writes the trainer's part into a folder.
+            keep: How many of the newest are left.
         """
-
-        def fill(folder: Path) -> None:
-            save_trainer(folder / "trainer")
+        self.guard()
+        with new_checkpoint(self.checkpoints, step, keep=keep) as folder:
             if queue_state is not None:
                 (folder / "queue.msgpack").write_bytes(queue_state)
+            yield folder / "trainer"
             self.guard()  # the ranks may have taken long
-
-        self.guard()
-        return write_checkpoint(self.checkpoints, step, fill, keep=keep)
 
     def append(self, name: str, rows: Iterable[Row]) -> None:
         """Append rows to a `.jsonl` file; a killed run leaves whole lines. What cannot be written now comes later."""

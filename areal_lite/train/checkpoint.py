@@ -11,14 +11,14 @@ Writing is not atomic: the caller hands a temporary folder and renames it when e
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -29,9 +29,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, AutoTokenizer
 
 from areal_lite.errors import CheckpointError
+from areal_lite.train.distributed import group_beside
 from areal_lite.train.lora import bit_sum, export_adapter, gather, is_adapted, merged, model_parameters
 from areal_lite.train.optimiser import Learner
 from areal_lite.train.outputs import check_outputs, model_outputs
@@ -40,8 +42,7 @@ _CRITIC = "critic"
 Fingerprint = dict[str, list[Any]]
 
 
-def save_checkpoint(
-    folder: Path,
+def take_snapshot(
     learner: Learner,
     *,
     version: int,
@@ -49,32 +50,46 @@ def save_checkpoint(
     limit: float,
     critic: Learner | None = None,
     coefficients: Mapping[str, float] | None = None,
-) -> None:
-    """Write models, optimisers, version, coefficients and random state; collective.
+    copied: bool = False,
+) -> Callable[[Path], None]:
+    """Take models, optimisers, version, coefficients and random state as they are; collective.
 
     Args:
-        folder: Created if missing; the same on all ranks.
         version: Completed trainer steps; the learning rate follows from it.
         limit: Nats by which what the model says may differ once it is loaded again.
         coefficients: Numbers that follow from the steps done; none by default.
+        copied: To the host's memory, so that training may go on while a thread writes.
+
+    Returns:
+        What writes a checkpoint of this moment into a folder, the same on all ranks, which is made; collective.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    save(_state(learner), checkpoint_id=folder)
-    torch.save(_random_state(), folder / f"rng-{rank}.pt")
+    states = {"": _state(learner)}
     meta = {"version": version, "coefficients": dict(coefficients or {}), "model": _fingerprint(learner.model)}
     if critic is not None:
-        save(_state(critic), checkpoint_id=folder / _CRITIC)
-        meta[_CRITIC] = _fingerprint(critic.model)
+        states[_CRITIC], meta[_CRITIC] = _state(critic), _fingerprint(critic.model)
     if (outputs := model_outputs(learner.model)) is not None:
         meta["outputs"] = outputs | {"limit": limit}
-    if rank == 0:
-        (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+    on_gpu, group = torch.cuda.is_available(), None
+    random = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if on_gpu else {})
+    if copied:
+        states = tree_map_only(Tensor, lambda value: value.detach().to("cpu", copy=True), states)
+        group = group_beside()
+
+    def write(folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, state in states.items():
+            save(state, checkpoint_id=folder / name, process_group=group)
+        torch.save(random, folder / f"rng-{rank}.pt")
+        if rank == 0:
+            (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+
+    return write
 
 
 def load_checkpoint(
     folder: Path, learner: Learner, *, rank: int, limit: float, critic: Learner | None = None
 ) -> tuple[int, dict[str, float]]:
-    """Load what `save_checkpoint` wrote, with the same or another number of ranks; collective.
+    """Load what a snapshot wrote, with the same or another number of ranks; collective.
 
     A rank that did not exist when it was written keeps its own random state. A critic in the checkpoint is passed over
     where none is given.
@@ -109,7 +124,10 @@ def load_checkpoint(
     _load_learner(folder, learner)
     check_outputs(learner.model, meta.get("outputs"), folder=folder, limit=limit)
     if (random_file := folder / f"rng-{rank}.pt").exists():
-        _set_random_state(torch.load(random_file, weights_only=True))
+        random = torch.load(random_file, weights_only=True)
+        torch.set_rng_state(random["cpu"])
+        if "cuda" in random and torch.cuda.is_available():
+            torch.cuda.set_rng_state(random["cuda"])
     return version, coefficients
 
 
@@ -183,16 +201,3 @@ def _check_same_model(saved: Fingerprint, present: Fingerprint, *, folder: Path,
                 f"the checkpoint in {folder} is of another model: {name} must be {expected}, got {got}: "
                 f"set {setting} to the model it was made with"
             )
-
-
-def _random_state() -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_random_state(state: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -19,6 +19,8 @@ _rows: dist.ProcessGroup | None = None
 """Ranks that differ in their rows; None = all."""
 _context: dist.ProcessGroup | None = None
 """Ranks that have parts of the same rows' tokens; None = each has whole rows."""
+_beside: dist.ProcessGroup | None = None
+"""All ranks once more."""
 
 
 def open_store(host: str, ports: range, *, timeout_s: float = 300.0) -> TCPStore:
@@ -82,8 +84,8 @@ def device_of(model: nn.Module) -> torch.device:
 
 def leave_process_group() -> None:
     """Leave the process group; does nothing when there is none."""
-    global _rows, _context
-    _rows = _context = None
+    global _rows, _context, _beside
+    _rows = _context = _beside = None
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -91,6 +93,17 @@ def leave_process_group() -> None:
 def context_group() -> dist.ProcessGroup | None:
     """Return the ranks that share this one's rows, part by part of the tokens; None = nobody does."""
     return _context
+
+
+def group_beside() -> dist.ProcessGroup | None:
+    """Return a gloo group of all ranks for what a thread does beside the training; None without a process group.
+
+    Collective the first time, as it is made then.
+    """
+    global _beside
+    if _beside is None and dist.is_initialized():
+        _beside = dist.new_group(backend="gloo")
+    return _beside
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

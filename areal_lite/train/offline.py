@@ -3,6 +3,7 @@
 A Ray actor wraps it; every method is collective: all ranks call it.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import PARITY_LIMITS
 from areal_lite.data.completions import load_offline
 from areal_lite.data.encode import load_tokenizer
-from areal_lite.train.checkpoint import export_model, load_checkpoint, save_checkpoint
+from areal_lite.train.checkpoint import export_model, load_checkpoint, take_snapshot
 from areal_lite.train.model import load_model, load_reward_model
 from areal_lite.train.offline_loop import OfflineLoop, OfflineRows
 from areal_lite.train.offline_objectives import DirectPreference, Objective, RewardModel, Supervised
@@ -67,11 +68,15 @@ class OfflineTrainer(OfflineLoop):
         """Return `figures` over the held-out rows and their `standard_errors`; empty where there are none."""
         return self.measure(self._held_out) if self._held_out.examples else {}
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint into a folder, which the caller makes visible when all ranks are done."""
-        coefficients = {"data": self._checksum}
-        save_checkpoint(
-            folder, self.learner, version=self.version, rank=self._rank, limit=self._limit, coefficients=coefficients
+    def snapshot(self, *, copied: bool = False) -> Callable[[Path], None]:
+        """Return what writes a checkpoint of this moment into a folder, from a thread if copied; both collective."""
+        return take_snapshot(
+            self.learner,
+            version=self.version,
+            rank=self._rank,
+            limit=self._limit,
+            coefficients={"data": self._checksum},
+            copied=copied,
         )
 
     def export(self, folder: Path) -> None:

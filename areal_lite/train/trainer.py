@@ -6,7 +6,7 @@ advantages (`advantages.py`), tokens get their weights, and each minibatch has a
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from areal_lite.config.recipe import Config
 from areal_lite.errors import LedgerError
 from areal_lite.train.advantages import batch_advantages, find_advantage_function
 from areal_lite.train.batch import PolicyBatch
-from areal_lite.train.checkpoint import export_model, load_checkpoint, save_checkpoint
+from areal_lite.train.checkpoint import export_model, load_checkpoint, take_snapshot
 from areal_lite.train.critic import explained_variance, load_critic, update_critic
 from areal_lite.train.micro_batch import TokenRows, split_micro_batches
 from areal_lite.train.model import load_model
@@ -129,16 +129,16 @@ class Trainer:
         logprobs_T = fill_in(unknown_T, parts, model=self.model, output=logprobs_of(token_ids_T, temperature=1.0))
         return rows.split(logprobs_T.cpu().numpy())
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint into a folder, which the caller makes visible when all ranks are done."""
-        save_checkpoint(
-            folder,
+    def snapshot(self, *, copied: bool = False) -> Callable[[Path], None]:
+        """Return what writes a checkpoint of this moment into a folder, from a thread if copied; both collective."""
+        return take_snapshot(
             self._learner,
             version=self.version,
             rank=self._rank,
             limit=self._config.parity_limit,
             critic=self._critic,
             coefficients={"kl": self._kl.value, "proximal_kl": self._proximal_kl.value},
+            copied=copied,
         )
 
     def load(self, folder: Path) -> None:

@@ -35,9 +35,9 @@ def one_engine(config: Config, *, model_folder: Path, logs: Path) -> Iterator["O
     logs = logs.resolve()
     logs.mkdir(parents=True, exist_ok=True)
     prompts = load_sources(config, AutoTokenizer.from_pretrained(model_folder), "train")
-    kept: dict[str, Any] = {"log_folder": logs, "queue_state": None, "prompts": prompts, "rollout_actor": _Rollout}
-    with places_for(config, say=lambda _: None) as places:
-        cluster = Cluster(config, places=places, model_folder=model_folder, **kept)
+    kept: dict[str, Any] = {"queue_state": None, "prompts": prompts, "rollout_actor": _Rollout}
+    with places_for(config, logs=logs, say=lambda _: None) as places:
+        cluster = Cluster(places, model_folder=model_folder, **kept)
         try:
             cluster.start(checkpoint=None, on_progress=lambda _: None)
             yield OneEngine(config, cluster)

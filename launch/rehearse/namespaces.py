@@ -164,7 +164,13 @@ def make_nodes(names: Sequence[str], *, shared: Sequence[str | Path] = ()) -> It
     Raises:
         ConfigError: Not root, or a tool or a kind of namespace is missing.
     """
-    _check()
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if os.geteuid() != 0 or missing:
+        got = f"no {', '.join(missing)}" if missing else f"user id {os.geteuid()}"
+        raise ConfigError(
+            f"nodes on one machine need root and the commands {', '.join(_TOOLS)}, got {got}: run as root, and "
+            "apt-get install iproute2 util-linux"
+        )
     always = (Path(areal_lite.__file__).parents[1], Path.cwd(), sys.prefix)
     folders = sorted({Path(folder).resolve() for folder in always + tuple(shared)})
     addresses = dict(zip(names, map(str, NETWORK.hosts()), strict=False))
@@ -179,16 +185,6 @@ def make_nodes(names: Sequence[str], *, shared: Sequence[str | Path] = ()) -> It
             node.boot()
             nodes.append(node)
         yield nodes
-
-
-def _check() -> None:
-    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
-    if os.geteuid() != 0 or missing:
-        got = f"no {', '.join(missing)}" if missing else f"user id {os.geteuid()}"
-        raise ConfigError(
-            f"nodes on one machine need root and the commands {', '.join(_TOOLS)}, got {got}: run as root, and "
-            "apt-get install iproute2 util-linux"
-        )
 
 
 def _setup(name: str, *, addresses: Mapping[str, str], shared: Sequence[Path]) -> str:

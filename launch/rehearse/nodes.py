@@ -8,9 +8,8 @@ import contextlib
 import shlex
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_lite.launch.clusters.attempts import Attempts, last_step
 from areal_lite.launch.clusters.job import Job
@@ -20,8 +19,7 @@ from areal_lite.launch.rehearse.namespaces import NETWORK, Node, make_nodes
 _POLL_S = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(NamedTuple):
     """Something that happens to the second node; it is whole again for the next attempt."""
 
     how: str
@@ -51,7 +49,9 @@ def rehearsal(
         slow_mbit: Rate of every node's link.
     """
     names = [f"node-{index + 1}" for index in range(num_nodes)]
-    job = _job(name, words, names)
+    job = Job(name=name, kind="ssh", folder=str(Path.cwd()), words=list(words))
+    ssh = SshProfile(hosts=names, shell=f"{shlex.quote(str(job.files / 'shell-of-'))}{{host}}")
+    job = job.model_copy(update={"profile": profile_of(num_nodes, ssh=ssh)})
     shared = [job.run_folder.parent] if job.run_folder else []
     for folder in (job.files, *shared):
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,12 +69,6 @@ def rehearsal(
         finally:
             ended.set()
             trouble.join()
-
-
-def _job(name: str, words: Sequence[str], hosts: list[str]) -> Job:
-    job = Job(name=name, kind="ssh", folder=str(Path.cwd()), words=list(words))
-    ssh = SshProfile(hosts=hosts, shell=f"{shlex.quote(str(job.files / 'shell-of-'))}{{host}}")
-    return job.model_copy(update={"profile": profile_of(len(hosts), ssh=ssh)})
 
 
 def profile_of(num_nodes: int, **more: Any) -> Profile:

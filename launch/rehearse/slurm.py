@@ -13,8 +13,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.rehearse.namespaces import Node, make_nodes
@@ -51,8 +51,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 _CGROUP_CONF = "CgroupPlugin=autodetect\nCgroupMountpoint=/sys/fs/cgroup\nIgnoreSystemd=yes\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Slurm:
+class Slurm(NamedTuple):
     """A cluster that answers."""
 
     nodes: Sequence[Node]

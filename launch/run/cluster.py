@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from areal_lite.actors.calls import Calls, Question, call_all, describe
+from areal_lite.actors.calls import Calls, Question, call_all, describe, kill, stop_all
 from areal_lite.actors.process import log_path
 from areal_lite.actors.queue import QueueActor
 from areal_lite.actors.rollout import RolloutActor
@@ -22,7 +22,6 @@ from areal_lite.config.recipe import Config
 from areal_lite.errors import ArealLiteError, EngineError, QueueError, QueueTimeout, VerifierError
 from areal_lite.events import Event
 from areal_lite.launch.run.engines import RayEngines
-from areal_lite.launch.run.lifetime import kill_all, stop_all, wait_until_started
 from areal_lite.launch.run.places import Places
 from areal_lite.launch.run.ranks import Ranks
 from areal_lite.launch.run.restarts import Restarts, State
@@ -43,13 +42,13 @@ _REPORT_WAIT_S = 2.0
 class Cluster:
     """The actors of one run, by lane name: `queue`, `rollout/0`, `verifier/0`, `trainer/0` and so on."""
 
+    _config: Config
+
     def __init__(
         self,
-        config: Config,
-        *,
         places: Places,
+        *,
         model_folder: Path,
-        log_folder: Path,
         queue_state: bytes | None,
         prompts: Mapping[str, list[Prompt]],
         rollout_actor: type = RolloutActor,
@@ -63,11 +62,12 @@ class Cluster:
             prompts: To train on, by source.
             rollout_actor: What a benchmark measures may be more than a run needs.
         """
-        self._config, self._places, self._rollout_actor = config, places, rollout_actor
-        self._logs, self._model_folder, self._prompts = str(log_folder), str(model_folder), prompts
+        self._config, self._places, self._logs = places.config, places, places.logs
+        self._rollout_actor = rollout_actor
+        self._model_folder, self._prompts = str(model_folder), prompts
         self.verifiers: dict[str, Any] = {}
-        self.engines = RayEngines({}, timeout_s=config.run.stall_timeout_s, on_drop=self._note_lost)
-        run = config.run
+        run = self._config.run
+        self.engines = RayEngines({}, timeout_s=run.stall_timeout_s, on_drop=self._note_lost)
         self.restarts = Restarts(self._respawn, most=run.max_worker_restarts, start_timeout_s=run.start_timeout_s)
         self._reports = Question("collect")
         self._silent = set[str]()
@@ -75,7 +75,7 @@ class Cluster:
         self._spawn_core(queue_state)
 
     def _spawn_queue(self, state: bytes | None, *, keep_batch: bool = False) -> None:
-        queue = {"log_folder": self._logs, "state": state, "prompts": self._prompts, "keep_batch": keep_batch}
+        queue = {"state": state, "prompts": self._prompts, "keep_batch": keep_batch}
         self._queue_actor = self._places.spawn(QueueActor, "queue", **queue)
         self._pulse = Question("ping")
 
@@ -85,19 +85,19 @@ class Cluster:
         self.replaced: dict[str, Any] | None = None
         """What became of the work when the queue was replaced, for whoever tells of it, who takes it away."""
         self._spawn_queue(queue_state)
-        self.ranks = Ranks(OnlineTrainerActor, self._config, places=self._places, log_folder=Path(self._logs))
+        self.ranks = Ranks(OnlineTrainerActor, self._places)
         self._serving = Calls({})
         self._connected: dict[str, Any] = {}
 
     def renew(self, queue_state: bytes | None) -> None:
         """Replace queue and trainer ranks, neither of which goes on without the other; then call `start` again."""
         self.ranks.kill()
-        kill_all([self._queue_actor])
+        kill(self._queue_actor)
         self.queue.close()
         self.restarts.begin_anew()
         self._spawn_core(queue_state)
 
-    def start(self, *, checkpoint: Path | None, on_progress: Callable[[str], None]) -> int:
+    def start(self, *, checkpoint: Path | None, on_progress: Callable[[str], object]) -> int:
         """Start everything that is not there yet, and connect it; returns the trainer's version.
 
         Workers that are there leave what they do for the queue that was replaced; one that cannot is lost.
@@ -107,23 +107,22 @@ class Cluster:
             EngineError, VerifierError, CheckpointError: As the actor said.
         """
         config, self._say = self._config, on_progress
-        access = self._wait(Calls({"queue": self._queue_actor.access.remote()}), on_progress)["queue"]
-        timeout_s, self._access = config.queue.lease_timeout_s, access
+        self._find_queue()
+        access, timeout_s = self._access, config.queue.lease_timeout_s
         self.queue = QueueClient(access[Role.CONTROLLER], timeout_s=timeout_s, look=self._feel_pulse)
-        moving = Calls({name: handle.move_to.remote(access[_role(name)]) for name, handle in self._workers.items()})
+        moving = self._send_to_queue(self._workers, "move_to")
         if not self._has_started:
             self.engines.handles |= {name: self._spawn(name) for name in _names(Role.ROLLOUT, config.rollout.workers)}
             self.verifiers |= {name: self._spawn(name) for name in _names(Role.VERIFIER, config.verifier.workers)}
         workers = {} if self._has_started else self._workers
         ranks = self.ranks.start(model_folder=self._model_folder, access=access[Role.TRAINER])
-        self._wait(Calls(ranks.pending | call_all(workers, "start").pending), on_progress)
+        self._places.wait_until_started(Calls(ranks.pending | call_all(workers, "start").pending), on_progress)
         self._has_started = True
         version = 0 if checkpoint is None else self.ranks.load(checkpoint)
         # An engine that is in the middle of a transfer ends it within one of these times.
-        failed = {name: error and describe(error) for name, error in moving.answers(2 * config.weights.timeout_s)}
-        for name, failure in (failed | dict.fromkeys(moving.pending, "it is late")).items():
-            if failure is not None:
-                self._lose(name, f"it must leave a queue that is gone: {failure}")
+        failed = {name: describe(error) for name, error in moving.failures(2 * config.weights.timeout_s).items()}
+        for name, why in (failed | dict.fromkeys(moving.pending, "it is late")).items():
+            self._lose(name, f"it must leave a queue that is gone: {why}")
         for name, failure in self._connect().items() if self.engines.handles else ():
             if failure is not None:
                 self.engines.drop(name, failure)
@@ -153,11 +152,9 @@ class Cluster:
         self.rejoin(ready)
 
     def _feel_pulse(self) -> None:
-        _, failed = self._pulse.ask({"queue": self._queue_actor, **self.ranks.handles}, wait_s=0.0)
-        died = failed.pop("queue", None)
-        for name, error in failed.items():
-            raise self.ranks.blame(name, error) from error
-        if died is not None:
+        self.ranks.progress()
+        _, failed = self._pulse.ask({"queue": self._queue_actor}, wait_s=0.0)
+        if died := failed.get("queue"):
             log = log_path(self._logs, "queue")
             failure = QueueError(f"the sample queue, on which everybody waits, died: {describe(died)}; log: {log}")
             may_replace = self._taken and self._copy and self._config.run.max_restarts
@@ -189,19 +186,17 @@ class Cluster:
         """Have a new queue go on from the copy, once for each batch; workers keep what they hold, ranks their batch."""
         noticed, batch_id, copy = time.time(), self._taken, self._copy
         self.note_taken()
-        kill_all([self._queue_actor])
+        kill(self._queue_actor)
         self._say(f"{failure}; a new one goes on with a copy of its state")
         self._spawn_queue(copy, keep_batch=True)
-        self._access = self._wait(Calls({"queue": self._queue_actor.access.remote()}), self._say)["queue"]
+        self._find_queue()
         self.queue.move_to(self._access[Role.CONTROLLER])
         if self.trained == batch_id:
             self.queue.complete_step(batch_id=batch_id)
         else:
             self.queue.take(batch_id=batch_id, wait_s=0.0)
-        members = {**self._workers, **self.ranks.handles}
-        moving = Calls({name: one.reconnect.remote(self._access[_role(name)]) for name, one in members.items()})
-        failed = {name: error for name, error in moving.answers(self._config.run.stall_timeout_s) if error is not None}
-        for name in {**failed, **moving.pending}:
+        moving = self._send_to_queue(self._workers | self.ranks.handles, "reconnect")
+        for name in {**moving.failures(self._config.run.stall_timeout_s), **moving.pending}:
             if name in self.ranks.handles:
                 raise failure
             self._lose(name, "it must go on at a new queue")
@@ -268,7 +263,7 @@ class Cluster:
             self.restarts.add(name)
         for name in dismissed:
             self.restarts.dismiss(name)
-            kill_all([handle] if (handle := self.engines.forget(name) or self.verifiers.pop(name, None)) else [])
+            kill(self.engines.forget(name) or self.verifiers.pop(name, None))
             self._serving.pending.pop(name, None)
             self.queue.forget(worker=name)
         return started, dismissed
@@ -327,7 +322,7 @@ class Cluster:
     def kill(self) -> None:
         """End every actor at once."""
         self.ranks.kill()
-        kill_all([*self._workers.values(), *self.restarts.handles.values(), self._queue_actor])
+        kill(*self._workers.values(), *self.restarts.handles.values(), self._queue_actor)
         if hasattr(self, "queue"):
             self.queue.close()
 
@@ -337,7 +332,7 @@ class Cluster:
 
     def _lose(self, name: str, reason: str) -> None:
         if name in self.verifiers:
-            kill_all([self.verifiers.pop(name)])
+            kill(self.verifiers.pop(name))
             self._note_lost(name, reason)
         else:
             self.engines.drop(name, reason)
@@ -354,12 +349,15 @@ class Cluster:
     def _spawn(self, name: str) -> Any:
         role = _role(name)
         kind = self._rollout_actor if role is Role.ROLLOUT else VerifierActor
-        common = {"access": self._access[role], "model_folder": self._model_folder, "log_folder": self._logs}
+        common = {"access": self._access[role], "model_folder": self._model_folder}
         return self._places.spawn(kind, name, name=name, **common)
 
-    def _wait(self, starting: Calls, on_progress: Callable[[str], None]) -> dict[str, Any]:
-        timeout_s = self._config.run.start_timeout_s
-        return wait_until_started(starting, timeout_s=timeout_s, logs=self._logs, on_progress=on_progress)
+    def _find_queue(self) -> None:
+        opening = Calls({"queue": self._queue_actor.access.remote()})
+        self._access = self._places.wait_until_started(opening, self._say)["queue"]
+
+    def _send_to_queue(self, members: Mapping[str, Any], method: str) -> Calls:
+        return Calls({name: getattr(one, method).remote(self._access[_role(name)]) for name, one in members.items()})
 
 
 def _role(name: str) -> Role:

@@ -11,7 +11,8 @@ import contextlib
 import functools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from areal_lite.watchdog import Watchdog
 
 _GOES_BACK = (QueueError, QueueTimeout, RankDied, StallError)
 """What is over when queue and ranks begin again."""
+_SETTLE_S = 0.05
+"""Between looks at a save that is waited for."""
 
 
 class Interrupted(Exception):
@@ -43,22 +46,32 @@ class Interrupted(Exception):
 class Controller(ABC):
     """One run: owns the processes, the run folder and the order of everything."""
 
+    _config: Any
     _ranks: Ranks
-    _places: Places
+    _recorder_kind: type[Any]
 
-    def __init__(self, config: Any, *, folder: RunFolder, recorder: Any, view: View) -> None:
-        """Prepare a run; nothing starts before `run`."""
-        self._config, self._folder, self._recorder, self._view = config, folder, recorder, view
+    def __init__(self, *, folder: RunFolder, places: Places, model_folder: Path, view: View) -> None:
+        """Prepare a run; nothing starts before `run`.
+
+        Args:
+            places: With the recipe, its paths absolute and its steps known.
+            model_folder: Hugging Face folder with the initial weights and the tokenizer.
+        """
+        self._config, self._folder, self._view = places.config, folder, view
+        self._places, self._model_folder = places, model_folder
+        self._recorder = self._recorder_kind(self._config, folder)
         self._trainer_lane, self._controller_lane = EventBuffer("trainer"), EventBuffer("controller")
-        self._watchdog = Watchdog(config.run.stall_timeout_s)
-        self._interrupts = Interrupts(save_deadline_s=config.run.save_deadline_s)
+        self._watchdog = Watchdog(self._config.run.stall_timeout_s)
+        self._interrupts = Interrupts(save_deadline_s=self._config.run.save_deadline_s)
         self._version = 0
         self._saved_at = time.monotonic()
-        self._restarts_left: int = config.run.max_restarts
+        self._restarts_left: int = self._config.run.max_restarts
         self._furthest = 0
         """The step that was saved last, of all that this process has saved."""
         self._at_boundary = False
         """The weights are those of a completed step, so that they can be saved."""
+        self._saving: tuple[int, Iterator[object]] | None = None
+        """The step that is saved beside the present one, and what goes on with it."""
         self._on_step: Callable[[Mapping[str, Any]], object] | None = None
         self._callback_error: BaseException | None = None
         """What `on_step` raised; it ends the run, like any other error, once the step under way is trained."""
@@ -85,7 +98,7 @@ class Controller(ABC):
     def _run(self, checkpoint: Path | None) -> dict[str, Any]:
         try:
             self._start(checkpoint)
-            self._interrupts.work_begins()
+            self._interrupts.end_at_once(False)
             self._prepare(checkpoint)
             failure: Exception | None = None
             while True:
@@ -126,21 +139,21 @@ class Controller(ABC):
         self._restarts_left -= 1
         self._recorder.close()
         self._folder.go_back(say=self._view.say)
-        self._recorder = type(self._recorder)(self._config, self._folder)
+        self._recorder = self._recorder_kind(self._config, self._folder)
         checkpoint = self._folder.checkpoint
         place = checkpoint.name if checkpoint else "the start"
         self._view.say(
             f"{reason}; the run goes back to {place} (run.max_restarts: {self._restarts_left} left)", style="yellow"
         )
         self._unwritten, self._version = None, 0
-        self._interrupts.work_is_saved()
+        self._interrupts.end_at_once(True)
         self._spawn_all(checkpoint)
         try:
             self._start(checkpoint)
         except StallError:
             self._restarts_left = 0  # what took too long would do so again
             raise
-        self._interrupts.work_begins()
+        self._interrupts.end_at_once(False)
         self._at_boundary = True
         self._prepare(checkpoint)
         self._controller_lane.emit("restarted", step=self._version, noticed=noticed, reason=reason)
@@ -212,13 +225,13 @@ class Controller(ABC):
         is_late = 0 < run.checkpoint_every_minutes * 60 <= time.monotonic() - self._saved_at
         if self._is_due(run.checkpoint_every) or (is_late and self._is_due(1)):
             try:
-                self._save()
+                self._save(beside=run.checkpoint_beside)
             except CheckpointError as error:
                 self._view.say(str(error), style="yellow")
 
     def _ask(self, method: str, *args: Any, waiting_for: str) -> list[Any]:
         """Have all ranks do something together, with the watchdog on."""
-        calls = call_all(self._ranks.handles, method, *args)
+        calls = call_all(self._ranks.handles, "work", method, *args)
         self._watchdog.restart()
         self._tick()
         while late := self._ranks.wait(calls, POLL_S):
@@ -243,6 +256,7 @@ class Controller(ABC):
             row = self._write(self._unwritten)
             self._unwritten = None
             self._call_back(row)
+        self._go_on_saving()
         self._look_after()
 
     def _hear(self) -> None:
@@ -259,32 +273,65 @@ class Controller(ABC):
             self._callback_error, self._on_step = error, None
             self._interrupts.ask()
 
-    def _save(self) -> Path:
-        """Write a checkpoint of this step boundary."""
+    def _save(self, *, beside: bool = False) -> None:
+        """Write a checkpoint of this step boundary; beside the steps that follow, only the copies are waited for."""
         self._tick()
+        self._settle()
         self._saved_at = time.monotonic()
+        saving = self._write_checkpoint(beside=beside)
+        if beside:
+            next(saving)  # what fails until here is of this step
+            self._saving = self._version, saving
+            return
+        for _ in saving:
+            self._hear()
 
-        def save_trainer(path: Path) -> None:
-            self._ranks.ask("save", str(path), timeout_s=self._config.run.save_timeout_s)
+    def _write_checkpoint(self, *, beside: bool) -> Iterator[object]:
+        """Yield again and again until there is a checkpoint of the step that is completed now."""
+        run, step, wait_s = self._config.run, self._version, 0.0 if beside else POLL_S
+        with (
+            self._folder.new_checkpoint(step, queue_state=self._queue_state(), keep=run.keep_checkpoints) as path,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            self._ranks.ask("snapshot", beside, timeout_s=run.save_timeout_s)
+            yield from self._ranks.asking("save", path, timeout_s=run.save_timeout_s, wait_s=wait_s)
+            reading = pool.submit(seal, path.parent)
+            while wait([reading], wait_s).not_done:
+                yield None
+            reading.result()
+        self._controller_lane.emit("checkpoint", step=step)
+        if step > self._furthest:
+            self._furthest, self._restarts_left = step, run.max_restarts
 
-        path = self._folder.write_checkpoint(
-            self._version,
-            queue_state=self._queue_state(),
-            save_trainer=save_trainer,
-            keep=self._config.run.keep_checkpoints,
-        )
-        self._controller_lane.emit("checkpoint", step=self._version)
-        if self._version > self._furthest:
-            self._furthest, self._restarts_left = self._version, self._config.run.max_restarts
-        return path
+    def _go_on_saving(self) -> None:
+        """Look after a save beside the steps; one that fails costs nothing but its checkpoint."""
+        if self._saving is None:
+            return
+        step, saving = self._saving
+        try:
+            next(saving)
+            return
+        except StopIteration:
+            pass
+        except Exception as error:
+            self._view.say(f"the save of step {step} failed: {error}", style="yellow")
+        self._saving = None
+
+    def _settle(self) -> None:
+        """Wait for a save beside the steps: whoever saves, goes back or ends finds no other one under way."""
+        while self._saving is not None:
+            self._go_on_saving()
+            self._hear()
+            time.sleep(_SETTLE_S)
 
     def _finish(self, status: str) -> dict[str, Any]:
         """Wind up, save, export, sum up, stop; in this order. After a notice, no more than is needed to go on."""
         status = self._wind_up(status)
         self._view.say("saving ...")
-        checkpoint = self._save()
+        self._save()
+        checkpoint = self._folder.newest_checkpoint()
         if not self._interrupts.notice:
-            self._ranks.ask("export", str(checkpoint / "model"), timeout_s=self._config.run.save_timeout_s)
+            self._ranks.ask("export", checkpoint / "model", timeout_s=self._config.run.save_timeout_s)
             seal(checkpoint)
         if self._interrupts:
             self._recorder.stopped_by = self._interrupts.why
@@ -310,6 +357,7 @@ class Controller(ABC):
         """After a failure: save if the weights are those of a step boundary, and everybody is there who is needed."""
         with contextlib.suppress(Exception):
             self._tick()
+        self._settle()
         with contextlib.suppress(Exception):
             # A rank that is in the middle of something hangs: saving would wait for nothing.
             if self._at_boundary and self._version > 0 and not self._ranks.busy():

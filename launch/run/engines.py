@@ -45,9 +45,8 @@ class RayEngines:
         """Wait for what was begun last, as `each` does: draining may take long, so tokens count as progress."""
         watchdog, calls = Watchdog(self._timeout_s), self._calls
         while calls.pending:
-            for name, error in calls.answers(_SLICE_S):
-                if error is not None:
-                    self.drop(name, f"{self._method}: {describe(error)}")
+            for name, error in calls.failures(_SLICE_S).items():
+                self.drop(name, f"{self._method}: {describe(error)}")
             if calls.pending:
                 self._drop_if_stalled(calls, watchdog)
         self.raise_if_none()
@@ -85,5 +84,5 @@ class RayEngines:
     def _tokens(self) -> tuple[int | None, ...]:
         """Tokens that each engine has generated; None for one that does not say."""
         calls = call_all(self.handles, "progress")
-        list(calls.answers(_SLICE_S))
+        calls.failures(_SLICE_S)
         return tuple(calls.values.get(name) for name in self.handles)

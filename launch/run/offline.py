@@ -8,42 +8,26 @@ from typing import Any
 from areal_lite.actors.trainer import OfflineTrainerActor
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.launch.run.controller import Controller
-from areal_lite.launch.run.lifetime import wait_until_started
-from areal_lite.launch.run.places import Places
 from areal_lite.launch.run.ranks import Ranks
-from areal_lite.launch.run.view import View
 from areal_lite.record.recorder import OfflineRecorder
-from areal_lite.record.run_folder import RunFolder
 
 
 class OfflineController(Controller):
     """Needs nobody but the ranks."""
 
     _config: OfflineConfig
-
-    def __init__(
-        self, config: OfflineConfig, *, folder: RunFolder, places: Places, model_folder: Path, view: View
-    ) -> None:
-        """Prepare a run; nothing starts before `run`.
-
-        Args:
-            config: The recipe, its paths absolute and its steps known.
-            model_folder: Hugging Face folder with the initial weights and the tokenizer.
-        """
-        super().__init__(config, folder=folder, recorder=OfflineRecorder(config, folder), view=view)
-        self._places, self._model_folder = places, model_folder
+    _recorder_kind = OfflineRecorder
 
     def _spawn(self, checkpoint: Path | None) -> Ranks:
         if hasattr(self, "_ranks"):
             self._ranks.kill()
-        self._ranks = Ranks(OfflineTrainerActor, self._config, places=self._places, log_folder=self._folder.logs)
+        self._ranks = Ranks(OfflineTrainerActor, self._places)
         return self._ranks
 
     def _start(self, checkpoint: Path | None) -> None:
         self._view.say("starting the trainer ranks ...")
         starting = self._ranks.start(model_folder=str(self._model_folder))
-        timeout_s, logs = self._config.run.start_timeout_s, str(self._folder.logs)
-        wait_until_started(starting, timeout_s=timeout_s, logs=logs, on_progress=self._view.say)
+        self._places.wait_until_started(starting, self._view.say)
 
     def _prepare(self, checkpoint: Path | None) -> None:
         if self._config.has_reference:

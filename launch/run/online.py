@@ -23,12 +23,9 @@ from areal_lite.launch.run.collector import Collector
 from areal_lite.launch.run.controller import Controller
 from areal_lite.launch.run.evaluation import Evaluations
 from areal_lite.launch.run.parity import largest_differences, prompt_sequences, stored_sequences
-from areal_lite.launch.run.places import Places
 from areal_lite.launch.run.ranks import POLL_S
-from areal_lite.launch.run.view import View
 from areal_lite.record import quarters, spread
 from areal_lite.record.online_recorder import OnlineRecorder
-from areal_lite.record.run_folder import RunFolder
 from areal_lite.sample_queue.access import Role
 from areal_lite.sample_queue.records import BatchInfo
 from areal_lite.types import Group, Prompt
@@ -46,28 +43,18 @@ class OnlineController(Controller):
 
     _config: Config
     _cluster: Cluster
+    _recorder_kind = OnlineRecorder
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        folder: RunFolder,
-        places: Places,
-        model_folder: Path,
-        prompts: Mapping[str, list[Prompt]],
-        eval_prompts: list[Prompt],
-        view: View,
-    ) -> None:
+    def __init__(self, *, prompts: Mapping[str, list[Prompt]], eval_prompts: list[Prompt], **run: Any) -> None:
         """Prepare a run; nothing starts before `run`.
 
         Args:
-            model_folder: Hugging Face folder with the initial weights and the tokenizer.
             prompts: To train on, by source.
             eval_prompts: Held-out prompts; none = no evaluation.
+            run: What every run has.
         """
-        super().__init__(config, folder=folder, recorder=OnlineRecorder(config, folder), view=view)
-        self._places = places
-        self._model_folder, self._prompts, self._eval_prompts = model_folder, prompts, eval_prompts
+        super().__init__(**run)
+        self._prompts, self._eval_prompts = prompts, eval_prompts
         self._handover_lane = EventBuffer("handover")
         self._at_boundary = True
         self._warnings = [quarters.warning, spread.warning]
@@ -83,12 +70,7 @@ class OnlineController(Controller):
         else:
             self._view.say("starting the sample queue, engines, verifiers and trainer ranks (about half a minute) ...")
             self._cluster = Cluster(
-                self._config,
-                places=self._places,
-                model_folder=self._model_folder,
-                log_folder=self._folder.logs,
-                queue_state=state,
-                prompts=self._prompts,
+                self._places, model_folder=self._model_folder, queue_state=state, prompts=self._prompts
             )
         self._ranks = self._cluster.ranks
         self._collector = Collector(
@@ -252,7 +234,7 @@ class OnlineController(Controller):
         """
         engines = call_all(self._cluster.engines.handles, "score", sequences)
         (expected, *_) = self._ask("score", sequences, waiting_for="the trainer's logprobs")
-        failed = {name: error for name, error in engines.answers(self._config.run.stall_timeout_s) if error is not None}
+        failed = engines.failures(self._config.run.stall_timeout_s)
         for name, reason in (failed | dict.fromkeys(engines.pending, "it is late")).items():
             logger.warning("%s gave no logprobs for the parity check: %s", name, reason)
         differences = largest_differences(engines.values, expected)
@@ -265,7 +247,7 @@ class OnlineController(Controller):
         if limit and worst > limit:
             engine = call_all({name: self._cluster.engines.handles[name]}, "parameter_squares")
             (squares, *_) = self._ask("squares", waiting_for="the trainer's sums of squares")
-            list(engine.answers(self._config.run.stall_timeout_s))
+            engine.failures(self._config.run.stall_timeout_s)
             found = f"; {differing(squares, engine.values[name])}" if engine.values else ""
             raise HandoverError(
                 f"right after a publication, engines and trainer must give the same log-probabilities within "

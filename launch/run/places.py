@@ -4,19 +4,22 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from areal_lite.actors.calls import Calls
+from areal_lite.actors.process import log_path
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
-from areal_lite.errors import ConfigError, StallError
-from areal_lite.launch.run.lifetime import actor_options
+from areal_lite.errors import ArealLiteError, ConfigError, EngineError, QueueError, RankDied, StallError
 from areal_lite.launch.run.plan import NOWHERE, Bundle, Node, place_for, plan, table
 from areal_lite.launch.run.whereabouts import Whereabouts
 from areal_lite.network import interface_of, listens, local_address
+from areal_lite.node import out_of_memory
 
 _RETRY_S = 1.0
 """How often a run that waits for GPUs looks for free ones."""
@@ -30,11 +33,12 @@ class Places:
     """What a run has reserved; starts each process in its place."""
 
     def __init__(
-        self, config: Config | OfflineConfig, group: PlacementGroup, bundles: list[Bundle], nodes: list[Node]
+        self, config: Config | OfflineConfig, group: PlacementGroup, bundles: list[Bundle], nodes: list[Node], logs: str
     ) -> None:
-        self._config = config
-        self.run = config.run
-        """With its network settled."""
+        self.config: Any = config
+        """The recipe with its network settled."""
+        self.logs = logs
+        """Folder of the actors' logs."""
         self.whereabouts = Whereabouts(nodes, bundles)
         self._head, self._looks_at, self._unanswered = ray.get_runtime_context().gcs_address, 0.0, 0
         self._place_of = {lane: (group, index) for index, bundle in enumerate(bundles) for lane in bundle.lanes}
@@ -43,18 +47,39 @@ class Places:
     def spawn(self, kind: type, lane: str, **arguments: Any) -> Any:
         """Start the actor of a lane such as `rollout/0`; returns its handle, while it is still being made."""
         strategy = PlacementGroupSchedulingStrategy(*self._place_of[lane])
-        options = actor_options(self._config, lane.partition("/")[0])
-        return ray.remote(kind).options(scheduling_strategy=strategy, **options).remote(self._config, **arguments)
+        options = actor_options(self.config, lane.partition("/")[0])
+        actor = ray.remote(kind).options(scheduling_strategy=strategy, **options)
+        return actor.remote(self.config, log_folder=self.logs, **arguments)
+
+    def wait_until_started(self, starting: Calls, say: Callable[[str], object]) -> dict[str, Any]:
+        """Wait for the answers of starting actors, and return them by lane name.
+
+        Raises:
+            StallError: Actors are late; names them.
+            ArealLiteError: As the actor said, with its name and log.
+        """
+        timeout_s = self.config.run.start_timeout_s
+        for name, error in starting.answers(timeout_s):
+            if error is not None:
+                raise _not_started(name, error, log=log_path(self.logs, name)) from error
+            missing = ", ".join(sorted(starting.pending))
+            say(f"{name} is ready" + (f", waiting for {missing}" if missing else ""))
+        if starting.pending:
+            raise StallError(
+                f"actors must start within run.start_timeout_s={timeout_s:g} s; still missing: "
+                f"{', '.join(starting.pending)}; see {self.logs}"
+            )
+        return starting.values
 
     def has_place(self, lane: str) -> bool:
         """Whether a worker can start: where it was, or where there is room now if that node is gone or it is new."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         if self._node_of.get(lane) in alive:
             return True  # Ray would wait for one that is gone.
-        if not isinstance(self._config, Config) or self._config.weights.transport == "ipc":
+        if not isinstance(self.config, Config) or self.config.weights.transport == "ipc":
             return False  # An engine is where its rank is.
         nodes = _nodes()
-        bundle = place_for(lane, self._config, nodes, lanes_at=Counter(self._node_of.values()))
+        bundle = place_for(lane, self.config, nodes, lanes_at=Counter(self._node_of.values()))
         if bundle.node == NOWHERE or (group := _reserved([bundle], nodes)) is None:
             return False
         self._place_of[lane], self._node_of[lane] = (group, 0), nodes[bundle.node].key
@@ -75,9 +100,48 @@ class Places:
                 remove_placement_group(group)
 
 
+def actor_options(config: Config | OfflineConfig, kind: str) -> dict[str, Any]:
+    """Return the `ray.remote(...).options` of one actor.
+
+    An actor takes its GPUs from what is reserved for it. CPU cores are not reserved: the recipe's thread
+    counts share them out, and a laptop has fewer cores than the run has processes.
+
+    Args:
+        kind: `queue`, `rollout`, `verifier` or `trainer`.
+    """
+    gpus, threads, calls_at_once = 0.0, 1, 1
+    if kind == "trainer":  # One thread works, one writes checkpoints, one answers `progress`.
+        gpus, threads, calls_at_once = 1, config.trainer.threads, 3
+    elif kind != "queue":
+        calls_at_once = 1000
+    if isinstance(config, Config):
+        if kind == "rollout":
+            gpus, threads = config.rollout.tensor_parallel, config.rollout.threads
+        if config.weights.transport == "ipc":  # an engine and its rank share one
+            gpus /= 2
+    environment = {"TOKENIZERS_PARALLELISM": "false", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    return {
+        "num_cpus": 0,
+        "num_gpus": gpus if config.run.device == "cuda" else 0,
+        "max_restarts": 0,
+        "max_concurrency": calls_at_once,
+        "runtime_env": {"env_vars": environment | {"OMP_NUM_THREADS": str(threads)} | config.run.env},
+    }
+
+
+def _not_started(name: str, error: Exception, *, log: str) -> Exception:
+    if isinstance(error, ArealLiteError):
+        return type(error)(f"{name} did not start: {error} (log: {log})")
+    if isinstance(error, ray.exceptions.RayActorError):
+        kinds: dict[str, type[ArealLiteError]] = {"queue": QueueError, "trainer": RankDied}
+        kind = kinds.get(name.partition("/")[0], EngineError)
+        return kind(f"{name} did not start: its process ended{out_of_memory()} (log: {log})")
+    return error
+
+
 @contextlib.contextmanager
-def places_for(config: Config | OfflineConfig, *, say: Callable[[str], object]) -> Iterator[Places]:
-    """Reserve all that a run needs, for as long as the block lasts.
+def places_for(config: Config | OfflineConfig, *, logs: Path, say: Callable[[str], object]) -> Iterator[Places]:
+    """Reserve all that a run needs, for as long as the block lasts; actors write into the folder of logs.
 
     Waits for GPUs that others hold; unblocked by `run.start_timeout_s`.
 
@@ -90,7 +154,7 @@ def places_for(config: Config | OfflineConfig, *, say: Callable[[str], object]) 
         address = local_address(settled.run.network)
         say(f"nodes speak over {interface_of(address)} (here {address}; run.network), ports {settled.run.ports}")
     group, bundles, nodes = _reserve(settled, say=say)
-    places = Places(settled, group, bundles, nodes)
+    places = Places(settled, group, bundles, nodes, str(logs))
     for line in places.whereabouts.lines():
         say(line)
     try:

@@ -8,7 +8,7 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 from rich.table import Table
 
-from areal_lite.actors.calls import Calls, call_all, describe
-from areal_lite.actors.probe import ProbeActor
+from areal_lite.actors.calls import Calls, call_all, describe, kill
+from areal_lite.actors.probe import ProbeActor, measure_collectives
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.plugins import plugin_files
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
-from areal_lite.launch.run.lifetime import kill_all
 from areal_lite.launch.run.places import with_network
-from areal_lite.network import port_range
-from areal_lite.node import NodeReport, rounds
+from areal_lite.network import local_address, port_range
+from areal_lite.node import NodeReport, look_at_node, measure_link, rounds, serve_link
 
 _TIMEOUT_S = 60.0
 """For a connection, a round trip, a collective."""
@@ -89,19 +88,22 @@ def look_at_cluster(config: Config | OfflineConfig, *, paths: Sequence[str], sha
         started = probes = _start(config)
         try:
             # The first answer includes the start of the process.
-            report.addresses = _ask(report, call_all(probes, "address"), 3 * _TIMEOUT_S)
+            found = call_all(probes, "call", local_address, config.run.network)
+            report.addresses = _ask(report, found, 3 * _TIMEOUT_S)
             probes = {name: probes[name] for name in report.addresses}
-            seen = call_all(probes, "look", [canary, *paths], str(shared), list(config.run.env))
+            wanted = {"disk": str(shared), "environment": list(config.run.env)}
+            seen = call_all(probes, "call", look_at_node, [canary, *paths], **wanted)
             report.nodes = _ask(report, seen, 3 * _TIMEOUT_S)
             for name, probe in probes.items():
                 _measure_clock(report, name, probe)
-            _measure_links(report, probes)
+            ports = port_range(config.run.ports)
+            _measure_links(report, probes, ports)
             if config.run.device == "cuda":
                 probes = {name: probes[name] for name, node in report.nodes.items() if node.gpus}
             if len(probes) > 1:
-                _measure_collectives(report, probes, config.run.device)
+                _measure_collectives(report, probes, ports, config.run.device)
         finally:
-            kill_all(started.values())
+            kill(*started.values())
     return report
 
 
@@ -120,14 +122,13 @@ def _start(config: Config | OfflineConfig) -> dict[str, Any]:
     """Start a probe on each node, by host name, and address where two nodes have the same name."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     names = [node["NodeManagerHostname"] for node in nodes]
-    settings = {"network": config.run.network, "ports": port_range(config.run.ports), "timeout_s": _TIMEOUT_S}
     # No GPU is reserved: a node may have none, or none free yet.
     environment = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"} | config.run.env
     options = {"num_cpus": 0, "max_concurrency": 4, "runtime_env": {"env_vars": environment}}
 
     def probe(node_id: str) -> Any:
         place = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-        return ray.remote(ProbeActor).options(**options, scheduling_strategy=place).remote(**settings)
+        return ray.remote(ProbeActor).options(**options, scheduling_strategy=place).remote()
 
     return {
         name if names.count(name) == 1 else f"{name} ({node['NodeManagerAddress']})": probe(node["NodeID"])
@@ -146,32 +147,32 @@ def _ask(report: ClusterReport, calls: Calls, timeout_s: float) -> dict[str, Any
 
 def _measure_clock(report: ClusterReport, name: str, probe: Any) -> None:
     before, begun = time.time(), time.perf_counter()
-    if clock := _ask(report, Calls({name: probe.clock.remote()}), _TIMEOUT_S):
+    if clock := _ask(report, Calls({name: probe.call.remote(time.time)}), _TIMEOUT_S):
         half = (time.perf_counter() - begun) / 2
         apart = clock[name] - before - half
         report.clock_offsets_s[name] = math.copysign(max(0.0, abs(apart) - half), apart)
 
 
-def _measure_links(report: ClusterReport, probes: Mapping[str, Any]) -> None:
+def _measure_links(report: ClusterReport, probes: Mapping[str, Any], ports: range) -> None:
+    def call(name: str, function: Callable[..., Any], other: str, port: Any) -> Any:
+        return probes[name].call.remote(function, report.addresses[other], port, timeout_s=_TIMEOUT_S)
+
     for pairs in rounds(list(probes)):
-        ports = _ask(report, Calls({other: probes[other].serve_link.remote() for _, other in pairs}), _TIMEOUT_S)
-        calls = Calls(
-            {
-                f"{one} -> {other}": probes[one].measure_link.remote(report.addresses[other], ports[other])
-                for one, other in pairs
-                if other in ports
-            }
-        )
-        measured = _ask(report, calls, 3 * _TIMEOUT_S)
+        serving = Calls({other: call(other, serve_link, other, ports) for _, other in pairs})
+        at = _ask(report, serving, _TIMEOUT_S)
+        calls = {f"{one} -> {other}": call(one, measure_link, other, at[other]) for one, other in pairs if other in at}
+        measured = _ask(report, Calls(calls), 3 * _TIMEOUT_S)
         report.links |= {pair: measured[key] for pair in pairs if (key := " -> ".join(pair)) in measured}
 
 
-def _measure_collectives(report: ClusterReport, probes: Mapping[str, Any], device: str) -> None:
+def _measure_collectives(report: ClusterReport, probes: Mapping[str, Any], ports: range, device: str) -> None:
     first = next(iter(probes))
-    if first not in (stores := _ask(report, Calls({first: probes[first].open_store.remote()}), _TIMEOUT_S)):
+    opening = probes[first].open_store.remote(report.addresses[first], ports)
+    if not (stores := _ask(report, Calls({first: opening}), _TIMEOUT_S)):
         return
+    group = len(probes), device
     ranks = {
-        name: probe.collectives.remote(stores[first], rank, len(probes), device)
+        name: probe.call.remote(measure_collectives, stores[first], rank, *group, timeout_s=_TIMEOUT_S)
         for rank, (name, probe) in enumerate(probes.items())
     }
     rates = _ask(report, Calls(ranks), 3 * _TIMEOUT_S)

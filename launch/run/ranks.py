@@ -1,18 +1,15 @@
 """The trainer ranks as one: every question goes to all of them, and whoever dies or is late is named."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from areal_lite.actors.calls import Calls, Question, call_all, describe
+from areal_lite.actors.calls import Calls, Question, call_all, describe, kill, stop_all
 from areal_lite.actors.process import log_path
-from areal_lite.config.offline import OfflineConfig
-from areal_lite.config.recipe import Config
 from areal_lite.errors import RankDied, StallError, TrainerError
-from areal_lite.launch.run.lifetime import kill_all, stop_all, wait_until_started
 from areal_lite.launch.run.places import Places
 from areal_lite.node import out_of_memory
 
@@ -28,12 +25,11 @@ class Ranks:
     meanwhile: Callable[[], object] = staticmethod(lambda: None)
     """Called again and again while `ask` waits: Ctrl-C wants an answer in a hand-over or a save that hangs, too."""
 
-    def __init__(self, kind: type, config: Config | OfflineConfig, *, places: Places, log_folder: Path) -> None:
+    def __init__(self, kind: type, places: Places) -> None:
         """Start the processes."""
-        self._config, self._logs = config, str(log_folder)
+        self._places, num_ranks = places, places.config.trainer.ranks
         self.handles = {
-            f"trainer/{rank}": places.spawn(kind, f"trainer/{rank}", rank=rank, log_folder=self._logs)
-            for rank in range(config.trainer.ranks)
+            f"trainer/{rank}": places.spawn(kind, f"trainer/{rank}", rank=rank) for rank in range(num_ranks)
         }
         self._question = Question("progress")
         self._readings: dict[str, int] = {}
@@ -45,13 +41,12 @@ class Ranks:
             StallError: The first rank's process does not come up.
         """
         opening = call_all({"trainer/0": self.handles["trainer/0"]}, "open_store")
-        timeout_s = self._config.run.start_timeout_s
-        opened = wait_until_started(opening, timeout_s=timeout_s, logs=self._logs, on_progress=lambda _: None)
-        return call_all(self.handles, "start", address=opened["trainer/0"], **arguments)
+        opened = self._places.wait_until_started(opening, lambda _: None)
+        return call_all(self.handles, "work", "start", address=opened["trainer/0"], **arguments)
 
     def load(self, checkpoint: Path) -> int:
         """Load a checkpoint: one long read without a sign of life. Returns the version."""
-        version, *_ = self.ask("load", str(checkpoint / "trainer"), timeout_s=self._config.run.start_timeout_s)
+        version, *_ = self.ask("load", checkpoint / "trainer", timeout_s=self._places.config.run.start_timeout_s)
         return int(version)
 
     def ask(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
@@ -61,13 +56,19 @@ class Ranks:
             StallError: A rank is late.
             TrainerError: A rank died or failed.
         """
-        calls, deadline = call_all(self.handles, method, *args), time.monotonic() + timeout_s
-        while late := self.wait(calls, min(POLL_S, deadline - time.monotonic())):
+        asking = self.asking(method, *args, timeout_s=timeout_s, wait_s=POLL_S)
+        while not (answers := next(asking)):
             self.meanwhile()
-            if time.monotonic() < deadline:
-                continue
-            raise StallError(f"the trainer ranks must {method} within {timeout_s:g} s; late: {self.describe(late)}")
-        return [calls.values[name] for name in self.handles]
+        return answers
+
+    def asking(self, method: str, *args: Any, timeout_s: float, wait_s: float = 0.0) -> Iterator[list[Any]]:
+        """Ask as `ask` does, but wait `wait_s` at a time: yields no answers while somebody is late, at last all."""
+        calls, deadline = call_all(self.handles, "work", method, *args), time.monotonic() + timeout_s
+        while late := self.wait(calls, min(wait_s, deadline - time.monotonic())):
+            if time.monotonic() >= deadline:
+                raise StallError(f"the trainer ranks must {method} within {timeout_s:g} s; late: {self.describe(late)}")
+            yield []
+        yield [calls.values[name] for name in self.handles]
 
     def wait(self, calls: Calls, timeout_s: float) -> list[str]:
         """Wait for an answer of every rank; returns the names of those that owe it still.
@@ -83,7 +84,7 @@ class Ranks:
     def busy(self) -> dict[str, str]:
         """Return what ranks are in the middle of, in their own words, by name; nothing of those that are free."""
         calls = call_all(self.handles, "ping")
-        list(calls.answers(_ANSWER_TIMEOUT_S))
+        calls.failures(_ANSWER_TIMEOUT_S)
         said = {name: calls.values.get(name, "does not answer") for name in self.handles}
         return {name: words for name, words in said.items() if words}
 
@@ -110,13 +111,14 @@ class Ranks:
 
     def kill(self) -> None:
         """End every rank at once."""
-        kill_all(self.handles.values())
+        kill(*self.handles.values())
 
     def blame(self, name: str, error: Exception) -> Exception:
         """Name the rank that died, which need not be the one whose failure was seen first."""
         if not isinstance(error, ray.exceptions.RayError):
             return error
-        answers = call_all(self.handles, "progress").answers(_ANSWER_TIMEOUT_S)
-        for rank in [rank for rank, problem in answers if isinstance(problem, ray.exceptions.RayActorError)]:
-            return RankDied(f"{rank} died: its process ended{out_of_memory()}; log: {log_path(self._logs, rank)}")
-        return TrainerError(f"{name} failed: {describe(error)}; log: {log_path(self._logs, name)}")
+        for rank, problem in call_all(self.handles, "progress").failures(_ANSWER_TIMEOUT_S).items():
+            if isinstance(problem, ray.exceptions.RayActorError):
+                log = log_path(self._places.logs, rank)
+                return RankDied(f"{rank} died: its process ended{out_of_memory()}; log: {log}")
+        return TrainerError(f"{name} failed: {describe(error)}; log: {log_path(self._places.logs, name)}")

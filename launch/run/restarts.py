@@ -9,8 +9,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from areal_lite.actors.calls import Calls, describe
-from areal_lite.launch.run.lifetime import kill_all
+from areal_lite.actors.calls import Calls, describe, kill
 
 _CLEARED_AFTER_S = 3600.0
 """A worker that has worked so long since its last start has died of something else."""
@@ -70,7 +69,7 @@ class Restarts:
 
     def lost(self, name: str, reason: str) -> None:
         """Have a worker started again after a while, if it was not too often."""
-        kill_all([handle] if (handle := self.handles.pop(name, None)) else [])
+        kill(self.handles.pop(name, None))
         if self._clock() - self._back_at.pop(name, self._clock()) > _CLEARED_AFTER_S:
             del self._num_starts[name]
         if self._num_starts[name] >= self._most:
@@ -81,7 +80,7 @@ class Restarts:
 
     def begin_anew(self) -> None:
         """Start those that are on their way once more, for what is not their fault, and is not counted."""
-        kill_all(self.handles.values())
+        kill(*self.handles.values())
         self._due |= dict.fromkeys(self.handles, self._clock())
         self.states |= dict.fromkeys(self.handles, State.RESTARTING)
         self.handles.clear()
@@ -96,7 +95,7 @@ class Restarts:
 
     def dismiss(self, name: str) -> None:
         """Forget a worker for good."""
-        kill_all([handle] if (handle := self.handles.pop(name, None)) else [])
+        kill(self.handles.pop(name, None))
         for known in (self._due, self._starting.pending, self.dead, self.states, self._back_at):
             known.pop(name, None)
 

@@ -88,24 +88,13 @@ class Interrupts:
         for number, handler in self._before.items():  # once told to end, nothing shall cut the end short
             signal.signal(number, signal.SIG_IGN if self.notice and number in NOTICES else handler)
 
-    def work_begins(self) -> None:
-        """Say that there is something to save from now on.
+    def end_at_once(self, at_once: bool) -> None:
+        """Say whether there is nothing to save from now on, as at first.
 
         Raises:
-            KeyboardInterrupt: Somebody asked to stop before, and the exception was lost on its way: one that is raised
-                inside a destructor or a callback of a library is printed and forgotten.
+            KeyboardInterrupt: Somebody asked to stop before; the exception may have been lost on its way: one that is
+                raised inside a destructor or a callback of a library is printed and forgotten.
         """
-        self._set_at_once(False)
-
-    def work_is_saved(self) -> None:
-        """Say that there is nothing to save until `work_begins` once more.
-
-        Raises:
-            KeyboardInterrupt: Somebody has asked to stop.
-        """
-        self._set_at_once(True)
-
-    def _set_at_once(self, at_once: bool) -> None:
         self._at_once = at_once
         if self._is_asked:
             raise KeyboardInterrupt

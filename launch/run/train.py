@@ -24,14 +24,14 @@ from areal_lite.config.offline import OfflineConfig, check_resources
 from areal_lite.config.plugin_check import check_plugins
 from areal_lite.config.recipe import Config
 from areal_lite.data.completions import load_offline
-from areal_lite.data.encode import load_tokenizer
+from areal_lite.data.encode import Tokenizer, load_tokenizer
 from areal_lite.data.mix import make_cursor
 from areal_lite.data.prompts import load_source, load_sources
 from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.run.controller import Controller, Interrupted
 from areal_lite.launch.run.offline import OfflineController
 from areal_lite.launch.run.online import OnlineController
-from areal_lite.launch.run.places import Places, places_for
+from areal_lite.launch.run.places import places_for
 from areal_lite.launch.run.preflight import check_cluster
 from areal_lite.launch.run.signals import notices_held_back, undisturbed
 from areal_lite.launch.run.view import View
@@ -54,8 +54,8 @@ _PROBE_TIMEOUT_S = 5.0
 _RAY_SAYS = 160
 """Characters at most."""
 _Recipe = TypeVar("_Recipe", Config, OfflineConfig)
-_Made = tuple[_Recipe, Path, Callable[[RunFolder, Places], Controller], Callable[[Path], None]]
-"""The recipe with its paths, the model's folder, the controller, and whether a checkpoint is of the same data."""
+_Made = tuple[_Recipe, Callable[..., Controller], Callable[[Path], None]]
+"""The recipe with its steps, what makes the controller, and what checks that a checkpoint is of the same data."""
 
 
 def train(
@@ -91,15 +91,23 @@ def train(
         writer = stack.enter_context(SoleWriter(path, take_over=take_over, say=warn))
         if not config.run.resume:
             RunFolder(path).check_new()
-        made = _online(config, console) if isinstance(config, Config) else _offline(config, console)
-        config, model_folder, make_controller, check_data = made
+        if isinstance(config, Config):
+            check_plugins(config)
+            check_engine_arguments(config)
+            config = with_absolute_paths(config)
+        else:
+            config = with_absolute_paths(config)
+        model_folder = prepare_model(config, console=console)
+        tokenizer = load_tokenizer(model_folder, config.model)
+        made = _online(config, tokenizer) if isinstance(config, Config) else _offline(config, tokenizer, say)
+        config, make_controller, check_data = made
         folder = RunFolder.resume(config, named=named, say=warn) if config.run.resume else RunFolder(path)
         if folder.checkpoint is not None:
             check_data(folder.checkpoint)
         stack.enter_context(ray_session())
         if config.run.preflight and len(ray.nodes()) > 1:
             check_cluster(config, model_folder=model_folder, console=console)
-        places = stack.enter_context(places_for(config, say=say))
+        places = stack.enter_context(places_for(config, logs=path / "logs", say=say))
         _check_resources(config, console)
         # Until here nothing in the folder has changed.
         writer.settle()
@@ -110,8 +118,10 @@ def train(
             else:
                 folder.begin(config)
         console.print(f"run folder: {folder.path}", highlight=False, soft_wrap=True)
+        view = View(config, console=console)
+        controller = make_controller(folder=folder, places=places, model_folder=model_folder, view=view)
         try:
-            summary = make_controller(folder, places).run(on_step) | {"folder": str(folder.path)}
+            summary = controller.run(on_step) | {"folder": str(folder.path)}
         except Interrupted as stop:
             if config.run.report and stop.summary:
                 stop.summary["report"] = _report_of(folder, console=console)
@@ -121,60 +131,30 @@ def train(
     return summary
 
 
-def _online(config: Config, console: Console) -> _Made[Config]:
+def _online(config: Config, tokenizer: Tokenizer) -> _Made[Config]:
     """Load everything, so that bad data is found before any actor starts."""
-    check_plugins(config)
-    check_engine_arguments(config)
-    config = with_absolute_paths(config)
-    model_folder = prepare_model(config, console=console)
-    tokenizer = load_tokenizer(model_folder, config.model)
     if config.objective.ptx_coef > 0 and config.objective.ptx_path is not None:
         load_documents(config.objective.ptx_path, tokenizer=tokenizer, max_tokens=config.model.max_context)
     prompts = load_sources(config, tokenizer, "train")
     check_arguments(config, chain.from_iterable(prompts.values()))
     if not _joins_a_cluster():  # else verifiers run on other machines, which may have what they need
         check_first_calls(config, chain.from_iterable(prompts.values()))
-    held_out, view = load_source(config, tokenizer, "eval"), View(config, console=console)
-    return (
-        config,
-        model_folder,
-        lambda folder, places: OnlineController(
-            config.model_copy(update={"run": places.run}),
-            folder=folder,
-            places=places,
-            model_folder=model_folder,
-            prompts=prompts,
-            eval_prompts=held_out,
-            view=view,
-        ),
-        lambda checkpoint: make_cursor(config, prompts).load(
-            read_state((checkpoint / "queue.msgpack").read_bytes())["cursor"]
-        ),
-    )
+    held_out = load_source(config, tokenizer, "eval")
+
+    def check(checkpoint: Path) -> None:
+        make_cursor(config, prompts).load(read_state((checkpoint / "queue.msgpack").read_bytes())["cursor"])
+
+    return config, functools.partial(OnlineController, prompts=prompts, eval_prompts=held_out), check
 
 
-def _offline(config: OfflineConfig, console: Console) -> _Made[OfflineConfig]:
+def _offline(config: OfflineConfig, tokenizer: Tokenizer, say: Callable[..., object]) -> _Made[OfflineConfig]:
     """Load the data, and turn `epochs` into steps; the rows behind an epoch's last full batch are passed over."""
-    config = with_absolute_paths(config)
-    model_folder = prepare_model(config, console=console)
-    data = load_offline(config, load_tokenizer(model_folder, config.model))
+    data = load_offline(config, tokenizer)
     if config.batch.epochs is not None:
         steps = max(1, round(config.batch.epochs * (len(data.train) // config.batch.batch_size)))
         config = config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
-    view = View(config, console=console)
-    view.say(f"{len(data.train)} training rows, {len(data.held_out)} held out")
-    return (
-        config,
-        model_folder,
-        lambda folder, places: OfflineController(
-            config.model_copy(update={"run": places.run}),
-            folder=folder,
-            places=places,
-            model_folder=model_folder,
-            view=view,
-        ),
-        data.check,
-    )
+    say(f"{len(data.train)} training rows, {len(data.held_out)} held out")
+    return config, OfflineController, data.check
 
 
 def _report_of(folder: RunFolder, *, console: Console) -> str | None:

@@ -1,5 +1,6 @@
 """Calls of actors: failures are data, who is late is known by name, and nothing is waited for twice."""
 
+import functools
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from areal_lite.actors.calls import Calls, Question, call_all
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import EngineError, QueueError, RankDied, StallError, TrainerError
 from areal_lite.launch.run import ranks as ranks_module
-from areal_lite.launch.run.lifetime import wait_until_started
+from areal_lite.launch.run.places import Places
 from areal_lite.launch.run.ranks import Ranks
 
 
@@ -85,22 +86,28 @@ def test_an_actor_that_owes_an_answer_is_not_asked_again() -> None:
 
 def test_a_start_that_is_late_or_fails_is_told_by_name() -> None:
     said: list[str] = []
-    options: dict[str, Any] = {"timeout_s": 9.0, "logs": "/logs", "on_progress": said.append}
+    wait = functools.partial(no_places().wait_until_started, say=said.append)
     starting = Calls({"queue": answering(None), "rollout/1": silent()})
-    with pytest.raises(StallError, match=r"start_timeout_s=9 s; still missing: rollout/1; see /logs"):
-        wait_until_started(starting, **options)
+    with pytest.raises(StallError, match=r"start_timeout_s=300 s; still missing: rollout/1; see /logs"):
+        wait(starting)
     assert said == ["queue is ready, waiting for rollout/1"]
     with pytest.raises(EngineError, match=r"rollout/1 did not start: no memory \(log: /logs/rollout-1.log\)"):
-        wait_until_started(Calls({"rollout/1": failing(EngineError("no memory"))}), **options)
+        wait(Calls({"rollout/1": failing(EngineError("no memory"))}))
     # What a run goes back for is told apart. Seen failing with an engine to blame for the queue.
     for name, kind in {"queue": QueueError, "trainer/0": RankDied, "rollout/1": EngineError}.items():
         with pytest.raises(kind, match=rf"{name} did not start: its process ended \(log: /logs/"):
-            wait_until_started(Calls({name: failing(ray.exceptions.RayActorError())}), **options)
+            wait(Calls({name: failing(ray.exceptions.RayActorError())}))
+
+
+def no_places() -> Places:
+    places = Places.__new__(Places)
+    places.config, places.logs = parse_config({}), "/logs"
+    return places
 
 
 def make_ranks(**handles: Any) -> Ranks:
     ranks = Ranks.__new__(Ranks)
-    ranks._config, ranks._logs = parse_config({}), "/logs"
+    ranks._places = no_places()
     ranks._question, ranks._readings = Question("progress"), {}
     ranks.handles = {f"trainer/{name[-1]}": handle for name, handle in handles.items()}
     return ranks
@@ -121,9 +128,8 @@ def test_an_actor_that_dies_for_want_of_memory_is_told_so(monkeypatch: pytest.Mo
     dead = failing(ray.exceptions.RayActorError())
     with pytest.raises(RankDied, match=r"died: its process ended \(the kernel has ended .* for want of memory"):
         make_ranks(rank_0=actor(dead)).ask("work", timeout_s=5.0)
-    options: dict[str, Any] = {"timeout_s": 9.0, "logs": "/logs", "on_progress": print}
     with pytest.raises(EngineError, match=r"start: its process ended \(the kernel has ended .* for want of memory"):
-        wait_until_started(Calls({"rollout/1": dead}), **options)
+        no_places().wait_until_started(Calls({"rollout/1": dead}), print)
 
 
 def test_ranks_that_are_late_are_named_with_what_they_do() -> None:

@@ -31,7 +31,7 @@ def test_ping_tells_what_a_rank_does_since_when_and_where(rank: OfflineTrainerAc
     rank._trainer = Trainer()
     assert rank.ping() == ""
     answers: list[Any] = []
-    working = threading.Thread(target=lambda: answers.append(rank.step()))
+    working = threading.Thread(target=lambda: answers.append(rank.work("step")))
     working.start()
     reached.wait()
     said = rank.ping()
@@ -44,5 +44,5 @@ def test_ping_tells_what_a_rank_does_since_when_and_where(rank: OfflineTrainerAc
 
 def test_a_rank_whose_work_failed_is_free(rank: OfflineTrainerActor) -> None:
     with pytest.raises(AttributeError):
-        rank.evaluate()
+        rank.work("evaluate")
     assert rank.ping() == ""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import new_run_folder
+from run_folders import new_run_folder, save_run
 
 from areal_lite.cli.main import main
 from areal_lite.config.offline import OfflineConfig, load_any_config
@@ -166,7 +166,7 @@ def test_a_run_folder_keeps_the_recipe_and_refuses_another_command(tmp_path: Pat
     """Seen failing with every saved recipe read as one of `train`."""
     config = offline(run={"dir": str(tmp_path / "run")})
     folder = new_run_folder(config)
-    folder.write_checkpoint(3, queue_state=None, save_trainer=lambda path: path.mkdir(), keep=1)
+    save_run(folder, 3, Path.mkdir)
     assert {path.name for path in folder.newest_checkpoint().iterdir()} == {"trainer", "meta.json", "manifest.json"}
     resumed = offline(run={"resume": str(tmp_path / "run"), "steps": 7}, sft={"epochs": 2.0})
     assert RunFolder.resume(resumed).path == folder.path

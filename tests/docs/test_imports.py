@@ -79,7 +79,7 @@ def assert_no_circle(edges: dict[str, set[str]]) -> None:
 
 
 def test_modules_import_in_no_circle():
-    """Seen failing with `import areal_lite.launch.run.train` inside a function of launch/run/lifetime.py."""
+    """Seen failing with `import areal_lite.launch.run.train` inside a function of launch/run/places.py."""
     assert_no_circle(graph())
 
 

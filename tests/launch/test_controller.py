@@ -1,7 +1,6 @@
 """The controllers' order of things, with processes that are only told about."""
 
 import errno
-import functools
 import io
 import itertools
 import json
@@ -10,6 +9,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,25 +37,28 @@ from areal_lite.record.run_folder import RunFolder
 from areal_lite.watchdog import Watchdog
 
 FIGURES = {"loss": 0.5, "accuracy": 0.9, "tokens": 12.0, "lr": 1e-3, "grad_norm": 1.0, "step_skipped": 0.0}
-NO_PLACES: Any = SimpleNamespace(whereabouts=Whereabouts([], []), head_is_lost=lambda: False)
-"""No process is started here."""
 STATS = {metric.name: 1 for metric in METRICS if metric.reduction} | {"age_histogram": {0: 30}, "age_max": 0}
+
+
+def no_places(config: Any) -> Any:
+    """No process is started here."""
+    return SimpleNamespace(config=config, whereabouts=Whereabouts([], []), head_is_lost=lambda: False)
 
 
 class FakeRanks(Ranks):
     """Notes what was asked with which deadline."""
 
     def __init__(self, config: Any) -> None:
-        self._config = config
+        self._places = no_places(config)
         self.asked: list[tuple[Any, ...]] = []
         self.doing: dict[str, str] = {}
 
     def busy(self) -> dict[str, str]:
         return self.doing
 
-    def ask(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+    def asking(self, method: str, *args: Any, timeout_s: float, wait_s: float = 0.0) -> Iterator[list[Any]]:
         self.asked.append((method, *args, timeout_s))
-        return [7]
+        yield [7]
 
 
 class FakeCluster:
@@ -111,7 +114,8 @@ def offline(tmp_path: Path) -> OfflineController:
     run = {"dir": str(tmp_path / "run"), "eval_every": 1, "start_timeout_s": 321.0}
     config = offline_config(tmp_path, run=run)
     folder, view = new_run_folder(config), View(config, console=Console(file=io.StringIO()))
-    controller = OfflineController(config, folder=folder, places=NO_PLACES, model_folder=tmp_path / "model", view=view)
+    places = no_places(config)
+    controller = OfflineController(folder=folder, places=places, model_folder=tmp_path / "model", view=view)
     controller._ranks = FakeRanks(config)
     return controller
 
@@ -119,16 +123,15 @@ def offline(tmp_path: Path) -> OfflineController:
 def answers_of(handles: dict[str, Any], method: str, *arguments: Any) -> Any:
     """What `call_all` returns, where everybody has answered at once."""
     values = {name: getattr(handle, method).remote(*arguments) for name, handle in handles.items()}
-    return SimpleNamespace(values=values, pending={}, answers=lambda _: dict.fromkeys(values).items())
+    return SimpleNamespace(values=values, pending={}, failures=lambda _: {})
 
 
 @pytest.fixture
 def rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnlineController:
     config = parse_config({"run": {"dir": str(tmp_path / "run"), "steps": 5}, "weights": {"parity_every": 1}})
     folder, view = new_run_folder(config), View(config, console=Console(file=io.StringIO()))
-    controller = OnlineController(
-        config, folder=folder, places=NO_PLACES, model_folder=tmp_path, prompts={}, eval_prompts=[], view=view
-    )
+    run: dict[str, Any] = {"folder": folder, "places": no_places(config), "model_folder": tmp_path, "view": view}
+    controller = OnlineController(prompts={}, eval_prompts=[], **run)
     cluster: Any = FakeCluster()
     controller._cluster = cluster
     controller._collector = Collector(cluster, recorder=controller._recorder, view=view, logs="", own=[])
@@ -279,7 +282,7 @@ def test_parity_is_measured_at_the_first_publication_of_trained_weights_and_then
     assert measured == [3, 4]
 
 
-@pytest.mark.parametrize(("doing", "asked"), [("", ["save"]), ("in step step-8 since 31 s (wait)", [])])
+@pytest.mark.parametrize(("doing", "asked"), [("", ["snapshot", "save"]), ("in step step-8 since 31 s (wait)", [])])
 def test_a_failed_run_is_not_saved_while_a_rank_hangs(
     rl: OnlineController, monkeypatch: pytest.MonkeyPatch, doing: str, asked: list[str]
 ) -> None:
@@ -383,7 +386,7 @@ def test_a_checkpoint_is_read_under_the_deadline_of_a_start(offline: OfflineCont
     asked = []
     vars(offline)["_ask"] = lambda method, *_, waiting_for: asked.append(method) or [{}]
     offline._prepare(tmp_path / "step-000007")
-    assert offline._ranks.asked == [("load", str(tmp_path / "step-000007" / "trainer"), 321.0)]
+    assert offline._ranks.asked == [("load", tmp_path / "step-000007" / "trainer", 321.0)]
     assert offline._version == 7
     assert asked == ["prepare", "evaluate"]
 
@@ -415,15 +418,15 @@ def test_a_full_disk_ends_no_run_before_its_end(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def ask(method: str, *args: Any, timeout_s: float) -> list[Any]:
-        if args[0].endswith(".step-000002.tmp/trainer"):
+    def asking(method: str, *args: Any, timeout_s: float, wait_s: float) -> Iterator[list[Any]]:
+        if method == "save" and args[0].parent.name == ".step-000002.tmp":
             fail()
-        return FakeRanks.ask(ranks, method, *args, timeout_s=timeout_s)
+        return FakeRanks.asking(ranks, method, *args, timeout_s=timeout_s)
 
     changed = {"checkpoint_every": 2, "eval_every": 0, "keep_checkpoints": 9}
     offline._config = offline._config.model_copy(update={"run": offline._config.run.model_copy(update=changed)})
     ranks: Any = offline._ranks
-    vars(ranks)["ask"] = ask
+    vars(ranks)["asking"] = asking
     vars(offline._recorder._trackers[0])["show"] = fail
     vars(offline._view._console.file)["_stream"] = SimpleNamespace(write=fail, flush=fail, isatty=lambda: False)
     for name in ("metrics.jsonl", ".summary.json.tmp"):
@@ -443,8 +446,7 @@ class SlowRanks(FakeRanks):
         super().__init__(config)
         self.takes_s, self.when, self.now, self.begun = takes_s, when, 0.0, 0.0
         self.version = 0
-        methods = {name: SimpleNamespace(remote=functools.partial(self.begin, name)) for name in ("step", "evaluate")}
-        self.handles = {"trainer/0": SimpleNamespace(**methods)}
+        self.handles = {"trainer/0": SimpleNamespace(work=SimpleNamespace(remote=self.begin))}
 
     def begin(self, method: str) -> str:
         self.version += method == "step"
@@ -466,9 +468,9 @@ class SlowRanks(FakeRanks):
     def progress(self) -> tuple[int, ...]:
         return (int(4 * self.now),)
 
-    def ask(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+    def asking(self, method: str, *args: Any, timeout_s: float, wait_s: float = 0.0) -> Iterator[list[Any]]:
         self.notice(method)
-        return super().ask(method, *args, timeout_s=timeout_s)
+        return super().asking(method, *args, timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize(
@@ -490,12 +492,14 @@ def test_a_run_that_is_given_notice_saves_in_time_and_can_be_told_to_go_on(
     monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: ranks.now))
     processes = SimpleNamespace(kill=lambda: None)
     vars(offline).update(_ranks=ranks, _spawn=lambda _: processes, _start=lambda _: None, _prepare=lambda _: None)
-    places = SimpleNamespace(**vars(NO_PLACES) | {"head_is_lost": lambda: during == "head" and ranks.version == 2})
+    places = SimpleNamespace(
+        **vars(offline._places) | {"head_is_lost": lambda: during == "head" and ranks.version == 2}
+    )
     offline._places = places  # type: ignore[assignment]
     with pytest.raises(Interrupted, match=str(tmp_path / "run")):
         offline.run()
     assert [int(path.name.removeprefix("step-")) for path in sorted(offline._folder.checkpoints.iterdir())] == saved
-    assert {method for method, *_ in ranks.asked} == {"save"}
+    assert {method for method, *_ in ranks.asked} == {"snapshot", "save"}
     said = offline._view._console.file.getvalue()  # type: ignore[attr-defined]
     assert ("the loss of Ray's head process" if during == "head" else "SIGUSR1") in said
     assert re.search(rf"step(-0+| ){saved[-1]}\b", said)
@@ -568,6 +572,136 @@ def test_a_run_ends_where_it_does_not_get_on_or_would_not(
     assert log.count(3) == tried
 
 
+class WritingRanks(FakeRanks):
+    """Writes a checkpoint only when it is told to, or fails to."""
+
+    def __init__(self, config: Any, *, looks: int = 10**9, error: Exception | None = None) -> None:
+        """Take note of how often a save is looked at before it ends, and of how the first one does."""
+        super().__init__(config)
+        self.looks, self.error = looks, error
+
+    def asking(self, method: str, *args: Any, timeout_s: float, wait_s: float = 0.0) -> Iterator[list[Any]]:
+        self.asked.append((method, *args[:1], timeout_s))
+        if method == "save":
+            error, self.error = self.error, None
+            for _ in range(self.looks):
+                yield []
+            if error is not None:
+                raise error
+            args[0].mkdir()
+        yield [7]
+
+
+def saving_beside(
+    offline: OfflineController, monkeypatch: pytest.MonkeyPatch, ranks: WritingRanks, **run: Any
+) -> list[Any]:
+    """Have a run of six steps be saved at every second, beside the others; returns what was tried and said."""
+    log = falling(offline, monkeypatch, [])
+    changed = {"checkpoint_beside": True, "keep_checkpoints": 9} | run
+    offline._config = offline._config.model_copy(update={"run": offline._config.run.model_copy(update=changed)})
+    monkeypatch.setattr(offline._view, "say", lambda text, **_: log.append(text))
+    monkeypatch.setattr(controller, "_SETTLE_S", 0.0)
+    offline._ranks = ranks
+    return log
+
+
+def saved_steps(offline: OfflineController) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in sorted(offline._folder.checkpoints.iterdir())]
+
+
+def test_steps_are_trained_while_one_is_saved_and_the_next_save_waits(
+    offline: OfflineController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint is told of when it is there; the last one is nobody's copy.
+
+    Seen failing with a save that is waited for, and with two at once.
+    """
+    ranks = WritingRanks(offline._config, looks=30)
+    log = saving_beside(offline, monkeypatch, ranks)
+    there: list[tuple[int, list[str]]] = []
+    step = offline._step
+
+    def watched_step() -> bool:
+        there.append((offline._version + 1, sorted(path.name for path in offline._folder.checkpoints.iterdir())))
+        return step()
+
+    vars(offline)["_step"] = watched_step
+    assert offline.run()["status"] == "done"
+    assert [word for word in log if isinstance(word, int)] == [1, 2, 3, 4, 5, 6]
+    assert there[2:4] == [(3, [".step-000002.tmp"]), (4, [".step-000002.tmp"])]
+    assert there[4:] == [(number, [".step-000004.tmp", "step-000002"]) for number in (5, 6)]
+    copies = [args[0] for method, *args in ranks.asked if method == "snapshot"]
+    assert copies == [True, True, False]
+    assert saved_steps(offline) == [2, 4, 6]
+    events = [event["step"] for event in offline._folder.read("events.jsonl") if event["kind"] == "checkpoint"]
+    assert events == [2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    "error", [StallError("late: trainer/1 in save"), OSError(errno.EIO, "broken"), RankDied("trainer/1 died")]
+)
+def test_a_save_that_fails_beside_the_steps_is_of_its_step_and_ends_nothing(
+    offline: OfflineController, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Seen failing with an error that is raised in the step that is trained meanwhile."""
+    log = saving_beside(offline, monkeypatch, WritingRanks(offline._config, looks=2, error=error))
+    assert offline.run()["status"] == "done"
+    assert [word for word in log if isinstance(word, int)] == [1, 2, 3, 4, 5, 6]
+    assert f"the save of step 2 failed: {error}" in log
+    assert saved_steps(offline) == [4, 6]
+
+
+def test_a_save_beside_the_steps_has_a_deadline_that_names_who_is_late() -> None:
+    """Whoever looks; until then nothing is waited for. Seen failing without one."""
+    ranks = Ranks.__new__(Ranks)
+    handle = SimpleNamespace(work=SimpleNamespace(remote=lambda *_: "never"))
+    vars(ranks).update(handles={"trainer/1": handle}, wait=lambda calls, _: list(calls.pending))
+    vars(ranks)["describe"] = lambda late: f"{', '.join(late)} in save since 9 s (write)"
+    saving = ranks.asking("save", "folder", timeout_s=0.05)
+    assert next(saving) == []
+    with pytest.raises(StallError, match=r"must save within 0\.05 s; late: trainer/1 in save since 9 s"):
+        for _ in saving:
+            pass
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_who_stops_a_run_amid_a_save_gets_both_checkpoints(
+    offline: OfflineController, monkeypatch: pytest.MonkeyPatch, stop: signal.Signals
+) -> None:
+    """Seen failing with an end that leaves the first one unfinished."""
+    saving_beside(offline, monkeypatch, WritingRanks(offline._config, looks=30), checkpoint_every=3)
+
+    def on_step(row: Any) -> None:
+        if row["step"] == 4:
+            os.kill(os.getpid(), stop)
+
+    with pytest.raises(Interrupted):
+        offline.run(on_step)
+    assert saved_steps(offline) == [3, 5]
+    for number in signals.NOTICES:  # which the end of a process that was told to end ignores
+        signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize(("error", "back_at"), [(None, 2), (RankDied("trainer/1 died"), 0)])
+def test_a_run_goes_back_once_a_save_beside_it_is_over(
+    offline: OfflineController, monkeypatch: pytest.MonkeyPatch, error: Exception | None, back_at: int
+) -> None:
+    """To the step that is saved by then, or to the one before. Seen failing with a look at what is there already."""
+    log = saving_beside(offline, monkeypatch, WritingRanks(offline._config, looks=30, error=error))
+    fails: list[Exception] = [RankDied("trainer/1 died")]
+    ask: Callable[..., list[Any]] = offline._ask
+
+    def failing(method: str, *args: Any, waiting_for: str) -> list[Any]:
+        if method == "step" and offline._version == 2 and fails:
+            raise fails.pop()
+        return ask(method, *args, waiting_for=waiting_for)
+
+    vars(offline)["_ask"] = failing
+    assert offline.run()["status"] == "done"
+    assert f"back at step {back_at}" in log
+    assert saved_steps(offline)[-2:] == [4, 6]
+
+
 @pytest.mark.parametrize("why", ["Ctrl-C", "on_step"])
 def test_what_stopped_a_run_is_its_last_word_and_in_the_summary(
     offline: OfflineController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
@@ -604,13 +738,13 @@ def test_an_export_that_always_fails_ends_the_run(offline: OfflineController, mo
     falling(offline, monkeypatch, [])
     exports = []
 
-    def ask(method: str, *args: Any, timeout_s: float) -> list[Any]:
+    def asking(method: str, *args: Any, timeout_s: float, wait_s: float) -> Iterator[list[Any]]:
         if method == "export":
             exports.append(args)
             raise RankDied("no memory")
-        return [7]
+        yield [7]
 
-    vars(offline._ranks)["ask"] = ask
+    vars(offline._ranks)["asking"] = asking
     with pytest.raises(RankDied, match="no memory"):
         offline.run()
     assert len(exports) == 3

@@ -23,6 +23,8 @@ from test_loop import conserved, trained_groups
 from train_builders import save_tiny_model
 from user_run import UserRun, adopting_orphans, alive
 
+from areal_lite.record.checkpoints import damage
+
 pytestmark = pytest.mark.loop
 
 GROUPS = 4
@@ -192,9 +194,11 @@ def test_ctrl_c_over_and_over_while_engines_start_ends_at_once(loop_folder: Path
 def test_a_dead_trainer_rank_ends_the_run_by_name(loop_folder: Path) -> None:
     """Rank 1 is killed; rank 0 fails too, and must not be blamed. They work on the same rows, each with half the heads.
 
+    Every step is saved beside the next one: the last that was saved whole stays.
+
     Seen failing without the look for a dead rank in `Ranks.blame`.
     """
-    settings = {"steps": 1000, "checkpoint_every": 2, "max_restarts": 0}
+    settings = {"steps": 1000, "checkpoint_every": 1, "checkpoint_beside": True, "max_restarts": 0}
     (folder := loop_folder / "two-heads").mkdir()
     model = {"path": save_tiny_model(folder, max_context=128, num_key_value_heads=2)}
     with start(loop_folder, "rank", run=settings, model=model, trainer={"ranks": 2, "mesh": {"tensor": 2}}) as run:
@@ -205,7 +209,8 @@ def test_a_dead_trainer_rank_ends_the_run_by_name(loop_folder: Path) -> None:
         assert "RankDied: trainer/1 died" in run.output
         assert "logs/trainer-1.log" in run.output
         assert f"areal-lite resume {run.folder.path}" in run.output
-        assert saved_step(run) >= 2
+        assert saved_step(run) >= 3
+        assert not damage(run.folder.newest_checkpoint())
         assert summary(run)["status"].startswith("failed: RankDied: trainer/1 died")
         assert "Traceback" not in run.output
 

@@ -6,7 +6,7 @@ import pytest
 
 from areal_lite.config.recipe import Config, load_config, parse_config
 from areal_lite.errors import ConfigError
-from areal_lite.launch.run.lifetime import actor_options
+from areal_lite.launch.run.places import actor_options
 from areal_lite.rollout.engine_settings import engine_arguments
 
 KINDS = ["queue", "rollout", "verifier", "trainer"]
@@ -74,7 +74,7 @@ def test_thread_counts_are_the_recipes() -> None:
 def test_a_rank_can_tell_its_progress_while_it_works() -> None:
     """I6: the watchdog asks beside a running step. Seen failing with a concurrency of 1."""
     config = load_config("arith_cpu")
-    assert actor_options(config, "trainer")["max_concurrency"] == 2
+    assert actor_options(config, "trainer")["max_concurrency"] == 3
     assert all(actor_options(config, kind)["max_concurrency"] >= 100 for kind in ("rollout", "verifier"))
 
 

@@ -1,5 +1,6 @@
 """Where a run's sockets are, with one node and with several; Ray's view of the nodes is faked."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +48,7 @@ def test_the_interface_is_said(fake_ray: SimpleNamespace, monkeypatch: pytest.Mo
     said = list[str]()
     monkeypatch.setattr(places, "_reserve", lambda config, say: (None, [], []))
     monkeypatch.setattr(places, "remove_placement_group", lambda group: None)
-    with places_for(config_of(), say=said.append):
+    with places_for(config_of(), logs=Path("logs"), say=said.append):
         assert said == ["nodes speak over eth0 (here 10.0.0.2; run.network), ports 20000-21999"]
 
 
@@ -90,7 +91,7 @@ def test_a_worker_whose_node_is_gone_and_a_new_one_get_a_place_where_there_is_ro
     monkeypatch.setattr(places, "remove_placement_group", lambda group: freed.append(group.id))
     bundles = [Bundle(node=index, gpus=0, lanes=(f"rollout/{index}",)) for index in (0, 1)]
     first: Any = SimpleNamespace(id=0)
-    settled = Places(config_of(), first, bundles, [*alive, gone])
+    settled = Places(config_of(), first, bundles, [*alive, gone], "logs")
     assert settled.has_place("rollout/0")
     assert reserved == []
     assert settled.has_place("rollout/1")
@@ -114,7 +115,7 @@ def test_a_worker_whose_node_is_gone_and_a_new_one_get_a_place_where_there_is_ro
 def test_over_ipc_an_engine_stays_with_its_rank(fake_ray: SimpleNamespace) -> None:
     fake_ray.nodes = list
     group: Any = None
-    settled = Places(config_of(weights={"transport": "ipc"}, run={"device": "cuda"}), group, [], [])
+    settled = Places(config_of(weights={"transport": "ipc"}, run={"device": "cuda"}), group, [], [], "logs")
     assert not settled.has_place("rollout/0")
 
 
@@ -123,7 +124,7 @@ def test_the_head_is_lost_when_it_gave_no_answer_twice(
 ) -> None:
     """A moment without an answer stops no run. Seen failing with one look."""
     group: Any = None
-    settled = Places(config_of(), group, [], [])
+    settled = Places(config_of(), group, [], [], "logs")
     clock, answers = SimpleNamespace(now=0.0), [False, True, False, False]
     monkeypatch.setattr(places, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(places, "listens", lambda address, **_: address == "10.0.0.1:6379" and answers.pop(0))

@@ -13,7 +13,7 @@ from loop_builders import loop_config
 from offline_builders import offline_config, offline_trainer
 from places import SUPPORT
 from rich.console import Console
-from run_folders import new_run_folder
+from run_folders import new_run_folder, save_run
 from transformers import AutoTokenizer
 
 from areal_lite.data.mix import make_cursor
@@ -48,7 +48,7 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     folder, cursor = new_run_folder(config), make_cursor(config, load_sources(config, tokenizer, "train"))
     queue_state = encode({"ledger": {}, "cursor": cursor.state()})
-    folder.write_checkpoint(2, queue_state=queue_state, save_trainer=Path.mkdir, keep=1)
+    save_run(folder, 2, Path.mkdir, queue=queue_state)
     folder.append("metrics.jsonl", [{"step": step} for step in (1, 2, 3)])
     folder.append("events.jsonl", [{"time": 9e9}])
     (folder.path / "writer.json").write_text("a lease")
@@ -109,7 +109,7 @@ def test_an_offline_run_on_other_rows_is_refused(stopped: Path) -> None:
     folder.mkdir()
     config = with_absolute_paths(offline_config(folder, run={"dir": str(stopped / "offline")}))
     run = new_run_folder(config)
-    run.write_checkpoint(2, queue_state=None, save_trainer=offline_trainer(config).save, keep=1)
+    save_run(run, 2, offline_trainer(config).snapshot())
 
     def resume_offline() -> None:
         again = offline_config(folder, run={"resume": str(run.path)})

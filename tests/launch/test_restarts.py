@@ -11,11 +11,12 @@ from fake_ray import FakeRay, Reference
 from ledger_builders import FakeClock
 
 from areal_lite.actors import calls as calls_module
-from areal_lite.config.recipe import parse_config
+from areal_lite.config.recipe import Config, parse_config
 from areal_lite.errors import EngineError, HandoverError, QueueError, QueueTimeout, RankDied, VerifierError
 from areal_lite.launch.run import cluster as cluster_module
 from areal_lite.launch.run import restarts as restarts_module
 from areal_lite.launch.run.cluster import Cluster
+from areal_lite.launch.run.places import Places
 from areal_lite.launch.run.restarts import Restarts, State
 
 A, B, V = "rollout/0", "rollout/1", "verifier/0"
@@ -30,7 +31,7 @@ class Starts:
         self.begun: list[tuple[float, str]] = []
         self.killed: list[Any] = []
         monkeypatch.setattr(calls_module, "ray", FakeRay(self.clock))
-        monkeypatch.setattr(restarts_module, "kill_all", self.killed.extend)
+        monkeypatch.setattr(restarts_module, "kill", lambda *handles: self.killed.extend(filter(None, handles)))
         self.restarts = Restarts(self._spawn, most=most, start_timeout_s=TIMEOUT_S, clock=self.clock)
 
     def run(self, seconds: float) -> None:
@@ -180,6 +181,19 @@ class Actor:
         return (3, 1) if self.calls[-1] == "reconnect" else ([], {})
 
 
+class PlacesOfNobody(Places):
+    """Processes are started at once, and nowhere."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.logs = config, "logs"
+
+    def spawn(self, *_: Any, **__: Any) -> Any:
+        return Actor()
+
+    def has_place(self, lane: str) -> bool:
+        return True
+
+
 class Fleet:
     """A cluster that serves with two rollout workers and a verifier, whose times pass at once."""
 
@@ -190,15 +204,10 @@ class Fleet:
         monkeypatch.setattr(ray, "kill", lambda _: None)
         self.is_reached = True
         where = SimpleNamespace(reaches=lambda _: self.is_reached)
-        places: Any = SimpleNamespace(spawn=lambda *_, **__: Actor(), has_place=lambda _: True, whereabouts=where)
+        places = PlacesOfNobody(config)
+        places.whereabouts = where  # type: ignore[assignment]
         self.forgotten: list[str] = []
-        anybody: dict[str, Any] = {
-            "queue_state": None,
-            "prompts": {},
-            "model_folder": Path(),
-            "log_folder": Path("logs"),
-        }
-        self.cluster = cluster = Cluster(config, places=places, **anybody)
+        self.cluster = cluster = Cluster(places, queue_state=None, prompts={}, model_folder=Path())
         cluster.queue = SimpleNamespace(forget=lambda worker: self.forgotten.append(worker))  # type: ignore[assignment]
         cluster._access = dict.fromkeys(cluster_module.Role)  # type: ignore[assignment]
         cluster.restarts._clock = clock

@@ -46,7 +46,7 @@ def test_a_notice_asks_however_often_it_comes_and_leaves_some_time(
     now = 100.0
     monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now))
     with Interrupts(save_deadline_s=30) as interrupts:
-        interrupts.work_begins()
+        interrupts.end_at_once(False)
         for seconds in (0, 20, 9):
             now += seconds
             os.kill(os.getpid(), number)
@@ -102,13 +102,13 @@ def test_one_that_was_lost_on_its_way_is_made_up_for() -> None:
         with contextlib.suppress(KeyboardInterrupt):
             press_ctrl_c()
         with pytest.raises(KeyboardInterrupt):
-            interrupts.work_begins()
+            interrupts.end_at_once(False)
 
 
 def test_then_the_first_one_asks_and_the_second_one_ends() -> None:
     """Seen failing with a handler that never raises; one that always does ends the test session."""
     with Interrupts(save_deadline_s=30) as interrupts:
-        interrupts.work_begins()
+        interrupts.end_at_once(False)
         assert not interrupts
         press_ctrl_c()
         assert interrupts

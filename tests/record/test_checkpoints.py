@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from run_folders import write_checkpoint
 from train_builders import make_config, make_rows, make_shard, save_tiny_model
 
 from areal_lite.errors import CheckpointError, TrainerError
@@ -20,7 +21,6 @@ from areal_lite.record.checkpoints import (
     go_on_from,
     seal,
     whole_checkpoints,
-    write_checkpoint,
 )
 from areal_lite.train.trainer import Trainer
 
@@ -51,7 +51,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trainer.train_step(make_shard(make_rows(version=0), version=0))
 
     def save(path: Path) -> None:
-        trainer.save(path / "trainer")
+        trainer.snapshot()(path / "trainer")
         (path / "queue.msgpack").write_bytes(random.Random(0).randbytes(5000))
 
     path = write_checkpoint(folder / "checkpoints", 1, save, keep=1)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import new_run_folder
+from run_folders import new_run_folder, save_run
 
 from areal_lite.config.recipe import Config, load_config, parse_config
 from areal_lite.errors import CheckpointError, ConfigError
@@ -31,7 +31,7 @@ def save_nothing(path: Path) -> None:
 def checkpoint(
     folder: RunFolder, step: int, *, save: Callable[[Path], None] = save_nothing, keep: int = 2, queue: bytes = b"q"
 ) -> Path:
-    return folder.write_checkpoint(step, queue_state=queue, save_trainer=save, keep=keep)
+    return save_run(folder, step, save, queue=queue, keep=keep)
 
 
 @pytest.fixture

@@ -28,6 +28,6 @@ class FakeRay(SimpleNamespace):
             self.clock.now += timeout
         return ready, []
 
-    def get(self, reference: Reference, *, timeout: float | None) -> Any:
+    def get(self, reference: Reference) -> Any:
         """Return or raise the answer."""
         return reference.answer()

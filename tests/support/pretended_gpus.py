@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
@@ -19,7 +20,7 @@ from areal_lite.launch.run.places import places_for
 class Process:
     """Says where it is."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, log_folder: str) -> None:
         pass
 
     def where(self) -> tuple[str, str | None]:
@@ -39,7 +40,7 @@ def found(config: Config) -> Any:
     lanes += [f"rollout/{index}" for index in range(config.rollout.workers)]
     lanes += ["queue", "verifier/0", "verifier/1"]
     try:
-        with places_for(config, say=lambda _: None) as places:
+        with places_for(config, logs=Path("logs"), say=lambda _: None) as places:
             handles = {lane: places.spawn(Process, lane) for lane in lanes}
             return {lane: ray.get(handle.where.remote(), timeout=120) for lane, handle in handles.items()}
     except ArealLiteError as error:
@@ -60,7 +61,8 @@ def main() -> None:
             "ipc": found(recipe(network, trainer={"ranks": 2}, rollout={"workers": 2}, transport="ipc")),
             "impossible": found(recipe(network, trainer=ranks, rollout={"workers": 3, "tensor_parallel": 8})),
         }
-        with places_for(recipe(network, trainer=ranks, rollout={"workers": 4, "tensor_parallel": 2}), say=print):
+        others = recipe(network, trainer=ranks, rollout={"workers": 4, "tensor_parallel": 2})
+        with places_for(others, logs=Path("logs"), say=print):
             late = recipe(network, trainer=ranks, rollout=engines, start_timeout_s=2)
             results["busy"] = found(late)
     finally:

@@ -3,18 +3,21 @@
 import copy
 import json
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rank_processes import run_ranks
+from run_folders import write_checkpoint
 from safetensors.torch import load_file
 from train_builders import full_state, make_config, make_rows, make_shard, save_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lite.errors import CheckpointError
-from areal_lite.record.checkpoints import damage, seal, write_checkpoint
+from areal_lite.record.checkpoints import damage, seal
 from areal_lite.train.trainer import Trainer
 from areal_lite.types import Shard
 
@@ -47,7 +50,7 @@ def test_continuation_is_bit_equal(model_folder: str, tmp_path: Path) -> None:
     straight, saved, resumed = (make_trainer(model_folder) for _ in range(3))
     for trainer in (straight, saved):
         trainer.train_step(shard(0))
-    saved.save(tmp_path / "checkpoint")
+    saved.snapshot()(tmp_path / "checkpoint")
     resumed.load(tmp_path / "checkpoint")
     assert resumed.version == 1
     assert_equal(full_state(resumed), full_state(saved))
@@ -60,7 +63,7 @@ def test_continuation_is_bit_equal(model_folder: str, tmp_path: Path) -> None:
 def test_saving_before_the_first_step_disturbs_nothing(model_folder: str, tmp_path: Path) -> None:
     """Seen failing without optimiser state from the start: torch then takes a step to make it, which counts."""
     straight, saved, resumed = (make_trainer(model_folder) for _ in range(3))
-    saved.save(tmp_path)
+    saved.snapshot()(tmp_path)
     resumed.load(tmp_path)
     assert resumed.version == 0
     for trainer in (straight, saved, resumed):
@@ -72,7 +75,7 @@ def test_saving_before_the_first_step_disturbs_nothing(model_folder: str, tmp_pa
 def test_random_state_is_restored(model_folder: str, tmp_path: Path) -> None:
     trainer = make_trainer(model_folder)
     torch.manual_seed(7)
-    trainer.save(tmp_path)
+    trainer.snapshot()(tmp_path)
     expected = torch.rand(3)
     torch.manual_seed(8)
     trainer.load(tmp_path)
@@ -87,7 +90,7 @@ def test_continuation_with_a_critic_is_bit_equal(model_folder: str, tmp_path: Pa
     straight, saved, resumed = (make_trainer(model_folder, **PPO) for _ in range(3))
     for trainer in (straight, saved):
         trainer.train_step(shard(0))
-    saved.save(tmp_path / "checkpoint")
+    saved.snapshot()(tmp_path / "checkpoint")
     resumed.load(tmp_path / "checkpoint")
     assert_equal(full_state(resumed), full_state(saved))
     logged = [trainer.train_step(shard(1)) for trainer in (straight, saved, resumed)]
@@ -101,7 +104,7 @@ def test_continuation_with_a_critic_is_bit_equal(model_folder: str, tmp_path: Pa
 
 def test_a_fixed_coefficient_is_the_recipes(model_folder: str, tmp_path: Path) -> None:
     """Only one that follows a target is carried on; who resumes with another fixed one means it."""
-    make_trainer(model_folder, **PPO).save(tmp_path)
+    make_trainer(model_folder, **PPO).snapshot()(tmp_path)
     fixed = make_trainer(model_folder, objective={"preset": "ppo", "kl_coef": 0.7})
     fixed.load(tmp_path)
     assert fixed._kl.value == 0.7
@@ -109,8 +112,8 @@ def test_a_fixed_coefficient_is_the_recipes(model_folder: str, tmp_path: Path) -
 
 def test_a_checkpoint_without_a_critic(model_folder: str, tmp_path: Path) -> None:
     """It is refused where the recipe has a critic; one with a critic serves a recipe without."""
-    make_trainer(model_folder).save(tmp_path / "without")
-    make_trainer(model_folder, **PPO).save(tmp_path / "with")
+    make_trainer(model_folder).snapshot()(tmp_path / "without")
+    make_trainer(model_folder, **PPO).snapshot()(tmp_path / "with")
     with pytest.raises(CheckpointError, match=r"objective\.baseline=critic needs a checkpoint with a critic, got none"):
         make_trainer(model_folder, **PPO).load(tmp_path / "without")
     plain = make_trainer(model_folder)
@@ -122,7 +125,7 @@ def test_an_older_checkpoint_has_no_coefficients_and_no_outputs(
     model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One written before there were any still loads, with a word, and the recipe's coefficients count."""
-    make_trainer(model_folder).save(tmp_path)
+    make_trainer(model_folder).snapshot()(tmp_path)
     meta = json.loads((tmp_path / "meta.json").read_text())
     del meta["coefficients"], meta["outputs"]
     (tmp_path / "meta.json").write_text(json.dumps(meta))
@@ -138,7 +141,7 @@ def test_a_broken_critic_is_refused(model_folder: str, tmp_path: Path, damage: s
     trainer, fresh = make_trainer(model_folder, **PPO), make_trainer(model_folder, **PPO)
     before = {name: copy.deepcopy(value) for name, value in full_state(fresh).items()}
     trainer.train_step(shard(0))
-    trainer.save(tmp_path)
+    trainer.snapshot()(tmp_path)
     if damage == "no data":
         (tmp_path / "critic" / ".metadata").unlink()
     else:
@@ -160,7 +163,7 @@ def test_a_broken_critic_is_refused(model_folder: str, tmp_path: Path, damage: s
 def test_another_model_is_refused_with_the_difference(
     model_folder: str, tmp_path: Path, other: dict[str, Any], difference: str
 ) -> None:
-    make_trainer(model_folder).save(tmp_path / "checkpoint")
+    make_trainer(model_folder).snapshot()(tmp_path / "checkpoint")
     trainer = make_trainer(save_tiny_model(tmp_path / "other", **other))
     before = full_state(trainer)
     with pytest.raises(CheckpointError, match=difference):
@@ -170,7 +173,7 @@ def test_another_model_is_refused_with_the_difference(
 
 def test_other_shapes_are_refused(model_folder: str, tmp_path: Path) -> None:
     trainer = make_trainer(model_folder)
-    trainer.save(tmp_path)
+    trainer.snapshot()(tmp_path)
     meta = json.loads((tmp_path / "meta.json").read_text())
     meta["model"]["model.norm.weight"] = [[64], "torch.float32"]
     (tmp_path / "meta.json").write_text(json.dumps(meta))
@@ -183,7 +186,7 @@ def test_other_shapes_are_refused(model_folder: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["nothing there", "no meta", "cut meta", "other meta", "no data", "cut data"])
 def test_a_broken_checkpoint_is_refused(model_folder: str, tmp_path: Path, damage: str) -> None:
     trainer, folder = make_trainer(model_folder), tmp_path / "checkpoint"
-    trainer.save(folder)
+    trainer.snapshot()(folder)
     meta, data = folder / "meta.json", next(folder.glob("*.distcp"))
     match damage:
         case "nothing there":
@@ -207,7 +210,7 @@ def change_a_layer(checkpoint: Path, trainer: Trainer) -> None:
     meta = (checkpoint / "trainer" / "meta.json").read_bytes()
     with torch.no_grad():
         trainer.model.get_parameter("model.layers.1.mlp.down_proj.weight").mul_(1.5)
-    trainer.save(checkpoint / "trainer")
+    trainer.snapshot()(checkpoint / "trainer")
     (checkpoint / "trainer" / "meta.json").write_bytes(meta)
     (checkpoint / "manifest.json").unlink()
     seal(checkpoint)
@@ -220,7 +223,7 @@ def test_weights_that_are_not_the_saved_ones_are_refused_though_their_manifest_i
     """One layer of two is off by half; over a limit of 0 it is only said. Seen failing without `check_outputs`."""
     trainer, fresh = make_trainer(model_folder), make_trainer(model_folder)
     trainer.train_step(shard(0))
-    checkpoint = write_checkpoint(tmp_path, 1, lambda folder: trainer.save(folder / "trainer"), keep=1)
+    checkpoint = write_checkpoint(tmp_path, 1, lambda folder: trainer.snapshot()(folder / "trainer"), keep=1)
     change_a_layer(checkpoint, trainer)
     words = r"step-000001/trainer must be the one that was saved: expected, .*, got .*run\.resume_from=step-N"
     with pytest.raises(CheckpointError, match=words):
@@ -274,7 +277,7 @@ def cross(rank: int, world_size: int, model_folder: str, folder: str) -> None:
     torch.save(full_state(trainer), Path(folder) / f"loaded-{rank}.pt")
     mine = [row for index, row in enumerate(make_rows(version=1, seed=1)) if index // 2 % 2 == rank]
     trainer.train_step(make_shard(mine, version=1, rank=rank))
-    trainer.save(Path(folder) / "two")
+    trainer.snapshot()(Path(folder) / "two")
     torch.save(full_state(trainer), Path(folder) / f"trained-{rank}.pt")
     with pytest.raises(CheckpointError, match="must be the one that was saved"):
         trainer.load(Path(folder) / "step-000001" / "trainer")
@@ -288,9 +291,9 @@ def test_checkpoints_cross_numbers_of_ranks(model_folder: str, tmp_path: Path) -
     """
     one = make_trainer(model_folder, **PPO)
     one.train_step(shard(0))
-    one.save(tmp_path / "one")
+    one.snapshot()(tmp_path / "one")
     other = make_trainer(model_folder, **PPO)
-    change_a_layer(write_checkpoint(tmp_path, 1, lambda folder: other.save(folder / "trainer"), keep=1), other)
+    change_a_layer(write_checkpoint(tmp_path, 1, lambda folder: other.snapshot()(folder / "trainer"), keep=1), other)
     run_ranks(cross, model_folder, str(tmp_path))
     assert_equal(torch.load(tmp_path / "loaded-0.pt"), full_state(one))
     back = make_trainer(model_folder, **PPO)
@@ -302,3 +305,43 @@ def test_checkpoints_cross_numbers_of_ranks(model_folder: str, tmp_path: Path) -
         for name, value in expected.named_parameters():
             torch.testing.assert_close(got.get_parameter(name), value, atol=2e-4, rtol=1e-3)
     assert sorted(path.name for path in (tmp_path / "two").glob("rng-*")) == ["rng-0.pt", "rng-1.pt"]
+
+
+def train_while_saving(rank: int, world_size: int, model_folder: str, folder: str) -> None:
+    """Three times: take a snapshot, which a thread writes from the next step's end on, while the ranks train on."""
+    config = make_config(**PPO, trainer={"ranks": 2})
+    trainer = Trainer(config, model_folder=model_folder, rank=rank)
+
+    def train() -> None:
+        version = trainer.version
+        mine = [row for index, row in enumerate(make_rows(version=version, seed=version)) if index // 2 % 2 == rank]
+        trainer.train_step(make_shard(mine, version=version, rank=rank))
+        torch.rand(3)
+
+    for _ in range(3):
+        train()
+        path, trained = Path(folder) / f"step-{trainer.version}", threading.Event()
+        torch.save(full_state(trainer) | {"random": torch.get_rng_state()}, path.with_suffix(f".{rank}"))
+        write = trainer.snapshot(copied=True)
+        with ThreadPoolExecutor() as pool:
+            writing = pool.submit(lambda: trained.wait() and write(path))  # noqa: B023
+            train()
+            trained.set()
+            train()
+            writing.result()
+
+
+@pytest.mark.slow
+def test_what_is_saved_beside_the_training_is_the_state_of_its_moment(model_folder: str, tmp_path: Path) -> None:
+    """Two ranks: weights, moments, critic, coefficients and random state, to the last bit.
+
+    Seen failing without the copy.
+    """
+    run_ranks(train_while_saving, model_folder, str(tmp_path))
+    for version in (1, 4, 7):
+        trainer = make_trainer(model_folder, **PPO)
+        trainer.load(tmp_path / f"step-{version}")
+        state = torch.load(tmp_path / f"step-{version}.0")
+        assert torch.equal(torch.get_rng_state(), state.pop("random"))
+        assert trainer.version == version
+        assert_equal(full_state(trainer), state)

@@ -76,7 +76,7 @@ def test_a_resumed_run_goes_on_exactly_from_adapters_alone(model_folder: str, tm
     base = {name: value.clone() for name, value in saved.model.named_parameters() if not value.requires_grad}
     for trainer in (straight, saved):
         trainer.train_step(shard(0))
-    saved.save(tmp_path)
+    saved.snapshot()(tmp_path)
     resumed.load(tmp_path)
     for trainer in (straight, saved, resumed):
         trainer.train_step(shard(1))
@@ -91,7 +91,7 @@ def test_a_resumed_run_goes_on_exactly_from_adapters_alone(model_folder: str, tm
 
 def test_adapters_of_another_base_are_refused(model_folder: str, tmp_path: Path) -> None:
     """Seen failing without checksums in the fingerprint (and run with no limit on what the model says)."""
-    make_trainer(model_folder).save(tmp_path / "checkpoint")
+    make_trainer(model_folder).snapshot()(tmp_path / "checkpoint")
     other = make_trainer(save_tiny_model(tmp_path / "other", seed=1), weights={"parity_limit": 0})
     with pytest.raises(CheckpointError, match=r"embed_tokens\.weight must be .* set model.path"):
         other.load(tmp_path / "checkpoint")

@@ -82,7 +82,7 @@ def train(rank: int, world_size: int, model_folder: str, out: str, group: str) -
             )
             assert isinstance(weight, DTensor)
             assert weight.to_local().numel() * world_size // config.trainer.mesh.replicate == weight.numel()
-        trainer.save(folder / "checkpoint")
+        trainer.snapshot()(folder / "checkpoint")
         trainer.export(folder / "model")
         state, sent = full_state(trainer), dict(CastSource(trainer.model, torch.float32))
         if rank == 0:

@@ -230,7 +230,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(command: str, tmp_pa
     first = offline_trainer(config)
     first.prepare()
     figures = [first.step() for _ in range(3)]
-    first.save(tmp_path / "checkpoint")
+    first.snapshot()(tmp_path / "checkpoint")
     assert ("outputs" in json.loads((tmp_path / "checkpoint" / "meta.json").read_text())) == (command != "reward_model")
     second = offline_trainer(config)
     second.prepare()

@@ -48,9 +48,9 @@ class ThreadRay:
         done, late = futures.wait(references, timeout=timeout, return_when=futures.FIRST_COMPLETED)
         return list(done), list(late)
 
-    def get(self, reference: Any, *, timeout: float | None) -> Any:
+    def get(self, reference: Any) -> Any:
         try:
-            return reference.result(timeout)
+            return reference.result()
         except ArealLiteError:
             raise
         except Exception as error:
