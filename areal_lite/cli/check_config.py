@@ -77,10 +77,10 @@ def _look_at_model(config: Config | OfflineConfig) -> Iterable[str]:
             demonstrations(config, count=1)
         except ConfigError as error:
             yield f"but not as it stands: {error}"
-    if config.trainer.lora is not None:
-        from areal_lite.train.lora import check_targets
+    if config.trainer.lora is not None or (isinstance(config, Config) and config.rollout.replay_routes):
+        from areal_lite.train.routes import check_layers
 
-        check_targets(config.trainer.lora, folder)
+        check_layers(config, folder)
 
 
 def _look_at_data(config: Config | OfflineConfig) -> Iterable[str]:

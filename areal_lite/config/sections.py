@@ -188,6 +188,8 @@ class RolloutConfig(Section):
     """GPU memory an engine may take (cuda)"""
     engine_arguments: dict[str, Any] = {}
     """any other of vLLM's AsyncEngineArgs by its name there, such as quantization: fp8; see docs/models.md"""
+    replay_routes: bool = False
+    """the trainer sends each token to the experts that the engine chose for it, see docs/models.md (cuda)"""
 
     @property
     def most_episodes(self) -> int:
@@ -204,6 +206,11 @@ class RolloutConfig(Section):
             yield (
                 f"rollout.workflow_command stands in place of rollout.workflow={self.workflow}: leave one out, or set "
                 "rollout.workflow=single_turn"
+            )
+        if self.replay_routes and self.interrupt == "keep_kv":
+            yield (
+                "rollout.replay_routes needs prefix caching, which rollout.interrupt=keep_kv switches off: set "
+                "rollout.interrupt=recompute, or replay_routes to false"
             )
         if self.workflow not in self.workflows:
             yield from name_problems("rollout.workflow", self.workflow, kind="workflow")

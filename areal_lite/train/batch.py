@@ -132,7 +132,8 @@ class PolicyBatch:
         Args:
             config: The recipe: staleness bound, minibatches, filters.
         """
-        rows = TokenRows((row.prompt_token_ids, row.sample.token_ids) for row in shard.rows)
+        pairs = ((row.prompt_token_ids, row.sample.token_ids) for row in shard.rows)
+        rows = TokenRows(pairs, [row.sample.routes for row in shard.rows] if config.rollout.replay_routes else None)
         minibatches = [
             [index for index, row in enumerate(shard.rows) if row.minibatch == number]
             for number in range(config.trainer.minibatches)

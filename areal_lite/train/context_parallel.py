@@ -50,10 +50,11 @@ def own_part(batch: MicroBatch) -> tuple[dict[str, Tensor], Tensor, Tensor | Non
 
     The last is None where it has whole rows.
     """
-    group = context_group()
+    group, routes = context_group(), batch.routes_RSLK
     if group is None:
-        positions = {} if batch.position_ids_RS is None else {"position_ids": batch.position_ids_RS}
-        return {"input_ids": batch.input_ids_RS, **positions}, batch.predictors_T, None
+        chosen = {"position_ids": batch.position_ids_RS, "routes": routes}
+        given = {name: value for name, value in chosen.items() if value is not None}
+        return {"input_ids": batch.input_ids_RS, **given}, batch.predictors_T, None
     number, rank = dist.get_world_size(group), dist.get_rank(group)
     num_rows, width = batch.input_ids_RS.shape
     size = -(-width // number)
@@ -65,6 +66,8 @@ def own_part(batch: MicroBatch) -> tuple[dict[str, Tensor], Tensor, Tensor | Non
         "input_ids": pad(batch.input_ids_RS, (0, size * number - width))[:, columns],
         "position_ids": places_S[columns].expand(num_rows, size),
     }
+    if routes is not None:
+        arguments["routes"] = pad(routes, (0, 0, 0, 0, 0, size * number - width), value=-1)[:, columns]
     return arguments, (rows_T * size + columns_T % size)[mine], mine
 
 

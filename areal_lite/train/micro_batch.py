@@ -18,7 +18,7 @@ Shape letters: `R` rows and `S` padded columns of a micro-batch, `T` its complet
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -42,13 +42,22 @@ class MicroBatch:
     """[T] int64 places among the completion tokens of all rows."""
     position_ids_RS: Tensor | None = None
     """[1, S] int64 places in their own rows of tokens that are packed into one; None where each row is one."""
+    routes_RSLK: Tensor | None = None
+    """[R, S, L, K] int16 experts of each of L layers; -1 where the router chooses; None where it does everywhere."""
 
 
 class TokenRows:
     """Prompts with completions, and the order of their completion tokens."""
 
-    def __init__(self, rows: Iterable[tuple[Sequence[int], Sequence[int] | npt.NDArray[np.int32]]]) -> None:
+    def __init__(
+        self,
+        rows: Iterable[tuple[Sequence[int], Sequence[int] | npt.NDArray[np.int32]]],
+        routes: Sequence[npt.NDArray[Any] | None] | None = None,
+    ) -> None:
         """Take (prompt token ids, completion token ids) pairs; a prompt has at least one token.
+
+        Args:
+            routes: Of each row, `Sample.routes`.
 
         Raises:
             ValueError: A prompt is empty, so that nothing predicts the first completion token.
@@ -60,6 +69,7 @@ class TokenRows:
         self.output_lengths = [len(output) for _, output in pairs]
         self.offsets = np.cumsum([0, *self.output_lengths])
         self.sequences = [np.concatenate(pair) for pair in pairs]
+        self.routes = [None] * len(pairs) if routes is None else list(routes)
         self.output_ids = np.concatenate([np.empty(0, np.int64), *(output for _, output in pairs)])
 
     def __len__(self) -> int:
@@ -150,9 +160,17 @@ def micro_batch(
         predictors.append(np.arange(start + rows.prompt_lengths[row] - 1, start + len(sequence) - 1))
         tokens.append(np.arange(rows.offsets[row], rows.offsets[row + 1]))
     positions = np.concatenate([np.arange(length) for length in lengths])[None] if packed else None
+    routes = None
+    for start, row, length in zip(starts, chosen, lengths, strict=True):
+        if (own := rows.routes[row]) is not None:
+            if routes is None:
+                routes = np.full((*input_ids.shape, *own.shape[1:]), -1, np.int16)
+            end = start + length - 1
+            routes.reshape(-1, *own.shape[1:])[end - len(own) : end] = own
     return MicroBatch(
         input_ids_RS=torch.from_numpy(input_ids).to(device),
         predictors_T=torch.from_numpy(np.concatenate(predictors)).to(device),
         tokens_T=torch.from_numpy(np.concatenate(tokens)).to(device),
         position_ids_RS=None if positions is None else torch.from_numpy(positions).to(device),
+        routes_RSLK=None if routes is None else torch.from_numpy(routes).to(device),
     )

@@ -5,6 +5,7 @@ Any causal language model of transformers will do; nothing here names an archite
 Shape letters: `T` completion tokens of a micro-batch, `V` vocabulary.
 """
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -272,7 +273,8 @@ def completion_values(model: nn.Module, batch: MicroBatch) -> Tensor:
     Returns:
         [T] float32 values in units of return.
     """
-    return completion_outputs(model, batch, lambda values: values.squeeze(1).float())
+    own_routes = replace(batch, routes_RSLK=None)  # those of a sample are the policy's
+    return completion_outputs(model, own_routes, lambda values: values.squeeze(1).float())
 
 
 def _value_head(model: nn.Module) -> nn.Linear:

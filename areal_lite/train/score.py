@@ -4,6 +4,7 @@ Shape letter: `T` completion tokens of the shard.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -74,8 +75,9 @@ def score_batch(
         fill_in(tokens.proximal_logprobs_T, later, model=policy, output=logprobs)
     if reference is not None:
         unknown_T = torch.zeros_like(tokens.proximal_logprobs_T)
+        own_routes = [replace(part, routes_RSLK=None) for part in batch.micro_batches]
         with adapters_off(reference):
-            tokens.reference_logprobs_T = fill_in(unknown_T, batch.micro_batches, model=reference, output=logprobs)
+            tokens.reference_logprobs_T = fill_in(unknown_T, own_routes, model=reference, output=logprobs)
     if critic is not None:
         unknown_T = torch.zeros_like(tokens.proximal_logprobs_T)
         tokens.values_T = fill_in(unknown_T, batch.micro_batches, model=critic, output=completion_values)

@@ -28,6 +28,7 @@ from areal_lite.train.model import load_model
 from areal_lite.train.objective import KLCoefficient, UpdateLoss, find_loss_function, weigh_tokens
 from areal_lite.train.optimiser import Learner, Share, learning_rate
 from areal_lite.train.ptx import PtxDocuments
+from areal_lite.train.routes import replay_routes
 from areal_lite.train.score import fill_in, logprobs_of, proximal_kl, score_batch
 from areal_lite.train.stats import StepTally
 from areal_lite.types import Shard
@@ -52,6 +53,8 @@ class Trainer:
         lora = config.trainer.lora
         self.model = load_model(model_folder, config, lora=lora)
         """The transformers model; its parameters are DTensors where FSDP2 is on."""
+        if config.rollout.replay_routes:
+            replay_routes(self.model)
         self._learner = Learner(self.model, settings=config.trainer)
         self._reference: nn.Module | None = None
         if objective.kl != "none":
