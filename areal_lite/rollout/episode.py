@@ -324,7 +324,8 @@ def _joined_routes(turns: Sequence[Turn], *, start: int) -> npt.NDArray[Any] | N
             is_whole = len(turn.routes) >= end - known
             joined = [*joined, turn.routes[known - end :]] if is_whole else [turn.routes]
             known = end
-    return np.concatenate(joined)
+    whole: npt.NDArray[Any] = np.concatenate(joined)
+    return whole
 
 
 def _frozen(token_ids: Sequence[int]) -> Int32:

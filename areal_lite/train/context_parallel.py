@@ -7,8 +7,6 @@ Source: arXiv 2309.14509.
 Shape letters: `R` rows, `S` padded columns, `T` completion tokens, `H` heads, `D` their size.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -91,19 +89,6 @@ class _Together(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (places,) = ctx.saved_tensors
         return grad.index_select(0, places), None, None
-
-
-@contextmanager
-def whole_rows(model: Any) -> Iterator[None]:
-    """Have each rank run the model over whole rows."""
-    split = model.config._attn_implementation == NAME
-    if split:
-        model.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        if split:
-            model.set_attn_implementation(NAME)
 
 
 def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, _: None, **settings: Any) -> tuple[Tensor, None]:

@@ -6,6 +6,7 @@ Shape letters: `T` completion tokens of a micro-batch, `V` vocabulary.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +26,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from transformers.distributed import DistributedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from areal_lite.algo.logprobs import token_logprobs
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import LoraConfig
@@ -262,6 +264,11 @@ def _check_packing(model: nn.Module, device: torch.device, dtype: torch.dtype) -
             f"{type(model).__name__}, whose attention looks at the row in front, or is cut by places in the pass: set "
             "trainer.packing=false"
         )
+
+
+def completion_logprobs(model: nn.Module, batch: MicroBatch, *, temperature: float = 1.0) -> Tensor:
+    """Run the language model and return the log-probability of each completion token, [T] float32 nats."""
+    return completion_outputs(model, batch, partial(token_logprobs, temperature=temperature), batch.token_ids_T)
 
 
 def completion_values(model: nn.Module, batch: MicroBatch) -> Tensor:

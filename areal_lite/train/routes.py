@@ -62,11 +62,11 @@ class _Recorded(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         # Routers of groups of experts look for the best groups first.
-        if function.__name__ != "topk" or args[0].shape[-1] != self._num_experts:
+        if function.__name__ != "topk" or args[0].shape != (len(self._experts_NK), self._num_experts):
             return result
         self.was_asked = True
         experts_NK = torch.where(self._experts_NK < 0, result.indices, self._experts_NK)
-        return torch.return_types.topk((args[0].gather(-1, experts_NK), experts_NK))  # type: ignore[attr-defined]
+        return torch.return_types.topk((args[0].gather(-1, experts_NK), experts_NK))
 
 
 def _routers(model: nn.Module) -> list[tuple[int, Any]]:
@@ -107,4 +107,4 @@ def _is_known(router: Any, hidden: Tensor) -> bool:
             router(hidden)
     except (AttributeError, RuntimeError, TypeError):
         return False
-    return recorded.was_asked
+    return bool(recorded.was_asked)

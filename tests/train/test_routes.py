@@ -235,9 +235,9 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         "packed": {"trainer": {"packing": True}},
         "checkpointing": {"trainer": {"activation_checkpointing": True}},
     },
-    "2": {
-        "spread": {"trainer": {"ranks": 2, "activation_checkpointing": True}},
-        "half rows": {"trainer": {"ranks": 2, "mesh": {"context": 2}, "activation_checkpointing": True}},
+    "2": {"spread": {"trainer": {"ranks": 2, "activation_checkpointing": True}}},
+    "2, halves of rows": {
+        "half rows": {"trainer": {"ranks": 2, "mesh": {"context": 2}, "activation_checkpointing": True}}
     },
 }
 """By number of ranks; each is to be like the first."""
@@ -266,8 +266,8 @@ def train(rank: int, world_size: int, folder: str, out: str, group: str) -> None
 def told(tmp_path_factory: pytest.TempPathFactory, moe_folder: str) -> Path:
     out = tmp_path_factory.mktemp("stats")
     for group, layouts in LAYOUTS.items():
-        mesh = list(layouts.values())[-1].get("trainer", {}).get("mesh", {})
-        run_ranks(train, moe_folder, str(out), group, world_size=int(group), mesh=mesh)
+        mesh = next(iter(layouts.values())).get("trainer", {}).get("mesh", {})
+        run_ranks(train, moe_folder, str(out), group, world_size=int(group[0]), mesh=mesh)
     return out
 
 
