@@ -48,12 +48,12 @@ def model_outputs(model: Any, tokens: Sequence[int] | None = None) -> dict[str, 
         return torch.stack([tokens_T.float(), logprobs_T, token_entropies(logits_TV, temperature=1.0)], dim=1)
 
     given = () if tokens is None else (torch.tensor(tokens, device=places_T.device),)
-    found = completion_outputs(model, batch, read, *given)
+    tokens_T, logprobs_T, entropies_T = completion_outputs(model, batch, read, *given).T.contiguous()
     reshard(model)
     return {
-        "tokens": found[:, 0].long().tolist(),
-        "logprobs": found[:, 1].tolist(),
-        "entropy": found[:, 2].mean().item(),
+        "tokens": tokens_T.long().tolist(),
+        "logprobs": logprobs_T.tolist(),
+        "entropy": entropies_T.mean().item(),
     }
 
 

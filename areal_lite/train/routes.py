@@ -1,8 +1,8 @@
 """A mixture's experts as the engine chose them, chosen again by the trainer (`rollout.replay_routes`).
 
-Any router of transformers finds a token's experts by `torch.topk`, and goes on with what that says: it divides, scales,
-rounds in its own way. So in a replay `topk` says the recorded experts, with the router's own numbers for them, through
-which gradients go as always. Nothing here names an architecture. Source: arXiv 2510.11370, section 3.
+Routers of transformers find a token's experts by `torch.topk`, and go on with what that says: they divide, scale and
+round, each kind in its own way. So in a replay `topk` says the recorded experts, with the router's own numbers for
+them, through which gradients go as always. Nothing here names an architecture. Source: arXiv 2510.11370, section 3.
 
 Shape letters: `R` rows and `S` columns of a pass, `N` = R x S tokens, `L` layers, `K` experts of a token.
 """
@@ -28,18 +28,19 @@ def replay_routes(model: nn.Module) -> None:
 
     What they are holds until the next pass begins: layers may run again for their gradients.
     """
-    routes: list[Tensor | None] = [None]
+    routes_NLK: Tensor | None = None
 
     def begin(_model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        nonlocal routes_NLK
         given = named.pop("routes", None)
-        routes[0] = None if given is None else given.flatten(0, 1)
+        routes_NLK = None if given is None else given.flatten(0, 1)
         return arguments, named
 
-    def route(*arguments: Any, choose: Callable[..., Any], layer: int, num_experts: int) -> Any:
-        if routes[0] is None:
-            return choose(*arguments)
-        with _Recorded(routes[0][:, layer].long(), num_experts=num_experts) as recorded:
-            result = choose(*arguments)
+    def route(*arguments: Any, choose: Callable[..., Any], layer: int, num_experts: int, **named: Any) -> Any:
+        if routes_NLK is None:
+            return choose(*arguments, **named)
+        with _Recorded(routes_NLK[:, layer].long(), num_experts=num_experts) as recorded:
+            result = choose(*arguments, **named)
         if not recorded.was_asked:
             raise TrainerError(
                 "a router must take its experts by torch.topk, it did not: set rollout.replay_routes=false"
