@@ -141,6 +141,9 @@ class Sample:
     branches: tuple["Sample", ...] = ()
     """Further ways through the same rollout, where an agent's calls are a tree: each with its own `prompt_ids`, which
     hold all that trains elsewhere, and no score. The rollout's reward is that of every way."""
+    routes: npt.NDArray[Any] | None = None
+    """[R, L, K] uint8 or uint16: the K experts of each of L layers that the engine chose for the R tokens before the
+    last one, of prompt and completion or of their end; None without `rollout.replay_routes`."""
     role: ClassVar[str] = "assistant"
     """Who speaks, where it is a turn of an episode."""
     is_given: ClassVar[bool] = False
@@ -163,6 +166,11 @@ class Sample:
         if any(not branch.prompt_ids or branch.branches or branch.score for branch in self.branches):
             raise ValueError(
                 "a branch must have prompt_ids of its own, no branches and no score: those are the sample's"
+            )
+        if self.routes is not None and (self.routes.ndim != 3 or self.routes.dtype not in (np.uint8, np.uint16)):
+            raise ValueError(
+                f"routes must be [tokens, layers, experts] uint8 or uint16, got {self.routes.dtype} of shape "
+                f"{self.routes.shape}"
             )
         if any(not 0 <= step.token < num_tokens for step in self.step_rewards):
             raise ValueError(f"step rewards must be at tokens 0..{num_tokens - 1}, got {self.step_rewards}")
@@ -195,6 +203,7 @@ class Sample:
             score=score,
             prompt_ids=self.prompt_ids,
             branches=self.branches,
+            routes=self.routes,
         )
 
     @property

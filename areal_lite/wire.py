@@ -26,7 +26,9 @@ from areal_lite.errors import WireError
 from areal_lite.types import Group, Lease, Prompt, Row, Sample, Score, Shard, StepReward, VersionSpan
 
 SCHEMA_VERSION = 6
-"""Goes up with every change of a dataclass in `types.py` or of the layout above."""
+"""Goes up with every change of the layout above or of a dataclass in `types.py`, but for a new field that may be left
+out: whoever does not know it passes over it.
+"""
 
 ARRAY_DTYPES = ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8")
 """numpy's names of the array dtypes that may travel."""
@@ -187,6 +189,6 @@ def _from_extension(code: int, data: memoryview) -> np.ndarray[Any, Any]:
 def _check_array(annotation: Any, value: Any) -> np.ndarray[Any, Any]:
     """Decoder's hook for fields annotated `NDArray[...]`."""
     scalar = annotation.__args__[1].__args__[0]
-    if not isinstance(value, np.ndarray) or value.dtype.type is not scalar:
+    if not isinstance(value, np.ndarray) or scalar not in (Any, value.dtype.type):
         raise ValueError(f"expected an array of {scalar.__name__}, got {value!r:.80}")
     return value

@@ -97,6 +97,7 @@ def samples(draw: st.DrawFn) -> Sample:
         text=draw(texts),
         messages=draw(st.lists(st.dictionaries(texts, texts, max_size=2), max_size=2).map(tuple)),
         score=draw(st.none() | scores(num_tokens)),
+        routes=draw(st.none() | hnp.arrays(np.uint8, (2, 3, 2)) | hnp.arrays(np.uint16, (0, 1, 1))),
     )
 
 

@@ -73,10 +73,11 @@ def _look_around(config: Config | OfflineConfig) -> Iterable[str]:
         check_tokenizer_files(folder)
     else:
         yield f"there is no model.path={path} here"
-    if config.trainer.lora is not None and (folder or is_built_in):
-        from areal_lite.train.lora import check_targets
+    if config.trainer.lora is not None or (isinstance(config, Config) and config.rollout.replay_routes):
+        from areal_lite.train.routes import check_layers
 
-        check_targets(config.trainer.lora, folder)
+        if folder or is_built_in:
+            check_layers(config, folder)
     if isinstance(config, Config):
         for name, source in config.data.sources.items():
             yield from look_at_files(source, where=config.data.place_of(name))

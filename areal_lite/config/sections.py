@@ -191,6 +191,8 @@ class RolloutConfig(Section):
     """GPU memory an engine may take (cuda)"""
     engine_arguments: dict[str, Any] = {}
     """any other of vLLM's AsyncEngineArgs by its name there, such as quantization: fp8; see docs/models.md"""
+    replay_routes: bool = False
+    """the trainer sends each token to the experts that the engine chose for it, see docs/models.md (cuda)"""
 
     @property
     def most_episodes(self) -> int:
@@ -205,6 +207,11 @@ class RolloutConfig(Section):
             )
         if self.workflow_command is not None:
             yield from self.unread(("workflow",), f"with {HERE}.workflow_command", to_do="leave one of them out")
+        if self.replay_routes and self.interrupt == "keep_kv":
+            yield (
+                f"{HERE}.replay_routes needs prefix caching, which {HERE}.interrupt=keep_kv switches off: set "
+                f"{HERE}.interrupt=recompute, or replay_routes to false"
+            )
         if self.workflow not in self.workflows:
             yield from name_problems(f"{HERE}.workflow", self.workflow, kind="workflow")
         for key, one in self.workflows.items():

@@ -61,6 +61,7 @@ def own_arguments(config: Config, model_folder: str = "") -> dict[str, Any]:
         "data_parallel_size": 1,
         "worker_extension_cls": "areal_lite.weights.families.ParameterSquares",
         "pipeline_parallel_size": 1,
+        "enable_return_routed_experts": config.rollout.replay_routes,
         # With keep_kv a new request could start from a prefix cached under older weights.
         **({"enable_prefix_caching": False} if config.rollout.interrupt == "keep_kv" else {}),
         **where,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from areal_lite.data.encode import encode_text
 from areal_lite.rollout.dialogue import ENVIRONMENT, reply_ids
@@ -229,7 +230,7 @@ class EpisodeEngine:
         """
         if not isinstance(turns, list | tuple) or not all(isinstance(turn, Turn) for turn in turns):
             raise TypeError(f"a workflow must return a list of turns, got {turns!r:.80}")
-        context = self.prompt_ids if behind is None else behind
+        context = behind = self.prompt_ids if behind is None else behind
         for number, turn in enumerate(turns):
             if isinstance(turn, Sample):
                 self._check_origin(turn, context, number=number)
@@ -255,6 +256,7 @@ class EpisodeEngine:
             stop_reason=StopReason.LENGTH if is_cut_off else last.stop_reason,
             text=last.text if num_kept == 1 else self.text_of(token_ids.tolist()),
             messages=tuple(messages_of(kept)) if with_messages else (),
+            routes=_joined_routes(kept, start=len(behind)),
         )
 
     def _check_origin(self, turn: Sample, context: tuple[int, ...], *, number: int) -> None:
@@ -296,6 +298,27 @@ def _joined_spans(turns: Sequence[Turn]) -> tuple[VersionSpan, ...]:
             joined.append(VersionSpan(version=span.version, start=first, end=start + span.end))
         start += len(turn.token_ids)
     return tuple(joined)
+
+
+def _joined_routes(turns: Sequence[Turn], *, start: int) -> npt.NDArray[Any] | None:
+    """Return the experts of each token as the first turn that has it had them; None where a turn has none.
+
+    Args:
+        start: Tokens before the first turn.
+    """
+    joined: list[npt.NDArray[Any]] = []
+    known, end = 0, start
+    for turn in turns:
+        end += len(turn.token_ids)
+        if isinstance(turn, Sample):
+            if turn.routes is None:
+                return None
+            # Where some in between are missing, only those behind are known.
+            is_whole = len(turn.routes) >= end - known
+            joined = [*joined, turn.routes[known - end :]] if is_whole else [turn.routes]
+            known = end
+    whole: npt.NDArray[Any] = np.concatenate(joined)
+    return whole
 
 
 def _frozen(token_ids: Sequence[int]) -> Int32:

@@ -108,7 +108,13 @@ class VllmEngine:
         completion = output.outputs[0]
         if completion.finish_reason not in ("stop", "length") or not completion.token_ids:
             raise EngineError(f"a completion must end with stop or length, got {completion.finish_reason!r}")
-        token_ids = np.asarray(completion.token_ids, dtype=np.int32)
+        token_ids, routes = np.asarray(completion.token_ids, dtype=np.int32), completion.routed_experts
+        # Of tokens that were drawn before an interrupt it has those of then, not of the prefill behind it.
+        if routes is not None and len(routes) != len(prompt_ids) + len(token_ids) - 1:
+            raise EngineError(
+                f"vLLM must return the experts of all {len(prompt_ids)} + {len(token_ids)} tokens but the last, got "
+                f"{len(routes)}: set rollout.replay_routes=false"
+            )
         return Sample(
             token_ids=token_ids,
             logprobs=_sampled_logprobs(completion),
@@ -120,6 +126,7 @@ class VllmEngine:
             if isinstance(completion.stop_reason, str)
             else StopReason(completion.finish_reason),
             text=self._tokenizer.decode(completion.token_ids, skip_special_tokens=True),
+            routes=routes,
         )
 
     async def score(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Float32:
@@ -271,8 +278,16 @@ def check_engine_arguments(config: Config) -> None:
     Raises:
         ConfigError: Names that vLLM does not know or areal-lite sets, or values of another type; a line per mistake.
     """
-    if mistakes := [*_argument_mistakes(config), *_parser_mistakes(config)]:
+    if mistakes := [*_argument_mistakes(config), *_parser_mistakes(config), *_route_mistakes(config)]:
         raise ConfigError("\n".join(mistakes))
+
+
+def _route_mistakes(config: Config) -> Iterable[str]:
+    if config.rollout.replay_routes and config.run.device == "cpu":
+        yield (
+            "rollout.replay_routes needs engines on GPUs, got run.device=cpu: vLLM's CPU build cannot say which "
+            "experts it chose (that takes its model runner V2, which takes Triton); set it to false"
+        )
 
 
 def _parser_mistakes(config: Config) -> Iterable[str]:

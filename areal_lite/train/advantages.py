@@ -26,7 +26,7 @@ from areal_lite.config.plugins import find_function
 from areal_lite.config.presets import ObjectiveConfig
 from areal_lite.config.recipe import Config
 from areal_lite.errors import PluginError
-from areal_lite.train.batch import PolicyBatch, Tokens, described
+from areal_lite.train.batch import PolicyBatch, described
 from areal_lite.train.distributed import max_over_ranks, sum_over_ranks
 
 Compare = Callable[..., Tensor]
@@ -50,10 +50,26 @@ def batch_advantages(
         `reward_shaped_mean` of all scored samples, overlong penalties included, 0 when none is scored.
     """
     objective, tokens = config.objective, batch.tokens
-    rewards_NG = _shaped_rewards(batch, config)
-    costs_T = _kl_costs(tokens, objective, kl_coef=kl_coef)
+    rewards_NG = shape_rewards(
+        batch.rewards_NG, scale=objective.reward_scale, bias=objective.reward_bias, clip=objective.reward_clip
+    )
+    if objective.overlong_buffer > 0:
+        rewards_NG = rewards_NG + overlong_penalties(
+            _over_ranks(batch.lengths_B, batch),
+            max_new_tokens=config.rollout.max_new_tokens,
+            buffer=objective.overlong_buffer,
+        )
+    costs_T = None
+    if objective.kl == "reward" and tokens.reference_logprobs_T is not None:
+        known_T, kind = tokens.reference_logprobs_T, objective.kl_estimator
+        costs_T = kl_coef * kl_estimate(tokens.proximal_logprobs_T, reference_logprobs_T=known_T, estimator=kind)
+        # A stale token costs what it costs, but a NaN in a slot that does not train must not reach its sample's return.
+        costs_T = torch.where(tokens.loss_mask_T | costs_T.isfinite(), costs_T, 0.0)
     rewards_T = token_rewards(_of_rows(rewards_NG, batch).nan_to_num(), lengths_B=batch.lengths_B, costs_T=costs_T)
-    rewards_T = _with_steps(rewards_T, batch, scale=objective.reward_scale)
+    if tokens.step_rewards_T is not None:  # from the sample's last token, where the whole reward is
+        steps_T = objective.reward_scale * tokens.step_rewards_T
+        totals_B = torch.zeros_like(batch.lengths_B, dtype=steps_T.dtype).index_add(0, tokens.rows_T, steps_T)
+        rewards_T = rewards_T + steps_T - token_rewards(totals_B, lengths_B=batch.lengths_B)
     if tokens.values_T is None:
         advantages_T = _compared(batch, rewards_NG, rewards_T, objective, compare)
     else:
@@ -94,42 +110,6 @@ def find_advantage_function(objective: ObjectiveConfig) -> Compare:
     return compare
 
 
-def _shaped_rewards(batch: PolicyBatch, config: Config) -> Tensor:
-    """Return the [N, G] float64 rewards that are learned from; NaN = unscored."""
-    objective = config.objective
-    rewards_NG = shape_rewards(
-        batch.rewards_NG, scale=objective.reward_scale, bias=objective.reward_bias, clip=objective.reward_clip
-    )
-    if objective.overlong_buffer == 0:
-        return rewards_NG
-    lengths_NG = _over_ranks(batch.lengths_B, batch)
-    return rewards_NG + overlong_penalties(
-        lengths_NG, max_new_tokens=config.rollout.max_new_tokens, buffer=objective.overlong_buffer
-    )
-
-
-def _kl_costs(tokens: Tokens, objective: ObjectiveConfig, *, kl_coef: float) -> Tensor | None:
-    """Return what each token's distance to the reference costs, [T] in units of reward; None when it costs nothing."""
-    if objective.kl != "reward" or tokens.reference_logprobs_T is None:
-        return None
-    costs_T = kl_coef * kl_estimate(
-        tokens.proximal_logprobs_T,
-        reference_logprobs_T=tokens.reference_logprobs_T,
-        estimator=objective.kl_estimator,
-    )
-    # A stale token costs what it costs, but a NaN in a slot that does not train must not reach its sample's return.
-    return torch.where(tokens.loss_mask_T | costs_T.isfinite(), costs_T, 0.0)
-
-
-def _with_steps(rewards_T: Tensor, batch: PolicyBatch, *, scale: float) -> Tensor:
-    """Move what steps earned from the sample's last token, where the whole reward is, to the tokens they end with."""
-    if batch.tokens.step_rewards_T is None:
-        return rewards_T
-    steps_T = scale * batch.tokens.step_rewards_T
-    totals_B = torch.zeros_like(batch.lengths_B, dtype=steps_T.dtype).index_add(0, batch.tokens.rows_T, steps_T)
-    return rewards_T + steps_T - token_rewards(totals_B, lengths_B=batch.lengths_B)
-
-
 def _compared(
     batch: PolicyBatch, rewards_NG: Tensor, rewards_T: Tensor, objective: ObjectiveConfig, compare: Compare
 ) -> Tensor:
@@ -145,31 +125,28 @@ def _compared(
     if objective.gamma == 1.0 and objective.kl != "reward" and tokens.step_rewards_T is None:
         return _of_rows(compare(rewards_NG, **knobs), batch)[tokens.rows_T]
     to_go_T = _to_go(rewards_T, batch, gamma=objective.gamma)
-    starts_BK, has_BK = _at_starts(to_go_T, batch)
-    returns_NGK = torch.where(_over_ranks(has_BK.double(), batch) > 0, _over_ranks(starts_BK, batch), torch.nan)
-    returns_NGK = torch.where(rewards_NG.isnan()[:, :, None], torch.nan, returns_NGK)
+    starts_BK = _at_starts(to_go_T, batch)
+    returns_NGK = torch.where(rewards_NG.isnan()[:, :, None], torch.nan, _over_ranks(starts_BK, batch))
     if objective.advantage_function is not None:
         return _of_rows(compare(returns_NGK[:, :, 0], **knobs), batch)[tokens.rows_T]
     factors_NG = _factors(returns_NGK[:, :, 0], objective)
     centred = [compare(part_NG, **knobs | {"scale": "none"}) for part_NG in returns_NGK.unbind(dim=2)]
     rows_T, places_T = tokens.rows_T, tokens.steps_before_T
-    centred_T = _of_rows(torch.stack(centred, dim=2), batch)[rows_T, places_T] + to_go_T - starts_BK[rows_T, places_T]
+    starts_T = starts_BK.nan_to_num()[rows_T, places_T]
+    centred_T = _of_rows(torch.stack(centred, dim=2), batch)[rows_T, places_T] + to_go_T - starts_T
     return (centred_T * _of_rows(factors_NG, batch)[rows_T]).float()
 
 
-def _at_starts(values_T: Tensor, batch: PolicyBatch) -> tuple[Tensor, Tensor]:
-    """Return the value at the first token behind each number of rewarded steps, and whether there is one, [B, K]."""
+def _at_starts(values_T: Tensor, batch: PolicyBatch) -> Tensor:
+    """Return the value at the first token behind each number of rewarded steps, [B, K]; NaN where there is none."""
     rows_T, own_T, places_T = batch.tokens.rows_T, batch.tokens.own_T, batch.tokens.steps_before_T
     num_places = int(max_over_ranks(places_T.max().double().reshape(1))[0]) + 1
     keys_T = (rows_T * num_places + places_T)[own_T]
     is_first_T = torch.ones_like(keys_T, dtype=torch.bool)
     is_first_T[1:] = keys_T[1:] != keys_T[:-1]
-    firsts = keys_T[is_first_T]
-    starts = torch.zeros(len(batch.lengths_B) * num_places, dtype=values_T.dtype, device=values_T.device)
-    starts[firsts] = values_T[own_T][is_first_T]
-    has = torch.zeros_like(starts, dtype=torch.bool)
-    has[firsts] = True
-    return starts.reshape(-1, num_places), has.reshape(-1, num_places)
+    starts_BK = values_T.new_full((len(batch.lengths_B), num_places), torch.nan)
+    starts_BK.view(-1)[keys_T[is_first_T]] = values_T[own_T][is_first_T]
+    return starts_BK
 
 
 def _factors(returns_NG: Tensor, objective: ObjectiveConfig) -> Tensor:

@@ -27,8 +27,6 @@ class Tokens:
 
     rows_T: Tensor
     """int64, the row of the shard."""
-    token_ids_T: Tensor
-    """int64."""
     ages_T: Tensor
     """int32 trainer steps; -1 where given."""
     own_T: Tensor
@@ -81,7 +79,6 @@ class Tokens:
         ages_T = join(lambda sample: token_ages(sample.spans, version=version), torch.int32)
         return cls(
             rows_T=torch.tensor(rows.spread(np.arange(len(rows)))).to(device),
-            token_ids_T=torch.tensor(rows.output_ids).to(device),
             ages_T=ages_T,
             own_T=join(lambda sample: own_mask(sample.spans), torch.bool),
             step_rewards_T=join(lambda sample: _steps(sample)[0], torch.float64) if shard.has_step_rewards else None,
@@ -132,7 +129,8 @@ class PolicyBatch:
         Args:
             config: The recipe: staleness bound, minibatches, filters.
         """
-        rows = TokenRows((row.prompt_token_ids, row.sample.token_ids) for row in shard.rows)
+        pairs = ((row.prompt_token_ids, row.sample.token_ids) for row in shard.rows)
+        rows = TokenRows(pairs, [row.sample.routes for row in shard.rows] if config.rollout.replay_routes else None)
         minibatches = [
             [index for index, row in enumerate(shard.rows) if row.minibatch == number]
             for number in range(config.trainer.minibatches)

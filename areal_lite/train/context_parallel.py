@@ -7,8 +7,6 @@ Source: arXiv 2309.14509.
 Shape letters: `R` rows, `S` padded columns, `T` completion tokens, `H` heads, `D` their size.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,10 +48,11 @@ def own_part(batch: MicroBatch) -> tuple[dict[str, Tensor], Tensor, Tensor | Non
 
     The last is None where it has whole rows.
     """
-    group = context_group()
+    group, routes = context_group(), batch.routes_RSLK
     if group is None:
-        positions = {} if batch.position_ids_RS is None else {"position_ids": batch.position_ids_RS}
-        return {"input_ids": batch.input_ids_RS, **positions}, batch.predictors_T, None
+        chosen = {"position_ids": batch.position_ids_RS, "routes": routes}
+        given = {name: value for name, value in chosen.items() if value is not None}
+        return {"input_ids": batch.input_ids_RS, **given}, batch.predictors_T, None
     number, rank = dist.get_world_size(group), dist.get_rank(group)
     num_rows, width = batch.input_ids_RS.shape
     size = -(-width // number)
@@ -65,6 +64,8 @@ def own_part(batch: MicroBatch) -> tuple[dict[str, Tensor], Tensor, Tensor | Non
         "input_ids": pad(batch.input_ids_RS, (0, size * number - width))[:, columns],
         "position_ids": places_S[columns].expand(num_rows, size),
     }
+    if routes is not None:
+        arguments["routes"] = pad(routes, (0, 0, 0, 0, 0, size * number - width), value=-1)[:, columns]
     return arguments, (rows_T * size + columns_T % size)[mine], mine
 
 
@@ -88,19 +89,6 @@ class _Together(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (places,) = ctx.saved_tensors
         return grad.index_select(0, places), None, None
-
-
-@contextmanager
-def whole_rows(model: Any) -> Iterator[None]:
-    """Have each rank run the model over whole rows."""
-    split = model.config._attn_implementation == NAME
-    if split:
-        model.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        if split:
-            model.set_attn_implementation(NAME)
 
 
 def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, _: None, **settings: Any) -> tuple[Tensor, None]:

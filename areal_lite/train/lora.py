@@ -39,11 +39,16 @@ def add_adapters(model: nn.Module, settings: LoraConfig, *, base_dtype: torch.dt
             parameter.data = parameter.data.to(base_dtype)
 
 
-def linear_layers(folder: Path | None) -> list[str]:
-    """Return the names of a model's linear layers but the output one; without a folder, of the built-in model's."""
+def empty_model(folder: Path | None) -> Any:
+    """Make a model without storage; without a folder, one of the built-in model's layers."""
     architecture: Any = Qwen3Config() if folder is None else AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(architecture)
+        return AutoModelForCausalLM.from_config(architecture)
+
+
+def linear_layers(folder: Path | None) -> list[str]:
+    """Return the names of a model's linear layers but the output one; without a folder, of the built-in model's."""
+    model = empty_model(folder)
     output = model.get_output_embeddings()
     layers = model.named_modules()
     return [name for name, layer in layers if isinstance(layer, nn.Linear | Conv1D) and layer != output]

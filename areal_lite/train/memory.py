@@ -167,7 +167,7 @@ def _traced(architecture: Any, config: Config, num_layers: int) -> Counter[str]:
             numbers["own trained"] += own.nbytes * parameter.requires_grad
         few = patch.object(pieces, "_pieces", lambda *sizes, cut=pieces._pieces: cut(*sizes)[:_TRACED_PIECES])
         with fake, few, _Ones():  # type: ignore[no-untyped-call]
-            learner = Learner(model, settings=config.trainer)
+            learner = Learner(model, settings=config.trainer, total_steps=1)
             tracker = (
                 MemTracker() if not isinstance(model, FSDPModule) else FSDPMemTracker(learner.model, learner.optimizer)
             )
@@ -185,10 +185,10 @@ def _traced(architecture: Any, config: Config, num_layers: int) -> Counter[str]:
             # As it first steps, DTensor finds out the shapes of whole parameters, which the tracker would count.
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-            learner.update([], lr=0.0)
+            learner.update([], step=0)
             # Gradients of a micro-batch wait while the next one is at work.
             with tracker:
-                learner.update(shares, lr=0.0)
+                learner.update(shares, step=0)
             peak = tracker.get_tracker_snapshot("peak")[cpu]
     parts = Counter(dict.fromkeys((*_PARTS.values(), "activations"), 0))
     for kind, size in peak.items():

@@ -16,9 +16,10 @@ Shape letters: `R` rows and `S` padded columns of a micro-batch, `T` its complet
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -40,15 +41,28 @@ class MicroBatch:
     """[T] int64 places in the flattened `input_ids_RS`."""
     tokens_T: Tensor
     """[T] int64 places among the completion tokens of all rows."""
+    token_ids_T: Tensor
+    """[T] int64 completion tokens."""
+    rows: Sequence[int]
+    """Which rows; none in a pass that is there because other ranks have one."""
     position_ids_RS: Tensor | None = None
     """[1, S] int64 places in their own rows of tokens that are packed into one; None where each row is one."""
+    routes_RSLK: Tensor | None = None
+    """[R, S, L, K] int16 experts of each of L layers; -1 where the router chooses; None where it does everywhere."""
 
 
 class TokenRows:
     """Prompts with completions, and the order of their completion tokens."""
 
-    def __init__(self, rows: Iterable[tuple[Sequence[int], Sequence[int] | npt.NDArray[np.int32]]]) -> None:
+    def __init__(
+        self,
+        rows: Iterable[tuple[Sequence[int], Sequence[int] | npt.NDArray[np.int32]]],
+        routes: Sequence[npt.NDArray[Any] | None] | None = None,
+    ) -> None:
         """Take (prompt token ids, completion token ids) pairs; a prompt has at least one token.
+
+        Args:
+            routes: Of each row, `Sample.routes`.
 
         Raises:
             ValueError: A prompt is empty, so that nothing predicts the first completion token.
@@ -60,6 +74,7 @@ class TokenRows:
         self.output_lengths = [len(output) for _, output in pairs]
         self.offsets = np.cumsum([0, *self.output_lengths])
         self.sequences = [np.concatenate(pair) for pair in pairs]
+        self.routes = [None] * len(pairs) if routes is None else list(routes)
         self.output_ids = np.concatenate([np.empty(0, np.int64), *(output for _, output in pairs)])
 
     def __len__(self) -> int:
@@ -100,33 +115,37 @@ def pack_rows(lengths: Sequence[int], *, max_tokens: int, packed: bool = False) 
 
 
 def split_micro_batches(
-    rows: TokenRows, updates: Iterable[Sequence[int]], *, max_tokens: int, device: torch.device, packed: bool = False
+    rows: TokenRows,
+    updates: Iterable[Sequence[int]],
+    *,
+    max_tokens: int,
+    device: torch.device,
+    packed: bool = False,
+    padding: int = 0,
+    together: int = 1,
 ) -> list[list[MicroBatch]]:
     """Build the micro-batches of each optimiser update, equally many on every rank; collective.
+
+    FSDP gathers parameters in every forward and backward pass, so a rank with fewer passes would leave the others
+    waiting for ever: it gets empty ones, of one padding token, which train nothing.
 
     Args:
         updates: Indices of the rows of each.
         max_tokens: Tokens of one forward pass at most, padding too.
         packed: Without padding, the rows of a pass one behind another.
+        padding: Token id behind shorter rows; 0 where nothing looks at it.
+        together: So many rows at a time stay in one pass.
     """
-    split = []
+    split, build = [], partial(micro_batch, rows, device=device, padding=padding, packed=packed)
     for chosen in updates:
-        groups = pack_rows([len(rows.sequences[row]) for row in chosen], max_tokens=max_tokens, packed=packed)
-        picked = [[chosen[index] for index in group] for group in groups]
-        split.append([micro_batch(rows, group, device=device, packed=packed) for group in picked])
-    return equalise(split, device=device)
-
-
-def equalise(updates: Sequence[list[MicroBatch]], *, device: torch.device) -> list[list[MicroBatch]]:
-    """Append empty micro-batches until every rank has equally many in each update; collective.
-
-    FSDP gathers parameters in every forward and backward pass, so a rank with fewer passes would leave the
-    others waiting for ever. An empty micro-batch has one padding token and trains nothing.
-    """
-    counts = torch.tensor([len(batches) for batches in updates], device=device)
+        units = [chosen[start : start + together] for start in range(0, len(chosen), together)]
+        lengths = [max(len(rows.sequences[row]) for row in unit) for unit in units]
+        groups = pack_rows(lengths, max_tokens=max_tokens // together, packed=packed)
+        split.append([build([row for index in group for row in units[index]]) for group in groups])
+    counts = torch.tensor([len(batches) for batches in split], device=device)
     missing = (max_over_ranks(counts) - counts).tolist()
-    empty = micro_batch(TokenRows([([0], [])]), [0], device=device)
-    return [[*batches, *[empty] * number] for batches, number in zip(updates, missing, strict=True)]
+    empty = replace(micro_batch(TokenRows([([0], [])]), [0], device=device), rows=())
+    return [[*batches, *[empty] * number] for batches, number in zip(split, missing, strict=True)]
 
 
 def micro_batch(
@@ -144,15 +163,28 @@ def micro_batch(
     width = max(lengths)
     starts = np.cumsum([0, *lengths[:-1]]) if packed else np.arange(len(chosen)) * width
     input_ids = np.full((1, sum(lengths)) if packed else (len(chosen), width), padding, np.int64)
-    predictors, tokens = [], []
+    predictors, tokens, routes = [], [], None
     for start, row, sequence in zip(starts, chosen, sequences, strict=True):
-        input_ids.reshape(-1)[start : start + len(sequence)] = sequence
-        predictors.append(np.arange(start + rows.prompt_lengths[row] - 1, start + len(sequence) - 1))
+        end = start + len(sequence)
+        input_ids.reshape(-1)[start:end] = sequence
+        predictors.append(np.arange(start + rows.prompt_lengths[row] - 1, end - 1))
         tokens.append(np.arange(rows.offsets[row], rows.offsets[row + 1]))
+        if (own := rows.routes[row]) is not None:
+            if routes is None:
+                routes = np.full((*input_ids.shape, *own.shape[1:]), -1, np.int16)
+            routes.reshape(-1, *own.shape[1:])[end - 1 - len(own) : end - 1] = own
     positions = np.concatenate([np.arange(length) for length in lengths])[None] if packed else None
+    places = np.concatenate(tokens)
+
+    def on_device(array: npt.NDArray[Any] | None) -> Any:
+        return None if array is None else torch.from_numpy(array).to(device)
+
     return MicroBatch(
-        input_ids_RS=torch.from_numpy(input_ids).to(device),
-        predictors_T=torch.from_numpy(np.concatenate(predictors)).to(device),
-        tokens_T=torch.from_numpy(np.concatenate(tokens)).to(device),
-        position_ids_RS=None if positions is None else torch.from_numpy(positions).to(device),
+        input_ids_RS=on_device(input_ids),
+        predictors_T=on_device(np.concatenate(predictors)),
+        tokens_T=on_device(places),
+        token_ids_T=on_device(rows.output_ids[places]),
+        rows=chosen,
+        position_ids_RS=on_device(positions),
+        routes_RSLK=on_device(routes),
     )

@@ -5,6 +5,8 @@ Any causal language model of transformers will do; nothing here names an archite
 Shape letters: `T` completion tokens of a micro-batch, `V` vocabulary.
 """
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +26,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from transformers.distributed import DistributedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from areal_lite.algo.logprobs import token_logprobs
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import LoraConfig
@@ -263,6 +266,11 @@ def _check_packing(model: nn.Module, device: torch.device, dtype: torch.dtype) -
         )
 
 
+def completion_logprobs(model: nn.Module, batch: MicroBatch, *, temperature: float = 1.0) -> Tensor:
+    """Run the language model and return the log-probability of each completion token, [T] float32 nats."""
+    return completion_outputs(model, batch, partial(token_logprobs, temperature=temperature), batch.token_ids_T)
+
+
 def completion_values(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Run the value model and return the value of the state before each completion token.
 
@@ -272,7 +280,8 @@ def completion_values(model: nn.Module, batch: MicroBatch) -> Tensor:
     Returns:
         [T] float32 values in units of return.
     """
-    return completion_outputs(model, batch, lambda values: values.squeeze(1).float())
+    own_routes = replace(batch, routes_RSLK=None)  # those of a sample are the policy's
+    return completion_outputs(model, own_routes, lambda values: values.squeeze(1).float())
 
 
 def _value_head(model: nn.Module) -> nn.Linear:

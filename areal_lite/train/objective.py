@@ -1,11 +1,12 @@
-"""What one optimiser update minimises: which tokens count and how much, and the loss of a micro-batch.
+"""What one optimiser update minimises: which tokens count and how much, and the losses of a micro-batch.
 
 The arithmetic itself is in `algo/`. Shape letters: `T` completion tokens of the shard or of a micro-batch, `V`
 vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from areal_lite.algo.aggregation import aggregate
 from areal_lite.algo.behaviour import behaviour_weights, geometric_keep, m2po_keep
 from areal_lite.algo.kl import adapt_coefficient, kl_estimate
 from areal_lite.algo.logprobs import token_entropies, token_logprobs
-from areal_lite.algo.losses import entropy_bonus, kl_penalty, policy_loss
+from areal_lite.algo.losses import entropy_bonus, kl_penalty, policy_loss, value_loss
 from areal_lite.config.plugins import find_function
 from areal_lite.config.presets import ObjectiveConfig
 from areal_lite.config.recipe import Config
@@ -23,7 +24,7 @@ from areal_lite.errors import PluginError
 from areal_lite.train.batch import PolicyBatch, Tokens, described
 from areal_lite.train.distributed import gather_over_ranks, sum_over_ranks
 from areal_lite.train.micro_batch import MicroBatch
-from areal_lite.train.model import completion_outputs
+from areal_lite.train.model import completion_outputs, completion_values
 from areal_lite.train.score import needs_proximal_first
 
 PolicyTerm = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -130,19 +131,39 @@ class UpdateLoss:
             entropies_T = token_entropies(logits_TV, temperature=temperature, differentiable=differentiable)
             return torch.stack([logprobs_T, entropies_T], dim=1)
 
-        outputs_T2 = completion_outputs(self.model, micro_batch, read, everything.token_ids_T[places_T])
+        outputs_T2 = completion_outputs(self.model, micro_batch, read, micro_batch.token_ids_T)
         current_T, entropies_T = outputs_T2.unbind(dim=1)
         if self.is_first and objective.proximal != "behaviour" and not needs_proximal_first(objective):
             everything.proximal_logprobs_T[places_T] = current_T.detach()
         tokens = everything.at(places_T)
-        weights_T, above_cap_T = self._behaviour_weights(tokens)
+        rows: dict[str, Any] = {"rows_T": tokens.rows_T, "num_rows": len(self.batch.lengths_B)}
+        weights_T, above_cap_T = behaviour_weights(
+            tokens.proximal_logprobs_T,
+            behaviour_logprobs_T=tokens.behaviour_logprobs_T,
+            loss_mask_T=tokens.loss_mask_T,
+            level=objective.behaviour_weight,
+            cap=objective.behaviour_weight_cap,
+            above=objective.behaviour_weight_above,
+            **rows,
+        )
+        weights_T = torch.where(tokens.kept_T, weights_T, 0.0)
         weighting = {
             "behaviour_weights_T": weights_T,
             "loss_mask_T": tokens.loss_mask_T,
             "token_weights_T": tokens.weights_T,
         }
-        loss, logged = self._policy_term(current_T, tokens, weighting)
-        loss = loss + self._kl_terms(current_T, tokens, weighting)
+        loss, logged = self.policy_term(
+            current_T,
+            proximal_logprobs_T=tokens.proximal_logprobs_T,
+            advantages_T=tokens.advantages_T,
+            surrogate=objective.surrogate,
+            ratio_level=objective.ratio_level,
+            clip_low=objective.clip_low,
+            clip_high=objective.clip_high,
+            **rows,
+            **weighting,
+        )
+        loss = loss + sum(self._kl_terms(current_T, tokens, weighting))
         if objective.entropy_coef > 0:
             bonus = entropy_bonus(entropies_T, loss_mask_T=tokens.loss_mask_T, token_weights_T=tokens.weights_T)
             loss = loss - objective.entropy_coef * bonus
@@ -169,59 +190,40 @@ class UpdateLoss:
         diffs_T = torch.where(tokens.loss_mask_T & (tokens.ages_T == 0), diffs_T, 0.0)
         return torch.cat([diffs_T, diffs_T.new_zeros(1)]).max()
 
-    def _behaviour_weights(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return the weight of each token, 0 where the filter takes it out, and which are above the cap, [T] each."""
+    def _kl_terms(self, current_T: Tensor, tokens: Tokens, weighting: Mapping[str, Any]) -> Iterator[Tensor]:
+        """Yield the weighted distances to the reference and to the proximal policy, as far as they are asked for."""
         objective = self.config.objective
-        weights_T, above_cap_T = behaviour_weights(
-            tokens.proximal_logprobs_T,
-            behaviour_logprobs_T=tokens.behaviour_logprobs_T,
-            loss_mask_T=tokens.loss_mask_T,
-            rows_T=tokens.rows_T,
-            num_rows=len(self.batch.lengths_B),
-            level=objective.behaviour_weight,
-            cap=objective.behaviour_weight_cap,
-            above=objective.behaviour_weight_above,
-        )
-        return torch.where(tokens.kept_T, weights_T, 0.0), above_cap_T
-
-    def _policy_term(
-        self, current_T: Tensor, tokens: Tokens, weighting: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        objective = self.config.objective
-        return self.policy_term(
-            current_T,
-            proximal_logprobs_T=tokens.proximal_logprobs_T,
-            advantages_T=tokens.advantages_T,
-            rows_T=tokens.rows_T,
-            num_rows=len(self.batch.lengths_B),
-            surrogate=objective.surrogate,
-            ratio_level=objective.ratio_level,
-            clip_low=objective.clip_low,
-            clip_high=objective.clip_high,
-            **weighting,
-        )
-
-    def _kl_terms(self, current_T: Tensor, tokens: Tokens, weighting: Mapping[str, Tensor]) -> Tensor:
-        """Return the weighted distances to the reference and to the proximal policy, as far as they are asked for."""
-        objective = self.config.objective
-        terms = current_T.new_zeros(())
+        penalty = partial(kl_penalty, current_T, **weighting)
         if objective.kl == "loss" and (reference_T := tokens.reference_logprobs_T) is not None:
-            terms = terms + self.kl_coef * kl_penalty(
-                current_T,
-                other_logprobs_T=reference_T,
-                estimator=objective.kl_estimator,
-                direction="to_other",
-                **weighting,
-            )
+            kind = objective.kl_estimator
+            yield self.kl_coef * penalty(other_logprobs_T=reference_T, estimator=kind, direction="to_other")
         if objective.proximal_kl_coef > 0:
-            terms = terms + self.proximal_kl_coef * kl_penalty(
-                current_T,
-                other_logprobs_T=tokens.proximal_logprobs_T,
-                estimator="k3",
-                direction="from_other",
-                **weighting,
-            )
-        return terms
+            proximal_T = tokens.proximal_logprobs_T
+            yield self.proximal_kl_coef * penalty(other_logprobs_T=proximal_T, estimator="k3", direction="from_other")
+
+
+def critic_loss(
+    micro_batch: MicroBatch, *, model: nn.Module, batch: PolicyBatch, config: Config
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Run the critic; return a micro-batch's share of its update's loss, and what is logged.
+
+    It learns the return from each state on, the state being a prompt with part of a completion.
+
+    Args:
+        batch: Scored, with targets and weights.
+    """
+    tokens = batch.tokens.at(micro_batch.tokens_T)
+    assert tokens.values_T is not None
+    assert tokens.targets_T is not None
+    loss, _ = value_loss(
+        completion_values(model, micro_batch),
+        old_values_T=tokens.values_T,
+        targets_T=tokens.targets_T,
+        loss_mask_T=tokens.loss_mask_T,
+        token_weights_T=tokens.weights_T,
+        clip=config.critic.value_clip,
+    )
+    return loss, {"value_loss": loss.detach()}
 
 
 def find_loss_function(objective: ObjectiveConfig) -> PolicyTerm:

@@ -1,13 +1,14 @@
 """What the offline commands minimise: supervised learning, the reward model, and direct preference learning.
 
+An objective runs the model on a pass and returns [E, 1 + F]: each example's loss, which can be differentiated, and its
+figures. Both are added up over examples, passes and ranks, and divided by the sum of the examples' weights.
+
 Shape letters: `E` examples of a forward pass, `B` its rows (an example's completions one after another), `T`
 completion tokens, `F` figures.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from areal_lite.algo.logprobs import token_logprobs
 from areal_lite.algo.preference import bradley_terry_loss, dpo_loss, simpo_loss
 from areal_lite.config.offline import PreferenceConfig
 from areal_lite.train.micro_batch import MicroBatch
-from areal_lite.train.model import completion_outputs
+from areal_lite.train.model import completion_logprobs, completion_outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +25,6 @@ class Part:
     """One forward pass."""
 
     batch: MicroBatch
-    token_ids_T: Tensor
-    """[T] int64 completion tokens."""
     lengths_B: Tensor
     """[B] int64 completion tokens of each row."""
     places_E: Tensor
@@ -34,86 +33,65 @@ class Part:
     """[E, 2] float32 log-probabilities of both completions under the reference; None where there is none."""
 
 
-class Supervised:
-    """Cross-entropy of the completion tokens, in nats per token; prompts are left out."""
+def supervised(model: nn.Module, part: Part, _: PreferenceConfig) -> Tensor:
+    """Cross-entropy of the completion tokens, in nats; and how many of them are the most likely ones."""
 
-    figures: ClassVar[tuple[str, ...]] = ("accuracy",)
-    """Share of the completion tokens that would be the greedy choice."""
+    def read(logits_TV: Tensor, token_ids_T: Tensor) -> Tensor:
+        correct_T = logits_TV.argmax(dim=-1) == token_ids_T
+        return torch.stack([-token_logprobs(logits_TV, token_ids_T, temperature=1.0), correct_T.float()], dim=1)
 
-    def weights(self, part: Part) -> Tensor:
-        """Completion tokens."""
-        return part.lengths_B
-
-    def values(self, model: nn.Module, part: Part) -> Tensor:
-        """Return the negative log-likelihood, and the number of tokens that are the most likely ones."""
-
-        def read(logits_TV: Tensor, token_ids_T: Tensor) -> Tensor:
-            correct_T = logits_TV.argmax(dim=-1) == token_ids_T
-            return torch.stack([-token_logprobs(logits_TV, token_ids_T, temperature=1.0), correct_T.float()], dim=1)
-
-        return _by_row(completion_outputs(model, part.batch, read, part.token_ids_T), part)
+    return _by_row(completion_outputs(model, part.batch, read, part.batch.token_ids_T), part)
 
 
-class _OfPairs:
-    figures: ClassVar[tuple[str, ...]] = ("accuracy", "margin")
-    """Share of the pairs in the right order (a tie is half), and how much better the chosen completion scores."""
-
-    def weights(self, part: Part) -> Tensor:
-        """Pairs."""
-        return torch.ones_like(part.places_E)
+def reward_model(model: nn.Module, part: Part, _: PreferenceConfig) -> Tensor:
+    """Bradley-Terry likelihood of the preferences, in nats per pair; completions are scored at their last token."""
+    scores_B = model(input_ids=part.batch.input_ids_RS, use_cache=False).logits.squeeze(-1).float()
+    chosen_E, rejected_E = _pairs(scores_B[: len(part.lengths_B)])
+    return _with_margins(bradley_terry_loss(chosen_E, rejected_E), chosen_E - rejected_E)
 
 
-class RewardModel(_OfPairs):
-    """Bradley-Terry likelihood of the preferences, in nats per pair."""
-
-    def values(self, model: nn.Module, part: Part) -> Tensor:
-        """Score both completions of each pair at their last token."""
-        scores_B = model(input_ids=part.batch.input_ids_RS, use_cache=False).logits.squeeze(-1).float()
-        chosen_E, rejected_E = _pairs(scores_B[: len(part.lengths_B)])
-        return _with_margins(bradley_terry_loss(chosen_E, rejected_E), chosen_E - rejected_E)
-
-
-class DirectPreference(_OfPairs):
+def direct_preference(model: nn.Module, part: Part, settings: PreferenceConfig) -> Tensor:
     """DPO, IPO or SimPO, per pair; a completion scores beta times its log-probability over the reference's."""
-
-    def __init__(self, settings: PreferenceConfig) -> None:
-        self._settings = settings
-
-    def values(self, model: nn.Module, part: Part) -> Tensor:
-        """Compare the log-probabilities of both completions of each pair."""
-        chosen_E, rejected_E = _pairs(row_logprobs(model, part))
-        lengths = dict(zip(("chosen_lengths_P", "rejected_lengths_P"), _pairs(part.lengths_B), strict=True))
-        settings = self._settings
-        if settings.loss == "simpo":
-            losses_E = simpo_loss(chosen_E, rejected_E, **lengths, beta=settings.beta, margin=settings.simpo_margin)
-        else:
-            assert part.reference_E2 is not None, "the reference comes before the first step"
-            reference_chosen_E, reference_rejected_E = part.reference_E2.unbind(dim=1)
-            losses_E = dpo_loss(
-                chosen_E,
-                rejected_E,
-                reference_chosen_P=reference_chosen_E,
-                reference_rejected_P=reference_rejected_E,
-                beta=settings.beta,
-                kind=settings.loss,
-                label_smoothing=settings.label_smoothing,
-                **(lengths if settings.length_normalised else {}),
-            )
-            chosen_E, rejected_E = chosen_E - reference_chosen_E, rejected_E - reference_rejected_E
-        if settings.loss == "simpo" or settings.length_normalised:
-            chosen_E, rejected_E = chosen_E / lengths["chosen_lengths_P"], rejected_E / lengths["rejected_lengths_P"]
-        return _with_margins(losses_E, settings.beta * (chosen_E - rejected_E))
+    chosen_E, rejected_E = _pairs(row_logprobs(model, part))
+    lengths = dict(zip(("chosen_lengths_P", "rejected_lengths_P"), _pairs(part.lengths_B), strict=True))
+    if settings.loss == "simpo":
+        losses_E = simpo_loss(chosen_E, rejected_E, **lengths, beta=settings.beta, margin=settings.simpo_margin)
+    else:
+        assert part.reference_E2 is not None, "the reference comes before the first step"
+        reference_chosen_E, reference_rejected_E = part.reference_E2.unbind(dim=1)
+        losses_E = dpo_loss(
+            chosen_E,
+            rejected_E,
+            reference_chosen_P=reference_chosen_E,
+            reference_rejected_P=reference_rejected_E,
+            beta=settings.beta,
+            kind=settings.loss,
+            label_smoothing=settings.label_smoothing,
+            **(lengths if settings.length_normalised else {}),
+        )
+        chosen_E, rejected_E = chosen_E - reference_chosen_E, rejected_E - reference_rejected_E
+    if settings.loss == "simpo" or settings.length_normalised:
+        chosen_E, rejected_E = chosen_E / lengths["chosen_lengths_P"], rejected_E / lengths["rejected_lengths_P"]
+    return _with_margins(losses_E, settings.beta * (chosen_E - rejected_E))
 
 
-Objective = Supervised | RewardModel | DirectPreference
-"""`values` runs the model: [E, 1 + F], each example's loss, which can be differentiated, and its `figures`; `weights`
-[E] is what they are divided by, when both are added up over examples, passes and ranks."""
+OBJECTIVES: Mapping[str, Callable[[nn.Module, Part, PreferenceConfig], Tensor]] = {
+    "sft": supervised,
+    "reward_model": reward_model,
+    "dpo": direct_preference,
+}
+"""By command; with figures `accuracy`, the share of tokens that would be the greedy choice, or of pairs in the right
+order (a tie is half), and of pairs the `margin`, how much better the chosen completion scores."""
+
+
+def weights(part: Part, command: str) -> Tensor:
+    """Return what each example counts, [E]: its completion tokens, or one for a pair."""
+    return part.lengths_B if command == "sft" else torch.ones_like(part.places_E)
 
 
 def row_logprobs(model: nn.Module, part: Part) -> Tensor:
     """Return the log-probability of each row's completion, [B] float32 nats: the sum over its tokens."""
-    logprobs_T = completion_outputs(model, part.batch, partial(token_logprobs, temperature=1.0), part.token_ids_T)
-    return _by_row(logprobs_T, part)
+    return _by_row(completion_logprobs(model, part.batch), part)
 
 
 def _by_row(values_T: Tensor, part: Part) -> Tensor:

@@ -38,8 +38,9 @@ class Update:
 class Learner:
     """A model with its AdamW optimiser."""
 
-    def __init__(self, model: nn.Module, *, settings: TrainerConfig) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, *, settings: TrainerConfig, total_steps: int) -> None:
+        """Make the optimiser; the learning rate ends with so many steps."""
+        self.model, self.settings, self._total_steps = model, settings, total_steps
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # Tensor operations on lists take those of one mesh.
         groups: dict[Any, list[nn.Parameter]] = {}
@@ -52,7 +53,6 @@ class Learner:
             weight_decay=settings.weight_decay,
             fused=True,
         )
-        self.settings = settings
         # What AdamW would make on its first step, so that a checkpoint before it is like any other.
         for parameter in trained:
             self.optimizer.state[parameter] = {
@@ -61,7 +61,11 @@ class Learner:
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
 
-    def update(self, shares: Iterable[Share], *, lr: float) -> Update:
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step, from 0 on."""
+        return learning_rate(step, total_steps=self._total_steps, settings=self.settings)
+
+    def update(self, shares: Iterable[Share], *, step: int) -> Update:
         """Add up the gradients of all micro-batches, clip them, and step unless their norm is not finite; collective.
 
         Args:
@@ -80,7 +84,7 @@ class Learner:
         applied = math.isfinite(grad_norm)
         if applied:
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = self.rate(step)
             self.optimizer.step()
         else:
             logger.warning("optimiser update skipped: the gradient norm is %s", grad_norm)

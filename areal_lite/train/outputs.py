@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from areal_lite.algo.logprobs import token_entropies, token_logprobs
 from areal_lite.errors import CheckpointError
-from areal_lite.train.context_parallel import whole_rows
 from areal_lite.train.distributed import device_of
-from areal_lite.train.model import reshard
+from areal_lite.train.micro_batch import MicroBatch
+from areal_lite.train.model import completion_outputs, reshard
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +36,24 @@ def model_outputs(model: Any, tokens: Sequence[int] | None = None) -> dict[str, 
     """
     if model.get_output_embeddings() is None:
         return None
-    device, vocabulary = device_of(model), model.get_input_embeddings().num_embeddings
-    input_ids = (torch.arange(64, device=device) * 7919 % vocabulary).view(4, 16)
-    with whole_rows(model):
-        logits_TV = model(input_ids=input_ids, use_cache=False).logits.flatten(0, 1)
+    places_T, vocabulary = torch.arange(64, device=device_of(model)), model.get_input_embeddings().num_embeddings
+    input_ids = (places_T * 7919 % vocabulary).view(4, 16)
+    batch = MicroBatch(
+        input_ids_RS=input_ids, predictors_T=places_T, tokens_T=places_T, token_ids_T=places_T, rows=range(4)
+    )
+
+    def read(logits_TV: Tensor, *given: Tensor) -> Tensor:
+        tokens_T = given[0] if given else logits_TV.argmax(dim=1)
+        logprobs_T = token_logprobs(logits_TV, tokens_T, temperature=1.0)
+        return torch.stack([tokens_T.float(), logprobs_T, token_entropies(logits_TV, temperature=1.0)], dim=1)
+
+    given = () if tokens is None else (torch.tensor(tokens, device=places_T.device),)
+    tokens_T, logprobs_T, entropies_T = completion_outputs(model, batch, read, *given).T.contiguous()
     reshard(model)
-    tokens_T = logits_TV.argmax(dim=1) if tokens is None else torch.tensor(tokens, device=device)
     return {
-        "tokens": tokens_T.tolist(),
-        "logprobs": token_logprobs(logits_TV, tokens_T, temperature=1.0).tolist(),
-        "entropy": token_entropies(logits_TV, temperature=1.0).mean().item(),
+        "tokens": tokens_T.long().tolist(),
+        "logprobs": logprobs_T.tolist(),
+        "entropy": entropies_T.mean().item(),
     }
 
 

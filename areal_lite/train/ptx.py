@@ -3,6 +3,7 @@
 A document's first token is left out: nothing predicts it.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer
 
 from areal_lite.config.recipe import Config
 from areal_lite.data.encode import encode_texts
 from areal_lite.errors import ConfigError, DataError
 from areal_lite.train.micro_batch import MicroBatch, TokenRows, split_micro_batches
+from areal_lite.train.model import completion_logprobs
 from areal_lite.train.optimiser import Share
-from areal_lite.train.score import logprobs_of
 
 
 def load_documents(path: str, *, tokenizer: Any, max_tokens: int) -> list[list[int]]:
@@ -54,42 +54,27 @@ def load_documents(path: str, *, tokenizer: Any, max_tokens: int) -> list[list[i
     return documents
 
 
-class PtxDocuments:
-    """The documents, and which of them an update sees: a function of seed, version and minibatch alone."""
+def choose_documents(
+    documents: Sequence[list[int]], *, config: Config, version: int, minibatch: int
+) -> list[list[int]]:
+    """Return those of an update: they follow from seed, version and minibatch alone."""
+    rng = np.random.default_rng([config.run.seed, version, minibatch])
+    size, number = config.objective.ptx_batch, len(documents)
+    # A file with fewer documents than a batch gives every one of them, some more often than others.
+    order = np.concatenate([rng.permutation(number) for _ in range(-(-size // number))])
+    return [documents[index] for index in order[:size]]
 
-    def __init__(self, config: Config, *, tokenizer_folder: str, rank: int) -> None:
-        """Load the documents; every rank holds all of them.
 
-        Raises:
-            ConfigError: The file cannot be read.
-            DataError: It holds no documents, or one that cannot be tokenised.
-        """
-        self._config, self._mine = config, slice(rank // config.trainer.mesh.same_rows, None, config.trainer.row_ranks)
-        self._device = torch.device(config.run.device)
-        self._documents = load_documents(
-            str(config.objective.ptx_path),  # a recipe without one is refused before
-            tokenizer=AutoTokenizer.from_pretrained(tokenizer_folder),
-            max_tokens=config.model.max_context,
-        )
+def ptx_shares(documents: Sequence[list[int]], model: nn.Module, *, config: Config, rank: int) -> list[Share]:
+    """Return a rank's shares of `ptx_coef * mean of - log pi(token)` over an update's documents; collective."""
+    trainer, device = config.trainer, torch.device(config.run.device)
+    mine = documents[rank // trainer.mesh.same_rows :: trainer.row_ranks]
+    rows = TokenRows((document[:1], document[1:]) for document in mine)
+    (parts,) = split_micro_batches(rows, [range(len(rows))], device=device, **trainer.micro_batches)
+    num_tokens = sum(len(document) - 1 for document in documents)
 
-    def shares(self, model: nn.Module, *, version: int, minibatch: int) -> list[Share]:
-        """Return this rank's shares of `ptx_coef * mean of - log pi(token)` over an update's documents; collective."""
-        chosen = self._choose(version=version, minibatch=minibatch)
-        mine = TokenRows((document[:1], document[1:]) for document in chosen[self._mine])
-        budget = self._config.trainer.micro_batches
-        (parts,) = split_micro_batches(mine, [range(len(mine))], device=self._device, **budget)
-        logprobs = logprobs_of(torch.from_numpy(mine.output_ids).to(self._device), temperature=1.0)
-        num_tokens = sum(len(document) - 1 for document in chosen)
+    def share(part: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = -completion_logprobs(model, part).sum() / num_tokens
+        return config.objective.ptx_coef * loss, {"ptx_loss": loss.detach()}
 
-        def share(part: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-            loss = -logprobs(model, part).sum() / num_tokens
-            return self._config.objective.ptx_coef * loss, {"ptx_loss": loss.detach()}
-
-        return [partial(share, part) for part in parts]
-
-    def _choose(self, *, version: int, minibatch: int) -> list[list[int]]:
-        rng = np.random.default_rng([self._config.run.seed, version, minibatch])
-        size, number = self._config.objective.ptx_batch, len(self._documents)
-        # A file with fewer documents than a batch gives every one of them, some more often than others.
-        order = np.concatenate([rng.permutation(number) for _ in range(-(-size // number))])
-        return [self._documents[index] for index in order[:size]]
+    return [partial(share, part) for part in parts]

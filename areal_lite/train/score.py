@@ -4,6 +4,7 @@ Shape letter: `T` completion tokens of the shard.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -11,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from areal_lite.algo.kl import kl_estimate
-from areal_lite.algo.logprobs import token_logprobs
 from areal_lite.config.presets import ObjectiveConfig
 from areal_lite.config.recipe import Config
 from areal_lite.train.batch import PolicyBatch
 from areal_lite.train.distributed import sum_over_ranks
 from areal_lite.train.lora import adapters_off
 from areal_lite.train.micro_batch import MicroBatch
-from areal_lite.train.model import completion_outputs, completion_values, reshard
+from areal_lite.train.model import completion_logprobs, completion_values, reshard
 
 Output = Callable[[nn.Module, MicroBatch], Tensor]
 """One number per completion token of a micro-batch."""
@@ -26,30 +26,18 @@ Output = Callable[[nn.Module, MicroBatch], Tensor]
 
 @torch.no_grad()
 def fill_in(values_T: Tensor, micro_batches: Iterable[MicroBatch], *, model: nn.Module, output: Output) -> Tensor:
-    """Run a model over micro-batches, and write one number per completion token in place; collective.
+    """Run a model over micro-batches; return one number per completion token; collective.
 
     Args:
-        values_T: [T]; slots that no micro-batch names stay as they are.
+        values_T: [T], what is returned in slots that no micro-batch names.
         micro_batches: Equally many on every rank.
         model: Its gathered parameters are dropped afterwards.
-
-    Returns:
-        `values_T`.
     """
+    values_T = values_T.clone()
     for micro_batch in micro_batches:
         values_T[micro_batch.tokens_T] = output(model, micro_batch)
     reshard(model)
     return values_T
-
-
-def logprobs_of(token_ids_T: Tensor, *, temperature: float) -> Output:
-    """Return the function from a causal model and a micro-batch to its tokens' log-probabilities, float32 nats."""
-
-    def output(model: nn.Module, micro_batch: MicroBatch) -> Tensor:
-        read = partial(token_logprobs, temperature=temperature)
-        return completion_outputs(model, micro_batch, read, token_ids_T[micro_batch.tokens_T])
-
-    return output
 
 
 def needs_proximal_first(objective: ObjectiveConfig) -> bool:
@@ -66,18 +54,17 @@ def score_batch(
     proximal ones. Unless they are needed beforehand, the proximal pass covers the later updates only, and with one
     minibatch `recompute` is `reuse`.
     """
-    tokens, objective = batch.tokens, config.objective
-    logprobs = _sampled_logprobs(batch, config)
+    tokens, objective, logprobs = batch.tokens, config.objective, _sampled_logprobs(config)
+    unknown_T = torch.zeros_like(tokens.proximal_logprobs_T)
     if objective.proximal != "behaviour":
         first = 0 if needs_proximal_first(objective) else 1
         later = chain.from_iterable(batch.updates[first:])
-        fill_in(tokens.proximal_logprobs_T, later, model=policy, output=logprobs)
+        tokens.proximal_logprobs_T = fill_in(tokens.proximal_logprobs_T, later, model=policy, output=logprobs)
     if reference is not None:
-        unknown_T = torch.zeros_like(tokens.proximal_logprobs_T)
+        own_routes = [replace(part, routes_RSLK=None) for part in batch.micro_batches]
         with adapters_off(reference):
-            tokens.reference_logprobs_T = fill_in(unknown_T, batch.micro_batches, model=reference, output=logprobs)
+            tokens.reference_logprobs_T = fill_in(unknown_T, own_routes, model=reference, output=logprobs)
     if critic is not None:
-        unknown_T = torch.zeros_like(tokens.proximal_logprobs_T)
         tokens.values_T = fill_in(unknown_T, batch.micro_batches, model=critic, output=completion_values)
 
 
@@ -88,14 +75,14 @@ def proximal_kl(batch: PolicyBatch, *, policy: nn.Module, config: Config) -> flo
     None where nothing trains.
     """
     mask_T, proximal_T = batch.tokens.loss_mask_T, batch.tokens.proximal_logprobs_T
-    current_T = torch.zeros_like(proximal_T)
-    fill_in(current_T, batch.micro_batches, model=policy, output=_sampled_logprobs(batch, config))
+    unknown_T = torch.zeros_like(proximal_T)
+    current_T = fill_in(unknown_T, batch.micro_batches, model=policy, output=_sampled_logprobs(config))
     estimates_T = kl_estimate(proximal_T, reference_logprobs_T=current_T, estimator="k3")
     inside_T = estimates_T[mask_T].double()
     total, count = sum_over_ranks(torch.stack([inside_T.sum(), mask_T.sum().double()])).tolist()
     return total / count if count else None
 
 
-def _sampled_logprobs(batch: PolicyBatch, config: Config) -> Output:
+def _sampled_logprobs(config: Config) -> Output:
     # At the rollout temperature: it is the distribution that was sampled from that is compared.
-    return logprobs_of(batch.tokens.token_ids_T, temperature=config.rollout.temperature)
+    return partial(completion_logprobs, temperature=config.rollout.temperature)

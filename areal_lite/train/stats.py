@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areal_lite.algo.advantages import masked_sums, std_from_sums
 from areal_lite.record.metrics import METRICS, Reduction
 from areal_lite.record.quarters import EDGES, LENGTHS
-from areal_lite.train.batch import PolicyBatch
+from areal_lite.train.batch import PolicyBatch, Tokens
 from areal_lite.train.distributed import max_over_ranks, sum_over_ranks
 from areal_lite.train.optimiser import Update
 from areal_lite.types import Shard, StopReason
@@ -49,15 +50,10 @@ class StepTally:
 
         Of an update that was not applied, the largest values count alone, and that it was skipped.
         """
-        figures, joined = update.figures, dict[str, Tensor]()
-        for name in {name: None for one in figures for name in one}:  # each once, in order
-            values = torch.stack([one[name] for one in figures if name in one])
-            if _REDUCTIONS[name] is Reduction.MAX:
-                joined[name] = values.max().double()
-            elif update.applied:
-                joined[name] = values.sum().double()
-        if joined:
-            self.add(**dict(zip(joined, torch.stack(list(joined.values())).tolist(), strict=True)))
+        for name in dict.fromkeys(name for figures in update.figures for name in figures):
+            values = torch.stack([figures[name] for figures in update.figures if name in figures])
+            if _REDUCTIONS[name] is Reduction.MAX or update.applied:
+                self.add(**{name: float(values.max() if _REDUCTIONS[name] is Reduction.MAX else values.sum())})
         self.add(**(counts if update.applied else {"step_skipped": 1}))
 
     def add_tokens(self, ages: Sequence[int]) -> None:
@@ -66,7 +62,7 @@ class StepTally:
         self._ages.update(ages)
 
     def add_batch(self, batch: PolicyBatch) -> None:
-        """Count what is over age, and of all that may train the quarters, by the lengths of their samples."""
+        """Count what is over age, and of all that may train the quarters, by their samples' lengths; collective."""
         tokens, device = batch.tokens, batch.lengths_B.device
         starts_B = batch.lengths_B.cumsum(0) - batch.lengths_B
         lengths_T = batch.lengths_B[tokens.rows_T]
@@ -77,6 +73,7 @@ class StepTally:
         self.add(
             tokens_masked_stale=int((tokens.stale_T & ~tokens.loss_mask_T).sum()),
             tokens_trained_stale=int((tokens.stale_T & tokens.loss_mask_T).sum()),
+            value_explained_variance=_explained_variance(tokens),
         )
 
     def add_shard(self, shard: Shard) -> None:
@@ -98,8 +95,14 @@ class StepTally:
         Args:
             device: Of the process group's tensors.
         """
-        totals = self._values | self._joined(max_over_ranks, Reduction.MAX, device)
-        totals |= self._joined(sum_over_ranks, Reduction.SUM, device)
+        totals = dict(self._values)
+        for reduction, over_ranks in ((Reduction.MAX, max_over_ranks), (Reduction.SUM, sum_over_ranks)):
+            # All that are declared, so that ranks agree on the order.
+            names = [name for name, declared in _REDUCTIONS.items() if declared is reduction]
+            joined = _over_ranks(over_ranks, [self[name] for name in names], device)
+            for name, total in zip(names, joined, strict=True):
+                if (value := self._values.get(name)) is not None:
+                    totals[name] = type(value)(total)  # a count stays a whole number
         ages = range(int(totals.get("age_max") or 0) + 1)
         trained = _over_ranks(sum_over_ranks, [self._ages[age] for age in ages], device)
         row: dict[str, Any] = {metric.name: metric.of(totals) for metric in METRICS if metric.reduction}
@@ -112,17 +115,24 @@ class StepTally:
             },
         }
 
-    def _joined(
-        self, over_ranks: Callable[[Tensor], Tensor], reduction: Reduction, device: torch.device
-    ) -> dict[str, float]:
-        """Join all declared figures, so that ranks agree on the order; only those that were added are returned."""
-        names = [name for name, declared in _REDUCTIONS.items() if declared is reduction]
-        joined = zip(names, _over_ranks(over_ranks, [self[name] for name in names], device), strict=True)
-        # A count stays a whole number.
-        return {name: type(value)(total) for name, total in joined if (value := self._values.get(name)) is not None}
-
 
 def _over_ranks(over_ranks: Callable[[Tensor], Tensor], values: Iterable[float], device: torch.device) -> list[float]:
     # float64 is exact for counts up to 2**53.
     found: list[float] = over_ranks(torch.tensor(list(values), dtype=torch.float64, device=device)).tolist()
     return found
+
+
+def _explained_variance(tokens: Tokens) -> float | None:
+    """Return `1 - var(target - value) / var(target)` over the loss mask of all ranks; collective.
+
+    1 = the values are the targets, 0 = no better than a constant; None where the targets do not vary, and without a
+    critic.
+    """
+    values_T, targets_T, mask_T = tokens.values_T, tokens.targets_T, tokens.loss_mask_T
+    if values_T is None or targets_T is None:
+        return None
+    targets_3, errors_3 = sum_over_ranks(
+        torch.stack([masked_sums(targets_T, mask_T), masked_sums(targets_T - values_T, mask_T)])
+    )
+    target_std = std_from_sums(targets_3)
+    return 1.0 - (std_from_sums(errors_3) / target_std) ** 2 if target_std > 0 else None

@@ -16,19 +16,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from transformers import AutoTokenizer
 
 from areal_lite.config.recipe import Config
 from areal_lite.errors import LedgerError
 from areal_lite.train.advantages import batch_advantages, find_advantage_function
 from areal_lite.train.batch import PolicyBatch
 from areal_lite.train.checkpoint import export_model, load_checkpoint, take_snapshot
-from areal_lite.train.critic import explained_variance, load_critic, update_critic
 from areal_lite.train.micro_batch import TokenRows, split_micro_batches
-from areal_lite.train.model import load_model
-from areal_lite.train.objective import KLCoefficient, UpdateLoss, find_loss_function, weigh_tokens
-from areal_lite.train.optimiser import Learner, Share, learning_rate
-from areal_lite.train.ptx import PtxDocuments
-from areal_lite.train.score import fill_in, logprobs_of, proximal_kl, score_batch
+from areal_lite.train.model import completion_logprobs, load_model, load_value_model
+from areal_lite.train.objective import KLCoefficient, UpdateLoss, critic_loss, find_loss_function, weigh_tokens
+from areal_lite.train.optimiser import Learner, Share
+from areal_lite.train.ptx import choose_documents, load_documents, ptx_shares
+from areal_lite.train.routes import replay_routes
+from areal_lite.train.score import fill_in, proximal_kl, score_batch
 from areal_lite.train.stats import StepTally
 from areal_lite.types import Shard
 
@@ -52,15 +53,24 @@ class Trainer:
         lora = config.trainer.lora
         self.model = load_model(model_folder, config, lora=lora)
         """The transformers model; its parameters are DTensors where FSDP2 is on."""
-        self._learner = Learner(self.model, settings=config.trainer)
+        if config.rollout.replay_routes:
+            replay_routes(self.model)
+        self._learner = Learner(self.model, settings=config.trainer, total_steps=config.run.steps)
         self._reference: nn.Module | None = None
         if objective.kl != "none":
             self._reference = self.model
             if lora is None or objective.reference_path is not None:  # else it is the model without its adapters
                 folder = objective.reference_path or model_folder
                 self._reference = load_model(folder, config, trained=False)
-        self._critic = load_critic(config, model_folder=model_folder) if objective.baseline == "critic" else None
-        self._ptx = PtxDocuments(config, tokenizer_folder=model_folder, rank=rank) if objective.ptx_coef > 0 else None
+        self._critic: Learner | None = None
+        if objective.baseline == "critic":
+            value_model = load_value_model(config.critic.path or model_folder, config)
+            settings = config.trainer.model_copy(update={"lr": config.critic.lr})
+            self._critic = Learner(value_model, settings=settings, total_steps=config.run.steps)
+        self._documents: list[list[int]] = []
+        if objective.ptx_coef > 0:
+            tokenizer, most = AutoTokenizer.from_pretrained(model_folder), config.model.max_context
+            self._documents = load_documents(str(objective.ptx_path), tokenizer=tokenizer, max_tokens=most)
         self._kl = KLCoefficient(objective.kl_coef, target=objective.kl_target)
         self._proximal_kl = KLCoefficient(objective.proximal_kl_coef, target=objective.proximal_kl_target)
         self.version = 0
@@ -104,8 +114,15 @@ class Trainer:
                     tally.add(proximal_kl=proximal_kl(batch, policy=self.model, config=config))
         tally.add_shard(shard)
         tally.add_batch(batch)
-        tally.add(**figures)
-        self._add_facts(tally, batch)
+        objective, tokens = config.objective, batch.tokens
+        num_filtered = int((tokens.loss_mask_T & ~tokens.kept_T).sum())
+        tally.add(
+            **figures,
+            lr=self._learner.rate(self.version),
+            tokens_filtered=None if objective.behaviour_filter == "none" else num_filtered,
+            kl_coef=None if objective.kl == "none" else self._kl.value,
+            proximal_kl_coef=self._proximal_kl.value if objective.proximal_kl_coef > 0 else None,
+        )
         stats = tally.reduce(self._device)
         self._kl.adapt(stats["kl_ref"])
         self._proximal_kl.adapt(stats["proximal_kl"])
@@ -121,12 +138,10 @@ class Trainer:
         Returns:
             Per sequence [T] float32 nats.
         """
-        rows = TokenRows(sequences)
-        token_ids_T = torch.from_numpy(rows.output_ids).to(self._device)
-        budget = self._config.trainer.micro_batches
+        rows, budget = TokenRows(sequences), self._config.trainer.micro_batches
         (parts,) = split_micro_batches(rows, [range(len(rows))], device=self._device, **budget)
-        unknown_T = torch.empty(len(token_ids_T), device=self._device)
-        logprobs_T = fill_in(unknown_T, parts, model=self.model, output=logprobs_of(token_ids_T, temperature=1.0))
+        unknown_T = torch.empty(len(rows.output_ids), device=self._device)
+        logprobs_T = fill_in(unknown_T, parts, model=self.model, output=completion_logprobs)
         return rows.split(logprobs_T.cpu().numpy())
 
     def snapshot(self, *, copied: bool = False) -> Callable[[Path], None]:
@@ -167,7 +182,8 @@ class Trainer:
         if self._critic is None or self.version >= self._config.critic.warmup_steps:
             self._update_policy(batch, number, tally)
         if self._critic is not None:
-            update = update_critic(self._critic, batch, number, config=self._config, version=self.version)
+            loss_of = partial(critic_loss, model=self._critic.model, batch=batch, config=self._config)
+            update = self._critic.update([partial(loss_of, part) for part in batch.updates[number]], step=self.version)
             tally.add_update(update, critic_updates=1)
 
     def _update_policy(self, batch: PolicyBatch, number: int, tally: StepTally) -> None:
@@ -181,29 +197,14 @@ class Trainer:
             policy_term=self._policy_term,
         )
         shares: list[Share] = [partial(loss_of, part) for part in batch.updates[number]]
-        if self._ptx is not None:
-            shares += self._ptx.shares(self.model, version=self.version, minibatch=number)
-        update = self._learner.update(shares, lr=self._lr)
-        tally.add_update(update, policy_updates=1, grad_norm=update.grad_norm, ptx_updates=int(self._ptx is not None))
+        if self._documents:
+            chosen = choose_documents(self._documents, config=self._config, version=self.version, minibatch=number)
+            shares += ptx_shares(chosen, self.model, config=self._config, rank=self._rank)
+        update = self._learner.update(shares, step=self.version)
+        tally.add_update(update, policy_updates=1, grad_norm=update.grad_norm, ptx_updates=int(bool(self._documents)))
         if update.applied:
             places_T = torch.cat([part.tokens_T for part in batch.updates[number]])
             tally.add_tokens(batch.tokens.ages_T[places_T][batch.tokens.loss_mask_T[places_T]].tolist())
-
-    @property
-    def _lr(self) -> float:
-        return learning_rate(self.version, total_steps=self._config.run.steps, settings=self._config.trainer)
-
-    def _add_facts(self, tally: StepTally, batch: PolicyBatch) -> None:
-        """Add what is known beside the updates; collective."""
-        objective, tokens = self._config.objective, batch.tokens
-        num_filtered = int((tokens.loss_mask_T & ~tokens.kept_T).sum())
-        tally.add(
-            lr=self._lr,
-            tokens_filtered=None if objective.behaviour_filter == "none" else num_filtered,
-            kl_coef=None if objective.kl == "none" else self._kl.value,
-            proximal_kl_coef=self._proximal_kl.value if objective.proximal_kl_coef > 0 else None,
-            value_explained_variance=explained_variance(tokens),
-        )
 
 
 @contextmanager

@@ -21,8 +21,7 @@ from areal_lite.data.completions import Example
 from areal_lite.data.demonstrations import Demonstration, alphabet, demonstrations, turn_examples
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.record.writer import writable
-from areal_lite.train.offline_loop import OfflineLoop, OfflineRows
-from areal_lite.train.offline_objectives import Supervised
+from areal_lite.train.offline import OfflineLoop, OfflineRows
 
 Progress = Callable[[int, int, float], None]
 """Called after each step with (steps done, steps in all, loss)."""
@@ -63,7 +62,11 @@ def ensure_warm_start(config: Config | OfflineConfig, *, cache_dir: Path, progre
             if config.model.warm_start.steps > 0:
                 _learn(model, turn_examples(shown, tokenizer), settings=config.model.warm_start, progress=progress)
             model.save_pretrained(unfinished)
-            _move_into_place(Path(unfinished), folder)
+            try:
+                os.rename(unfinished, folder)
+            except OSError:  # another process was faster; its folder has the same content
+                if not folder.is_dir():
+                    raise
     return folder
 
 
@@ -86,7 +89,7 @@ def _learn(model: Any, examples: Sequence[Example], *, settings: WarmStartConfig
         "sft": {"batch_size": settings.batch_size},
         "trainer": {"lr": settings.lr, "schedule": "cosine", "warmup_steps": warmup_steps, "micro_batch_tokens": 1024},
     }
-    loop = OfflineLoop(model, Supervised(), OfflineRows(examples), OfflineConfig.model_validate(recipe))
+    loop = OfflineLoop(model, OfflineRows(examples), OfflineConfig.model_validate(recipe))
     num_threads = torch.get_num_threads()
     torch.set_num_threads(min(num_threads, _MAX_THREADS))
     try:
@@ -116,12 +119,3 @@ def build_model(config: Config | OfflineConfig, tokenizer: PreTrainedTokenizerFa
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(warm_start.seed)
         return Qwen3ForCausalLM(architecture).train()
-
-
-def _move_into_place(unfinished: Path, folder: Path) -> None:
-    try:
-        os.rename(unfinished, folder)
-    except OSError:
-        # Another process was faster; its folder has the same content.
-        if not folder.is_dir():
-            raise

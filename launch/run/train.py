@@ -43,8 +43,8 @@ from areal_lite.record.trackers import check_trackers
 from areal_lite.record.writer import SoleWriter, writable
 from areal_lite.rollout.vllm_engine import check_engine_arguments
 from areal_lite.sample_queue.service import read_state
-from areal_lite.train.lora import check_targets
 from areal_lite.train.ptx import load_documents
+from areal_lite.train.routes import check_layers
 from areal_lite.train.warm_start import ensure_warm_start
 from areal_lite.types import Prompt
 from areal_lite.verify.first_call import check_first_calls
@@ -250,15 +250,15 @@ def prepare_model(config: Config | OfflineConfig, *, console: Console) -> Path:
     """Return the folder of the initial policy; the built-in one is warm-started and cached.
 
     Raises:
-        ConfigError: `model.path` is neither a model folder nor a run that has one, or it lacks a layer that is to be
-            adapted.
+        ConfigError: `model.path` is neither a model folder nor a run that has one, or it lacks layers that the recipe
+            speaks of.
     """
     if config.model.path != "builtin:arith":
         folder = find_model_folder(config.model.path, option="model.path")
         check_context(config, folder)
-        check_targets(config.trainer.lora, folder)
+        check_layers(config, folder)
         return folder
-    check_targets(config.trainer.lora, None)
+    check_layers(config, None)
     transformers.utils.logging.disable_progress_bar()
     with Progress(console=console, transient=True) as bar:
         title = "supervised warm start of the built-in model"

@@ -5,14 +5,18 @@ And what is told of an engine that wanted memory.
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from areal_lite import node
 from areal_lite.config.recipe import Config, parse_config
+from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError, EngineError
 from areal_lite.rollout import vllm_engine
+from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.engine_settings import engine_arguments
 from areal_lite.rollout.vllm_engine import VllmEngine, check_engine_arguments
 
@@ -50,6 +54,46 @@ def test_what_it_does_not_take_is_named(arguments: dict[str, Any], rollout: dict
     """Seen failing without each of the checks, and with one parser looked up among the other's."""
     with pytest.raises(ConfigError, match=message):
         check_engine_arguments(make_config(arguments, **rollout))
+
+
+@pytest.mark.parametrize("is_replaying", [False, True])
+def test_routes_are_asked_for_where_they_are_replayed(is_replaying: bool) -> None:
+    """Seen failing without the switch in the arguments, and without each of the refusals."""
+    config = make_config({}, replay_routes=is_replaying)
+    assert engine_arguments(config, model_folder="m")["enable_return_routed_experts"] is is_replaying
+    if is_replaying:
+        with pytest.raises(ConfigError, match=r"replay_routes needs engines on GPUs, got run\.device=cpu"):
+            check_engine_arguments(config)
+        on_gpus = {"run": {"device": "cuda"}, "weights": {"transport": "nccl"}, "rollout": {"replay_routes": True}}
+        check_engine_arguments(parse_config(on_gpus))
+        with pytest.raises(ConfigError, match=r"needs prefix caching, which rollout\.interrupt=keep_kv switches off"):
+            make_config({}, replay_routes=True, interrupt="keep_kv")
+
+
+@pytest.mark.parametrize("num_routes", [4, 5, 3])
+def test_routes_are_those_of_all_tokens_but_the_last(num_routes: int) -> None:
+    """Or nothing is known of whose they are. Seen failing with those of the completion alone."""
+    routes = np.arange(num_routes * 2, dtype=np.uint8).reshape(num_routes, 2, 1)
+    completion = SimpleNamespace(
+        token_ids=[7, 8, 1],
+        logprobs=[{token: SimpleNamespace(logprob=-0.5)} for token in (7, 8, 1)],
+        weight_versions=[SimpleNamespace(version="3", start=0, end=3)],
+        finish_reason="stop",
+        stop_reason=None,
+        routed_experts=routes,
+    )
+
+    class Core:
+        async def generate(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+            yield SimpleNamespace(outputs=[completion])
+
+    engine = VllmEngine(Core(), build_char_tokenizer("0123456789"), None, ends_at_once=True)
+    generated = engine.generate([5, 6], Sampling(max_new_tokens=3, temperature=1.0, seed=0))
+    if num_routes == 4:
+        assert asyncio.run(generated).routes is routes
+    else:
+        with pytest.raises(EngineError, match=rf"all 2 \+ 3 tokens but the last, got {num_routes}"):
+            asyncio.run(generated)
 
 
 def test_a_type_of_vllms_that_cannot_be_read_is_left_to_vllm() -> None:

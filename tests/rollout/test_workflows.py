@@ -14,7 +14,7 @@ from scripted_engine import ScriptedEngine
 from areal_lite.errors import EngineError, EpisodeError, PluginError
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.runner import Workflows
-from areal_lite.types import StopReason
+from areal_lite.types import Sample, StopReason
 
 HERE = "test_workflows"
 
@@ -62,6 +62,41 @@ def test_spans_follow_the_weights_through_turns_and_given_tokens() -> None:
         ("environment", ">>"),
         ("assistant", "e"),
     ]
+
+
+class Routing(Speaker):
+    """Has experts for the last `known` tokens of each call but the very last: 100 times the call, plus the place."""
+
+    known: Sequence[int | None]
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Sample:
+        number = len(self.contexts)
+        sample = await super().generate(prompt_ids, sampling)
+        known, places = self.known[number], np.arange(len(prompt_ids) + sample.num_tokens - 1, dtype=np.uint16)
+        routes = None if known is None else (100 * number + places)[-known:, None, None]
+        return dataclasses.replace(sample, routes=routes)
+
+
+@pytest.mark.parametrize(
+    ("known", "expected"),
+    [
+        ((99, 99, 99), [0, 1, 2, 3, 4, 5, 106, 107, 108, 109, 110, 211, 212, 213, 214]),
+        ((2, 5, 4), [4, 5, 106, 107, 108, 109, 110, 211, 212, 213, 214]),
+        ((99, 2, 99), [109, 110, 211, 212, 213, 214]),
+        ((99, 99, None), None),
+    ],
+)
+def test_routes_are_those_of_the_turn_that_first_has_a_token(
+    known: Sequence[int | None], expected: list[int] | None
+) -> None:
+    """Four tokens of a prompt, then `ab$>>cd$>>e$`, the last of which is sent nowhere.
+
+    Seen failing with the routes of a turn's own tokens alone, and with those in front of a gap.
+    """
+    engine = Routing(["ab", "cd", "e"])
+    engine.known = known
+    routes = play(engine, talk()).routes
+    assert (None if routes is None else routes[:, 0, 0].tolist()) == expected
 
 
 def test_the_context_of_a_turn_is_what_the_sample_holds_before_it() -> None:

@@ -1,6 +1,7 @@
 """Packing rows into padded micro-batches: budget, positions, and logits equal to unpadded rows."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from train_builders import make_config, save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from areal_lite.errors import ConfigError
-from areal_lite.train.micro_batch import MicroBatch, TokenRows, equalise, micro_batch, pack_rows, split_micro_batches
+from areal_lite.train.micro_batch import TokenRows, micro_batch, pack_rows, split_micro_batches
 from areal_lite.train.model import _check_packing, completion_outputs, load_model
 
 CPU = torch.device("cpu")
@@ -132,7 +133,8 @@ def test_attention_in_chunks_is_not_packed(tmp_path: Path) -> None:
 def test_the_model_is_left_as_it_was(model: nn.Module) -> None:
     """The hooks go, also after an error."""
     tokens = torch.tensor([[2, 3, 4]])
-    nowhere = MicroBatch(input_ids_RS=tokens, predictors_T=torch.tensor([99]), tokens_T=torch.tensor([0]))
+    batch = micro_batch(TokenRows([([2, 3], [4])]), [0], device=CPU)
+    nowhere = replace(batch, predictors_T=torch.tensor([99]))
     with pytest.raises(IndexError):
         completion_outputs(model, nowhere, torch.clone)
     assert model(input_ids=tokens).logits.shape[:2] == (1, 3)
@@ -141,7 +143,7 @@ def test_the_model_is_left_as_it_was(model: nn.Module) -> None:
 def test_an_empty_micro_batch_trains_nothing_but_runs(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank with fewer micro-batches gets empty ones, whose backward pass gives every parameter a zero gradient."""
     monkeypatch.setattr("areal_lite.train.micro_batch.max_over_ranks", lambda counts: counts.new_tensor([2, 1]))
-    updates = equalise([[], []], device=CPU)
+    updates = split_micro_batches(TokenRows([]), [[], []], max_tokens=8, device=CPU)
     assert [len(update) for update in updates] == [2, 1]
     completion_outputs(model, updates[0][0], torch.clone).sum().backward()
     for parameter in model.parameters():

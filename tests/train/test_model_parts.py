@@ -19,8 +19,8 @@ from areal_lite.errors import CheckpointError
 from areal_lite.train import model as model_module
 from areal_lite.train.checkpoint import export_model
 from areal_lite.train.micro_batch import TokenRows, split_micro_batches
-from areal_lite.train.model import load_model, load_reward_model, load_value_model
-from areal_lite.train.score import fill_in, logprobs_of
+from areal_lite.train.model import completion_logprobs, load_model, load_reward_model, load_value_model
+from areal_lite.train.score import fill_in
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 37,
@@ -138,8 +138,9 @@ def check_reference(path: str, world_size: int) -> None:
     reference = load_model(path, config, trained=False)
     rows = TokenRows([((2, 3), (4, 5, 6)), ((7,), (8, 1))])
     (parts,) = split_micro_batches(rows, [range(2)], max_tokens=64, device=torch.device("cpu"))
-    output = logprobs_of(torch.tensor([4, 5, 6, 8, 1]), temperature=1.0)
-    one, other = (fill_in(torch.empty(5), parts, model=model, output=output) for model in (policy, reference))
+    one, other = (
+        fill_in(torch.empty(5), parts, model=model, output=completion_logprobs) for model in (policy, reference)
+    )
     assert torch.equal(one, other)
     assert {weight.dtype for weight in policy.parameters()} == {torch.float32}
     assert {weight.dtype for weight in reference.parameters()} == {torch.bfloat16}

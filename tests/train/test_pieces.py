@@ -27,12 +27,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 4.0},
 }
 """Plain, with a bias, capped, multiplied and divided; large weights, so that it shows."""
+TOKENS_T = torch.arange(50) * 11 % VOCABULARY
 BATCH = MicroBatch(
     input_ids_RS=torch.arange(60).view(3, 20) * 7 % VOCABULARY,
     predictors_T=torch.arange(5, 55),
     tokens_T=torch.arange(50),
+    token_ids_T=TOKENS_T,
+    rows=range(3),
 )
-TOKENS_T = torch.arange(50) * 11 % VOCABULARY
 SLOPES_T2 = torch.linspace(-1, 1, 100).view(50, 2)
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError, DataError
-from areal_lite.train.ptx import PtxDocuments, load_documents
+from areal_lite.train.ptx import choose_documents, load_documents
 from areal_lite.types import Row
 
 
@@ -59,9 +59,11 @@ def test_documents_follow_from_seed_version_and_update(model_folder: str, tmp_pa
     text = "\n".join(str(number) for number in range(100, 140))
     config = ptx_config(tmp_path, text, ptx_batch=4)
 
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    documents = load_documents(str(config.objective.ptx_path), tokenizer=tokenizer, max_tokens=64)
+
     def chosen(config: Config, version: int, minibatch: int) -> list[list[int]]:
-        documents = PtxDocuments(config, tokenizer_folder=model_folder, rank=0)
-        return documents._choose(version=version, minibatch=minibatch)
+        return choose_documents(documents, config=config, version=version, minibatch=minibatch)
 
     other = config.model_copy(update={"run": config.run.model_copy(update={"seed": 1})})
     assert chosen(config, 3, 1) == chosen(config, 3, 1)
@@ -70,9 +72,10 @@ def test_documents_follow_from_seed_version_and_update(model_folder: str, tmp_pa
     assert len({tuple(document) for document in chosen(config, 3, 1)}) == 4
 
 
-def test_every_document_has_its_turn_in_a_short_file(model_folder: str, tmp_path: Path) -> None:
-    documents = PtxDocuments(ptx_config(tmp_path, "0\n1\n2", ptx_batch=7), tokenizer_folder=model_folder, rank=0)
-    counts = Counter(tuple(document) for document in documents._choose(version=0, minibatch=0))
+def test_every_document_has_its_turn_in_a_short_file(tmp_path: Path) -> None:
+    config = ptx_config(tmp_path, "", ptx_batch=7)
+    chosen = choose_documents([[2, 1], [3, 1], [4, 1]], config=config, version=0, minibatch=0)
+    counts = Counter(map(tuple, chosen))
     assert sorted(counts.values()) == [2, 2, 3]
 
 

@@ -15,8 +15,7 @@ from areal_lite.config.recipe import Config, parse_config
 from areal_lite.data.completions import Example
 from areal_lite.train import warm_start
 from areal_lite.train.model import load_model
-from areal_lite.train.offline_loop import OfflineLoop, OfflineRows
-from areal_lite.train.offline_objectives import Supervised
+from areal_lite.train.offline import OfflineLoop, OfflineRows
 from areal_lite.train.warm_start import ensure_warm_start
 
 EXAMPLES = [Example([2, 3 + index], ([4 + index, 5, 1][: 2 + index % 2],)) for index in range(6)]
@@ -33,7 +32,7 @@ def loop(
 ) -> OfflineLoop:
     batch = {"batch_size": batch_size or len(examples)}
     raw = {"command": "sft", "run": {"steps": 1, **run}, "sft": batch, "trainer": {**SETTINGS, "ranks": ranks}}
-    return OfflineLoop(model, Supervised(), OfflineRows(examples), OfflineConfig.model_validate(raw))
+    return OfflineLoop(model, OfflineRows(examples), OfflineConfig.model_validate(raw))
 
 
 def test_loss_and_gradient_are_those_of_completion_tokens(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,7 @@ from areal_lite.data.completions import Example
 from areal_lite.sample_queue.split import assign_rows
 from areal_lite.train import pieces
 from areal_lite.train.model import load_model
-from areal_lite.train.offline_loop import OfflineLoop, OfflineRows
-from areal_lite.train.offline_objectives import Supervised
+from areal_lite.train.offline import OfflineLoop, OfflineRows
 from areal_lite.train.trainer import Trainer
 from areal_lite.types import Row
 
@@ -95,7 +94,7 @@ def supervised(rank: int, world_size: int, model_folder: str, out: str) -> None:
     trainer = {"lr": 1e-2, "micro_batch_tokens": 20, "ranks": world_size}
     raw = {"command": "sft", "run": {"steps": 3}, "sft": {"batch_size": 5}, "trainer": trainer}
     config = OfflineConfig.model_validate(raw)
-    loop = OfflineLoop(model, Supervised(), OfflineRows(examples), config, rank=rank)
+    loop = OfflineLoop(model, OfflineRows(examples), config, rank=rank)
     losses: list[float] = []
     loop.run(lambda done, total, loss: losses.append(loss))
     (Path(out) / f"supervised-{rank}.json").write_text(json.dumps(losses))
