@@ -30,6 +30,7 @@ from ray.util.queue import Queue
 from areal_lite.data.cursor import PromptCursor
 from areal_lite.errors import StallError
 from areal_lite.launch.bench.harness import finish, in_turns, ratios, target
+from areal_lite.launch.bench.queue_cost import cost_targets
 from areal_lite.record.columns import CARRIERS
 from areal_lite.sample_queue.access import QueueAccess, QueueKeys
 from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
@@ -82,6 +83,7 @@ def bench(settings: QueueBench, *, out: Path) -> int:
     ours = [row for row in rows if row["contender"] == "areal-lite" and row["tokens"] == 1000]
     over = "queue over ray.util.queue.Queue, 8 x 1,000 tokens, {} clients"
     targets = [target(over.format(row["clients"]), row["over"]["ray"], at_least=5.0) for row in ours]
+    targets += cost_targets(_make_samples(1), repeats=settings.repeats)
     return finish("queue", "groups from rollout to trainer", rows, settings=asdict(settings), out=out, targets=targets)
 
 

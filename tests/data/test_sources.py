@@ -11,7 +11,7 @@ import datasets
 import pytest
 from source_builders import ROWS, load, load_one, recipe, source_of, write_parquet
 
-from areal_lite.cli import evaluate
+from areal_lite.cli import eval as eval_command
 from areal_lite.config.data import is_hub_id
 from areal_lite.data.demonstrations import PRINTABLE
 from areal_lite.data.mix import make_cursor
@@ -251,8 +251,8 @@ def test_an_evaluation_with_a_verifier_of_its_own_takes_rows_that_name_others(
     path = str(write_jsonl(tmp_path / "rows.jsonl", [{**ROWS[0], "verifier": "mine"}]))
     sections = NAMED | {"verifier": {**NAMED["verifier"], "eval_function": "exact"}}
     config = recipe(data={"source": "jsonl", "path": path, "eval_path": path, "verifier": "mine"}, **sections)
-    monkeypatch.setattr(evaluate, "_in_a_process_of_its_own", lambda config, prompts, folder: [Reply(1.0)])
-    assert evaluate.evaluate(config, model=str(tmp_path / "model")) == [Reply(1.0)]
+    monkeypatch.setattr(eval_command, "_in_a_process_of_its_own", lambda config, prompts, folder: [Reply(1.0)])
+    assert eval_command.evaluate(config, model=str(tmp_path / "model")) == [Reply(1.0)]
 
 
 # --- several sources ---

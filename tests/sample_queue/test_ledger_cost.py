@@ -13,11 +13,11 @@ from areal_lite.sample_queue.ledger import Ledger
 from areal_lite.sample_queue.service import QueueService, Traffic
 from areal_lite.types import Prompt, Score
 
-FEW, MANY = 64, 32_768
-NUM_WORKERS = 512
+FEW, MANY = 64, 16_384
+NUM_WORKERS = 128
 SAMPLES = make_samples((0,))
 BOUND = 12
-"""Times the cost at `FEW` that a call may cost at `MANY`, 512 times as much; what looks at every group costs more."""
+"""Times the cost at `FEW` that a call may cost at `MANY`, 256 times as much; what looks at every group costs more."""
 
 
 class ShortCursor(FakeCursor):

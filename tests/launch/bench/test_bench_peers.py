@@ -289,7 +289,7 @@ def test_a_snapshot_has_the_weights_of_the_trainer(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in trainer._learner.model.parameters():
             parameter.mul_(2)
-    trainer.save(tmp_path / "saved")
+    trainer.snapshot()(tmp_path / "saved")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     before = {name: value.clone() for name, value in model.named_parameters()}
     load_weights(model, tmp_path / "saved")

@@ -1,12 +1,16 @@
 """`bench queue`: its arithmetic on figures with known answers, and that every carrier brings groups to the trainer."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from queue_builders import make_samples
 
 from areal_lite.launch.bench.harness import in_turns
 from areal_lite.launch.bench.queue import Case, QueueBench, QueuePeers, cases, summarise
+from areal_lite.launch.bench.queue_cost import CALLS, cost_targets, service_with
 from areal_lite.record.columns import CARRIERS, cells
+from areal_lite.sample_queue import decisions
 
 BENCH = QueueBench(repeats=3, measured_s=1.0, tokens=(1000,), clients=(8,))
 
@@ -33,6 +37,30 @@ def test_medians_ratios_and_traffic_of_figures_with_known_answers() -> None:
     assert rows["areal-lite"]["mb_per_s"] == pytest.approx(19.2)
     expected = ["8 x 1000, 8", "200\n100-300", "300\n200-400", "50\n30-100", "400", "2.00", "0.50"]
     assert list(cells("queue", rows.values()))[1:] == [expected]
+
+
+def test_a_call_is_compared_with_itself_over_the_groups_outstanding() -> None:
+    """Few groups, as the figures are the bench's business. Seen failing with the two numbers changed over."""
+    samples = make_samples(1)
+    rows = cost_targets(samples, repeats=1, few=3, many=30)
+    assert [row["measure"].split(" with 30 groups")[0] for row in rows] == [f"queue: {name}" for name in CALLS]
+    assert all(row["median"] > 0 and row["at_most"] == 3.0 for row in rows)
+    counts = service_with(30, samples).status()["counts"]
+    assert (counts["leased_rollout"], counts["generated"], counts["ready"]) == (10, 10, 10)
+
+
+def test_the_refused_take_is_refused_for_the_straggler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with a batch so large that too few groups were ready."""
+    asked: list[bool] = []
+
+    def may_take(*arguments: Any, **options: Any) -> bool:
+        asked.append(decisions_may_take(*arguments, **options))
+        return asked[-1]
+
+    decisions_may_take = decisions.may_take
+    monkeypatch.setattr(decisions, "may_take", may_take)
+    CALLS["a refused take"](service_with(30, make_samples(1)), [])
+    assert asked == [False]
 
 
 @pytest.mark.loop
