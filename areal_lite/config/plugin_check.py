@@ -41,7 +41,11 @@ def plugin_problems(config: Config, *, verifiers_only: bool = False) -> Iterable
     for key, section, one in verifiers:
         inner = one.arguments.get("function") if one.function in known_names("verifier") else None
         named += [(key, one.function, "verifier"), (f"{section}.arguments.function", inner, "reward function")]
-    own = [(key, name, kind) for key, name, kind in named if name and (":" in name or name.endswith(PICKLE))]
+    own = [
+        (key, name, kind)
+        for key, name, kind in named
+        if isinstance(name, str) and (":" in name or name.endswith(PICKLE) or kind == "reward function")
+    ]
     if own:
         yield from _import_problems(own, config)
     for _, section, one in verifiers:

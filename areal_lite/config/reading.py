@@ -103,7 +103,10 @@ def explained(error: ValidationError, kind: type[BaseModel], *, prefix: str = ""
     """Yield a sentence per mistake in what was read as `kind`; `prefix` is its place in the recipe, with a dot."""
     for item in error.errors():
         place = (prefix + ".".join(map(str, item["loc"]))).removesuffix(".")
-        if item["type"] == "extra_forbidden":
+        if place.endswith(".[key]"):
+            section, message = place.rsplit(".", 2)[0], item["msg"].replace("String should", "must")
+            yield f"a name in {section} {message}, got {item['input']!r}: rename it"
+        elif item["type"] == "extra_forbidden":
             yield f"unknown key {place}{suggestion(place, _known_keys(kind, item['loc'], prefix))}"
         elif item["type"] == "value_error" and issubclass(kind, Section):
             yield str(item["ctx"]["error"]).replace(HERE, place)

@@ -5,6 +5,7 @@ functions are known by their form, path.py:function.
 """
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,9 +57,11 @@ def _found(value: Any, mark: Refers | None, section: Any, where: str) -> Any:
     if mark is Refers.MODEL:
         return value if value.startswith("builtin:") else str(find_model_folder(value, option=where))
     if mark is Refers.FILE and not (getattr(section, "source", "") == "dataset" and is_hub_id(value)):
-        return str(Path(value).expanduser().resolve())
+        return str(Path(os.path.expanduser(value)).resolve())  # `~no-such-user` stays as it is, and is missing
     path = plugin_file(value)
-    return f"{Path(path).resolve()}{value.removeprefix(path)}" if path else value
+    # A text of several words is a function only where there is such a file: else it is a prompt, or a command.
+    is_function = path and (len(value.split()) == 1 or Path(path).is_file())
+    return f"{Path(path).resolve()}{value.removeprefix(path)}" if is_function else value
 
 
 def _arguments(arguments: dict[str, Any], function: Any, where: str) -> dict[str, Any]:

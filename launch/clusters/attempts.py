@@ -197,6 +197,8 @@ def _attempt(job: Job, number: int, asked: Sequence[int]) -> tuple[int, str]:
 def _watch(job: Job, nodes: RayNodes, driver: Remote, asked: Sequence[int]) -> tuple[int, str]:
     """Wait for the command; a node that is lost ends it, also where it does not notice by itself."""
     text, shown, lost, lost_at, handed_on = "", 0, "", 0.0, 0
+    # Ray sends the signal of a job's stop to all of its processes: a command that runs has that first one already.
+    is_told = job.kind == "ray" and job.ships and not asked
     while True:
         code = driver.code  # before its output, so that the last words are among it
         if driver.pid is not None or code is not None:
@@ -212,8 +214,7 @@ def _watch(job: Job, nodes: RayNodes, driver: Remote, asked: Sequence[int]) -> t
             return 1, lost
         if len(asked) > handed_on:
             handed_on += 1
-            # Ray sends the signal of a job's stop to all of its processes: the command has that first one already.
-            if handed_on > 1 or not (job.kind == "ray" and job.ships):
+            if handed_on > 1 or not is_told:
                 driver.interrupt()
         _wait(_POLL_S, asked)
 

@@ -50,6 +50,7 @@ def render(template: str, **values: Any) -> str:
     environment = Environment(
         loader=folder, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}  # YAML knows no surrogates
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
     environment.filters["before"] = lambda command: f"{command} " if command else ""
     return environment.get_template(template).render(values)

@@ -40,7 +40,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({**FILE, "verifier": "exakt"}, ["data.verifier must be one of", "did you mean exact?"]),
     ({"mix": {"a": {}}, "path": "x"}, ["data.path=x is not read with data.mix: set it in each source"]),
     ({"mix": {"a": {}}, "arith": {"max_terms": 3}}, ["data.arith is not read with data.mix"]),
-    ({"mix": {"a/b": {}}}, ["data.mix.a/b", "should match pattern '^[A-Za-z0-9_.-]+$'"]),
+    ({"mix": {"a/b": {}}}, ["a name in data.mix must match pattern '^[A-Za-z0-9_.-]+$'", "'a/b'"]),
     ({"mix": {"a": {"source": "jsonl"}}}, ["data.mix.a.source=jsonl needs data.mix.a.path, got none"]),
     ({"mix": {"a": {"template": "x"}}}, ["data.mix.a.template: string should match pattern"]),
     ({"mix": {"a": {"arith": {"min_terms": 5}}}}, ["data.mix.a.arith.min_terms", "5 and 4"]),

@@ -37,6 +37,13 @@ def test_an_unknown_name_may_be_a_new_one() -> None:
         parse_config({"verifier": {"function": "coed"}})
 
 
+def test_the_function_behind_an_adapter_is_looked_at_whatever_its_form() -> None:
+    """Seen failing with those passed over that have no colon, which the verifier's processes then missed."""
+    (problem, *_) = problems(verifier={"function": "trl", "arguments": {"function": "foo"}})
+    assert "verifier.arguments.function" in problem
+    assert "got 'foo'" in problem
+
+
 def test_shipped_recipes_name_what_is_there() -> None:
     for name in ("arith_cpu", "gsm8k_1node", "rlhf_ppo"):
         assert list(plugin_problems(load_config(name))) == []

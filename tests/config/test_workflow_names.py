@@ -84,7 +84,7 @@ def test_a_workflow_that_cannot_run_fails_the_start(rollout: dict[str, Any], mes
         ({"rollout": {"workflow": "multi_turns"}}, r"rollout.workflow: .*did you mean multi_turn\?"),
         (
             {"rollout": {"workflows": {"a:b": {"function": "single_turn"}}}},
-            r"workflows.a:b.*should match pattern",
+            r"a name in rollout.workflows must match .*'a:b': rename it",
         ),
         ({"rollout": {"workflow_arguments": {"a": 1}}}, r"rollout.workflow_arguments=\{'a': 1\} is not read with"),
         (

@@ -51,6 +51,20 @@ def test_modules_and_absolute_paths_stay(here: Path) -> None:
     assert config.function == {"package.module:verify": 1.0, "/abs/v.py:verify": 1.0}
 
 
+def test_texts_that_only_mention_a_function_stay(here: Path) -> None:
+    """Seen failing with every text that ends like one taken for a function."""
+    command, system = "python a.py --v check.py:score", "Fix main.py:foo"
+    config = parse_config(
+        {
+            "rollout": {"workflow_command": command},
+            "data": {"source": "jsonl", "path": "~no-such-user/rows.jsonl", "system": system},
+        }
+    )
+    found = with_absolute_paths(config)
+    assert (found.rollout.workflow_command, found.data.system) == (command, system)
+    assert found.data.path == str(here / "~no-such-user" / "rows.jsonl")
+
+
 def test_a_learned_reward_among_several_is_found(here: Path) -> None:
     """By its name; a missing one is named by its place in the recipe. Seen failing with `named` left out."""
     (here / "rm").mkdir()
