@@ -44,21 +44,20 @@ class Slurm(Kind):
         return said.strip().partition(";")[0]  # behind it, the cluster's name where there are several
 
     def status(self, job: Job) -> Status:
-        """Ask the controller (`ConfigError` if it is silent); of a job it has forgotten, the record."""
+        """Ask the controller (`ConfigError` if it is silent); of a job it has forgotten accounts, then the record."""
         shown = ask("scontrol", "show", "job", job.id, "--oneliner")
         if shown.returncode == 0:
             facts = dict(word.partition("=")[::2] for word in shown.stdout.split())
             attempt = int(facts.get("Restarts", 0)) + 1
             nodes = facts.get("NodeList", "(null)").replace("(null)", "")
             where = f"on {nodes}" if nodes else f"without nodes ({facts.get('Reason', 'no reason given')})"
-            words = f"{facts['JobState'].lower()}: job {job.id} {where}, start {attempt}"
-            if facts["JobState"] in _UNDER_WAY:
-                return Status(words)
-            code, number = map(int, facts["ExitCode"].split(":"))  # and the signal
-            ended = code or (128 + number if number else int(facts["JobState"] != "COMPLETED"))
-            return Status(f"{words}, exit code {ended}", code=ended)
+            return _status(facts["JobState"], facts["ExitCode"], f"job {job.id} {where}, start {attempt}")
         if "Invalid job id" not in shown.stderr:
             raise ConfigError(f"Slurm must answer, got {shown.stderr.strip()}: ask again later")
+        kept = ask("sacct", "--noheader", "--parsable2", "--allocations", "--format=State,ExitCode", f"--jobs={job.id}")
+        if kept.returncode == 0 and kept.stdout.strip():
+            state, _, code = kept.stdout.split("\n")[0].partition("|")
+            return _status(state.split()[0], code, f"job {job.id}")
         recorded = Attempts.read(job).status()
         ended = 1 if recorded.code is None else recorded.code
         return Status(f"Slurm has forgotten job {job.id}; its record says: {recorded.words}", code=ended)
@@ -80,3 +79,12 @@ class Slurm(Kind):
         names = os.environ["SLURM_JOB_NODELIST"]
         hosts = told_by("scontrol", "show", "hostnames", names, to_do="see whether Slurm's controller is up").split()
         return {host: (*step, f"--nodelist={host}") for host in hosts}
+
+
+def _status(state: str, exit_code: str, words: str) -> Status:
+    """Turn Slurm's words, such as FAILED and 3:0 (exit code and signal), into ours."""
+    if state in _UNDER_WAY:
+        return Status(f"{state.lower()}: {words}")
+    code, number = map(int, exit_code.split(":"))
+    ended = code or (128 + number if number else int(state != "COMPLETED"))
+    return Status(f"{state.lower()}: {words}, exit code {ended}", code=ended)

@@ -195,3 +195,16 @@ def test_a_job_has_an_exit_code_once_it_has_ended(
     status = Slurm().status(Job(name="eval", kind="slurm", folder="/shared/me", words=["eval", "/models/a"], id="7"))
     assert status.code == code
     assert status.words.startswith(f"{state.lower()}: job 7 on n1, start 1")
+
+
+def test_accounts_answer_for_a_job_that_the_controller_has_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with the job's own record in their place, which knows nothing of a job cancelled in the queue."""
+
+    def ask(command: str, *argv: str) -> "subprocess.CompletedProcess[str]":
+        if command == "sacct":
+            return subprocess.CompletedProcess(argv, 0, "CANCELLED by 0|0:15\n", "")
+        return subprocess.CompletedProcess(argv, 1, "", "slurm_load_jobs error: Invalid job id specified")
+
+    monkeypatch.setattr(slurm, "ask", ask)
+    status = Slurm().status(Job(name="eval", kind="slurm", folder="/shared/me", words=["eval", "/models/a"], id="7"))
+    assert (status.words, status.code) == ("cancelled: job 7, exit code 143", 143)
