@@ -47,10 +47,10 @@ def sharpen(model: nn.Module, seed: int) -> None:
         parameter.copy_(mean + size * torch.randn(parameter.shape, generator=noise))
 
 
-def save_family(family: str, folder: str) -> str:
-    """Save a model and a tokenizer; returns the folder."""
+def save_family(family: str, folder: str, **others: Any) -> str:
+    """Save a model, `others` among its settings, and a tokenizer; returns the folder."""
     kind, settings = FAMILIES[family]
-    model = AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**settings))
+    model = AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**settings | others))
     sharpen(model, seed=0)
     model.save_pretrained(folder)
     build_char_tokenizer("0123456789").save_pretrained(folder)

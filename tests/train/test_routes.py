@@ -210,7 +210,7 @@ def test_routers_of_other_families_take_recorded_experts(family: str) -> None:
 
 @pytest.fixture(scope="module")
 def moe_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_family("Qwen3-MoE", str(tmp_path_factory.mktemp("model")))
+    return save_family("Qwen3-MoE", str(tmp_path_factory.mktemp("model")), num_key_value_heads=2)
 
 
 @torch.no_grad()
