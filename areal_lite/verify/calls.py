@@ -22,7 +22,7 @@ class Call:
 
 
 class Calls:
-    """First come, first served; but those that run alone go before all others."""
+    """First come, first served; but whoever runs alone goes before all others, and first who needs a fresh process."""
 
     def __init__(self) -> None:
         self._waiting: deque[Call] = deque()
@@ -42,7 +42,7 @@ class Calls:
         """Return what a process may do next: a call or a batch; nothing where that waits."""
         num_most = (process.batch_size or 1) if process.num_jobs < process.max_jobs else 0
         taken: list[Call] = []
-        for call in list(self._waiting):
+        for call in sorted(self._waiting, key=lambda call: not call.needs_fresh):
             if call.reply.done():  # whoever waited was cancelled meanwhile
                 self._waiting.remove(call)
             elif not (call.needs_fresh and process.num_served):

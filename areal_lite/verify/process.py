@@ -141,6 +141,8 @@ class VerifierProcess:
     async def _end(self, why: Ending | None, wait_s: float) -> Ending:
         if self._process is None:
             return Ending("killed", "before it was started")
+        if why is not None:
+            self._settle(why)  # an answer that still comes does not count
         if not await self._ends_within(wait_s):
             self._process.stdin.close()
             if not await self._ends_within(_END_TIMEOUT_S):
@@ -157,13 +159,17 @@ class VerifierProcess:
         ending = why or said
         if ending.failure == "killed":
             ending = Ending("crashed", "it closed its channel")
+        self._settle(ending)
+        self._when_ended()
+        return ending
+
+    def _settle(self, ending: Ending) -> None:
+        """Tell the jobs that still wait what became of their process."""
         num_begun = sum(job.num_calls for job in self._jobs.values() if job.begun)
         for job in self._jobs.values():
             reply = failed(*ending) if num_begun == 1 else failed("shared", ending.failure)
             if not job.replies.done():
                 job.replies.set_result([reply if job.begun else failed("lost", ending.detail)] * job.num_calls)
-        self._when_ended()
-        return ending
 
     async def _ends_within(self, wait_s: float) -> bool:
         with contextlib.suppress(TimeoutError):

@@ -68,7 +68,7 @@ class VerifierSet:
         weights: Mapping[str, float] = self._weights
         if held_out and self._config.eval_function is not None:
             weights = self._held_out
-        elif chosen := prompt.row.get("verifier"):
+        elif (chosen := prompt.row.get("verifier")) not in (None, ""):
             if chosen not in self._allowed:
                 known = ", ".join(self._allowed)
                 return [failed(f"unknown_verifier:{chosen}", f"must be one of {known}")] * len(completions)

@@ -233,7 +233,7 @@ def test_an_evaluation_alone_needs_only_its_own_verifier():
         ({"eval_function": "last_numer"}, "verifier.eval_function: .* did you mean last_number"),
         ({"function": {"exact": 1, "formt": 0.2}}, "did you mean format"),
         ({"named": {"mine": {"function": "mth"}}}, "verifier.named.mine.function: .* did you mean math"),
-        ({"named": {"a:b": {"function": "math"}}}, r"verifier.named.a:b.* should match pattern .*, got 'a:b'"),
+        ({"named": {"a:b": {"function": "math"}}}, r"a name in verifier.named must match pattern .*, got 'a:b'"),
         ({"function": {"exact": 1, "math": 1}, "arguments": {"x": 1}}, "is not read with verifier.function="),
         ({"function": {}}, "must name a verifier"),
         (

@@ -108,8 +108,11 @@ class judge(Arguments):
         except (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError) as error:
             text = f"the judge at {self.base_url} does not answer: {error}"
             headers = getattr(getattr(error, "response", None), "headers", {})
-            said = headers.get("retry-after", "")  # seconds, or a date
-            raise VerifierUnavailable(text, retry_after_s=float(said) if said.isdigit() else 0.0) from error
+            try:
+                retry_after_s = float(headers.get("retry-after", 0))
+            except ValueError:  # a date
+                retry_after_s = 0.0
+            raise VerifierUnavailable(text, retry_after_s=retry_after_s) from error
         reply = (response.choices[0].message.content if response.choices else None) or ""
         return VerifyResult(self._reward(reply), feedback=reply)
 
