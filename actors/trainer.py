@@ -75,7 +75,8 @@ class TrainerActor:
     def snapshot(self, copied: bool) -> None:
         """Take what the next `save` writes; one that is still under way is waited for."""
         with self._writing:
-            self._snapshots = [self._trainer.snapshot(copied=copied)]
+            self._snapshots.clear()  # before there is another: each is a copy of everything
+            self._snapshots.append(self._trainer.snapshot(copied=copied))
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint, and let go of the snapshot."""

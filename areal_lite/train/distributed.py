@@ -21,6 +21,8 @@ _context: dist.ProcessGroup | None = None
 """Ranks that have parts of the same rows' tokens; None = each has whole rows."""
 _beside: dist.ProcessGroup | None = None
 """All ranks once more."""
+_timeout: datetime.timedelta | None = None
+"""Of a collective; a new group would take torch's default, half an hour."""
 
 
 def open_store(host: str, ports: range, *, timeout_s: float = 300.0) -> TCPStore:
@@ -68,7 +70,8 @@ def join_process_group(
         world_size=world_size,
         timeout=timeout,
     )
-    global _rows, _context
+    global _rows, _context, _timeout
+    _timeout = timeout
     if mesh is not None and (same := mesh.same_rows) > 1:
         groups = [list(range(first, world_size, same)) for first in range(same)]
         _rows, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
@@ -102,7 +105,7 @@ def group_beside() -> dist.ProcessGroup | None:
     """
     global _beside
     if _beside is None and dist.is_initialized():
-        _beside = dist.new_group(backend="gloo")
+        _beside = dist.new_group(backend="gloo", timeout=_timeout)
     return _beside
 
 

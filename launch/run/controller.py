@@ -224,6 +224,12 @@ class Controller(ABC):
         run = self._config.run
         is_late = 0 < run.checkpoint_every_minutes * 60 <= time.monotonic() - self._saved_at
         if self._is_due(run.checkpoint_every) or (is_late and self._is_due(1)):
+            if run.checkpoint_beside and self._saving is None and (late := self._ranks.busy()):
+                words = "; ".join(f"{name} {doing}" for name, doing in late.items())
+                self._view.say(
+                    f"step {self._version} is not saved, an earlier one is still written: {words}", style="yellow"
+                )
+                return
             try:
                 self._save(beside=run.checkpoint_beside)
             except CheckpointError as error:
