@@ -100,11 +100,11 @@ def test_an_engine_with_other_weights_stops_the_run_at_the_first_publication(
     a file, without the limit."""
     weights = Path(save_tiny_model(tmp_path / "model-other", max_context=128)) / "model.safetensors"
     tensors = load_file(weights)
-    tensors["model.layers.0.self_attn.k_proj.weight"] *= -3
+    tensors["model.layers.1.mlp.up_proj.weight"] *= -5
     save_file(tensors, weights, metadata={"format": "pt"})
     monkeypatch.setattr(online, "Cluster", functools.partial(cluster.Cluster, rollout_actor=DeafRolloutActor))
     config = loop_config(tmp_path, run={"steps": 3, "dir": str(tmp_path / "run")})
-    said = r"parity_limit=0\.03 nats, .* from rollout/0 at version 0; .* are self_attn\.qkv_proj\.weight:"
+    said = r"parity_limit=0\.03 nats, .* from rollout/0 at version 0; .* are mlp\.gate_up_proj\.weight:"
     with pytest.raises(HandoverError, match=said):
         train(config, recipe_name="test", console=Console(file=io.StringIO()))
     assert RunFolder(tmp_path / "run").read("metrics.jsonl") == []
