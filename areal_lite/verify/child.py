@@ -8,6 +8,7 @@ the jobs that come in on the socket (`frames.py`). Neither knows a deadline: the
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -48,7 +49,8 @@ def main(function_name: str, channel: socket.socket, options: Mapping[str, Any])
         ending = Guardian(worker, memory_bytes=options["memory_mb"] << 20).watch(lifeline=0, reports=guardians_end)
     finally:
         end_descendants()
-    os.write(1, pack(ending))
+    with contextlib.suppress(BrokenPipeError):  # whoever asked may be gone
+        os.write(1, pack(ending))
 
 
 def _work(channel: socket.socket, function_name: str, options: Mapping[str, Any], reports: socket.socket) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from episode_builders import Speaker, load, make_prompt, run
 from test_agents import trained
+from user_run import alive
 
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import EpisodeError
@@ -127,9 +128,8 @@ def test_whatever_a_program_started_ends_with_it(tmp_path: Path, ending: str) ->
         await asyncio.wait([playing])
 
     asyncio.run(scenario())
-    status = Path(f"/proc/{int(file.read_text())}/stat")
     deadline = time.monotonic() + 60
-    while status.exists() and status.read_text().split()[2] != "Z":
+    while alive(int(file.read_text())):
         assert time.monotonic() < deadline, "a process was left behind"
         time.sleep(0.01)
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 from places import FIXTURES
 from pool_builders import running_pool
+from user_run import alive
 
 from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import VerifierError
@@ -62,18 +63,10 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-def is_alive(pid):
-    """A process that ended but was not waited for by a lazy init is dead as well."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def children():
     """Living children of this process."""
     tasks = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    return {int(pid) for path in tasks for pid in path.read_text().split() if is_alive(int(pid))}
+    return {int(pid) for path in tasks for pid in path.read_text().split() if alive(int(pid))}
 
 
 # --- what a call yields ---
@@ -193,7 +186,7 @@ def test_nothing_is_left_behind_by_a_killed_call(tmp_path):
     assert failures(["fork_hang"], prompt=make_prompt(answer=str(pid_file)), timeout_s=5.0) == ["timeout"]
     pids = [int(pid) for pid in pid_file.read_text().split()]
     assert len(pids) == 4
-    wait_until(lambda: not any(is_alive(pid) for pid in pids))
+    wait_until(lambda: not any(alive(pid) for pid in pids))
 
 
 @pytest.mark.parametrize("stage", ["not started", "at once", "idle", "busy", "twice"])
@@ -248,7 +241,7 @@ def test_a_killed_parent_leaves_no_orphan(tmp_path):
         parent.kill()
         parent.wait()
     assert parent.returncode == -signal.SIGKILL
-    wait_until(lambda: not is_alive(int(pid_file.read_text())))
+    wait_until(lambda: not alive(int(pid_file.read_text())))
 
 
 def test_a_cancelled_caller_does_not_wedge_the_pool():

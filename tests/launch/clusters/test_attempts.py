@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from launch_builders import make_job, make_profile
+from user_run import alive
 
 from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.clusters import attempts, joined, ray_nodes
@@ -262,10 +263,6 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch, *, worker: str) -> None:
 def pid_in(log: Path) -> int:
     (pid,) = re.findall(r"^areal-lite pid (\d+)$", log.read_text(), re.MULTILINE)
     return int(pid)
-
-
-def alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists() and b"sleep" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def test_a_node_that_is_lost_ends_the_job_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
