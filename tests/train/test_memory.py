@@ -76,6 +76,7 @@ def test_known_models_have_as_many_parameters_as_their_makers_say() -> None:
     assert counted == PUBLISHED
 
 
+@pytest.mark.slow
 def test_two_depths_say_what_a_full_trace_says() -> None:
     """Seen failing with a line too flat."""
     deep, config = architecture(num_layers=12), sharded_recipe()
@@ -89,6 +90,7 @@ def test_two_depths_say_what_a_full_trace_says() -> None:
     assert line.parts["activations kept by layers"] == pytest.approx(12 * 4 * 256 * 256 * 2, rel=0.02)
 
 
+@pytest.mark.slow
 def test_two_pieces_of_the_logits_say_what_all_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing with one piece."""
     monkeypatch.setattr(pieces, "_PIECE_ELEMENTS", 4000 * 250)
@@ -99,6 +101,7 @@ def test_two_pieces_of_the_logits_say_what_all_say(monkeypatch: pytest.MonkeyPat
     assert sizes[0] == pytest.approx(sizes[1], rel=0.001)
 
 
+@pytest.mark.slow
 def test_the_estimate_is_what_a_process_takes(tmp_path: Path) -> None:
     """Seen failing without the second micro-batch, whose gradients wait.
 
@@ -115,6 +118,7 @@ def test_the_estimate_is_what_a_process_takes(tmp_path: Path) -> None:
     assert size.peak == pytest.approx(int(child.stdout), rel=0.1)
 
 
+@pytest.mark.slow
 def test_reference_and_critic_are_beside_the_policy() -> None:
     """Seen failing with a critic whose moments are left out."""
     plain = memory.rank_size(architecture(), sharded_recipe())
@@ -125,6 +129,7 @@ def test_reference_and_critic_are_beside_the_policy() -> None:
     assert "reference model" not in plain.parts
 
 
+@pytest.mark.slow
 def test_what_is_offloaded_waits_in_the_host() -> None:
     """Weights, gradients and two moments in float32; nothing else changes. Seen failing with gradients on the GPU."""
     plain, offloaded = (memory.rank_size(architecture(), sharded_recipe(offload=on)) for on in (False, True))

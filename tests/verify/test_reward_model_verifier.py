@@ -106,6 +106,7 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path / "rm")
 
 
+@pytest.mark.slow
 def test_the_learned_reward_is_the_score_of_prompt_completion_and_end(folder: str) -> None:
     """In its own process, by name; and in a batch, one text that is too long fails alone.
 

@@ -233,7 +233,7 @@ def test_layers_that_a_reload_would_leave_wrong_are_refused_by_name_before_anyth
     engine = TinyModel(seed=2)
     vars(engine.linear)["quant_method"] = SimpleNamespace(moe_kernel=object())
     with pytest.raises(HandoverError, match=r"experts of 1 layers .*\['linear'\]; leave out"):
-        make_sender(LocalClient(make_engine(engine)), ModuleSource(TinyModel(seed=1)))
+        make_sender(LocalClient(make_engine(engine)), ModuleSource(TinyModel(seed=1)), timeout_s=2.0)
 
 
 def test_bfloat16_travels_as_it_is() -> None:
@@ -375,6 +375,7 @@ def test_a_new_update_forgets_what_an_old_one_left() -> None:
     assert same(weights_of(engine), before)
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_join_is_told_by_its_own_error() -> None:
     """Within the deadline. Seen failing with the trainer's error: that the other side did not come in time."""
 
@@ -423,6 +424,7 @@ def test_an_engine_that_fails_touches_no_other_and_is_named() -> None:
     assert failed.calls.count("start") == 1
 
 
+@pytest.mark.slow
 def test_engines_join_side_by_side_within_the_time_of_joining() -> None:
     """One that never joins costs that time, once, and the others nothing.
 

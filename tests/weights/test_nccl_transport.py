@@ -274,6 +274,7 @@ def test_an_engine_whose_nccl_notices_a_death_is_not_blamed_and_gets_the_weights
     assert same(weights_of(run.engines["a"].model), expected)
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_silent_in_a_transfer_is_the_one_to_blame(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,6 +308,7 @@ def test_an_engine_that_cannot_load_is_dropped_and_who_has_received_closes_its_u
     assert run.engines["a"].calls.count("finish_weight_update") == 3
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_join_is_left_out(make_run: Callable[..., Run]) -> None:
     """Trainer and engines wait in the rendezvous of NCCL, each for no longer than its own deadline.
 
@@ -320,6 +322,7 @@ def test_an_engine_that_does_not_join_is_left_out(make_run: Callable[..., Run]) 
     assert run.has_the_weights("c")
 
 
+@pytest.mark.slow
 def test_a_trainer_that_cannot_form_the_group_says_so(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,6 +368,7 @@ def test_over_ipc_the_ranks_wait_for_each_other_though_an_engine_failed(monkeypa
         assert waits == ["all", "end"]
 
 
+@pytest.mark.slow
 def test_what_nccl_notices_itself_is_put_down_to_the_engine(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from launch_builders import make_job, make_profile
 from user_run import alive
 
 from areal_lite.errors import ConfigError, StallError
-from areal_lite.launch.clusters import attempts, joined, ray_nodes
+from areal_lite.launch.clusters import attempts, joined, ray_nodes, remote
 from areal_lite.launch.clusters.attempts import Attempt, Attempts, _asked_to_stop, end_leftovers, supervise, verdict
 from areal_lite.launch.clusters.job import Job
 from areal_lite.launch.clusters.profile import Profile
@@ -167,6 +167,7 @@ def test_a_ray_job_has_its_first_signal_from_ray(tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "signals").exists()
 
 
+@pytest.mark.slow
 def test_what_could_not_be_ended_is_ended_before_the_next_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +259,7 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch, *, worker: str) -> None:
         return script(job, command=["bash", "-c", shlex.quote(line)])
 
     monkeypatch.setattr(ray_nodes, "start_script", stand_in)
+    monkeypatch.setattr(remote, "_GRACE_S", 1)  # what sleeps in place of the command hears no SIGTERM, as a run does
 
 
 def pid_in(log: Path) -> int:
@@ -324,6 +326,7 @@ def test_what_was_seen_to_its_end_is_not_asked_for_again(tmp_path: Path) -> None
 def test_what_a_killed_supervisor_left_is_ended_from_its_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(remote, "_GRACE_S", 1)
     job = job_of(tmp_path, "true", monkeypatch)
     (logs := job.files / "attempt-1").mkdir()
     left = Remote(job, LOCAL, script(job, command=["sleep", "60"]), log=logs / "here-driver.log")
@@ -336,14 +339,14 @@ def test_what_a_killed_supervisor_left_is_ended_from_its_record(
 def test_the_token_is_in_no_list_of_processes(tmp_path: Path) -> None:
     job = make_job(folder=str(tmp_path))
     text = script(job, command=["sleep", "60"], env={"RAY_AUTH_TOKEN": "secret-7"})
-    remote = Remote(job, LOCAL, text, log=tmp_path / "here-ray.log")
+    held = Remote(job, LOCAL, text, log=tmp_path / "here-ray.log")
     try:
-        while remote.pid is None:
+        while held.pid is None:
             time.sleep(0.02)
         lines = [Path(path).read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
         assert not any(b"secret-7" in line for line in lines)
     finally:
-        assert remote.end() is None
+        assert held.end() is None
 
 
 @pytest.mark.parametrize(
