@@ -203,7 +203,7 @@ def value_loss(
     loss_mask_T: Tensor,
     token_weights_T: Tensor,
     clip: float | None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> Tensor:
     """Return a micro-batch's share of the critic's loss.
 
     `sum over loss-mask tokens of token_weight * 0.5 * max((v - t)^2, (clip(v, old - clip, old + clip) - t)^2)`, without
@@ -217,10 +217,6 @@ def value_loss(
         token_weights_T: [T] from `aggregate`, divided by the denominator of the update.
         clip: How far a value may move per step, in units of return, > 0; None = freely.
 
-    Returns:
-        The scalar loss, and sums over the loss mask for the log, unweighted and without gradient: `value_clipped`, the
-        tokens whose clipped error is the larger one (and whose gradient is 0).
-
     Raises:
         ValueError: The shapes differ, the mask is not boolean, or `clip` is not above 0.
 
@@ -233,14 +229,10 @@ def value_loss(
         raise ValueError(f"expected clip > 0 or None, got {clip}")
     values_T, targets_T = inside(loss_mask_T, values_T), inside(loss_mask_T, targets_T.detach())
     errors_T = (values_T - targets_T).square()
-    is_clipped_T = torch.zeros_like(loss_mask_T)
     if clip is not None:
         old_T = inside(loss_mask_T, old_values_T.detach())
-        held_errors_T = (values_T.clamp(old_T - clip, old_T + clip) - targets_T).square()
-        is_clipped_T = held_errors_T > errors_T
-        errors_T = torch.maximum(errors_T, held_errors_T)
-    loss = 0.5 * (inside(loss_mask_T, token_weights_T) * errors_T).sum()
-    return loss, {"value_clipped": (loss_mask_T & is_clipped_T).sum()}
+        errors_T = torch.maximum(errors_T, (values_T.clamp(old_T - clip, old_T + clip) - targets_T).square())
+    return 0.5 * (inside(loss_mask_T, token_weights_T) * errors_T).sum()
 
 
 def _ratios(log_ratios_T: Tensor, counts_T: Tensor, *, rows_T: Tensor, num_rows: int, level: str) -> Tensor:

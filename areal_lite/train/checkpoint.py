@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, AutoTokenizer
 
 from areal_lite.errors import CheckpointError
-from areal_lite.train.distributed import group_beside
+from areal_lite.train.distributed import new_group_beside
 from areal_lite.train.lora import bit_sum, export_adapter, gather, is_adapted, merged, model_parameters
 from areal_lite.train.optimiser import Learner
 from areal_lite.train.outputs import check_outputs, model_outputs
@@ -73,15 +73,20 @@ def take_snapshot(
     random = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if on_gpu else {})
     if copied:
         states = tree_map_only(Tensor, lambda value: value.detach().to("cpu", copy=True), states)
-        group = group_beside()
+        group = new_group_beside()
 
     def write(folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, state in states.items():
-            save(state, checkpoint_id=folder / name, process_group=group)
-        torch.save(random, folder / f"rng-{rank}.pt")
-        if rank == 0:
-            (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+        try:
+            for name, state in states.items():
+                save(state, checkpoint_id=folder / name, process_group=group)
+            torch.save(random, folder / f"rng-{rank}.pt")
+            if rank == 0:
+                (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+        except (OSError, CheckpointException) as error:
+            (cause, _), *_ = getattr(error, "failures", {rank: (error, None)}).values()
+            raise CheckpointError(
+                f"the checkpoint in {folder} cannot be written ({cause!r}): earlier ones are kept, see to that disk"
+            ) from error
 
     return write
 

@@ -98,14 +98,15 @@ def context_group() -> dist.ProcessGroup | None:
     return _context
 
 
-def group_beside() -> dist.ProcessGroup | None:
-    """Return a gloo group of all ranks for what a thread does beside the training; None without a process group.
+def new_group_beside() -> dist.ProcessGroup | None:
+    """Make a gloo group of all ranks for what a thread does beside the training; None without a process group.
 
-    Collective the first time, as it is made then.
+    Collective. It takes the place of the last one, whose connections a single late collective closes for good.
     """
     global _beside
-    if _beside is None and dist.is_initialized():
-        _beside = dist.new_group(backend="gloo", timeout=_timeout)
+    if _beside is not None:
+        dist.destroy_process_group(_beside)
+    _beside = dist.new_group(backend="gloo", timeout=_timeout) if dist.is_initialized() else None
     return _beside
 
 

@@ -215,7 +215,7 @@ def critic_loss(
     tokens = batch.tokens.at(micro_batch.tokens_T)
     assert tokens.values_T is not None
     assert tokens.targets_T is not None
-    loss, _ = value_loss(
+    loss = value_loss(
         completion_values(model, micro_batch),
         old_values_T=tokens.values_T,
         targets_T=tokens.targets_T,

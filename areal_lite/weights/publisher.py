@@ -32,7 +32,6 @@ class CastSource(WeightSource):
     def __init__(self, model: nn.Module, dtype: torch.dtype, *, adapter: dict[str, Any] | None = None) -> None:
         self._model, self._dtype, self.adapter = model, dtype, adapter
         self._parameters = model_parameters if adapter is None else adapter_parameters
-        self._pairs = self._gather()
 
     def metadata(self) -> list[ParamMeta]:
         """Names and full shapes; gathers nothing."""

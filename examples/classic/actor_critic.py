@@ -59,7 +59,7 @@ def main(seed: int = 0) -> Figure:
         loss, _ = policy_loss(logprobs_T, proximal_logprobs_T=logprobs_T.detach(), advantages_T=advantages_T,
                               surrogate="ratio", clip_low=None, clip_high=None, **arguments)  # fmt: skip
         inside = {name: arguments[name] for name in ("loss_mask_T", "token_weights_T")}
-        error, _ = value_loss(values_T, old_values_T=values_T, targets_T=targets_T, clip=None, **inside)
+        error = value_loss(values_T, old_values_T=values_T, targets_T=targets_T, clip=None, **inside)
         optimiser.zero_grad()
         (loss + error).backward()
         optimiser.step()

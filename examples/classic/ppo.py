@@ -45,8 +45,8 @@ def update(policy: nn.Module, critic: nn.Module, optimiser: torch.optim.Optimize
             inside = {name: arguments[name] for name in ("loss_mask_T", "token_weights_T")}
             loss, sums = policy_loss(logprobs, proximal_logprobs_T=old_T[part], advantages_T=advantages_T[part],
                                      surrogate="ratio", clip_low=CLIP, clip_high=CLIP, **arguments)  # fmt: skip
-            error, _ = value_loss(critic(steps.observations_T[part])[:, 0], old_values_T=values_T[part],
-                                  targets_T=targets_T[part], clip=None, **inside)  # fmt: skip
+            error = value_loss(critic(steps.observations_T[part])[:, 0], old_values_T=values_T[part],
+                               targets_T=targets_T[part], clip=None, **inside)  # fmt: skip
             entropies = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
             optimiser.zero_grad()
             (loss + 0.5 * error - 0.01 * entropy_bonus(entropies, **inside)).backward()

@@ -86,8 +86,8 @@ def fit(critic: nn.Module, optimiser: torch.optim.Optimizer, steps: Steps, value
     """Let the critic learn the targets, four passes of minibatches."""
     for part in torch.randperm(len(values_T)).repeat(4).split(256):
         inside = {name: plain(len(part))[name] for name in ("loss_mask_T", "token_weights_T")}
-        loss, _ = value_loss(critic(steps.observations_T[part])[:, 0], old_values_T=values_T[part],
-                             targets_T=targets_T[part], clip=None, **inside)  # fmt: skip
+        loss = value_loss(critic(steps.observations_T[part])[:, 0], old_values_T=values_T[part],
+                          targets_T=targets_T[part], clip=None, **inside)  # fmt: skip
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

@@ -224,12 +224,6 @@ class Controller(ABC):
         run = self._config.run
         is_late = 0 < run.checkpoint_every_minutes * 60 <= time.monotonic() - self._saved_at
         if self._is_due(run.checkpoint_every) or (is_late and self._is_due(1)):
-            if run.checkpoint_beside and self._saving is None and (late := self._ranks.busy()):
-                words = "; ".join(f"{name} {doing}" for name, doing in late.items())
-                self._view.say(
-                    f"step {self._version} is not saved, an earlier one is still written: {words}", style="yellow"
-                )
-                return
             try:
                 self._save(beside=run.checkpoint_beside)
             except CheckpointError as error:
@@ -280,10 +274,20 @@ class Controller(ABC):
             self._interrupts.ask()
 
     def _save(self, *, beside: bool = False) -> None:
-        """Write a checkpoint of this step boundary; beside the steps that follow, only the copies are waited for."""
+        """Write a checkpoint of this step boundary; beside the steps that follow, only the copies are waited for.
+
+        Raises:
+            CheckpointError: Beside the steps, of which none waits for an earlier save.
+            StallError: Somebody is late.
+        """
         self._tick()
-        self._settle()
+        if not beside:
+            self._settle()
         self._saved_at = time.monotonic()
+        if self._config.run.checkpoint_beside and ((late := self._ranks.busy()) or self._saving is not None):
+            words = "; ".join(f"{name} {doing}" for name, doing in late.items()) or "its manifest"
+            problem = f"step {self._version} is not saved, an earlier one is still written: {words}"
+            raise CheckpointError(problem) if beside else StallError(problem)
         saving = self._write_checkpoint(beside=beside)
         if beside:
             next(saving)  # what fails until here is of this step
@@ -295,14 +299,18 @@ class Controller(ABC):
     def _write_checkpoint(self, *, beside: bool) -> Iterator[object]:
         """Yield again and again until there is a checkpoint of the step that is completed now."""
         run, step, wait_s = self._config.run, self._version, 0.0 if beside else POLL_S
-        with (
-            self._folder.new_checkpoint(step, queue_state=self._queue_state(), keep=run.keep_checkpoints) as path,
-            ThreadPoolExecutor(1) as pool,
-        ):
+        with self._folder.new_checkpoint(step, queue_state=self._queue_state(), keep=run.keep_checkpoints) as path:
             self._ranks.ask("snapshot", beside, timeout_s=run.save_timeout_s)
             yield from self._ranks.asking("save", path, timeout_s=run.save_timeout_s, wait_s=wait_s)
+            pool, deadline = ThreadPoolExecutor(1), time.monotonic() + run.save_timeout_s
             reading = pool.submit(seal, path.parent)
+            pool.shutdown(wait=False)
             while wait([reading], wait_s).not_done:
+                if time.monotonic() >= deadline:
+                    raise StallError(
+                        f"the controller must read what was saved, for its manifest, within run.save_timeout_s="
+                        f"{run.save_timeout_s:g} s; it still reads {path.parent}: is that disk slow, or gone?"
+                    )
                 yield None
             reading.result()
         self._controller_lane.emit("checkpoint", step=step)
@@ -325,6 +333,9 @@ class Controller(ABC):
 
     def _settle(self) -> None:
         """Wait for a save beside the steps: whoever saves, goes back or ends finds no other one under way."""
+        if self._saving is not None:
+            step, timeout_s = self._saving[0], self._config.run.save_timeout_s
+            self._view.say(f"waiting for the save of step {step} (run.save_timeout_s={timeout_s:g}) ...")
         while self._saving is not None:
             self._go_on_saving()
             self._hear()

@@ -232,7 +232,8 @@ class OnlineController(Controller):
         Raises:
             HandoverError: An engine is further from the trainer than `weights.parity_limit`.
         """
-        engines = call_all(self._cluster.engines.handles, "score", sequences)
+        handles = dict(self._cluster.engines.handles)  # whoever is lost meanwhile is no longer among the cluster's
+        engines = call_all(handles, "score", sequences)
         (expected, *_) = self._ask("score", sequences, waiting_for="the trainer's logprobs")
         failed = engines.failures(self._config.run.stall_timeout_s)
         for name, reason in (failed | dict.fromkeys(engines.pending, "it is late")).items():
@@ -245,7 +246,7 @@ class OnlineController(Controller):
         self._controller_lane.emit("parity", step=self._version, max_abs_logprob_diff=worst)
         limit, weights = self._config.parity_limit, self._config.weights
         if limit and worst > limit:
-            engine = call_all({name: self._cluster.engines.handles[name]}, "parameter_squares")
+            engine = call_all({name: handles[name]}, "parameter_squares")
             (squares, *_) = self._ask("squares", waiting_for="the trainer's sums of squares")
             engine.failures(self._config.run.stall_timeout_s)
             found = f"; {differing(squares, engine.values[name])}" if engine.values else ""

@@ -190,7 +190,7 @@ def test_a_critic_trained_on_sampled_returns_converges_to_the_values(clip: float
         old_S = table_S.clone()
         for _ in range(10):
             table_S.requires_grad_()
-            loss, _ = value_loss(
+            loss = value_loss(
                 table_S[states_T],
                 old_values_T=old_S[states_T],
                 targets_T=returns_T,

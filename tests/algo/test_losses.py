@@ -320,7 +320,7 @@ def test_value_loss_against_numpy(clip: float | None) -> None:
         gradient[t] = token_weights[t] * slope
     junk = np.resize(JUNK, len(case.mask))
     leaf = tensor(np.where(case.mask, values, junk)).clone().requires_grad_()
-    got, sums = value_loss(
+    got = value_loss(
         leaf,
         old_values_T=tensor(np.where(case.mask, old, junk)),
         targets_T=tensor(np.where(case.mask, targets, junk)),
@@ -331,22 +331,7 @@ def test_value_loss_against_numpy(clip: float | None) -> None:
     got.backward()
     assert float(got.detach()) == pytest.approx(loss)
     np.testing.assert_allclose(leaf.grad, gradient, atol=1e-12)
-    assert {name: int(value) for name, value in sums.items()} == {"value_clipped": num_clipped}
     assert (num_clipped > 0) == (clip is not None)
-
-
-def test_a_value_within_the_clip_is_never_counted_as_clipped() -> None:
-    """Seen failing with the clipped value computed as old + clamp(v - old), which rounds."""
-    rng = np.random.default_rng(0)
-    # Of different magnitudes: differences of similar floats would be exact.
-    values, old = tensor(rng.uniform(0.05, 0.15, 1000)).float(), tensor(rng.uniform(-0.03, 0.03, 1000)).float()
-    arguments: Any = {
-        "targets_T": torch.zeros(1000),
-        "loss_mask_T": torch.ones(1000, dtype=torch.bool),
-        "token_weights_T": torch.ones(1000),
-    }
-    _, sums = value_loss(values, old_values_T=old, clip=0.2, **arguments)
-    assert sums["value_clipped"] == 0
 
 
 def test_an_empty_micro_batch_has_a_loss_of_zero() -> None:

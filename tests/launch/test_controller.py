@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -239,14 +240,20 @@ def test_an_engine_too_far_from_the_trainer_ends_the_run(
 ) -> None:
     """Named, with the figure and the parameters; the step is complete, so that the rescue saves it.
 
-    Seen failing with a figure alone.
+    It may be lost while the trainer answers. Seen failing with a figure alone, and with a KeyError in its place.
     """
     limit_parity(rl, limit)
     rl._cluster.engines.handles = {"rollout/0": scoring(0.0), "rollout/1": scoring(difference)}
     monkeypatch.setattr(online, "largest_differences", largest_differences)
     squares = {"model.layers.0.mlp.up_proj.weight": 2.0, "model.norm.weight": 1.0}
     answers = {"step": dict(STATS), "score": [np.zeros(3)], "squares": squares}
-    vars(rl)["_ask"] = lambda method, *_, waiting_for: [answers[method]]
+
+    def ask(method: str, *_: Any, waiting_for: str) -> list[Any]:
+        if method == "score":
+            del rl._cluster.engines.handles["rollout/1"]
+        return [answers[method]]
+
+    vars(rl)["_ask"] = ask
     with pytest.raises(
         HandoverError,
         match=r"parity_limit=\S+ nats, got a difference of .* from rollout/1 at version 1; the parameter families that "
@@ -609,12 +616,13 @@ def saved_steps(offline: OfflineController) -> list[int]:
     return [int(path.name.removeprefix("step-")) for path in sorted(offline._folder.checkpoints.iterdir())]
 
 
-def test_steps_are_trained_while_one_is_saved_and_the_next_save_waits(
+def test_steps_are_trained_while_one_is_saved_and_only_the_end_waits(
     offline: OfflineController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint is told of when it is there; the last one is nobody's copy.
+    """A save that falls due meanwhile is left out. A checkpoint is told of when it is there; the last is nobody's copy.
 
-    Seen failing with a save that is waited for, and with two at once.
+    Seen failing with a save that is waited for, at once or at step 4, with two at once, and with an end that waits
+    without a word.
     """
     ranks = WritingRanks(offline._config, looks=30)
     log = saving_beside(offline, monkeypatch, ranks)
@@ -628,13 +636,15 @@ def test_steps_are_trained_while_one_is_saved_and_the_next_save_waits(
     vars(offline)["_step"] = watched_step
     assert offline.run()["status"] == "done"
     assert [word for word in log if isinstance(word, int)] == [1, 2, 3, 4, 5, 6]
-    assert there[2:4] == [(3, [".step-000002.tmp"]), (4, [".step-000002.tmp"])]
-    assert there[4:] == [(number, [".step-000004.tmp", "step-000002"]) for number in (5, 6)]
+    assert there[2:] == [(number, [".step-000002.tmp"]) for number in (3, 4, 5, 6)]
     copies = [args[0] for method, *args in ranks.asked if method == "snapshot"]
-    assert copies == [True, True, False]
-    assert saved_steps(offline) == [2, 4, 6]
+    assert copies == [True, False]
+    assert saved_steps(offline) == [2, 6]
     events = [event["step"] for event in offline._folder.read("events.jsonl") if event["kind"] == "checkpoint"]
-    assert events == [2, 4, 6]
+    assert events == [2, 6]
+    left_out = "step 4 is not saved, an earlier one is still written: its manifest"
+    waits = "waiting for the save of step 2 (run.save_timeout_s=600) ..."
+    assert [log.count(words) for words in (left_out, waits)] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -662,6 +672,39 @@ def test_a_save_that_was_given_up_and_still_hangs_keeps_no_step_waiting(
     assert offline.run()["status"] == "done"
     assert "step 4 is not saved, an earlier one is still written: trainer/1 in save since 9 s" in log
     assert saved_steps(offline) == [6]
+
+
+def test_an_end_does_not_wait_again_for_a_save_that_was_given_up_and_still_hangs(
+    offline: OfflineController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a notice there is no time for it. Seen failing with a snapshot asked of the rank that is writing still."""
+    ranks = WritingRanks(offline._config, looks=2, error=StallError("late: trainer/1 in save"))
+    saving_beside(offline, monkeypatch, ranks)
+
+    def on_step(row: Any) -> None:
+        ranks.doing = {"trainer/1": "in save since 9 s"} if row["step"] == 3 else ranks.doing
+        if row["step"] == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted) as stopped:
+        offline.run(on_step)
+    assert str(stopped.value.__cause__).endswith("an earlier one is still written: trainer/1 in save since 9 s")
+    assert [method for method, *_ in ranks.asked] == ["snapshot", "save"]
+    for number in signals.NOTICES:  # which the end of a process that was told to end ignores
+        signal.signal(number, signal.SIG_DFL)
+
+
+def test_the_manifest_of_a_checkpoint_has_a_deadline(
+    offline: OfflineController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen failing without one: a disk that hangs held the run for ever (I6)."""
+    saving_beside(offline, monkeypatch, WritingRanks(offline._config, looks=0), save_timeout_s=0.1)
+    hung = threading.Event()
+    monkeypatch.setattr(controller, "seal", lambda _: hung.wait(5.0))
+    with pytest.raises(StallError, match=r"within run\.save_timeout_s=0\.1 s; it still reads .*step-000000"):
+        offline._save()
+    assert not hung.is_set()
+    hung.set()
 
 
 def test_a_save_beside_the_steps_has_a_deadline_that_names_who_is_late() -> None:
@@ -695,9 +738,9 @@ def test_who_stops_a_run_amid_a_save_gets_both_checkpoints(
         signal.signal(number, signal.SIG_DFL)
 
 
-@pytest.mark.parametrize(("error", "back_at"), [(None, 2), (RankDied("trainer/1 died"), 0)])
+@pytest.mark.parametrize(("error", "back_at", "saved"), [(None, 2, [2, 4, 6]), (RankDied("trainer/1 died"), 0, [2, 6])])
 def test_a_run_goes_back_once_a_save_beside_it_is_over(
-    offline: OfflineController, monkeypatch: pytest.MonkeyPatch, error: Exception | None, back_at: int
+    offline: OfflineController, monkeypatch: pytest.MonkeyPatch, error: Exception | None, back_at: int, saved: list[int]
 ) -> None:
     """To the step that is saved by then, or to the one before. Seen failing with a look at what is there already."""
     log = saving_beside(offline, monkeypatch, WritingRanks(offline._config, looks=30, error=error))
@@ -712,7 +755,7 @@ def test_a_run_goes_back_once_a_save_beside_it_is_over(
     vars(offline)["_ask"] = failing
     assert offline.run()["status"] == "done"
     assert f"back at step {back_at}" in log
-    assert saved_steps(offline)[-2:] == [4, 6]
+    assert saved_steps(offline) == saved
 
 
 @pytest.mark.parametrize("why", ["Ctrl-C", "on_step"])

@@ -194,7 +194,7 @@ def test_ctrl_c_over_and_over_while_engines_start_ends_at_once(loop_folder: Path
 def test_a_dead_trainer_rank_ends_the_run_by_name(loop_folder: Path) -> None:
     """Rank 1 is killed; rank 0 fails too, and must not be blamed. They work on the same rows, each with half the heads.
 
-    Every step is saved beside the next one: the last that was saved whole stays.
+    Steps are saved beside the next ones, as fast as the disk takes them: the last that was saved whole stays.
 
     Seen failing without the look for a dead rank in `Ranks.blame`.
     """
@@ -203,13 +203,14 @@ def test_a_dead_trainer_rank_ends_the_run_by_name(loop_folder: Path) -> None:
     model = {"path": save_tiny_model(folder, max_context=128, num_key_value_heads=2)}
     with start(loop_folder, "rank", run=settings, model=model, trainer={"ranks": 2, "mesh": {"tensor": 2}}) as run:
         run.wait_for_steps(4)
+        run.wait_until(lambda: bool(list(run.folder.checkpoints.glob("step-*"))), "a checkpoint")
         os.kill(run.actor("trainer/1"), signal.SIGKILL)
         assert run.exit_code() == 1, run.output
         assert run.leftovers == []
         assert "RankDied: trainer/1 died" in run.output
         assert "logs/trainer-1.log" in run.output
         assert f"areal-lite resume {run.folder.path}" in run.output
-        assert saved_step(run) >= 3
+        assert saved_step(run) >= 1
         assert not damage(run.folder.newest_checkpoint())
         assert summary(run)["status"].startswith("failed: RankDied: trainer/1 died")
         assert "Traceback" not in run.output

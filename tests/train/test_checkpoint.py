@@ -1,15 +1,19 @@
 """Checkpoints: bit-equal continuation, other numbers of ranks, other models, broken folders, export."""
 
+import contextlib
 import copy
+import datetime
 import json
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_processes import run_ranks
 from run_folders import write_checkpoint
 from safetensors.torch import load_file
@@ -18,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lite.errors import CheckpointError
 from areal_lite.record.checkpoints import damage, seal
+from areal_lite.train import distributed
 from areal_lite.train.trainer import Trainer
 from areal_lite.types import Shard
 
@@ -205,6 +210,17 @@ def test_a_broken_checkpoint_is_refused(model_folder: str, tmp_path: Path, damag
         trainer.load(folder)
 
 
+@pytest.mark.parametrize("file", ["__0_0.distcp", "meta.json"])
+def test_what_cannot_be_written_is_named_with_its_cause(model_folder: str, tmp_path: Path, file: str) -> None:
+    """A run goes on without that checkpoint, as with any `CheckpointError`.
+
+    Seen failing with torch's exception, which is none (`Exception`), and with an `OSError`.
+    """
+    (tmp_path / "checkpoint" / file).mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"cannot be written \(IsADirectoryError.*earlier ones are kept"):
+        make_trainer(model_folder).snapshot()(tmp_path / "checkpoint")
+
+
 def change_a_layer(checkpoint: Path, trainer: Trainer) -> None:
     """Write other weights into a checkpoint of the trainer's, with a manifest that says they are right."""
     meta = (checkpoint / "trainer" / "meta.json").read_bytes()
@@ -345,3 +361,21 @@ def test_what_is_saved_beside_the_training_is_the_state_of_its_moment(model_fold
         assert torch.equal(torch.get_rng_state(), state.pop("random"))
         assert trainer.version == version
         assert_equal(full_state(trainer), state)
+
+
+def gather_beside(rank: int, world_size: int) -> None:
+    """Have rank 1 be late at the first group, and nobody at the second."""
+    distributed._timeout = datetime.timedelta(seconds=1)
+    outcomes: Any = {2.0: pytest.raises(RuntimeError), 0.0: contextlib.nullcontext()}
+    for late_s, outcome in outcomes.items():
+        group = distributed.new_group_beside()
+        time.sleep(late_s * rank)
+        with outcome:
+            dist.all_gather_object([None] * world_size, rank, group=group)
+        dist.barrier()
+
+
+@pytest.mark.slow
+def test_a_save_beside_the_training_that_failed_fails_no_later_one() -> None:
+    """Seen failing ("Connection closed by peer") with one group for all of them."""
+    run_ranks(gather_beside)
