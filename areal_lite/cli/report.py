@@ -51,8 +51,8 @@ def watch(
     from areal_lite.record.report import write_report
 
     lease, beat, since = folder / "writer.json", 0, time.monotonic()
-    while lease.exists():  # whoever writes there holds it
-        if (now := lease.stat().st_mtime_ns) != beat:
+    while now := _beat(lease):  # whoever writes there holds it
+        if now != beat:
             beat, since = now, time.monotonic()
         elif time.monotonic() - since > max(_SILENT_S, 2 * every_s):
             break
@@ -61,3 +61,11 @@ def watch(
             Console().print(f"{time.strftime('%H:%M:%S')} {path}", highlight=False, markup=False, soft_wrap=True)
         time.sleep(every_s)
     return report([folder])
+
+
+def _beat(lease: Path) -> int:
+    """Return when a writer was last seen at work, 0 where there is none."""
+    try:
+        return lease.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0

@@ -113,7 +113,7 @@ class SourceConfig(Section):
     """column with the reference answer"""
     columns: dict[str, str] = {}
     """new names of further columns, {new: old}, e.g. {difficulty: level}"""
-    template: str = Field("{prompt}", pattern=r"\{prompt\}")
+    template: str = "{prompt}"
     """text around the prompt; {prompt} is replaced"""
     chat: bool = False
     """apply the model's chat template to the prompt as a user message; lists of messages always go through it"""
@@ -151,6 +151,8 @@ class SourceConfig(Section):
             yield from self.unread(["reasoning_gym"], is_read, to_do=f"leave it out, or set {HERE}.source to that")
         elif self.reasoning_gym.dataset is None:
             yield f"{HERE}.source={kind} needs {HERE}.reasoning_gym.dataset, got none: name a family, e.g. chain_sum"
+        if "{prompt}" not in self.template:
+            yield f"{HERE}.template must say where the prompt goes, got {self.template!r:.80}: add {{prompt}} there"
         first = {old: new for new, old in reversed(self.columns.items())}
         for new, old in self.columns.items():
             if new in RESERVED_COLUMNS:

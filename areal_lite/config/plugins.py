@@ -7,6 +7,7 @@ A verifier may be a pydantic model, whose fields are then its arguments.
 import hashlib
 import importlib
 import importlib.util
+import os.path
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -59,7 +60,7 @@ def split_name(name: str, *, kind: str) -> tuple[str, str]:
 def name_problems(key: str, name: str | None, *, kind: str) -> Iterable[str]:
     """Yield a sentence where the value of a setting cannot be the name of a function; None names none."""
     try:
-        _ = name and split_name(name, kind=kind)
+        _ = name is None or split_name(name, kind=kind)
     except PluginError as error:
         yield f"{key}: {error}"
 
@@ -72,9 +73,13 @@ def with_a_colon(name: str) -> list[str]:
 
 
 def plugin_file(name: str) -> str:
-    """Return the file of `path.py:function`; nothing for a text of another form."""
+    """Return the file of `path.py:function`; nothing for a text of another form.
+
+    One of several words is a function only where there is such a file: else it is a prompt, or a command.
+    """
     path, _, function = name.rpartition(":")
-    return path if path.endswith(".py") and function.isidentifier() else ""
+    is_one = path.endswith(".py") and function.isidentifier() and (len(name.split()) == 1 or os.path.isfile(path))
+    return path if is_one else ""
 
 
 def plugin_files(value: Any) -> Iterator[str]:

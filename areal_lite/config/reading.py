@@ -1,6 +1,8 @@
 """Recipes read: a YAML file, `section.field=value` overrides, and one `ConfigError` with a line per mistake."""
 
 import json
+import os.path
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -26,6 +28,27 @@ def shipped_recipes() -> list[str]:
     return sorted(path.stem for path in recipe_folder().glob("*.yaml"))
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML without dates, which no setting is, and without keys that stand twice, of which the last would win."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, form) for tag, form in forms if not tag.endswith(":timestamp")]
+        for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set[str]()
+        for key, _ in node.value:
+            if key.value in seen and isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem=f"{key.value!r} stands there twice", problem_mark=key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+def _load(text: str) -> Any:
+    return yaml.load(text, _Loader)
+
+
 def read_recipe(recipe: str, overrides: Iterable[str] = (), *, command: str | None) -> dict[str, Any]:
     """Read a recipe's sections and apply overrides, unchecked.
 
@@ -37,7 +60,7 @@ def read_recipe(recipe: str, overrides: Iterable[str] = (), *, command: str | No
     Raises:
         ConfigError: The file is unreadable or holds no sections, or is for another command or an unknown one.
     """
-    path = next((path for path in (Path(recipe), recipe_folder() / f"{recipe}.yaml") if path.is_file()), None)
+    path = next(filter(os.path.isfile, (Path(recipe), recipe_folder() / f"{recipe}.yaml")), None)
     if path is None:
         raise ConfigError(
             f"a recipe is a YAML file or one of {', '.join(shipped_recipes())}; there is no {recipe!r}"
@@ -60,8 +83,8 @@ def read_yaml(path: Path, *, holding: str) -> dict[str, Any]:
     Where it is the `config.json` of a run, it is JSON: YAML would take its 1e-05 for a text.
     """
     try:
-        raw = (json.loads if path.suffix == ".json" else yaml.safe_load)(path.read_text()) or {}
-    except (OSError, ValueError, yaml.YAMLError) as error:  # also what JSON and Unicode raise
+        raw = (json.loads if path.suffix == ".json" else _load)(path.read_text()) or {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # also what JSON and Unicode raise
         raise ConfigError(f"{path} is not readable as YAML: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold {holding}, got a {type(raw).__name__}")
@@ -71,11 +94,11 @@ def read_yaml(path: Path, *, holding: str) -> dict[str, Any]:
 def parse_override(text: str) -> tuple[str, Any]:
     """Split `section.field=value`, whose value is YAML; a `ConfigError` where it has another form."""
     key, equals, value = text.partition("=")
-    if not equals or not key:
+    if not equals or not all(key.split(".")):
         raise ConfigError(f"an override is section.field=value, got {text!r}")
     try:
-        return key, yaml.safe_load(value)
-    except yaml.YAMLError as error:
+        return key, _load(value)
+    except (RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"the value of {key} must be YAML, got {value!r}: write it as '{key}=\"...\"'") from error
 
 
@@ -104,7 +127,8 @@ def explained(error: ValidationError, kind: type[BaseModel], *, prefix: str = ""
     for item in error.errors():
         place = (prefix + ".".join(map(str, item["loc"]))).removesuffix(".")
         if place.endswith(".[key]"):
-            section, message = place.rsplit(".", 2)[0], item["msg"].replace("String should", "must")
+            section = prefix + ".".join(map(str, item["loc"][:-2]))
+            message = re.sub("^(String|Input) should", "must", item["msg"])
             yield f"a name in {section} {message}, got {item['input']!r}: rename it"
         elif item["type"] == "extra_forbidden":
             yield f"unknown key {place}{suggestion(place, _known_keys(kind, item['loc'], prefix))}"

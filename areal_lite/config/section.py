@@ -23,6 +23,8 @@ class Refers(Enum):
     """Of a model, or of the run that made it."""
     ARGUMENTS = "arguments"
     """Whatever the `function` beside it says of them."""
+    NOTHING = "nothing"
+    """A text may look like a function, and is none."""
 
 
 ModelFolder = Annotated[str, Refers.MODEL]

@@ -63,7 +63,7 @@ class RunConfig(Section):
     """of several nodes: subnet, interface, or an address that each looks up the route to; null = that of Ray's head"""
     ports: str = "20000-21999"
     """the ports that queue and trainer listen on; gloo, NCCL and Ray choose further ones"""
-    env: dict[str, str] = {}
+    env: Annotated[dict[str, str], Refers.NOTHING] = {}
     """environment variables of every process of the run; kept in its folder, so no place for secrets"""
     preflight: bool = True
     """look at every node first, where there are several; areal-lite doctor --cluster does it at any time"""

@@ -46,6 +46,8 @@ def _marks(model: type[BaseModel]) -> dict[str, Refers]:
 def _found(value: Any, mark: Refers | None, section: Any, where: str) -> Any:
     if isinstance(value, Section):
         return with_absolute_paths(value, where=f"{where}.")
+    if mark is Refers.NOTHING:
+        return value
     if mark is Refers.ARGUMENTS:
         return _arguments(value, section.function, where)
     if isinstance(value, dict):
@@ -59,15 +61,14 @@ def _found(value: Any, mark: Refers | None, section: Any, where: str) -> Any:
     if mark is Refers.FILE and not (getattr(section, "source", "") == "dataset" and is_hub_id(value)):
         return str(Path(os.path.expanduser(value)).resolve())  # `~no-such-user` stays as it is, and is missing
     path = plugin_file(value)
-    # A text of several words is a function only where there is such a file: else it is a prompt, or a command.
-    is_function = path and (len(value.split()) == 1 or Path(path).is_file())
-    return f"{Path(path).resolve()}{value.removeprefix(path)}" if is_function else value
+    return f"{Path(path).resolve()}{value.removeprefix(path)}" if path else value
 
 
 def _arguments(arguments: dict[str, Any], function: Any, where: str) -> dict[str, Any]:
     """Resolve what the function's model marks; of one without a model, `model`, where it names a path."""
     model = arguments_model(function, kind="verifier") if isinstance(function, str) else None
-    is_path = Path(str(arguments.get("model"))).expanduser().exists()
+    place = arguments.get("model")
+    is_path = isinstance(place, str) and os.path.exists(os.path.expanduser(place))
     marks = _marks(model) if model else {"model": Refers.FILE} if is_path else {}
     return {name: _found(one, marks.get(name), None, f"{where}.{name}") for name, one in arguments.items()}
 

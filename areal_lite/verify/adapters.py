@@ -55,7 +55,9 @@ class trl(Arguments, extra="allow"):
             chosen = [index for index, form in enumerate(forms) if form == is_chat]
             rewards = await self._rewards(is_chat, [calls[index] for index in chosen])
             if len(rewards) != len(chosen):
-                return rewards
+                if len(chosen) == len(rows):
+                    return rewards  # their number says it
+                raise ValueError(f"expected a reward for each of {len(chosen)} completions, got {len(rewards)}")
             results |= zip(chosen, rewards, strict=True)
         return [results[index] for index in range(len(rows))]
 

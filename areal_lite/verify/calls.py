@@ -55,6 +55,10 @@ class Calls:
                     break
         return taken
 
+    def num_needing_fresh(self) -> int:
+        """Return how many wait for a process that has served nobody."""
+        return sum(call.needs_fresh and not call.reply.done() for call in self._waiting)
+
     def notify(self) -> None:
         """Wake everybody who waits for a change."""
         self._changed.set()

@@ -215,6 +215,9 @@ class VerifierPool:
         """Give a process as many jobs as it may have, until it takes no more and all of them are over."""
         async with asyncio.TaskGroup() as jobs:
             while not process.is_over:
+                if process.num_served and self._calls.num_needing_fresh() > self._num_fresh():
+                    process.is_over = True
+                    break
                 calls = self._calls.take(process)
                 if not calls:
                     await self._calls.change()
@@ -224,6 +227,10 @@ class VerifierPool:
                 job = jobs.create_task(self._run(process, calls))
                 if calls[0].is_alone:
                     await job
+
+    def _num_fresh(self) -> int:
+        """Return how many processes have served nobody, those included that will start where another has ended."""
+        return len(self._slots) - sum(process.num_served > 0 and not process.is_over for process in self._processes)
 
     async def _run(self, process: VerifierProcess, calls: Sequence[Call]) -> None:
         """Have one job done, and hand over its replies."""

@@ -162,7 +162,7 @@ def greedy_accuracy(
                 max_new_tokens=max_new_tokens,
             )
         texts = tokenizer.batch_decode(out[:, words["input_ids"].shape[1] :], skip_special_tokens=True)
-        right += sum(last_number("", text, answer) for text, (_, answer) in zip(texts, part, strict=True))
+        right += sum(last_number()("", text, answer) for text, (_, answer) in zip(texts, part, strict=True))
     model.train(was_training)
     return right / len(problems)
 
@@ -208,7 +208,7 @@ def _train(settings: Mapping[str, Any], folder: RunFolder) -> None:
     disable_progress_bars()
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     latest: dict[str, float] = {}
-    matches = regex(**settings["regex"]) if "regex" in settings else last_number
+    matches = regex(**settings["regex"]) if "regex" in settings else last_number()
 
     def tell(**row: Any) -> None:
         folder.append("told.jsonl", [row])

@@ -220,7 +220,7 @@ COMBINATIONS = [
         {"data": {"arith": {"min_terms": 5, "max_terms": 3}}},
         ["data.arith.min_terms", "5 and 3", "lower the one or raise the other"],
     ),
-    ({"data": {"template": "prompt"}}, ["data.template", "got 'prompt'", r"should match pattern '\{prompt\}'"]),
+    ({"data": {"template": "prompt"}}, ["data.template", "got 'prompt'", "add {prompt} there"]),
     ({"trainer": {"ranks": 4, "mesh": {"replicate": 3}}}, ["trainer.ranks=4", "replicate=3", "shard=None"]),
     ({"trainer": {"ranks": 4, "mesh": {"shard": 4, "tensor": 2}}}, ["trainer.ranks=4", "shard=4 tensor=2"]),
     ({"trainer": {"ranks": 4, "mesh": {"replicate": 2, "context": 4}}}, ["trainer.mesh.context", "2 ranks", "got 4"]),
@@ -275,6 +275,47 @@ def test_overrides_replace_the_recipes_values() -> None:
     assert (config.run.steps, config.data.arith.seed, config.run.dir) == (3, 7, None)
     assert config.model.path == "/a/b=c"
     assert config.trainer.lr == 3e-4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("trainer: {lr: 1.0e-3}\ntrainer: {ranks: 2}", "'trainer' stands there twice"),
+        ("queue:\n  max_staleness: 1\n  max_staleness: 2", "'max_staleness' stands there twice"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    """Seen failing: the last one won, and what the first had set was gone."""
+    (path := tmp_path / "a.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        load_config(str(path))
+
+
+def test_a_date_is_a_text_and_merged_keys_may_be_set_anew(tmp_path: Path) -> None:
+    """Seen failing with dates, which no run folder can hold."""
+    (path := tmp_path / "a.yaml").write_text(
+        "model:\n  chat_arguments: &a {date_string: 2024-07-26}\nrun: {env: {<<: *a, date_string: x}}"
+    )
+    config = load_config(str(path), ["run.dir=2024-02-30"])
+    assert config.model.chat_arguments == {"date_string": "2024-07-26"}
+    assert config.run.env == {"date_string": "x"}
+    assert config.run.dir == "2024-02-30"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"verifier": {"function": ""}},
+        {"verifier": {"function": {"math": 1, "": 1}}},
+        {"verifier": {"eval_function": ""}},
+        {"rollout": {"workflow": ""}},
+        {"objective": {"loss_function": ""}},
+        {"data": {"source": ""}},
+    ],
+)
+def test_an_empty_name_is_none(raw: dict[str, Any]) -> None:
+    """Seen failing: it was taken for no name at all, and nothing was found when the run began."""
+    assert "got ''" in error_of(raw)
 
 
 def test_the_last_override_wins_and_the_file_is_not_touched() -> None:

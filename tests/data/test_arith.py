@@ -79,8 +79,10 @@ def test_too_few_possible_problems_is_an_error(split):
 def test_gold_solutions_score_one_and_others_zero():
     problems = arith_problems(ArithConfig(), "eval")
     for problem, other in zip(problems, problems[1:] + problems[:1], strict=True):
-        assert last_number(problem.prompt, problem.demonstration, problem.answer) == 1.0
-        assert last_number(problem.prompt, other.demonstration, problem.answer) == float(problem.answer == other.answer)
+        assert last_number()(problem.prompt, problem.demonstration, problem.answer) == 1.0
+        assert last_number()(problem.prompt, other.demonstration, problem.answer) == float(
+            problem.answer == other.answer
+        )
 
 
 @pytest.mark.parametrize(
@@ -110,15 +112,15 @@ def test_final_number(text, number):
 
 
 def test_numbers_are_compared_by_value():
-    assert last_number("", "#45.0", "#### 45") == 1.0
-    assert last_number("", "#045", "45") == 1.0
-    assert last_number("", "#1,000", "1000") == 1.0
-    assert last_number("", "#45.01", "45") == 0.0
+    assert last_number()("", "#45.0", "#### 45") == 1.0
+    assert last_number()("", "#045", "45") == 1.0
+    assert last_number()("", "#1,000", "1000") == 1.0
+    assert last_number()("", "#45.01", "45") == 0.0
 
 
 def test_a_reference_without_a_number_is_an_error_not_a_zero():
     with pytest.raises(ValueError, match="reference answer must hold a number"):
-        last_number("", "#45", "forty-five")
+        last_number()("", "#45", "forty-five")
 
 
 def test_careless_solutions_forget_that_share_of_the_carries():

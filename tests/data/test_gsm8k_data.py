@@ -34,7 +34,7 @@ def test_every_row_loads_and_scores_against_its_own_answer_only(gsm8k_file):
     assert len(tasks) == sum(bool(line.strip()) for line in gsm8k_file.read_bytes().split(b"\n"))
     answers = [Decimal(task.answer.split("####")[1].strip().replace(",", "")) for task in tasks]
     for index, task in enumerate(tasks):
-        assert last_number(task.prompt, task.answer, task.answer) == 1.0
-        assert last_number(task.prompt, task.answer, str(answers[index])) == 1.0
-        shifted = last_number(task.prompt, tasks[index - 1].answer, task.answer)
+        assert last_number()(task.prompt, task.answer, task.answer) == 1.0
+        assert last_number()(task.prompt, task.answer, str(answers[index])) == 1.0
+        shifted = last_number()(task.prompt, tasks[index - 1].answer, task.answer)
         assert shifted == float(answers[index - 1] == answers[index])

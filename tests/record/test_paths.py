@@ -65,6 +65,23 @@ def test_texts_that_only_mention_a_function_stay(here: Path) -> None:
     assert found.data.path == str(here / "~no-such-user" / "rows.jsonl")
 
 
+def test_long_texts_and_variables_are_no_files(here: Path) -> None:
+    """Seen failing: `File name too long`, and a variable of the run turned into a path."""
+    long = "x " * 300 + "solution.py:solve"
+    config = resolved(
+        {
+            "run": {"env": {"FLASK_APP": "app.py:create"}},
+            "data": {"system": long},
+            "verifier": {"function": "mine.py:verify", "arguments": {"model": {"path": long}}},
+        }
+    )
+    assert config.run.env == {"FLASK_APP": "app.py:create"}
+    assert config.data.system == long
+    assert config.verifier.arguments == {"model": {"path": long}}
+    with_user = resolved({"verifier": {"function": "mine.py:verify", "arguments": {"model": "~no-such-user/x"}}})
+    assert with_user.verifier.arguments == {"model": "~no-such-user/x"}
+
+
 def test_a_learned_reward_among_several_is_found(here: Path) -> None:
     """By its name; a missing one is named by its place in the recipe. Seen failing with `named` left out."""
     (here / "rm").mkdir()

@@ -10,6 +10,7 @@ from areal_lite.errors import DataError
 from areal_lite.events import Event
 from areal_lite.record.differences import changed, differences
 from areal_lite.record.lanes import lived
+from areal_lite.record.report import write_report
 from areal_lite.record.report.charts import COLOURS, Line, lines, smoothed
 from areal_lite.record.report.curves import age_charts, age_histogram, constants, diagnostics, learning
 from areal_lite.record.report.read import RunFiles
@@ -26,6 +27,31 @@ def test_a_half_written_line_is_left_out_and_noted(tmp_path: Path) -> None:
     found = RunFiles(run)
     assert [row["step"] for row in found.metrics] == [1, 3]
     assert found.notes == ["metrics.jsonl: 2 line(s) cut off or broken, left out"]
+
+
+@pytest.mark.parametrize(
+    ("file", "row"),
+    [
+        ("metrics.jsonl", '{"time_s": 1.0}'),
+        ("metrics.jsonl", '{"step": 99, "verifiers": null, "reward_by_source": null}'),
+        ("metrics.jsonl", '{"step": 99, "verifiers": {"math": {"calls": 1, "latency_p50_s": null, "failures": null}}}'),
+        ("events.jsonl", '{"time": 1.0, "lane": "trainer"}'),
+        ("events.jsonl", '{"time": 1e999, "lane": "trainer", "kind": "train"}'),
+        ("events.jsonl", '{"time": 1.0, "lane": "rollout/0", "kind": "group", "start": 0.5, "group": "a"}'),
+        (
+            "events.jsonl",
+            '{"time": 1.0, "lane": "verify/0", "kind": "verify", "start": null, "end": 1, "group_id": 1}',
+        ),
+        ("events.jsonl", '{"time": 1.0, "lane": "controller", "kind": "eval", "accuracy": 0.5}'),
+        ("events.jsonl", '{"time": 1.0, "lane": "controller", "kind": "eval", "step": 3, "by_source": null}'),
+    ],
+)
+def test_a_row_of_another_version_ends_no_report(file: str, row: str, tmp_path: Path) -> None:
+    """Seen failing with each taken as it is."""
+    run = make_run(tmp_path / "run")
+    with (run / file).open("a") as log:
+        log.write(f"{row}\n")
+    assert write_report(run).exists()
 
 
 def test_a_run_that_is_still_going_has_no_summary(tmp_path: Path) -> None:

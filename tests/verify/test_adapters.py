@@ -78,6 +78,12 @@ def test_a_trl_function_gets_texts_or_chats_row_by_row() -> None:
     assert call_trl("is_chat", ["4", "5", "6", "7"], rows) == [1.0, 0.0, 1.0, 0.0]
 
 
+def test_a_trl_function_gives_a_reward_for_each_completion_of_a_kind() -> None:
+    """Seen failing: one reward too many for the chats, and one too few for the texts, were taken as they came."""
+    with pytest.raises(ValueError, match="expected a reward for each of 1 completions, got 2"):
+        call_trl("two", ["a", "b"], rows=[{"messages": [{"role": "assistant", "content": "a"}]}, {}])
+
+
 def test_a_trl_function_may_be_async_and_log_metrics() -> None:
     call = trl(function=f"{FUNCTIONS}:waits")(["p"], ["c"], ["a"], [{}])
     assert asyncio.run(call) == [VerifyResult(0.5, metrics={"mean_length": 2.5})]

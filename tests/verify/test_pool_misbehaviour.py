@@ -171,6 +171,28 @@ def test_what_the_first_call_keeps_is_no_leak(mark):
     assert run(scenario) == (1, 0)
 
 
+def test_two_calls_of_one_process_that_lack_memory_get_a_fresh_one_each(tmp_path):
+    """Seen failing: there was one, and the second call waited for ever while others were answered."""
+    (path := tmp_path / "short.py").write_text(
+        "import asyncio\nbig = 0\n"
+        "async def verify(prompt, completion, answer, **row):\n"
+        "    global big\n"
+        "    big += completion == 'big'\n"
+        "    await asyncio.sleep(0.3)\n"
+        "    if big > 1:\n        raise MemoryError\n"
+        "    return 1.0\n"
+    )
+
+    async def scenario():
+        async with running_pool(f"{path}:verify", within_s=120.0, processes=1, concurrency=4, timeout_s=20.0) as pool:
+            scores = asyncio.create_task(pool.score(PROMPT, ["big", "big"]))
+            while not scores.done():
+                await pool.score(PROMPT, ["small"])
+            return [reply.failure for reply in await scores]
+
+    assert asyncio.run(scenario()) == [None, None]
+
+
 def test_memory_that_the_system_does_not_divide_counts_in_full(monkeypatch):
     """Seen failing (0) with such processes left out of the sum."""
     monkeypatch.setattr(Path, "read_text", lambda *_: (_ for _ in ()).throw(FileNotFoundError()))
@@ -266,12 +288,15 @@ def test_a_fork_bomb_is_gone_at_its_deadline_and_the_neighbour_recovers(mark):
         async with running("honest", timeout_s=30.0) as honest, running("hog", timeout_s=2.0) as hogs:
             await pace(honest)
             before = [await pace(honest) for _ in range(3)]
+            usual = statistics.median(before)
             bomb = asyncio.create_task(hogs.score(PROMPT, ["bomb"]))
             while not bomb.done():
                 await pace(honest)
             num_left = len(marked(mark))
-            after = [await pace(honest) for _ in range(6)]
-            return bomb.result()[0].failure, num_left, max(after) / statistics.median(before)
+            recovered = [await pace(honest) / usual]
+            while recovered[-1] < 0.8 and len(recovered) < 40:  # a busy machine gets a quiet moment
+                recovered.append(await pace(honest) / usual)
+            return bomb.result()[0].failure, num_left, recovered[-1]
 
     failure, num_left, recovered = run(scenario)
     assert failure in ("processes", "timeout")

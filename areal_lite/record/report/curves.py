@@ -41,7 +41,7 @@ def learning(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
 
 
 def _by_source(run: RunFiles) -> Iterator[Chart | None]:
-    sources = sorted({name for figures in run.evaluations for name in figures.get("by_source", {})})
+    sources = sorted({name for figures in run.evaluations for name in table(figures.get("by_source"))})
     for x, (axis, over) in _AXES.items():
         rewards = _parts(run, "reward_by_source", x)
         if len(rewards) < 2 and len(sources) < 2:

@@ -16,6 +16,17 @@ from areal_lite.record.run_folder import read_rows
 
 Row = dict[str, Any]
 
+_NEEDED = {
+    "group": ("start", "group", "samples"),
+    "verify": ("start", "end", "group_id"),
+    "running": ("n",),
+    "stamped": ("version",),
+    "lost": ("worker",),
+    "rejoined": ("worker",),
+    "eval": ("step",),
+}
+"""What an event must have to be drawn, beside time, lane and kind."""
+
 _FILES = ("config.json", "metrics.jsonl", "events.jsonl")
 
 
@@ -41,10 +52,10 @@ class RunFiles:
         """That made it: train, sft, reward_model or dpo."""
         # An offline run generates nothing, and so has no samples.
         self.samples = _rows(path / "samples.jsonl", self.notes) if self.command == "train" else []
-        self.metrics = _rows(path / "metrics.jsonl", self.notes)
+        self.metrics = [row for row in _rows(path / "metrics.jsonl", self.notes) if isinstance(row.get("step"), int)]
         self.last = self.metrics[-1] if self.metrics else {}
         """The newest row of metrics."""
-        self.events = _rows(path / "events.jsonl", self.notes)
+        self.events = list(filter(_is_event, _rows(path / "events.jsonl", self.notes)))
         self.summary = read_json(path / "summary.json", self.notes)
 
     @property
@@ -52,7 +63,9 @@ class RunFiles:
         """Figures over the held-out prompts, by completed steps: `accuracy`, and what else was measured; `time_s`."""
         times = {0: 0.0} | {row["step"]: row.get("time_s") for row in self.metrics}
         found = {event["step"]: event for event in self.events if event["kind"] == "eval"}
-        return [event | event.get("figures", {}) | {"time_s": times.get(step)} for step, event in sorted(found.items())]
+        return [
+            event | table(event.get("figures")) | {"time_s": times.get(step)} for step, event in sorted(found.items())
+        ]
 
     @property
     def accuracy_is_called(self) -> str:
@@ -92,6 +105,11 @@ def number(value: Any) -> float | None:
 def numbers(values: Any) -> dict[str, float]:
     """Return the finite numbers of a mapping; nothing in place of anything else."""
     return {str(name): known for name, value in table(values).items() if (known := number(value)) is not None}
+
+
+def _is_event(row: Row) -> bool:
+    is_placed = number(row.get("time")) is not None and all(isinstance(row.get(key), str) for key in ("lane", "kind"))
+    return is_placed and all(row.get(key) is not None for key in _NEEDED.get(row["kind"], ()))
 
 
 def _rows(path: Path, notes: list[str]) -> list[Row]:

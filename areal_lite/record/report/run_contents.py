@@ -65,7 +65,7 @@ def _headline(run: RunFiles) -> dict[str, str]:
         "tokens trained/s": number(summary.get("trained_tokens_per_s")),
     }
     for name, key in (("generators idle", "rollout_idle"), ("trainer idle", "trainer_idle"), ("paused", "paused")):
-        share = summary.get(f"{key}_fraction")
+        share = number(summary.get(f"{key}_fraction"))
         figures[name] = None if share is None else f"{share:.1%}"
     if "age_max_trained" in summary:
         figures["oldest token trained"] = f"{summary['age_max_trained']} (eta {summary.get('max_staleness', '?')})"

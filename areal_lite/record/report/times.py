@@ -10,7 +10,7 @@ from areal_lite.events import Event
 from areal_lite.record.lanes import Stretch, lived, reading, sample_lengths
 from areal_lite.record.report.charts import COLOURS, Chart, Line, bars, lines
 from areal_lite.record.report.curves import STEPS, metric_charts
-from areal_lite.record.report.read import Row, RunFiles, numbers
+from areal_lite.record.report.read import Row, RunFiles, number, numbers, table
 
 _STATES = {
     "generating": COLOURS[0], "training": COLOURS[2], "publishing": COLOURS[4], "pausing": "#7d3c3c",
@@ -89,9 +89,9 @@ def verifier_table(run: RunFiles) -> list[Row]:
     return [
         {"verifier": name}
         | {key: found.get(key) for key in ("calls", "timeouts", "restarts")}
-        | {"failures": sum(found.get("failures", {}).values())}
-        | {f"{key} ms": round(found.get(f"latency_{key}_s", 0.0) * 1e3, 3) for key in ("p50", "p95")}
-        for name, found in sorted(run.last.get("verifiers", {}).items())
+        | {"failures": sum(numbers(found.get("failures")).values())}
+        | {f"{key} ms": round((number(found.get(f"latency_{key}_s")) or 0.0) * 1e3, 3) for key in ("p50", "p95")}
+        for name, found in ((name, table(found)) for name, found in sorted(table(run.last.get("verifiers")).items()))
     ]
 
 

@@ -17,21 +17,24 @@ _NUMBER = re.compile(r"(?:(?<![0-9])-)?(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-@any_reference
-def last_number(prompt: str, completion: str, answer: str, **row: Any) -> float:
+class last_number(Arguments):
     """Score 1 where the completion's final number equals the reference's, else 0.
 
     Both are read alike, so the reference may be a bare number or a whole worked solution (`... #### 72`); one without
     a number is a `ValueError`, and no fault of the completion's.
 
     Example:
-        >>> last_number("7+25=?", "7+25=32#32", "32")
+        >>> last_number()("7+25=?", "7+25=32#32", "32")
         1.0
     """
-    expected = final_number(answer)
-    if expected is None:
-        raise ValueError(f"the reference answer must hold a number, got {answer!r:.200}")
-    return float(final_number(completion) == expected)
+
+    @any_reference
+    def __call__(self, prompt: str, completion: str, answer: str, /, **row: Any) -> float:
+        """Compare the numbers."""
+        expected = final_number(answer)
+        if expected is None:
+            raise ValueError(f"the reference answer must hold a number, got {answer!r:.200}")
+        return float(final_number(completion) == expected)
 
 
 def final_number(text: str) -> Decimal | None:
