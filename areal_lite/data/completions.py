@@ -137,6 +137,8 @@ def _example(row: Mapping[str, Any], tokenizer: Tokenizer, *, config: OfflineCon
         prompt, completions = _cell(row, data.prompt_column), [_cell(row, data.completion_column)]
     else:
         *prompt, answer = messages_of(row[data.messages_column], role="user")
+        if not prompt:
+            raise ValueError(f"column {data.messages_column!r} must hold a prompt and an answer, got one message alone")
         completions = [[answer]]
     pairs = [split_turn(prompt, completion, tokenizer, chat=data.chat) for completion in completions]
     return Example(pairs[0][0], tuple(ids for _, ids in pairs))

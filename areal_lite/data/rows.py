@@ -109,7 +109,7 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
         try:
             for batch in ParquetFile(file).iter_batches(1024):
                 yield from batch.to_pylist()
-        except (OSError, ValueError) as error:  # what pyarrow raises inherits one of them
+        except Exception as error:  # pyarrow's own, and what Python's dates and time zones cannot be
             raise DataError(f"{file} is not readable as Parquet: {error}") from error
 
 
@@ -144,7 +144,7 @@ def _load_dataset(path: Path, may_be_hub_id: bool) -> dict[str, Any]:
 
 def check_columns(path: Path | str, rows: Sequence[tuple[int, dict[str, Any]]], *, columns: Mapping[str, str]) -> None:
     """Tell a wrong column name, which no row has, from a broken row."""
-    known = sorted({name for _, row in rows for name in row})
+    known = sorted({str(name) for _, row in rows for name in row})
     for option, column in columns.items():
         if known and column not in known:
             there = {*known} | {

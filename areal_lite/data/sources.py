@@ -1,6 +1,7 @@
 """The sources of tasks, by the kind that a recipe names: built in, files, or a plug-in's function."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ def load_tasks(source: SourceConfig, split: Split, *, where: str) -> list[Task]:
         read = RowReader(source).read(split)
         return [] if read is None else _tasks(*read, source, where=where)
     if source.source == "arith":
-        return arith_problems(source.arith, split)
+        made = arith_problems(source.arith, split)
+        return [replace(task, origin=f"{where}{task.origin.removeprefix('data')}") for task in made]
     is_gym = source.source == "reasoning_gym"
     rows = gym_rows(source.reasoning_gym, split, where=where) if is_gym else _plugin_rows(source, split, where=where)
     return _tasks(f"{source.source} {split}", list(enumerate(rows)), [], source, where=where)

@@ -77,9 +77,13 @@ def make_task(
         )
     if isinstance(answer, list):
         others[REFERENCES] = list(map(str, answers))
-    for name, value in {"prompt": prompt, "answer": answers, **others}.items():  # now, not in the middle of a run
+    for name, value in {
+        prompt_column: prompt,
+        answer_column: answers,
+        **others,
+    }.items():  # now, not amid a run
         try:
-            encode(value)
+            encode({name: value})
         except WireError as error:
             raise ValueError(
                 f"column {name!r} holds what cannot travel between processes, {value!r:.60} "

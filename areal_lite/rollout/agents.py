@@ -45,8 +45,8 @@ class Llm:
         """A client, ready to use, which is closed when the agent ends."""
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-        # Without TLS, whose certificates take longer to read than many an agent takes in all.
-        http = DefaultAsyncHttpxClient(verify=False)
+        # Without TLS, whose certificates take longer to read than many an agent takes in all, and without proxies.
+        http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
         client = AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, http_client=http)
         if self.endpoint is not None:
             client.post = partial(self._post, self.endpoint, client.post)  # type: ignore[method-assign]

@@ -24,8 +24,17 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "tool_choice": ("auto", "none", {"type": "auto"}, {"type": "none"}),
     "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "functions": ([],),
+    "min_tokens": (0,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "continue_final_message": (False,),
 }
-"""Settings that would sample from another policy, with the values that do not."""
+"""Settings that would sample from another policy, or another text, with the values that do not."""
 
 Body = Mapping[str, Any]
 Calls = Sequence[Call]
@@ -63,15 +72,16 @@ def check_policy(body: Mapping[str, Any], *, temperature: float) -> None:
 def _read_chat(body: Body) -> Asked:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-    return _of_chat(ChatCompletionRequest.model_validate(body), body["messages"], max_tokens=body.get("max_tokens"))
+    return _of_chat(ChatCompletionRequest.model_validate(body), body["messages"])
 
 
-def _of_chat(request: Any, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None) -> Asked:
+def _of_chat(request: Any, messages: Sequence[Mapping[str, Any]]) -> Asked:
+    given = request.max_completion_tokens
     return Asked(
         messages=tuple(map(normalised, messages)),
         # As vLLM gives them to the template.
         tools=tuple(tool.model_dump() for tool in request.tools or () if request.tool_choice != "none"),
-        max_tokens=request.max_completion_tokens or max_tokens,
+        max_tokens=vars(request)["max_tokens"] if given is None else given,  # deprecated, and warned of
         stop=_stops(request.stop),
         num=1 if request.n is None else request.n,
     )
@@ -110,7 +120,7 @@ def _read_completion(body: Body) -> Asked:
         raise ValueError(f"a prompt must be one text, got {request.prompt!r:.60}")
     return Asked(
         prompt=request.prompt,
-        max_tokens=body.get("max_tokens"),
+        max_tokens=None if body.get("max_tokens") is None else request.max_tokens,
         stop=_stops(request.stop),
         num=1 if request.n is None else request.n,
     )
@@ -162,7 +172,7 @@ def _read_messages(body: Body) -> Asked:
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
     request = AnthropicServingMessages.to_chat_completion_request(AnthropicMessagesRequest.model_validate(body))
-    return _of_chat(request, [dict(message) for message in request.messages], max_tokens=None)
+    return _of_chat(request, [dict(message) for message in request.messages])
 
 
 def _as_chat(body: Body) -> dict[str, Any]:
@@ -193,9 +203,9 @@ def _read_response(body: Body) -> Asked:
     for name in ("previous_response_id", "conversation", "background"):
         if body.get(name):
             raise ValueError(f"nothing is stored between calls, got {name}={body[name]!r}: send the whole input again")
+    request = ResponsesRequest.model_validate(body)
     if ((body.get("text") or {}).get("format") or {}).get("type", "text") != "text":
         raise ValueError("text.format must be text: any other would sample from another policy")
-    request = ResponsesRequest.model_validate(body)
     messages = construct_input_messages(request_instructions=request.instructions, request_input=request.input)
     return Asked(
         messages=tuple(map(normalised, messages)),
@@ -224,11 +234,14 @@ def _items(calls: Calls) -> list[dict[str, Any]]:
 
     (answer,) = [call.answer for call in calls]
     tools = [{"index": at, **one} for at, one in enumerate(answer.get("tool_calls", ()))]
-    thoughts, content = answer.get("reasoning_content"), answer["content"] or None
+    # An empty answer is one too; vLLM's processor finds no place for it, but has that of any text.
+    thoughts, content = answer.get("reasoning_content"), answer["content"] or (None if tools else "")
+    any_text = DeltaMessage(content=" ")
     said = DeltaMessage(reasoning=thoughts, content=content, tool_calls=tools)
     processor, events = SimpleStreamingEventProcessor(), list[Any]()
-    for part in split_delta(said) if thoughts or content or tools else ():
-        events += processor.close_current() + processor.open(*processor.resolve_target_state(part))
+    for part in split_delta(said):
+        place = processor.resolve_target_state(any_text if part.content == "" else part)
+        events += processor.close_current() + processor.open(*place)
         events += processor.emit_delta(part, None)
     events += processor.close_current()
     return [event.model_dump(mode="json", exclude_none=True) for event in events]

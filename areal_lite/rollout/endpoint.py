@@ -164,13 +164,15 @@ class Endpoint:
         if api not in FORMATS:
             raise Refusal(404, f"there is no {api}, only {', '.join([*FORMATS, 'models'])}", code="unknown_api")
         try:
-            form, body = FORMATS[api], dict(json.loads(raw))
+            form, body = FORMATS[api], json.loads(raw)
+            if not isinstance(body, dict):
+                raise ValueError(f"the body of a request must be a JSON object, got {type(body).__name__}")
             request = f"{api} {again or json.dumps(body)}"
             asked = form.read(json.loads(raw))  # reading may change what it reads
             check_policy(body, temperature=door.session.engine.temperature)
             if asked.tools and self._tool_parser is None:
                 raise ValueError("tools need rollout.tool_parser, which finds their calls in what the model says")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:  # of vLLM's readers too
             raise Refusal(400, str(error)) from error
         record = door.record(request, asked, is_retry=bool(again) or is_retry)
         record.num_waiting += 1

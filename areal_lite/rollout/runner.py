@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from areal_lite.config.data import CHAT
 from areal_lite.config.plugins import find_function, known_names
 from areal_lite.config.recipe import Config
 from areal_lite.errors import EngineError, EpisodeError, PluginError
@@ -38,7 +39,6 @@ class Workflows:
         default_factory=lambda: {"single_turn": (single_turn, {})}
     )
     """Function and arguments by name."""
-    is_chat: Callable[[Prompt], bool] = lambda _: False
     """Whether a prompt went through the model's chat template."""
     turn_timeout_s: float = 10.0
     """Seconds an episode may spend away from the engine at a stretch."""
@@ -79,7 +79,7 @@ class Workflows:
                     prompt_ids,
                     sampling=replace(sampling, max_new_tokens=room),
                     seed_of=seed_of,
-                    is_chat=self.is_chat(prompt),
+                    is_chat=CHAT in prompt.row,
                     turn_timeout_s=self.turn_timeout_s,
                 )
                 async with episode.clock:
@@ -156,7 +156,6 @@ def load_workflows(config: Config) -> Workflows:
     return Workflows(
         default=default,
         loaded=loaded,
-        is_chat=lambda prompt: config.data.mix.get(prompt.prompt_id.split("/")[0], config.data).chat,
         turn_timeout_s=rollout.turn_timeout_s,
         max_context=config.model.max_context,
         gate=asyncio.Semaphore(rollout.most_episodes),

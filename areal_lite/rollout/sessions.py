@@ -40,7 +40,7 @@ class Asked:
     """How many answers."""
 
     def __post_init__(self) -> None:
-        if self.num < 1 or (self.max_tokens or 1) < 1:
+        if self.num < 1 or (self.max_tokens is not None and self.max_tokens < 1):
             raise ValueError(f"n and max_tokens must be at least 1, got {self.num} and {self.max_tokens}")
 
 
@@ -178,7 +178,9 @@ class Session:
 
     def _text_context(self, prompt: str) -> tuple[Call | None, tuple[int, ...]]:
         for call in sorted(self._calls[::-1], key=lambda call: -len(call.asked.prompt)):
-            if call.asked.prompt and prompt.startswith(said := call.asked.prompt + call.turn.text):
+            # Behind an empty answer the same text again is a question asked again, and no continuation.
+            is_more = call.asked.prompt and call.turn.text
+            if is_more and prompt.startswith(said := call.asked.prompt + call.turn.text):
                 return call, (*call.tokens, *encode_text(prompt[len(said) :], self.engine.tokenizer))
         return None, tuple(encode_text(prompt, self.engine.tokenizer, add_special_tokens=True))
 
@@ -191,7 +193,8 @@ def normalised(message: Mapping[str, Any]) -> Message:
     """
     content = message.get("content") or ""
     if not isinstance(content, str):
-        others = {part.get("type") for part in content} - {"text", "input_text", "output_text"}
+        kinds = {part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in content}
+        others = kinds - {"text", "input_text", "output_text"}
         if others:
             raise ValueError(f"the content of a message must be text, got parts of type {', '.join(map(str, others))}")
         content = "\n".join(part["text"] for part in content)

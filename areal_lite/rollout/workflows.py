@@ -118,7 +118,7 @@ async def converse(
     return turns
 
 
-async def call(function: Callable[..., Any], *arguments: Any, **named_arguments: Any) -> Any:
+async def call(function: Callable[..., Any], /, *arguments: Any, **named_arguments: Any) -> Any:
     """Call a user's function without holding up the event loop: async ones here, others in a thread of their own.
 
     A thread cannot be ended. Where this call is cancelled, the thread is left to itself, and its result is dropped.

@@ -54,6 +54,8 @@ class QueueAccess:
     """The queue's public key; None = it speaks in the clear, in measurements and tests."""
     keys: KeyPair | None = None
     """The client's own."""
+    max_message_bytes: int | None = None
+    """Of a request: ZeroMQ cuts the connection of who sends much more, and nobody is told why. None = not known."""
 
     def __str__(self) -> str:
         return self.endpoint
@@ -73,3 +75,8 @@ class QueueKeys:
     def roles(self) -> dict[bytes, Role]:
         """Return each role by its public key."""
         return {pair.public: role for role, pair in self._roles.items()}
+
+
+def too_large(num_bytes: int, limit: int) -> str:
+    """Say that a request is longer than it may be."""
+    return f"a request may have {limit} bytes, got {num_bytes}: send less, or raise queue.max_message_mb"

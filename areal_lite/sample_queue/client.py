@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import zmq
 
 from areal_lite.errors import ArealLiteError, DataError, LedgerError, QueueTimeout, WireError
-from areal_lite.sample_queue.access import QueueAccess
+from areal_lite.sample_queue.access import QueueAccess, too_large
 from areal_lite.sample_queue.requests import NOT_REPEATABLE, REQUESTS, answer_type
 from areal_lite.wire import Raw, as_type, decode, encode
 
@@ -56,8 +56,11 @@ class _Client:
 
     def _next(self, op: str, fields: dict[str, Any]) -> tuple[bytes, bytes, float]:
         """Return the id of a new request, its message, and how long its answer may take."""
-        request_id = next(self._request_ids).to_bytes(8, "big")
-        return request_id, encode({"op": op, "fields": fields}), self._timeout_s + fields.get("wait_s", 0.0)
+        request_id, payload = next(self._request_ids).to_bytes(8, "big"), encode({"op": op, "fields": fields})
+        limit = self._access.max_message_bytes
+        if limit is not None and len(request_id) + len(payload) > limit:
+            raise WireError(too_large(len(payload), limit))
+        return request_id, payload, self._timeout_s + fields.get("wait_s", 0.0)
 
     def _late(self, op: str, *, wait_s: float, num_bytes: int) -> QueueTimeout:
         return QueueTimeout(

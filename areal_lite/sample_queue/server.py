@@ -23,14 +23,14 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import zmq
 
 from areal_lite.errors import ArealLiteError, ConfigError, LedgerError, QueueTimeout, WireError
-from areal_lite.sample_queue.access import ALLOWED, QueueAccess, QueueKeys, Role
+from areal_lite.sample_queue.access import ALLOWED, QueueAccess, QueueKeys, Role, too_large
 from areal_lite.sample_queue.connections import COPIED_BYTES, Connection, Connections, Gatekeeper
 from areal_lite.sample_queue.ledger import Ledger
 from areal_lite.sample_queue.requests import REQUESTS, read_fields
@@ -193,7 +193,8 @@ class QueueServer:
 
     def access(self, role: Role) -> QueueAccess:
         """Return what clients of a role connect with, once the server has started."""
-        return QueueAccess(self._endpoint) if self._keys is None else self._keys.access(role, self._endpoint)
+        access = QueueAccess(self._endpoint) if self._keys is None else self._keys.access(role, self._endpoint)
+        return replace(access, max_message_bytes=self._max_message_bytes)
 
     def close(self) -> None:
         """Stop serving; parked requests are answered with an error. Idempotent, ends within a second."""
@@ -362,11 +363,7 @@ class QueueServer:
     def _read(self, frames: list[bytes], number: int, size: int) -> tuple[str, dict[str, Any]]:
         """Return the request and the checked fields of a message, or raise the refusal."""
         if size > self._max_message_bytes:
-            raise _Refusal(
-                "oversized",
-                f"a request may have {self._max_message_bytes} bytes, got {size}: send less, or raise "
-                "queue.max_message_mb",
-            )
+            raise _Refusal("oversized", too_large(size, self._max_message_bytes))
         if number != 2:
             raise _Refusal("malformed", f"a request has 2 frames, got {number}: use the clients of areal_lite")
         return _read_payload(frames[1])

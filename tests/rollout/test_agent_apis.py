@@ -134,6 +134,20 @@ def test_responses_run_as_they_are(is_streamed: bool) -> None:
     check_calls(*trained(agent, SAID, **HERMES))
 
 
+def test_an_empty_response_is_a_message() -> None:
+    """Seen failing with no output at all: `output[0]` raised, and the next call was a branch."""
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        response = await llm.client.responses.create(model="m", input=[user("a")])
+        assert (response.output[0].type, response.output_text) == ("message", "")
+        said = {"role": "assistant", "content": response.output_text}
+        await llm.client.responses.create(model="m", input=[user("a"), said, user("b")])
+        return 1.0
+
+    sample, _ = trained(agent, ["", "b"])
+    assert sample.branches == ()
+
+
 def test_a_parser_of_ones_own_and_reasoning(tmp_path: Any) -> None:
     """The tool call in a syntax of one's own; thoughts apart by vLLM's parser, and in the context all the same.
 

@@ -77,6 +77,13 @@ def test_a_program_that_fails_is_a_lost_sample_that_quotes_it(tmp_path: Path, pr
         play(tmp_path, program, memory_mb=1024)
 
 
+def test_a_program_asks_no_proxy_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing without the variable: on many a cluster each call went to the proxy."""
+    monkeypatch.setenv("no_proxy", "intern")
+    play(tmp_path, "found = [os.environ[name] for name in ('NO_PROXY', 'no_proxy')]\n"
+                   "assert found == ['127.0.0.1', 'intern,127.0.0.1'], found; print(1)")  # fmt: skip
+
+
 def test_no_more_episodes_run_at_once_than_may() -> None:
     """An evaluation begins all its prompts at once; programs are 8 unless the recipe says otherwise.
 

@@ -14,7 +14,7 @@ from episode_builders import UNCUT, Speaker, given_mask, make_prompt, run
 from test_workflow_chat import CHATML, THINKING, make_tokenizer
 
 from areal_lite.errors import EpisodeError
-from areal_lite.rollout.endpoint import Endpoint
+from areal_lite.rollout.endpoint import Endpoint, Refusal
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.runner import Workflows
 from areal_lite.types import Sample
@@ -316,6 +316,12 @@ def test_text_completions_go_on_from_exact_tokens() -> None:
         ({"logit_bias": {"5": 1}}, "got logit_bias="),
         ({"tools": [ADD]}, "tools need rollout.tool_parser"),
         ({"n": 0}, "n and max_tokens must be at least 1, got 0"),
+        ({"max_tokens": 0}, "n and max_tokens must be at least 1, got 1 and 0"),
+        ({"max_completion_tokens": 0}, "n and max_tokens must be at least 1, got 1 and 0"),
+        ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "got structured_outputs="),
+        ({"extra_body": {"min_tokens": 3}}, "got min_tokens=3"),
+        ({"extra_body": {"bad_words": ["a"]}}, "got bad_words="),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "must be text, got parts of type str"),
     ],
 )
 def test_what_would_be_another_policy_is_refused(options: dict[str, Any], message: str) -> None:
@@ -323,12 +329,74 @@ def test_what_would_be_another_policy_is_refused(options: dict[str, Any], messag
 
     async def agent(task: Mapping[str, Any], llm: Any) -> float:
         with pytest.raises(openai.BadRequestError, match=message):
-            await say(llm, [user("a")], **options)
+            await llm.client.chat.completions.create(**{"model": "m", "messages": [user("a")]} | options)
         await say(llm, [user("a")], temperature=1, top_p=1.0, max_tokens=2, seed=3)
         return 1.0
 
     sample, _ = trained(agent, ["abc"])
     assert sample.num_tokens == 2
+
+
+@pytest.mark.parametrize("max_tokens", [2.0, "2"])
+def test_a_limit_reaches_the_engine_as_a_whole_number(max_tokens: Any) -> None:
+    """Seen failing with the body's own value, which vLLM's engine cannot decode."""
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        await say(llm, [user("a")], max_tokens=max_tokens)
+        await llm.client.completions.create(model="m", prompt="Q", max_tokens=max_tokens)
+        return 1.0
+
+    _, speaker = trained(agent, ["abc", "abc"])
+    assert [repr(sampling.max_new_tokens) for sampling in speaker.samplings] == ["2", "2"]
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "message"),
+    [
+        ("chat/completions", "[1]", "must be a JSON object, got list"),
+        ("chat/completions", "null", "must be a JSON object, got NoneType"),
+        ("chat/completions", '{"messages": ' + "[" * 100_000, "recursion"),
+        ("responses", '{"model": "m", "input": "a", "text": "x"}', "text"),
+        ("responses", '{"model": "m", "input": [{"type": "message", "role": "assistant", "content": []}]}', ""),
+    ],
+)
+def test_a_body_that_is_none_is_refused_and_not_sent_again(api: str, body: str, message: str) -> None:
+    """Seen failing: an answer of status 500, which SDKs ask for again."""
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        name = llm.anthropic_base_url.rpartition("/")[2]
+        with pytest.raises(Refusal, match=message) as caught:
+            await llm.endpoint.answer(name, llm.api_key, api, body)
+        assert caught.value.status == 400
+        await say(llm, [user("a")])
+        return 1.0
+
+    trained(agent, ["abc"])
+
+
+def test_a_proxy_of_the_cluster_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing (connection error) with the proxies of the environment."""
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        stream = await llm.client.chat.completions.create(model="m", messages=[user("a")], stream=True)
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]) == "abc"
+        return 1.0
+
+    trained(agent, ["abc"])
+
+
+def test_a_text_asked_again_after_an_empty_answer_is_a_branch() -> None:
+    """Seen failing: it went on behind the empty answer's end token."""
+
+    async def agent(task: Mapping[str, Any], llm: Any) -> float:
+        for _ in range(2):
+            await llm.client.completions.create(model="m", prompt="Q: ")
+        return 1.0
+
+    sample, speaker = trained(agent, ["", "one"], template=None)
+    assert speaker.contexts[0] == speaker.contexts[1]
+    assert len(sample.branches) == 1
 
 
 def test_an_evaluation_is_greedy_whatever_temperature_is_asked_for() -> None:

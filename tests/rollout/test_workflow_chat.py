@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from episode_builders import UNCUT, Speaker, given_mask, play, spans_of
+from episode_builders import UNCUT, Speaker, given_mask, load, play, spans_of
 
 from areal_lite.data.demonstrations import PRINTABLE
 from areal_lite.data.tokenizer import build_char_tokenizer
@@ -55,7 +55,13 @@ def make_chat_prompt(tokenizer: Any, text: str) -> Prompt:
         [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
     )
     ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-    return Prompt(prompt_id="chat/0/0", text=rendered, token_ids=tuple(ids), answer="")
+    return Prompt(
+        prompt_id="chat/0/0",
+        text=rendered,
+        token_ids=tuple(ids),
+        answer="",
+        row={"prompt_messages": [{"role": "user", "content": text}]},
+    )
 
 
 def converse(template: str, answers: list[str], *, sampling: Sampling = UNCUT) -> tuple[Any, Prompt, Sample, Speaker]:
@@ -68,7 +74,7 @@ def converse(template: str, answers: list[str], *, sampling: Sampling = UNCUT) -
     prompt = make_chat_prompt(tokenizer, "Guess answer0!")
     engine = Speaker(answers, tokenizer=tokenizer)
     loaded = {"own": (multi_turn, {"step": step, "max_turns": len(answers)})}
-    workflows = Workflows(default="own", loaded=loaded, is_chat=lambda _: True)
+    workflows = Workflows(default="own", loaded=loaded)
     return tokenizer, prompt, play(engine, workflows, prompt, sampling=sampling), engine
 
 
@@ -147,7 +153,7 @@ def test_a_workflow_that_cuts_answers_short_itself_gets_the_end_token_as_given(l
 
     tokenizer = make_tokenizer(CHATML)
     prompt = make_chat_prompt(tokenizer, "Hi")
-    workflows = Workflows(default="own", loaded={"own": (episode, {})}, is_chat=lambda _: True)
+    workflows = Workflows(default="own", loaded={"own": (episode, {})})
     sample = play(Speaker(["ab<def", "g"], tokenizer=tokenizer), workflows, prompt)
     assert tokenizer.decode(sample.token_ids.tolist()) == (
         "ab<<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\ng<|im_end|>"
@@ -181,3 +187,18 @@ def test_a_reply_that_the_tokenizer_does_not_know_is_named() -> None:
     workflows = Workflows(default="own", loaded={"own": (multi_turn, {"step": step})})
     with pytest.raises(EpisodeError, match=r"workflow:ValueError: the model's tokenizer cannot encode .* 'é'"):
         play(Speaker(["a", "b"]), workflows)
+
+
+def test_a_recipe_s_workflow_knows_a_chat_by_its_messages() -> None:
+    """Prompts that are messages need no setting. Seen failing with `data.chat` asked, which they leave out."""
+    tokenizer = make_tokenizer(CHATML)
+    engine = Speaker(["1", "2"], tokenizer=tokenizer)
+    workflows = load("multi_turn", arguments={"step": f"{__file__}:counted", "max_turns": 2})
+    play(engine, workflows, make_chat_prompt(tokenizer, "Hi"))
+    assert tokenizer.decode(engine.contexts[1]).endswith(
+        "1<|im_end|>\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def counted(messages: Messages, row: Mapping[str, Any]) -> tuple[str, bool]:
+    return "no", False

@@ -133,7 +133,6 @@ def test_chat_models_call_in_their_own_way(template: str, answered: str) -> None
         '<tool_call>{"name": "missing", "arguments": {}}</tool_call>'
     )
     workflows = load("tools", arguments={"functions": [f"{HERE}:add", f"{HERE}:missing"]})
-    workflows.is_chat = lambda _: True
     engine = Speaker([said, "3"], tokenizer=tokenizer)
     prompt = make_chat_prompt(tokenizer, "1+2?")
     play(engine, workflows, prompt, sampling=LONG)
