@@ -10,7 +10,8 @@ from areal_lite.errors import ConfigError
 
 bench = typer.Typer(
     help="Measure: modes against each other, or many short runs of a plan.\n\n"
-    "Called again, a benchmark goes on where it stopped. Ctrl-C finishes the step, saves, and says how to continue."
+    "In modes, plan, presets, staleness and gpu-check, Ctrl-C finishes the step, saves, and says how to continue: "
+    "called again, they go on where they stopped. The others begin anew."
 )
 
 Words = Annotated[list[str], word_list("[RECIPE]... [section.field=value]...", "recipes, and settings of all of them")]

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from areal_lite.cli.options import word_list
+from areal_lite.config.reading import parse_section
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.job import KINDS, Job, find_job, find_kind, job_name
 from areal_lite.launch.clusters.profile import Profile, load_profile
@@ -51,9 +52,8 @@ def launch(
         return _ask(*asked[0])
     if not command:
         raise ConfigError("launch needs a command and a recipe, got none: areal-lite launch train arith_cpu")
-    job = Job(
-        name=name or job_name(command), kind=on, folder=str(Path.cwd()), words=command, profile=load_profile(profile)
-    )
+    asked_for = {"name": name or job_name(command), "kind": on, "folder": str(Path.cwd()), "words": command}
+    job = parse_section({**asked_for, "profile": load_profile(profile)}, Job)
     return run_job(job, dry_run=dry_run, detach=detach)
 
 

@@ -192,9 +192,9 @@ def make_each(
         _log.warning("%s", summary)
         if not made or len(broken) > data.max_bad_fraction * num_rows:
             number, problem = broken[0]
+            to_do = f", or raise {where}.max_bad_fraction" if data.max_bad_fraction else ""
             raise DataError(
                 f"{summary}, more than {where}.max_bad_fraction={data.max_bad_fraction} allows; the first is "
-                f"{'line' if data.source == 'jsonl' else 'row'} {number}: {problem}. Repair the file, or raise "
-                f"{where}.max_bad_fraction"
+                f"{'line' if data.source == 'jsonl' else 'row'} {number}: {problem}. Repair the file{to_do}"
             )
     return made

@@ -18,7 +18,8 @@ from pydantic import Field
 from areal_lite.config.reading import parse_override, read_yaml
 from areal_lite.config.section import Section
 from areal_lite.errors import ConfigError
-from areal_lite.launch.bench.harness import CONSOLE, PlannedRun, run_to_the_end, say, write_results
+from areal_lite.launch.bench import view
+from areal_lite.launch.bench.harness import PlannedRun, run_to_the_end, say, write_results
 from areal_lite.launch.bench.plan import choose, planned_config
 from areal_lite.launch.bench.view import table
 from areal_lite.node import package_versions
@@ -76,7 +77,7 @@ def bench(overrides: Sequence[str], *, cpu: bool, only: Sequence[str], out: Path
         return content
 
     def show(_content: object) -> None:
-        CONSOLE.print(table("gpu-check", rows, title="gpu-check"))
+        view.show(table("gpu-check", rows, title="gpu-check"))
         for row in rows:
             if row["outcome"] != "passed":
                 say(f"{row['name']}: {row['outcome']}")

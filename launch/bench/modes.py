@@ -15,7 +15,8 @@ import numpy as np
 from areal_lite.config.reading import parse_override
 from areal_lite.errors import ConfigError
 from areal_lite.launch.bench import modes_figures as figures
-from areal_lite.launch.bench.harness import CONSOLE, PlannedRun, entry_of, run_to_the_end, say, turns, write_results
+from areal_lite.launch.bench import view
+from areal_lite.launch.bench.harness import PlannedRun, entry_of, run_to_the_end, say, turns, write_results
 from areal_lite.launch.bench.modes_figures import MAX_STALENESS, MODES, Mode
 from areal_lite.launch.bench.plan import choose, planned_config
 from areal_lite.launch.bench.view import picture, table
@@ -48,7 +49,7 @@ def bench(recipe: str, overrides: Sequence[str], *, repeats: int, only: Sequence
 
     def show(content: dict[str, Any]) -> None:
         if content["modes"]:
-            CONSOLE.print(*modes_tables(content), sep="\n")
+            view.show(*modes_tables(content))
             draw_modes(content, out / "modes.svg")
             (out / "modes.md").write_text(modes_markdown(content))
         for text in content["findings"]:

@@ -18,7 +18,8 @@ from areal_lite.config.recipe import Config, parse_config
 from areal_lite.config.section import Section
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError
-from areal_lite.launch.bench.harness import CONSOLE, PlannedRun, entry_of, run_to_the_end, say, write_results
+from areal_lite.launch.bench import view
+from areal_lite.launch.bench.harness import PlannedRun, entry_of, run_to_the_end, say, write_results
 from areal_lite.launch.bench.view import table
 
 Settings = dict[str, Any]
@@ -58,7 +59,7 @@ def bench(plan_name: str, overrides: Sequence[str], *, only: Sequence[str], out:
     out = (out or Path("runs") / f"bench-{name}").resolve()
 
     def show(content: dict[str, Any]) -> None:
-        CONSOLE.print(table("plan", content["runs"], title="results"))
+        view.show(table("plan", content["runs"], title="results"))
         say(f"results: {out / 'results.json'}")
 
     return run_to_the_end([chosen], out=out, collect=lambda: collect_results(name, plan, runs, out=out), show=show)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from areal_lite.record.columns import Row, cells
@@ -14,14 +15,23 @@ from areal_lite.record.columns import Row, cells
 def table(benchmark: str, rows: Iterable[Row], *, title: str = "", caption: str | None = None) -> Table:
     """Render a table for the terminal; the first column to the left, figures to the right."""
     shown = Table(title=title or None, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD,
-                  show_edge=False, padding=(0, 1, 0, 0))  # fmt: skip
+                  show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))  # fmt: skip
     titles, *lines = cells(benchmark, rows)
     for place, texts in enumerate(zip(titles, *lines, strict=True)):
-        longest = max(map(len, " ".join(texts).split()))  # where there is no room lines are broken, words are not
-        shown.add_column(texts[0], justify="right" if place else "left", min_width=longest)
+        # Where there is no room lines are broken, words are not: a column of words has all the room that it needs.
+        longest = max(map(len, " ".join(texts).split()))
+        is_words = longest == max(map(len, "\n".join(texts).split("\n")))
+        shown.add_column(texts[0], justify="right" if place else "left", min_width=longest, no_wrap=is_words)
     for line in lines:
         shown.add_row(*(text.replace("**", "") for text in line))
     return shown
+
+
+def show(*tables: Table) -> None:
+    """Show tables with every figure, also where the terminal, or a pipe's 80 columns, are narrower than that needs."""
+    for one in tables:
+        needed = Console(width=1000).measure(one).minimum
+        Console(width=max(Console().width, needed)).print(one, crop=False)
 
 
 @contextmanager

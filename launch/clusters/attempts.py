@@ -212,7 +212,7 @@ def _watch(job: Job, nodes: RayNodes, driver: Remote, asked: Sequence[int]) -> t
             _say(lost)
         if lost and time.monotonic() > lost_at + _LOST_GRACE_S:
             return 1, lost
-        if len(asked) > handed_on:
+        if len(asked) > handed_on and driver.pid is not None:  # before that, nobody could hear it
             handed_on += 1
             if handed_on > 1 or not is_told:
                 driver.interrupt()
@@ -279,7 +279,7 @@ def last_step(folder: Path | None) -> int:
 
 def _cause(text: str) -> str:
     """Return the line of a command's output that says best why it failed: the last that names an error."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [bare for line in text.splitlines() if (bare := line.strip(" │")) and not bare.startswith(("╭", "╰"))]
     return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "it said nothing")
 
 

@@ -32,6 +32,11 @@ def recipe_of(words: list[str]) -> tuple[str, str, list[str]]:
         raise ConfigError(
             f"{command} needs a recipe right behind it (eval: --recipe), got {' '.join(rest) or 'nothing'}"
         )
+    own = ("--on", "--profile", "--name", "--dry-run", "--detach", "--status", "--logs", "--stop", "--new-profile")
+    if late := [word for word in rest if word.partition("=")[0] in own]:
+        raise ConfigError(
+            f"options of launch stand before the command, got {' '.join(late)} behind it: move them there"
+        )
     return command, named[0], [word for word in rest if "=" in word and not word.startswith("-")]
 
 
@@ -107,7 +112,7 @@ def shipped(job: Job, source: str) -> tuple[Job, dict[str, str]]:
     there = job.model_copy(update={"folder": f"{job.profile.shared}/{job.name}"})
     try:
         own = {str(path): (Path(job.folder) / path).read_text() for path in own_files(recipe_of(job.words)[1], job)}
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the recipe's files are shipped, got {error}: correct the name in the recipe") from error
     own[str(there.record.relative_to(there.folder))] = there.model_dump_json(indent=2, exclude_defaults=True) + "\n"
     return there, own | {"start.sh": render("start.sh", job=there, source=source)}

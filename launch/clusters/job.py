@@ -5,7 +5,7 @@ What a kind of cluster does with it, local, ray, ssh, slurm or kubernetes, is on
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -46,6 +46,10 @@ class Job(Section):
     profile: Profile = Profile()
     id: str = ""
     """what the cluster calls it: a process, a batch job"""
+
+    def _problems(self) -> Iterable[str]:
+        if not re.fullmatch(r"\w[\w.-]*", self.name):
+            yield f"the name of a job has letters, digits, '_', '-' and '.', got {self.name!r}: choose another --name"
 
     @property
     def ships(self) -> bool:

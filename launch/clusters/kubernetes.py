@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -47,7 +48,9 @@ class Kubernetes(Kind):
             found.append(
                 f"a job on kubernetes has at most 46 of a-z, 0-9 and -, got {job.name!r}: choose another --name"
             )
-        _, rayjob = manifest(job)
+        config_map, rayjob = manifest(job)
+        if (size := sum(map(len, map(str.encode, config_map["data"].values())))) > 2**20:
+            found.append(f"recipe and plug-ins must fit into a ConfigMap of 1 MiB, got {size} bytes: make them smaller")
         return [*found, *schema_problems(rayjob), *bash_problems(shipped(job, _FILES)[1])]
 
     def submit(self, job: Job) -> str:
@@ -84,12 +87,13 @@ class Kubernetes(Kind):
         pod = _kubectl(job, "get", "pods", "-l", head, "-o", "name").strip()
         if not pod:
             raise ConfigError(f"the head's pod of {job.name} must run, got none: kubectl delete rayjob {job.name}")
-        _kubectl(job, "exec", pod, "--", "sh", "-c", f"kill -INT $(cat {there.files}/pid)")
+        _kubectl(job, "exec", pod, "--", "sh", "-c", f"kill -INT $(cat {shlex.quote(f'{there.files}/pid')})")
 
 
 def manifest(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the ConfigMap with the job's files, and the RayJob."""
     kubernetes, (there, files) = job.profile.kubernetes, shipped(job, _FILES)
+    pid = shlex.quote(f"{there.files}/pid")
     text = render(
         "rayjob.yaml",
         job=job,
@@ -98,9 +102,13 @@ def manifest(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
         folder=_FILES,
         claims={**({kubernetes.claim: job.profile.shared} if kubernetes.claim else {}), **kubernetes.claims},
         ray_version=version("ray"),
-        save=f"pid=$(cat {there.files}/pid) && kill -INT $pid && while kill -0 $pid; do sleep 1; done",
+        save=f"pid=$(cat {pid}) && kill -INT $pid && while kill -0 $pid; do sleep 1; done",
     )
     config_map, rayjob = yaml.safe_load_all(text)
+    cluster = rayjob["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", ())):
+        (container,) = group["template"]["spec"]["containers"]
+        container["env"] = [{"name": name, "value": value} for name, value in job.profile.env.items()]
     config_map["data"] = {f"file-{index}": files[path] for index, path in enumerate(sorted(files))}
     return config_map, rayjob
 

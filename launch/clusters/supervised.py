@@ -104,7 +104,12 @@ class Ssh(Supervised):
 
     def nodes(self, job: Job) -> Mapping[str, Sequence[str]]:
         """Return each host's shell."""
-        words = shlex.split(job.profile.ssh.shell)
+        try:
+            words = shlex.split(job.profile.ssh.shell)
+        except ValueError as error:
+            raise ConfigError(
+                f"ssh.shell must be words as for a shell, got {job.profile.ssh.shell!r}: {error}"
+            ) from error
         return {host: [word.replace("{host}", host) for word in words] for host in job.profile.ssh.hosts}
 
 

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from ledger_builders import bring_to_ready, make_settings
 from rich.console import Console
+from rich.table import Table
 from run_folders import new_run_folder
 from test_bench_measures import EVENTS, ROWS
 
 from areal_lite.cli.main import main
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
-from areal_lite.launch.bench import harness
+from areal_lite.launch.bench import harness, view
 from areal_lite.launch.bench.harness import PlannedRun
 from areal_lite.launch.bench.modes import (
     Threads,
@@ -198,6 +199,15 @@ def test_the_fastest_setting_is_chosen() -> None:
     assert chosen == {"async-eta1": "1+2", "sync-colocated": "2+2"}
 
 
+def test_a_table_that_needs_more_room_than_a_pipe_has_is_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen failing: figures on the right were cut off without a sign."""
+    wide = Table(*(f"column-{number}" for number in range(12)))
+    wide.add_row(*(f"value-{number:04}" for number in range(12)))
+    view.show(wide)
+    said = capsys.readouterr().out
+    assert all(f"value-{number:04}" in said for number in range(12))
+
+
 def test_the_table_and_the_picture_show_every_mode(tmp_path: Path) -> None:
     lines = compare([*SYNCHRONOUS, *repeats("async-eta4", 15.0, 15.0, 30.0)])
     content = {"recipe": "a/longtail_cpu.yaml", "cores": 2, "commit": "abc", "measured_steps": [5, 16], "modes": lines,
@@ -207,6 +217,7 @@ def test_the_table_and_the_picture_show_every_mode(tmp_path: Path) -> None:
     text = console.export_text()
     assert "longtail_cpu: modes on 2 cores, commit abc, steps 6 to 16" in text
     assert "…" not in text, "it fits into 80 columns"
+    assert max(map(len, text.splitlines())) <= 80
     assert re.search(r"async-eta4 +1.50 +15.0 ", text)
     assert "75 0 0 0" in text
     page = modes_markdown(content)

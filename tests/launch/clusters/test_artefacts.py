@@ -3,6 +3,7 @@
 New snapshots, to be read before they are kept: python tests/launch/clusters/test_artefacts.py
 """
 
+import re
 import shlex
 import subprocess
 import sys
@@ -11,12 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import yaml
 from launch_builders import make_job, make_profile
 
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.job import find_kind
-from areal_lite.launch.clusters.kubernetes import manifest, schema_problems
+from areal_lite.launch.clusters.kubernetes import Kubernetes, manifest, schema_problems
 from areal_lite.launch.clusters.ray_nodes import RayNodes
+from areal_lite.launch.clusters.remote import render
 
 SNAPSHOTS = Path(__file__).parents[2] / "fixtures" / "launch"
 KINDS = ("local", "ray", "ssh", "kubernetes")
@@ -129,3 +132,37 @@ if __name__ == "__main__":
     SNAPSHOTS.mkdir(exist_ok=True)
     for one in KINDS:
         (SNAPSHOTS / f"{one}.txt").write_text(written(one))
+
+
+def test_values_and_paths_reach_a_rayjob_as_they_are() -> None:
+    """Seen failing: line separators became spaces, DEL a traceback, and a path of two words was two."""
+    env = {"A": "a\u2028b\u0085c\x7fd 🙂 \"'\n"}
+    job = make_job("kubernetes", profile=make_profile(shared="/mnt/my data", env=env))
+    _, rayjob = yaml.safe_load_all(Kubernetes().artefacts(job)["rayjob.yaml"])
+    cluster = rayjob["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert group["template"]["spec"]["containers"][0]["env"] == [{"name": "A", "value": env["A"]}]
+    stop = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][2]
+    assert "cat '/mnt/my data/run-1/runs/jobs/run-1/pid')" in stop
+
+
+@pytest.mark.parametrize(("enter", "code"), [("true\n", 7), ("true # why\nfalse # and why\n", 1), ("export A=1", 7)])
+def test_what_is_entered_may_be_lines_and_must_succeed(enter: str, code: int, tmp_path: Path) -> None:
+    """Seen failing: a syntax error, and with a comment behind it a failure that was passed over."""
+    folder = tmp_path / "there"
+    job = make_job("kubernetes", folder=str(folder), profile=make_profile(shared=str(tmp_path), enter=enter))
+    text = render("start.sh", job=job, source=tmp_path / "from").replace("exec python", "exec false && exec python")
+    (tmp_path / "from").mkdir()
+    text = re.sub(r"^exec .*", "exit 7", text, flags=re.MULTILINE)
+    assert subprocess.run(["bash", "-c", text], check=False).returncode == code
+
+
+def test_files_that_cannot_be_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with a traceback, and with a manifest that no cluster takes."""
+    monkeypatch.chdir(tmp_path)
+    job = make_job("kubernetes", "train arith_cpu verifier.function=v.py:f", folder=str(tmp_path))
+    Path("v.py").write_bytes(b"# \xe9\n")
+    with pytest.raises(ConfigError, match="the recipe's files are shipped"):
+        Kubernetes().check(job)
+    Path("v.py").write_text("#" * 2**20)
+    assert any("ConfigMap of 1 MiB" in problem for problem in Kubernetes().check(job))

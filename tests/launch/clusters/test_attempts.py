@@ -144,6 +144,23 @@ def test_ctrl_c_is_handed_on_and_there_is_no_other_attempt(tmp_path: Path, monke
     assert Attempts.read(job).status().words == "stopped and saved at step 0"
 
 
+def test_a_stop_before_the_command_has_begun_reaches_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing: it was counted as handed on, and the run went to its end."""
+    line = "trap 'echo saved > saved; exit 130' INT; for i in $(seq 300); do sleep 0.1; done"
+    job = job_of(tmp_path, line, monkeypatch)
+    entered = job.profile.model_copy(update={"enter": "touch begun; sleep 1"})
+    thread = interrupt_when(tmp_path / "begun")
+    assert supervise(job.model_copy(update={"profile": entered}).save()) == 130
+    thread.join()
+    assert (tmp_path / "saved").exists()
+
+
+def test_the_cause_is_what_a_box_says() -> None:
+    """Seen failing with the upper edge of the box."""
+    text = "Usage: areal-lite\n╭─ Error ─────╮\n│ No such option: --x │\n╰─────────────╯\n"
+    assert attempts._cause(text) == "No such option: --x"
+
+
 def test_a_notice_that_comes_twice_does_not_end_the_run_at_once() -> None:
     """Slurm tells every process, and its script this one. Seen failing with each counted: the second cut the save."""
     with _asked_to_stop() as asked:

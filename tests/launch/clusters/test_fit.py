@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from launch_builders import make_job, make_profile
+from pydantic import ValidationError
 
 from areal_lite.cli import main as cli
 from areal_lite.errors import ConfigError
@@ -64,7 +65,13 @@ def test_a_job_that_ships_its_files_needs_them_below(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [("verify arith_cpu", "one of train"), ("train run.steps=3", "right behind it"), ("eval model", "right behind it")],
+    [
+        ("verify arith_cpu", "one of train"),
+        ("train run.steps=3", "right behind it"),
+        ("eval model", "right behind it"),
+        ("train arith_cpu --dry-run", "before the command, got --dry-run behind it"),
+        ("train arith_cpu --name=x run.steps=1", "before the command, got --name=x behind it"),
+    ],
 )
 def test_a_command_that_is_none(words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -93,3 +100,10 @@ def test_a_dry_run_prints_and_fails_with_what_to_do(
     assert cli.main(["launch", "--dry-run", "train", "arith_cpu", "trainer.rank=2"]) == 1
     assert "unknown key trainer.rank; did you mean trainer.ranks?" in capsys.readouterr().err
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("name", ["a/b", "../x", "x%j", "", ".hidden", "two words", "new\nline"])
+def test_a_name_is_one_that_every_kind_can_use(name: str) -> None:
+    """Seen failing: such a job could not be found again, or its log was elsewhere."""
+    with pytest.raises(ValidationError, match="choose another --name"):
+        make_job(name=name)
