@@ -56,10 +56,6 @@ class LeaseTable:
         """Return a living lease, None for one that ended or never was."""
         return self._leases.get(lease_id)
 
-    def all(self) -> list[HeldLease]:
-        """Return the living leases."""
-        return list(self._leases.values())
-
     def held_by(self, worker: str) -> tuple[int, float | None]:
         """Return how many leases a worker holds, and when the oldest was given."""
         given_at = self._by_worker.get(worker, {})

@@ -158,10 +158,6 @@ class Ledger:
         """
         return self._give_back(self._leases.end_all_of(worker))
 
-    def leases(self) -> list[HeldLease]:
-        """Return the living leases: who holds what, since when."""
-        return self._leases.all()
-
     def find_lease(self, lease_id: str) -> HeldLease | None:
         """Return a living lease, None for one that ended or never was."""
         return self._leases.find(lease_id)
@@ -214,13 +210,14 @@ class Ledger:
             self._groups.end(group, state, reason=reason)
         return True
 
-    def reject(self, lease_id: str, reason: str) -> bool:
-        """End a leased group as `rejected(reason)`: valid, but of no use."""
-        return self._end_leased(lease_id, GroupState.REJECTED, reason=reason)
-
     def fail(self, lease_id: str, reason: str) -> bool:
         """End a leased group as `failed(reason)`: it could not be generated or scored."""
-        return self._end_leased(lease_id, GroupState.FAILED, reason=reason)
+        lease = self._leases.find(lease_id)
+        if lease is None:
+            return False
+        self._leases.end(lease_id)
+        self._groups.end(lease.group, GroupState.FAILED, reason=reason)
+        return True
 
     # Batches
 
@@ -244,19 +241,6 @@ class Ledger:
             raise LedgerError(f"every batch needs an id of its own, got {batch_id!r}, which is complete: use a new id")
         chosen = self._choose()
         return None if chosen is None else self._take_out(batch_id, chosen)
-
-    def return_batch(self, batch_id: str) -> None:
-        """Put the taken batch back because the trainer was lost; without a taken batch this does nothing.
-
-        Raises:
-            LedgerError: Another batch is taken.
-        """
-        if self._batch is None:
-            return
-        self._check_taken(batch_id, self._batch)
-        for group in list(self._groups.in_state(GroupState.TAKEN)):
-            self._groups.move(group, STATE_BEFORE[group.state])
-        self._batch = None
 
     def complete_step(self, batch_id: str) -> list[str]:
         """Count the taken batch as trained and move the version, because its weights are being published.
@@ -363,14 +347,6 @@ class Ledger:
                 "the ledger's version must move before engines resume on new weights"
             )
 
-    def _end_leased(self, lease_id: str, state: GroupState, *, reason: str) -> bool:
-        lease = self._leases.find(lease_id)
-        if lease is None:
-            return False
-        self._leases.end(lease_id)
-        self._groups.end(lease.group, state, reason=reason)
-        return True
-
     def _give_back(self, leases: Sequence[HeldLease]) -> list[str]:
         for lease in leases:
             before = STATE_BEFORE[lease.group.state]
@@ -440,6 +416,5 @@ class Ledger:
     def _check_taken(batch_id: str, batch: Batch) -> None:
         if batch_id != batch.batch_id:
             raise LedgerError(
-                f"one batch is taken at a time, got {batch_id!r} while {batch.batch_id!r} is taken: "
-                "complete or return that first"
+                f"one batch is taken at a time, got {batch_id!r} while {batch.batch_id!r} is taken: complete that first"
             )

@@ -16,35 +16,13 @@ import numpy.typing as npt
 from areal_lite.types import GIVEN, VersionSpan
 
 
-def admission_limit(version: int, *, total_steps: int, max_ahead: int, groups_per_step: int) -> int:
-    """Return how many groups may be outstanding at once.
-
-    `min(max_ahead + 1, total_steps - version) * groups_per_step`: the batch in hand and so many more, but never more
-    than the remaining steps can train.
-
-    Args:
-        version: Completed trainer steps.
-        total_steps: Trainer steps of the whole run.
-        max_ahead: Batches beside the one in hand, >= 0; eta unless the recipe asks for fewer.
-        groups_per_step: Groups that one trainer step trains.
-
-    Returns:
-        Groups, >= 0.
-
-    Source:
-        arXiv 2505.24298 eq. 3, counting what is outstanding instead of everything ever submitted, so that
-        filtered groups, skipped steps and resumes cannot move the bound.
-
-    >>> [admission_limit(v, total_steps=5, max_ahead=2, groups_per_step=4) for v in range(6)]
-    [12, 12, 12, 8, 4, 0]
-    """
-    return max(0, min(max_ahead + 1, total_steps - version)) * groups_per_step
-
-
 def admission_capacity(
     num_outstanding: int, *, version: int, total_steps: int, max_ahead: int, groups_per_step: int
 ) -> int:
     """Return how many more groups may be admitted now, never negative.
+
+    Outstanding at once are at most `min(max_ahead + 1, total_steps - version) * groups_per_step`: the batch in hand and
+    so many more, but never more than the remaining steps can train.
 
     Args:
         num_outstanding: Admitted groups that have not ended.
@@ -53,11 +31,14 @@ def admission_capacity(
         max_ahead: Batches beside the one in hand, >= 0; eta unless the recipe asks for fewer.
         groups_per_step: Groups that one trainer step trains.
 
-    >>> admission_capacity(9, version=0, total_steps=5, max_ahead=2, groups_per_step=4)
-    3
+    Source:
+        arXiv 2505.24298 eq. 3, counting what is outstanding instead of everything ever submitted, so that
+        filtered groups, skipped steps and resumes cannot move the bound.
+
+    >>> [admission_capacity(9, version=v, total_steps=5, max_ahead=2, groups_per_step=4) for v in range(6)]
+    [3, 3, 3, 0, 0, 0]
     """
-    limit = admission_limit(version, total_steps=total_steps, max_ahead=max_ahead, groups_per_step=groups_per_step)
-    return max(0, limit - num_outstanding)
+    return max(0, min(max_ahead + 1, total_steps - version) * groups_per_step - num_outstanding)
 
 
 def age_limit(max_staleness: int, *, on_stale: str) -> float:

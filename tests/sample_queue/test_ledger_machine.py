@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from ledger_builders import FakeClock, make_samples, make_scores, make_settings
+from ledger_builders import FakeClock, leases_of, make_samples, make_scores, make_settings, return_batch
 
 from areal_lite.sample_queue.groups import GroupRecord
 from areal_lite.sample_queue.ledger import Batch, Ledger
@@ -271,13 +271,13 @@ class LedgerMachine(RuleBasedStateMachine):
             self.model.groups[group_id].failed = [score == "nan" for score in scores]
 
     @precondition(lambda self: self.leases)
-    @rule(data=st.data(), reject=st.booleans())
-    def give_up(self, data: st.DataObject, reject: bool) -> None:
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
         lease_id = data.draw(st.sampled_from(list(self.leases)))
         group_id = self.leases.pop(lease_id).group_id
         self.dead.append(lease_id)
-        assert (self.ledger.reject if reject else self.ledger.fail)(lease_id, "reason")
-        self.finish(group_id, "rejected(reason)" if reject else "failed(reason)")
+        assert self.ledger.fail(lease_id, "reason")
+        self.finish(group_id, "failed(reason)")
 
     @precondition(lambda self: self.dead)
     @rule(data=st.data())
@@ -381,7 +381,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def lose_trainer(self) -> None:
         assert self.batch is not None
-        self.ledger.return_batch(self.batch.batch_id)
+        return_batch(self.ledger)
         self.batch = None
         for name in self.in_state("taken"):
             self.model.groups[name].state = "ready"
@@ -469,14 +469,14 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def leases_agree(self) -> None:
-        assert {lease.lease_id for lease in self.ledger.leases()} == set(self.leases)
+        assert {lease.lease_id for lease in leases_of(self.ledger)} == set(self.leases)
 
     def teardown(self) -> None:
         if hasattr(self, "ledger"):
             outstanding = len(self.model.groups)
             assert self.ledger.abandon_outstanding() == outstanding
             assert self.ledger.counts()["abandoned"] == outstanding
-            assert self.ledger.leases() == []
+            assert leases_of(self.ledger) == []
 
 
 class WaitMachine(LedgerMachine):

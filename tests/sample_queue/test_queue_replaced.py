@@ -7,7 +7,7 @@ from random import Random
 from typing import Any, Literal
 
 import pytest
-from ledger_builders import make_sample, make_settings
+from ledger_builders import leases_of, make_sample, make_settings
 from queue_builders import SOON_S, FakeCursor, connected, make_queue
 from scripted_engine import ScriptedEngine
 
@@ -154,7 +154,7 @@ class Run:
         assert outstanding <= max(eta * GROUPS, GROUPS * bool(self.taken))
         assert self.ledger.version == self.version
         assert counts["trained"] == len(self.trained) == len(set(self.trained)) == self.version * GROUPS
-        assert {lease.lease_id for lease in self.ledger.leases()} <= set(self.held)
+        assert {lease.lease_id for lease in leases_of(self.ledger)} <= set(self.held)
 
 
 @pytest.mark.parametrize("on_stale", ["mask", "wait", "drop"])

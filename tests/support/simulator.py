@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ledger_builders import FakeClock, make_sample
+from ledger_builders import FakeClock, make_sample, return_batch
 
 from areal_lite.sample_queue.groups import GroupRecord
 from areal_lite.sample_queue.ledger import Batch, HeldLease, Ledger, LedgerSettings
@@ -223,7 +223,7 @@ class Simulation:
         batch, self.batch = self.batch, None
         assert batch is not None
         if self.random.random() < self.scenario.trainer_loss:
-            self.ledger.return_batch(batch.batch_id)
+            return_batch(self.ledger)
             return
         if self.random.random() < self.scenario.skip_share(batch.version):
             self.report.skipped_steps += 1

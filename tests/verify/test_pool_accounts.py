@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ledger_builders import make_sample, make_settings
+from ledger_builders import leases_of, make_sample, make_settings
 from places import FIXTURES
 
 from areal_lite.actors.verifier import VerifierActor
@@ -100,7 +100,7 @@ def test_groups_that_meet_misbehaving_verifiers_end_in_counted_states() -> None:
     assert failures == {"timeout": 1, "memory": 1, "crashed": 2, "reply_too_large": 1, "exception:KeyError": 1}
     counts = ledger.counts()
     assert (counts["admitted"], counts["failed"], counts["ready"], counts["outstanding"]) == (7, 6, 1, 1)
-    assert ledger.leases() == []
+    assert leases_of(ledger) == []
 
 
 def test_an_evaluation_beside_training_counts_step_rewards() -> None:
