@@ -4,9 +4,10 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
-from areal_lite.errors import QueueTimeout
+from areal_lite.errors import QueueTimeout, WireError
 from areal_lite.types import Lease
 
 if TYPE_CHECKING:
@@ -87,14 +88,20 @@ class LeaseWorker(ABC):
         self._connected.set()
         return sum(kept), len(kept) - sum(kept)
 
-    async def _deliver(self, ask: Callable[[], Awaitable[bool]]) -> bool:
-        """Hand in a result: again until the queue, or the one that took its place, has said that it came."""
+    async def _deliver(self, lease: Lease, ask: Callable[[], Awaitable[bool]]) -> bool:
+        """Hand in a result: again until the queue, or the one that took its place, has said that it came.
+
+        What the queue cannot take fails its lease alone.
+        """
         while True:
             await self._connected.wait()
             try:
                 return await ask()
             except QueueTimeout as error:
                 logger.warning("a result is handed in again: %s", error)
+            except WireError as error:
+                logger.error("the queue refused lease %s: %s", lease.lease_id, error)
+                ask = partial(self._client.fail, lease_id=lease.lease_id, reason=f"refused:{type(error).__name__}")
 
     async def _lease(self, tasks: asyncio.TaskGroup) -> None:
         while True:

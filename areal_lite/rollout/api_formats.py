@@ -234,16 +234,17 @@ def _items(calls: Calls) -> list[dict[str, Any]]:
 
     (answer,) = [call.answer for call in calls]
     tools = [{"index": at, **one} for at, one in enumerate(answer.get("tool_calls", ()))]
-    # An empty answer is one too; vLLM's processor finds no place for it, but has that of any text.
-    thoughts, content = answer.get("reasoning_content"), answer["content"] or (None if tools else "")
-    any_text = DeltaMessage(content=" ")
+    thoughts, content = answer.get("reasoning_content"), answer["content"] or None
     said = DeltaMessage(reasoning=thoughts, content=content, tool_calls=tools)
     processor, events = SimpleStreamingEventProcessor(), list[Any]()
-    for part in split_delta(said):
-        place = processor.resolve_target_state(any_text if part.content == "" else part)
-        events += processor.close_current() + processor.open(*place)
+    for part in split_delta(said) if thoughts or content or tools else ():
+        events += processor.close_current() + processor.open(*processor.resolve_target_state(part))
         events += processor.emit_delta(part, None)
     events += processor.close_current()
+    if not events:  # a message with an empty text, as clients look for the first: vLLM writes one without any
+        events += processor.open(*processor.resolve_target_state(DeltaMessage(content="?")))
+        events += processor.close_current()
+        events[-1].item.content = [events[-2].part]
     return [event.model_dump(mode="json", exclude_none=True) for event in events]
 
 

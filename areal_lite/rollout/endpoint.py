@@ -200,7 +200,7 @@ class Endpoint:
         return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "areal-lite"}]})
 
     async def _post(self, request: "Request") -> "Response":
-        from starlette.responses import JSONResponse, Response
+        from starlette.responses import Response
 
         raw, headers = await request.body(), request.headers
         again, is_retry = headers.get("idempotency-key"), headers.get("x-stainless-retry-count", "0") != "0"
@@ -211,7 +211,9 @@ class Endpoint:
             if gone.done():
                 return Response(status_code=499)  # nobody reads it
             answer = answering.result()
-            return Response(answer, media_type="text/event-stream") if isinstance(answer, str) else JSONResponse(answer)
+            if isinstance(answer, str):
+                return Response(answer, media_type="text/event-stream")
+            return Response(json.dumps(answer), media_type="application/json")  # what is no UTF-8 is escaped
         finally:
             answering.cancel()
             gone.cancel()

@@ -178,9 +178,9 @@ class Session:
 
     def _text_context(self, prompt: str) -> tuple[Call | None, tuple[int, ...]]:
         for call in sorted(self._calls[::-1], key=lambda call: -len(call.asked.prompt)):
-            # Behind an empty answer the same text again is a question asked again, and no continuation.
-            is_more = call.asked.prompt and call.turn.text
-            if is_more and prompt.startswith(said := call.asked.prompt + call.turn.text):
+            said = call.asked.prompt + call.turn.text
+            # The same prompt is one asked again, behind an empty answer too.
+            if call.asked.prompt and prompt.startswith(said) and prompt != call.asked.prompt:
                 return call, (*call.tokens, *encode_text(prompt[len(said) :], self.engine.tokenizer))
         return None, tuple(encode_text(prompt, self.engine.tokenizer, add_special_tokens=True))
 

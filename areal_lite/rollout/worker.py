@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from areal_lite.config.recipe import Config
-from areal_lite.errors import EpisodeError, WireError
+from areal_lite.errors import EpisodeError
 from areal_lite.events import EventBuffer
 from areal_lite.leases import LeaseWorker
 from areal_lite.rollout.engine import GenerationEngine, Sampling
@@ -121,11 +121,7 @@ class RolloutWorker(LeaseWorker):
         if all(sample.is_lost for sample in samples):
             score = samples[0].score
             hand_in = functools.partial(self._client.fail, reason=(score and score.failure) or "lost")
-        try:
-            await self._deliver(functools.partial(hand_in, lease_id=lease.lease_id))
-        except WireError as error:
-            logger.error("the queue refused lease %s: %s", lease.lease_id, error)
-            await self._client.fail(lease_id=lease.lease_id, reason=f"refused:{type(error).__name__}")
+        await self._deliver(lease, functools.partial(hand_in, lease_id=lease.lease_id))
 
     async def _sample(self, group_id: str, prompt: Prompt, index: int) -> tuple[Sample, float]:
         seed_of = functools.partial(sample_seed, self._run_seed, group_id, index)

@@ -59,7 +59,7 @@ class VerifierWorker(LeaseWorker):
         start = time.time()
         group = lease.group
         scores = await self._scores(group)
-        await self._deliver(lambda: self._client.complete_verify(lease_id=lease.lease_id, scores=scores))
+        await self._deliver(lease, lambda: self._client.complete_verify(lease_id=lease.lease_id, scores=scores))
         self._num_groups += 1
         failures = sum(score.failure is not None for score in scores)
         self._events.emit("verify", group_id=group.group_id, start=start, end=time.time(), failures=failures)

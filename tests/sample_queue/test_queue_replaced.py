@@ -194,7 +194,7 @@ class Scorer(LeaseWorker):
     async def _serve(self, lease: Lease) -> None:
         await asyncio.sleep(0.1)
         scores = [Score(reward=1.0)] * len(lease.group.samples)
-        await self._deliver(lambda: self._client.complete_verify(lease_id=lease.lease_id, scores=scores))
+        await self._deliver(lease, lambda: self._client.complete_verify(lease_id=lease.lease_id, scores=scores))
 
 
 def die(server: QueueServer) -> None:
