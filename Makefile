@@ -23,7 +23,7 @@ ALONE := deadline or sandbox
 FAST := not slow and not examples and not gym and not trackers and not data and not browser and not ($(ALONE) or $(RUNS))
 
 test-fast: setup ## run what needs no Ray, vLLM or real deadline: under two minutes
-	@$(PYTHON) -m pytest -n auto --maxprocesses 4 -m "$(FAST)" $(ARGS)
+	@cores=$$(nproc); $(PYTHON) -m pytest -n $$((cores < 4 ? cores + 1 : 4)) -m "$(FAST)" $(ARGS) # one more, as some tests wait
 
 # Left out are only the tests that this machine cannot run; which and why is said first.
 test: setup ## run the tests (ARGS="-k ledger" for some of them)
