@@ -22,7 +22,7 @@ RUNS := loop or gpu or cluster
 ALONE := deadline or sandbox
 FAST := not slow and not examples and not gym and not trackers and not data and not browser and not ($(ALONE) or $(RUNS))
 
-test-fast: setup ## run what needs no Ray, vLLM or real deadline: under two minutes
+test-fast: setup ## run what needs no Ray, vLLM or real deadline: some two minutes on two cores
 	@cores=$$(nproc); $(PYTHON) -m pytest -n $$((cores < 4 ? cores + 1 : 4)) -m "$(FAST)" $(ARGS) # one more, as some tests wait
 
 # Left out are only the tests that this machine cannot run; which and why is said first.

@@ -92,7 +92,11 @@ class LeaseWorker(ABC):
         """Hand in a result: again until the queue, or the one that took its place, has said that it came.
 
         What the queue cannot take fails its lease alone.
+
+        Raises:
+            WireError: The queue does not take that either.
         """
+        is_refused = False
         while True:
             await self._connected.wait()
             try:
@@ -100,6 +104,9 @@ class LeaseWorker(ABC):
             except QueueTimeout as error:
                 logger.warning("a result is handed in again: %s", error)
             except WireError as error:
+                if is_refused:
+                    raise
+                is_refused = True
                 logger.error("the queue refused lease %s: %s", lease.lease_id, error)
                 ask = partial(self._client.fail, lease_id=lease.lease_id, reason=f"refused:{type(error).__name__}")
 

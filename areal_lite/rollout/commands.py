@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from areal_lite.network import LOOPBACK
 from areal_lite.verify.builtin.sandbox import system_view
 from areal_lite.verify.descendants import kill_trees
 
@@ -51,7 +50,6 @@ async def run_command(
     """
     own = {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key, "OPENAI_MODEL": llm.model}
     own |= {"ANTHROPIC_BASE_URL": llm.anthropic_base_url, "ANTHROPIC_API_KEY": llm.api_key}
-    own |= {name: ",".join(filter(None, [os.environ.get(name), LOOPBACK])) for name in ("NO_PROXY", "no_proxy")}
     limited = f"ulimit -d {memory_mb * 1024}\nulimit -f {_OUTPUT_MB * 2048}\n{command}"
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         stdin.write(json.dumps(dict(task), default=str).encode() + b"\n")

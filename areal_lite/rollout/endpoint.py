@@ -11,8 +11,10 @@ import hmac
 import importlib
 import json
 import logging
+import os
 import secrets
 import socket
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -131,6 +133,10 @@ class Endpoint:
         )
         listener = socket.create_server((LOOPBACK, 0), backlog=2048)
         self._root = f"http://{LOOPBACK}:{listener.getsockname()[1]}"
+        # Sync clients in this process, and commands, must not look for it behind a cluster's proxy.
+        direct = urllib.request.getproxies().get("no", "")
+        if direct != "*" and LOOPBACK not in direct:
+            os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, [direct, LOOPBACK]))
         options: Any = {"log_level": "warning", "access_log": False, "lifespan": "off", "ws": "none"}
         self._server = uvicorn.Server(uvicorn.Config(app, **options))
         self._server.capture_signals = contextlib.nullcontext  # they are the worker's

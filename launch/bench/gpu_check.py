@@ -21,7 +21,6 @@ from areal_lite.errors import ConfigError
 from areal_lite.launch.bench import view
 from areal_lite.launch.bench.harness import PlannedRun, run_to_the_end, say, write_results
 from areal_lite.launch.bench.plan import choose, planned_config
-from areal_lite.launch.bench.view import table
 from areal_lite.node import package_versions
 from areal_lite.record.columns import Row, markdown
 from areal_lite.record.run_folder import read_summary, write_whole
@@ -77,7 +76,7 @@ def bench(overrides: Sequence[str], *, cpu: bool, only: Sequence[str], out: Path
         return content
 
     def show(_content: object) -> None:
-        view.show(table("gpu-check", rows, title="gpu-check"))
+        view.show(view.table("gpu-check", rows, title="gpu-check"))
         for row in rows:
             if row["outcome"] != "passed":
                 say(f"{row['name']}: {row['outcome']}")

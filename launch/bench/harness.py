@@ -25,7 +25,6 @@ from areal_lite.config.presets import ObjectiveConfig
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.errors import ArealLiteError, ConfigError
 from areal_lite.launch.bench import view
-from areal_lite.launch.bench.view import table
 from areal_lite.node import package_versions
 from areal_lite.record.checkpoints import whole_checkpoints
 from areal_lite.record.columns import Row, spread
@@ -116,9 +115,9 @@ def finish(
     """Write `results.json` of a benchmark that has rows, show them, and what was aimed at; return 0."""
     figures = {"settings": dict(settings), "rows": list(rows), "targets": list(targets)}
     write_results({"benchmark": benchmark, "versions": package_versions(), **figures}, out=out)
-    view.show(table(benchmark, rows, title=title))
+    view.show(view.table(benchmark, rows, title=title))
     if targets:
-        view.show(table("targets", targets, title="aimed at"))
+        view.show(view.table("targets", targets, title="aimed at"))
     say(f"results: {out / 'results.json'}", style="")
     return 0
 

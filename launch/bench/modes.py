@@ -19,7 +19,6 @@ from areal_lite.launch.bench import view
 from areal_lite.launch.bench.harness import PlannedRun, entry_of, run_to_the_end, say, turns, write_results
 from areal_lite.launch.bench.modes_figures import MAX_STALENESS, MODES, Mode
 from areal_lite.launch.bench.plan import choose, planned_config
-from areal_lite.launch.bench.view import picture, table
 from areal_lite.record.columns import Row, markdown
 from areal_lite.record.report.charts import as_shares
 from areal_lite.record.run_folder import RunFolder
@@ -192,12 +191,17 @@ def _log(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 def modes_tables(content: Row) -> list[Any]:
     """Render a line per mode in two tables, each within 80 columns; with several repeats the spread is below."""
     lines, best = content["modes"], content["best_synchronous"]
+    of_figures = (
+        f"Median, lowest-highest. x best sync: over samples/s of {best} in the same repeat. reward: of the last steps; in "
+        f"time: after {content['equal_time_s']:.0f} s."
+    )
+    of_shares = (
+        "threads: of generation + training. slots full: running samples over slots. Ages: of the trained tokens."
+    )
     return [
-        table("modes", lines, title=_title(content), caption="Median, lowest-highest. x best sync: over samples/s of "
-              f"{best} in the same repeat. reward: of the last steps; in time: after {content['equal_time_s']:.0f} s."),
-        table("shares of modes", lines, caption="threads: of generation + training. slots full: running samples over "
-              "slots. Ages: of the trained tokens."),
-    ]  # fmt: skip
+        view.table("modes", lines, title=_title(content), caption=of_figures),
+        view.table("shares of modes", lines, caption=of_shares),
+    ]
 
 
 def modes_markdown(content: Row) -> str:
@@ -216,7 +220,10 @@ def draw_modes(content: Row, path: Path) -> None:
     def medians(name: str) -> list[float]:
         return [line["figures"][name]["median"] for line in lines]
 
-    with picture(path, size=(11, 1.6 + 0.36 * len(lines)), ncols=3, sharey=True) as (figure, (rates, shares, ages)):
+    with view.picture(path, size=(11, 1.6 + 0.36 * len(lines)), ncols=3, sharey=True) as (
+        figure,
+        (rates, shares, ages),
+    ):
         import matplotlib.pyplot as plt
 
         rates.set_yticks(range(len(lines)), [f"{line['mode']} ({line['threads']})" for line in lines])

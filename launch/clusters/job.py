@@ -111,7 +111,7 @@ def job_name(words: Sequence[str]) -> str:
     """Name a job after its recipe and the present second."""
     recipe = next((word for word in reversed(words) if "=" not in word and not word.startswith("-")), words[0])
     name = f"{Path(recipe).name.removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return re.sub(r"[^a-z0-9-]+", "-", name.lower())
+    return re.sub(r"[^a-z0-9-]+", "-", name.lower()).lstrip("-")
 
 
 class Kind(Protocol):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from areal_lite.config.verifier import VerifierConfig
-from areal_lite.errors import QueueTimeout, VerifierError
+from areal_lite.errors import QueueTimeout, VerifierError, WireError
 from areal_lite.events import EventBuffer
 from areal_lite.types import Group, Lease, Prompt, Sample, Score, StopReason, VersionSpan
 from areal_lite.verify.protocol import Reply, failed
@@ -282,5 +282,35 @@ def test_a_heartbeat_that_is_not_answered_is_survived():
         assert not running.done()
         await worker.stop()
         await running
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_scores_that_the_queue_refuses_fail_their_lease(is_taken):
+    """Where it refuses even that, the worker ends. Seen failing (for ever) with a second refusal met as the first."""
+
+    class Refusing(FakeQueue):
+        async def complete_verify(self, *, lease_id, scores):
+            raise WireError("too large")
+
+        async def fail(self, *, lease_id, reason):
+            self._record("fail", lease_id, reason)
+            if not is_taken:
+                raise WireError("another version")
+            return True
+
+    async def scenario():
+        client, pool = Refusing([make_lease(0)]), FakePool()
+        worker, _ = make_worker(client, pool)
+        pool.gate.set()
+        running = asyncio.create_task(worker.run())
+        if is_taken:
+            await client.until(lambda queue: ("fail", "lease-0", "refused:WireError") in queue.log)
+            await worker.stop()
+            await running
+        else:
+            with pytest.raises(WireError, match="another version"):
+                await running
 
     run(scenario)

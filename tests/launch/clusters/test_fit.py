@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from areal_lite.cli import main as cli
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.fit import own_files, problems, recipe_of
+from areal_lite.launch.clusters.job import job_name
 
 GPU = "run.device=cuda weights.transport=nccl"
 
@@ -107,3 +108,8 @@ def test_a_name_is_one_that_every_kind_can_use(name: str) -> None:
     """Seen failing: such a job could not be found again, or its log was elsewhere."""
     with pytest.raises(ValidationError, match="choose another --name"):
         make_job(name=name)
+
+
+def test_the_name_that_a_job_gets_is_one_of_them() -> None:
+    """Seen failing for a recipe whose file begins with a line or a point."""
+    assert make_job(name=job_name(["train", "_mine.yaml"])).name.startswith("mine-")
