@@ -192,8 +192,8 @@ def modes_tables(content: Row) -> list[Any]:
     """Render a line per mode in two tables, each within 80 columns; with several repeats the spread is below."""
     lines, best = content["modes"], content["best_synchronous"]
     of_figures = (
-        f"Median, lowest-highest. x best sync: over samples/s of {best} in the same repeat. reward: of the last steps; in "
-        f"time: after {content['equal_time_s']:.0f} s."
+        f"Median, lowest-highest. x best sync: over samples/s of {best} in the same repeat. reward: of the last steps; "
+        f"in time: after {content['equal_time_s']:.0f} s."
     )
     of_shares = (
         "threads: of generation + training. slots full: running samples over slots. Ages: of the trained tokens."
