@@ -16,13 +16,13 @@ demo: setup ## watch a language model learn arithmetic by asynchronous RL, on th
 	@.venv/bin/areal-lite train arith_cpu $(ARGS)
 
 # Tests side by side wait for nothing but processors, ALONE look at time: theirs is one lane, to which the others give
-# way. RUNS start the whole system, and mostly wait for each other's processes: in three lanes, one of them for nodes
-# made on this machine.
+# way. RUNS start the whole system, and mostly wait for each other's processes: in three lanes, two of which
+# begin with nodes made on this machine.
 RUNS := loop or gpu or cluster
 ALONE := deadline or sandbox
 FAST := not slow and not examples and not gym and not trackers and not data and not browser and not ($(ALONE) or $(RUNS))
 
-test-fast: setup ## run what needs no Ray, vLLM or real deadline: some two minutes on two cores
+test-fast: setup ## run what needs no Ray, vLLM or real deadline: within two minutes on two cores
 	@cores=$$(nproc); $(PYTHON) -m pytest -n $$((cores < 4 ? cores + 1 : 4)) -m "$(FAST)" $(ARGS) # one more, as some tests wait
 
 # Left out are only the tests that this machine cannot run; which and why is said first.

@@ -27,7 +27,7 @@ settings.load_profile("patient")
 
 
 LONGEST = (
-    "alone", "nodes", "test_faults", "test_bench_loop", "test_loop", "test_nccl_run", "test_rlhf", "local_job",
+    "alone", "nodes", "slurm", "test_faults", "test_bench_loop", "test_loop", "test_nccl_run", "test_rlhf", "local_job",
     "test_attempts", "test_mesh", "_ranks", "test_docs_verifiers", "test_lora", "test_memory",
     "test_checkpoint", "_transport",
 )  # fmt: skip
@@ -45,8 +45,8 @@ _GIVES_WAY = 10
 
 
 class Lanes(LoadScopeScheduling):  # type: ignore[misc]
-    """A file at a time for each lane, the longest first; files that make nodes on this machine are all of one lane, and
-    so are those that look at time.
+    """A file at a time for each lane, the longest first; files that make nodes on this machine are of three lanes, and
+    those that look at time are of one.
 
     pytest-xdist's own groups come to nothing under pytest 9.2, whose ids cannot be changed.
     """
@@ -55,7 +55,7 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]
         file = nodeid.partition("::")[0]
         if looks_at_time(self.config.rootpath / file):
             return "alone"
-        return "nodes" if re.search("/rehearse/|test_ssh_nodes|test_slurm_jobs", file) else file
+        return next((lane for lane in ("slurm", "nodes", "rehearse") if lane in file), file)
 
     def _assign_work_unit(self, node: Any) -> None:
         for scope in [scope for name in LONGEST for scope in self.workqueue if name in scope][:1]:

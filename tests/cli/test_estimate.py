@@ -37,6 +37,7 @@ def test_what_does_not_fit_comes_with_what_to_change() -> None:
         assert words in problem
 
 
+@pytest.mark.slow
 def test_a_folder_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Seen failing with exit code 0 where nothing fits."""
     Qwen3Config(**TINY, num_attention_heads=2, num_key_value_heads=1).save_pretrained(tmp_path)

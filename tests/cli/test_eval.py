@@ -57,6 +57,7 @@ def run(engine: ScriptedEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, *
     return asyncio.run(limited())
 
 
+@pytest.mark.slow
 def test_an_evaluation_scores_every_prompt_within_its_own_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +68,7 @@ def test_an_evaluation_scores_every_prompt_within_its_own_limit(
     assert engine.calls == ["close"]
 
 
+@pytest.mark.slow
 def test_an_engine_that_stands_still_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And closed. Seen failing, by the test's own timeout, without a watchdog."""
     engine = ScriptedEngine(eos_id=99)
@@ -88,6 +90,7 @@ def test_a_process_that_wanted_memory_is_told_so(monkeypatch: pytest.MonkeyPatch
         eval_module._in_a_process_of_its_own(parse_config({}), [], "unused")
 
 
+@pytest.mark.slow
 def test_a_verifier_that_stands_still_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within `verifier.timeout_s`. Seen failing without a watchdog."""
     with pytest.raises(StallError, match=r"for 6 .*; late: .*, or the verifier, with 1 calls running and 5 waiting"):

@@ -161,6 +161,7 @@ def test_answers_that_are_not_meant_are_said_to_be_the_datas_own(
         assert (said in capsys.readouterr().out) is is_said
 
 
+@pytest.mark.slow
 def test_scores_failures_and_latencies_of_a_moody_verifier(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Half of 1, 2 and 4, each with a bonus of 1: rewards 1.5, 2 and 3. One raises and one hangs, so it ends with 1.
 

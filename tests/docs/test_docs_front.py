@@ -42,6 +42,7 @@ def test_readme_is_short_and_the_index_names_every_page() -> None:
     assert [page.name for page in DOCS.glob("*.md") if page.name != "README.md" and f"({page.name})" not in index] == []
 
 
+@pytest.mark.slow
 def test_readme_quotes_what_is_counted() -> None:
     """Within 3 % of `make size`. Seen failing with a figure 5 % smaller."""
     said = re.search(r"([\d,]+) lines of Python\. <!-- make size: pure code of the package -->", README.read_text())

@@ -60,6 +60,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_200_flipped_bits_are_all_found_and_named(real: Path) -> None:
     """In shards, random states, the queue, the exported model and the manifest itself, as often in each.

@@ -35,6 +35,7 @@ def call(name: str, arguments: str) -> str:
     return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
 
 
+@pytest.mark.slow
 def test_a_server_s_tools_are_offered_called_and_answered(tmp_path: Path) -> None:
     """Two calls in one turn, a tool that fails, one that is not there; each rollout has a server of its own.
 

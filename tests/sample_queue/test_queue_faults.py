@@ -271,6 +271,7 @@ def call_plain(access: QueueAccess, op: str, *, timeout_s: float, **fields: Any)
         return getattr(client, op)(**fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [call_plain, call_async])
 def test_what_may_be_repeated_is_sent_a_second_time(call: Callable[..., Any]) -> None:
     """Seen failing with one attempt for every request, and with two for leases."""
@@ -283,6 +284,7 @@ def test_what_may_be_repeated_is_sent_a_second_time(call: Callable[..., Any]) ->
         assert seen == ["lease_verify"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [call_plain, call_async])
 def test_answers_to_other_requests_are_dropped(call: Callable[..., Any]) -> None:
     """Seen failing with the first answer taken for the right one."""

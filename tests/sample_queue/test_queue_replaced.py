@@ -259,6 +259,7 @@ async def trained_by_workers(*, asleep_s: float) -> tuple[list[str], list[str], 
     return trained, held, kept, sum(engine.tokens_generated for engine in engines)
 
 
+@pytest.mark.slow
 def test_workers_keep_what_they_hold_and_what_they_have_done_while_there_was_no_queue() -> None:
     """Over ZeroMQ; no token is generated in vain. Seen failing with results that are handed in as often as any request
     or before what is held was presented, and with nothing presented."""

@@ -141,6 +141,7 @@ def test_recipes_that_cannot_be_meant(objective: dict[str, Any], message: str) -
         config_of({"objective": objective})
 
 
+@pytest.mark.slow
 def test_a_missing_function_is_named_before_anything_starts(functions: Path) -> None:
     check_plugins(config_of({"objective": {"loss_function": f"{functions}:same_loss"}}))
     with pytest.raises(ConfigError, match=r"objective\.loss_function: .* must have a function 'same_los'"):

@@ -222,6 +222,7 @@ def score_in_pool(completions: list[str], arguments: dict[str, Any], **settings:
     return asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_the_pool_asks_several_at_once_and_again(server: Server) -> None:
     """Eight calls in one process; with a broken server each is asked at 0, 0.2 and 0.95 s, and is no reward.
 

@@ -231,6 +231,7 @@ def test_the_table_and_the_picture_show_every_mode(tmp_path: Path) -> None:
     assert all(f"{line['mode']} (1+1)" in picture for line in lines)
 
 
+@pytest.mark.slow
 def test_the_command_searches_measures_and_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

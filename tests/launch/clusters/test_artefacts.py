@@ -57,6 +57,7 @@ def test_the_entry_point_of_a_rayjob_is_plain_words() -> None:
     assert "areal_lite.launch.clusters.attempts" in config_map["data"][key]
 
 
+@pytest.mark.slow
 def test_a_head_that_has_to_go_waits_until_the_run_is_saved(tmp_path: Path) -> None:
     """Seen failing without the wait."""
     job = make_job("kubernetes", WORDS, profile=make_profile(shared=str(tmp_path)))

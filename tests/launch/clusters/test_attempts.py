@@ -301,7 +301,9 @@ def test_a_node_that_is_lost_ends_the_job_and_is_named(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("worker", "timeout_s", "message"),
     [
-        ("sleep 60", 5.0, "2 nodes must join within start_timeout_s=5, missing: two"),
+        pytest.param(
+            "sleep 60", 5.0, "2 nodes must join within start_timeout_s=5, missing: two", marks=pytest.mark.slow
+        ),
         ("echo bad token; exit 1", 20.0, "on two it end"),
     ],
 )

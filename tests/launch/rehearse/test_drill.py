@@ -180,6 +180,7 @@ def test_what_needs_root_is_left_out_without(
     assert "disk-full: left out, as nodes on one machine need root" in " ".join(shown.split())
 
 
+@pytest.mark.slow
 def test_what_outlives_a_killed_command_is_a_problem_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is left to notice. Seen failing where only those that a dead process still has count as its own."""
     monkeypatch.setattr(module, "_LINGER_S", 0.2)
@@ -195,6 +196,7 @@ def test_what_outlives_a_killed_command_is_a_problem_and_ended(tmp_path: Path, m
     assert not any(map(alive, pids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "fault", "problem"),
     [
@@ -293,6 +295,7 @@ def test_what_cannot_be_drilled_is_refused_before_anything_starts(
     assert [path.name for path in tmp_path.iterdir()] == ["something"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_run_and_keeps_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -324,6 +327,7 @@ def test_ctrl_c_ends_the_run_and_keeps_the_table(
     assert not commands[-1].is_running()
 
 
+@pytest.mark.slow
 def test_a_soak_draws_until_the_time_is_over_and_then_has_the_run_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
