@@ -192,9 +192,11 @@ def make_each(
         _log.warning("%s", summary)
         if not made or len(broken) > data.max_bad_fraction * num_rows:
             number, problem = broken[0]
-            to_do = f", or raise {where}.max_bad_fraction" if data.max_bad_fraction else ""
+            to_do = "Repair them" + f", or raise {where}.max_bad_fraction" * (data.max_bad_fraction > 0)
+            if data.source == "reasoning_gym":
+                to_do = f"Choose other {where}.reasoning_gym.arguments"
             raise DataError(
                 f"{summary}, more than {where}.max_bad_fraction={data.max_bad_fraction} allows; the first is "
-                f"{'line' if data.source == 'jsonl' else 'row'} {number}: {problem}. Repair the file{to_do}"
+                f"{'line' if data.source == 'jsonl' else 'row'} {number}: {problem}. {to_do}"
             )
     return made

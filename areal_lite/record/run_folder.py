@@ -99,7 +99,7 @@ class RunFolder:
         if isinstance(config, OfflineConfig) and config.batch.epochs is not None:
             saved = self.recipe()
             return summary if isinstance(saved, OfflineConfig) and saved.batch.epochs == config.batch.epochs else None
-        return summary if summary["version"] >= config.run.steps else None
+        return summary if summary.get("version", 0) >= config.run.steps else None
 
     @classmethod
     def resume(
@@ -236,10 +236,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Return a run's summary, empty where there is none."""
-    path = folder / "summary.json"
-    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return content
+    """Return a run's summary, empty where there is none that can be read: the run's next end writes another."""
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads((folder / "summary.json").read_text())
+        return content if isinstance(content, dict) else {}
+    return {}
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:

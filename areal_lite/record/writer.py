@@ -173,7 +173,7 @@ def _machine() -> str:
 
 def _owner(content: bytes) -> dict[str, Any]:
     with contextlib.suppress(ValueError, TypeError):
-        if "since" in (owner := dict(json.loads(content))):
+        if {"host", "machine", "pid", "began", "since"} <= (owner := dict(json.loads(content))).keys():
             return owner
     return {}
 

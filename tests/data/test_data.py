@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from areal_lite.config.data import SourceConfig
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.config.sections import ModelConfig
+from areal_lite.data import sources
 from areal_lite.data.arith import CHARACTERS, arith_problems
 from areal_lite.data.cursor import PromptCursor
 from areal_lite.data.encode import load_tokenizer
@@ -61,10 +62,19 @@ def test_broken_lines_are_named_by_file_and_line_and_counted(caplog):
         assert f"broken.jsonl:{line} is left out" in message
 
 
+def test_a_family_whose_tasks_are_broken_is_one_to_set_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing with the advice to raise a setting that is refused beside this source."""
+    rows = [{"question": None, "answer": "1"}, {"question": "1+1=?", "answer": "2"}]
+    monkeypatch.setattr(sources, "gym_rows", lambda *_, **__: rows)
+    source = SourceConfig.model_validate({"source": "reasoning_gym", "reasoning_gym": {"dataset": "chain_sum"}})
+    with pytest.raises(DataError, match=r"1 of 2 rows .* Choose other data\.reasoning_gym\.arguments$"):
+        load_tasks(source, "train", where="data")
+
+
 def test_too_many_broken_lines_is_an_error():
     with pytest.raises(DataError, match=r"6 of 9 rows.*max_bad_fraction=0\.5.*line 4") as caught:
         load(FIXTURES / "broken.jsonl", max_bad_fraction=0.5)
-    assert "Repair the file" in str(caught.value)
+    assert "Repair them, or raise data.max_bad_fraction" in str(caught.value)
     assert len(load(FIXTURES / "broken.jsonl", max_bad_fraction=6 / 9)) == 3
 
 

@@ -80,6 +80,13 @@ def test_a_start_that_failed_does_not_stand_in_the_way(folder: RunFolder, tmp_pa
 # --- rows ---
 
 
+@pytest.mark.parametrize("content", ["{", "[]", '{"status": "done"}'])
+def test_a_run_whose_summary_says_nothing_goes_on(folder: RunFolder, tmp_path: Path, content: str) -> None:
+    """Seen failing: its resume ended in a traceback."""
+    (folder.path / "summary.json").write_text(content)
+    assert folder.finished(make_config(tmp_path)) is None
+
+
 def test_rows_come_back_as_they_were(folder: RunFolder) -> None:
     rows = [{"step": 1, "text": "a\u2028b\nc"}, {"step": 2, "x": None}]
     folder.append("metrics.jsonl", rows[:1])

@@ -172,9 +172,13 @@ def test_an_owner_that_ends_while_it_is_watched_makes_room(tmp_path: Path, monke
         held.check()
 
 
-def test_a_lease_that_cannot_be_read_is_watched_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("content", ["{", '{"since": "Sunday"}'])
+def test_a_lease_that_cannot_be_read_is_watched_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    """Seen failing with a `KeyError` for a lease without a process."""
     monkeypatch.setattr(writer, "_SILENCE_S", 0.05)
-    (tmp_path / "writer.json").write_text("{")
+    (tmp_path / "writer.json").write_text(content)
     said: list[str] = []
     with SoleWriter(tmp_path, say=said.append) as held:
         held.check()
