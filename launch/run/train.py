@@ -183,6 +183,9 @@ def ray_session() -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Actors are processes of their own: those that Ray keeps ready for tasks, one for every core, have none.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    # A private Ray prints no logs, does not grow, and serves no jobs; Ray has no settings for it.
+    for unused in ("start_log_monitor", "start_monitor", "start_api_server"):
+        setattr(ray._private.node.Node, unused, lambda *_, **__: None)
     check_memory()
     try:
         with notices_held_back():

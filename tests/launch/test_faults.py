@@ -85,6 +85,14 @@ def trained_since_it_is_back(run: UserRun, worker: str) -> set[str]:
     return {event["group"] for event in groups if event["start"] >= back} & set(trained_groups(run.folder))
 
 
+def commands(run: UserRun) -> str:
+    found = []
+    for pid in run.processes():
+        with contextlib.suppress(OSError):  # it has ended
+            found.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
+    return "\n".join(found)
+
+
 def check_books(run: UserRun, *, total: int) -> None:
     """Every step once, no group trained twice, every group accounted for (I2)."""
     assert steps(run) == list(range(1, total + 1))
@@ -133,6 +141,8 @@ def test_the_printed_command_goes_on_and_lost_workers_come_back(interrupted: Use
     changes = "run.steps=5000 weights.parity_every=1 run.checkpoint_every=1"
     with typed(f"{command.rstrip()} {changes}", folder=interrupted.folder.path) as run:
         run.wait_for_steps(resumed_at + 1)
+        assert not re.search(r"monitor\.py|dashboard\.py", said := commands(run)), said  # Ray's, of no use here
+        assert "gcs_server" in said
         scale(run, rollout=3)
         for name in ("rollout/1", "rollout/2"):
             run.wait_until(lambda name=name: f"{name} has joined" in run.output, f"start of {name}")
