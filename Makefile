@@ -16,8 +16,7 @@ demo: setup ## watch a language model learn arithmetic by asynchronous RL, on th
 	@.venv/bin/areal-lite train arith_cpu $(ARGS)
 
 # Tests side by side wait for nothing but processors, ALONE look at time: theirs is one lane, to which the others give
-# way. RUNS start the whole system, and mostly wait for each other's processes: in three lanes, two of which
-# begin with nodes made on this machine.
+# way. RUNS start the whole system: in three lanes, which keep two cores busy; two begin with nodes made on this machine.
 RUNS := loop or gpu or cluster
 ALONE := deadline or sandbox
 FAST := not slow and not examples and not gym and not trackers and not data and not browser and not ($(ALONE) or $(RUNS))
