@@ -1,12 +1,13 @@
-"""The process of one trainer rank, of a reinforcement-learning or an offline run."""
+"""The process of one trainer rank, of a reinforcement-learning or an offline run.
+
+The controller's process imports this module too, and has no use for torch, transformers and vLLM: seconds of its start.
+"""
 
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from areal_lite.actors.engine_client import EngineClient
 from areal_lite.actors.process import log_to_file, position
@@ -14,9 +15,9 @@ from areal_lite.config.recipe import Config
 from areal_lite.network import local_address, port_range
 from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.client import QueueClient
-from areal_lite.train.distributed import join_process_group, leave_process_group, open_store
-from areal_lite.train.offline import OfflineTrainer
-from areal_lite.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from areal_lite.train.trainer import Trainer
 
 
 class TrainerActor:
@@ -29,7 +30,12 @@ class TrainerActor:
 
     def __init__(self, config: Any, *, rank: int, log_folder: str) -> None:
         log_to_file(log_folder, f"trainer/{rank}", environment=config.run.env)
+        import torch
+
+        from areal_lite.train import distributed
+
         torch.manual_seed(config.run.seed)
+        self._distributed = distributed
         self._config, self._rank = config, rank
         self._working: dict[int, tuple[str, float]] = {}
         self._writing, self._snapshots = threading.Lock(), list[Callable[[Path], None]]()
@@ -38,7 +44,9 @@ class TrainerActor:
 
     def open_store(self) -> str:
         """Open the store at which the ranks meet (rank 0 is asked); returns its address."""
-        self._store = open_store(local_address(self._config.run.network), port_range(self._config.run.ports))
+        self._store = self._distributed.open_store(
+            local_address(self._config.run.network), port_range(self._config.run.ports)
+        )
         return f"{self._store.host}:{self._store.port}"
 
     def progress(self) -> int:
@@ -65,7 +73,9 @@ class TrainerActor:
         """Meet the other ranks."""
         device, trainer = self._config.run.device, self._config.trainer
         options: dict[str, Any] = {"timeout_s": trainer.collective_timeout_s, "mesh": trainer.mesh}
-        join_process_group(address, rank=self._rank, world_size=trainer.ranks, device=device, **options)
+        self._distributed.join_process_group(
+            address, rank=self._rank, world_size=trainer.ranks, device=device, **options
+        )
 
     def load(self, checkpoint: Path) -> int:
         """Load a checkpoint; returns the version."""
@@ -85,18 +95,20 @@ class TrainerActor:
 
     def stop(self) -> None:
         """Leave the process group."""
-        leave_process_group()
+        self._distributed.leave_process_group()
 
 
 class OnlineTrainerActor(TrainerActor):
     """Takes its batches from the sample queue, and publishes weights to the engines."""
 
     _config: Config
-    _trainer: Trainer
+    _trainer: "Trainer"
 
     def start(self, *, address: str, model_folder: str, access: QueueAccess) -> None:
         """Join the other ranks and build the model."""
-        # Imported here: the controller's process imports this module too, and has no use for vLLM.
+        import torch
+
+        from areal_lite.train.trainer import Trainer
         from areal_lite.weights.publisher import WeightPublisher
 
         config = self._config
@@ -148,5 +160,7 @@ class OfflineTrainerActor(TrainerActor):
 
     def start(self, *, address: str, model_folder: str) -> None:
         """Join the other ranks, load models and data."""
+        from areal_lite.train.offline import OfflineTrainer
+
         self._join(address)
         self._trainer = OfflineTrainer(self._config, model_folder=model_folder, rank=self._rank)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args, get_origin
 import yaml
 
 from areal_lite.cli.options import Overrides, Recipe
-from areal_lite.config.offline import OfflineConfig, load_any_config
+from areal_lite.config.offline import OfflineConfig, load_any_config, names_layers
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import COMMANDS
 from areal_lite.errors import ConfigError
@@ -73,7 +73,7 @@ def _look_around(config: Config | OfflineConfig) -> Iterable[str]:
         check_tokenizer_files(folder)
     else:
         yield f"there is no model.path={path} here"
-    if config.trainer.lora is not None or (isinstance(config, Config) and config.rollout.replay_routes):
+    if names_layers(config):
         from areal_lite.train.routes import check_layers
 
         if folder or is_built_in:

@@ -178,6 +178,11 @@ def parse_any_config(raw: Mapping[str, Any]) -> Config | OfflineConfig:
     return config
 
 
+def names_layers(config: Config | OfflineConfig) -> bool:
+    """Tell whether a recipe speaks of layers of its model, which are looked for with torch, seconds of a start."""
+    return config.trainer.lora is not None or (isinstance(config, Config) and config.rollout.replay_routes)
+
+
 def check_resources(config: Config | OfflineConfig, *, num_cores: int, num_gpus: int) -> str:
     """Return a warning where a run would be slow on what there is; raise a `ConfigError` where GPUs are too few."""
     needed, counts = config.trainer.ranks, {"trainer.ranks": config.trainer.ranks}

@@ -1,6 +1,8 @@
 """Texts and chats to token ids; what the model's tokenizer or chat template cannot do is named by row and character."""
 
+import contextlib
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -21,10 +23,8 @@ def load_tokenizer(folder: str | Path, model: ModelConfig) -> Tokenizer:
     Raises:
         ConfigError: The folder has none, or one that cannot be read.
     """
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = read_tokenizer(folder)
     except Exception as error:  # of many kinds, by the kind of tokenizer
         raise _no_tokenizer(folder, f"{type(error).__name__}: {error}") from error
     if len(tokenizer) <= len(tokenizer.added_tokens_encoder):  # transformers makes up an empty one
@@ -32,6 +32,22 @@ def load_tokenizer(folder: str | Path, model: ModelConfig) -> Tokenizer:
     write = functools.partial(tokenizer.apply_chat_template, **model.chat_arguments)
     tokenizer.apply_chat_template = write
     return tokenizer
+
+
+def read_tokenizer(folder: str | Path) -> Tokenizer:
+    """Return the tokenizer of a model's folder, without `AutoTokenizer` where it can: that imports torch."""
+    import transformers
+
+    settings: Any = None
+    with contextlib.suppress(OSError, ValueError):  # `AutoTokenizer` says what is wrong
+        settings = json.loads((Path(folder) / "tokenizer_config.json").read_text())
+    if (
+        isinstance(settings, dict)
+        and settings.get("tokenizer_class") == "TokenizersBackend"
+        and "auto_map" not in settings
+    ):
+        return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    return transformers.AutoTokenizer.from_pretrained(folder)
 
 
 def check_tokenizer_files(folder: Path) -> None:

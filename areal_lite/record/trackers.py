@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import json
 import os
+import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -59,17 +60,30 @@ def open_trackers(names: Iterable[str], folder: Path, *, next_step: int) -> list
 
 
 class _TensorBoard:
-    def __init__(self, folder: Path, next_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    """By TensorBoard's own writer: the one in torch would have the controller import torch, for seconds."""
 
-        self._open = functools.partial(SummaryWriter, str(folder / "tensorboard"))
-        self._board = self._open(purge_step=next_step)
-        self._board.add_text("recipe", indent((folder / "config.json").read_text(), " " * 4))
+    def __init__(self, folder: Path, next_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.text.summary_v2 import text_pb
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary, self._text = Event, Summary, text_pb
+        self._open = functools.partial(EventFileWriter, str(folder / "tensorboard"))
+        self._board = self._open()
+        self._add(next_step, session_log=SessionLog(status=SessionLog.START))  # what an earlier run had of it is hidden
+        self._add_text("recipe", indent((folder / "config.json").read_text(), " " * 4), step=0)
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._board.add_event(self._event(step=step, wall_time=time.time(), **content))
+
+    def _add_text(self, name: str, text: str, *, step: int) -> None:
+        self._add(step, summary=self._text(f"{name}/text_summary", text))
 
     def show(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
         try:
             for name, value in figures.items():
-                self._board.add_scalar(name, value, row["step"])
+                self._add(row["step"], summary=self._summary(value=[{"tag": name, "simple_value": value}]))
         except OSError:
             self._board = self._open()  # once a disk was full, its thread has ended
             raise
@@ -77,7 +91,7 @@ class _TensorBoard:
     def show_samples(self, samples: Sequence[Sample]) -> None:
         rows = [_COLUMNS, ["---"] * len(_COLUMNS), *samples]
         cells = [[escape(str(value)).replace("|", "&#124;").replace("\n", "<br>") for value in row] for row in rows]
-        self._board.add_text("samples", "\n".join(map(" | ".join, cells)), samples[0][0])
+        self._add_text("samples", "\n".join(map(" | ".join, cells)), step=samples[0][0])
 
     def close(self) -> None:
         self._board.close()

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
@@ -21,7 +20,6 @@ from areal_lite.data.completions import Example
 from areal_lite.data.demonstrations import Demonstration, alphabet, demonstrations, turn_examples
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.record.writer import writable
-from areal_lite.train.offline import OfflineLoop, OfflineRows
 
 Progress = Callable[[int, int, float], None]
 """Called after each step with (steps done, steps in all, loss)."""
@@ -89,6 +87,10 @@ def _learn(model: Any, examples: Sequence[Example], *, settings: WarmStartConfig
         "sft": {"batch_size": settings.batch_size},
         "trainer": {"lr": settings.lr, "schedule": "cosine", "warmup_steps": warmup_steps, "micro_batch_tokens": 1024},
     }
+    import torch
+
+    from areal_lite.train.offline import OfflineLoop, OfflineRows
+
     loop = OfflineLoop(model, OfflineRows(examples), OfflineConfig.model_validate(recipe))
     num_threads = torch.get_num_threads()
     torch.set_num_threads(min(num_threads, _MAX_THREADS))
@@ -100,6 +102,9 @@ def _learn(model: Any, examples: Sequence[Example], *, settings: WarmStartConfig
 
 def build_model(config: Config | OfflineConfig, tokenizer: PreTrainedTokenizerFast) -> Any:
     """Make the built-in model, with random weights."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     warm_start = config.model.warm_start
     num_heads = max(2, warm_start.hidden_size // _HEAD_DIM)
     architecture = Qwen3Config(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from areal_lite.data.encode import read_tokenizer
 from areal_lite.events import EventBuffer
 from areal_lite.leases import LeaseWorker
 from areal_lite.types import Group, Lease, Sample, Score, StepReward
@@ -121,11 +122,5 @@ def token_of(end_character: int, token_ids: Sequence[int], decode: Decode) -> in
 
 def decoder_of(model_folder: str) -> Decode:
     """Return a function that decodes as samples are decoded; it loads the tokenizer when it is first called."""
-
-    @functools.cache
-    def tokenizer() -> Any:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(model_folder)
-
+    tokenizer = functools.cache(lambda: read_tokenizer(model_folder))
     return lambda token_ids: str(tokenizer().decode(list(token_ids), skip_special_tokens=True))

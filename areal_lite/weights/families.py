@@ -8,10 +8,11 @@ have the same numbers in the same dtype.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # the controller's process imports this module too, and has no use for torch
+    import torch
+    from torch import Tensor
 
 Fused = Mapping[str, Sequence[str]]
 """By what vLLM calls a fused layer, the layers it is made of."""
@@ -37,7 +38,7 @@ class ParameterSquares:
         return squares(parameters.items()), dict(getattr(model, "packed_modules_mapping", {}))
 
 
-def squares(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
+def squares(parameters: Iterable[tuple[str, "Tensor"]]) -> dict[str, float]:
     """Return each parameter's sum of squares."""
     return {name: float(value.detach().double().square().sum()) for name, value in parameters}
 
@@ -77,9 +78,11 @@ def family(name: str, fused: Fused) -> str:
     return ".".join(own[: own.index("experts") + 1] if "experts" in own else own)
 
 
-def _weight(layer: Any, dtype: torch.dtype) -> Tensor:
+def _weight(layer: Any, dtype: "torch.dtype") -> "Tensor":
     """Return what a layer computes with: on a CPU a packed copy, beside which the parameter may be empty or old."""
+    import torch
+
     widths = (getattr(layer, name, None) for name in ("input_size_per_partition", "input_size", "embedding_dim"))
     identity = torch.eye(next(filter(None, widths)), dtype=dtype, device=next(layer.parameters()).device)
-    weight: Tensor = layer.quant_method.apply(layer, identity, None)
+    weight: torch.Tensor = layer.quant_method.apply(layer, identity, None)
     return weight

@@ -20,7 +20,7 @@ from ray._private.authentication.authentication_token_setup import maybe_enable_
 from rich.console import Console
 from rich.progress import Progress
 
-from areal_lite.config.offline import OfflineConfig, check_resources
+from areal_lite.config.offline import OfflineConfig, check_resources, names_layers
 from areal_lite.config.plugin_check import check_plugins
 from areal_lite.config.recipe import Config
 from areal_lite.data.completions import load_offline
@@ -43,8 +43,6 @@ from areal_lite.record.trackers import check_trackers
 from areal_lite.record.writer import SoleWriter, writable
 from areal_lite.rollout.vllm_engine import check_engine_arguments
 from areal_lite.sample_queue.service import read_state
-from areal_lite.train.ptx import load_documents
-from areal_lite.train.routes import check_layers
 from areal_lite.train.warm_start import ensure_warm_start
 from areal_lite.types import Prompt
 from areal_lite.verify.first_call import check_first_calls
@@ -134,6 +132,8 @@ def train(
 def _online(config: Config, tokenizer: Tokenizer) -> _Made[Config]:
     """Load everything, so that bad data is found before any actor starts."""
     if config.objective.ptx_coef > 0 and config.objective.ptx_path is not None:
+        from areal_lite.train.ptx import load_documents
+
         load_documents(config.objective.ptx_path, tokenizer=tokenizer, max_tokens=config.model.max_context)
     prompts = load_sources(config, tokenizer, "train")
     check_arguments(config, chain.from_iterable(prompts.values()))
@@ -256,12 +256,16 @@ def prepare_model(config: Config | OfflineConfig, *, console: Console) -> Path:
         ConfigError: `model.path` is neither a model folder nor a run that has one, or it lacks layers that the recipe
             speaks of.
     """
+    folder = None
     if config.model.path != "builtin:arith":
         folder = find_model_folder(config.model.path, option="model.path")
         check_context(config, folder)
+    if names_layers(config):
+        from areal_lite.train.routes import check_layers
+
         check_layers(config, folder)
+    if folder is not None:
         return folder
-    check_layers(config, None)
     transformers.utils.logging.disable_progress_bar()
     with Progress(console=console, transient=True) as bar:
         title = "supervised warm start of the built-in model"

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 from places import ROOT
+from transformers import AutoTokenizer
 
 import areal_lite
+from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.record.trackers import _PACKAGES
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -155,13 +157,30 @@ def test_the_core_loads_neither_ray_nor_vllm():
     [
         ("areal_lite.actors.queue, areal_lite.actors.verifier, areal_lite.actors.rollout", {"torch", "transformers"}),
         ("areal_lite.actors.trainer, areal_lite.weights.publisher", {"areal_lite.weights.prepared"}),
+        ("areal_lite.launch.run.train, areal_lite.actors.trainer, areal_lite.actors.probe", {"torch"}),
     ],
 )
 def test_an_actor_loads_no_more_than_it_needs(module: str, unwanted: set[str]) -> None:
-    """Seconds of every start. Seen failing with `import torch` in rollout/worker.py, and `prepared` above gloo.py."""
+    """Seconds of every start. Seen failing with `import torch` in rollout/worker.py, and `prepared` above gloo.py.
+
+    The controller loads what the last line says.
+    """
     script = f"import {module}, sys\nprint(*{unwanted} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.split() == []
+
+
+def test_the_built_in_models_tokenizer_is_read_without_torch(tmp_path: Path) -> None:
+    """And is the one that `AutoTokenizer` finds. Seen failing with `AutoTokenizer` for all."""
+    built = build_char_tokenizer("0123456789+=? ")
+    built.save_pretrained(tmp_path)
+    script = (
+        "from areal_lite.data.encode import read_tokenizer; import sys\n"
+        f"print(read_tokenizer({str(tmp_path)!r})('1+2=? 3').input_ids, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
+    for tokenizer in (built, AutoTokenizer.from_pretrained(tmp_path)):
+        assert done.stdout == f"{tokenizer('1+2=? 3').input_ids} False\n"
 
 
 @pytest.mark.parametrize("line", ["import actors", "from launch.train import train", "import launch.cluster"])

@@ -64,6 +64,20 @@ def test_tensorboard_is_one_of_them_and_may_be_left_out(tmp_path: Path) -> None:
     assert not (tmp_path / "without" / "run" / "tensorboard").exists()
 
 
+def test_tensorboard_hides_the_steps_that_a_resume_does_again(tmp_path: Path) -> None:
+    """Seen failing without the entry that a new start begins at its step."""
+    (tmp_path / "config.json").touch()
+    for next_step, value in ((1, 0.0), (3, 1.1)):
+        time.sleep(value)  # its files are read by the second in their names
+        (board,) = open_trackers(["tensorboard"], tmp_path, next_step=next_step)
+        for step in range(next_step, 5):
+            board.show({"step": step}, {"a/b": value})
+        board.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    found = [(event.step, round(event.value, 1)) for event in events.Scalars("a/b")]
+    assert found == [(1, 0.0), (2, 0.0), (3, 1.1), (4, 1.1)]
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_tensorboard_goes_on_once_it_can_write_again(tmp_path: Path) -> None:
     """Its thread ends with the first error. Seen failing with that error in place of every later figure."""
