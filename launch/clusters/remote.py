@@ -131,10 +131,10 @@ def end_process(job: "Job", shell: Sequence[str], *, log: Path) -> str | None:
 def ask(*argv: str, text: str | None = None) -> "subprocess.CompletedProcess[str]":
     """Run a command with `text` as its input; one that is not there, or is late, counts as one that failed."""
     try:
-        # A session of its own: Ctrl-C in a terminal is not for it.
-        return subprocess.run(
-            argv, input=text, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, start_new_session=True
-        )
+        # A session of its own: Ctrl-C in a terminal is not for it. And with SIGPIPE ignored, as Python has it: Slurm's
+        # commands ask munged again that hung up on them, if they live.
+        own: dict[str, Any] = {"start_new_session": True, "restore_signals": False}
+        return subprocess.run(argv, input=text, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, **own)
     except (OSError, subprocess.TimeoutExpired) as error:
         said = f"{argv[0]} must be there and answer within {_TIMEOUT_S:g} s, got {error}"
         return subprocess.CompletedProcess(argv, 1, "", said)

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from areal_lite.errors import ConfigError, StallError
+from areal_lite.launch.clusters.remote import told_by
 from areal_lite.launch.rehearse.namespaces import Node, make_nodes
 from areal_lite.launch.rehearse.nodes import profile_of
 
 _TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "setpriv")
 _START_TIMEOUT_S = 60.0
-_COMMAND_TIMEOUT_S = 60.0
 _POLL_S = 0.2
 _CONF = """\
 ClusterName=rehearsal
@@ -64,11 +64,8 @@ class Slurm(NamedTuple):
         return self.nodes[0].command(argv, cwd=cwd, env={"SLURM_CONF": str(self.folder / "slurm.conf")})
 
     def ask(self, *argv: str) -> str:
-        """Return what a command of Slurm says; a `subprocess.CalledProcessError` where it failed."""
-        done = subprocess.run(
-            self.command(argv), check=True, stdout=subprocess.PIPE, text=True, timeout=_COMMAND_TIMEOUT_S
-        )
-        return done.stdout.strip()
+        """Return what a command of Slurm says; a `ConfigError` where it failed."""
+        return told_by(*self.command(argv), to_do="look at the daemons' logs").strip()
 
 
 @contextlib.contextmanager
@@ -127,7 +124,7 @@ def make_slurm(num_nodes: int, *, shared: Sequence[str | Path] = ()) -> Iterator
 def _wait(slurm: Slurm, condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + _START_TIMEOUT_S
     while True:
-        with contextlib.suppress(subprocess.CalledProcessError):
+        with contextlib.suppress(ConfigError):
             if condition():
                 return
         if time.monotonic() > deadline:

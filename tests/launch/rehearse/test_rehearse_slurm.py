@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-import subprocess
 import time
 from pathlib import Path
 
@@ -46,7 +45,7 @@ def test_slurm_runs_jobs_on_its_nodes_and_leaves_nothing(tmp_path: Path) -> None
         while "ExitCode=7:0" not in (facts := slurm.ask("scontrol", "show", "job", job)):
             assert time.monotonic() < deadline, facts
             time.sleep(0.5)
-        with pytest.raises(subprocess.CalledProcessError):
+        with pytest.raises(ConfigError):
             slurm.ask("scontrol", "show", "node", "slurm2")
         homes = {os.readlink(f"/proc/{node.pid}/ns/pid") for node in slurm.nodes}
         processes = [process for process in psutil.process_iter() if home(process) in homes]
