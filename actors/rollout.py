@@ -46,7 +46,7 @@ class RolloutActor:
         workflows = load_workflows(self._config)  # first, as a wrong name should not cost the start of an engine
         if self._config.weights.transport == "nccl" and self._config.run.network is not None:
             use_interface_of(local_address(self._config.run.network))  # as the ranks, for its processes inherit it
-        # What the engine's own process runs first: in place of Ray's start script, the line that hastens its imports.
+        # What processes that vLLM spawns run first: not Ray's start script, but the line that hastens imports.
         sys.modules["__main__"].__file__ = actors.__file__
         self._engine = await VllmEngine.start(self._config, model_folder=self._model_folder)
         self._make_worker(workflows)

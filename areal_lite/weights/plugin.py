@@ -4,10 +4,7 @@ vLLM calls `register` in every process it starts (entry point `vllm.general_plug
 engine-core process knows them as well.
 """
 
-import gc
-import multiprocessing
-import os
-import threading
+from areal_lite.rollout.engine_process import begin_process
 
 _CLASSES = {"gloo": "Gloo", "nccl": "Nccl"}
 """Transports, by the module in this folder, and how the names of their classes begin."""
@@ -24,22 +21,4 @@ def register() -> None:
         ):
             registry._registry.pop(name, None)
             registry.register_engine(name, f"areal_lite.weights.{name}", class_name)
-    _begin_engine_process()
-
-
-def _begin_engine_process() -> None:
-    """Hasten the start of an engine-core process, and end it when its parent is killed: it would live for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-    from tqdm import tqdm
-
-    # tqdm's own lock is one between processes, which Python calls leaked where this one is killed (`VllmEngine.close`).
-    tqdm.set_lock(threading.RLock())
-    gc.freeze()  # what is imported stays: as it starts, vLLM has the collector look through all of it, time and again
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, name="die-with-parent", daemon=True).start()
+    begin_process()

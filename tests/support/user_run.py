@@ -124,7 +124,7 @@ class UserRun:
 
     def engine_core(self, lane: str) -> int:
         """Process id of the engine-core process below a rollout actor."""
-        (core,) = [pid for pid in _below(self.actor(lane)) if "EngineCore" in _command(pid)]
+        (core,) = [pid for pid in _below(self.actor(lane)) if psutil.Process(pid).name().startswith("VLLM::")]
         return core
 
     def tree(self, pid: int) -> list[int]:
