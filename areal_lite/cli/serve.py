@@ -41,7 +41,7 @@ def serve(
 
 @contextlib.contextmanager
 def on_own_screen() -> Iterator[Console]:
-    """Yield a console whose screen is its own: what vLLM and its processes say is kept, and shown after an error."""
+    """Yield a console whose screen is its own: what vLLM and its processes say goes to stderr, after an error."""
     sys.stdout.flush()  # what was said before is not theirs
     streams, kept = (1, 2), [os.dup(1), os.dup(2)]
     with tempfile.TemporaryFile("r+", errors="replace") as said, os.fdopen(os.dup(1), "w") as screen:
@@ -51,7 +51,8 @@ def on_own_screen() -> Iterator[Console]:
             yield Console(file=screen)
         except Exception:
             said.seek(0)
-            screen.write(said.read())
+            with os.fdopen(os.dup(kept[1]), "w") as errors:
+                errors.write(said.read())
             raise
         finally:
             for stream, own in zip(streams, kept, strict=True):

@@ -40,8 +40,6 @@ from areal_lite.types import Prompt, Sample, Score, StopReason, VersionSpan
 from areal_lite.wire import encode
 
 SAMPLES_PER_GROUP = 8
-_BYTES_PER_TOKEN = 12
-"""What a token must bring: 4 bytes of id, 4 of log-probability and 4 of text."""
 _TIMEOUT_S = 30.0
 _NUM_WORKERS = 2
 
@@ -100,7 +98,6 @@ def summarise(measured: Mapping[Case, Sequence[float]]) -> list[dict[str, Any]]:
             **case._asdict(),
             "groups_per_s": list(rates),
             "median": statistics.median(rates),
-            "mb_per_s": statistics.median(rates) * SAMPLES_PER_GROUP * case.tokens * _BYTES_PER_TOKEN / 1e6,
             "over": {
                 other: ratios(rates, measured[case._replace(contender=other)])
                 for other in CARRIERS

@@ -60,8 +60,8 @@ def test_the_printed_address_and_key_answer(monkeypatch: pytest.MonkeyPatch) -> 
     assert closed == [True]
 
 
-def test_what_the_engine_says_is_shown_after_an_error_alone(capfd: pytest.CaptureFixture[str]) -> None:
-    """Seen failing with the engine's words on the screen, and with an error that takes them along."""
+def test_what_the_engine_says_is_on_stderr_after_an_error_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    """Seen failing with its words on the screen, of an error too, and with an error that keeps them."""
     with on_own_screen() as console:
         os.write(1, b"a warning\n")
         os.write(2, b"another\n")
@@ -70,7 +70,7 @@ def test_what_the_engine_says_is_shown_after_an_error_alone(capfd: pytest.Captur
     with contextlib.suppress(EngineError), on_own_screen():
         os.write(2, b"the cause\n")
         raise EngineError("it has ended")
-    assert capfd.readouterr().out == "the cause\n"
+    assert capfd.readouterr() == ("", "the cause\n")
 
 
 def test_what_was_said_before_is_on_the_screen() -> None:

@@ -19,10 +19,10 @@ def scripted(case: Case, *, rates: dict[str, Iterator[float]]) -> float:
     return next(rates[case.contender])
 
 
-def test_medians_ratios_and_traffic_of_figures_with_known_answers() -> None:
+def test_medians_and_ratios_of_figures_with_known_answers() -> None:
     """Ours 100, 300, 200 beside Ray's 50, 30, 100: ratios 2, 10, 2, whose median is 2, while 200 / 50 would be 4.
 
-    200 groups/s of 8 samples of 1000 tokens of 12 bytes are 19.2 MB/s. Seen failing with the ratio of the medians.
+    Seen failing with the ratio of the medians.
     """
     rates = {"areal-lite": iter([100.0, 300.0, 200.0]), "ray": iter([50.0, 30.0, 100.0]), "zeromq": iter([400.0] * 3)}
     rates["in the clear"] = iter([200.0, 300.0, 400.0])
@@ -34,7 +34,6 @@ def test_medians_ratios_and_traffic_of_figures_with_known_answers() -> None:
         "in the clear": [0.5, 1.0, 0.5],
     }
     assert rows["ray"]["over"]["areal-lite"] == [0.5, 0.1, 0.5]
-    assert rows["areal-lite"]["mb_per_s"] == pytest.approx(19.2)
     expected = ["8 x 1000, 8", "200\n100-300", "300\n200-400", "50\n30-100", "400", "2.00", "0.50"]
     assert list(cells("queue", rows.values()))[1:] == [expected]
 
