@@ -3,7 +3,6 @@
 import functools
 import gc
 import itertools
-import logging
 import os
 import re
 from collections.abc import Iterator
@@ -97,12 +96,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """A private Ray, started when the first test asks for it."""
-    import ray
+    from areal_lite.launch.run.train import ray_session
 
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # as a run does
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    yield
-    ray.shutdown()
+    with ray_session():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ import psutil
 from areal_lite.errors import StallError
 from areal_lite.launch.clusters.job import Job
 from areal_lite.launch.clusters.remote import Remote, script
+from areal_lite.launch.run.lean_ray import lean_ray
 from areal_lite.launch.run.signals import NOTICES
 
 _STARTED = "Ray runtime started"
@@ -121,14 +122,14 @@ def start_script(job: Job, *, ports: range, head: str, peer: str | None, env: Ma
     """
     look_up = f"from areal_lite.network import local_address; print(local_address({job.profile.network or peer!r}))"
     # Nobody serves from it: it need not wait for its workers to leave, which would take longer than the grace it has.
-    own = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
-    own["RAY_prestart_worker_first_driver"] = "0"
+    own = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
     return script(job, env={**env, **own}, template="ray.sh", head=head, ports=ports, look_up=look_up)
 
 
 def _main() -> None:
     from ray.scripts.scripts import main
 
+    lean_ray()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
     try:

@@ -29,6 +29,7 @@ from areal_lite.data.mix import make_cursor
 from areal_lite.data.prompts import load_source, load_sources
 from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.run.controller import Controller, Interrupted
+from areal_lite.launch.run.lean_ray import lean_ray
 from areal_lite.launch.run.offline import OfflineController
 from areal_lite.launch.run.online import OnlineController
 from areal_lite.launch.run.places import places_for
@@ -179,13 +180,7 @@ def ray_session() -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    # Ray would warn about this variable on machines without a GPU, over the progress display.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Actors are processes of their own: those that Ray keeps ready for tasks, one for every core, have none.
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    # A private Ray prints no logs, does not grow, and serves no jobs; Ray has no settings for it.
-    for unused in ("start_log_monitor", "start_monitor", "start_api_server"):
-        setattr(ray._private.node.Node, unused, lambda *_, **__: None)
+    lean_ray()
     check_memory()
     try:
         with notices_held_back():

@@ -5,13 +5,13 @@ echo "areal-lite address $address"
 {% endblock %}
 {% block command %}
 {{ python }} -m areal_lite.launch.clusters.ray_nodes start
-{%- if head %} --address={{ head }}{% else %} --head --include-dashboard=false{% endif %}
- --block --disable-usage-stats --include-log-monitor=false --node-ip-address="$address"
+{%- if head %} --address={{ head }}{% else %} --head{% endif %}
+ --block --disable-usage-stats --node-ip-address="$address"
 {%- set names = [
     "port", "node-manager-port", "object-manager-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port",
-    "runtime-env-agent-port", "metrics-export-port", "dashboard-port", "ray-client-server-port",
+    "runtime-env-agent-port", "metrics-export-port",
 ] %}
-{%- set of_head = ["port", "dashboard-port", "ray-client-server-port"] %}
+{%- set of_head = ["port"] %}
 {%- for name in names %}
 {%- if not head or name not in of_head %} --{{ name }}={{ ports[loop.index0] }}{% endif %}
 {%- endfor %}

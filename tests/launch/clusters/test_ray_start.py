@@ -25,7 +25,7 @@ def soon_ended(processes: list[psutil.Process]) -> bool:
 def test_ray_outlives_what_is_sent_to_all_processes_and_leaves_nothing_when_it_is_ended() -> None:
     """A batch system signals them all; the supervisor sends SIGINT once the run has saved."""
     module = [sys.executable, "-m", "areal_lite.launch.clusters.ray_nodes"]
-    start = ["start", "--head", "--block", "--port=0", "--include-dashboard=false", "--disable-usage-stats"]
+    start = ["start", "--head", "--block", "--port=0", "--disable-usage-stats"]
     ray = psutil.Popen([*module, *start], stdout=subprocess.PIPE, text=True, start_new_session=True)
     tree = [ray]
     try:
