@@ -4,6 +4,8 @@
 SHELL := /bin/bash
 PYTHON := .venv/bin/python
 .DEFAULT_GOAL := help
+# Imports are quick where compiled modules are kept; some machines and images ask Python not to.
+export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help setup demo test-fast test gpu-check examples format check size clean
 
 help: ## list these targets
