@@ -1,5 +1,6 @@
 """What is different about a Ray that is started here."""
 
+import contextlib
 import json
 import os
 import re
@@ -53,7 +54,10 @@ def test_ray_starts_actors_that_way_and_nothing_that_no_run_uses() -> None:
 
     actor = ray.remote(Actor).options(runtime_env={"env_vars": {"A": "1"}}).remote()
     assert ray.get(actor.look.remote(), timeout=120) == "1"
-    commands = [process.cmdline() for process in psutil.Process().children(recursive=True)]
+    commands = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # or one that has ended
+            commands.append(process.cmdline())
     ray.kill(actor)
     assert any(setup_worker.__file__ in word for command in commands if "raylet" in command[0] for word in command)
     said = "\n".join(map(" ".join, commands))

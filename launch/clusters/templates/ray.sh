@@ -9,9 +9,9 @@ echo "areal-lite address $address"
  --block --disable-usage-stats --node-ip-address="$address"
 {%- set names = [
     "port", "node-manager-port", "object-manager-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port",
-    "runtime-env-agent-port", "metrics-export-port",
-] %}
-{%- set of_head = ["port"] %}
+    "runtime-env-agent-port", "metrics-export-port", "dashboard-port", "ray-client-server-port",
+] %}{# nobody listens on the last two, but Ray compares their defaults with the others #}
+{%- set of_head = ["port", "dashboard-port", "ray-client-server-port"] %}
 {%- for name in names %}
 {%- if not head or name not in of_head %} --{{ name }}={{ ports[loop.index0] }}{% endif %}
 {%- endfor %}
