@@ -414,6 +414,7 @@ def shell_lines() -> list[str]:
     return [line for line in text.splitlines() if line.split() and line.split()[0] not in SHOWN_ONLY]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", shell_lines())
 def test_a_line_of_the_pages_can_be_typed(line: str) -> None:
     """Seen failing with an option that does not exist."""
