@@ -1,4 +1,4 @@
-"""Starts an actor's process with its variables: what a private Ray runs in the place of its own script of that name.
+"""Starts an actor's process with its variables: what a Ray of ours runs in place of its own script of that name.
 
 Ray's imports all of Ray, which the process then does once more. Run by its path, so that it imports next to nothing.
 """

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import sys
 from typing import Any
 
@@ -45,8 +44,8 @@ def test_all_but_variables_is_left_to_ray(context: dict[str, Any]) -> None:
 
 @pytest.mark.loop
 @pytest.mark.usefixtures("ray_cluster")
-def test_ray_starts_actors_that_way_and_nothing_that_no_run_uses() -> None:
-    """Seen failing with Ray's script, and with each of the other processes."""
+def test_ray_starts_actors_that_way() -> None:
+    """Seen failing with Ray's script. That nothing runs that no run uses: `test_faults.py`, `test_ray_start.py`."""
 
     class Actor:
         def look(self) -> str | None:
@@ -60,5 +59,3 @@ def test_ray_starts_actors_that_way_and_nothing_that_no_run_uses() -> None:
             commands.append(process.cmdline())
     ray.kill(actor)
     assert any(setup_worker.__file__ in word for command in commands if "raylet" in command[0] for word in command)
-    said = "\n".join(map(" ".join, commands))
-    assert not re.search(r"dashboard\.py|monitor\.py|client\.server", said), said
