@@ -12,8 +12,8 @@ from places import ROOT
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 TORCH = next(item for item in EXTRAS["cpu"] if item.startswith("torch==")) + "+cpu"
 
-# Plays `python3.11`, and is copied to .venv/bin/python by its own `-m venv`. It appends each pip command to `calls`,
-# and fails those that hold the word in `fail_on`.
+# Plays `python3.11`, one built with optimisations, and is copied to .venv/bin/python by its own `-m venv`. It appends
+# each pip command to `calls`, and fails those that hold the word in `fail_on`.
 STAND_IN = """#!/usr/bin/env bash
 case "$*" in
     --version) echo "Python 3.11.0" ;;
@@ -27,9 +27,14 @@ case "$*" in
 esac
 """
 
+TOOLS = ["awk", "bash", "cat", "cp", "cut", "df", "dirname", "env", "mkdir", "rm", "sed", "sha256sum", "sleep", "tail"]
+"""What setup.sh and the stand-ins need beside Python."""
+PLAIN = STAND_IN.replace("-c*)", "*optimised*) exit 3 ;;\n    -c*)")
+"""A Python that was built without optimisations."""
+
 
 class Checkout:
-    """A folder with setup.sh and pyproject.toml, and a search path that finds the stand-in first."""
+    """A folder with setup.sh and pyproject.toml, and a search path on which the stand-in is the only Python."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -38,6 +43,10 @@ class Checkout:
             shutil.copy(ROOT / name, folder / name)
         self.commands = folder / "commands"
         self.commands.mkdir()
+        self.tools = folder / "tools"
+        self.tools.mkdir()
+        for name in TOOLS:
+            (self.tools / name).symlink_to(shutil.which(name) or name)
         self.command("python3.11", STAND_IN)
         self.command("nvidia-smi", "#!/bin/sh\nexit 9\n")
         self.command("uname", '#!/bin/sh\ncase "$1" in -s) echo Linux ;; *) echo x86_64 ;; esac\n')
@@ -48,7 +57,7 @@ class Checkout:
         path.chmod(0o755)
 
     def setup(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {"PATH": f"{self.commands}:{os.environ['PATH']}"}
+        environment = os.environ | {"PATH": f"{self.commands}:{self.tools}"}
         command = ["./setup.sh", *arguments]
         return subprocess.run(
             command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=60, check=False
@@ -172,6 +181,16 @@ def test_a_shim_that_does_not_run_is_passed_over(checkout):
     checkout.command("python3.11", "#!/bin/sh\necho 'command not found' >&2\nexit 127\n")
     done = checkout.setup()
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("first", "second", "chosen"), [(PLAIN, STAND_IN, 1), (PLAIN, PLAIN, 0), (STAND_IN, PLAIN, 0)])
+def test_of_several_pythons_the_first_with_optimisations_is_taken(checkout, first, second, chosen):
+    """Else the first. A folder further down the search path counts too, as where pyenv hides a distribution's."""
+    stand_ins = [(checkout.commands, first, "first"), (checkout.tools, second, "second")]
+    for folder, text, name in stand_ins:
+        (folder / "python3.11").write_text(text.replace("Python 3.11.0", name))
+        (folder / "python3.11").chmod(0o755)
+    assert f"environment ({('first', 'second')[chosen]})" in checkout.setup().stdout
 
 
 @pytest.mark.parametrize(
