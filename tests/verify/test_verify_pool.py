@@ -1,15 +1,14 @@
 """The verifier pool against verify functions that misbehave in every way known."""
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import psutil
 import pytest
 from places import FIXTURES
 from pool_builders import running_pool
@@ -65,8 +64,7 @@ def wait_until(condition):
 
 def children():
     """Living children of this process."""
-    tasks = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    return {int(pid) for path in tasks for pid in path.read_text().split() if alive(int(pid))}
+    return {child.pid for child in psutil.Process().children() if alive(child.pid)}
 
 
 # --- what a call yields ---
