@@ -94,11 +94,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A private Ray, started when the first test asks for it."""
+    import torch
+    from warm_workers import warm_ray
+
     from areal_lite.launch.run.train import ray_session
 
-    with ray_session():
+    # What imports do about a GPU must not be copied.
+    with warm_ray(tmp_path_factory.mktemp("ray")) if torch.version.cuda is None else ray_session():
         yield
 
 

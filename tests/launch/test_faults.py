@@ -23,6 +23,7 @@ from test_loop import conserved, trained_groups
 from train_builders import save_tiny_model
 from user_run import UserRun, adopting_orphans, alive
 
+from areal_lite.launch.run import setup_worker
 from areal_lite.record.checkpoints import damage
 
 pytestmark = pytest.mark.loop
@@ -143,6 +144,7 @@ def test_the_printed_command_goes_on_and_lost_workers_come_back(interrupted: Use
         run.wait_for_steps(resumed_at + 1)
         assert not re.search(r"monitor\.py|dashboard\.py", said := commands(run)), said  # Ray's, of no use here
         assert "gcs_server" in said
+        assert setup_worker.__file__ in said  # which starts actors, in place of Ray's
         scale(run, rollout=3)
         for name in ("rollout/1", "rollout/2"):
             run.wait_until(lambda name=name: f"{name} has joined" in run.output, f"start of {name}")

@@ -1,14 +1,13 @@
 """What is different about a Ray that is started here."""
 
-import contextlib
 import json
 import os
 import sys
 from typing import Any
 
-import psutil
 import pytest
 import ray
+from warm_workers import OF_ACTORS
 
 from areal_lite.launch.run import setup_worker
 
@@ -44,18 +43,16 @@ def test_all_but_variables_is_left_to_ray(context: dict[str, Any]) -> None:
 
 @pytest.mark.loop
 @pytest.mark.usefixtures("ray_cluster")
-def test_ray_starts_actors_that_way() -> None:
-    """Seen failing with Ray's script. That nothing runs that no run uses: `test_faults.py`, `test_ray_start.py`."""
+@pytest.mark.parametrize(("more", "seen"), [({}, (None, True)), ({"A": "1"}, ("1", False))])
+def test_the_tests_own_workers_are_copies_unless_they_have_variables_of_their_own(
+    more: dict[str, str], seen: tuple[str | None, bool]
+) -> None:
+    """How workers of runs start, and that nothing runs that no run uses: `test_faults.py`, `test_ray_start.py`."""
 
-    class Actor:
-        def look(self) -> str | None:
-            return os.environ.get("A")
+    class Look:
+        def look(self) -> tuple[str | None, bool]:
+            return os.environ.get("A"), "vllm" in sys.modules
 
-    actor = ray.remote(Actor).options(runtime_env={"env_vars": {"A": "1"}}).remote()
-    assert ray.get(actor.look.remote(), timeout=120) == "1"
-    commands = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # or one that has ended
-            commands.append(process.cmdline())
+    actor = ray.remote(Look).options(runtime_env={"env_vars": OF_ACTORS | more}).remote()
+    assert ray.get(actor.look.remote(), timeout=120) == seen
     ray.kill(actor)
-    assert any(setup_worker.__file__ in word for command in commands if "raylet" in command[0] for word in command)

@@ -26,7 +26,9 @@ def rows(folder: Path, name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.loop
 @pytest.mark.gym
-def test_a_mixed_run_trains_and_tells_its_sources_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixed_run_trains_and_tells_its_sources_apart(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Twenty steps; every source is trained on and judged by its own verifier; parity holds over several turns.
 
     Seen failing with the column `verifier` of the sources passed over, and with an environment's tokens in the loss

@@ -26,7 +26,7 @@ from areal_lite.launch.run import cluster, online
 from areal_lite.launch.run.train import train
 from areal_lite.record.run_folder import RunFolder
 
-pytestmark = pytest.mark.loop
+pytestmark = [pytest.mark.loop, pytest.mark.usefixtures("ray_cluster")]
 
 PARITY = 1e-4
 STEPS = 8

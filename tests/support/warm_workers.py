@@ -1,0 +1,132 @@
+"""The tests' own Ray, whose workers are copies of a process that has imported torch, transformers and vLLM.
+
+Imports are half of what a short run costs. Typed runs, and those of several nodes, start as users' do. Ray runs this
+file in place of its script that sets a worker's variables. A worker starts as ever if its variables are not those that
+the imports saw.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ADDRESS = "WARM_WORKERS"
+"""Names the socket of the process that is copied."""
+OF_ACTORS = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+"""Variables that most runs give to their actors."""
+NOT_SEEN = ("RAY_", "PYTEST_", "PYTHONBREAKPOINT", "SPT_NOENV")
+"""Variables that differ between workers, and at which no import looks but Ray's (see `warm_ray`)."""
+IMPORTED = (
+    "areal_lite.actors.rollout", "areal_lite.train.trainer", "areal_lite.train.offline", "areal_lite.weights.publisher"
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def warm_ray(folder: Path) -> Iterator[None]:
+    """A private Ray, and the process that is copied, which ends with the block, or with this process."""
+    import psutil
+    import ray
+
+    from areal_lite.launch.run import setup_worker
+    from areal_lite.launch.run.train import ray_session
+
+    os.environ[ADDRESS] = str(folder / "socket")
+    ours, setup_worker.__file__ = setup_worker.__file__, __file__
+    with ray_session():
+        setup_worker.__file__ = ours
+        raylet = next(one.pid for one in psutil.Process().children(recursive=True) if one.name() == "raylet")
+        # Ray reads these when it is imported: the worker's job, and whose end is its end.
+        of_ray = {"RAY_JOB_ID": ray.get_runtime_context().get_job_id(), "RAY_RAYLET_PID": str(raylet)}
+        with (folder / "log").open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, __file__, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                env=os.environ | OF_ACTORS | of_ray, start_new_session=True,
+            )  # fmt: skip
+        with process:
+            assert process.stdout is not None
+            assert process.stdout.read(), (folder / "log").read_text()
+            yield
+    del os.environ[ADDRESS]
+
+
+def seen(variables: dict[str, str]) -> dict[str, str]:
+    """Return those that imports may look at."""
+    return {name: value for name, value in variables.items() if not name.startswith(NOT_SEEN)}
+
+
+def serve() -> None:
+    """Import everything, and be copied until standard input ends."""
+    before = seen(dict(os.environ))
+    said = os.dup(1)
+    os.dup2(2, 1)
+    gc.disable()
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.enable()
+    gc.freeze()
+    assert len(os.listdir("/proc/self/task")) == 1, "threads, which a copy lacks"
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leave no zombies
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(os.environ[ADDRESS])
+    server.listen(64)
+    os.write(said, b"ready")
+    os.close(said)
+    while server in select.select([server, 0], [], [])[0]:
+        connection, _ = server.accept()
+        text, files, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+        asked = json.loads(text)
+        if seen(asked["variables"]) != before:
+            connection.send(b"no")
+        elif os.fork() == 0:
+            server.close()
+            connection.send(b"ok")
+            become(files, **asked)
+        connection.close()
+        for file in files:
+            os.close(file)
+
+
+def become(files: list[int], *, words: list[str], variables: dict[str, str], folder: str, blocked: list[int]) -> None:
+    """Be the worker that was asked for; the connection stays open until it ends."""
+    os.setpgid(0, 0)  # Ray kills all of a worker's group
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.update(variables)  # vLLM's import has set some more
+    os.chdir(folder)
+    sys.argv, sys.path[0] = words, os.path.dirname(words[0])
+    runpy.run_path(words[0], run_name="__main__")
+    sys.exit()
+
+
+def start(arguments: list[str]) -> None:
+    """Have a worker copied, and wait for its end, or become it."""
+    from areal_lite.launch.run.setup_worker import command
+
+    words = command(arguments, os.environ)
+    blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
+    asked: dict[str, Any] = {"variables": dict(os.environ), "folder": os.getcwd(), "blocked": blocked}
+    with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(OSError):  # where it has ended: as ever
+        connection.connect(os.environ[ADDRESS])
+        socket.send_fds(connection, [json.dumps({"words": words[1:], **asked}).encode()], [0, 1, 2])
+        if connection.recv(2) == b"ok":
+            words = []
+            connection.recv(1)
+    if words:
+        os.execv(words[0], words)
+
+
+if __name__ == "__main__":
+    serve() if sys.argv[1:] == ["--serve"] else start(sys.argv[1:])
