@@ -22,13 +22,14 @@ stop() { # EXPECTED GOT TODO
 
 find_python() { # prints one that runs (a pyenv shim may exist and not run) and can make environments
     local path any=
-    # The first, but sooner one that was built with optimisations, as distributions' are, and pyenv's by default not: runs
-    # start in a seventh less time. It must have brought Python's header, against which Triton compiles.
+    # The first that fits, but preferably one built with optimisations (distributions' are, pyenv's by default are not):
+    # imports take a seventh less processor time. Such a one must also have Python.h, against which Triton compiles.
     while IFS= read -r path; do
         if "$path" -c 'import os, sys, sysconfig, ensurepip, venv
 if not (3, 11) <= sys.version_info[:2] <= (3, 13):
     sys.exit(1)
 optimised = sys.base_prefix == "/usr" or "--enable-optimizations" in (sysconfig.get_config_var("CONFIG_ARGS") or "")
+optimised = optimised and sys.version_info.releaselevel == "final"
 sys.exit(0 if optimised and os.path.exists(sysconfig.get_path("include") + "/Python.h") else 3)' 2>/dev/null; then
             echo "$path"
             return
@@ -137,8 +138,8 @@ if [ -n "$made_for" ] && { [ "$made_for" != "$wanted" ] || [ ! -f "$STAMP" ] || 
     rm -rf .venv # pip takes a package that was cut off while unpacking for a whole one
 fi
 
-echo "set-up: areal-lite for $extra in .venv, about 2 minutes on a good network"
 python=$(find_python)
+echo "set-up: areal-lite for $extra in .venv ($python), about 2 minutes on a good network"
 check_machine
 mkdir -p .venv && : >"$LOG" && rm -f "$STAMP"
 if [ ! -x "$PYTHON" ]; then

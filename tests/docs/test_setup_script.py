@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -191,6 +192,13 @@ def test_of_several_pythons_the_first_with_optimisations_is_taken(checkout, firs
         (folder / "python3.11").write_text(text.replace("Python 3.11.0", name))
         (folder / "python3.11").chmod(0o755)
     assert f"environment ({('first', 'second')[chosen]})" in checkout.setup().stdout
+
+
+def test_this_python_fits():
+    """What the stand-ins only play: the question is run. Seen failing with a mistake in it."""
+    question = (ROOT / "setup.sh").read_text().partition('if "$path" -c \'')[2].partition("' 2>/dev/null; then")[0]
+    assert "optimised" in question
+    assert subprocess.run([sys.executable, "-c", question], check=False).returncode in (0, 3)
 
 
 @pytest.mark.parametrize(

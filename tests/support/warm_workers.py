@@ -2,7 +2,7 @@
 
 Imports are half of what a short run costs. Typed runs, and those of several nodes, start as users' do. Ray runs this
 file in place of its script that sets a worker's variables. A worker starts as ever if its variables are not those that
-the imports saw.
+the imports saw. Copies share the seed of Python's hashes: what depends on it, only other runs can show.
 """
 
 import contextlib
@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 ADDRESS = "WARM_WORKERS"
-"""Names the socket of the process that is copied."""
+"""The variable with the abstract address of the process that is copied."""
 OF_ACTORS = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 """Variables that most runs give to their actors."""
 NOT_SEEN = ("RAY_", "PYTEST_", "PYTHONBREAKPOINT", "SPT_NOENV")
 """Variables that differ between workers, and at which no import looks but Ray's (see `warm_ray`)."""
+_START_S, _ASKED_S = 120, 10
 IMPORTED = (
     "areal_lite.actors.rollout", "areal_lite.train.trainer", "areal_lite.train.offline", "areal_lite.weights.publisher"
 )  # fmt: skip
@@ -33,30 +34,35 @@ IMPORTED = (
 
 @contextlib.contextmanager
 def warm_ray(folder: Path) -> Iterator[None]:
-    """A private Ray, and the process that is copied, which ends with the block, or with this process."""
-    import psutil
+    """A private Ray, and the process that is copied, which ends with the block."""
+    import pytest
     import ray
+    from ray._private import ray_constants, worker
 
     from areal_lite.launch.run import setup_worker
     from areal_lite.launch.run.train import ray_session
 
-    os.environ[ADDRESS] = str(folder / "socket")
-    ours, setup_worker.__file__ = setup_worker.__file__, __file__
-    with ray_session():
-        setup_worker.__file__ = ours
-        raylet = next(one.pid for one in psutil.Process().children(recursive=True) if one.name() == "raylet")
+    with pytest.MonkeyPatch.context() as patches, contextlib.ExitStack() as stack:
+        patches.setenv(ADDRESS, f"warm-workers-{os.getpid()}")
+        with pytest.MonkeyPatch.context() as start:
+            start.setattr(ray_constants, "SETUP_WORKER_FILENAME", None)  # as it was, behind this block
+            start.setattr(setup_worker, "__file__", __file__)
+            stack.enter_context(ray_session())
+        (raylet,) = worker._global_node.all_processes["raylet"]
         # Ray reads these when it is imported: the worker's job, and whose end is its end.
-        of_ray = {"RAY_JOB_ID": ray.get_runtime_context().get_job_id(), "RAY_RAYLET_PID": str(raylet)}
+        of_ray = {"RAY_JOB_ID": ray.get_runtime_context().get_job_id(), "RAY_RAYLET_PID": str(raylet.process.pid)}
         with (folder / "log").open("w") as log:
             process = subprocess.Popen(
                 [sys.executable, __file__, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
                 env=os.environ | OF_ACTORS | of_ray, start_new_session=True,
             )  # fmt: skip
         with process:
-            assert process.stdout is not None
-            assert process.stdout.read(), (folder / "log").read_text()
-            yield
-    del os.environ[ADDRESS]
+            try:
+                said = select.select([process.stdout], [], [], _START_S)[0] and os.read(process.stdout.fileno(), 5)
+                assert said, f"nothing to copy after {_START_S} s: {(folder / 'log').read_text()}"
+                yield
+            finally:
+                process.kill()
 
 
 def seen(variables: dict[str, str]) -> dict[str, str]:
@@ -77,35 +83,47 @@ def serve() -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "threads, which a copy lacks"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leave no zombies
     server = socket.socket(socket.AF_UNIX)
-    server.bind(os.environ[ADDRESS])
+    server.bind(f"\0{os.environ[ADDRESS]}")
     server.listen(64)
     os.write(said, b"ready")
     os.close(said)
-    while server in select.select([server, 0], [], [])[0]:
+    while server in select.select([server, 0], [], [])[0]:  # standard input ends with the tests
+        files: list[int] = []
         connection, _ = server.accept()
-        text, files, _, _ = socket.recv_fds(connection, 1 << 20, 3)
-        asked = json.loads(text)
-        if seen(asked["variables"]) != before:
-            connection.send(b"no")
-        elif os.fork() == 0:
-            server.close()
-            connection.send(b"ok")
-            become(files, **asked)
-        connection.close()
+        with connection, contextlib.suppress(OSError, ValueError):  # who asks has ended
+            connection.settimeout(_ASKED_S)
+            text, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
+            while more := connection.recv(1 << 16):
+                text += more
+            asked = json.loads(text)
+            if seen(asked["variables"]) != before:
+                connection.send(b"no")
+            elif os.fork() == 0:
+                kept = connection.dup()
+                break
         for file in files:
             os.close(file)
+    else:
+        return
+    server.close()
+    kept.send(b"ok")
+    become(files, **asked)
 
 
 def become(files: list[int], *, words: list[str], variables: dict[str, str], folder: str, blocked: list[int]) -> None:
-    """Be the worker that was asked for; the connection stays open until it ends."""
+    """Be the worker that was asked for; who asked sees the connection end with it."""
     os.setpgid(0, 0)  # Ray kills all of a worker's group
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    import numpy
+
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
     os.environ.update(variables)  # vLLM's import has set some more
     os.chdir(folder)
+    numpy.random.seed()
+    Path("/proc/self/oom_score_adj").write_text("1000")  # as Ray's, of which the kernel ends the workers first
     sys.argv, sys.path[0] = words, os.path.dirname(words[0])
     runpy.run_path(words[0], run_name="__main__")
     sys.exit()
@@ -119,8 +137,11 @@ def start(arguments: list[str]) -> None:
     blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
     asked: dict[str, Any] = {"variables": dict(os.environ), "folder": os.getcwd(), "blocked": blocked}
     with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(OSError):  # where it has ended: as ever
-        connection.connect(os.environ[ADDRESS])
-        socket.send_fds(connection, [json.dumps({"words": words[1:], **asked}).encode()], [0, 1, 2])
+        connection.connect(f"\0{os.environ.get(ADDRESS)}")
+        text = json.dumps({"words": words[1:], **asked}).encode()
+        sent = socket.send_fds(connection, [text], [0, 1, 2])
+        connection.sendall(text[sent:])
+        connection.shutdown(socket.SHUT_WR)
         if connection.recv(2) == b"ok":
             words = []
             connection.recv(1)
