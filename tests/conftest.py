@@ -101,8 +101,9 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     from areal_lite.launch.run.train import ray_session
 
-    # What imports do about a GPU must not be copied.
-    with warm_ray(tmp_path_factory.mktemp("ray")) if torch.version.cuda is None else ray_session():
+    # What imports do about a GPU must not be copied, and somebody's cluster starts workers in its own way.
+    is_ours = torch.version.cuda is None and "RAY_ADDRESS" not in os.environ
+    with warm_ray(tmp_path_factory.mktemp("ray")) if is_ours else ray_session():
         yield
 
 

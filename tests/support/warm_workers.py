@@ -59,7 +59,7 @@ def warm_ray(folder: Path) -> Iterator[None]:
         with process:
             try:
                 said = select.select([process.stdout], [], [], _START_S)[0] and os.read(process.stdout.fileno(), 5)
-                assert said, f"nothing to copy after {_START_S} s: {(folder / 'log').read_text()}"
+                assert said, f"nothing to copy within {_START_S} s: {(folder / 'log').read_text()}"
                 yield
             finally:
                 process.kill()
