@@ -157,6 +157,9 @@ def test_a_resumed_run_is_one_of_wandb(tmp_path: Path, monkeypatch: pytest.Monke
     two_steps(tmp_path, "wandb")
     number = (tmp_path / "run" / "wandb-id").read_text()
     written = list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    until = time.monotonic() + 30.0  # wandb's own process writes, and may end after `finish` has returned
+    while not all(b"max_staleness" in path.read_bytes() for path in written) and time.monotonic() < until:
+        time.sleep(0.05)
     assert [path.name for path in written] == [f"run-{number}.wandb"] * len(written)
     assert written
     assert any(b"reward/reward_mean" in path.read_bytes() for path in written)
