@@ -1,11 +1,11 @@
 """The process that holds the sample queue."""
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from areal_lite.actors.process import log_to_file
 from areal_lite.config.recipe import Config
-from areal_lite.data.mix import make_cursor
+from areal_lite.data.cursor import make_cursor
 from areal_lite.network import local_address, port_range
 from areal_lite.sample_queue.access import QueueAccess, QueueKeys, Role
 from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
@@ -30,8 +30,7 @@ class QueueActor:
         log_to_file(log_folder, "queue", environment=config.run.env)
         self._address = local_address(config.run.network)
         cursor = make_cursor(config, prompts)
-        names = {field.name for field in fields(LedgerSettings)}
-        settings = LedgerSettings(total_steps=config.run.steps, **config.queue.model_dump(include=names))
+        settings = LedgerSettings(total_steps=config.run.steps, **config.queue.model_dump())
         ledger = Ledger(settings)
         if state is not None:
             ledger = restore(state, settings=settings, cursor=cursor, keep_batch=keep_batch)

@@ -71,7 +71,7 @@ class Simulation:
         self.ledger = Ledger(
             LedgerSettings(
                 max_staleness=eta, max_ahead=ahead, on_stale=on_stale, total_steps=STEPS, groups_per_step=GROUPS,
-                samples_per_group=SAMPLES, lease_timeout_s=math.inf,
+                samples_per_group=SAMPLES, lease_timeout_s=1e9,
             )
         )  # fmt: skip
         self.rng = np.random.default_rng(0)

@@ -10,14 +10,7 @@ import pytest
 
 from areal_lite import network
 from areal_lite.errors import ConfigError
-from areal_lite.network import (
-    address_towards,
-    interface_of,
-    listen,
-    local_address,
-    port_range,
-    use_interface_of,
-)
+from areal_lite.network import address_towards, interface_of, listen, local_address, port_range, use_interface_of
 
 Entry = namedtuple("Entry", ["family", "address"])
 
@@ -40,12 +33,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
     ("chosen", "address"),
-    [
-        (None, "127.0.0.1"),
-        ("192.168.0.0/16", "192.168.5.7"),
-        ("ib0", "192.168.5.7"),
-        ("10.0.0.1", "10.0.0.7"),
-    ],
+    [(None, "127.0.0.1"), ("192.168.0.0/16", "192.168.5.7"), ("ib0", "192.168.5.7"), ("10.0.0.1", "10.0.0.7")],
 )
 def test_an_address_is_chosen_by_subnet_interface_or_route(chosen: str | None, address: str) -> None:
     """Seen failing with the route alone."""

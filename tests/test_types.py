@@ -61,10 +61,7 @@ def test_a_score_replaces_all_that_was_said_before() -> None:
         feedback="well done",
     )
     generated = make_sample(
-        (3, 0, 3),
-        text="abc",
-        messages=({"role": "user", "content": "?"},),
-        routes=np.zeros((2, 1, 1), np.uint8),
+        (3, 0, 3), text="abc", messages=({"role": "user", "content": "?"},), routes=np.zeros((2, 1, 1), np.uint8)
     )
     scored = generated.scored(score)
     for field in fields(Sample):

@@ -1,4 +1,4 @@
-"""The command line: one file a command. Heavy imports happen inside the commands, so that `--help` answers at once."""
+"""The command line: commands that belong together share a file. They import heavy things late: `--help` is quick."""
 
 import signal
 import sys
@@ -21,13 +21,13 @@ COMMANDS = {
     "reward-model": "train:reward_model",
     "dpo": "train:dpo",
     "resume": "train:resume",
-    "scale": "scale:scale",
+    "scale": "train:scale",
     "eval": "eval:eval_model",
     "serve": "serve:serve",
     "replay": "replay:replay",
     "launch": "launch:launch",
     "rehearse": "rehearse:rehearse",
-    "drill": "drill:drill",
+    "drill": "rehearse:drill",
     "check-config": "check_config:check_config",
     "estimate": "estimate:estimate",
     "verify": "verify:verify",

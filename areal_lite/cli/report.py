@@ -18,8 +18,7 @@ def report(
         list[Path], typer.Argument(metavar="RUN_DIR...", help="run folder, or the folder of a bench; several: compared")
     ],
     out: Annotated[
-        Path | None,
-        out_file(metavar="FILE", help="default: report.html in the folder; of several, comparison.html"),
+        Path | None, out_file(metavar="FILE", help="default: report.html in the folder; of several, comparison.html")
     ] = None,
 ) -> int:
     """Make a page with pictures of a run, or compare runs.

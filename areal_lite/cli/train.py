@@ -1,4 +1,4 @@
-"""The commands `areal-lite train | sft | reward-model | dpo | resume`: a run and its summary, or how to go on."""
+"""The commands `train | sft | reward-model | dpo | resume | scale`: a run and its summary, and how to go on."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from areal_lite.cli.options import Overrides, Recipe
+from areal_lite.cli.options import Overrides, Recipe, word_list
 from areal_lite.config.offline import OfflineConfig, load_any_config, parse_any_config
 from areal_lite.config.reading import parse_override, set_value
 from areal_lite.config.recipe import Config
@@ -77,6 +77,24 @@ def resume(
         set_value(raw, *parse_override(override))
     named = [override.partition("=")[0] for override in overrides]
     return _run(parse_any_config(raw), recipe_name=folder.name, take_over=take_over, named=named)
+
+
+def scale(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="folder of an active run")],
+    workers: Annotated[list[str], word_list("rollout=N verifier=N", "how many there shall be from now on")],
+    timeout_s: Annotated[float, typer.Option("--timeout", help="seconds the run may take to hear of it")] = 60.0,
+) -> int:
+    """Add workers to an active run, or remove some.
+
+    New ones start beside the steps, on any node that has room, one that joined the Ray cluster since included; a
+    rollout worker joins at the next publication of weights. Those with the highest numbers leave at the next step; what
+    they had in hand is lent to others. A resume has as many as the recipe says.
+    """
+    from areal_lite.launch.run.scaling import parse_counts, request
+
+    request(folder.resolve(), parse_counts(workers), timeout_s=timeout_s)
+    Console().print("the run has taken it up: its terminal says who joins and leaves", highlight=False)
+    return 0
 
 
 def _start(command: str, recipe: str, overrides: list[str]) -> int:

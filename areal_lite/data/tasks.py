@@ -77,11 +77,7 @@ def make_task(
         )
     if isinstance(answer, list):
         others[REFERENCES] = list(map(str, answers))
-    for name, value in {
-        prompt_column: prompt,
-        answer_column: answers,
-        **others,
-    }.items():  # now, not amid a run
+    for name, value in {prompt_column: prompt, answer_column: answers, **others}.items():  # now, not amid a run
         try:
             encode({name: value})
         except WireError as error:

@@ -3,22 +3,26 @@
 import contextlib
 import logging
 import math
+import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_lite.config.offline import OfflineConfig
+from areal_lite.config.recipe import Config
 from areal_lite.config.sections import RunConfig
 from areal_lite.events import Event
 from areal_lite.network import local_address
 from areal_lite.node import package_versions
-from areal_lite.record.lanes import GAP
-from areal_lite.record.metrics import OFFLINE_METRICS, Metric
+from areal_lite.record.lanes import GAP, PAUSE_PARTS, LaneClocks, Stretch, lane_events, reading, sample_lengths, slices
+from areal_lite.record.metrics import METRICS, OFFLINE_METRICS, Metric
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.record.trackers import PrometheusPage, Tracker, open_trackers
+from areal_lite.types import Group, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +98,178 @@ class Recorder:
     def close(self) -> None:
         """Let go of the trackers."""
         self._track(lambda tracker: tracker.close())
+
+
+class OnlineRecorder(Recorder):
+    """Everything that is written about one run of `train`."""
+
+    def __init__(self, config: Config, folder: RunFolder) -> None:
+        super().__init__(folder, METRICS, config.run)
+        self._config = config
+        self._clocks = LaneClocks()
+        self._clocks.feed(self._earlier)
+        now, trained = time.time(), [event["time"] for event in self._earlier if event["kind"] == "published"]
+        self._last = self._first = _Moment(now, tokens=0.0, steps=0, lanes=self._clocks.read(now))
+        self._origin = reading(self._earlier, trained[0]) if trained else None
+        """The clocks at the run's first step, where that was before it was resumed."""
+        self._earlier.clear()
+        self._pending: dict[str, Any] = {}
+
+    def feed(self, events: Sequence[Event]) -> None:
+        """Take events, each lane's in order of time."""
+        super().feed(events)
+        self._clocks.feed(events)
+
+    def evaluation(self, step: int, accuracy: float, **figures: Any) -> None:
+        """Note a held-out mean reward; it stands in the next row and in the summary.
+
+        Args:
+            **figures: It `by_source`, what it is `called`, and the means of the scores' `parts` and `metrics`.
+        """
+        self.evaluations[step] = {"accuracy": accuracy, **figures}
+        self._pending |= {"eval_reward": accuracy, "eval_step": step, "eval_by_source": figures["by_source"]}
+
+    def parity(self, difference: float) -> None:
+        """Note a logprob difference between engines and trainer; it stands in the next row and in the summary."""
+        # In this order also of what is no number.
+        self._pending["parity_max_abs_logprob_diff"] = min(sys.float_info.max, difference)
+
+    def step(
+        self,
+        stats: Mapping[str, Any],
+        *,
+        step: int,
+        tokens_generated: float,
+        ledger: Mapping[str, int],
+        **timings: float,
+    ) -> dict[str, Any]:
+        """Write and return the row of one completed trainer step.
+
+        Args:
+            stats: From the trainer.
+            step: Number of completed steps, from 1; also the new version.
+            tokens_generated: By all engines since their start.
+            ledger: Groups by state as the row is written, which may be when the next batch is taken.
+            **timings: `trainer_wait_s`, `train_s`, `publish_s`.
+        """
+        now, before = time.time(), self._last
+        self._last = _Moment(now, tokens_generated, before.steps + 1, self._clocks.read(now))
+        if self._last.steps == 1:
+            self._first = self._last
+        measured = {
+            **timings,
+            "age_histogram": {str(age): count for age, count in stats["age_histogram"].items()},
+            "paused_s": Stretch(before.lanes, self._last.lanes).spent(*PAUSE_PARTS),
+            **self._rates(before),
+            **self._pending,
+            "ledger": dict(ledger),
+        }
+        self._pending = {}
+        return self.write(step, **{**stats, **measured})
+
+    def samples(self, step: int, groups: Iterable[Group]) -> None:
+        """Write some groups of a batch in readable form."""
+        rows = [_readable(step, group) for group in groups]
+        self._folder.append("samples.jsonl", rows)
+        said = [(row, sample) for row in rows for sample in row["samples"]]
+        table = [(step, row["prompt"], row["answer"], sample["text"], sample["reward"]) for row, sample in said]
+        if table:
+            self._track(lambda tracker: tracker.show_samples(table))
+
+    def shares(self) -> dict[str, float]:
+        """Shares of the time between the first and the last trained step: idle, paused and its parts, occupancy."""
+        run, trainer = Stretch(self._origin or self._first.lanes, self._last.lanes), ("training", "publishing", "other")
+        return {
+            "rollout_occupancy": self._rates(self._first)["rollout_occupancy"],
+            "rollout_idle_fraction": run.share("idle"),
+            "rollout_draining_fraction": run.share("draining"),
+            "trainer_idle_fraction": run.share("waiting", lane="trainer"),
+            **{f"trainer_{state}_fraction": run.share(state, lane="trainer") for state in trainer},
+            "paused_fraction": run.share(*PAUSE_PARTS),
+            **{f"paused_fraction_{part}": run.share(part) for part in PAUSE_PARTS},
+        }
+
+    def summary(self, status: str, *, ledger: Mapping[str, int]) -> dict[str, Any]:
+        """Write `summary.json` and `trace.json.gz`, and return the summary."""
+        rows, seconds = self.rows, max(self._last.time - self._first.time, 1e-9)
+        trained = rows[len(rows) - (self._last.steps - self._first.steps) :]
+        evaluations = sorted(self.evaluations.items())
+        parity = [row.get("parity_max_abs_logprob_diff") for row in [*rows, self._pending]]
+        events = self._folder.read("events.jsonl")
+        lanes = [found for lane, found in lane_events(events).items() if lane.startswith("rollout/")]
+        pauses = [end - start for found in lanes for kind, start, end, _ in slices(found)]
+        figures = {
+            **self._rates(self._first),
+            "trained_tokens_per_s": sum(row["tokens_trained"] for row in trained) / seconds,
+            **mean_of_ends(rows, "reward_mean", "reward"),
+            "eval_called": evaluations[-1][1].get("called", "accuracy") if evaluations else None,
+            "eval": {str(step): found["accuracy"] for step, found in evaluations},
+            "eval_best_step": max(self.evaluations, key=lambda step: self.evaluations[step]["accuracy"], default=None),
+            **{
+                f"eval_{name}": {str(step): found[name] for step, found in evaluations if found.get(name)}
+                for name in ("by_source", "parts", "metrics")
+            },
+            "length_histogram": _in_order(Counter(length // 16 * 16 for length in sample_lengths(events))),
+            "age_histogram": _in_order(sum((Counter(row["age_histogram"]) for row in rows), Counter())),
+            "age_max_trained": max((row["age_max"] for row in rows), default=0),
+            "max_staleness": self._config.queue.max_staleness,
+            "ledger": dict(ledger),
+            **self.shares(),
+            "warnings": [f"step {event['step']}: {event['text']}" for event in events if event["kind"] == "warning"],
+            "publish_s_median": statistics.median([row["publish_s"] for row in rows] or [0.0]),
+            "pause_s_median": statistics.median(pauses or [0.0]),
+            "parity_max_abs_logprob_diff": max((value for value in parity if value is not None), default=None),
+        }
+        return self.sum_up(status, figures)
+
+    def _rates(self, since: "_Moment") -> dict[str, float]:
+        """Return what was done a second, and the share of slots in use, from an earlier moment to the last."""
+        seconds = max(self._last.time - since.time, 1e-9)
+        lanes = Stretch(since.lanes, self._last.lanes)
+        slots = self._config.rollout.slots * max(len(lanes.workers), 1)
+        return {
+            "samples_per_s": (self._last.steps - since.steps) * self._config.samples_per_step / seconds,
+            "gen_tokens_per_s": (self._last.tokens - since.tokens) / seconds,
+            "rollout_occupancy": lanes.spent("slot_seconds") / (seconds * slots),
+        }
+
+
+class _Moment(NamedTuple):
+    """What was known when a row was written."""
+
+    time: float
+    tokens: float
+    steps: int
+    """Rows written by this process."""
+    lanes: Mapping[str, Mapping[str, float]]
+    """A reading of every clock."""
+
+
+def _in_order(counts: Mapping[Any, int]) -> dict[str, int]:
+    return {str(value): counts[value] for value in sorted(counts, key=int)}
+
+
+def _readable(step: int, group: Group) -> dict[str, Any]:
+    """Return a group as a row of `samples.jsonl`, of the step that trained it."""
+    prompt, samples = group.prompt, [_readable_sample(sample) for sample in group.samples]
+    told = {"step": step, "group": group.group_id, "prompt": prompt.text, "answer": prompt.answer}
+    return told | ({"row": dict(prompt.row)} if prompt.row else {}) | {"samples": samples}
+
+
+def _readable_sample(sample: Sample) -> dict[str, Any]:
+    branches = [_readable_sample(branch) for branch in sample.branches]
+    further: dict[str, Any] = {"messages": list(sample.messages), "branches": branches}
+    if (score := sample.score) is not None:
+        further["step_rewards"] = [[step.token, step.value] for step in score.step_rewards]
+        further |= {"parts": dict(score.parts), "metrics": dict(score.metrics), "feedback": score.feedback}
+    return {
+        "text": sample.text,
+        "reward": score and score.reward,
+        "failure": score and score.failure,
+        "stop_reason": sample.stop_reason.value,
+        "tokens": sample.num_tokens,
+        "spans": [[span.version, span.start, span.end] for span in sample.spans],
+    } | {name: value for name, value in further.items() if value}
 
 
 class OfflineRecorder(Recorder):

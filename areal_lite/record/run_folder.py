@@ -11,7 +11,7 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +21,6 @@ from areal_lite.config.sections import LaunchConfig, MeshConfig, RunConfig, Weig
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.events import Event
 from areal_lite.record.checkpoints import choose_checkpoint, go_on_from, new_checkpoint, whole_checkpoints
-from areal_lite.record.differences import differences
 from areal_lite.record.trace import to_trace
 
 Row = Mapping[str, Any]
@@ -103,11 +102,7 @@ class RunFolder:
 
     @classmethod
     def resume(
-        cls,
-        config: Config | OfflineConfig,
-        *,
-        named: Iterable[str] = (),
-        say: Callable[[str], object] = print,
+        cls, config: Config | OfflineConfig, *, named: Iterable[str] = (), say: Callable[[str], object] = print
     ) -> Self:
         """Open the folder of `run.resume` and check all of it; nothing changes before `go_on`.
 
@@ -259,3 +254,27 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
         elif line:
             broken.append(number)
     return rows, broken
+
+
+def changed(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the settings that differ from their defaults, by `section.field`; None for a config of another version."""
+    try:
+        return dict(_pairs(parse_saved_config(config).model_dump(exclude_defaults=True)))
+    except ConfigError:
+        return None
+
+
+def differences(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return what is not the same in all configs or summaries: by `section.field`, one value each, None for none."""
+    flat = [dict(_pairs(table)) for table in tables]
+    keys = dict.fromkeys(key for found in flat for key in found)
+    rows = {key: [found.get(key) for found in flat] for key in keys}
+    return {key: row for key, row in rows.items() if any(value != row[0] for value in row)}
+
+
+def _pairs(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _pairs(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,1 +1,1 @@
-"""Generation: the engine protocol, its vLLM adapter, workflows, and the worker that keeps an engine full."""
+"""Generation: the adapter of vLLM's engine, workflows, and the worker that keeps an engine full."""

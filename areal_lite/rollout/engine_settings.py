@@ -38,9 +38,7 @@ def own_arguments(config: Config, model_folder: str = "") -> dict[str, Any]:
             "max_num_batched_tokens": max(8192, config.model.max_context),
         }
         if config.run.device == "cpu"
-        else {
-            "gpu_memory_utilization": config.rollout.gpu_memory_fraction,
-        }
+        else {"gpu_memory_utilization": config.rollout.gpu_memory_fraction}
     )
     if (adapter := config.trainer.sent_adapter) is not None:
         # vLLM's choices of room.

@@ -9,15 +9,18 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from areal_lite.data.encode import encode_text
 from areal_lite.rollout.dialogue import ENVIRONMENT, reply_ids
-from areal_lite.rollout.engine import GenerationEngine, Sampling
+from areal_lite.rollout.engine import Sampling
 from areal_lite.types import GIVEN, Float32, Int32, Sample, StopReason, VersionSpan
+
+if TYPE_CHECKING:
+    from areal_lite.rollout.vllm_engine import VllmEngine
 
 T = TypeVar("T")
 
@@ -59,7 +62,7 @@ class EpisodeEngine:
 
     def __init__(
         self,
-        engine: GenerationEngine,
+        engine: "VllmEngine",
         prompt_ids: tuple[int, ...],
         *,
         sampling: Sampling,
@@ -243,11 +246,6 @@ class EpisodeEngine:
             return last
         kept, limit = turns[:num_kept], self._sampling.max_new_tokens
         token_ids = np.concatenate([turn.token_ids for turn in kept])
-        if len(token_ids) > limit:
-            raise ValueError(
-                f"an episode may have rollout.max_new_tokens={limit} tokens, got {len(token_ids)} in {num_kept} turns: "
-                "end it where engine.room is too small"
-            )
         is_cut_off = num_kept < len(turns) and len(context) - len(self.prompt_ids) >= limit
         return Sample(
             token_ids=token_ids,

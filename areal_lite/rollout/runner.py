@@ -10,7 +10,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal_lite.config.data import CHAT
 from areal_lite.config.plugins import find_function, known_names
@@ -20,11 +20,14 @@ from areal_lite.rollout import agents
 from areal_lite.rollout.agents import is_agent
 from areal_lite.rollout.commands import run_command
 from areal_lite.rollout.endpoint import Endpoint
-from areal_lite.rollout.engine import GenerationEngine, Sampling, token_limit
+from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.episode import EpisodeEngine
 from areal_lite.rollout.workflows import named, single_turn
 from areal_lite.types import Prompt, Sample, Score
 from areal_lite.verify.builtin.sandbox import choose_kind
+
+if TYPE_CHECKING:
+    from areal_lite.rollout.vllm_engine import VllmEngine
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +42,6 @@ class Workflows:
         default_factory=lambda: {"single_turn": (single_turn, {})}
     )
     """Function and arguments by name."""
-    """Whether a prompt went through the model's chat template."""
     turn_timeout_s: float = 10.0
     """Seconds an episode may spend away from the engine at a stretch."""
     max_context: int = 512
@@ -52,7 +54,7 @@ class Workflows:
     """What the first error of each reason said."""
 
     async def sample(
-        self, engine: GenerationEngine, prompt: Prompt, *, sampling: Sampling, seed_of: Callable[[int], int] | None
+        self, engine: "VllmEngine", prompt: Prompt, *, sampling: Sampling, seed_of: Callable[[int], int] | None
     ) -> Sample:
         """Run one episode.
 
@@ -68,7 +70,7 @@ class Workflows:
         episode: EpisodeEngine | None = None
         try:
             function, arguments = self._find(prompt.row.get("workflow"))
-            limit = token_limit(prompt, default=sampling.max_new_tokens)
+            limit = int(prompt.row.get("max_new_tokens", sampling.max_new_tokens))
             prompt_ids, room = prompt.token_ids, limit
             if is_an_agent := is_agent(function):
                 prompt_ids, room = (), self.max_context
@@ -164,7 +166,7 @@ def load_workflows(config: Config) -> Workflows:
 
 
 async def complete_greedily(
-    engine: GenerationEngine, prompts: Sequence[Prompt], *, max_new_tokens: int, workflows: Workflows
+    engine: "VllmEngine", prompts: Sequence[Prompt], *, max_new_tokens: int, workflows: Workflows
 ) -> list[Sample | None]:
     """Run every prompt's workflow without chance, beside whatever else the engine does.
 

@@ -1,4 +1,4 @@
-"""The real generation engine: vLLM's `AsyncLLM` behind the `GenerationEngine` protocol.
+"""The generation engine: vLLM's `AsyncLLM`, and what the weights' plane needs of it.
 
 The only file of the rollout side that imports vLLM. Start it inside the process that owns it
 (`await VllmEngine.start(...)`); the model then lives in one engine-core process below.
@@ -185,7 +185,7 @@ class VllmEngine:
             await asyncio.sleep(_RESET_POLL_S)
 
     async def stamp(self, version: int) -> None:
-        """Have the engine label every token from now on with this version."""
+        """Have the engine label every token from now on with this version (invariant I3)."""
         await self._guarded(self._llm.update_weight_version(str(version)))
 
     async def weights_call(self, method: str, argument: dict[str, Any] | None = None) -> None:

@@ -9,18 +9,20 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from areal_lite.config.recipe import Config
 from areal_lite.errors import EpisodeError
 from areal_lite.events import EventBuffer
 from areal_lite.leases import LeaseWorker
-from areal_lite.rollout.engine import GenerationEngine, Sampling
+from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.runner import Workflows, complete_greedily
 from areal_lite.types import Lease, Prompt, Sample
 
 if TYPE_CHECKING:
+    from areal_lite.rollout.vllm_engine import VllmEngine
     from areal_lite.sample_queue.client import AsyncQueueClient
 
 logger = logging.getLogger(__name__)
@@ -53,7 +55,7 @@ class RolloutWorker(LeaseWorker):
     def __init__(
         self,
         client: "AsyncQueueClient",
-        engine: GenerationEngine,
+        engine: "VllmEngine",
         config: Config,
         *,
         events: EventBuffer,
@@ -64,7 +66,7 @@ class RolloutWorker(LeaseWorker):
         self._engine, self._events, self._workflows = engine, events, workflows
         self._samples_per_group, self._run_seed = config.queue.samples_per_group, config.run.seed
         self._slots, self._max_episodes = config.rollout.slots, config.rollout.most_episodes
-        self._counted: Any = _Counted(engine, self._count_running)
+        self._counted: Any = SimpleNamespace(generate=self._generate, tokenizer=engine.tokenizer)
         limit, temperature = config.rollout.max_new_tokens, config.rollout.temperature
         self._sampling = Sampling(max_new_tokens=limit, temperature=temperature)
         self._running = self._episodes = self._emitted_running = 0
@@ -134,6 +136,13 @@ class RolloutWorker(LeaseWorker):
             self._count_running(0, episodes=-1)
         return sample, time.time()
 
+    async def _generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Sample:
+        self._count_running(1)
+        try:
+            return await self._engine.generate(prompt_ids, sampling)
+        finally:
+            self._count_running(-1)
+
     def _count_running(self, change: int, *, episodes: int = 0) -> None:
         self._running += change
         self._episodes += episodes
@@ -157,20 +166,3 @@ class RolloutWorker(LeaseWorker):
             spans = [[span.version, span.start, span.end] for span in sample.spans]
             entries.append({"end": round(ended, 4), "tokens": sample.num_tokens, "spans": spans})
         self._events.emit("group", group=group_id, start=started, samples=entries)
-
-
-class _Counted:
-    """The engine, with its calls in flight counted."""
-
-    def __init__(self, engine: GenerationEngine, count: Callable[[int], None]) -> None:
-        self._engine, self._count = engine, count
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Sample:
-        self._count(1)
-        try:
-            return await self._engine.generate(prompt_ids, sampling)
-        finally:
-            self._count(-1)

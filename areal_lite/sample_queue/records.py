@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, TypedDict
 
 import msgspec
 
+from areal_lite.config.sections import QueueConfig
 from areal_lite.sample_queue.groups import GroupRecord
 
 Name = Annotated[str, msgspec.Meta(max_length=200)]
@@ -15,27 +16,11 @@ LeaseIds = Annotated[Sequence[LeaseId], msgspec.Meta(max_length=2**16)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerSettings:
-    """What the ledger needs of the recipe's `queue` section, and the length of the run."""
+class LedgerSettings(QueueConfig):
+    """The recipe's `queue` section, and the length of the run."""
 
-    max_staleness: int
-    """eta: the largest age a token may have and still train; 0 = synchronous."""
-    on_stale: Literal["mask", "wait", "drop", "keep"]
-    """What enforces the bound when a batch is taken; keep = nothing, it holds at admission only."""
-    groups_per_step: int
-    samples_per_group: int
-    """G."""
     total_steps: int
-    """Trainer steps of the whole run, resumed ones included."""
-    max_ahead: int | None = None
-    """Batches that may be outstanding beside the one in hand; None = eta, and never more."""
-    max_attempts: int = 3
-    """Attempts at a prompt under `drop` before it is failed(too_slow); lost workers before failed(crashes_workers)."""
-    lease_timeout_s: float = 10.0
-    """Seconds without a heartbeat after which a lease expires."""
-    reject: Literal["none", "zero_variance"] = "none"
-    """zero_variance: groups whose rewards are all equal are rejected."""
+    """trainer steps of the whole run, resumed ones included"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,12 +29,13 @@ from typing import Any
 
 import zmq
 
+from areal_lite.data.cursor import Cursor
 from areal_lite.errors import ArealLiteError, ConfigError, LedgerError, QueueTimeout, WireError
 from areal_lite.sample_queue.access import ALLOWED, QueueAccess, QueueKeys, Role, too_large
 from areal_lite.sample_queue.connections import COPIED_BYTES, Connection, Connections, Gatekeeper
 from areal_lite.sample_queue.ledger import Ledger
 from areal_lite.sample_queue.requests import REQUESTS, read_fields
-from areal_lite.sample_queue.service import Cursor, QueueService, Traffic
+from areal_lite.sample_queue.service import QueueService, Traffic
 from areal_lite.wire import SCHEMA_VERSION, Raw, as_type, decode, encode, schema_version
 
 logger = logging.getLogger(__name__)

@@ -6,41 +6,23 @@ It admits prompts as they are asked for, joins the ledger's groups with them, an
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
+from areal_lite.data.cursor import Cursor
 from areal_lite.errors import CheckpointError, LedgerError, WireError
 from areal_lite.sample_queue.groups import GroupState
 from areal_lite.sample_queue.ledger import HeldLease, Ledger, LedgerSettings
 from areal_lite.sample_queue.records import BatchInfo, Count, LeaseId, LeaseIds, Name, QueueStatus, WorkerStatus
 from areal_lite.sample_queue.shards import ShardedBatch
-from areal_lite.types import Group, Lease, Prompt, Sample, Score, Shard
+from areal_lite.types import Group, Lease, Sample, Score, Shard
 from areal_lite.wire import decode, encode
 
 _LENT_TO = {GroupState.LEASED_ROLLOUT: "rollout", GroupState.LEASED_VERIFY: "verifier"}
 _MAX_PROGRESS = 2**62
 _MAX_WORKERS = 4096
-
-
-class Cursor(Protocol):
-    """Where prompts come from: endless, seeded, resumable."""
-
-    def next(self) -> Prompt:
-        """Return the next prompt."""
-
-    def get(self, prompt_id: str) -> Prompt:
-        """Return a prompt given out before, in this run or the one it continues."""
-
-    def observe(self, prompt_id: str, pass_rate: float) -> None:
-        """Take the result of one group of a prompt: the mean of its rewards, each clipped to 0..1."""
-
-    def state(self) -> dict[str, Any]:
-        """Return what `load` needs, in a form that `wire.encode` takes."""
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken."""
 
 
 @dataclass(slots=True)

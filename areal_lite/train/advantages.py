@@ -12,14 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_lite.algo.advantages import (
-    gae,
-    group_stds,
-    masked_sums,
-    returns_to_go,
-    sample_advantages,
-    std_from_sums,
-)
+from areal_lite.algo.advantages import gae, group_stds, masked_sums, returns_to_go, sample_advantages, std_from_sums
 from areal_lite.algo.kl import kl_estimate
 from areal_lite.algo.rewards import overlong_penalties, shape_rewards, token_rewards
 from areal_lite.config.plugins import find_function

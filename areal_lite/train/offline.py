@@ -40,13 +40,7 @@ class OfflineLoop:
     """A seeded run; every rank holds the same examples and takes its share of each batch."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        rows: OfflineRows,
-        config: OfflineConfig,
-        *,
-        padding: int = 0,
-        rank: int = 0,
+        self, model: nn.Module, rows: OfflineRows, config: OfflineConfig, *, padding: int = 0, rank: int = 0
     ) -> None:
         """Prepare a run.
 

@@ -50,7 +50,7 @@ def main(function_name: str, channel: socket.socket, options: Mapping[str, Any])
     finally:
         end_descendants()
     with contextlib.suppress(BrokenPipeError):  # whoever asked may be gone
-        os.write(1, pack(ending))
+        os.write(1, pack([ending.failure, ending.detail]))
 
 
 def _work(channel: socket.socket, function_name: str, options: Mapping[str, Any], reports: socket.socket) -> None:

@@ -12,10 +12,10 @@ import os
 import select
 import socket
 import time
-from typing import NamedTuple
 
 from areal_lite.verify.descendants import children, descendants, held_above, kill_trees
 from areal_lite.verify.fork_gate import decide
+from areal_lite.verify.protocol import Reply, failed
 
 MAX_PROCESSES = 64
 """Nothing below a guardian starts another process while there are so many."""
@@ -24,14 +24,6 @@ _LOOK_S = 0.05
 _FULL_S = 0.3
 """How long there may be no room for another process, before this is a fork bomb and the end. A verifier that runs
 programs of others must have a moment to see that one of them is a bomb, which is that program's failure."""
-
-
-class Ending(NamedTuple):
-    """Why a verifier's process is no more."""
-
-    failure: str
-    """`crashed`, `memory`, `processes`, or `killed` by request."""
-    detail: str
 
 
 class Guardian:
@@ -43,8 +35,8 @@ class Guardian:
         self._base_bytes = math.inf
         self._full_since: float | None = None
 
-    def watch(self, *, lifeline: int, reports: socket.socket) -> Ending:
-        """Watch until there is a reason to end.
+    def watch(self, *, lifeline: int, reports: socket.socket) -> Reply:
+        """Watch until there is a reason to end: `crashed`, `memory`, `processes`, or `killed` by request.
 
         Args:
             lifeline: A descriptor whose other end the parent closes to ask for the end, as does its own.
@@ -60,9 +52,9 @@ class Guardian:
             events = dict(poll.poll(max(0.0, look_at - time.monotonic()) * 1000))
             if ended in events:
                 code = os.waitstatus_to_exitcode(os.waitpid(self._worker, 0)[1])
-                return Ending("crashed", f"signal {-code}" if code < 0 else f"exit code {code}")
+                return failed("crashed", f"signal {-code}" if code < 0 else f"exit code {code}")
             if lifeline in events:
-                return Ending("killed", "by request")
+                return failed("killed", "by request")
             if reports.fileno() in events:
                 message, descriptors, _, _ = socket.recv_fds(reports, 64, 1)
                 if descriptors:
@@ -82,14 +74,14 @@ class Guardian:
     def _has_room(self) -> bool:
         return len(descendants(os.getpid())) < MAX_PROCESSES
 
-    def _look(self) -> Ending | None:
+    def _look(self) -> Reply | None:
         """End orphans; returns what else is to be ended, if anything."""
         members = descendants(os.getpid())
         if len(members) < MAX_PROCESSES:
             self._full_since = None
         is_long_full = self._full_since is not None and time.monotonic() - self._full_since > _FULL_S
         if is_long_full or len(members) > 2 * MAX_PROCESSES:  # the latter only where forks cannot be refused
-            return Ending("processes", f"more than {MAX_PROCESSES} at a time")
+            return failed("processes", f"more than {MAX_PROCESSES} at a time")
         orphans = set(children(os.getpid())) - {self._worker}
         kill_trees(lambda: orphans)  # daemons: their parents ended without them, and nobody waits for them
         for orphan in orphans:
@@ -97,4 +89,4 @@ class Guardian:
         if not (held := held_above(self._base_bytes + self._memory_bytes, members)):
             return None
         extra, allowed = (held - int(self._base_bytes)) >> 20, self._memory_bytes >> 20
-        return Ending("memory", f"{extra} MiB more than when it was ready, all it started included; allowed {allowed}")
+        return failed("memory", f"{extra} MiB more than when it was ready, all it started included; allowed {allowed}")

@@ -20,7 +20,6 @@ from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import VerifierError
 from areal_lite.verify.descendants import adopt_orphans, end_adopted, kill_trees
 from areal_lite.verify.frames import MAX_REPLY_BYTES, messages, pack, unpack
-from areal_lite.verify.guardian import Ending
 from areal_lite.verify.protocol import Reply, failed
 
 _END_TIMEOUT_S = 5.0
@@ -50,7 +49,7 @@ class VerifierProcess:
         self._process: Any = None
         self._writer: Any = None
         self._listener: asyncio.Task[None] | None = None
-        self._killing: asyncio.Task[Ending] | None = None
+        self._killing: asyncio.Task[Reply] | None = None
         self._worn_above: float | None = None
         self._is_async = False
         self.num_jobs = self.num_served = 0
@@ -119,16 +118,16 @@ class VerifierProcess:
         return [reply if reply.failure == "unavailable" else failed("shared", str(reply.failure))] * len(calls)
 
     async def _too_late(self, number: int, job: _Job, *, timeout_s: float) -> list[Reply]:
-        late = Ending("timeout", f"after {timeout_s} s")
+        late = failed("timeout", f"after {timeout_s} s")
         if self._is_async and job.begun:
             self._send([number, None])
             await asyncio.wait([job.replies], timeout=_GIVE_UP_S)
             if job.replies.done() and self._killing is None:
-                return [failed(*late)] * job.num_calls
+                return [late] * job.num_calls
         await self.kill(late)
         return job.replies.result()
 
-    async def kill(self, why: Ending | None = None, *, wait_s: float = 0.0) -> Ending:
+    async def kill(self, why: Reply | None = None, *, wait_s: float = 0.0) -> Reply:
         """Kill the process and everything it started, if it does not end by itself in time; idempotent.
 
         What its jobs are told, and this returns, is `why`, or else how its guardian says that it ended.
@@ -138,9 +137,9 @@ class VerifierProcess:
             self._killing = asyncio.create_task(self._end(why, wait_s))
         return await asyncio.shield(self._killing)
 
-    async def _end(self, why: Ending | None, wait_s: float) -> Ending:
+    async def _end(self, why: Reply | None, wait_s: float) -> Reply:
         if self._process is None:
-            return Ending("killed", "before it was started")
+            return failed("killed", "before it was started")
         if why is not None:
             self._settle(why)  # an answer that still comes does not count
         if not await self._ends_within(wait_s):
@@ -155,19 +154,19 @@ class VerifierProcess:
         account = await self._process.stdout.read()
         if not account:
             await asyncio.to_thread(end_adopted)  # the guardian cannot have
-        said = Ending(*unpack(account)) if account else Ending("crashed", f"exit code {self._process.returncode}")
+        said = failed(*unpack(account)) if account else failed("crashed", f"exit code {self._process.returncode}")
         ending = why or said
         if ending.failure == "killed":
-            ending = Ending("crashed", "it closed its channel")
+            ending = failed("crashed", "it closed its channel")
         self._settle(ending)
         self._when_ended()
         return ending
 
-    def _settle(self, ending: Ending) -> None:
+    def _settle(self, ending: Reply) -> None:
         """Tell the jobs that still wait what became of their process."""
         num_begun = sum(job.num_calls for job in self._jobs.values() if job.begun)
         for job in self._jobs.values():
-            reply = failed(*ending) if num_begun == 1 else failed("shared", ending.failure)
+            reply = ending if num_begun == 1 else failed("shared", str(ending.failure))
             if not job.replies.done():
                 job.replies.set_result([reply if job.begun else failed("lost", ending.detail)] * job.num_calls)
 
@@ -178,7 +177,7 @@ class VerifierProcess:
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         """Hand replies to those who wait for them, until the process ends."""
-        why: Ending | None = None
+        why: Reply | None = None
         try:
             max_bytes = 2 * MAX_REPLY_BYTES * (self.batch_size or 1)
             async for number, replies, kept_share in messages(reader, max_bytes=max_bytes):
@@ -193,7 +192,7 @@ class VerifierProcess:
         except OSError:
             pass
         except Exception:  # not a reply, or one without end
-            why = Ending("reply_too_large", "or no reply at all: what came could not be read")
+            why = failed("reply_too_large", "or no reply at all: what came could not be read")
         await self.kill(why, wait_s=0.0 if why else _ACCOUNT_S)
 
     def _send(self, message: list[Any]) -> None:

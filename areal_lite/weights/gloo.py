@@ -301,11 +301,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
 
     @classmethod
     def trainer_init(
-        cls,
-        init_info: GlooTrainerInitInfo,
-        *,
-        client: VLLMWeightSyncClient,
-        source: WeightSource | None = None,
+        cls, init_info: GlooTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
     ) -> Self:
         """Form the pair: open a store, have the engine join it, join as rank 0."""
         assert source is not None, "a pair needs a source"

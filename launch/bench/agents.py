@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.config.recipe import Config, load_config
+from areal_lite.data.cursor import make_cursor
 from areal_lite.data.encode import load_tokenizer
-from areal_lite.data.mix import make_cursor
 from areal_lite.data.prompts import load_sources
 from areal_lite.events import EventBuffer
 from areal_lite.launch.bench.harness import CONSOLE, finish, in_turns, ratios, target

@@ -28,10 +28,9 @@ from areal_lite.launch.bench import view
 from areal_lite.node import package_versions
 from areal_lite.record.checkpoints import whole_checkpoints
 from areal_lite.record.columns import Row, spread
-from areal_lite.record.differences import differences
 from areal_lite.record.paths import with_absolute_paths
 from areal_lite.record.recorder import commit_of_code
-from areal_lite.record.run_folder import read_summary, write_whole
+from areal_lite.record.run_folder import differences, read_summary, write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lite.config.reading import parse_override, read_yaml
 from areal_lite.config.recipe import Config
-from areal_lite.data.mix import make_cursor
+from areal_lite.data.cursor import make_cursor
 from areal_lite.data.prompts import load_source, load_sources
 from areal_lite.errors import ConfigError
 from areal_lite.launch.bench.handover import Size

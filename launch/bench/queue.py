@@ -16,9 +16,10 @@ import itertools
 import statistics
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,12 +31,12 @@ from ray.util.queue import Queue
 from areal_lite.data.cursor import PromptCursor
 from areal_lite.errors import StallError
 from areal_lite.launch.bench.harness import finish, in_turns, ratios, target
-from areal_lite.launch.bench.queue_cost import cost_targets
 from areal_lite.record.columns import CARRIERS
 from areal_lite.sample_queue.access import QueueAccess, QueueKeys
 from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
 from areal_lite.sample_queue.ledger import Ledger, LedgerSettings
 from areal_lite.sample_queue.server import QueueServer
+from areal_lite.sample_queue.service import QueueService, Traffic
 from areal_lite.types import Prompt, Sample, Score, StopReason, VersionSpan
 from areal_lite.wire import encode
 
@@ -195,9 +196,12 @@ def _queue_server(settings: QueueBench, keys: QueueKeys | None) -> QueueServer:
     ledger = LedgerSettings(max_staleness=10**9, max_ahead=settings.max_outstanding // settings.groups_per_step - 1,
                             on_stale="mask", total_steps=10**9, groups_per_step=settings.groups_per_step,
                             samples_per_group=SAMPLES_PER_GROUP)  # fmt: skip
+    return QueueServer(Ledger(ledger), _prompts(), num_minibatches=1, num_ranks=1, seed=0, keys=keys)
+
+
+def _prompts() -> PromptCursor:
     prompt = Prompt(prompt_id="bench", text="7+25=?" * 50, token_ids=tuple(range(100)), answer="32")
-    prompts = PromptCursor([prompt] * 1000, source="bench", seed=0)
-    return QueueServer(Ledger(ledger), prompts, num_minibatches=1, num_ranks=1, seed=0, keys=keys)
+    return PromptCursor([prompt] * 1000, source="bench", seed=0)
 
 
 def _queue_work(access: QueueAccess, name: str, num_clients: int, samples: Any) -> Iterator[Awaitable[Any]]:
@@ -350,3 +354,80 @@ async def _raw_batches(endpoint: str, groups_per_step: int) -> AsyncGenerator[in
             yield await asyncio.to_thread(batch)
     finally:
         socket.close(linger=0)
+
+
+NUM_WORKERS = 512
+FEW, MANY = 64, NUM_WORKERS * 64
+_CALLS_A_TURN = 50
+_SPARE = 10_000
+"""Steps' worth of groups that measuring may add."""
+
+
+def cost_targets(samples: list[Sample], *, repeats: int, few: int = FEW, many: int = MANY) -> list[dict[str, Any]]:
+    """Return how many times the cost at `few` groups outstanding each call has at `many`, with 512 workers in both."""
+    services = {number: service_with(number, samples) for number in (few, many)}
+    cases = [(name, number) for name in CALLS for number in services]
+
+    def measure(case: tuple[str, int]) -> float:
+        times, call = [], partial(CALLS[case[0]], services[case[1]], samples)
+        for _ in range(_CALLS_A_TURN):
+            begun = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begun)
+        return statistics.median(times)
+
+    measured = in_turns(cases, repeats=repeats, measure=measure)
+    over = f"queue: {{}} with {many} groups outstanding over {few}, {NUM_WORKERS} workers"
+    return [target(over.format(name), ratios(measured[name, many], measured[name, few]), at_most=3.0) for name in CALLS]
+
+
+def service_with(num_outstanding: int, samples: list[Sample]) -> QueueService:
+    """Return a queue with so many groups lent, waiting for a verifier and ready, a third each, and one straggler.
+
+    No batch may be taken without the straggler, which is due: `take` has to look at those that would be left behind.
+    """
+    max_staleness = num_outstanding // 4 + _SPARE
+    settings = LedgerSettings(max_staleness=max_staleness, on_stale="wait", total_steps=10**9, groups_per_step=4,
+                              samples_per_group=len(samples), lease_timeout_s=1e9)  # fmt: skip
+    ledger = Ledger(settings)
+    ledger.admit("straggler")
+    (lent,) = ledger.lease_rollout("straggler", limit=1)
+    ledger.complete_rollout(lent.lease_id, samples)
+    ledger = Ledger.restore(settings, ledger.state() | {"version": max_staleness})
+    ledger.lease_verify("straggler", limit=1)
+    service = QueueService(ledger, _prompts(), num_minibatches=1, num_ranks=1, seed=0, traffic=Traffic())
+    service.open_admission()
+    for place in range(NUM_WORKERS):
+        service.heartbeat(worker=_worker(place), lease_ids=[], progress=0)
+    for place in range(num_outstanding):
+        (lease,) = service.lease_rollout(worker=_worker(place), limit=1, wait_s=0.0)
+        if place % 3:
+            service.complete_rollout(lease_id=lease.lease_id, samples=samples)
+        if place % 3 == 2:
+            _verify(service)
+    return service
+
+
+def _worker(place: int) -> str:
+    return f"rollout/{place % NUM_WORKERS}"
+
+
+def _verify(service: QueueService) -> None:
+    (lease,) = service.lease_verify(worker=_worker(0), limit=1, wait_s=0.0)
+    service.complete_verify(lease_id=lease.lease_id, scores=[Score(reward=1.0)] * len(lease.group.samples))
+
+
+def _round_trip(service: QueueService, samples: list[Sample]) -> None:
+    (lease,) = service.lease_rollout(worker=_worker(0), limit=1, wait_s=0.0)
+    service.heartbeat(worker=_worker(0), lease_ids=[lease.lease_id], progress=1)
+    service.complete_rollout(lease_id=lease.lease_id, samples=samples)
+    _verify(service)
+
+
+CALLS: dict[str, Callable[[QueueService, list[Sample]], object]] = {
+    "a group's five calls": _round_trip,
+    "a refused take": lambda service, _: service.take(batch_id="step", wait_s=0.0),
+    "status": lambda service, _: service.status(),
+    "a look at the leases": lambda service, _: service.expire(),
+}
+"""What is measured, by name."""

@@ -15,14 +15,14 @@ import ray
 
 from areal_lite.actors.calls import result
 from areal_lite.config.recipe import Config, load_config
-from areal_lite.data.mix import make_cursor
+from areal_lite.data.cursor import make_cursor
 from areal_lite.data.prompts import load_sources
 from areal_lite.errors import ConfigError
 from areal_lite.launch.bench.harness import CONSOLE, finish, in_turns, ratios, say, target
 from areal_lite.launch.bench.longtail import LONGTAIL, draw_length, drawn_length
 from areal_lite.record.columns import ROLLOUT_CASES, Row
 from areal_lite.record.paths import with_absolute_paths
-from areal_lite.rollout.engine import Interrupt, Sampling, token_limit
+from areal_lite.rollout.engine import Interrupt, Sampling
 from areal_lite.rollout.runner import load_workflows
 from areal_lite.rollout.worker import sample_seed
 from areal_lite.rollout.workflows import single_turn
@@ -37,6 +37,8 @@ _NEVER_CLOSED = 10**9
 """Steps, and steps of staleness, that no benchmark reaches: without a trainer admission would soon close."""
 _POLL_S = 0.25
 """How often the controller of a run collects events; so do we."""
+Measurement = tuple[float, list[float]]
+"""Tokens/s by the engine's count, and seconds of each publication, from the wish to pause until generation goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +52,6 @@ class RolloutBench:
     """Seconds of each measurement that do not count: all requests begin at once, and the longest must have had time."""
     publish_every_s: float
     """From the beginning of one publication to that of the next; one that is late begins at once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """What one measurement saw."""
-
-    tokens: int
-    """Generated, by the engine's count."""
-    seconds: float
-    handovers_s: tuple[float, ...] = ()
-    """Seconds of each publication, from the wish to pause until generation goes on."""
 
 
 def bench(settings: RolloutBench, recipe: str, overrides: Sequence[str], *, out: Path) -> int:
@@ -95,12 +86,12 @@ def bench_config(recipe: str, overrides: Sequence[str]) -> Config:
 
 def summarise(measured: Mapping[str, Sequence[Measurement]]) -> list[dict[str, Any]]:
     """Return a row per case: tokens/s of all repeats, and their ratios to what the case is compared with."""
-    rates = {case: [one.tokens / one.seconds for one in repeats] for case, repeats in measured.items()}
+    rates = {case: [rate for rate, _ in repeats] for case, repeats in measured.items()}
     return [
         {
             "case": case,
             "tokens_per_s": rates[case],
-            "handovers_s": [seconds for one in repeats for seconds in one.handovers_s],
+            "handovers_s": [seconds for _, handovers_s in repeats for seconds in handovers_s],
             "over": ratios(rates[case], rates[OVER[case]]) if case in OVER else [],
         }
         for case, repeats in measured.items()
@@ -118,7 +109,7 @@ def plain_requests(config: Config, next_prompt: Callable[[], Prompt]) -> Iterato
     lengths = _lengths_of(config)
     while True:
         prompt = next_prompt()
-        longest = token_limit(prompt, default=config.rollout.max_new_tokens)
+        longest = int(prompt.row.get("max_new_tokens", config.rollout.max_new_tokens))
         for index in range(config.queue.samples_per_group):
             seed = sample_seed(config.run.seed, f"{prompt.prompt_id}#0", index)
             yield (
@@ -161,47 +152,38 @@ class _MeasuredRollout:
         engine.ask("end_worker")
 
     def measure(self, case: str) -> Measurement:
-        """Fill the engine in one way, and count its tokens once it is warm."""
+        """Fill the engine in one way, and count its tokens once it is warm.
+
+        Publications come at their cadence; what counts is from the beginning of the second to that of the last.
+        """
         while (batch_id := self._take()) is not None:  # what the case before left is forgotten
             self._queue.complete_step(batch_id=batch_id)
+        ways: dict[str, Interrupt] = {"drain": "drain", "recompute": "recompute"}
+        interrupt, generating = ways.get(case), self._engine.serving_queue()
         if case == "vllm":
             generating = self._engine.filled(_requests, self._config.rollout.slots, alone=True)
-        else:
-            generating = self._engine.serving_queue()
+        counts, handovers_s = list[tuple[int, float]](), list[float]()
         with generating as self._serving:
             self._wait(time.monotonic() + self._settings.warm_s)
             self._watchdog.restart()
-            if case == "drain" or case == "recompute":
-                return self._measure_publishing("drain" if case == "drain" else "recompute")
-            before = after = self._engine.ask("count")
-            while not self._enough(before, after):
-                left = self._settings.measured_s - (after[1] - before[1])
-                self._wait(time.monotonic() + (left if left > 0 else _POLL_S))
-                after = self._engine.ask("count")
-            return Measurement(tokens=after[0] - before[0], seconds=after[1] - before[1])
-
-    def _enough(self, before: tuple[int, float], after: tuple[int, float]) -> bool:
-        """Whether there was time to measure, and a token: on a busy machine the first may take long."""
-        self._watchdog.check(
-            after[0], waiting_for="the first token of a measurement", culprit=lambda: "the engine, with all slots taken"
-        )
-        return after[1] - before[1] >= self._settings.measured_s and after[0] > before[0]
-
-    def _measure_publishing(self, interrupt: Interrupt) -> Measurement:
-        """Publish at the cadence, and count from the beginning of the second publication to that of the last."""
-        counts: list[tuple[int, float]] = []
-        handovers_s: list[float] = []
-        begins = time.monotonic()
-        while True:
-            self._wait(begins)
-            begins = max(begins, time.monotonic())
-            counts.append(self._engine.ask("count"))
-            if len(counts) > 2 and self._enough(counts[1], counts[-1]):
-                tokens, seconds = (after - before for before, after in zip(counts[1], counts[-1], strict=True))
-                return Measurement(tokens=int(tokens), seconds=seconds, handovers_s=tuple(handovers_s[1:]))
-            self._publish(interrupt)
-            handovers_s.append(time.monotonic() - begins)
-            begins += self._settings.publish_every_s
+            begins = time.monotonic()
+            while True:
+                self._wait(begins)
+                begins = max(begins, time.monotonic())
+                counts.append(self._engine.ask("count"))
+                (tokens, at), (first_tokens, first_at) = counts[-1], counts[min(len(counts) - 1, bool(interrupt))]
+                self._watchdog.check(
+                    tokens,
+                    waiting_for="the first token of a measurement",
+                    culprit=lambda: "the engine, with all slots taken",
+                )
+                # On a busy machine the first token may take long.
+                if tokens > first_tokens and (seconds := at - first_at) >= self._settings.measured_s:
+                    return (tokens - first_tokens) / seconds, handovers_s[1:]
+                if interrupt:
+                    self._publish(interrupt)
+                    handovers_s.append(time.monotonic() - begins)
+                begins += self._settings.publish_every_s if interrupt else _POLL_S
 
     def _publish(self, interrupt: Interrupt) -> None:
         """Publish the same weights once more, as a new version where there is a batch that could have been trained."""

@@ -9,7 +9,7 @@ from areal_lite.events import EventBuffer
 from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.restarts import State
 from areal_lite.launch.run.view import View
-from areal_lite.record.online_recorder import OnlineRecorder
+from areal_lite.record.recorder import OnlineRecorder
 from areal_lite.sample_queue.access import Role
 
 _EVERY_S = 0.5

@@ -11,7 +11,7 @@ from areal_lite.events import EventBuffer
 from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.view import View
 from areal_lite.record.metrics import mean_called
-from areal_lite.record.online_recorder import OnlineRecorder
+from areal_lite.record.recorder import OnlineRecorder
 from areal_lite.types import GIVEN, Prompt, Sample, Score, means
 
 

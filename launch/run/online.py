@@ -24,8 +24,8 @@ from areal_lite.launch.run.controller import Controller
 from areal_lite.launch.run.evaluation import Evaluations
 from areal_lite.launch.run.parity import largest_differences, prompt_sequences, stored_sequences
 from areal_lite.launch.run.ranks import POLL_S
-from areal_lite.record import quarters, spread
-from areal_lite.record.online_recorder import OnlineRecorder
+from areal_lite.record.quarters import spread_warning, stale_warning
+from areal_lite.record.recorder import OnlineRecorder
 from areal_lite.sample_queue.access import Role
 from areal_lite.sample_queue.records import BatchInfo
 from areal_lite.types import Group, Prompt
@@ -57,7 +57,7 @@ class OnlineController(Controller):
         self._prompts, self._eval_prompts = prompts, eval_prompts
         self._handover_lane = EventBuffer("handover")
         self._at_boundary = True
-        self._warnings = [quarters.warning, spread.warning]
+        self._warnings = [stale_warning, spread_warning]
         """What may still be said, each once."""
         self._first_version = 0
         self._wanted: Mapping[Role, int] = {}
@@ -81,11 +81,7 @@ class OnlineController(Controller):
             own=[self._trainer_lane, self._handover_lane, self._controller_lane],
         )
         self._evaluations = Evaluations(
-            self._cluster,
-            self._eval_prompts,
-            recorder=self._recorder,
-            lane=self._controller_lane,
-            view=self._view,
+            self._cluster, self._eval_prompts, recorder=self._recorder, lane=self._controller_lane, view=self._view
         )
         return self._cluster
 

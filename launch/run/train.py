@@ -24,8 +24,8 @@ from areal_lite.config.offline import OfflineConfig, check_resources, names_laye
 from areal_lite.config.plugin_check import check_plugins
 from areal_lite.config.recipe import Config
 from areal_lite.data.completions import load_offline
+from areal_lite.data.cursor import make_cursor
 from areal_lite.data.encode import Tokenizer, load_tokenizer
-from areal_lite.data.mix import make_cursor
 from areal_lite.data.prompts import load_source, load_sources
 from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.run.controller import Controller, Interrupted

@@ -14,11 +14,7 @@ REFERENCE = np.array([0.4, 0.2, 0.1, 0.3])
 
 def derive(d: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Value and derivative by d = log pi - log reference, of each estimator."""
-    return {
-        "k1": (d, np.ones_like(d)),
-        "k2": (d * d / 2, d),
-        "k3": (np.exp(-d) - 1 + d, 1 - np.exp(-d)),
-    }
+    return {"k1": (d, np.ones_like(d)), "k2": (d * d / 2, d), "k3": (np.exp(-d) - 1 + d, 1 - np.exp(-d))}
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

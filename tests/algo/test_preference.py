@@ -21,10 +21,7 @@ REFERENCES = {
     "reference_chosen_P": torch.tensor(REFERENCE_CHOSEN),
     "reference_rejected_P": torch.tensor(REFERENCE_REJECTED),
 }
-LENGTHS = {
-    "chosen_lengths_P": torch.tensor(CHOSEN_LENGTHS),
-    "rejected_lengths_P": torch.tensor(REJECTED_LENGTHS),
-}
+LENGTHS = {"chosen_lengths_P": torch.tensor(CHOSEN_LENGTHS), "rejected_lengths_P": torch.tensor(REJECTED_LENGTHS)}
 
 
 def run(

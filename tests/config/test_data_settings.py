@@ -17,10 +17,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({**GYM, "columns": {"a": "b"}}, ["data.columns={'a': 'b'} is not read"]),
     ({"reasoning_gym": {"dataset": "chain_sum"}}, ["data.reasoning_gym is not read", "set data.source to that"]),
     ({**FILE, "arguments": {"size": 3}}, ["data.arguments={'size': 3} is not read with data.source=jsonl"]),
-    (
-        {"source": "jsnl"},
-        ["data.source must be one of arith, reasoning_gym, jsonl", "did you mean jsonl?"],
-    ),
+    ({"source": "jsnl"}, ["data.source must be one of arith, reasoning_gym, jsonl", "did you mean jsonl?"]),
     (
         {"source": "guess_numbr"},
         ["gridworld, guess_number, gymnasium, verifiers, or name", "did you mean guess_number?"],

@@ -77,15 +77,9 @@ def test_check_config_says_what_a_recipe_is_for(capsys: pytest.CaptureFixture[st
             "preference.beta=1.0 is not",
         ),
         ({"command": "reward_model", "trainer": {"lora": {}}}, "trainer.lora is not read with command=reward_model"),
-        (
-            {"command": "reward_model", "trainer": {"packing": True}},
-            "trainer.packing=True is not read",
-        ),
+        ({"command": "reward_model", "trainer": {"packing": True}}, "trainer.packing=True is not read"),
         ({"command": "reward_model"}, "data.carelessness makes the rejected solutions"),
-        (
-            {"command": "dpo", "data": {"carelessness": 0.5}, "sft": {"batch_size": 3}},
-            "sft is not read with",
-        ),
+        ({"command": "dpo", "data": {"carelessness": 0.5}, "sft": {"batch_size": 3}}, "sft is not read with"),
         (
             {"command": "dpo", "data": {"carelessness": 0.5}, "preference": {"loss": "simpo", "reference_path": "x"}},
             "preference.reference_path=x is not read with preference.loss=simpo",

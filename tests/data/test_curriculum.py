@@ -11,8 +11,7 @@ from source_builders import load, recipe
 from test_data_mix import make_mix, make_prompts
 
 from areal_lite.config.data import CurriculumConfig
-from areal_lite.data.cursor import PromptCursor
-from areal_lite.data.mix import MixedCursor, make_cursor
+from areal_lite.data.cursor import MixedCursor, PromptCursor, make_cursor
 from areal_lite.types import Score, StepReward
 from areal_lite.wire import decode, encode
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from source_builders import load, recipe
 
-from areal_lite.data.cursor import PromptCursor
-from areal_lite.data.mix import MixedCursor, make_cursor
+from areal_lite.data.cursor import MixedCursor, PromptCursor, make_cursor
 from areal_lite.errors import CheckpointError, DataError
 from areal_lite.types import Prompt
 from areal_lite.wire import decode, encode

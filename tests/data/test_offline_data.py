@@ -114,10 +114,7 @@ def test_pairs_of_whole_chats(others: dict[str, str], tmp_path: Path, tokenizer:
         others | {"chosen": chat("q", "a", "p", "yes"), "rejected": chat("q", "a", "p", "no")},
     ]
     data = load(tokenizer, "dpo", path=write(tmp_path / "a.jsonl", rows))
-    assert texts(tokenizer, data) == [
-        ("u:q.a:", "yes<eos>", "no<eos>"),
-        ("u:q.a:a<eos>.u:p.a:", "yes<eos>", "no<eos>"),
-    ]
+    assert texts(tokenizer, data) == [("u:q.a:", "yes<eos>", "no<eos>"), ("u:q.a:a<eos>.u:p.a:", "yes<eos>", "no<eos>")]
 
 
 @pytest.mark.parametrize(

@@ -85,11 +85,7 @@ def test_the_ablation_table_shows_mean_and_spread_over_seeds(tables: ModuleType)
 
 @pytest.mark.parametrize(
     ("name", "draw"),
-    [
-        ("presets", "draw_presets"),
-        ("staleness-ablation", "draw_staleness"),
-        ("calculator", "draw_calculator"),
-    ],
+    [("presets", "draw_presets"), ("staleness-ablation", "draw_staleness"), ("calculator", "draw_calculator")],
 )
 def test_pictures_are_drawn_and_the_same_each_time(
     name: str, draw: str, tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

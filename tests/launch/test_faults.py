@@ -228,9 +228,7 @@ def test_a_dead_trainer_rank_ends_the_run_by_name(loop_folder: Path) -> None:
         assert "Traceback" not in run.output
 
 
-def test_a_last_worker_killed_or_hung_and_a_notice_to_all_leave_the_run_saved(
-    loop_folder: Path,
-) -> None:
+def test_a_last_worker_killed_or_hung_and_a_notice_to_all_leave_the_run_saved(loop_folder: Path) -> None:
     """The only worker's engine is killed, and not started again: the run saves, and ends.
 
     Resumed, it hangs instead: the run says who, saves, begins again at this step, and waits for another engine.

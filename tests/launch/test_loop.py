@@ -56,11 +56,7 @@ def config_with_stragglers(folder: Path, *, run: dict[str, Any], ranks: int, wor
         run=run,
         model={"path": str(model), "max_context": 512},
         data={"path": str(data)},
-        rollout={
-            "workers": workers,
-            "max_new_tokens": 400,
-            "workflow": f"{SUPPORT / 'loop_workflows.py'}:straggles",
-        },
+        rollout={"workers": workers, "max_new_tokens": 400, "workflow": f"{SUPPORT / 'loop_workflows.py'}:straggles"},
         queue={"max_staleness": 1},
         trainer={"ranks": ranks},
     )

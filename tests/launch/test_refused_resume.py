@@ -16,7 +16,7 @@ from rich.console import Console
 from run_folders import new_run_folder, save_run
 from transformers import AutoTokenizer
 
-from areal_lite.data.mix import make_cursor
+from areal_lite.data.cursor import make_cursor
 from areal_lite.data.prompts import load_sources
 from areal_lite.errors import ArealLiteError, CheckpointError, ConfigError
 from areal_lite.launch.run import train as train_module

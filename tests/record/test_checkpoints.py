@@ -15,13 +15,7 @@ from run_folders import write_checkpoint
 from train_builders import make_config, make_rows, make_shard, save_tiny_model
 
 from areal_lite.errors import CheckpointError, TrainerError
-from areal_lite.record.checkpoints import (
-    choose_checkpoint,
-    damage,
-    go_on_from,
-    seal,
-    whole_checkpoints,
-)
+from areal_lite.record.checkpoints import choose_checkpoint, damage, go_on_from, seal, whole_checkpoints
 from areal_lite.train.trainer import Trainer
 
 

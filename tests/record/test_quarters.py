@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from areal_lite.record.quarters import EDGES, LENGTHS, by_quarter, warning
+from areal_lite.record.quarters import EDGES, LENGTHS, by_quarter
+from areal_lite.record.quarters import stale_warning as warning
 
 SHORT, LONG = "17-64", "257-1024"
 

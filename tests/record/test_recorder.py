@@ -18,7 +18,7 @@ from run_folders import new_run_folder
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.events import Event
 from areal_lite.record.metrics import METRICS
-from areal_lite.record.online_recorder import OnlineRecorder
+from areal_lite.record.recorder import OnlineRecorder
 from areal_lite.record.report.times import lane_shares
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.types import Group, Prompt, Score
@@ -61,8 +61,7 @@ def config(tmp_path: Path) -> Config:
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     clock = FakeClock()
     clock.now = BEGIN
-    for module in ("recorder", "online_recorder"):
-        monkeypatch.setattr(f"areal_lite.record.{module}.time", SimpleNamespace(time=clock))
+    monkeypatch.setattr("areal_lite.record.recorder.time", SimpleNamespace(time=clock))
     return clock
 
 

@@ -8,7 +8,6 @@ from report_builders import event, make_events, make_offline_run, make_run, writ
 
 from areal_lite.errors import DataError
 from areal_lite.events import Event
-from areal_lite.record.differences import changed, differences
 from areal_lite.record.lanes import lived
 from areal_lite.record.report import write_report
 from areal_lite.record.report.charts import COLOURS, Line, lines, smoothed
@@ -17,6 +16,7 @@ from areal_lite.record.report.read import RunFiles
 from areal_lite.record.report.run_contents import _headline, different_settings
 from areal_lite.record.report.timeline import timeline
 from areal_lite.record.report.times import failure_table, lane_shares, length_charts, verifier_charts, verifier_table
+from areal_lite.record.run_folder import changed, differences
 
 
 def test_a_half_written_line_is_left_out_and_noted(tmp_path: Path) -> None:
@@ -38,10 +38,7 @@ def test_a_half_written_line_is_left_out_and_noted(tmp_path: Path) -> None:
         ("events.jsonl", '{"time": 1.0, "lane": "trainer"}'),
         ("events.jsonl", '{"time": 1e999, "lane": "trainer", "kind": "train"}'),
         ("events.jsonl", '{"time": 1.0, "lane": "rollout/0", "kind": "group", "start": 0.5, "group": "a"}'),
-        (
-            "events.jsonl",
-            '{"time": 1.0, "lane": "verify/0", "kind": "verify", "start": null, "end": 1, "group_id": 1}',
-        ),
+        ("events.jsonl", '{"time": 1.0, "lane": "verify/0", "kind": "verify", "start": null, "end": 1, "group_id": 1}'),
         ("events.jsonl", '{"time": 1.0, "lane": "controller", "kind": "eval", "accuracy": 0.5}'),
         ("events.jsonl", '{"time": 1.0, "lane": "controller", "kind": "eval", "step": 3, "by_source": null}'),
     ],

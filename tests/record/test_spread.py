@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from areal_lite.record.spread import warning
+from areal_lite.record.quarters import spread_warning as warning
 
 
 def rows(*rewards: float, varied: float = 0.0) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from areal_lite.config.recipe import parse_config
 from areal_lite.errors import ConfigError
 from areal_lite.record import recorder as recorder_module
 from areal_lite.record.metrics import METRICS
-from areal_lite.record.online_recorder import OnlineRecorder
+from areal_lite.record.recorder import OnlineRecorder
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.record.trackers import PrometheusPage, check_trackers, open_trackers
 from areal_lite.types import Group, Prompt

@@ -82,11 +82,7 @@ def test_a_second_writer_is_refused_by_name_until_the_first_is_dead(tmp_path: Pa
         assert f"areal-lite resume {tmp_path} --take-over" in str(caught.value)
         assert contents(tmp_path) == before
     assert (tmp_path / "writer.json").exists()
-    with (
-        SoleWriter(tmp_path),
-        pytest.raises(CheckpointError, match=f"process {os.getpid()} on"),
-        SoleWriter(tmp_path),
-    ):
+    with SoleWriter(tmp_path), pytest.raises(CheckpointError, match=f"process {os.getpid()} on"), SoleWriter(tmp_path):
         pass
 
 

@@ -111,11 +111,7 @@ def test_the_context_of_a_turn_is_what_the_sample_holds_before_it() -> None:
     assert (
         engine.contexts
         == [whole[: 4 + start] for start in starts]
-        == [
-            ids("1-9?"),
-            ids("1-9?ab$>>"),
-            ids("1-9?ab$>>cd$>>"),
-        ]
+        == [ids("1-9?"), ids("1-9?ab$>>"), ids("1-9?ab$>>cd$>>")]
     )
 
 
@@ -324,10 +320,7 @@ async def changes_logprobs(engine: Any, row: Mapping[str, Any]) -> list[Any]:
 @pytest.mark.parametrize(
     ("workflow", "message"),
     [
-        (
-            makes_up,
-            r"workflow:ValueError: a turn of the model's must be one that engine.generate returned.*turn 0",
-        ),
+        (makes_up, r"workflow:ValueError: a turn of the model's must be one that engine.generate returned.*turn 0"),
         (leaves_out, r"workflow:ValueError: turn 0, 'b', was generated behind 6 tokens, but the episode has 4"),
         (swaps, r"workflow:ValueError: turn 2, 'b', was generated behind 7 tokens, .* or other ones"),
         (returns_text, r"workflow:TypeError: a workflow must return a list of turns, got 'a'"),

@@ -99,11 +99,7 @@ def test_counting_agrees_with_the_mask(lengths: list[int], steps: list[int], beh
     assert staleness.num_trainable(spans, version=version, max_staleness=eta) == mask.sum()
 
 
-@given(
-    eta=st.integers(0, 3),
-    groups_per_step=st.integers(1, 3),
-    behind=st.lists(st.integers(0, 4), max_size=12),
-)
+@given(eta=st.integers(0, 3), groups_per_step=st.integers(1, 3), behind=st.lists(st.integers(0, 4), max_size=12))
 @example(eta=1, groups_per_step=1, behind=[4, 4])
 @example(eta=1, groups_per_step=1, behind=[3])
 def test_wait_condition_is_feasibility(eta: int, groups_per_step: int, behind: list[int]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 from areal_lite.config.recipe import Config
-from areal_lite.rollout.engine import GenerationEngine, Interrupt
+from areal_lite.rollout.engine import Interrupt
 from areal_lite.rollout.vllm_engine import VllmEngine
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ async def _cancel_others() -> None:
 class SyncClient:
     """What vLLM calls a weight-sync client, for one engine in this process."""
 
-    def __init__(self, engine: GenerationEngine, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._engine, self._loop = engine, loop
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ class SyncClient:
 class LocalEngines:
     """An `EngineGroup` of engines in this process; none of them may fail."""
 
-    def __init__(self, engines: Mapping[str, GenerationEngine], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, engines: Mapping[str, Any], loop: asyncio.AbstractEventLoop) -> None:
         self._engines, self._loop = engines, loop
 
     def begin(self, method: str, *args: Any) -> None:
@@ -89,7 +89,7 @@ class LocalEngines:
         assert self._engines
 
 
-async def _install(engine: GenerationEngine, interrupt: Interrupt, version: int) -> None:
+async def _install(engine: Any, interrupt: Interrupt, version: int) -> None:
     """What `RolloutActor.install` does."""
     await engine.pause(interrupt)
     await engine.weights_call("finish_weight_update")

@@ -115,11 +115,7 @@ def estimate(
         )[0]
 
     return expected_step(
-        language,
-        loss,
-        logits_XV=logits_XV,
-        num_rows=len(rewards_NS) * samples,
-        behaviour_logits_XV=behaviour_logits_XV,
+        language, loss, logits_XV=logits_XV, num_rows=len(rewards_NS) * samples, behaviour_logits_XV=behaviour_logits_XV
     )
 
 

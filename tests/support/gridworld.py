@@ -11,16 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-MAP = (
-    "........",
-    "..#.....",
-    "..#..O..",
-    "..##....",
-    "....#...",
-    ".O..#.#.",
-    "......#.",
-    "...O...G",
-)
+MAP = ("........", "..#.....", "..#..O..", "..##....", "....#...", ".O..#.#.", "......#.", "...O...G")
 MOVES = ((-1, 0), (0, 1), (1, 0), (0, -1))
 PREFERENCES = (0.0, 2.0, 2.0, 0.0)
 """Logits of up, right, down and left, before a bit of noise in each state."""

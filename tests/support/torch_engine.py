@@ -14,12 +14,12 @@ from areal_lite.types import Float32, Sample, StopReason, VersionSpan
 
 
 class TorchEngine:
-    """Implements `GenerationEngine`: no batching, no cache, so a sample depends on prompt, seed and weights alone."""
+    """What a rollout worker needs, without batching or cache: a sample depends on prompt, seed and weights alone."""
 
     def __init__(self, model_folder: str) -> None:
         self.tokens_generated = 0
         self._version = 0
-        self._tokenizer = AutoTokenizer.from_pretrained(model_folder)
+        self.tokenizer = AutoTokenizer.from_pretrained(model_folder)
         self._model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
         self._running = asyncio.Event()
         self._running.set()
@@ -35,7 +35,7 @@ class TorchEngine:
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
-        while len(tokens) < sampling.max_new_tokens and tokens[-1:] != [self._tokenizer.eos_token_id]:
+        while len(tokens) < sampling.max_new_tokens and tokens[-1:] != [self.tokenizer.eos_token_id]:
             await asyncio.sleep(0)
             while not self._running.is_set():
                 await self._running.wait()
@@ -48,8 +48,8 @@ class TorchEngine:
             token_ids=np.array(tokens, dtype=np.int32),
             logprobs=np.array(logprobs, dtype=np.float32),
             spans=_spans(versions),
-            stop_reason=StopReason.STOP if tokens[-1] == self._tokenizer.eos_token_id else StopReason.LENGTH,
-            text=self._tokenizer.decode(tokens, skip_special_tokens=True),
+            stop_reason=StopReason.STOP if tokens[-1] == self.tokenizer.eos_token_id else StopReason.LENGTH,
+            text=self.tokenizer.decode(tokens, skip_special_tokens=True),
         )
 
     async def score(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Float32:

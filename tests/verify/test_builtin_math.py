@@ -139,12 +139,7 @@ def test_the_library_sets_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plain_numbers_are_equal_only_exactly() -> None:
     """0.3333333 and 0.3333334 agree to six places, which is enough for expressions. Seen failing without the path."""
     assert SIX("", "#### 0.3333334", "0.3333333") == 0.0
-    assert [SIX("", text, "1234") for text in ("#### 1,234", "$1234.00", "#### -1234", "#### 1234%")] == [
-        1,
-        1,
-        0,
-        1,
-    ]
+    assert [SIX("", text, "1234") for text in ("#### 1,234", "$1234.00", "#### -1234", "#### 1234%")] == [1, 1, 0, 1]
 
 
 @pytest.mark.parametrize("arguments", [{"decimals": -1}, {"decimals": "6"}, {"precision": 3}])

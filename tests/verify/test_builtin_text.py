@@ -12,11 +12,7 @@ from areal_lite.config.plugins import arguments_model, find_function
 from areal_lite.errors import VerifierError
 from areal_lite.verify.builtin.format import format_tags
 from areal_lite.verify.builtin.numeric import numeric, read_number
-from areal_lite.verify.builtin.text import (
-    exact,
-    multiple_choice,
-    regex,
-)
+from areal_lite.verify.builtin.text import exact, multiple_choice, regex
 from areal_lite.verify.protocol import Verifier
 
 MODULES = ["text", "numeric", "format", "math", "final_answer"]

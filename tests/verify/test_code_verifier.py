@@ -12,8 +12,7 @@ from areal_lite.config.plugin_check import check_plugins
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import ConfigError, VerifierError, VerifierUnavailable
 from areal_lite.verify.builtin import program as program_module
-from areal_lite.verify.builtin.code import code, find_program
-from areal_lite.verify.builtin.code_cases import split_asserts
+from areal_lite.verify.builtin.code import code, find_program, split_asserts
 from areal_lite.verify.builtin.sandbox import choose_kind
 from areal_lite.verify.protocol import Verifier
 
@@ -267,8 +266,8 @@ def test_split_asserts_tells_cases_from_what_prepares_them() -> None:
     """A loop with asserts inside is one case; definitions, imports and values are none."""
     source = "import math\nx = f(1)\ndef g(): assert x\nfor n in x:\n    assert n\nassert x == 1\ng()\n'a text'"
     cases = split_asserts(source, None, None)
-    assert [case.source.split()[0] for case in cases if case.counts] == ["for", "assert", "g()"]
-    assert [case.counts for case in cases] == [False, False, False, True, True, True, False]
+    assert [source.split()[0] for counts, source in cases if counts] == ["for", "assert", "g()"]
+    assert [counts for counts, _ in cases] == [False, False, False, True, True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -210,10 +210,7 @@ def test_a_name_of_its_own_has_settings_of_its_own_and_others_share_the_sections
         named={"mine": {"function": "a:b", "timeout_s": 2.0}},
     )
     assert config.settings_of("mine").timeout_s == 2.0
-    assert (config.settings_of("exact").timeout_s, config.settings_of("exact").arguments) == (
-        9.0,
-        {"strip": False},
-    )
+    assert (config.settings_of("exact").timeout_s, config.settings_of("exact").arguments) == (9.0, {"strip": False})
     assert (config.settings_of("math").timeout_s, config.settings_of("math").arguments) == (9.0, {})
 
 

@@ -236,10 +236,7 @@ def test_draining_may_take_as_long_as_tokens_come(monkeypatch: pytest.MonkeyPatc
     assert handover.of("a") == ["install", "resume"]
 
 
-@pytest.mark.parametrize(
-    ("staged", "step"),
-    [*STEPS, (True, "publish"), (False, "publish")],
-)
+@pytest.mark.parametrize(("staged", "step"), [*STEPS, (True, "publish"), (False, "publish")])
 def test_without_any_engine_left_the_version_does_not_move(
     monkeypatch: pytest.MonkeyPatch, staged: bool, step: str
 ) -> None:

@@ -4,11 +4,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from areal_lite.record.differences import changed, differences
 from areal_lite.record.report import curves, times
 from areal_lite.record.report.page import MOST_COLUMNS, Block, Section, charts_block, figure_text, pairs_block
 from areal_lite.record.report.read import Row, RunFiles, number, numbers, table
 from areal_lite.record.report.timeline import timeline
+from areal_lite.record.run_folder import changed, differences
 
 _MAX_GROUPS = 800
 """Sampled groups in the page, evenly chosen over the run: about a megabyte."""

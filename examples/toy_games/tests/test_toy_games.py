@@ -249,8 +249,7 @@ def earned(result: VerifyResult) -> float:
 
 
 @pytest.mark.parametrize(
-    ("moves", "expected"),
-    [("RRR", 0.94), ("URRR", 0.92), ("UU", -0.04), ("RRRLU", 0.94), ("RRLRR", 0.90)],
+    ("moves", "expected"), [("RRR", 0.94), ("URRR", 0.92), ("UU", -0.04), ("RRRLU", 0.94), ("RRLRR", 0.90)]
 )
 def test_a_walk_earns_its_return(moves: str, expected: float) -> None:
     """`S..G`: best is 1 - 3 * 0.02 = 0.94. A bump costs as much as a move; nothing behind the goal counts."""

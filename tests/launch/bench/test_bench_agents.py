@@ -30,11 +30,7 @@ def test_both_sides_hold_the_same_dialogue(side: str) -> None:
     """Three turns of four tokens with the environment's character between them, and slots that are taken."""
     engine = Counting()
     config = parse_config(
-        {
-            "model": {"max_context": 96},
-            "rollout": {"slots": 4, "max_new_tokens": 15},
-            "queue": {"samples_per_group": 2},
-        }
+        {"model": {"max_context": 96}, "rollout": {"slots": 4, "max_new_tokens": 15}, "queue": {"samples_per_group": 2}}
     )
 
     async def measured() -> tuple[float, float]:

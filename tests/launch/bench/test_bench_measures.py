@@ -114,8 +114,7 @@ def test_a_reward_is_the_mean_of_five_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "eta", "expected"),
-    [(20, 4, (5, 16)), (18, 4, (5, 14)), (17, 4, (1, 17)), (8, 4, (1, 8)), (2, 0, (1, 2))],
+    ("steps", "eta", "expected"), [(20, 4, (5, 16)), (18, 4, (5, 14)), (17, 4, (1, 17)), (8, 4, (1, 8)), (2, 0, (1, 2))]
 )
 def test_filling_and_emptying_are_left_out_where_half_the_run_remains(
     steps: int, eta: int, expected: tuple[int, int]

@@ -7,8 +7,16 @@ import pytest
 from queue_builders import make_samples
 
 from areal_lite.launch.bench.harness import in_turns
-from areal_lite.launch.bench.queue import Case, QueueBench, QueuePeers, cases, summarise
-from areal_lite.launch.bench.queue_cost import CALLS, cost_targets, service_with
+from areal_lite.launch.bench.queue import (
+    CALLS,
+    Case,
+    QueueBench,
+    QueuePeers,
+    cases,
+    cost_targets,
+    service_with,
+    summarise,
+)
 from areal_lite.record.columns import CARRIERS, cells
 from areal_lite.sample_queue import decisions
 

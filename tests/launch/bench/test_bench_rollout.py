@@ -31,7 +31,7 @@ def measurements(**tokens: Sequence[int]) -> dict[str, Iterator[Measurement]]:
 
     def of(case: str) -> Iterator[Measurement]:
         for count in tokens[case]:
-            yield Measurement(tokens=count, seconds=2.0, handovers_s=handovers_s.get(case, ()))
+            yield count / 2.0, list(handovers_s.get(case, ()))
 
     return {case: of(case) for case in CASES}
 
