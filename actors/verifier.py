@@ -5,7 +5,6 @@ a learned reward is judged by a real one.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_lite.actors.process import log_to_file
@@ -13,7 +12,8 @@ from areal_lite.config.recipe import Config
 from areal_lite.events import Event, EventBuffer
 from areal_lite.sample_queue.access import QueueAccess
 from areal_lite.sample_queue.client import AsyncQueueClient
-from areal_lite.types import Prompt, Score
+from areal_lite.types import Prompt, Sample
+from areal_lite.verify.protocol import Reply
 from areal_lite.verify.verifier_set import VerifierSet
 from areal_lite.verify.worker import VerifierWorker, decoder_of
 
@@ -68,27 +68,9 @@ class VerifierActor:
         await self._verifiers.close()
         self._client.close()
 
-    async def score(
-        self, prompts: list[Prompt], completions: list[str], messages: Sequence[Sequence[Mapping[str, str]]]
-    ) -> list[Score]:
-        """Score evaluation completions, one per prompt, with the evaluation's own verifier if there is one.
-
-        Args:
-            messages: The turns of each, none where it has just one.
-
-        Returns:
-            Of each completion the total, step rewards included, as `reward`, with parts and metrics; or the failure.
-        """
-        replies = await asyncio.gather(
-            *(
-                self._verifiers.score(prompt, [text], messages=[said], held_out=True)
-                for prompt, text, said in zip(prompts, completions, messages, strict=True)
-            )
-        )
-        return [
-            Score(reward=reply.total, failure=reply.failure, parts=reply.parts, metrics=reply.metrics)
-            for (reply,) in replies
-        ]
+    async def score(self, prompts: list[Prompt], samples: list[Sample | None]) -> list[Reply]:
+        """Judge held-out completions, one per prompt, with the evaluation's own verifier if there is one."""
+        return await asyncio.gather(*map(self._verifiers.judge, prompts, samples))
 
     async def collect(self) -> tuple[list[Event], dict[str, Any]]:
         """Events since the last call, and figures of this moment."""

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated
@@ -26,8 +25,8 @@ from areal_lite.node import check_memory, out_of_memory
 from areal_lite.record.metrics import mean_called
 from areal_lite.record.paths import EVALUATED, find_model_folder, with_absolute_paths
 from areal_lite.record.run_folder import read_summary
-from areal_lite.types import Prompt, Sample
-from areal_lite.verify.protocol import Reply, failed
+from areal_lite.types import Prompt
+from areal_lite.verify.protocol import Reply
 from areal_lite.verify.verifier_set import VerifierSet
 from areal_lite.watchdog import Watchdog
 
@@ -134,7 +133,7 @@ async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) 
 
         async def replies() -> list[Reply]:
             samples = await complete_greedily(engine, prompts, max_new_tokens=limit, workflows=workflows)
-            return await asyncio.gather(*map(partial(_score, verifiers), prompts, samples))
+            return await asyncio.gather(*map(verifiers.judge, prompts, samples))
 
         def reading() -> tuple[int, ...]:
             gauges = verifiers.gauges()
@@ -153,12 +152,3 @@ async def _run(config: Config, prompts: Sequence[Prompt], *, model_folder: str) 
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)  # also ends what it waits for, before that is closed
         return task.result()
-
-
-async def _score(verifiers: VerifierSet, prompt: Prompt, sample: Sample | None) -> Reply:
-    if sample is None:
-        return failed("workflow", "")
-    if (score := sample.score) is not None:  # an agent's own
-        return Reply(score.total, parts=score.parts, metrics=score.metrics, failure=score.failure)
-    (reply,) = await verifiers.score(prompt, [sample.text], messages=[sample.messages], held_out=True)
-    return reply

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.config.verifier import VerifierConfig, VerifierSettings
-from areal_lite.types import Prompt
+from areal_lite.types import Prompt, Sample
 from areal_lite.verify.pool import Messages, VerifierPool
 from areal_lite.verify.protocol import NOT_APPLICABLE, Reply, checked, failed
 
@@ -85,6 +85,15 @@ class VerifierSet:
     def groups_at_once(self) -> int:
         """Groups worth holding, so that no process waits for work: the slowest pool must not hold all of them."""
         return 4 * sum(settings.processes * settings.concurrency for settings in self._settings.values())
+
+    async def judge(self, prompt: Prompt, sample: Sample | None) -> Reply:
+        """Return what a held-out completion got: its agent's own score if it has one; None is a failed episode."""
+        if sample is None:
+            return failed("workflow", "")
+        if (score := sample.score) is not None:
+            return Reply(score.total, parts=score.parts, metrics=score.metrics, failure=score.failure)
+        (reply,) = await self.score(prompt, [sample.text], messages=[sample.messages], held_out=True)
+        return reply
 
     def gauges(self) -> dict[str, Any]:
         """Return the counts of all pools together, and each pool's gauges under `verifiers`."""

@@ -12,7 +12,8 @@ from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.view import View
 from areal_lite.record.metrics import mean_called
 from areal_lite.record.recorder import OnlineRecorder
-from areal_lite.types import GIVEN, Prompt, Sample, Score, means
+from areal_lite.types import GIVEN, Prompt, Sample, means
+from areal_lite.verify.protocol import Reply
 
 
 class Evaluations:
@@ -30,9 +31,9 @@ class Evaluations:
         self._recorder, self._lane, self._view = recorder, lane, view
         self._calls: Calls | None = None
         """Engines that generate, or the verifier that scores; None = no evaluation is going on."""
-        self._step = self._num_failed = 0
+        self._step = 0
         self._parts: dict[str, list[Prompt]] = {}
-        self._done: list[tuple[Prompt, Sample]] | None = None
+        self._pairs: list[tuple[Prompt, Sample | None]] | None = None
 
     def __bool__(self) -> bool:
         """Whether one is going on."""
@@ -42,7 +43,7 @@ class Evaluations:
         """Begin one, if there are prompts, and engines for them."""
         engines = self._cluster.engines.handles
         if self._prompts and engines:
-            self._step, self._done = step, None
+            self._step, self._pairs = step, None
             self._parts = {name: self._prompts[index :: len(engines)] for index, name in enumerate(engines)}
             self._calls = Calls({name: handle.evaluate.remote(self._parts[name]) for name, handle in engines.items()})
         elif self._prompts:
@@ -70,15 +71,15 @@ class Evaluations:
             self._go_on(self._calls.values)
 
     def _go_on(self, values: Mapping[str, Any]) -> None:
-        if self._done is None:
+        if self._pairs is None:
             if self._cluster.verifiers:
                 self._calls = self._score(values)
             else:
                 self._view.say(f"the evaluation of step {self._step} was lost: no verifier worker is there")
                 self.end()
             return
-        (scores,) = values.values()
-        result = self._result(self._done, scores)
+        (replies,) = values.values()
+        result = self._result(self._pairs, replies)
         self.end()
         if result["problems"]:
             figures = {name: result[name] for name in ("by_source", "called", "parts", "metrics")}
@@ -87,21 +88,15 @@ class Evaluations:
         self._view.say(in_words(result), style="" if result["problems"] else "red")
 
     def _score(self, samples_of: Mapping[str, list[Sample | None]]) -> Calls:
-        """Have one verifier worker score the completions; a failed episode has none (the workers' logs say why)."""
-        pairs = [pair for name, part in self._parts.items() for pair in zip(part, samples_of[name], strict=True)]
-        done = [(prompt, sample) for prompt, sample in pairs if sample is not None]
-        self._done, self._num_failed = done, len(pairs) - len(done)
+        """Have one verifier worker judge the completions; a failed episode has none (the workers' logs say why)."""
+        self._pairs = [pair for name, part in self._parts.items() for pair in zip(part, samples_of[name], strict=True)]
         name, verifier = next(iter(self._cluster.verifiers.items()))
-        unscored = [(prompt, sample) for prompt, sample in done if sample.score is None]  # an agent may have scored it
-        prompts, samples = [prompt for prompt, _ in unscored], [sample for _, sample in unscored]
-        texts, messages = [sample.text for sample in samples], [sample.messages for sample in samples]
-        return Calls({name: verifier.score.remote(prompts, texts, messages)})
+        return Calls({name: verifier.score.remote(*map(list, zip(*self._pairs, strict=True)))})
 
-    def _result(self, done: list[tuple[Prompt, Sample]], scores: list[Score]) -> dict[str, Any]:
-        by_source, found = dict[str, list[float]](), iter(scores)
-        scored = [(prompt, sample.score or next(found)) for prompt, sample in done]
-        for prompt, score in scored:
-            if (reward := score.total) is not None:
+    def _result(self, pairs: list[tuple[Prompt, Sample | None]], replies: list[Reply]) -> dict[str, Any]:
+        by_source = dict[str, list[float]]()
+        for (prompt, _), reply in zip(pairs, replies, strict=True):
+            if (reward := reply.total) is not None:
                 by_source.setdefault(prompt.prompt_id.partition("/")[0], []).append(reward)
         rewards = [reward for part in by_source.values() for reward in part]
         return {
@@ -111,17 +106,17 @@ class Evaluations:
                 rewards, before=(one.get("called", "") for one in self._recorder.evaluations.values())
             ),
             "by_source": {source: sum(part) / len(part) for source, part in sorted(by_source.items())},
-            "parts": means(score.parts for _, score in scored),
-            "metrics": means(score.metrics for _, score in scored),
+            "parts": means(reply.parts for reply in replies),
+            "metrics": means(reply.metrics for reply in replies),
             "standard_errors": {
                 name: statistics.pstdev(part) / math.sqrt(len(part))
                 for name, part in {**by_source, "accuracy": rewards}.items()
                 if part
             },
             "problems": len(rewards),
-            "failures": self._num_failed + len(done) - len(rewards),
+            "failures": len(replies) - len(rewards),
             "versions": sorted(
-                {s.version for _, sample in done for way in sample.ways for s in way.spans if s.version != GIVEN}
+                {span.version for _, sample in pairs if sample for way in sample.ways for span in way.spans} - {GIVEN}
             ),
         }
 

@@ -1,26 +1,42 @@
 """What a verifier worker says about held-out completions."""
 
 import asyncio
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
+from ledger_builders import make_sample
+
 from areal_lite.actors.verifier import VerifierActor
+from areal_lite.config.verifier import VerifierConfig
 from areal_lite.types import Prompt, Score
 from areal_lite.verify.protocol import Reply, failed
+from areal_lite.verify.verifier_set import VerifierSet
 
 
-def test_a_held_out_score_is_the_total_with_its_parts_and_metrics() -> None:
-    """Seen failing with the total alone, in a run whose evaluations had no parts."""
-    scored = Reply(1.0, step_rewards=[(3, 0.5)], parts={"right": 1.0}, metrics={"words": 2.0})
-    replies = {"a": scored, "b": failed("timeout", "")}
+def test_a_held_out_completion_gets_its_agents_score_or_the_verifiers() -> None:
+    """The total, step rewards included, with parts and metrics; or the failure, of an episode as well.
 
-    async def score(prompt: Prompt, texts: list[str], **_: Any) -> list[Reply]:
+    Seen failing with the total alone, in a run whose evaluations had no parts; without an agent's own score; and
+    (1.0) with `reward` in the total's place.
+    """
+    replies = {
+        "a": Reply(1.0, step_rewards=((3, 0.5),), parts={"right": 1.0}, metrics={"words": 2.0}),
+        "b": failed("timeout", ""),
+    }
+
+    async def score(prompt: Prompt, texts: list[str], *, messages: Any, held_out: bool) -> list[Reply]:
+        assert held_out
         return [replies[text] for text in texts]
 
     actor: Any = VerifierActor.__new__(VerifierActor)
-    actor._verifiers = SimpleNamespace(score=score)
-    prompts = [Prompt(prompt_id="p/0/1", text="", token_ids=(1,), answer="")] * 2
-    assert asyncio.run(actor.score(prompts, ["a", "b"], [(), ()])) == [
-        Score(reward=1.5, parts={"right": 1.0}, metrics={"words": 2.0}),
-        Score(failure="timeout"),
-    ]
+    actor._verifiers = VerifierSet(VerifierConfig())
+    actor._verifiers.score = score
+    own = Score(reward=2.0, parts={"kind": 1.0}, metrics={"calls": 3.0})
+    samples = [*(replace(make_sample(), text=text) for text in "ab"), make_sample().scored(own), None]
+    prompts = [Prompt(prompt_id="p/0/1", text="", token_ids=(1,), answer="")] * 4
+    found = asyncio.run(actor.score(prompts, samples))
+    assert [(reply.total, reply.failure) for reply in found] == [
+        (1.5, None), (None, "timeout"), (2.0, None), (None, "workflow"),
+    ]  # fmt: skip
+    assert [dict(reply.parts) for reply in found] == [{"right": 1.0}, {}, {"kind": 1.0}, {}]
+    assert [dict(reply.metrics) for reply in found] == [{"words": 2.0}, {}, {"calls": 3.0}, {}]

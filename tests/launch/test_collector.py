@@ -12,7 +12,7 @@ from areal_lite.events import EventBuffer
 from areal_lite.launch.run.collector import Collector, _together
 from areal_lite.launch.run.evaluation import Evaluations, in_words
 from areal_lite.launch.run.restarts import Change, State
-from areal_lite.types import Score
+from areal_lite.verify.protocol import Reply
 
 FIRST = {
     "calls": 10, "timeouts": 1, "restarts": 2, "busy": 1, "waiting": 0,
@@ -129,17 +129,16 @@ def test_a_held_out_figure_has_its_standard_error() -> None:
     """Of rewards 0, 0, 1, 1: 0.5 over the root of 4; of 1 and 1: none. Seen failing with the root left out.
 
     Where an earlier one was no accuracy, it is none either. Seen failing with a name from its own rewards alone. Parts
-    and metrics are means over those who have some; an agent's own score has them as well. Seen failing without it.
+    and metrics are means over those who have some.
     """
     nobody: Any = None
     recorder: Any = SimpleNamespace(evaluations={0: {}, 10: {"called": "mean reward"}})
     rewards = {"a/0": 0.0, "a/1": 0.0, "b/0": 1.0, "b/1": 1.0}
-    done: Any = [(SimpleNamespace(prompt_id=name), SimpleNamespace(score=None, ways=())) for name in rewards]
-    done[0][1].score = Score(reward=0.0, parts={"right": 0.0}, metrics={"calls": 3.0})
+    pairs: Any = [(SimpleNamespace(prompt_id=name), None) for name in rewards]
+    replies = [Reply(reward, parts={"right": 1.0}) for reward in rewards.values()]
+    replies[0] = Reply(0.0, parts={"right": 0.0}, metrics={"calls": 3.0})
     evaluations = Evaluations(nobody, [], recorder=recorder, lane=nobody, view=nobody)
-    found = evaluations._result(
-        done, [Score(reward=reward, parts={"right": 1.0}) for reward in [*rewards.values()][1:]]
-    )
+    found = evaluations._result(pairs, replies)
     assert (found["parts"], found["metrics"]) == ({"right": 0.75}, {"calls": 3.0})
     assert found["standard_errors"] == {"a": 0.0, "b": 0.0, "accuracy": 0.25}
     assert found["called"] == "mean reward"

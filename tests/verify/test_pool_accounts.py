@@ -3,19 +3,16 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ledger_builders import leases_of, make_sample, make_settings
 from places import FIXTURES
 
-from areal_lite.actors.verifier import VerifierActor
 from areal_lite.config.verifier import VerifierConfig
 from areal_lite.events import EventBuffer
 from areal_lite.sample_queue.ledger import Ledger
 from areal_lite.types import Group, Lease, Prompt, Score
-from areal_lite.verify.protocol import Reply
 from areal_lite.verify.verifier_set import VerifierSet
 from areal_lite.verify.worker import VerifierWorker
 
@@ -101,15 +98,3 @@ def test_groups_that_meet_misbehaving_verifiers_end_in_counted_states() -> None:
     counts = ledger.counts()
     assert (counts["admitted"], counts["failed"], counts["ready"], counts["outstanding"]) == (7, 6, 1, 1)
     assert leases_of(ledger) == []
-
-
-def test_an_evaluation_beside_training_counts_step_rewards() -> None:
-    """1 for the outcome and 0.5 for a step. Seen failing (1.0) with `reply.reward` in its place."""
-
-    async def score(*_: Any, **__: Any) -> list[Reply]:
-        return [Reply(1.0, step_rewards=((1, 0.5),))]
-
-    actor = VerifierActor.__new__(VerifierActor)
-    vars(actor)["_verifiers"] = SimpleNamespace(score=score)
-    prompt = Prompt(prompt_id="p/0/0", text="p", token_ids=(1,), answer="a")
-    assert asyncio.run(actor.score([prompt], ["c"], [()])) == [Score(reward=1.5)]
