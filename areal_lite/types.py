@@ -7,7 +7,7 @@ Shape letters: `G` samples of a prompt, `N` groups of a batch, `T` output tokens
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
 from typing import Any, ClassVar
@@ -192,7 +192,19 @@ class Sample:
 
     def scored(self, score: Score) -> "Sample":
         """Return the sample with a verifier's word on it in place of any it had."""
-        return replace(self, score=score)
+        # Not `dataclasses.replace`, which takes twice as long.
+        return Sample(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            spans=self.spans,
+            stop_reason=self.stop_reason,
+            text=self.text,
+            messages=self.messages,
+            score=score,
+            prompt_ids=self.prompt_ids,
+            branches=self.branches,
+            routes=self.routes,
+        )
 
     @property
     def ways(self) -> tuple["Sample", ...]:

@@ -229,7 +229,7 @@ class EpisodeEngine:
         Raises:
             TypeError: It returned something else than turns.
             ValueError: There is no turn of the model's, or one is not as `generate` returned it, or was generated
-                behind other tokens; or the sample is too long.
+                behind other tokens.
         """
         if not isinstance(turns, list | tuple) or not all(isinstance(turn, Turn) for turn in turns):
             raise TypeError(f"a workflow must return a list of turns, got {turns!r:.80}")

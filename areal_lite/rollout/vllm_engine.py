@@ -185,7 +185,7 @@ class VllmEngine:
             await asyncio.sleep(_RESET_POLL_S)
 
     async def stamp(self, version: int) -> None:
-        """Have the engine label every token from now on with this version (invariant I3)."""
+        """Have the engine itself label every token from now on with this version (invariant I3)."""
         await self._guarded(self._llm.update_weight_version(str(version)))
 
     async def weights_call(self, method: str, argument: dict[str, Any] | None = None) -> None:

@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping
+from dataclasses import replace
 from textwrap import shorten
 from typing import Any
 
@@ -91,7 +92,9 @@ class Evaluations:
         """Have one verifier worker judge the completions; a failed episode has none (the workers' logs say why)."""
         self._pairs = [pair for name, part in self._parts.items() for pair in zip(part, samples_of[name], strict=True)]
         name, verifier = next(iter(self._cluster.verifiers.items()))
-        return Calls({name: verifier.score.remote(*map(list, zip(*self._pairs, strict=True)))})
+        prompts = [prompt for prompt, _ in self._pairs]
+        bare = [None if one is None else replace(one, routes=None, branches=()) for _, one in self._pairs]
+        return Calls({name: verifier.score.remote(prompts, bare)})
 
     def _result(self, pairs: list[tuple[Prompt, Sample | None]], replies: list[Reply]) -> dict[str, Any]:
         by_source = dict[str, list[float]]()
@@ -116,7 +119,8 @@ class Evaluations:
             "problems": len(rewards),
             "failures": len(replies) - len(rewards),
             "versions": sorted(
-                {span.version for _, sample in pairs if sample for way in sample.ways for span in way.spans} - {GIVEN}
+                {span.version for _, sample in pairs if sample is not None for way in sample.ways for span in way.spans}
+                - {GIVEN}
             ),
         }
 
