@@ -1,5 +1,7 @@
 """The seeded, resumable walk over a source's training prompts: a shuffle for each epoch, and a preference within it.
 
+Of several sources (`data.mix`) each is walked so, and gets its share of every stretch of the run.
+
 With `data.curriculum`, prompts are preferred that are neither too easy nor too hard for the policy as it is: a prompt's
 pass rate p is observed whenever a group of it is scored, and its variance p (1 - p) is largest at 1/2: that is where
 samples differ, and a group can teach something. What nobody has seen counts as 1/2.

@@ -1,5 +1,7 @@
 """Which tokens the staleness bound lets train: by the length of their sample, and by the quarter of it they are in.
 
+And the warnings on rows: of too much that is stale, and of rewards that do not differ.
+
 The longer a sample and the nearer to its beginning, the older a token is when its batch is taken: what is too old is no
 fair part of what was generated (docs/staleness.md).
 

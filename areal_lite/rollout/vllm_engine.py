@@ -105,7 +105,7 @@ class VllmEngine:
         return int(self._progress.tokens) - self._tokens_before
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Sample:
-        """Complete one prompt.
+        """Complete one prompt; cancelling its task ends the request.
 
         Raises:
             EngineError: The engine died, or returned something other than a finished completion.
@@ -150,7 +150,7 @@ class VllmEngine:
         return np.array(values, dtype=np.float32)
 
     async def pause(self, interrupt: Interrupt) -> None:
-        """Stop generating, in the manner of `rollout.interrupt`.
+        """Stop generating, in the manner of `rollout.interrupt`: `drain` lets running samples finish first.
 
         `recompute` and `drain` also drop the caches; `keep_kv` leaves them (prefix caching is off then, so
         that no new request can start from a cache of older weights).
@@ -229,7 +229,7 @@ class VllmEngine:
             raise _died()
 
     async def close(self) -> None:
-        """Stop the engine-core process.
+        """Stop the engine-core process; idempotent.
 
         It takes seconds to tidy up, and vLLM waits for it, 5 s at most. On a CPU it is killed: there is nothing to
         tidy up but memory.

@@ -26,13 +26,15 @@ def test_a_held_out_completion_gets_its_agents_score_or_the_verifiers() -> None:
 
     async def score(prompt: Prompt, texts: list[str], *, messages: Any, held_out: bool) -> list[Reply]:
         assert held_out
+        assert messages == [said]
         return [replies[text] for text in texts]
 
     actor: Any = VerifierActor.__new__(VerifierActor)
     actor._verifiers = VerifierSet(VerifierConfig())
     actor._verifiers.score = score
     own = Score(reward=2.0, parts={"kind": 1.0}, metrics={"calls": 3.0})
-    samples = [*(replace(make_sample(), text=text) for text in "ab"), make_sample().scored(own), None]
+    said = ({"role": "assistant", "content": "a"},)
+    samples = [*(replace(make_sample(), text=text, messages=said) for text in "ab"), make_sample().scored(own), None]
     prompts = [Prompt(prompt_id="p/0/1", text="", token_ids=(1,), answer="")] * 4
     found = asyncio.run(actor.score(prompts, samples))
     assert [(reply.total, reply.failure) for reply in found] == [
