@@ -7,13 +7,13 @@ are two frames each, after the ROUTER's own:
     request  [request id, {"op": name, "fields": {...}}]
     answer   [request id, {"result": value}]   or   [request id, {"error": class, "message": text}]
 
-With keys it speaks CURVE, and a client may do what its role may. No message can take the server down: what is not a
-request is refused with an error, and counted by reason in `status()["refused"]`:
+With keys it speaks CURVE, and a client may do what its role may. ZeroMQ cuts the connection of a client whose message
+is longer than the limit. No other message stops the server: what is not a request is refused with an error, and
+counted by reason in `status()["refused"]`:
 
     unauthenticated   a connection without a key of the run: it gets nothing
-    forbidden         a request that is not its client's
-    oversized         too long a message, or one without end: that connection is cut
-    unread            answers to a client that does not read them: they are dropped, its connection is cut
+    forbidden         a request that its client's role does not have
+    unread            answers that were dropped, as their client leaves `_SEND_HWM` others unread
     version, malformed, unknown_op, bad_fields, and internal for our own mistakes
 """
 
@@ -30,9 +30,9 @@ from typing import Any
 import zmq
 
 from areal_lite.data.cursor import Cursor
-from areal_lite.errors import ArealLiteError, ConfigError, LedgerError, QueueTimeout, WireError
-from areal_lite.sample_queue.access import ALLOWED, QueueAccess, QueueKeys, Role, too_large
-from areal_lite.sample_queue.connections import COPIED_BYTES, Connection, Connections, Gatekeeper
+from areal_lite.errors import ArealLiteError, ConfigError, LedgerError, WireError
+from areal_lite.sample_queue.access import ALLOWED, QueueAccess, QueueKeys, Role
+from areal_lite.sample_queue.connections import Connection, Connections, Gatekeeper
 from areal_lite.sample_queue.ledger import Ledger
 from areal_lite.sample_queue.requests import REQUESTS, read_fields
 from areal_lite.sample_queue.service import QueueService, Traffic
@@ -42,34 +42,14 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
 """Longest sleep: leases are looked at, and `close` is noticed, this often."""
-_BURST = 64
-"""Messages that are read in a row before the clock is looked at."""
-_FLOOD_BURSTS = 16
-"""After so many bursts without a pause nobody's heartbeat waits any more, as ZeroMQ reads peers in turn."""
+_BURST = 1024
+"""Messages that are read before leases are looked at, so that a heartbeat that has arrived counts first."""
 _MAX_WAIT_S = 60.0
-"""Longest time a request is held back, whatever it says."""
-_MAX_PARKED = 1024
-"""Requests of one client that wait for an answer."""
-_RECEIVE_HWM = 4
-"""Messages of one client that are read ahead; the others stay with it."""
+"""Longest time a request is held back; a larger `wait_s` is cut to this."""
 _SEND_HWM = 1024
-"""Short answers of one client that are not read; more are dropped."""
-_MAX_UNREAD_BYTES = 16 * 2**20
-"""Likewise long ones, behind the first."""
-_MAX_REFUSED = 16
-"""Requests of one client that are refused while it reads no answers; one more, and its connection is cut.
-
-Each is deciphered first, by the thread that all clients share.
-"""
-_HANDSHAKE_MS = 5000
-"""Longest time until a new connection has shown its key."""
-_UNFINISHED_SLACK_BYTES = 2**24
-"""Bytes of a next message that may have arrived while ZeroMQ still deciphers one of the greatest length.
-
-Linux may hold 32 MiB for a connection (`tcp_rmem`), half of it payload.
-"""
-_SLACK_BYTES = 2**20
-"""ZeroMQ cuts the connection of a peer whose message is longer than our limit and this; below, we answer it."""
+"""Answers of one client that it has not read; more are dropped."""
+_COPIED_BYTES = 2**16
+"""Longer answers are sent without a copy."""
 _FAREWELL_MS = 200
 """Longest time that closing waits for last answers to leave."""
 
@@ -147,7 +127,6 @@ class QueueServer:
         )
         self._bind, self._ports, self._max_message_bytes, self._keys = bind, ports, max_message_bytes, keys
         self._parked: dict[_Kind, OrderedDict[_Request, None]] = {}
-        self._num_bursts = 0  # without a pause
         self._next_deadline = math.inf  # of the parked requests; too early once that one was answered
         self._closing = threading.Event()
         self._context = zmq.Context()
@@ -164,19 +143,15 @@ class QueueServer:
             ConfigError: The address is none of this machine's.
         """
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes + _SLACK_BYTES)
-        self._socket.setsockopt(zmq.RCVHWM, _RECEIVE_HWM)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
         self._socket.setsockopt(zmq.SNDHWM, _SEND_HWM)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer that cannot leave is an error here, not silence
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         if self._keys is not None:
             self._gatekeeper = Gatekeeper(self._context, self._keys)
             self._gatekeeper.start()
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.server.secret)
-        self._connections = Connections(
-            self._socket, max_unfinished_bytes=self._max_message_bytes + _UNFINISHED_SLACK_BYTES
-        )
+        self._connections = Connections(self._socket)
         try:
             ends = {"min_port": self._ports.start, "max_port": self._ports.stop} if self._ports else {}
             port = self._socket.bind_to_random_port(f"tcp://{self._bind}", **ends)
@@ -215,53 +190,33 @@ class QueueServer:
         while not self._closing.is_set():
             self._socket.poll(self._patience_ms())
             self._note_connections()
-            # Heartbeats that have arrived count first: a busy server must not take leases for dead.
-            self._num_bursts += 1
-            if self._receive_burst() or self._num_bursts >= _FLOOD_BURSTS:
-                self._num_bursts = 0
-                self._service.expire()
-                self._answer_parked()
-                self._answer_overdue()
-                self._connections.cut_endless()
+            self._receive_burst()
+            self._service.expire()
+            self._answer_parked()
+            self._answer_overdue()
         for request in self._all_parked():
             farewell = self._failure(LedgerError("the sample queue has closed: the run has ended"))
             self._send(request.sender, farewell)
-        self._connections.close()
 
     def _note_connections(self) -> None:
-        """Forget what clients wait for that are gone, and count whom the socket turned away."""
+        """Drop the parked requests of clients that have disconnected; count connections without a key."""
         if self._connections.note_events():
             for request in self._all_parked():
                 if request.sender.connection.is_gone:
                     self._unpark(request)
-        for reason, number in (("unauthenticated", self._connections.num_strangers),
-                               ("oversized", self._connections.num_cut)):  # fmt: skip
-            if number:
-                self._traffic.refused[reason] += number
-        self._connections.num_strangers = self._connections.num_cut = 0
+        if self._connections.num_strangers:
+            self._traffic.refused["unauthenticated"] += self._connections.num_strangers
+            self._connections.num_strangers = 0
 
-    def _receive_burst(self) -> bool:
-        """Answer the messages that have arrived, up to a number; True when none is left."""
+    def _receive_burst(self) -> None:
+        """Answer the messages that have arrived, up to a number."""
         for _ in range(_BURST):
             try:
-                first = self._socket.recv(zmq.NOBLOCK, copy=False)
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return True
-            self._receive(first)
+                return
+            self._receive(frames)
             self._answer_parked()
-        return False
-
-    def _read_rest(self, more: bool) -> tuple[list[bytes], int, int]:
-        """Return the first frames of a message, the number of all and their bytes: however many come, few are kept."""
-        kept: list[bytes] = []
-        number = size = 0
-        while more:
-            frame = self._socket.recv()
-            number, size = number + 1, size + len(frame)
-            if number <= 2 and size <= self._max_message_bytes:
-                kept.append(frame)
-            more = bool(self._socket.get(zmq.RCVMORE))
-        return kept, number, size
 
     def _answer_parked(self) -> None:
         """Answer the parked requests for which there is something now."""
@@ -282,15 +237,9 @@ class QueueServer:
 
     def _park(self, request: _Request) -> None:
         """Hold a request back, unless its client is gone: it would be lent the next work."""
-        connection = request.sender.connection
-        if connection.is_gone:
-            return
-        if connection.num_parked == _MAX_PARKED:
-            error = LedgerError(f"a client may wait for {_MAX_PARKED} answers at once, got one more: ask later")
-            self._send(request.sender, self._failure(error))
+        if request.sender.connection.is_gone:
             return
         self._parked.setdefault(request.kind, OrderedDict())[request] = None
-        connection.num_parked += 1
         self._traffic.parked += 1
         self._next_deadline = min(self._next_deadline, request.deadline)
 
@@ -299,7 +248,6 @@ class QueueServer:
         del waiting[request]
         if not waiting:
             del self._parked[request.kind]
-        request.sender.connection.num_parked -= 1
         self._traffic.parked -= 1
 
     def _all_parked(self) -> list[_Request]:
@@ -308,30 +256,24 @@ class QueueServer:
     def _patience_ms(self) -> int:
         return int(1000 * min(max(self._next_deadline - time.monotonic(), 0.0), _TICK_S)) + 1
 
-    def _receive(self, first: Any) -> None:
-        """Answer the message that begins with this frame, or park it."""
-        frames, number, size = self._read_rest(first.more)
-        size += len(first)
+    def _receive(self, frames: list[Any]) -> None:
+        """Answer a message, or park it.
+
+        Args:
+            frames: As they arrived; the first names the peer.
+        """
+        first, *rest = frames
         self._traffic.messages += 1
-        self._traffic.bytes_in += size
+        self._traffic.bytes_in += sum(len(frame) for frame in frames)
         sender = _Sender(
             peer=first.bytes,
-            request_id=frames[0] if frames else b"",
+            request_id=rest[0].bytes if rest else b"",
             connection=self._connections.find(first.get(zmq.SRCFD)),
         )
-        connection = sender.connection
-        connection.had_message = True
-        if connection.is_deaf and connection.unread:
-            connection.is_deaf = connection.num_unread_bytes(0) > 0
-        if connection.is_deaf:
-            # What it asks for costs others time, and would be lent in vain.
-            connection.num_refused += 1
-            if connection.num_refused > _MAX_REFUSED:
-                connection.cut()
-            self._send(sender, self._failure(QueueTimeout("answers must be read, earlier ones were not: ask again")))
-            return
         try:
-            op, fields = self._read(frames, number, size)
+            if len(rest) != 2:
+                raise _Refusal("malformed", f"a request has 2 frames, got {len(rest)}: use the clients of areal_lite")
+            op, fields = _read_payload(rest[1].bytes)
             if self._keys is not None:
                 self._authorise(first.get("User-Id"), op, fields)
         except Exception as error:
@@ -361,14 +303,6 @@ class QueueServer:
             self._send(request.sender, encode({"result": []}))
             self._unpark(request)
 
-    def _read(self, frames: list[bytes], number: int, size: int) -> tuple[str, dict[str, Any]]:
-        """Return the request and the checked fields of a message, or raise the refusal."""
-        if size > self._max_message_bytes:
-            raise _Refusal("oversized", too_large(size, self._max_message_bytes))
-        if number != 2:
-            raise _Refusal("malformed", f"a request has 2 frames, got {number}: use the clients of areal_lite")
-        return _read_payload(frames[1])
-
     def _answer(self, request: _Request) -> bool:
         """Carry out a request and send its answer; False when there is nothing to answer yet."""
         try:
@@ -397,25 +331,16 @@ class QueueServer:
         return encode({"error": kind, "message": message})
 
     def _send(self, to: _Sender, answer: bytes) -> None:
-        """Send an answer; drop it when its receiver is gone, or leaves too much unread."""
-        connection, is_long = to.connection, len(answer) >= COPIED_BYTES
-        frames = [to.peer, to.request_id, answer]
+        """Send an answer; drop it when its receiver is gone, or leaves too many unread."""
         try:
-            if is_long and connection.num_unread_bytes(len(answer)) > _MAX_UNREAD_BYTES:
-                raise zmq.Again
-            tracker = self._socket.send_multipart(frames, zmq.NOBLOCK, copy=not is_long, track=is_long)
+            self._socket.send_multipart([to.peer, to.request_id, answer], zmq.NOBLOCK, copy=len(answer) < _COPIED_BYTES)
         except zmq.Again:
-            if not connection.is_deaf:
-                connection.is_deaf, connection.num_refused = True, 0
             self._traffic.refused["unread"] += 1
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
         else:
-            connection.is_deaf = connection.is_deaf and bool(connection.unread)
             self._traffic.bytes_out += len(answer)
-            if is_long:
-                connection.unread.append((tracker, len(answer)))
 
 
 def _read_payload(payload: bytes) -> tuple[str, dict[str, Any]]:

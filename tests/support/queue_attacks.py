@@ -81,19 +81,6 @@ def request(op: str, **fields: Any) -> bytes:
     return encode({"op": op, "fields": fields})
 
 
-def sends_many_frames(socket: Any) -> None:
-    """Messages of a thousand frames of a megabyte each, which ZeroMQ's limit allows."""
-    frame = bytes(2**20)
-    while True:
-        socket.send_multipart([frame] * 1000, copy=False)
-
-
-def sends_many_small_frames(socket: Any) -> None:
-    """Likewise of frames that cost more than they hold, about as many as a message may have until it is cut."""
-    while True:
-        socket.send_multipart([b""] * 1_300_000)
-
-
 def never_reads(socket: Any) -> None:
     """Requests with long answers, none of which is read."""
     worker = "w" * 200
@@ -101,13 +88,6 @@ def never_reads(socket: Any) -> None:
         socket.send_multipart([b"id", request("heartbeat", worker=f"{place}{worker[4:]}", lease_ids=[], progress=0)])
     while True:
         socket.send_multipart([b"id", request("status")])
-
-
-def never_reads_what_is_long(socket: Any) -> None:
-    """Likewise, a megabyte each: what is asked about comes back."""
-    beat = request("heartbeat", worker="w", lease_ids=["x" * 1000] * 1000, progress=0)
-    while True:
-        socket.send_multipart([b"id", beat])
 
 
 def floods(socket: Any) -> None:
@@ -120,21 +100,9 @@ def floods(socket: Any) -> None:
             socket.recv_multipart()
 
 
-def waits_for_ever(socket: Any) -> None:
-    """Requests that are to be answered in a year."""
-    while True:
-        socket.send_multipart([b"id", request("lease_verify", worker="w", limit=1, wait_s=3e7)])
-        while socket.poll(0):
-            socket.recv_multipart()
-
-
 ATTACKS: dict[Callable[[Any], None], Callable[[QueueStatus], bool]] = {
-    sends_many_frames: lambda status: status["refused"].get("oversized", 0) >= 10,
-    sends_many_small_frames: lambda status: {"oversized", "malformed"} & status["refused"].keys() != set(),
     never_reads: lambda status: "unread" in status["refused"],
-    never_reads_what_is_long: lambda status: "unread" in status["refused"],
     floods: lambda status: status["gauges"]["messages"] >= 5_000,
-    waits_for_ever: lambda status: status["gauges"]["parked"] >= 1024,
 }
 """Each with the sign that it has met its limit."""
 
