@@ -48,18 +48,24 @@ class PreparedWeights:
         Raises:
             HandoverError: They do not cover the model.
         """
-        self._pairs = _twins(model)
-        loaded = self._pairs[0][1].load_weights(weights)
-        if missing := {name for name, _ in model.named_parameters()} - set(loaded):
-            raise HandoverError(f"{len(missing)} engine parameters were not sent: {sorted(missing)[:5]}")
-        self._packed = [_pack(twin) for _, twin in self._pairs]
+        pairs = _twins(model)
+        try:
+            loaded = pairs[0][1].load_weights(weights)
+            if missing := {name for name, _ in model.named_parameters()} - set(loaded):
+                raise HandoverError(f"{len(missing)} engine parameters were not sent: {sorted(missing)[:5]}")
+            self._layers = [(layer, _pack(twin), twin._parameters) for layer, twin in pairs]
+        finally:
+            # A parameter's loader is bound to its layer's twin: a cycle, which would keep the old embedding and its
+            # packed copy after the next swap until a full garbage collection, and an engine seldom has one.
+            for _, twin in pairs:
+                vars(twin).clear()
 
     @torch.no_grad()
     def swap(self) -> None:
         """Give them to the model; its parameters stay where they are in memory."""
-        for (layer, twin), packed in zip(self._pairs, self._packed, strict=True):
+        for layer, packed, new in self._layers:
             for name, parameter in _parameters(layer):
-                parameter.data.copy_(twin._parameters[name])
+                parameter.data.copy_(new[name])
             vars(layer).update(packed)
 
 
