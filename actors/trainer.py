@@ -124,7 +124,6 @@ class OnlineTrainerActor(TrainerActor):
             ports=port_range(config.run.ports),
             timeout_s=config.weights.timeout_s,
             join_timeout_s=config.weights.join_timeout_s,
-            adapter=config.trainer.sent_adapter,
         )
         self.publish, self.squares = self._publisher.publish, self._publisher.squares
 

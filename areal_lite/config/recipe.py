@@ -152,11 +152,6 @@ class Config(Section):
                 f"{parallel}, rollout.workers={workers} and trainer.ranks={ranks}: set 1, raise trainer.ranks, or set "
                 "weights.transport=nccl"
             )
-        if self.trainer.sent_adapter and (transport != "gloo" or parallel > 1):
-            yield (
-                "trainer.lora.handover=adapter needs weights.transport=gloo and rollout.tensor_parallel=1, got "
-                f"{transport} and {parallel}: set trainer.lora.handover=merged"
-            )
 
 
 def load_config(recipe: str, overrides: Iterable[str] = ()) -> Config:

@@ -274,8 +274,6 @@ class LoraConfig(Section):
     """adapters count alpha / rank times"""
     targets: tuple[str, ...] = ()
     """the linear layers that get one, such as q_proj; empty = all but the output layer"""
-    handover: Literal["merged", "adapter"] = "merged"
-    """what engines get: whole weights with the adapters merged in, or the adapters"""
 
 
 class MeshConfig(Section):
@@ -364,14 +362,6 @@ class TrainerConfig(Section):
     def row_ranks(self) -> int:
         """Ranks, of those with the same rows one."""
         return self.ranks // self.mesh.same_rows
-
-    @property
-    def sent_adapter(self) -> dict[str, Any] | None:
-        """Settings of the adapter that engines get in the place of weights, as peft writes them; None = weights."""
-        if self.lora is None or self.lora.handover == "merged":
-            return None
-        targets = list(self.lora.targets) or "all-linear"
-        return {"peft_type": "LORA", "r": self.lora.rank, "lora_alpha": self.lora.alpha, "target_modules": targets}
 
 
 class WeightsConfig(Section):

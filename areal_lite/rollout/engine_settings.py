@@ -40,10 +40,6 @@ def own_arguments(config: Config, model_folder: str = "") -> dict[str, Any]:
         if config.run.device == "cpu"
         else {"gpu_memory_utilization": config.rollout.gpu_memory_fraction}
     )
-    if (adapter := config.trainer.sent_adapter) is not None:
-        # vLLM's choices of room.
-        where["max_lora_rank"] = next(rank for rank in (1, 8, 16, 32, 64, 128, 256, 320, 512) if rank >= adapter["r"])
-        where["enable_lora"] = True
     return {
         "model": model_folder,
         "dtype": config.compute_dtype,

@@ -10,11 +10,9 @@ import dataclasses
 import gc
 import itertools
 import os
-import tempfile
 import time
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self, TypeVar
 from unittest import mock
@@ -45,9 +43,7 @@ _RESET_POLL_S = 0.005
 class VllmEngine:
     """One vLLM engine with exact version stamps, pause and resume, and weight transfer."""
 
-    def __init__(
-        self, llm: Any, tokenizer: Any, progress: Any, *, ends_at_once: bool, gets_adapter: bool = False
-    ) -> None:
+    def __init__(self, llm: Any, tokenizer: Any, progress: Any, *, ends_at_once: bool) -> None:
         self._llm = llm
         self._ends_at_once = ends_at_once
         self._tokenizer = tokenizer
@@ -55,9 +51,6 @@ class VllmEngine:
         self._request_numbers = itertools.count()
         self._tokens_before = 0
         self._closed = False
-        self._adapter: Any = None
-        """The adapter that requests ask for, once there is one."""
-        self._adapter_folder = tempfile.TemporaryDirectory(prefix="adapter-") if gets_adapter else None
 
     @classmethod
     async def start(cls, config: Config, *, model_folder: str) -> Self:
@@ -80,8 +73,7 @@ class VllmEngine:
             with _forked_core() if config.run.device == "cpu" else contextlib.nullcontext():
                 llm = AsyncLLM.from_engine_args(_engine_args(config, model_folder), stat_loggers=[progress])
             tokenizer = load_tokenizer(model_folder, config.model)
-            kept = {"ends_at_once": config.run.device == "cpu", "gets_adapter": bool(config.trainer.sent_adapter)}
-            engine = cls(llm, tokenizer, progress, **kept)
+            engine = cls(llm, tokenizer, progress, ends_at_once=config.run.device == "cpu")
             await engine.stamp(0)
             # The first request pays vLLM's warm-up; pay it before anybody measures or waits.
             await engine.generate([engine._tokenizer.eos_token_id or 0], Sampling(max_new_tokens=2, temperature=0.0))
@@ -196,12 +188,8 @@ class VllmEngine:
             case "init_weight_transfer_engine":
                 call = self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=argument or {}))
             case "update_weights":
-                if self._adapter_folder is not None:
-                    argument = {**(argument or {}), "folder": self._adapter_folder.name}
                 call = self._llm.update_weights(WeightTransferUpdateRequest(update_info=argument or {}))
             case "start_weight_update" | "finish_weight_update":
-                if method == "finish_weight_update" and self._adapter_folder is not None:
-                    await self._load_adapter(self._adapter_folder.name)
                 call = getattr(self._llm, method)()
             case _:
                 raise ValueError(f"not a weight-transfer call: {method!r}")
@@ -210,14 +198,6 @@ class VllmEngine:
     async def parameter_squares(self) -> Any:
         """Return what each process of the engine has, for `weights/families.py`."""
         return await self._guarded(self._llm.collective_rpc("parameter_squares"))
-
-    async def _load_adapter(self, folder: str) -> None:
-        """Put what was staged in the place of the adapter before: running requests go on with it."""
-        from vllm.lora.request import LoRARequest
-
-        adapter = {"lora_name": "policy", "lora_int_id": 1, "lora_path": folder}
-        await self._guarded(self._llm.add_lora(LoRARequest(**adapter, load_inplace=True)))
-        self._adapter = LoRARequest(**adapter)
 
     def raise_if_dead(self) -> None:
         """Raise if the engine-core process has died.
@@ -240,8 +220,6 @@ class VllmEngine:
             self._closed = True
             gc.unfreeze()
             disable_envs_cache()
-            if self._adapter_folder is not None:
-                self._adapter_folder.cleanup()
             self._llm.shutdown(timeout=0.0 if self._ends_at_once else None)
             # Its `__del__` calls this once more, maybe at the end of the interpreter, when its module is no more.
             self._llm.shutdown = lambda: None
@@ -253,7 +231,7 @@ class VllmEngine:
         final = None
         try:
             prompt = {"prompt_token_ids": list(prompt_ids)}
-            async for output in self._llm.generate(prompt, params, request_id, lora_request=self._adapter):
+            async for output in self._llm.generate(prompt, params, request_id):
                 final = output
         except EngineDeadError as error:
             raise _died() from error
@@ -379,13 +357,6 @@ def _engine_args(config: Config, model_folder: str) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     arguments = engine_arguments(config, model_folder=model_folder)
-    if config.trainer.sent_adapter is not None:
-        from areal_lite.train.lora import linear_layers
-
-        # Unless told so, vLLM adapts the output layer too, and dies scoring prompts of several requests at once.
-        arguments["lora_target_modules"] = sorted(
-            {name.rpartition(".")[2] for name in linear_layers(Path(model_folder))}
-        )
     transfer = WeightTransferConfig(backend=config.weights.transport)
     return AsyncEngineArgs(weight_transfer_config=transfer, **arguments)
 

@@ -106,13 +106,6 @@ def merged(parameter: Tensor, layer: Any) -> Tensor:
     return parameter.detach() if layer is None else parameter.float() + layer.get_delta_weight(_NAME)
 
 
-def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, None]]:
-    """Yield what `model_parameters` leaves out, under the names of peft's files."""
-    for name, parameter in model.named_parameters():
-        if f".{_NAME}." in name:
-            yield f"base_model.model.{name.replace(f'.{_NAME}.', '.')}", parameter, None
-
-
 def bit_sum(value: Tensor) -> Tensor:
     """Add up a tensor's bits as integers: the same in any order; collective if it is sharded."""
     bits = torch.int32 if value.element_size() == 4 else torch.int16
@@ -121,8 +114,9 @@ def bit_sum(value: Tensor) -> Tensor:
 
 
 def export_adapter(folder: Path, model: Any, *, rank: int) -> None:
-    """Write the adapter in peft's format; collective, rank 0 writes."""
-    adapter = dict(gather((name, value) for name, value, _ in adapter_parameters(model)))
+    """Write the adapter in peft's format, under the names of peft's files; collective, rank 0 writes."""
+    own = ((name, value) for name, value in model.named_parameters() if f".{_NAME}." in name)
+    adapter = {f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": value for name, value in gather(own)}
     if rank != 0:
         return
     folder.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -36,7 +35,6 @@ from vllm.distributed.weight_transfer.base import (
 from areal_lite.errors import HandoverError
 from areal_lite.network import address_towards
 from areal_lite.train.distributed import open_store
-from areal_lite.weights.adapter import StagedAdapter
 
 if TYPE_CHECKING:
     from areal_lite.weights.prepared import PreparedWeights
@@ -65,10 +63,6 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
     dtype_names: list[str]
     shapes: list[list[int]]
     checksum: int
-    adapter: dict[str, Any] | None = None
-    """Settings of the adapter that is sent in the place of weights."""
-    folder: str = ""
-    """Where the engine is to write it."""
 
     def metadata(self) -> list[ParamMeta]:
         """One entry per parameter, in the order sent."""
@@ -119,7 +113,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         super().__init__(*args, **kwargs)
         self._group: ProcessGroupGloo | None = None
         self._receiving: Future[None] | None = None
-        self._staged: PreparedWeights | StagedAdapter | list[tuple[str, torch.Tensor]] = []
+        self._staged: PreparedWeights | list[tuple[str, torch.Tensor]] = []
         """What was received: ready to be swapped in, or, where the model is not plain, as it came."""
         self._known: list[ParamMeta] | None = None
 
@@ -191,11 +185,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
                     f"parameters were damaged on the way: checksum {info.checksum} sent, {got} received"
                 )
             weights = list(_unpack(flat, metadata))
-            if info.adapter is not None:
-                settings: dict[str, Any] = {"folder": Path(info.folder), "settings": info.adapter}
-                self._staged = StagedAdapter(self.model, dict(weights), **settings)
-            else:
-                self._staged = PreparedWeights(self.model, weights) if is_plain(self.model) else weights
+            self._staged = PreparedWeights(self.model, weights) if is_plain(self.model) else weights
             self._known = metadata
             receiving.set_result(None)
         except Exception as error:
@@ -339,7 +329,6 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
                 dtype_names=[str(meta.dtype).removeprefix("torch.") for meta in metadata],
                 shapes=[list(meta.shape) for meta in metadata],
                 checksum=_checksum(flat),
-                adapter=getattr(self.source, "adapter", None),
             )
         )
         self.client.start_weight_update()

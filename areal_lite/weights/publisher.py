@@ -17,25 +17,21 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, mater
 from areal_lite.errors import HandoverError
 from areal_lite.network import listen
 from areal_lite.train.distributed import device_of
-from areal_lite.train.lora import adapter_parameters, merged, model_parameters
+from areal_lite.train.lora import merged, model_parameters
 from areal_lite.weights.families import squares
 from areal_lite.weights.gloo import GlooTrainerInitInfo
 from areal_lite.weights.plugin import register
 
 
 class CastSource(WeightSource):
-    """A model's parameters in the engines' dtype, adapters merged into them, gathered from all ranks one by one.
+    """A model's parameters in the engines' dtype, adapters merged into them, gathered from all ranks one by one."""
 
-    With the settings of an adapter: that adapter's alone.
-    """
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype, *, adapter: dict[str, Any] | None = None) -> None:
-        self._model, self._dtype, self.adapter = model, dtype, adapter
-        self._parameters = model_parameters if adapter is None else adapter_parameters
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self._model, self._dtype = model, dtype
 
     def metadata(self) -> list[ParamMeta]:
         """Names and full shapes; gathers nothing."""
-        return [ParamMeta(name, self._dtype, tuple(p.shape)) for name, p, _ in self._parameters(self._model)]
+        return [ParamMeta(name, self._dtype, tuple(p.shape)) for name, p, _ in model_parameters(self._model)]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather parameter after parameter: a collective."""
@@ -53,7 +49,7 @@ class CastSource(WeightSource):
                 pass
 
     def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter, layer in self._parameters(self._model):
+        for name, parameter, layer in model_parameters(self._model):
             # Cast first: the ranks then send each other what the engines get, and no more.
             value = merged(parameter, layer).to(self._dtype)
             yield name, materialize_full_tensor(value.to(device_of(self._model)))
@@ -63,7 +59,7 @@ class SnapshotSource(WeightSource):
     """A source whose parameters were gathered once, so that several senders can read it at the same time."""
 
     def __init__(self, source: CastSource) -> None:
-        self._source, self.adapter = source, source.adapter
+        self._source = source
         self._tensors: list[tuple[str, torch.Tensor]] = []
 
     def gather(self) -> None:
@@ -123,19 +119,17 @@ class WeightPublisher:
         ports: range,
         timeout_s: float,
         join_timeout_s: float = 30.0,
-        adapter: dict[str, Any] | None = None,
     ) -> None:
         """Connect nobody yet.
 
         Args:
-            adapter: Settings of the model's adapter, to send it in the place of weights; over `gloo`.
             host: Address of this machine at which engines find rank 0.
             ports: Rank 0 listens on some of them.
         """
         register()
         self._transport, self._rank, self._host, self._ports = transport, rank, host, ports
         self._timeout_s, self._join_timeout_s = timeout_s, join_timeout_s
-        self._source = CastSource(model, dtype, adapter=adapter)
+        self._source = CastSource(model, dtype)
         self._snapshot = SnapshotSource(self._source)
         self._senders: dict[str, Any] = {}
 

@@ -233,7 +233,6 @@ COMBINATIONS = [
     ({"trainer": {"ranks": 2, "mesh": {"tensor": 2}, "lora": {}}}, ["trainer.lora", "trainer.mesh.tensor=2", "leave"]),
     ({"weights": {"transport": "nccl"}}, ["weights.transport=nccl", "run.device=cuda", "set weights.transport=gloo"]),
     ({"run": {"device": "cuda"}}, ["weights.transport=gloo", "run.device=cuda", "set weights.transport=nccl"]),
-    ({**GPU, "trainer": {"lora": {"handover": "adapter"}}}, ["trainer.lora.handover=adapter", "nccl", "=merged"]),
 ]
 
 

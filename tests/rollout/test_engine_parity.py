@@ -135,7 +135,6 @@ class Pair:
         client_class: type[SyncClient] = SyncClient,
         *,
         model: nn.Module | None = None,
-        adapter: dict[str, Any] | None = None,
         timeout_s: float = 15,
     ) -> Any:
         """Connect a new publisher of a model, by default the pair's; returns it."""
@@ -146,7 +145,6 @@ class Pair:
             model or self.model,
             transport=self._transport,
             dtype=torch.float32,
-            adapter=adapter,
             rank=0,
             host="127.0.0.1",
             ports=range(20000, 22000),
