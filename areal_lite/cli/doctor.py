@@ -130,8 +130,8 @@ def doctor(
     """Say what this machine can run, and what to do about what is missing.
 
     Ends with 1 if anything stands in the way of the recipes of the installed build (the CPU demo, for the CPU build).
-    With --cluster: of every node versions, code, GPUs, disk and clock, whether they share the run's folder, and how
-    fast their links are; 1 if anything stands in the way of a run.
+    With --cluster: of every node versions, code, GPUs and disk, whether they share the run's folder, and how fast
+    collectives are; 1 if anything stands in the way of a run.
     """
     if cluster:
         return _cluster(recipe, overrides)

@@ -68,7 +68,7 @@ class RunConfig(Section):
     preflight: bool = True
     """look at every node first, where there are several; areal-lite doctor --cluster does it at any time"""
     min_bandwidth_mb_s: float = Field(10.0, ge=0)
-    """MB/s that links, an all-reduce and a broadcast must reach in preflight; 0 = any"""
+    """MB/s that an all-reduce and a broadcast must reach in preflight; 0 = any"""
     prometheus_port: int | None = Field(None, ge=1, le=65535)
     """port at which Prometheus reads the last step's figures; null = none"""
 

@@ -1,14 +1,12 @@
 """Looks at every node of a cluster before anything is loaded: `areal-lite doctor --cluster`, and at the start of a run.
 
-A probe on each node says what it has; pairs of probes measure their links, all of them together an all-reduce and a
-broadcast. `find_problems` judges, and knows nothing of Ray.
+A probe on each node reports what it has; all probes together measure an all-reduce and a broadcast. `find_problems`
+judges, and knows nothing of Ray.
 """
 
 import contextlib
-import math
 import secrets
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,11 +24,10 @@ from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
 from areal_lite.launch.run.places import with_network
 from areal_lite.network import local_address, port_range
-from areal_lite.node import NodeReport, look_at_node, measure_link, rounds, serve_link
+from areal_lite.node import NodeReport, look_at_node
 
 _TIMEOUT_S = 60.0
 """For a connection, a round trip, a collective."""
-_MAX_CLOCK_OFFSET_S = 0.5
 _MIN_DISK_GIB = 5.0
 
 
@@ -40,16 +37,12 @@ class ClusterReport:
 
     nodes: dict[str, NodeReport] = field(default_factory=dict)
     addresses: dict[str, str] = field(default_factory=dict)
-    clock_offsets_s: dict[str, float] = field(default_factory=dict)
-    """Against the controller's clock, as far as the round trip leaves no doubt."""
-    links: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
-    """Round trip (s) and bandwidth (MB/s) of each pair."""
     all_reduce: float | None = None
     """MB/s over all nodes."""
     broadcast: float | None = None
     """MB/s from the first node."""
     failures: list[str] = field(default_factory=list)
-    """What could not be asked or measured; names the node or the link."""
+    """What could not be asked or measured; names the node."""
 
 
 def check_cluster(config: Config | OfflineConfig, *, model_folder: Path | None, console: Console) -> None:
@@ -94,14 +87,10 @@ def look_at_cluster(config: Config | OfflineConfig, *, paths: Sequence[str], sha
             wanted = {"disk": str(shared), "environment": list(config.run.env)}
             seen = call_all(probes, "call", look_at_node, [canary, *paths], **wanted)
             report.nodes = _ask(report, seen, 3 * _TIMEOUT_S)
-            for name, probe in probes.items():
-                _measure_clock(report, name, probe)
-            ports = port_range(config.run.ports)
-            _measure_links(report, probes, ports)
             if config.run.device == "cuda":
                 probes = {name: probes[name] for name, node in report.nodes.items() if node.gpus}
             if len(probes) > 1:
-                _measure_collectives(report, probes, ports, config.run.device)
+                _measure_collectives(report, probes, port_range(config.run.ports), config.run.device)
         finally:
             kill(*started.values())
     return report
@@ -145,26 +134,6 @@ def _ask(report: ClusterReport, calls: Calls, timeout_s: float) -> dict[str, Any
     return calls.values
 
 
-def _measure_clock(report: ClusterReport, name: str, probe: Any) -> None:
-    before, begun = time.time(), time.perf_counter()
-    if clock := _ask(report, Calls({name: probe.call.remote(time.time)}), _TIMEOUT_S):
-        half = (time.perf_counter() - begun) / 2
-        apart = clock[name] - before - half
-        report.clock_offsets_s[name] = math.copysign(max(0.0, abs(apart) - half), apart)
-
-
-def _measure_links(report: ClusterReport, probes: Mapping[str, Any], ports: range) -> None:
-    def call(name: str, function: Callable[..., Any], other: str, port: Any) -> Any:
-        return probes[name].call.remote(function, report.addresses[other], port, timeout_s=_TIMEOUT_S)
-
-    for pairs in rounds(list(probes)):
-        serving = Calls({other: call(other, serve_link, other, ports) for _, other in pairs})
-        at = _ask(report, serving, _TIMEOUT_S)
-        calls = {f"{one} -> {other}": call(one, measure_link, other, at[other]) for one, other in pairs if other in at}
-        measured = _ask(report, Calls(calls), 3 * _TIMEOUT_S)
-        report.links |= {pair: measured[key] for pair in pairs if (key := " -> ".join(pair)) in measured}
-
-
 def _measure_collectives(report: ClusterReport, probes: Mapping[str, Any], ports: range, device: str) -> None:
     first = next(iter(probes))
     opening = probes[first].open_store.remote(report.addresses[first], ports)
@@ -185,7 +154,7 @@ def find_problems(report: ClusterReport, *, min_bandwidth: float, environment: M
 
     Args:
         report: Of all nodes.
-        min_bandwidth: MB/s that any link and collective must reach; 0 = any.
+        min_bandwidth: MB/s that each collective must reach; 0 = any.
         environment: Variables and the values that must have arrived.
     """
     yield from report.failures
@@ -203,28 +172,16 @@ def find_problems(report: ClusterReport, *, min_bandwidth: float, environment: M
             elif len(set(values.values())) > 1:
                 yield f"{key} must be the same everywhere, got {_grouped(values)}: {to_do}"
     for name, node in report.nodes.items():
-        if node.ecc_errors:
-            yield f"{name} has {node.ecc_errors} uncorrected memory errors on its GPUs: reset or drain it"
         if node.disk_gib < _MIN_DISK_GIB:
             yield f"{name} has {node.disk_gib:.1f} GiB of free disk for the run, wanted {_MIN_DISK_GIB:g}: free some"
         if lost := [key for key, value in environment.items() if node.environment.get(key) != value]:
             yield f"run.env has not arrived on {name}: {', '.join(lost)}: set it in the profile, or where Ray starts"
-    for name, offset_s in report.clock_offsets_s.items():
-        if abs(offset_s) > _MAX_CLOCK_OFFSET_S:
-            yield f"the clock of {name} is {offset_s:+.1f} s off the controller's: start chrony or ntpd there"
-    for (one, other), (_, bandwidth) in report.links.items():
-        if bandwidth < min_bandwidth:
-            yield _too_slow(f"the link between {one} and {other}", bandwidth, min_bandwidth)
     for what, rate in (("an all-reduce over all nodes", report.all_reduce), ("a broadcast", report.broadcast)):
         if rate is not None and rate < min_bandwidth:
-            yield _too_slow(what, rate, min_bandwidth)
-
-
-def _too_slow(what: str, rate: float, wanted: float) -> str:
-    return (
-        f"{what} must reach run.min_bandwidth_mb_s={wanted:g}, got {rate:.1f} MB/s: choose the fast interface with "
-        "run.network, or lower the setting"
-    )
+            yield (
+                f"{what} must reach run.min_bandwidth_mb_s={min_bandwidth:g}, got {rate:.1f} MB/s: choose the fast "
+                "interface with run.network, or lower the setting"
+            )
 
 
 def _grouped(values: Mapping[str, str]) -> str:
@@ -234,21 +191,14 @@ def _grouped(values: Mapping[str, str]) -> str:
 
 def preflight_table(report: ClusterReport) -> Table:
     """Draw a row for each node."""
-    table = Table("node", "address", "cores", "memory, free disk", "GPUs", "clock", "slowest link", box=None)
+    table = Table("node", "address", "cores", "memory, free disk", "GPUs", box=None)
     for name, node in report.nodes.items():
-        links = {pair: link for pair, link in report.links.items() if name in pair}
-        said = ""
-        if links:
-            pair, (trip_s, rate) = min(links.items(), key=lambda item: item[1][1])
-            said = f"{rate:,.0f} MB/s, {1000 * trip_s:.2f} ms to {pair[pair[0] == name]}"
         table.add_row(
             name,
             report.addresses[name],
             str(node.cores),
             f"{node.memory_gib:.0f}, {node.disk_gib:.0f} GiB",
             f"{len(node.gpus)} x {node.gpus[0]}" if node.gpus else "none",
-            f"{report.clock_offsets_s.get(name, 0.0):+.2f} s",
-            said,
         )
     versions = next((node.versions for node in report.nodes.values()), {})
     lines = [", ".join(f"{name} {version}" for name, version in versions.items())]

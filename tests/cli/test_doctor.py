@@ -22,7 +22,6 @@ GOOD = NodeReport(
     shm_gib=8.0,
     max_open_files=65536,
     gpus=(),
-    ecc_errors=0,
     contents={},
     environment={},
 )

@@ -51,5 +51,5 @@ def test_an_unshared_folder_and_a_slow_link_stop_the_run_with_what_to_do(nodes, 
     nodes[1].mend()
     assert done.returncode == 1, done.stdout + done.stderr
     assert "/var/tmp/mine must be a folder that all nodes share, got one in which two cannot see" in done.stderr
-    assert "the link between" in done.stderr
+    assert "an all-reduce over all nodes" in done.stderr
     assert "run.min_bandwidth_mb_s=10" in done.stderr
