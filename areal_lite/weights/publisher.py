@@ -6,7 +6,7 @@ parameter is a collective. Which transport is in use is known here and nowhere e
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from areal_lite.train.lora import merged, model_parameters
 from areal_lite.weights.families import squares
 from areal_lite.weights.gloo import GlooTrainerInitInfo
 from areal_lite.weights.plugin import register
+
+_COUNTER = slice(11, 13)
+"""Where the counter of receivers is among the arguments of PyTorch's `rebuild_cuda_tensor`: its file, its place there."""
 
 
 class CastSource(WeightSource):
@@ -76,29 +79,37 @@ class SnapshotSource(WeightSource):
 
 
 class _PatientClient:
-    """Keeps the first failure of a transfer to itself until it is over, and calls nobody after it.
+    """Keeps the first failure of an `ipc` transfer to itself until it is over, and calls nobody after it.
 
-    Over `ipc` the trainer's ranks wait for each other between the calls, and would wait for ever for one that raised.
+    The trainer's ranks wait for each other between the calls, and would wait for ever for one that raised.
     """
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
-        self._failure: Exception | None = None
+    def __init__(self, client: Any, blamed: Callable[[Exception], Mapping[str, str]]) -> None:
+        self._client, self._blamed = client, blamed
+        self.failures: Mapping[str, str] = {}
+        """Reasons, not the error: the frames of its traceback would hold the copies that were sent."""
+        self._handles: list[dict[str, tuple[Any, ...]]] = []
 
     def __getattr__(self, method: str) -> Callable[..., None]:
         def call(*arguments: Any) -> None:
-            if self._failure is None:
+            if method == "update_weights":
+                self._handles = arguments[0]["ipc_handles"]
+            if not self.failures:
                 try:
                     getattr(self._client, method)(*arguments)
                 except Exception as error:
-                    self._failure = error
+                    self.failures = self._blamed(error)
+            if method == "finish_weight_update" and self.failures:
+                self._release()
 
         return call
 
-    def raise_failure(self) -> None:
-        """Raise what was kept."""
-        if self._failure is not None:
-            raise self._failure
+    def _release(self) -> None:
+        """Count copies as received: PyTorch keeps each until its receiver says so, and a dead one never does."""
+        for handle in self._handles:
+            for arguments in handle.values():
+                with suppress(Exception):  # the engine that was alive has received it, and the counter is gone
+                    torch.UntypedStorage._release_ipc_counter_cuda(*arguments[_COUNTER])
 
 
 class WeightPublisher:
@@ -186,7 +197,7 @@ class WeightPublisher:
                 try:
                     (sender := self._senders[""]).send_weights()
                     if isinstance(sender.client, _PatientClient):
-                        sender.client.raise_failure()
+                        failures |= sender.client.failures
                 except Exception as error:
                     failures |= self._blamed(error)
             return failures
@@ -231,7 +242,7 @@ class WeightPublisher:
             info = IPCTrainerInitInfo(rank=self._rank)
         sender = factory.WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._source)
         if self._transport == "ipc":
-            sender.client = _PatientClient(client)
+            sender.client = _PatientClient(client, self._blamed)
         return sender
 
     def _free_port(self) -> int:

@@ -5,6 +5,7 @@ publisher, the client to the engines and the hand-over are ours. No Ray is start
 """
 
 import contextlib
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ import ray
 import torch
 from nccl_stand_in import stand_in
 from test_gloo_transport import HOST, PORTS, TinyModel, same, weights_of
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from vllm.distributed.weight_transfer import ipc_engine
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
@@ -337,35 +340,80 @@ def test_a_trainer_that_cannot_form_the_group_says_so(
         run.hand_over()
 
 
-def test_over_ipc_the_ranks_wait_for_each_other_though_an_engine_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's real sender; only what needs a GPU is replaced. Seen failing with the failure raised at once."""
+class FailingClient:
+    """Fails in one of its methods, as when an engine dies."""
+
+    def __init__(self, failing: str) -> None:
+        self._failing = failing
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            if method == self._failing:
+                raise HandoverError("b: it died", engines={"b": "it died"})
+
+        return call
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Where a rank waits for the others in vLLM's real `ipc` sender; only what needs a GPU is replaced."""
     waits: list[str] = []
     sender = ipc_engine.IPCTrainerWeightTransferEngine
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="gpu"))
-    monkeypatch.setattr(ipc_engine, "reduce_tensor", lambda tensor: (None, ()))
+    monkeypatch.setattr(ipc_engine, "reduce_tensor", lambda tensor: (None, (*range(11), f"counter {len(tensor)}", 7)))
     monkeypatch.setattr(sender, "_all_gather_and_merge_handles", lambda self, handles: waits.append("all") or handles)
     monkeypatch.setattr(sender, "_post_send_sync", lambda self: waits.append("end"))
+    return waits
 
-    class Client:
-        def __init__(self, failing: str) -> None:
-            self._failing = failing
 
-        def __getattr__(self, method: str) -> Callable[..., None]:
-            def call(*arguments: Any) -> None:
-                if method == self._failing:
-                    raise HandoverError("b: it died", engines={"b": "it died"})
+def ipc_publisher(model: nn.Module, failing: str) -> WeightPublisher:
+    """Connect to two engines, of which one dies in a method."""
+    trainer = WeightPublisher(
+        model, transport="ipc", dtype=torch.bfloat16, rank=0, host=HOST, ports=PORTS, timeout_s=SHORT_S
+    )
+    failures = trainer.connect({"a": None, "b": None}, group_client=FailingClient(failing), num_engine_ranks=2)
+    assert failures == {"a": None, "b": None}
+    return trainer
 
-            return call
 
-    for failing in ("start_weight_update", "update_weights", "finish_weight_update", ""):
+CALLS = ("start_weight_update", "update_weights", "finish_weight_update", "")
+
+
+def test_over_ipc_the_ranks_wait_for_each_other_though_an_engine_failed(waits: list[str]) -> None:
+    """Seen failing with the failure raised at once."""
+    for failing in CALLS:
         waits.clear()
-        trainer = WeightPublisher(
-            TinyModel(seed=1), transport="ipc", dtype=torch.float32, rank=0, host=HOST, ports=PORTS, timeout_s=SHORT_S
-        )
-        failures = trainer.connect({"a": None, "b": None}, group_client=Client(failing), num_engine_ranks=2)
-        assert failures == {"a": None, "b": None}
+        trainer = ipc_publisher(TinyModel(seed=1), failing)
         assert trainer.publish() == {"a": None, "b": "it died" if failing else None}
         assert waits == ["all", "end"]
+
+
+@pytest.mark.parametrize("failing", CALLS)
+def test_over_ipc_the_copies_that_were_sent_are_released_though_an_engine_failed(
+    failing: str, waits: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the trainer, without the garbage collector, and by PyTorch, which waits for the receiver of each.
+
+    Seen failing with the error kept: its traceback leads to the frames that hold the copies; and without `_release`.
+    """
+    counted: list[tuple[str, int]] = []
+    copies: list[StorageWeakRef] = []
+
+    def materialize(tensor: torch.Tensor) -> torch.Tensor:
+        copies.append(StorageWeakRef(tensor.untyped_storage()))
+        return tensor
+
+    monkeypatch.setattr(publisher, "materialize_full_tensor", materialize)
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", lambda *counter: counted.append(counter))
+    model = TinyModel(seed=1)
+    trainer = ipc_publisher(model, failing)
+    gc.disable()
+    try:
+        trainer.publish()
+        assert [copy.expired() for copy in copies] == [True] * len(list(model.parameters()))
+    finally:
+        gc.enable()
+    assert counted == ([(f"counter {len(parameter)}", 7) for parameter in model.parameters()] if failing else [])
 
 
 @pytest.mark.slow
