@@ -23,7 +23,7 @@ from areal_lite.weights.gloo import GlooTrainerInitInfo
 from areal_lite.weights.plugin import register
 
 _COUNTER = slice(11, 13)
-"""Where the counter of receivers is among the arguments of PyTorch's `rebuild_cuda_tensor`: its file, its place there."""
+"""Where the arguments of PyTorch's `rebuild_cuda_tensor` have the counter of receivers: its file, its place there."""
 
 
 class CastSource(WeightSource):
