@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from areal_lite.algo.masked import check_tokens, inside, row_sums
+from areal_lite.algo.masked import check_tokens, inside, row_means, row_sums
 
 
 @torch.no_grad()
@@ -22,7 +22,7 @@ def behaviour_weights(
     loss_mask_T: Tensor,
     rows_T: Tensor,
     num_rows: int,
-    level: Literal["token", "sequence", "none"],
+    level: Literal["token", "sequence", "geometric_mean", "none"],
     cap: float,
     above: Literal["mask", "truncate"],
 ) -> tuple[Tensor, Tensor]:
@@ -30,9 +30,10 @@ def behaviour_weights(
 
     ::
 
-        token      w_t = pi_proximal(t) / pi_behaviour(t)
-        sequence   w   = product of w_t over the row's loss-mask tokens, the same on each of them
-        none       w   = 1: the difference is ignored, whatever the log-probabilities are
+        token            w_t = pi_proximal(t) / pi_behaviour(t)
+        sequence         w   = product of w_t over the row's loss-mask tokens, the same on each of them
+        geometric_mean   w   = exp(mean of log w_t over the row's loss-mask tokens), the same on each of them
+        none             w   = 1: the difference is ignored, whatever the log-probabilities are
 
     Above the cap, `mask` sets `w = 0` (no gradient) and `truncate` sets `w = cap`. A weight that is no number is 0
     either way: nothing is known about its token.
@@ -55,7 +56,8 @@ def behaviour_weights(
         ValueError: The shapes differ, the mask is not boolean, or `level` or `above` is unknown.
 
     Source:
-        arXiv 2505.24298 eq. 5 (token), which has no cap; truncate: `rho` of arXiv 1802.01561 eq. 1; mask is ours.
+        arXiv 2505.24298 eq. 5 (token), which has no cap; geometric_mean: the sequence ratio of arXiv 2507.18071 eq. 7,
+        of these two policies; truncate: `rho` of arXiv 1802.01561 eq. 1; mask is ours.
     """
     check_tokens(loss_mask_T, proximal=proximal_logprobs_T, behaviour=behaviour_logprobs_T, rows=rows_T)
     if above not in ("mask", "truncate"):
@@ -65,8 +67,10 @@ def behaviour_weights(
     log_weights_T = inside(loss_mask_T, proximal_logprobs_T - behaviour_logprobs_T)
     if level == "sequence":
         log_weights_T = row_sums(log_weights_T, rows_T=rows_T, num_rows=num_rows)[rows_T]
+    elif level == "geometric_mean":
+        log_weights_T = row_means(loss_mask_T, log_weights_T, rows_T=rows_T, num_rows=num_rows)[rows_T]
     elif level != "token":
-        raise ValueError(f"expected the level token, sequence or none, got {level!r}")
+        raise ValueError(f"expected the level token, sequence, geometric_mean or none, got {level!r}")
     weights_T = log_weights_T.exp()
     masked_T = loss_mask_T & ~(weights_T <= cap)
     weights_T = weights_T.clamp(max=cap).nan_to_num(0.0) if above == "truncate" else inside(~masked_T, weights_T)
@@ -137,6 +141,5 @@ def geometric_keep(
         The sequence ratio of arXiv 2507.18071 eq. 7 used as a filter; the bounds are ours.
     """
     check_tokens(loss_mask_T, log_ratios=log_ratios_T, rows=rows_T)
-    sums_B = row_sums(inside(loss_mask_T, log_ratios_T), rows_T=rows_T, num_rows=num_rows)
-    means_B = (sums_B / row_sums(loss_mask_T, rows_T=rows_T, num_rows=num_rows).clamp(min=1)).exp()
+    means_B = row_means(loss_mask_T, log_ratios_T, rows_T=rows_T, num_rows=num_rows).exp()
     return loss_mask_T & ((means_B >= low) & (means_B <= high))[rows_T]

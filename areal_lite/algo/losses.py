@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from areal_lite.algo.kl import Estimator, kl_estimate
-from areal_lite.algo.masked import bounded, check_tokens, inside, row_sums
+from areal_lite.algo.masked import bounded, check_tokens, inside, row_means
 
 
 def policy_loss(
@@ -240,6 +240,4 @@ def _ratios(log_ratios_T: Tensor, counts_T: Tensor, *, rows_T: Tensor, num_rows:
         return bounded(log_ratios_T).exp()
     if level != "sequence":
         raise ValueError(f"expected the ratio level token or sequence, got {level!r}")
-    counts_B = row_sums(counts_T, rows_T=rows_T, num_rows=num_rows).clamp(min=1)
-    means_B = row_sums(log_ratios_T, rows_T=rows_T, num_rows=num_rows) / counts_B
-    return bounded(means_B).exp()[rows_T]
+    return bounded(row_means(counts_T, log_ratios_T, rows_T=rows_T, num_rows=num_rows)).exp()[rows_T]

@@ -73,3 +73,19 @@ def row_sums(values_T: Tensor, *, rows_T: Tensor, num_rows: int) -> Tensor:
         [B] float64 sums, differentiable.
     """
     return torch.zeros(num_rows, dtype=torch.float64, device=values_T.device).index_add(0, rows_T, values_T.double())
+
+
+def row_means(mask_T: Tensor, values_T: Tensor, *, rows_T: Tensor, num_rows: int) -> Tensor:
+    """Average the values of each row over the tokens of a mask.
+
+    Args:
+        mask_T: [T] booleans; the other slots have no effect.
+        values_T: [T] numbers.
+        rows_T: [T] int64, the row of each token, in 0..num_rows - 1.
+        num_rows: B.
+
+    Returns:
+        [B] float64 means, differentiable; 0 for a row without a token of the mask.
+    """
+    sums_B = row_sums(inside(mask_T, values_T), rows_T=rows_T, num_rows=num_rows)
+    return sums_B / row_sums(mask_T, rows_T=rows_T, num_rows=num_rows).clamp(min=1)

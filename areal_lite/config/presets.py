@@ -81,8 +81,8 @@ class ObjectiveConfig(Section):
     # Off-policy correction.
     proximal: Literal["recompute", "reuse", "behaviour"] = "recompute"
     """proximal policy: one pass per batch, the current one (needs minibatches 1), or behaviour (naive PPO)"""
-    behaviour_weight: Literal["token", "sequence", "none"] = "token"
-    """w = pi_prox/pi_behav of each token, or of the whole sequence"""
+    behaviour_weight: Literal["token", "sequence", "geometric_mean", "none"] = "token"
+    """w = pi_prox/pi_behav of each token, or the product or the geometric mean over the sequence"""
     behaviour_weight_cap: float = Field(5.0, gt=0)
     """largest w"""
     behaviour_weight_above: Literal["mask", "truncate"] = "mask"
@@ -165,7 +165,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "rloo": {"baseline": "leave_one_out", "scale": "none", "aggregation": "sequence_sum", **_NO_CLIP, **_KL_REWARD},
     "reinforce": {"baseline": "batch_mean", "scale": "none", **_NO_CLIP},
     "ppo": {"baseline": "critic", "scale": "batch_std", **_KL_REWARD},
-    "gspo": {"aggregation": "sequence_mean", "ratio_level": "sequence", "behaviour_weight": "sequence"}
+    "gspo": {"aggregation": "sequence_mean", "ratio_level": "sequence", "behaviour_weight": "geometric_mean"}
     | {"clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"surrogate": "weighted_likelihood", "clip_low": None, "clip_high": 5.0},
     "raft": {"sample_filter": "best_of_group", "baseline": "none", "scale": "none", "surrogate": "likelihood"}

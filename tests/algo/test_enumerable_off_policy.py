@@ -117,22 +117,44 @@ def test_sequence_weights_restore_the_gradient_and_dropping_them_does_not(
 
 
 def test_gspo_on_old_samples_climbs_the_return_per_token() -> None:
-    """The preset's weight, of the unit that its ratio is of, is exact below its cap; one per token is 0.56 off.
+    """Exact with the product over the sequence and no cap; the preset's geometric mean is 0.45 off, no weight 0.76.
 
-    There a token's weight multiplies the gradients of all the others; that those of weight 0 leave the ratio does not
-    mend it (0.60 off with a cap of 5). Seen failing with the weight per token in the preset.
+    A weight per token is 0.56 off: there a token's weight multiplies the gradients of all the others; that those of
+    weight 0 leave the ratio makes it no better (0.60 with a cap of 5). The geometric mean never reaches the cap here.
+    Seen failing with the weight per token in the preset.
     """
     exact_XV = weighted_gradient(LANGUAGE.random_rewards(0) / LANGUAGE.lengths_S)
-    knobs = PRESETS["gspo"] | {"behaviour_weight_cap": 1e9}
-    assert_equal(estimate(plain(**knobs), behaviour_logits_XV=other_logits()), exact_XV)
+    preset = PRESETS["gspo"] | {"behaviour_weight_cap": 5.0}
+    product, uncapped = {"behaviour_weight": "sequence"}, {"behaviour_weight_cap": 1e9}
+    assert_equal(estimate(plain(**preset | product | uncapped), behaviour_logits_XV=other_logits()), exact_XV)
     for changes, lost in (
-        ({"behaviour_weight": "token"}, 0.56),
-        ({"behaviour_weight": "token", "behaviour_weight_cap": 5.0}, 0.60),
-        ({"behaviour_weight_cap": 5.0}, 0.39),
-        ({"behaviour_weight_cap": 5.0, "behaviour_weight_above": "truncate"}, 0.20),
+        ({}, 0.45),
+        (uncapped, 0.45),
+        ({"behaviour_weight": "token"} | uncapped, 0.56),
+        ({"behaviour_weight": "token"}, 0.60),
+        (product, 0.39),
+        (product | {"behaviour_weight_above": "truncate"}, 0.20),
+        ({"behaviour_weight": "none"}, 0.76),
     ):
-        step_XV = estimate(plain(**knobs | changes), behaviour_logits_XV=other_logits())
+        step_XV = estimate(plain(**preset | changes), behaviour_logits_XV=other_logits())
         assert relative_distance(step_XV, exact_XV) == pytest.approx(lost, abs=0.01)
+
+
+@pytest.mark.parametrize(("scale", "token", "geometric"), [(0.35, 0.36, 0.35), (0.7, 0.68, 0.61)])
+def test_gspos_geometric_mean_is_no_worse_than_a_weight_per_token(scale: float, token: float, geometric: float) -> None:
+    """The mean error of six behaviour policies, half as far away and as far away as above.
+
+    Seen failing with the geometric mean inverted, and with a weight of 1.
+    """
+    exact_XV, errors = weighted_gradient(LANGUAGE.random_rewards(0) / LANGUAGE.lengths_S), {}
+    for level in ("token", "geometric_mean"):
+        objective = plain(**PRESETS["gspo"] | {"behaviour_weight": level})
+        steps = [
+            estimate(objective, behaviour_logits_XV=LANGUAGE.random_table(1) + LANGUAGE.random_table(seed, scale=scale))
+            for seed in range(7, 13)
+        ]
+        errors[level] = sum(relative_distance(step_XV, exact_XV) for step_XV in steps) / len(steps)
+    assert errors == pytest.approx({"token": token, "geometric_mean": geometric}, abs=0.01)
 
 
 def test_token_weights_help_near_the_behaviour_policy_but_do_not_restore_the_gradient() -> None:

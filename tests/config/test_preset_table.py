@@ -59,12 +59,13 @@ def test_what_else_the_table_says() -> None:
 
 @pytest.mark.parametrize("preset", TABLE)
 def test_every_preset_is_decoupled_by_default(preset: str) -> None:
-    """Others announce the correction and do not apply it. The weight is of what the ratio is of.
+    """Others announce the correction and do not apply it. The weight has the unit of the ratio.
 
-    Seen failing with `behaviour_weight: none` as default, and with gspo's weight per token.
+    Seen failing with `behaviour_weight: none` as default, and with gspo's weight per token, or a product.
     """
     got = objective_of({"objective": {"preset": preset}})
-    assert (got.proximal, got.behaviour_weight, got.behaviour_weight_cap) == ("recompute", got.ratio_level, 5.0)
+    unit = {"token": "token", "sequence": "geometric_mean"}[got.ratio_level]
+    assert (got.proximal, got.behaviour_weight, got.behaviour_weight_cap) == ("recompute", unit, 5.0)
 
 
 def test_what_the_recipe_says_stands() -> None:

@@ -252,10 +252,14 @@ class PlainTrainer:
             gap = sum(p.proximal[t] - p.behaviour[t] for t in inside)
             mean_log_ratio = sum(current[t] - p.proximal[t] for t in inside) / len(inside)
             for t in inside:
-                weight = math.exp(gap if knobs.behaviour_weight == "sequence" else p.proximal[t] - p.behaviour[t])
-                if knobs.behaviour_weight == "none":
-                    weight = 1.0
-                elif weight > knobs.behaviour_weight_cap:
+                log_weights = {
+                    "token": p.proximal[t] - p.behaviour[t],
+                    "sequence": gap,
+                    "geometric_mean": gap / len(inside),
+                    "none": 0.0,
+                }
+                weight = math.exp(log_weights[knobs.behaviour_weight])
+                if knobs.behaviour_weight != "none" and weight > knobs.behaviour_weight_cap:
                     weight = knobs.behaviour_weight_cap if knobs.behaviour_weight_above == "truncate" else 0.0
                 if not p.kept[t]:
                     weight = 0.0

@@ -23,6 +23,7 @@ NAN = float("nan")
 REWARDS = np.array([[1, 0, NAN, 1], [0, 0, 0, 1], [1, 1, 1, 1]], np.float32)
 KNOBS: dict[str, dict[str, Any]] = {
     "sequence-weights": {"objective": {"behaviour_weight": "sequence", "behaviour_weight_cap": 1.5}},
+    "geometric-weights": {"objective": {"behaviour_weight": "geometric_mean", "behaviour_weight_cap": 1.1}},
     "truncated-weights": {"objective": {"behaviour_weight_cap": 1.1, "behaviour_weight_above": "truncate"}},
     "no-weights": {"objective": {"behaviour_weight": "none"}},
     "m2po": {"objective": {"behaviour_filter": "m2po", "m2po_threshold": 0.03}},
