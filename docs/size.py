@@ -45,7 +45,7 @@ def main() -> None:
     for path in map(Path, listed):
         if path.suffix not in LINES_ONLY | {".py"} or (ROOT / path).is_symlink() or not (ROOT / path).exists():
             continue
-        if path.parts[0] not in (*PACKAGE, "examples", "docs", "tests"):
+        if path.parts[0] not in (*PACKAGE, "benchmarks", "examples", "docs", "tests"):
             continue
         source = (ROOT / path).read_text()
         names = [room(path), "package" if path.parts[0] in PACKAGE else "", "everything"]

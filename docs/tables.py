@@ -1,7 +1,7 @@
 """Makes the tables of README and docs/*.md from docs/*.json, between `<!-- NAME: docs/tables.py -->` and its end.
 
     python docs/tables.py                                        makes all tables and pictures anew
-    python docs/tables.py runs/bench-queue/results.json ...      takes over what `areal-lite bench` measured, first
+    python docs/tables.py runs/bench-queue/results.json ...      takes over what a benchmark measured, first
     python docs/tables.py runs/seed-0 runs/seed-1 runs/seed-2    takes over runs of the demo, first
     python docs/tables.py runs/calculator-0 ...                  takes over runs of the agent with a calculator, first
     python docs/tables.py score                                  scores the pairs of math-verifier.json anew, first
@@ -34,6 +34,7 @@ from areal_lite.record.run_folder import RunFolder, read_summary
 
 HERE = Path(__file__).parent
 OWN: dict[str, Columns] = read_yaml(HERE / "tables.yaml", holding="columns by part")
+COMPONENTS: dict[str, Columns] = read_yaml(HERE.parent / "benchmarks/columns.yaml", holding="columns by benchmark")
 README = HERE.parent / "README.md"
 Parts = dict[str, str]
 """Name in a page's comments -> what stands between them."""
@@ -92,8 +93,8 @@ BEFORE = load("drill-until-0.5")
 """What became of faults until 0.5, as far as they were provoked."""
 LEFT_OUT = {"drill": "losses", "queue": "in the clear, groups/s"}
 OF_PAGES: dict[str, Columns] = {
-    name: {title: template for title, template in COLUMNS[name].items() if title != LEFT_OUT.get(name)}
-    for name in ("queue", "rollout", "train", "handover", "peers", "peers speed", "agents", "drill", "soak")
+    name: {title: template for title, template in columns.items() if title != LEFT_OUT.get(name)}
+    for name, columns in (COMPONENTS | {name: COLUMNS[name] for name in ("drill", "soak")}).items()
 }
 OF_PAGES["drill"]["until 0.5"] = "{before}"
 
@@ -421,7 +422,7 @@ def take_over(words: Sequence[str]) -> None:
         elif name == "peers speed":
             name = "peers speed, {parameters}, {lengths}".format(**results["rows"][0])
         # What is left out of a `bench modes` is in the run folders anyway.
-        kept = {key: value for key, value in results.items() if key not in ("config", "search")}
+        kept = {key: value for key, value in results.items() if key not in ("config", "search", "columns")}
         save("performance", load("performance") | {name: kept})
 
 

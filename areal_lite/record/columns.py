@@ -17,14 +17,6 @@ Columns = dict[str, str]
 
 COLUMNS: dict[str, Columns] = read_yaml(Path(__file__).with_name("columns.yaml"), holding="columns by benchmark")
 NOTHING = "-"
-CARRIERS = ("areal-lite", "in the clear", "ray", "zeromq")
-ROLLOUT_CASES = {
-    "vllm": "vLLM alone",
-    "worker": "rollout worker, queue, verifier",
-    "drain": "the same, publications that drain",
-    "recompute": "the same, publications that interrupt",
-}
-PEERS = {"async": "areal-lite, eta 4", "sync": "areal-lite, eta 0", "trl": "TRL"}
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
@@ -67,19 +59,8 @@ class _Shown:
 
 def rows_of(benchmark: str, rows: Iterable[Row]) -> list[Row]:
     """Return the rows of a benchmark with what is only shown of them."""
-    if benchmark == "queue":
-        return by_carrier(rows)
     derive = _DERIVED.get(benchmark)
     return [{**row, **derive(row)} if derive else row for row in rows]
-
-
-def by_carrier(rows: Iterable[Row]) -> list[Row]:
-    """Return a row of `bench queue` for each size and number of clients, with what each carrier did by its name."""
-    found: dict[Any, dict[str, Any]] = {}
-    for row in rows:
-        place = {key: row[key] for key in ("tokens", "clients")}
-        found.setdefault(tuple(place.values()), place)[row["contender"]] = row
-    return list(found.values())
 
 
 def _drilled(row: Row) -> Row:
@@ -110,10 +91,6 @@ def _aimed(row: Row) -> Row:
 
 
 _DERIVED: dict[str, Callable[[Row], Row]] = {
-    "rollout": lambda row: {"case": ROLLOUT_CASES[row["case"]]},
-    "train": lambda row: {"recipe": row["recipe"].removesuffix("_cpu")},
-    "peers": lambda row: {"side": PEERS[row["side"]]},
-    "peers speed": lambda row: {"side": PEERS[row["side"]]},
     "drill": _drilled,
     "soak": _drilled,
     "gpu-check": lambda row: {"outcome": row["outcome"].partition(":")[0]},

@@ -1,4 +1,4 @@
-"""What benchmarks share: measuring in turns, many runs, going on after a stop, `results.json`.
+"""What benchmarks share: the order of measurements, many runs, resuming after a stop, `results.json`.
 
 A benchmark that runs recipes gives `run_to_the_end` its planned runs, each with a folder of its own: what is done stays
 done, a run that was cut off goes on from its checkpoint, and one that fails does not keep the others from running.
@@ -15,19 +15,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 
-from areal_lite.config.presets import ObjectiveConfig
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.errors import ArealLiteError, ConfigError
 from areal_lite.launch.bench import view
 from areal_lite.node import package_versions
 from areal_lite.record.checkpoints import whole_checkpoints
-from areal_lite.record.columns import Row, spread
+from areal_lite.record.columns import Columns, Row
 from areal_lite.record.paths import with_absolute_paths
 from areal_lite.record.recorder import commit_of_code
 from areal_lite.record.run_folder import differences, read_summary, write_whole
@@ -35,11 +33,9 @@ from areal_lite.record.run_folder import differences, read_summary, write_whole
 logger = logging.getLogger(__name__)
 
 Case = TypeVar("Case")
-Figure = TypeVar("Figure")
 
 CONSOLE = Console()
 """Where benchmarks say how far they are."""
-_KNOWN_ELSEWHERE = {"preset", "clip_low", "clip_high", "behaviour_weight_cap", "proximal"}
 
 
 def turns(cases: Iterable[Case], repeats: int) -> list[tuple[int, Case]]:
@@ -48,43 +44,9 @@ def turns(cases: Iterable[Case], repeats: int) -> list[tuple[int, Case]]:
     return [(repeat, case) for repeat in range(repeats) for case in forwards[:: -1 if repeat % 2 else 1]]
 
 
-def in_turns(cases: Iterable[Case], *, repeats: int, measure: Callable[[Case], Figure]) -> dict[Case, list[Figure]]:
-    """Measure every case once per repeat, in the order of `turns`, and say which."""
-    measured: dict[Case, list[Figure]] = {case: [] for case in cases}
-    for repeat, case in turns(measured, repeats):
-        words = ", ".join(map(str, case)) if isinstance(case, tuple) else str(case)
-        say(f"repeat {repeat + 1} of {repeats}: {words}", style="")
-        measured[case].append(measure(case))
-    return measured
-
-
 def ratios(values: Iterable[float], over: Iterable[float]) -> list[float]:
     """Return the ratios inside each repeat, where both sides saw the same machine."""
     return [mine / theirs for mine, theirs in zip(values, over, strict=True)]
-
-
-def target(
-    measure: str, values: Sequence[float], *, at_least: float | None = None, at_most: float | None = None
-) -> dict[str, Any]:
-    """Return an entry for `targets`: what was aimed at, and what was measured."""
-    return {"measure": measure, "at_least": at_least, "at_most": at_most, **spread(values)}
-
-
-def check_comparable(config: Config, benchmark: str, wanted: Mapping[str, Any]) -> None:
-    """Refuse, by a `ConfigError`, a recipe of which other implementations cannot do the same work.
-
-    Args:
-        wanted: What it must say, beside the default objective, of which they know some settings too.
-    """
-    default = ObjectiveConfig()
-    names = sorted(type(default).model_fields.keys() - _KNOWN_ELSEWHERE)
-    wanted = {**wanted, **{f"objective.{name}": getattr(default, name) for name in names}}
-    found = {key: reduce(getattr, key.split("."), config) for key in wanted}
-    if others := [f"{key}={value}, got {found[key]}" for key, value in wanted.items() if found[key] != value]:
-        raise ConfigError(
-            f"bench {benchmark} compares recipes with {'; '.join(others)}: set it behind the recipe, or take another "
-            "one, such as arith_cpu"
-        )
 
 
 def surroundings() -> dict[str, Any]:
@@ -109,12 +71,23 @@ def write_results(content: Mapping[str, Any], *, out: Path) -> dict[str, Any]:
 
 
 def finish(
-    benchmark: str, title: str, rows: Sequence[Row], *, settings: Mapping[str, Any], out: Path, targets: Any = ()
+    benchmark: str,
+    title: str,
+    rows: Sequence[Row],
+    *,
+    settings: Mapping[str, Any],
+    out: Path,
+    columns: Columns | None = None,
+    targets: Any = (),
 ) -> int:
-    """Write `results.json` of a benchmark that has rows, show them, and what was aimed at; return 0."""
+    """Write `results.json` of a benchmark that has rows, show them, and what was aimed at; return 0.
+
+    `columns` are those of a benchmark outside the package, kept beside its rows: title -> template.
+    """
     figures = {"settings": dict(settings), "rows": list(rows), "targets": list(targets)}
+    figures |= {"columns": columns} if columns else {}
     write_results({"benchmark": benchmark, "versions": package_versions(), **figures}, out=out)
-    view.show(view.table(benchmark, rows, title=title))
+    view.show(view.table(columns or benchmark, rows, title=title))
     if targets:
         view.show(view.table("targets", targets, title="aimed at"))
     say(f"results: {out / 'results.json'}", style="")

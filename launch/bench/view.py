@@ -9,14 +9,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from areal_lite.record.columns import Row, cells
+from areal_lite.record.columns import Columns, Row, cells
 
 
-def table(benchmark: str, rows: Iterable[Row], *, title: str = "", caption: str | None = None) -> Table:
+def table(columns: str | Columns, rows: Iterable[Row], *, title: str = "", caption: str | None = None) -> Table:
     """Render a table for the terminal; the first column to the left, figures to the right."""
     shown = Table(title=title or None, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD,
                   show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))  # fmt: skip
-    titles, *lines = cells(benchmark, rows)
+    titles, *lines = cells(columns, rows)
     for place, texts in enumerate(zip(titles, *lines, strict=True)):
         # Where there is no room lines are broken, words are not: a column of words has all the room that it needs.
         longest = max(map(len, " ".join(texts).split()))

@@ -66,7 +66,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 @named([page for page in PAGES if page.stem != "log"])
 def test_paths_that_a_page_names_are_there(page: Path) -> None:
     """Seen failing with `areal_lite/presets.py`. Names without a folder are looked for anywhere in the package."""
-    for path in re.findall(r"`((?:areal_lite|actors|launch|tests|docs|examples|docker)/[\w./-]*)`", page.read_text()):
+    for path in re.findall(
+        r"`((?:areal_lite|actors|launch|tests|docs|examples|docker|benchmarks)/[\w./-]*)`", page.read_text()
+    ):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 

@@ -130,7 +130,7 @@ def test_what_was_measured_is_taken_over_by_what_it_is(
 
 def test_speeds_beside_trl_share_a_table_small_models_first(tables: ModuleType) -> None:
     """Seen failing with the files in their order, and with a head for each."""
-    rows = [{"parameters": size, "side": side} for size in (5e6, 1e6) for side in ("async", "trl")]
+    rows = [{"parameters": size, "side": side} for size in (5e6, 1e6) for side in ("areal-lite, eta 4", "TRL")]
     of_both = {**WHERE, "versions": {"trl": 1}, "settings": {"repeats": 2}}
     content = {f"peers speed, {place}": {**of_both, "rows": rows[place : place + 2]} for place in (0, 2)}
     head, _, *lines = part(tables, "peers speed", content).splitlines()

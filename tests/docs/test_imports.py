@@ -14,10 +14,7 @@ HEAVY = {
         *(f"areal_lite.rollout.{name}" for name in ("vllm_engine", "endpoint", "api_formats")),
         "areal_lite.weights",
     ),
-    "zmq": (
-        *(f"areal_lite.sample_queue.{name}" for name in ("access", "client", "connections", "server")),
-        "areal_lite.launch.bench",
-    ),
+    "zmq": tuple(f"areal_lite.sample_queue.{name}" for name in ("access", "client", "connections", "server")),
 }
 """Where each heavy package may be imported at all."""
 

@@ -97,17 +97,28 @@ def test_a_table_has_seven_columns_at_most(tmp_path: Path) -> None:
 
 
 def test_repeats_are_shown_by_their_spread(tmp_path: Path) -> None:
-    """As the terminal shows them. Seen failing with lists left out: a table of the sides' names alone."""
-    rows = [{"case": "vllm", "tokens_per_s": [3.0, 1.0, 2.0], "over": [2.0], "problems": []}]
-    (tmp_path / "results.json").write_text(json.dumps({"benchmark": "rollout", "rows": rows}))
+    """As the terminal shows them, in the columns that the file brings. Seen failing with lists left out: a table of the
+    sides' names alone.
+    """
+    rows = [{"case": "vLLM alone", "tokens_per_s": [3.0, 1.0, 2.0], "over": [2.0], "problems": []}]
+    columns = {"generating": "{case}", "tokens/s": "{tokens_per_s:.0f~}", "s": "{s:.3f}", "over": "{over:.2f}"}
+    (tmp_path / "results.json").write_text(json.dumps({"benchmark": "own", "columns": columns, "rows": rows}))
     page = write_bench(tmp_path).read_text()
     assert re.findall(r"<td>(.*?)</td>", page) == ["vLLM alone", "2 · 1-3", "-", "2.00"]
 
 
-@pytest.mark.parametrize("rows", [[{"side": "a", "over": 1}], [{"case": ["vllm"]}], [{"case": "vllm", "over": "much"}]])
-def test_results_of_another_version_stand_in_the_whole(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    "results",
+    [
+        {"benchmark": "rollout", "rows": [{"side": "a", "over": 1}]},
+        {"benchmark": "gpu-check", "rows": [{"outcome": ["passed"]}]},
+        {"benchmark": "gpu-check", "rows": [{"outcome": "passed", "parity": "much"}]},
+        {"benchmark": "own", "columns": ["side"], "rows": [{"side": "a"}]},
+    ],
+)
+def test_results_of_another_version_stand_in_the_whole(tmp_path: Path, results: dict[str, Any]) -> None:
     """Seen failing with a KeyError."""
-    (tmp_path / "results.json").write_text(json.dumps({"benchmark": "rollout", "rows": rows}))
+    (tmp_path / "results.json").write_text(json.dumps(results))
     assert headings(write_bench(tmp_path)) == ["Overview", "All of it"]
 
 

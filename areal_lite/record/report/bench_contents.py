@@ -24,15 +24,16 @@ def bench_sections(results: Row) -> Iterator[Section]:
     yield Section("Modes", [*tables, charts_block(_mode_charts(modes))])
     curve = lines("held out", list(map(_curve, runs)), x="trainer step", y="mean score")
     yield Section("Runs", [charts_block([curve]), _table("plan", runs if "plan" in results else [])])
-    yield Section("Figures", [_table(str(results.get("benchmark")), _rows(results.get("rows")))])
+    columns = results.get("columns") or str(results.get("benchmark"))
+    yield Section("Figures", [_table(columns, _rows(results.get("rows")))])
     yield Section("Targets", [_table("targets", _rows(results.get("targets")))])
     yield Section("All of it", [Block("folded", json.dumps(results, indent=1, ensure_ascii=False), "results.json")])
 
 
-def _table(name: str, rows: Sequence[Row]) -> Block:
+def _table(columns: Any, rows: Sequence[Row]) -> Block:
     """Show rows as the terminal does; those that another version wrote, in another form, stand in the whole alone."""
     try:
-        titles, *shown = cells(name, rows)
+        titles, *shown = cells(columns, rows)
     except (LookupError, TypeError, ValueError, AttributeError):
         return Block("table", [])
     texts = ((text.replace("\n", " · ").replace("**", "") for text in line) for line in shown)

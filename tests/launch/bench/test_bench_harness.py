@@ -3,31 +3,22 @@
 from collections import defaultdict
 from typing import Any
 
+import measuring
 import pytest
 
 from areal_lite.cli.trial_report import _cells
-from areal_lite.launch.bench.harness import in_turns, ratios
-from areal_lite.launch.bench.peers import SIDES
-from areal_lite.launch.bench.queue import QueueBench, cases
+from areal_lite.launch.bench.harness import ratios
 from areal_lite.launch.run.preflight import ClusterReport, preflight_table
-from areal_lite.record.columns import CARRIERS, COLUMNS, cells, markdown, spread
+from areal_lite.record.columns import COLUMNS, cells, markdown, spread
 
 
 def test_cases_take_turns_and_every_other_repeat_goes_backwards(capsys: pytest.CaptureFixture[str]) -> None:
     """Seen failing with all repeats of a case in a row: what the machine does meanwhile would hit one side."""
     order: list[str] = []
-    measured = in_turns("abc", repeats=3, measure=lambda case: order.append(case) or f"{case}{len(order)}")
+    measured = measuring.in_turns("abc", repeats=3, measure=lambda case: order.append(case) or f"{case}{len(order)}")
     assert order == [*"abc", *"cba", *"abc"]
     assert capsys.readouterr().out.splitlines()[3:5] == ["repeat 2 of 3: c", "repeat 2 of 3: b"]
     assert measured == {"a": ["a1", "a6", "a7"], "b": ["b2", "b5", "b8"], "c": ["c3", "c4", "c9"]}
-
-
-def test_the_sides_of_a_case_are_measured_side_by_side() -> None:
-    sizes = QueueBench(repeats=1, measured_s=1.0, tokens=(1000, 50), clients=(8,))
-    assert [(case.contender, case.tokens) for case in cases(sizes)] == [
-        (contender, tokens) for tokens in (1000, 50) for contender in CARRIERS
-    ]
-    assert SIDES == ("async", "sync", "trl")
 
 
 def test_ratios_and_spreads() -> None:
@@ -56,6 +47,6 @@ def test_markdown_has_the_lines_of_a_cell_side_by_side() -> None:
 
 def test_no_table_in_the_terminal_is_wider_than_seven_columns() -> None:
     """The rest is in JSON. Seen failing with seven of them: queue, train, handover, peers, plan, cluster, verify."""
-    shown = {**COLUMNS, "verify": [0, *_cells(defaultdict(float, failures={}))]}
+    shown = {**COLUMNS, **measuring.COLUMNS, "verify": [0, *_cells(defaultdict(float, failures={}))]}
     shown |= {"cluster": preflight_table(ClusterReport()).columns}
     assert [name for name, columns in shown.items() if len(columns) > 7] == []

@@ -1,7 +1,7 @@
 """The arithmetic task in TRL's `GRPOTrainer`: its packages, its process, and what the process does.
 
-    python -P -m areal_lite.launch.bench.peers_trl SETTINGS.json    trains; writes `told.jsonl` beside the settings
-    python -P -m areal_lite.launch.bench.peers_trl                  only imports TRL: whether its packages are whole
+    python benchmarks/peers_trl.py SETTINGS.json    trains; writes `steps.jsonl` beside the settings
+    python benchmarks/peers_trl.py                  only imports TRL: whether its packages are whole
 
 TRL and accelerate alone, pinned, are installed into a folder of their own when they are first needed. That folder is
 on the path of TRL's process and of no other; everything else (torch, transformers, datasets, numpy) is what this
@@ -27,11 +27,10 @@ from areal_lite.verify.builtin.text import last_number, regex
 
 PINS = {"trl": "1.16.0", "accelerate": "1.15.0"}
 """TRL's trainer changes its defaults between minor versions; accelerate is the one that was tried with it."""
-# -P: this file's folder has a queue.py, which must not be taken for Python's.
-COMMAND = (sys.executable, "-P", "-m", "areal_lite.launch.bench.peers_trl")
+COMMAND = (sys.executable, __file__)
 _INSTALL_S = 600.0
 _SILENCE_S = 900.0
-"""Seconds without a line after which TRL's process is given up; a step takes one, of a large model minutes."""
+"""Seconds without a line after which TRL's process is ended; a step takes one, of a large model minutes."""
 _SHOWN_LINES, _POLL_S = 8, 0.2
 
 
@@ -78,8 +77,7 @@ def _run(command: list[str], *, doing: str, packages: Path | None = None) -> Non
         # pip names every local index folder that lacks a package: noise that would hide the cause.
         end = "\n".join([line for line in lines if "is ignored: it is neither" not in line][-_SHOWN_LINES:])
         raise ConfigError(
-            f"bench peers must be able to {doing} for TRL's side, got:\n{end}\nSee to its cause (network? disk? "
-            "pip's configured index?) and run this again: it starts over"
+            f"TRL's side failed to {doing}:\n{end}\nFix: look at network, disk and pip's index, and run this again"
         ) from error
 
 
@@ -97,29 +95,29 @@ def run_trl(
     progress: Callable[[int], None],
     command: Sequence[str] = COMMAND,
 ) -> Learning:
-    """Train with TRL in a process of its own, which does not outlive this, and return what it told.
+    """Train with TRL in a process of its own, which does not outlive this, and return what it wrote.
 
-    `folder` gets `settings.json`, the log of the process, and `told.jsonl`, a row for each step (`step`, `seconds` of
+    `folder` gets `settings.json`, the log of the process, and `steps.jsonl`, a row for each step (`step`, `seconds` of
     training so far, mean `tokens` of the batch's completions) and for each `accuracy` on the held-out problems.
     `progress` is called with the steps done.
 
     Raises:
         TrainerError: The process failed; the message has the end of its log.
-        StallError: It said nothing for too long.
+        StallError: It wrote nothing for too long.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path, log, told = folder / "settings.json", folder / "log", folder / "told.jsonl"
+    path, log, steps_file = folder / "settings.json", folder / "log", folder / "steps.jsonl"
     path.write_text(json.dumps(settings))
-    told.write_text("")
+    steps_file.write_text("")
     environment = _environment(packages) | {"OMP_NUM_THREADS": str(settings["threads"])}
     with log.open("w") as output:
         process = subprocess.Popen([*command, str(path)], env=environment, stdout=output, stderr=output)
     heard, since = 0, time.monotonic()
     try:
         while process.poll() is None:
-            if (size := told.stat().st_size) != heard:
+            if (size := steps_file.stat().st_size) != heard:
                 heard, since = size, time.monotonic()
-                progress(sum("seconds" in row for row in RunFolder(folder).read(told.name)))
+                progress(sum("seconds" in row for row in RunFolder(folder).read(steps_file.name)))
             if time.monotonic() - since > _SILENCE_S:
                 late = f"TRL's process must do a step within {_SILENCE_S:.0f} s, got nothing: see {log}"
                 raise StallError(late)
@@ -130,7 +128,7 @@ def run_trl(
     if code != 0:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
         raise TrainerError(f"TRL's process must end with 0, got {code}:\n{end}\nAll of it: {log}")
-    rows = RunFolder(folder).read(told.name)
+    rows = RunFolder(folder).read(steps_file.name)
     steps = [row for row in rows if "seconds" in row]
     if len(steps) != (wanted := settings["grpo"]["max_steps"]):
         raise TrainerError(f"TRL must do {wanted} steps, it ended after {len(steps)}: see {log}")
@@ -188,9 +186,9 @@ def end_rows_at(lengths: Iterator[int], *, end: int) -> Callable[..., Callable[[
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Train as a file of settings says; without one, import TRL."""
+    """Train with the settings of a file; without one, import TRL."""
     # TRL imports vLLM wherever it finds it. It is not asked to use it here, and what is not there takes no time.
-    sys.modules["vllm"] = None  # type: ignore[assignment]  # Python's way to say that a module cannot be imported
+    sys.modules["vllm"] = None  # type: ignore[assignment]  # Python then refuses to import it
     if arguments:
         path = Path(arguments[0])
         _train(json.loads(path.read_text()), RunFolder(path.parent))
@@ -211,7 +209,7 @@ def _train(settings: Mapping[str, Any], folder: RunFolder) -> None:
     matches = regex(**settings["regex"]) if "regex" in settings else last_number()
 
     def tell(**row: Any) -> None:
-        folder.append("told.jsonl", [row])
+        folder.append("steps.jsonl", [row])
 
     def reward(completions: list[str], answer: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         latest["tokens"] = sum(map(len, completion_ids)) / len(completion_ids)

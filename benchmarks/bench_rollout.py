@@ -1,26 +1,31 @@
-"""`areal-lite bench rollout`: what the rollout worker costs beside vLLM alone, and what interrupting it gains.
+"""Tokens/s of a rollout worker against vLLM alone, and under publications (about 7 minutes).
 
-The processes are those of a run: queue, verifier, trainer ranks, and one engine that is filled by the rollout worker or
-by a plain loop. Both take the prompts of the recipe in the same order, with the same seeds.
+    python benchmarks/bench_rollout.py --every 2
+
+One engine (default recipe longtail_cpu): filled by a plain loop; by the rollout worker with queue and verifier; and
+with publications at a fixed cadence that let running samples finish, or interrupt them. The processes are those of a
+run, but nothing is trained. Worker and loop take the prompts of the recipe in the same order, with the same seeds.
 """
 
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import measuring
 import ray
+import typer
+from one_engine import OneEngine, one_engine
 
 from areal_lite.actors.calls import result
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.data.cursor import make_cursor
 from areal_lite.data.prompts import load_sources
 from areal_lite.errors import ConfigError
-from areal_lite.launch.bench.harness import CONSOLE, finish, in_turns, ratios, say, target
+from areal_lite.launch.bench.harness import CONSOLE, ratios, say
 from areal_lite.launch.bench.longtail import LONGTAIL, draw_length, drawn_length
-from areal_lite.record.columns import ROLLOUT_CASES, Row
+from areal_lite.launch.run.train import prepare_model, ray_session
 from areal_lite.record.paths import with_absolute_paths
 from areal_lite.rollout.engine import Interrupt, Sampling
 from areal_lite.rollout.runner import load_workflows
@@ -29,45 +34,48 @@ from areal_lite.rollout.workflows import single_turn
 from areal_lite.types import Prompt
 from areal_lite.watchdog import Watchdog
 
+CASES = {
+    "vllm": "vLLM alone",
+    "worker": "rollout worker, queue, verifier",
+    "drain": "the same, publications that drain",
+    "recompute": "the same, publications that interrupt",
+}
 OVER = {"worker": "vllm", "drain": "worker", "recompute": "drain"}
 """What each case is compared with."""
-AIMS = {"worker": ("rollout worker over vLLM alone", 0.95), "recompute": ("interruptible over drain", 1.12)}
+AIMS = {
+    "worker": ("rollout worker over vLLM alone, tokens/s", 0.95),
+    "recompute": ("interruptible over drain, tokens/s", 1.12),
+}
 
 _NEVER_CLOSED = 10**9
 """Steps, and steps of staleness, that no benchmark reaches: without a trainer admission would soon close."""
 _POLL_S = 0.25
 """How often the controller of a run collects events; so do we."""
 Measurement = tuple[float, list[float]]
-"""Tokens/s by the engine's count, and seconds of each publication, from the wish to pause until generation goes on."""
+"""Tokens/s by the engine's count, and seconds of each publication, from its beginning until generation resumes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RolloutBench:
-    """Settings of the bench."""
-
-    repeats: int
-    measured_s: float
-    """At least: a measurement lasts until a token was counted, and with publications to the beginning of another."""
-    warm_s: float
-    """Seconds of each measurement that do not count: all requests begin at once, and the longest must have had time."""
-    publish_every_s: float
-    """From the beginning of one publication to that of the next; one that is late begins at once."""
-
-
-def bench(settings: RolloutBench, recipe: str, overrides: Sequence[str], *, out: Path) -> int:
-    """Measure every case once per repeat, on the same engine."""
+def main(
+    words: measuring.Words = None,
+    repeats: measuring.Repeats = 5,
+    seconds: measuring.Seconds = 10.0,
+    every: Annotated[float, typer.Option(min=1e-3, help="seconds from publication to publication")] = 5.0,
+    warm: Annotated[float, typer.Option(min=0, help="seconds of each measurement that do not count")] = 4.0,
+    out: measuring.Out = Path("runs/bench-rollout"),
+) -> None:
+    """Measure one engine's tokens/s alone, with the rollout worker, and under publications."""
+    (recipe,), overrides = measuring.split_words(words, default=["longtail_cpu"])
     config = bench_config(recipe, overrides)
-    # Heavy, and not needed to find a mistake in the recipe.
-    from areal_lite.launch.bench.one_engine import one_engine
-    from areal_lite.launch.run.train import prepare_model, ray_session
-
     model_folder = prepare_model(config, console=CONSOLE)
     say("starting engine, queue, verifier and publisher")
     with ray_session(), one_engine(config, model_folder=model_folder, logs=out / "logs") as engine:
-        rollout = _MeasuredRollout(settings, config, engine)
-        rows = summarise(in_turns(ROLLOUT_CASES, repeats=settings.repeats, measure=rollout.measure))
-    described = {"recipe": recipe, "overrides": list(overrides), **asdict(settings)}
-    return finish("rollout", "tokens/s of one engine", rows, settings=described, out=out, targets=targets(rows))
+        rollout = _MeasuredRollout(config, engine, measured_s=seconds, warm_s=warm, every_s=every)
+        rows = summarise(measuring.in_turns(CASES, repeats=repeats, measure=rollout.measure))
+    over = dict(zip(CASES, (row["over"] for row in rows), strict=True))
+    targets = [measuring.target(name, over[case], at_least=at_least) for case, (name, at_least) in AIMS.items()]
+    settings = {"recipe": recipe, "overrides": overrides, "repeats": repeats, "measured_s": seconds, "warm_s": warm,
+                "publish_every_s": every}  # fmt: skip
+    measuring.finish("rollout", "tokens/s of one engine", rows, settings=settings, out=out, targets=targets)
 
 
 def bench_config(recipe: str, overrides: Sequence[str]) -> Config:
@@ -89,19 +97,13 @@ def summarise(measured: Mapping[str, Sequence[Measurement]]) -> list[dict[str, A
     rates = {case: [rate for rate, _ in repeats] for case, repeats in measured.items()}
     return [
         {
-            "case": case,
+            "case": CASES[case],
             "tokens_per_s": rates[case],
             "handovers_s": [seconds for _, handovers_s in repeats for seconds in handovers_s],
             "over": ratios(rates[case], rates[OVER[case]]) if case in OVER else [],
         }
         for case, repeats in measured.items()
     ]
-
-
-def targets(rows: Sequence[Row]) -> list[Any]:
-    """Return what is aimed at: little overhead, and a gain from interrupting."""
-    aimed_at = [(*AIMS[row["case"]], row["over"]) for row in rows if row["case"] in AIMS]
-    return [target(f"{measure}, tokens/s", values, at_least=at_least) for measure, at_least, values in aimed_at]
 
 
 def plain_requests(config: Config, next_prompt: Callable[[], Prompt]) -> Iterator[tuple[list[int], Sampling]]:
@@ -129,8 +131,8 @@ def _lengths_of(config: Config) -> Any:
     function, arguments = workflows.loaded[workflows.default]
     if function not in (single_turn, drawn_length):
         raise ConfigError(
-            "bench rollout compares with single requests to vLLM, so rollout.workflow must be single_turn or "
-            f"{LONGTAIL}, got {config.rollout.workflow}: choose another recipe"
+            "vLLM alone answers single requests: expected rollout.workflow single_turn or "
+            f"{LONGTAIL}, got {config.rollout.workflow}. Fix: name another recipe"
         )
     return arguments if function is drawn_length else None
 
@@ -142,8 +144,9 @@ def _requests(config: Config, tokenizer: Any) -> Iterator[tuple[list[int], Sampl
 class _MeasuredRollout:
     """Measures one case after another on the same engine."""
 
-    def __init__(self, settings: RolloutBench, config: Config, engine: Any) -> None:
-        self._settings, self._config, self._engine, self._queue = settings, config, engine, engine.cluster.queue
+    def __init__(self, config: Config, engine: OneEngine, *, measured_s: float, warm_s: float, every_s: float) -> None:
+        self._config, self._engine, self._queue = config, engine, engine.cluster.queue
+        self._measured_s, self._warm_s, self._every_s = measured_s, warm_s, every_s
         self._version, self._watchdog = 0, Watchdog(config.run.stall_timeout_s)
         self._batches = (f"step-{number}" for number in itertools.count(1))
         self._verifying = [verifier.run.remote() for verifier in engine.cluster.verifiers.values()]
@@ -158,13 +161,13 @@ class _MeasuredRollout:
         """
         while (batch_id := self._take()) is not None:  # what the case before left is forgotten
             self._queue.complete_step(batch_id=batch_id)
-        ways: dict[str, Interrupt] = {"drain": "drain", "recompute": "recompute"}
-        interrupt, generating = ways.get(case), self._engine.serving_queue()
+        interrupt: Any = case if case in ("drain", "recompute") else None
+        generating = self._engine.serving_queue()
         if case == "vllm":
             generating = self._engine.filled(_requests, self._config.rollout.slots, alone=True)
         counts, handovers_s = list[tuple[int, float]](), list[float]()
         with generating as self._serving:
-            self._wait(time.monotonic() + self._settings.warm_s)
+            self._wait(time.monotonic() + self._warm_s)
             self._watchdog.restart()
             begins = time.monotonic()
             while True:
@@ -178,12 +181,12 @@ class _MeasuredRollout:
                     culprit=lambda: "the engine, with all slots taken",
                 )
                 # On a busy machine the first token may take long.
-                if tokens > first_tokens and (seconds := at - first_at) >= self._settings.measured_s:
+                if tokens > first_tokens and (seconds := at - first_at) >= self._measured_s:
                     return (tokens - first_tokens) / seconds, handovers_s[1:]
                 if interrupt:
                     self._publish(interrupt)
                     handovers_s.append(time.monotonic() - begins)
-                begins += self._settings.publish_every_s if interrupt else _POLL_S
+                begins += self._every_s if interrupt else _POLL_S
 
     def _publish(self, interrupt: Interrupt) -> None:
         """Publish the same weights once more, as a new version where there is a batch that could have been trained."""
@@ -210,3 +213,7 @@ class _MeasuredRollout:
             for reference in ended:
                 result(reference)
             self._engine.cluster.collect()
+
+
+if __name__ == "__main__":
+    measuring.run(main)

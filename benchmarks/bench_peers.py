@@ -1,9 +1,13 @@
-"""`areal-lite bench peers`: the arithmetic task in TRL's `GRPOTrainer`, beside ours.
+"""The arithmetic task in TRL's `GRPOTrainer`, beside ours (about 14 minutes on 2 idle cores).
+
+    python benchmarks/bench_peers.py
+    python benchmarks/bench_peers.py longtail_cpu --size 320x8 --repeats 1 --steps 12
 
 Both sides start from the same model, get the same prompts in the same order, and make one optimiser step from each
 batch. Nothing of ours is alive while TRL runs, and the other way round: each run has the machine to itself. A recipe
-whose lengths are drawn (`longtail`), with a model of any size, is compared by its speed alone: each sample is as long
-on both sides.
+whose lengths are drawn (longtail_cpu), with a model of any size, is compared by its speed alone: each sample is as long
+on both sides. TRL is installed into a folder of its own when it is first needed (2 MB). Writes results.json, and
+peers.svg where accuracies are compared.
 """
 
 import itertools
@@ -13,10 +17,14 @@ import statistics
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import measuring
 import numpy as np
 import torch
+import typer
+from measuring import Size, parse_size
+from peers_trl import PINS, Learning, ensure_trl, greedy_accuracy, run_trl
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -26,26 +34,24 @@ from areal_lite.config.recipe import Config
 from areal_lite.data.cursor import make_cursor
 from areal_lite.data.prompts import load_source, load_sources
 from areal_lite.errors import ConfigError
-from areal_lite.launch.bench.handover import Size
-from areal_lite.launch.bench.harness import CONSOLE, check_comparable, finish, in_turns, ratios, say, target, training
+from areal_lite.launch.bench.harness import CONSOLE, ratios, say, training
 from areal_lite.launch.bench.longtail import LONGTAIL, draw_length
 from areal_lite.launch.bench.modes import Threads
 from areal_lite.launch.bench.modes import thread_settings as thread_settings_of_mode
 from areal_lite.launch.bench.modes_figures import MAX_STALENESS, MODES, measured_steps, published, work_begins
-from areal_lite.launch.bench.peers_trl import PINS, Learning, ensure_trl, greedy_accuracy, run_trl
 from areal_lite.launch.bench.plan import planned_config
 from areal_lite.launch.bench.view import picture
 from areal_lite.launch.run.train import prepare_model
 from areal_lite.record.checkpoints import whole_checkpoints
-from areal_lite.record.columns import PEERS, Row
+from areal_lite.record.columns import Row
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.rollout.worker import sample_seed
 from areal_lite.types import Prompt
 
-SIDES = ("async", "sync", "trl")
+SIDES = {"async": "areal-lite, eta 4", "sync": "areal-lite, eta 0", "trl": "TRL"}
 """Ours with samples up to four steps old, ours in turns (for information), and TRL."""
 _CACHE = Path(".cache") / "areal-lite" / "peers"
-_COLORS = {"async": "#1f5fa8", "sync": "#7fa6d6", "trl": "#c25a00"}
+_COLORS = dict(zip(SIDES.values(), ("#1f5fa8", "#7fa6d6", "#c25a00"), strict=True))
 _TARGET = 1.4
 _EQUAL = read_yaml(Path(__file__).with_name("peers.yaml"), holding="settings of both sides")
 SAME_LOSS: dict[str, Any] = _EQUAL["same loss"]
@@ -58,23 +64,28 @@ _STEPS = 120
 """Of a run, unless the lengths are drawn or the command line says otherwise."""
 
 
-def bench(
-    recipe: str, overrides: Sequence[str], *, size: Size | None, repeats: int, steps: int | None, accuracy: float,
-    out: Path,
-) -> int:  # fmt: skip
-    """Search each side's fastest setting, then let the sides take turns until a greedy accuracy, and beyond.
+def main(
+    words: measuring.Words = None,
+    size: Annotated[str | None, typer.Option(metavar="WIDTHxLAYERS", help="a model of random weights")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="runs of each side")] = 2,
+    steps: Annotated[int | None, typer.Option(min=4, help="optimiser steps of a run")] = None,
+    accuracy: Annotated[float, typer.Option(min=0, max=1, help="held-out accuracy whose time is taken")] = 0.75,
+    out: measuring.Out = Path("runs/bench-peers"),
+) -> None:
+    """Search each side's fastest setting, then let the sides take turns.
 
-    Where lengths are drawn, for some steps, without an accuracy.
+    They train until a greedy accuracy and beyond; where lengths are drawn, for some steps, without an accuracy.
     """
-    changes = (of_size(size) if size else {}) | dict(map(parse_override, overrides))
+    (recipe,), overrides = measuring.split_words(words, default=["arith_cpu"])
+    changes = (of_size(parse_size(size)) if size else {}) | dict(map(parse_override, overrides))
     config = planned_config(recipe, "recipe", [changes])
     is_drawn = config.rollout.workflow == LONGTAIL
     if size and not is_drawn:
         raise ConfigError(
             f"--size makes a model that has learned nothing: expected drawn lengths (rollout.workflow={LONGTAIL}), got "
-            f"{config.rollout.workflow}: take longtail_cpu"
+            f"{config.rollout.workflow}. Fix: name longtail_cpu"
         )
-    check_comparable(config, "peers", SAME_SPEED if is_drawn else SAME_LOSS)
+    measuring.check_comparable(config, "peers", SAME_SPEED if is_drawn else SAME_LOSS)
     steps, samples = steps or (config.run.steps if is_drawn else _STEPS), config.samples_per_step
     steps_of = {side: speed_steps(side, steps) if is_drawn else steps for side in SIDES}
     search = {side: max(2, number // 2) if is_drawn else _SEARCH_STEPS for side, number in steps_of.items()}
@@ -86,20 +97,18 @@ def bench(
         every, number = 0 if is_drawn else _EVERY, next(numbers[side])
         return runs.run(side, chosen[side], steps=steps_of[side], every=every, repeat=number)
 
-    measured = in_turns(SIDES, repeats=repeats, measure=measure)
-    shown = {side: str(one) for side, one in chosen.items()}
+    measured = measuring.in_turns(SIDES, repeats=repeats, measure=measure)
+    shown = {SIDES[side]: str(one) for side, one in chosen.items()}
     settings = {"recipe": recipe, "overrides": changes, "repeats": repeats, "steps": steps, "chosen": shown}
-    settings["trl"] = PINS
+    settings |= {"accuracy": accuracy, "every": _EVERY, "search_steps": _SEARCH_STEPS, "trl": PINS}
     if is_drawn:
         case = {"lengths": lengths_in_words(config), "parameters": runs.parameters()}
         rows = [case | row | {"setting": shown[row["side"]]} for row in speeds(measured, samples_per_step=samples)]
-        return finish("peers speed", "ours and TRL, speed alone", rows, settings=settings, out=out)
+        return measuring.finish("peers speed", "ours and TRL, speed alone", rows, settings=settings, out=out)
     rows = summarise(measured, accuracy=accuracy, samples_per_step=samples)
-    settings |= {"accuracy": accuracy, "every": _EVERY, "search_steps": _SEARCH_STEPS}
     title = f"{Path(recipe).stem}: ours and TRL, time to a held-out accuracy of {accuracy}"
-    finish("peers", title, rows, settings=settings, out=out, targets=targets(rows, accuracy=accuracy))
+    measuring.finish("peers", title, rows, settings=settings, out=out, targets=targets(rows, accuracy=accuracy))
     draw_peers(rows, accuracy=accuracy, path=out / "peers.svg")
-    return 0
 
 
 def of_size(size: Size) -> dict[str, Any]:
@@ -328,7 +337,7 @@ def summarise(
             for run in of_side
         ]
         rows.append({
-            "side": side,
+            "side": SIDES[side],
             "samples_per_s": [samples_per_s(run.seconds, samples_per_step=samples_per_step) for run in of_side],
             "seconds_to": [None if steps is None else seconds_at(run.seconds, steps) for run, steps in reaching],
             "steps_to": steps_to,
@@ -356,18 +365,18 @@ def speeds(runs: Mapping[str, Sequence[Learning]], *, samples_per_step: int) -> 
         counted = slice(*measured_steps(len(of_side[0].tokens), max_staleness=eta))
         lengths = [statistics.fmean(run.tokens[counted]) for run in of_side]
         tokens = [rate * length for rate, length in zip(rates, lengths, strict=True)]
-        rows.append({"side": side, "samples_per_s": rates, "tokens_per_s": tokens})
+        rows.append({"side": SIDES[side], "samples_per_s": rates, "tokens_per_s": tokens})
     return [row | {"speed_over_trl": ratios(row["tokens_per_s"], rows[-1]["tokens_per_s"])} for row in rows]
 
 
 def targets(rows: Sequence[Row], *, accuracy: float) -> list[Any]:
-    """Return what is aimed at: 1.4 times TRL in samples/s, and in the time to the accuracy, where both reached it."""
-    (ours,) = [row for row in rows if row["side"] == "async"]
+    """Return the targets: 1.4 times TRL in samples/s, and in the time to the accuracy, where both reached it."""
+    ours = rows[0]
     measures = {
         "samples/s over TRL": ours["speed_over_trl"],
         f"TRL's seconds to accuracy {accuracy} over ours": ours["sooner_than_trl"],
     }
-    return [target(name, values, at_least=_TARGET) for name, values in measures.items() if values]
+    return [measuring.target(name, values, at_least=_TARGET) for name, values in measures.items() if values]
 
 
 def draw_peers(rows: Sequence[Row], *, accuracy: float, path: Path) -> None:
@@ -377,8 +386,12 @@ def draw_peers(rows: Sequence[Row], *, accuracy: float, path: Path) -> None:
         for row in rows:
             for place, curve in enumerate(row["curves"]):
                 _, seconds, values = zip(*curve, strict=True)
-                label, color = None if place else PEERS[row["side"]], _COLORS[row["side"]]
+                label, color = None if place else row["side"], _COLORS[row["side"]]
                 axes.plot(seconds, values, color=color, marker=".", linewidth=1.2, label=label)
         axes.set_xlabel("seconds of training (without start-up and evaluation)")
         axes.set_ylabel("held-out accuracy, greedy")
         axes.legend(frameon=False, loc="lower right")
+
+
+if __name__ == "__main__":
+    measuring.run(main)

@@ -1,4 +1,4 @@
-"""The processes of a run with one engine that can also be filled with plain requests, for `rollout` and `handover`.
+"""The processes of a run with one engine that plain requests can fill too, for `bench_rollout` and `bench_handover`.
 
 Nobody trains: the trainer ranks only publish.
 """

@@ -1,6 +1,6 @@
 """The loop that people write: transformers, PyTorch's AdamW, and rows padded to the longest of a micro-batch.
 
-`areal-lite bench train` compares the trainer with it. It computes the same gradients of the same objective, decoupled
+`bench_train.py` compares the trainer with it. It computes the same gradients of the same objective, decoupled
 PPO, and takes nothing from `areal_lite.train` or `areal_lite.algo`.
 
 Shape letters: `B` rows and `S` padded columns of a micro-batch, `V` vocabulary.
@@ -26,7 +26,7 @@ class PaddedLoop:
     """A policy and its optimiser."""
 
     def __init__(self, config: Config, model_folder: str) -> None:
-        """Load the model of a Hugging Face folder; `bench.train.check_recipe` says which recipes will do."""
+        """Load the model of a Hugging Face folder; `bench_train.check_recipe` says which recipes will do."""
         self._config = config
         self.model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).train()
         settings = config.trainer

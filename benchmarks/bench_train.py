@@ -1,6 +1,9 @@
-"""`areal-lite bench train`: trained tokens per second of the trainer, against the loop that people write.
+"""Trained tokens/s of the trainer, against the loop that people write (about 5 minutes).
 
-A process for each side, on the same batches. A batch has prompts of the recipe's data. How long the completions are is
+    python benchmarks/bench_train.py longtail_cpu --rows 4
+
+Trains the same batches with the trainer and with a padded transformers loop (`padded_loop.py`), a process for each
+side. A batch has prompts of the recipe's data (default longtail_cpu and arith_cpu). How long the completions are is
 drawn as the workflow `drawn_length` draws it, or is the length of worked sums. Their tokens are drawn at random: what
 they are costs no time. Their behaviour log-probabilities are the initial model's with some noise, so that the weights
 of decoupled PPO are near 1 but not 1.
@@ -16,23 +19,24 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
 from multiprocessing.managers import BaseManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import measuring
 import numpy as np
 import torch
 import transformers
+import typer
+from padded_loop import PaddedLoop
 
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.data.arith import arith_problems
 from areal_lite.data.prompts import load_source
 from areal_lite.errors import ConfigError, TrainerError
-from areal_lite.launch.bench.harness import CONSOLE, check_comparable, finish, in_turns, ratios, say, target, turns
+from areal_lite.launch.bench.harness import CONSOLE, ratios, say, turns
 from areal_lite.launch.bench.longtail import LONGTAIL, draw_length
-from areal_lite.launch.bench.padded_loop import PaddedLoop
-from areal_lite.record.columns import Row
+from areal_lite.launch.run.train import prepare_model
 from areal_lite.sample_queue.groups import GroupRecord
 from areal_lite.sample_queue.ledger import Batch
 from areal_lite.sample_queue.shards import ShardedBatch
@@ -43,7 +47,7 @@ Steps = dict[str, list[list["Step"]]]
 """By side and repeat."""
 
 OURS, PADDED, FASTEST = "areal-lite", "padded", "fastest"
-"""The sides: the trainer; the padded loop with `TrainBench.rows`; and with the rows with which it is fastest here."""
+"""The sides: the trainer; the padded loop with `--rows`; and with the rows with which it is fastest here."""
 WORK = {"one pass": ["trainer.minibatches=1", "objective.proximal=reuse"], "recipe": []}
 """Kind of work -> what it changes in a recipe.
 
@@ -69,48 +73,57 @@ class Step(NamedTuple):
     """Mean over the step's updates, before clipping."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainBench:
-    """Settings of the bench."""
-
-    repeats: int
-    steps: int
-    """Trainer steps of one measurement, each with a batch of its own."""
-    rows: int
-    """Rows of a micro-batch of the padded loop; 8 is what `TrainingArguments` of transformers has."""
-    work: tuple[str, ...] = tuple(WORK)
-
-
-def bench(settings: TrainBench, recipes: Sequence[str], overrides: Sequence[str], *, out: Path) -> int:
-    """Measure recipe after recipe."""
+def main(
+    words: measuring.Words = None,
+    repeats: measuring.Repeats = 5,
+    steps: Annotated[int, typer.Option(min=1, help="trainer steps of a measurement, each with its own batch")] = 2,
+    rows: Annotated[int, typer.Option(min=1, help="rows of the padded loop's micro-batches")] = 8,
+    out: measuring.Out = Path("runs/bench-train"),
+) -> None:
+    """Measure the trainer beside a padded transformers loop; both must compute the same gradients."""
+    recipes, overrides = measuring.split_words(words, default=["longtail_cpu", "arith_cpu"])
     for recipe in recipes:
         check_recipe(load_config(recipe, overrides))
-    rows = [row for recipe in recipes for row in measure(settings, recipe, overrides)]
-    described = asdict(settings) | {"overrides": list(overrides)}
-    return finish("train", "trained tokens per second", rows, settings=described, out=out, targets=targets(rows))
+    found = [
+        row
+        for recipe in recipes
+        for row in measure_recipe(recipe, overrides, repeats=repeats, steps=steps, rows_per_pass=rows)
+    ]
+    over = "trained tokens/s over a padded transformers loop, lengths of {recipe}, {work}"
+    targets = [
+        measuring.target(over.format(**row), row["over"][PADDED], at_least=1.5)
+        for row in found
+        if row["side"] == OURS and row["is_longtail"]
+    ]
+    settings = {"overrides": overrides, "repeats": repeats, "steps": steps, "rows": rows, "work": list(WORK)}
+    measuring.finish("train", "trained tokens per second", found, settings=settings, out=out, targets=targets)
 
 
-def measure(settings: TrainBench, recipe: str, overrides: Sequence[str]) -> Iterator[dict[str, Any]]:
+def measure_recipe(
+    recipe: str, overrides: Sequence[str], *, repeats: int, steps: int, rows_per_pass: int
+) -> Iterator[dict[str, Any]]:
     """Measure a recipe's lengths with each kind of work; yield a row for each side, which the console shows too."""
-    from areal_lite.launch.run.train import prepare_model
-
-    configs = {work: load_config(recipe, [*overrides, *WORK[work]]) for work in settings.work}
-    folder, name = prepare_model(configs[settings.work[0]], console=CONSOLE), Path(recipe).stem
-    num_rows = {PADDED: settings.rows, FASTEST: 0}
+    configs = {work: load_config(recipe, [*overrides, *changes]) for work, changes in WORK.items()}
+    folder, name = prepare_model(configs["recipe"], console=CONSOLE), Path(recipe).stem
+    num_rows = {PADDED: rows_per_pass, FASTEST: 0}
     for work, config in configs.items():
-        batches = _make_batches(config, folder, count=settings.steps)
+        batches = _make_batches(config, folder, count=steps)
         if not num_rows[FASTEST]:
             num_rows[FASTEST] = _fastest_rows(config, folder, batches)
             say(f"{name}: the padded loop is fastest with micro-batches of {_in_words(num_rows[FASTEST])}", style="")
         with _sides([OURS, *num_rows], config, folder, batches) as sides:
             for side, process in sides.items():
                 process.step(0, num_rows.get(side))
-            steps = run_steps(settings, sides, lambda side, number: sides[side].step(number, num_rows.get(side)))
+
+            def step(side: str, number: int, sides: dict[str, Any] = sides) -> Step:
+                return sides[side].step(number, num_rows.get(side))
+
+            measured = run_steps(sides, step, repeats=repeats, steps=steps)
             peaks = {side: process.peak_mb() for side, process in sides.items()}
-        for side, row in rows_of(steps).items():
+        is_longtail = config.rollout.workflow == LONGTAIL
+        for side, row in rows_of(measured).items():
             words = _in_words(num_rows[side]) if side in num_rows else f"{config.trainer.micro_batch_tokens} tokens"
             say(f"{name}, {work}: {side} {row['median']:.0f} tokens/s, {peaks[side]:.0f} MB", style="")
-            is_longtail = config.rollout.workflow == LONGTAIL
             case = {"side": side, "recipe": name, "work": work, "is_longtail": is_longtail, "micro_batch": words}
             yield {**case, "peak_mb": peaks[side], **row}
 
@@ -119,14 +132,13 @@ def _in_words(num_rows: int) -> str:
     return f"{num_rows} row{'s' * (num_rows != 1)}"
 
 
-def rows_tried(rows_per_minibatch: int) -> list[int]:
-    """Return the sizes of a padded pass among which the fastest is chosen: powers of two up to a whole minibatch."""
-    return [2**power for power in range(int(math.log2(rows_per_minibatch)) + 1)]
-
-
 def _fastest_rows(config: Config, folder: Path, batches: Sequence[Shard]) -> int:
-    """Give the padded loop the size that suits it best on this machine, in a process that is not measured."""
-    sizes = rows_tried(config.samples_per_step // config.trainer.minibatches)
+    """Give the padded loop the size that suits it best on this machine, in a process that is not measured.
+
+    Tried are powers of two up to a whole minibatch.
+    """
+    per_minibatch = config.samples_per_step // config.trainer.minibatches
+    sizes = [2**power for power in range(int(math.log2(per_minibatch)) + 1)]
     with _sides([PADDED], config, folder, batches[:1]) as sides:
         sides[PADDED].step(0, sizes[-1])
         # There and back, each size's best: what else the machine does should favour none.
@@ -144,16 +156,16 @@ def check_recipe(config: Config) -> None:
             drawn lengths nor worked sums alone.
     """
     dtype = config.model.compute_dtype.replace("bfloat16", "float32")  # `auto` is float32 on a CPU
-    check_comparable(config, "train", {"run.device": "cpu", "model.compute_dtype": dtype, "trainer.ranks": 1})
+    measuring.check_comparable(config, "train", {"run.device": "cpu", "model.compute_dtype": dtype, "trainer.ranks": 1})
     if config.rollout.workflow != LONGTAIL and (config.data.source != "arith" or config.data.mix):
         raise ConfigError(
-            f"bench train must know how long completions are: expected rollout.workflow={LONGTAIL} (with "
+            f"completions of an unknown length: expected rollout.workflow={LONGTAIL} (with "
             "rollout.workflow_arguments, see the recipe longtail_cpu) or data.source=arith alone, got "
             f"{config.rollout.workflow} and {', '.join(config.data.mix) or config.data.source}"
         )
 
 
-def run_steps(settings: TrainBench, sides: Iterable[str], step: Callable[[str, int], Step]) -> Steps:
+def run_steps(sides: Iterable[str], step: Callable[[str, int], Step], *, repeats: int, steps: int) -> Steps:
     """Let the sides take turns on the same batches (0 was the one that warmed up), and check their gradients.
 
     Raises:
@@ -162,18 +174,18 @@ def run_steps(settings: TrainBench, sides: Iterable[str], step: Callable[[str, i
     numbers = {side: itertools.count(1) for side in sides}
 
     def repeat(side: str) -> list[Step]:
-        return [step(side, next(numbers[side])) for _ in range(settings.steps)]
+        return [step(side, next(numbers[side])) for _ in range(steps)]
 
-    steps = in_turns(numbers, repeats=settings.repeats, measure=repeat)
-    for side in steps:
-        for number, (mine, other) in enumerate(_pairs(steps, OURS, side), start=1):
+    measured = measuring.in_turns(numbers, repeats=repeats, measure=repeat)
+    for side in measured:
+        for number, (mine, other) in enumerate(_pairs(measured, OURS, side), start=1):
             if mine.tokens != other.tokens or not _difference(mine, other) <= TOLERANCE:
                 raise TrainerError(
                     f"in step {number} our gradient has the norm {mine.grad_norm:.7g} over {mine.tokens} tokens, the "
                     f"padded loop's {other.grad_norm:.7g} over {other.tokens}: they do not compute the same, so that "
                     "no figure counts; report it"
                 )
-    return steps
+    return measured
 
 
 def rows_of(steps: Steps) -> dict[str, dict[str, Any]]:
@@ -194,15 +206,6 @@ def rows_of(steps: Steps) -> dict[str, dict[str, Any]]:
         }
         for side, repeats in steps.items()
     }
-
-
-def targets(rows: Iterable[Row]) -> list[Any]:
-    """Return what is aimed at: 1.5 times the padded loop on long-tailed lengths, and the same gradients everywhere."""
-    ours = [row for row in rows if row["side"] == OURS]
-    over = "trained tokens/s over a padded transformers loop, lengths of {recipe}, {work}"
-    speed = [target(over.format(**row), row["over"][PADDED], at_least=1.5) for row in ours if row["is_longtail"]]
-    differences = [row["gradient_difference"] for row in ours]
-    return [*speed, target("relative difference of the gradient norms", differences, at_most=TOLERANCE)]
 
 
 def _pairs(steps: Steps, *sides: str) -> Iterator[tuple[Step, ...]]:
@@ -319,3 +322,7 @@ def _lengths(config: Config, prompts: Sequence[Prompt], *, rng: np.random.Genera
     solutions = {problem.prompt: str(problem.demonstration) for problem in arith_problems(config.data.arith, "train")}
     # One token a character, and the end.
     return [min(longest, len(solutions[prompt.text]) + 1) for prompt in prompts]
+
+
+if __name__ == "__main__":
+    measuring.run(main)
