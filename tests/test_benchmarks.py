@@ -47,7 +47,7 @@ def shown(folder: Path, benchmark: str) -> list[list[str]]:
 
 @pytest.mark.loop
 def test_the_queue_carries_groups_by_every_carrier(tmp_path: Path) -> None:
-    """As it is typed. Seen failing with a carrier left out, and with columns that name another key."""
+    """As it is typed. Seen failing with a column that names another key."""
     words = ["--repeats", "1", "--seconds", "0.1", "--tokens", "5", "--clients", "3", "--out", str(tmp_path)]
     command = [sys.executable, ROOT / "benchmarks/bench_queue.py", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
