@@ -150,11 +150,11 @@ class RolloutActor:
         return await self._worker.evaluate(prompts)
 
     async def score(self, sequences: list[tuple[list[int], list[int]]]) -> list[Any]:
-        """Log-probabilities of stored sequences under the engine's present weights."""
-        return list(await asyncio.gather(*(self._engine.score(prompt, output) for prompt, output in sequences)))
+        """Log-probabilities of stored sequences under the engine's present weights, and the experts chosen."""
+        return list(await asyncio.gather(*(self._engine.score_with_routes(*pair) for pair in sequences)))
 
     async def parameter_squares(self) -> Any:
-        """What each process of the engine has, for `weights/families.py`."""
+        """Return what each process of the engine holds, as fingerprints (`weights/families.py`)."""
         return await self._engine.parameter_squares()
 
     async def progress(self) -> int:

@@ -14,8 +14,11 @@ from areal_lite.config.section import Section
 from areal_lite.config.suggestion import suggestion
 from areal_lite.config.verifier import VerifierConfig
 
-PARITY_LIMITS = {"float32": 0.03, "bfloat16": 1.0}
-"""Nats, by dtype: far over what is seen, and under what broken weights cost (docs/design.md, weight sync)."""
+PARITY_LIMITS = {"float32": 0.003, "bfloat16": 0.13, "experts": 0.3, "fp8": 0.4}
+"""Mean |engine - trainer| in nats: by dtype, of a mixture in bfloat16 whose routers choose for themselves, and of an
+engine that computes in FP8. Three times what correct models show, and less than stale weights cost (docs/models.md)."""
+PARITY_P99 = 7
+"""The limit of the 99th percentile, in limits of the mean."""
 _COMPARED = ("group_mean", "leave_one_out", "group_std", "best_of_group", "varied_groups", "zero_variance")
 """Choices that compare the samples of a group."""
 
@@ -54,11 +57,18 @@ class Config(Section):
         """The dtype behind `auto`."""
         return self.model.dtype_on(self.run.device)
 
-    @property
-    def parity_limit(self) -> float:
-        """Nats by which engines and trainer may differ; 0 = any."""
-        limit = self.weights.parity_limit
-        return PARITY_LIMITS[self.compute_dtype] if limit == "auto" else limit or 0.0
+    def parity_limit(self, *, is_mixture: bool = False) -> float:
+        """Nats by which log-probabilities of engines and trainer may differ on average; 0 = any.
+
+        Args:
+            is_mixture: The model has experts.
+        """
+        if (limit := self.weights.parity_limit) != "auto":
+            return limit or 0.0
+        kinds: list[str] = [self.compute_dtype]
+        kinds += ["experts"] * (is_mixture and self.compute_dtype == "bfloat16" and not self.rollout.replay_routes)
+        kinds += ["fp8"] * bool(self.rollout.reduced_precision)
+        return max(PARITY_LIMITS[kind] for kind in kinds)
 
     def row_name_problems(self, kind: str, name: Any, *, place: str, at: str = "") -> Iterable[str]:
         """Yield what is wrong with a row's verifier or workflow, if anything. Data must not choose code.
@@ -85,6 +95,7 @@ class Config(Section):
                 if (name := getattr(source, kind)) is not None:
                     yield from self.row_name_problems(kind, name, place=f"{self.data.place_of(key)}.{kind} must be")
         yield from self._device_problems()
+        yield from self._precision_problems()
         yield from self._timeout_problems()
         if (longest := self.rollout.max_new_tokens) >= (context := self.model.max_context):
             got = f"{longest} and {context}: raise model.max_context"
@@ -138,6 +149,15 @@ class Config(Section):
             if self.trainer.ranks > 1 and limit_s <= first_s:
                 why = "or ranks give up before it is known who is late; raise it"
                 yield f"trainer.collective_timeout_s must be more than {name}={first_s:g}, got {limit_s:g}: {why}"
+
+    def _precision_problems(self) -> Iterable[str]:
+        """Of limits that nobody has calibrated."""
+        unknown = [one for one in self.rollout.reduced_precision if "fp8" not in one]
+        if unknown and self.weights.parity_limit == "auto" and self.weights.parity_every:
+            yield (
+                f"weights.parity_limit must be a number with rollout.engine_arguments {', '.join(unknown)}, got auto: "
+                "set the mean difference of log-probabilities in nats that you accept, or 0 to report only"
+            )
 
     def _device_problems(self) -> Iterable[str]:
         device, transport = self.run.device, self.weights.transport

@@ -195,6 +195,12 @@ class RolloutConfig(Section):
     """the trainer sends each token to the experts that the engine chose for it, see docs/models.md (cuda)"""
 
     @property
+    def reduced_precision(self) -> list[str]:
+        """Engine arguments that make the engine compute in fewer bits than the trainer."""
+        chosen = {name: self.engine_arguments.get(name) for name in ("quantization", "kv_cache_dtype")}
+        return [f"{name}={value}" for name, value in chosen.items() if value not in (None, "auto")]
+
+    @property
     def most_episodes(self) -> int:
         """What max_episodes comes to."""
         return self.max_episodes or (16 * self.slots if self.workflow_command is None else 8)
@@ -376,7 +382,7 @@ class WeightsConfig(Section):
     parity_every: int = Field(20, ge=0)
     """publications between logprob parity checks, after that of the first; 0 = never"""
     parity_limit: Literal["auto"] | Annotated[float, Field(ge=0)] | None = "auto"
-    """nats over which the run stops (a resume: a tenth); auto = 0.03 in float32, 1 in bfloat16; 0 or null = report"""
+    """mean |engine - trainer| in nats that ends a run (99th percentile: 7 times that); auto = by dtype; 0 = report"""
     parity_sequences: int = Field(8, ge=1)
     """stored sequences compared in one parity check"""
 

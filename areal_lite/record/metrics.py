@@ -148,8 +148,11 @@ METRICS = (
     _largest("behav_prox_max_abs_diff_age0", "|behaviour - trainer| logprob over loss-mask tokens of age 0, the "
              "trainer's with the weights of the batch's version; the largest float when any is not finite",
              "nats", board="weights"),
-    Metric("parity_max_abs_logprob_diff", "largest logprob difference between engines and trainer right after the "
-           "publication, where it was measured",
+    Metric("parity_mean_abs_logprob_diff", "mean |engine - trainer| logprob over the tokens of a parity check, of the "
+           "engine furthest off, right after the publication, where it was measured",
+           "nats", board="weights", curve="engine against trainer, mean difference"),
+    Metric("parity_p99_abs_logprob_diff", "99th percentile of the same", "nats", board="weights"),
+    Metric("parity_max_abs_logprob_diff", "largest of the same",
            "nats", board="weights", curve="engine against trainer, largest difference"),
     _alike("prepare_s", "on rank 0: packing and advantages", "s", board=""),
     _alike("proximal_s", "on rank 0: passes before the updates, of policy, reference and critic", "s", board=""),

@@ -100,6 +100,10 @@ class Recorder:
         self._track(lambda tracker: tracker.close())
 
 
+_PARITY = ("mean", "p99", "max")
+"""Of |engine - trainer| log-probabilities."""
+
+
 class OnlineRecorder(Recorder):
     """Everything that is written about one run of `train`."""
 
@@ -129,10 +133,10 @@ class OnlineRecorder(Recorder):
         self.evaluations[step] = {"accuracy": accuracy, **figures}
         self._pending |= {"eval_reward": accuracy, "eval_step": step, "eval_by_source": figures["by_source"]}
 
-    def parity(self, difference: float) -> None:
-        """Note a logprob difference between engines and trainer; it stands in the next row and in the summary."""
+    def parity(self, **nats: float) -> None:
+        """Note `mean`, `p99` and `max` of |engine - trainer|; they are part of the next row and of the summary."""
         # In this order also of what is no number.
-        self._pending["parity_max_abs_logprob_diff"] = min(sys.float_info.max, difference)
+        self._pending |= {f"parity_{name}_abs_logprob_diff": min(sys.float_info.max, nats[name]) for name in _PARITY}
 
     def step(
         self,
@@ -194,7 +198,6 @@ class OnlineRecorder(Recorder):
         rows, seconds = self.rows, max(self._last.time - self._first.time, 1e-9)
         trained = rows[len(rows) - (self._last.steps - self._first.steps) :]
         evaluations = sorted(self.evaluations.items())
-        parity = [row.get("parity_max_abs_logprob_diff") for row in [*rows, self._pending]]
         events = self._folder.read("events.jsonl")
         lanes = [found for lane, found in lane_events(events).items() if lane.startswith("rollout/")]
         pauses = [end - start for found in lanes for kind, start, end, _ in slices(found)]
@@ -218,7 +221,10 @@ class OnlineRecorder(Recorder):
             "warnings": [f"step {event['step']}: {event['text']}" for event in events if event["kind"] == "warning"],
             "publish_s_median": statistics.median([row["publish_s"] for row in rows] or [0.0]),
             "pause_s_median": statistics.median(pauses or [0.0]),
-            "parity_max_abs_logprob_diff": max((value for value in parity if value is not None), default=None),
+            **{
+                name: max((row[name] for row in [*rows, self._pending] if row.get(name) is not None), default=None)
+                for name in (f"parity_{kind}_abs_logprob_diff" for kind in _PARITY)
+            },
         }
         return self.sum_up(status, figures)
 

@@ -129,6 +129,11 @@ class VllmEngine:
 
     async def score(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Float32:
         """Return [T] log-probabilities of given output tokens, at temperature 1, by a fresh prefill."""
+        logprobs_T, _ = await self.score_with_routes(prompt_ids, output_ids)
+        return logprobs_T
+
+    async def score_with_routes(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> tuple[Float32, Any]:
+        """Return what `score` does, and the experts chosen, as `Sample.routes`; None where vLLM returns none."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -139,7 +144,8 @@ class VllmEngine:
         output = await self._final(tokens, params)
         start = len(prompt_ids)
         values = [output.prompt_logprobs[start + i][int(token)].logprob for i, token in enumerate(output_ids)]
-        return np.array(values, dtype=np.float32)
+        routes = output.outputs[0].routed_experts
+        return np.array(values, dtype=np.float32), None if routes is None else routes[: len(tokens) - 1]
 
     async def pause(self, interrupt: Interrupt) -> None:
         """Stop generating, in the manner of `rollout.interrupt`: `drain` lets running samples finish first.

@@ -78,7 +78,7 @@ def take_snapshot(
     if critic is not None:
         states[_CRITIC], meta[_CRITIC] = _state(critic), _fingerprint(critic.model)
     if (outputs := model_outputs(learner.model)) is not None:
-        meta["outputs"] = outputs | {"limit": limit}
+        meta["outputs"] = outputs | {"allowed": limit}
     on_gpu, group = torch.cuda.is_available(), None
     random = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if on_gpu else {})
     if copied:
@@ -252,10 +252,10 @@ def check_outputs(model: Any, saved: Mapping[str, Any] | None, *, folder: Path, 
     """Compare a model that was loaded with what it said when it was saved; collective.
 
     Args:
-        saved: What `model_outputs` returned, and the `limit` of then; None in a checkpoint of an earlier version.
+        saved: What `model_outputs` returned, and what was `allowed` then; None in a checkpoint of an earlier version.
         folder: Where it was loaded from.
-        limit: Nats; log-probabilities, on average, and the entropy may differ by a tenth of it, as nothing but the
-            machine is another, or by a tenth of the saved one, if it is more; 0 = any.
+        limit: Nats by which log-probabilities, on average, and the entropy may differ, or by what was allowed when it
+            was saved, if that is more; 0 = any.
 
     Raises:
         CheckpointError: They differ by more.
@@ -269,12 +269,12 @@ def check_outputs(model: Any, saved: Mapping[str, Any] | None, *, folder: Path, 
     difference = float(np.abs(np.subtract(found["logprobs"], saved["logprobs"])).mean())
     entropy, expected = found["entropy"], saved["entropy"]
     logger.info("%s: log-probabilities are within %.2g nats of those saved, on average", folder, difference)
-    allowed = max(limit, saved["limit"]) / 10
+    allowed = max(limit, saved.get("allowed", 0.0))
     if limit and not (difference <= allowed and abs(entropy - expected) <= allowed):  # neither holds of NaN
         raise CheckpointError(
             f"the model loaded from {folder} must be the one that was saved: expected, of {len(found['tokens'])} fixed "
             f"tokens, {np.mean(saved['logprobs']):.4g} nats as mean log-probability and an entropy of {expected:.4g}, "
             f"got {np.mean(found['logprobs']):.4g} and {entropy:.4g}; they differ by {difference:.3g} a token, "
             f"{allowed:g} at most: choose an older checkpoint with run.resume_from=step-N; where packages or machines "
-            "changed since, go back to those; an RL run may allow more (weights.parity_limit, ten times that)"
+            "changed since, go back to those; an RL run may allow more (weights.parity_limit)"
         )

@@ -129,16 +129,19 @@ class Trainer:
         self.version += 1
         return stats
 
-    def score(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[npt.NDArray[np.float32]]:
+    def score(
+        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], routes: Sequence[Any] | None = None
+    ) -> list[npt.NDArray[np.float32]]:
         """Return the completion logprobs of sequences under the present weights at temperature 1.
 
         Args:
             sequences: (prompt token ids, completion token ids) pairs; each rank may bring its own.
+            routes: Of each sequence the experts to take, as `Sample.routes`; None = the routers choose.
 
         Returns:
             Per sequence [T] float32 nats.
         """
-        rows, budget = TokenRows(sequences), self._config.trainer.micro_batches
+        rows, budget = TokenRows(sequences, routes), self._config.trainer.micro_batches
         (parts,) = split_micro_batches(rows, [range(len(rows))], device=self._device, **budget)
         unknown_T = torch.empty(len(rows.output_ids), device=self._device)
         logprobs_T = fill_in(unknown_T, parts, model=self.model, output=completion_logprobs)
@@ -150,7 +153,7 @@ class Trainer:
             self._learner,
             version=self.version,
             rank=self._rank,
-            limit=self._config.parity_limit,
+            limit=self._config.parity_limit(),
             critic=self._critic,
             coefficients={"kl": self._kl.value, "proximal_kl": self._proximal_kl.value},
             copied=copied,
@@ -163,7 +166,7 @@ class Trainer:
             CheckpointError: It is missing or broken, of another model, without the critic that the recipe has, or the
                 model does not say what it said when it was saved.
         """
-        limit, critic = self._config.parity_limit, self._critic
+        limit, critic = self._config.parity_limit(), self._critic
         self.version, saved = load_checkpoint(folder, self._learner, rank=self._rank, limit=limit, critic=critic)
         self._kl.restore(saved.get("kl"))
         self._proximal_kl.restore(saved.get("proximal_kl"))

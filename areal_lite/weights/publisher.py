@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from vllm.distributed.weight_transfer import factory
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, materialize_full_tensor
 
@@ -18,7 +19,7 @@ from areal_lite.errors import HandoverError
 from areal_lite.network import listen
 from areal_lite.train.distributed import device_of
 from areal_lite.train.lora import merged, model_parameters
-from areal_lite.weights.families import squares
+from areal_lite.weights.families import bit_squares
 from areal_lite.weights.gloo import GlooTrainerInitInfo
 from areal_lite.weights.plugin import register
 
@@ -140,6 +141,7 @@ class WeightPublisher:
         register()
         self._transport, self._rank, self._host, self._ports = transport, rank, host, ports
         self._timeout_s, self._join_timeout_s = timeout_s, join_timeout_s
+        self._model, self._dtype = model, dtype
         self._source = CastSource(model, dtype)
         self._snapshot = SnapshotSource(self._source)
         self._senders: dict[str, Any] = {}
@@ -208,9 +210,22 @@ class WeightPublisher:
             stages = pool.map(_failure, [sender.stage_weights for sender in self._senders.values()])
             return dict(zip(self._senders, stages, strict=True))
 
-    def squares(self) -> dict[str, float]:
-        """Return the sum of squares of each parameter as it is sent; every rank calls this."""
-        return squares(self._source)
+    @torch.no_grad()
+    def squares(self) -> dict[str, int]:
+        """Return the fingerprint of each parameter as it is sent (`families.py`); every rank calls this."""
+        sums, names = dict[str, int](), dict[int, str]()
+        for name, parameter, layer in model_parameters(self._model):
+            # Each rank adds up its own part: nothing is gathered but the sums.
+            value = merged(parameter, layer)
+            own = value.to_local() if isinstance(value, DTensor) else value
+            total = bit_squares(own, dtype=self._dtype).to(device_of(self._model))
+            if isinstance(value, DTensor):
+                parts = [Partial() if place.is_shard() else Replicate() for place in value.placements]
+                total = DTensor.from_local(total, value.device_mesh, parts).full_tensor()
+            sums[name], names[id(parameter)] = int(total), name
+        # A tied output layer is not sent, but the engine may keep a copy of it.
+        tied = [(name, names.get(id(value))) for name, value in self._model.named_parameters(remove_duplicate=False)]
+        return sums | {name.replace(".base_layer.", "."): sums[first] for name, first in tied if first}
 
     def _blamed(self, error: Exception) -> Mapping[str, str]:
         """Return who failed and why: of a group that broke, all where nobody is named."""

@@ -9,27 +9,26 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from areal_lite.actors.calls import call_all
 from areal_lite.config.recipe import Config
-from areal_lite.errors import ArealLiteError, FruitlessError, HandoverError
+from areal_lite.errors import ArealLiteError, FruitlessError
 from areal_lite.events import EventBuffer
 from areal_lite.launch.run import scaling
 from areal_lite.launch.run.cluster import Cluster
 from areal_lite.launch.run.collector import Collector
 from areal_lite.launch.run.controller import Controller
 from areal_lite.launch.run.evaluation import Evaluations
-from areal_lite.launch.run.parity import largest_differences, prompt_sequences, stored_sequences
+from areal_lite.launch.run.parity import Difference, ParityCheck, prompt_sequences, stored_sequences
 from areal_lite.launch.run.ranks import POLL_S
 from areal_lite.record.quarters import spread_warning, stale_warning
 from areal_lite.record.recorder import OnlineRecorder
 from areal_lite.sample_queue.access import Role
 from areal_lite.sample_queue.records import BatchInfo
 from areal_lite.types import Group, Prompt
-from areal_lite.weights.families import differing
 from areal_lite.weights.handover import hand_over
 
 logger = logging.getLogger(__name__)
@@ -60,6 +59,12 @@ class OnlineController(Controller):
         self._warnings = [stale_warning, spread_warning]
         """What may still be said, each once."""
         self._first_version = 0
+        self._parity = ParityCheck(
+            self._config,
+            model_folder=self._model_folder,
+            ask=lambda *arguments, **named: self._ask(*arguments, **named),
+            report=self._report_parity,
+        )
         self._wanted: Mapping[Role, int] = {}
         """Workers that somebody asked for, until there is a moment for it."""
 
@@ -215,44 +220,31 @@ class OnlineController(Controller):
         self._cluster.rejoin(joining)
 
     def _compare(self, groups: list[Group]) -> None:
-        """Take up what stands in the row of this step: the parity of engines and trainer, and a finished evaluation."""
-        every = self._config.weights.parity_every
-        # The weights of the start are in the engines' own files as well: the first that are not show what arrives.
-        if every and (self._version % every == 0 or self._version == self._first_version + 1):
-            self._check_parity(stored_sequences(groups, self._config.weights.parity_sequences))
+        """Compare engines and trainer where that is due, and take the result of a finished evaluation."""
+        if every := self._config.weights.parity_every:
+            # The weights of the start are in the engines' own files as well: the first that are not show what arrives.
+            is_due = self._version % every == 0 or self._version == self._first_version + 1
+            wanted = self._config.weights.parity_sequences if is_due else 0
+            self._check_parity(stored_sequences(groups, wanted))
         self._evaluations.poll()
 
     def _check_parity(self, sequences: list[tuple[list[int], list[int]]]) -> None:
-        """Measure invariant I4.
+        """Measure invariant I4, of what is due.
 
         Raises:
-            HandoverError: An engine is further from the trainer than `weights.parity_limit`.
+            HandoverError: An engine is not the trainer's model.
         """
-        handles = dict(self._cluster.engines.handles)  # whoever is lost meanwhile is no longer among the cluster's
-        engines = call_all(handles, "score", sequences)
-        (expected, *_) = self._ask("score", sequences, waiting_for="the trainer's logprobs")
-        failed = engines.failures(self._config.run.stall_timeout_s)
-        for name, reason in (failed | dict.fromkeys(engines.pending, "it is late")).items():
-            logger.warning("%s gave no logprobs for the parity check: %s", name, reason)
-        differences = largest_differences(engines.values, expected)
-        if not differences:
-            return
-        worst, name = max((difference, name) for name, difference in differences.items())
-        self._recorder.parity(worst)
-        self._controller_lane.emit("parity", step=self._version, max_abs_logprob_diff=worst)
-        limit, weights = self._config.parity_limit, self._config.weights
-        if limit and worst > limit:
-            engine = call_all({name: handles[name]}, "parameter_squares")
-            (squares, *_) = self._ask("squares", waiting_for="the trainer's sums of squares")
-            engine.failures(self._config.run.stall_timeout_s)
-            found = f"; {differing(squares, engine.values[name])}" if engine.values else ""
-            raise HandoverError(
-                f"right after a publication, engines and trainer must give the same log-probabilities within "
-                f"weights.parity_limit={limit:g} nats, got a difference of {worst:.3g} from {name} at version "
-                f"{self._version}{found}: check that vLLM and transformers agree on this model at all (areal-lite eval "
-                f"of the start), then what weights.transport={weights.transport} left out, and model.compute_dtype; "
-                "a limit of 0 only reports"
-            )
+        self._parity.after_publication(
+            self._version - self._first_version,
+            version=self._version,
+            handles=dict(self._cluster.engines.handles),  # an engine that is lost meanwhile leaves the cluster's
+            sequences=sequences,
+        )
+
+    def _report_parity(self, found: Difference) -> None:
+        nats = asdict(found)
+        self._recorder.parity(**nats)
+        self._controller_lane.emit("parity", step=self._version, **nats)
 
     def _tick(self) -> None:
         self._cluster.copy_queue()

@@ -1,13 +1,141 @@
-"""Invariant I4, measured: right after a publication, engines and trainer give a sequence the same log-probabilities."""
+"""Invariant I4, measured: right after a publication, engines and trainer are the same model.
 
+Two questions are asked. Do they give the same sequences the same log-probabilities, within the limits of
+`config/recipe.py`? And did every parameter arrive (`weights/families.py`)? The second also finds what moves no
+log-probability far enough: a small learning rate, a single layer, a mixture whose routers choose otherwise.
+"""
+
+import json
+import logging
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from areal_lite.actors.calls import Calls, call_all
+from areal_lite.config.recipe import PARITY_P99, Config
+from areal_lite.errors import HandoverError
 from areal_lite.types import Group, Prompt
+from areal_lite.weights.families import PublishedValues, in_words
+
+logger = logging.getLogger(__name__)
+
+Sequences = Sequence[tuple[list[int], list[int]]]
+"""Token ids of prompts and completions."""
+_COMPARED_AT_FIRST = 3
+"""Publications after which all parameters are compared, before they are compared as seldom as log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """|engine - trainer| over all tokens of a check, in nats; the largest float where one is not finite (JSON)."""
+
+    mean: float
+    p99: float
+    max: float
+
+    @classmethod
+    def between(cls, scored: Sequence[Any], expected: Sequence[Any]) -> "Difference":
+        """Compare log-probabilities of the same sequences, [T] nats each."""
+        pairs = zip(scored, expected, strict=True)
+        nats = np.concatenate([np.abs(np.asarray(left) - np.asarray(right)) for left, right in pairs])
+        if not np.isfinite(nats).all():
+            return cls(mean=sys.float_info.max, p99=sys.float_info.max, max=sys.float_info.max)
+        return cls(mean=float(nats.mean()), p99=float(np.quantile(nats, 0.99)), max=float(nats.max()))
+
+
+class ParityCheck:
+    """Compares the engines of a run with its trainer, and remembers what was published."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model_folder: Path,
+        ask: Callable[..., list[Any]],
+        report: Callable[[Difference], None],
+    ) -> None:
+        """Compare nothing yet.
+
+        Args:
+            model_folder: What the run started from.
+            ask: Has all trainer ranks do something.
+            report: Takes the difference of the engine that is furthest off.
+        """
+        self._config, self._ask, self._report = config, ask, report
+        self._limit = config.parity_limit(is_mixture=_is_mixture(model_folder))
+        self._published = PublishedValues()
+
+    def after_publication(self, number: int, *, version: int, handles: Mapping[str, Any], sequences: Sequences) -> None:
+        """Compare what is due: parameters, and log-probabilities where there are sequences.
+
+        Args:
+            number: Of the publication, 0 for that of the run's start.
+            version: What was published.
+            handles: The engines.
+            sequences: None where log-probabilities are not due.
+
+        Raises:
+            HandoverError: An engine is not the trainer's model, and `weights.parity_limit` is not 0.
+        """
+        differences = self._differences(handles, sequences) if sequences else {}
+        if differences:
+            self._report(max(differences.values(), key=attrgetter("mean")))
+        missed = self._missed(handles) if sequences or number < _COMPARED_AT_FIRST else {}
+        problems = list(self._problems(differences, missed))
+        if not problems:
+            return
+        text = f"at version {version} the engines must hold the trainer's weights, but {'; and '.join(problems)}"
+        if not self._limit:
+            logger.warning("%s", text)
+            return
+        raise HandoverError(
+            f"{text}. Fix: see whether vLLM and transformers agree on this model (areal-lite eval of the start, "
+            f"docs/models.md), then weights.transport={self._config.weights.transport} and model.compute_dtype; "
+            "weights.parity_limit=0 only reports"
+        )
+
+    def _differences(self, handles: Mapping[str, Any], sequences: Sequences) -> dict[str, Difference]:
+        def expected(*routes: Any) -> Any:
+            return self._ask("score", sequences, *routes, waiting_for="the trainer's log-probabilities")[0]
+
+        calls = call_all(handles, "score", sequences)
+        by_own_routes = self._config.rollout.replay_routes
+        alike = () if by_own_routes else expected()  # while the engines score
+        differences = {}
+        for engine, answers in self._answers(calls).items():
+            logprobs, routes = zip(*answers, strict=True)
+            differences[engine] = Difference.between(logprobs, expected(routes) if by_own_routes else alike)
+        return differences
+
+    def _missed(self, handles: Mapping[str, Any]) -> dict[str, list[str]]:
+        calls = call_all(handles, "parameter_squares")
+        (sent, *_) = self._ask("squares", waiting_for="the trainer's fingerprints of its parameters")
+        return self._published.missed(sent, self._answers(calls))
+
+    def _answers(self, calls: Calls) -> dict[str, Any]:
+        """Return what the engines answer; those that fail or are late are left to the health check."""
+        failed = calls.failures(self._config.run.stall_timeout_s)
+        for name, reason in (failed | dict.fromkeys(calls.pending, "it is late")).items():
+            logger.warning("%s did not answer for the parity check: %s", name, reason)
+        return calls.values
+
+    def _problems(self, differences: Mapping[str, Difference], missed: Mapping[str, list[str]]) -> Iterator[str]:
+        for engine, names in missed.items():
+            yield f"{engine} did not get {in_words(names)}"
+        for engine, found in differences.items():
+            if self._limit and (found.mean > self._limit or found.p99 > PARITY_P99 * self._limit):
+                others = in_words(self._published.unequal(engine))
+                yield (
+                    f"log-probabilities of {engine} are off by {found.mean:.3g} nats on average, {found.p99:.3g} at "
+                    f"the 99th percentile (weights.parity_limit={self._limit:g}, {PARITY_P99 * self._limit:g}), with "
+                    + (f"other values in {others}" if others else "the same values in all parameters")
+                )
 
 
 def stored_sequences(groups: Iterable[Group], limit: int) -> list[tuple[list[int], list[int]]]:
@@ -24,19 +152,8 @@ def prompt_sequences(prompts: Iterable[Prompt], limit: int) -> list[tuple[list[i
     return [(token_ids[:1], token_ids[1:]) for token_ids in islice(long_enough, limit)]
 
 
-def largest_differences(scored: Mapping[str, Sequence[Any]], expected: Sequence[Any]) -> dict[str, float]:
-    """Compare log-probabilities of the same sequences.
-
-    Args:
-        scored: By engine, per sequence [T] nats.
-        expected: Per sequence the trainer's, [T] nats.
-
-    Returns:
-        By engine the largest difference in nats; the largest float when one is not finite (JSON knows no infinity).
-    """
-    return {name: _largest(list(zip(engine, expected, strict=True))) for name, engine in scored.items() if expected}
-
-
-def _largest(pairs: Sequence[tuple[Any, Any]]) -> float:
-    differences = np.concatenate([np.abs(np.asarray(left) - np.asarray(right)) for left, right in pairs])
-    return float(differences.max()) if np.isfinite(differences).all() else sys.float_info.max
+def _is_mixture(folder: Path) -> bool:
+    """Tell whether a model has experts: transformers has several names for their number."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    settings = json.loads((folder / "config.json").read_text()) if (folder / "config.json").exists() else {}
+    return any(settings.get(name) for name in names)

@@ -17,24 +17,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ledger_builders import make_sample
 from offline_builders import offline_config
 from rich.console import Console
 from run_folders import new_run_folder
 
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import FruitlessError, HandoverError, QueueError, RankDied, StallError
-from areal_lite.launch.run import controller, online, signals
+from areal_lite.launch.run import controller, online, parity, signals
 from areal_lite.launch.run.collector import Collector
 from areal_lite.launch.run.controller import Interrupted
 from areal_lite.launch.run.evaluation import Evaluations
 from areal_lite.launch.run.offline import OfflineController
 from areal_lite.launch.run.online import OnlineController
-from areal_lite.launch.run.parity import largest_differences
 from areal_lite.launch.run.ranks import Ranks
 from areal_lite.launch.run.view import View
 from areal_lite.launch.run.whereabouts import Whereabouts
 from areal_lite.record.metrics import METRICS
 from areal_lite.record.run_folder import RunFolder
+from areal_lite.types import Group, Prompt
 from areal_lite.watchdog import Watchdog
 
 FIGURES = {"loss": 0.5, "accuracy": 0.9, "tokens": 12.0, "lr": 1e-3, "grad_norm": 1.0, "step_skipped": 0.0}
@@ -140,24 +141,54 @@ def rl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnlineController:
         cluster, [], recorder=controller._recorder, lane=controller._controller_lane, view=view
     )
     vars(controller)["_ask"] = lambda method, *_, waiting_for: [dict(STATS) if method == "step" else []]
-    monkeypatch.setattr(online, "call_all", answers_of)
+    monkeypatch.setattr(parity, "call_all", answers_of)
     monkeypatch.setattr(online, "hand_over", lambda *_, stamp_ledger, **__: stamp_ledger())
-    monkeypatch.setattr(online, "largest_differences", lambda *_: {"rollout/0": 1e-6})
     return controller
 
 
-def limit_parity(controller: OnlineController, limit: Any, *, every: int = 1) -> None:
-    weights = controller._config.weights.model_copy(update={"parity_limit": limit, "parity_every": every})
-    controller._config = controller._config.model_copy(update={"weights": weights})
+class Engine:
+    """A rollout actor: some of 100 tokens have log-probabilities that are off; it holds what a test puts in it."""
+
+    def __init__(self, difference: float = 0.0, *, tokens: int = 2) -> None:
+        self.off = np.repeat([difference, 0.0], [tokens, 100 - tokens])
+        self.held = {"model.layers.0.mlp.up_proj.weight": 4, "model.norm.weight": 1}
+        self.asked: list[str] = []
+        self.score = SimpleNamespace(remote=self._score)
+        self.parameter_squares = SimpleNamespace(remote=self._parameter_squares)
+
+    def _score(self, sequences: Any) -> Any:
+        self.asked.append("score")
+        return [(self.off, None) for _ in sequences]
+
+    def _parameter_squares(self) -> Any:
+        self.asked.append("parameters")
+        return [(dict(self.held), {})]
 
 
-def scoring(difference: float) -> Any:
-    """A rollout actor that gives three tokens log-probabilities that are off, and has another `up_proj`."""
-    squares = ({"model.layers.0.mlp.up_proj.weight": 4.0, "model.norm.weight": 1.0}, {})
-    return SimpleNamespace(
-        score=SimpleNamespace(remote=lambda _: [np.array([0.0, difference, 0.0])]),
-        parameter_squares=SimpleNamespace(remote=lambda: [squares]),
-    )
+class Published:
+    """What a trainer answers, whose parameters a test changes."""
+
+    def __init__(self, rl: OnlineController, engines: list[Engine], **weights: Any) -> None:
+        self.values = dict(Engine().held)
+        rl._cluster.engines.handles = {f"rollout/{number}": engine for number, engine in enumerate(engines)}
+        prompt = Prompt(prompt_id="train/0/1", text="1+2=", answer="3", token_ids=(3,))
+        group = Group(group_id="train/0/1#0", prompt=prompt, samples=(make_sample(versions=[0] * 100),))
+        rl._cluster.queue.batch_groups = lambda **_: [group]
+        changed = rl._config.weights.model_copy(update=weights)
+        rl._config = rl._config.model_copy(update={"weights": changed})
+        rl._parity = parity.ParityCheck(
+            rl._config, model_folder=Path("none"), ask=lambda *a, **k: rl._ask(*a, **k), report=rl._report_parity
+        )
+        vars(rl)["_ask"] = self.answer
+
+    def answer(self, method: str, *_: Any, waiting_for: str) -> list[Any]:
+        return [{"step": dict(STATS), "score": [np.zeros(100)], "squares": dict(self.values)}[method]]
+
+    def train(self, *engines: Engine) -> None:
+        """Give every parameter another value, which these engines get."""
+        self.values = {name: value + 1 for name, value in self.values.items()}
+        for engine in engines:
+            engine.held = dict(self.values)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -170,10 +201,11 @@ def test_the_row_of_a_step_is_written_by_the_next_wait(rl: OnlineController, tmp
 
     Seen failing with the row written before the comparison.
     """
+    Published(rl, [Engine(1e-6)])
     assert rl._step()
     assert rows(tmp_path) == []
     rl._tick()
-    rl._recorder.parity(2e-6)
+    rl._recorder.parity(mean=1e-6, p99=1e-6, max=2e-6)
     rl._tick()
     assert [(row["step"], row["parity_max_abs_logprob_diff"]) for row in rows(tmp_path)] == [(1, 1e-6)]
     assert all(rows(tmp_path)[0][name] >= 0 for name in ("trainer_wait_s", "train_s", "publish_s"))
@@ -234,59 +266,87 @@ def test_a_step_whose_hand_over_fails_is_complete_and_has_its_row(
     assert [row["step"] for row in rows(tmp_path)] == [1]
 
 
-@pytest.mark.parametrize(("limit", "difference"), [("auto", 0.031), (0.5, 0.6), ("auto", math.inf)])
+@pytest.mark.parametrize(
+    ("limit", "difference", "tokens"),
+    [("auto", 0.022, 2), ("auto", 0.0031, 100), (0.5, 3.6, 2), (0.5, 0.51, 100), ("auto", math.inf, 1)],
+)
 def test_an_engine_too_far_from_the_trainer_ends_the_run(
-    rl: OnlineController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: Any, difference: float
+    rl: OnlineController, tmp_path: Path, limit: Any, difference: float, tokens: int
 ) -> None:
-    """Named, with the figure and the parameters; the step is complete, so that the rescue saves it.
+    """By the mean over its tokens, or by their 99th percentile; named, with figures and the parameters.
 
-    It may be lost while the trainer answers. Seen failing with a figure alone, and with a KeyError in its place.
+    The step is complete, so that the rescue saves it. The engine may be lost while the trainer answers. Seen failing
+    with a figure alone, with a KeyError in its place, and with a NaN that is no larger than any limit.
     """
-    limit_parity(rl, limit)
-    rl._cluster.engines.handles = {"rollout/0": scoring(0.0), "rollout/1": scoring(difference)}
-    monkeypatch.setattr(online, "largest_differences", largest_differences)
-    squares = {"model.layers.0.mlp.up_proj.weight": 2.0, "model.norm.weight": 1.0}
-    answers = {"step": dict(STATS), "score": [np.zeros(3)], "squares": squares}
+    engines = [Engine(), Engine(difference, tokens=tokens)]
+    trainer = Published(rl, engines, parity_limit=limit)
+    engines[1].held["model.layers.0.mlp.up_proj.weight"] = 7
+    answer = trainer.answer
 
-    def ask(method: str, *_: Any, waiting_for: str) -> list[Any]:
+    def ask(method: str, *arguments: Any, waiting_for: str) -> list[Any]:
         if method == "score":
             del rl._cluster.engines.handles["rollout/1"]
-        return [answers[method]]
+        return answer(method, *arguments, waiting_for=waiting_for)
 
     vars(rl)["_ask"] = ask
-    with pytest.raises(
-        HandoverError,
-        match=r"parity_limit=\S+ nats, got a difference of .* from rollout/1 at version 1; the parameter families that "
-        r"differ are mlp\.up_proj\.weight: c",
-    ):
+    words = r"at version 1 .* log-probabilities of rollout/1 are off by .*parity_limit=\S+, .* in mlp\.up_proj\.weight "
+    with pytest.raises(HandoverError, match=words + r"\(layer 0\)\. Fix"):
         rl._step()
     rl._tick()
     assert rl._at_boundary
     assert rows(tmp_path)[0]["parity_max_abs_logprob_diff"] == min(difference, sys.float_info.max)
 
 
-@pytest.mark.parametrize("limit", [0, None, 0.7])
+@pytest.mark.parametrize(("limit", "difference"), [(0, 50.0), (None, 50.0), (0.7, 0.6), (0.7, 4.8)])
 def test_parity_without_a_limit_or_within_it_is_only_reported(
-    rl: OnlineController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: Any
+    rl: OnlineController, tmp_path: Path, caplog: pytest.LogCaptureFixture, limit: Any, difference: float
 ) -> None:
-    limit_parity(rl, limit)
-    monkeypatch.setattr(online, "largest_differences", lambda *_: {"rollout/0": 0.6})
+    """Parameters that did not arrive likewise. Seen failing with the largest difference compared with the limit."""
+    engine = Engine(difference)
+    trainer = Published(rl, [engine], parity_limit=limit)
     assert rl._step()
+    if not limit:
+        trainer.train()
+        assert rl._step()
+        assert "rollout/0 did not get mlp.up_proj.weight (layer 0), norm.weight" in caplog.text
     rl._tick()
-    assert rows(tmp_path)[0]["parity_max_abs_logprob_diff"] == 0.6
+    assert rows(tmp_path)[0]["parity_max_abs_logprob_diff"] == difference
+    assert rows(tmp_path)[0]["parity_mean_abs_logprob_diff"] == pytest.approx(difference / 50)
 
 
 def test_parity_is_measured_at_the_first_publication_of_trained_weights_and_then_as_often_as_the_recipe_says(
-    rl: OnlineController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rl: OnlineController,
 ) -> None:
-    """Also in a resumed run. Seen failing with the modulo alone."""
-    limit_parity(rl, "auto", every=4)
-    rl._version = rl._first_version = 2
-    measured: list[int] = []
-    monkeypatch.setattr(online, "largest_differences", lambda *_: measured.append(rl._version) or {})
-    for _ in range(3):
+    """Also in a resumed run; parameters after the first two steps as well. Seen failing with the modulo alone."""
+    engine = Engine()
+    Published(rl, [engine], parity_every=4)
+    rl._version = rl._first_version = 3
+    asked = []
+    for _ in range(6):
+        engine.asked.clear()
         rl._step()
-    assert measured == [3, 4]
+        asked.append((rl._version, "+".join(engine.asked)))
+    both = "score+parameters"
+    assert asked == [(4, both), (5, "parameters"), (6, ""), (7, ""), (8, both), (9, "")]
+
+
+@pytest.mark.parametrize("missing", ["everything", "a layer"])
+def test_weights_that_do_not_arrive_end_the_run_though_no_log_probability_shows_it(
+    rl: OnlineController, missing: str
+) -> None:
+    """At the second publication, where no log-probabilities are compared. Seen going on without the comparison."""
+    engines = [Engine(), Engine()]
+    trainer = Published(rl, engines, parity_every=100)
+    assert rl._step()
+    trainer.train(*engines)
+    trainer.train(engines[0])
+    name = "mlp.up_proj.weight (layer 0), norm.weight"
+    if missing == "a layer":
+        engines[1].held["model.norm.weight"] = trainer.values["model.norm.weight"]
+        name = "mlp.up_proj.weight (layer 0)"
+    words = f"at version 2 the engines must hold the trainer's weights, but rollout/1 did not get {name}."
+    with pytest.raises(HandoverError, match=re.escape(words)):
+        rl._step()
 
 
 @pytest.mark.parametrize(("doing", "asked"), [("", ["snapshot", "save"]), ("in step step-8 since 31 s (wait)", [])])

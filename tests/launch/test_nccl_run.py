@@ -104,7 +104,7 @@ def test_an_engine_with_other_weights_stops_the_run_at_the_first_publication(
     save_file(tensors, weights, metadata={"format": "pt"})
     monkeypatch.setattr(online, "Cluster", functools.partial(cluster.Cluster, rollout_actor=DeafRolloutActor))
     config = loop_config(tmp_path, run={"steps": 3, "dir": str(tmp_path / "run")})
-    said = r"parity_limit=0\.03 nats, .* from rollout/0 at version 0; .* are mlp\.gate_up_proj\.weight:"
+    said = r"at version 0 .* of rollout/0 are off .*parity_limit=0\.003.* in mlp\.gate_up_proj\.weight \(layer 1\)"
     with pytest.raises(HandoverError, match=said):
         train(config, recipe_name="test", console=Console(file=io.StringIO()))
     assert RunFolder(tmp_path / "run").read("metrics.jsonl") == []

@@ -23,7 +23,8 @@ TAGS = {
     "reward": ("reward_mean", "reward_shaped_mean", "eval_reward",
                "reward_by_source", "reward_parts", "verifier_metrics", "eval_by_source"),
     "time": ("train_s", "publish_s", "paused_s"),
-    "weights": ("parity_max_abs_logprob_diff", "behav_prox_max_abs_diff_age0"),
+    "weights": ("parity_mean_abs_logprob_diff", "parity_p99_abs_logprob_diff", "parity_max_abs_logprob_diff",
+                "behav_prox_max_abs_diff_age0"),
 }  # fmt: skip
 """The names in TensorBoard, which users' dashboards rely on."""
 
