@@ -320,7 +320,7 @@ class TrainerConfig(Section):
     min_lr_fraction: float = Field(0.1, ge=0, le=1)
     """end of the cosine, as a share of lr"""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW weight decay"""
+    """AdamW weight decay of matrices; norms and biases have none"""
     beta1: float = Field(0.9, ge=0, lt=1)
     """AdamW first moment decay"""
     beta2: float = Field(0.95, ge=0, lt=1)

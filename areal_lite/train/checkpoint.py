@@ -155,7 +155,8 @@ def _load_learner(folder: Path, learner: Learner) -> None:
             f"the checkpoint in {folder} cannot be read ({error!r}): resume from an older checkpoint"
         ) from error
     set_model_state_dict(learner.model, state["model"], options=StateDictOptions(strict=False))
-    set_optimizer_state_dict(learner.model, learner.optimizer, state["optimizer"])
+    own = get_optimizer_state_dict(learner.model, learner.optimizer)
+    set_optimizer_state_dict(learner.model, learner.optimizer, own | state["optimizer"])
 
 
 def export_model(folder: Path, model: nn.Module, *, base_folder: str, rank: int, dtype: str) -> None:
@@ -187,13 +188,16 @@ def export_model(folder: Path, model: nn.Module, *, base_folder: str, rank: int,
 
 
 def _state(learner: Learner) -> dict[str, Any]:
-    """Return the state by parameter name, in tensors that loading fills in place; what is frozen is not in it."""
+    """Return the state by parameter name, in tensors that loading fills in place; what is frozen is not in it.
+
+    Nor are the optimiser's groups and their settings: those are the recipe's.
+    """
     parameters = learner.model.named_parameters(remove_duplicate=False)
     frozen = {name for name, parameter in parameters if not parameter.requires_grad}
     state = get_model_state_dict(learner.model)
     return {
         "model": {name: value for name, value in state.items() if name not in frozen},
-        "optimizer": get_optimizer_state_dict(learner.model, learner.optimizer),
+        "optimizer": {"state": get_optimizer_state_dict(learner.model, learner.optimizer)["state"]},
     }
 
 

@@ -39,22 +39,25 @@ class Learner:
     """A model with its AdamW optimiser."""
 
     def __init__(self, model: nn.Module, *, settings: TrainerConfig, total_steps: int) -> None:
-        """Make the optimiser; the learning rate ends with so many steps."""
+        """Make the optimiser; the learning rate ends with so many steps.
+
+        Weights of matrices decay; norms and biases, stacked ones of experts included, do not.
+        """
         self.model, self.settings, self._total_steps = model, settings, total_steps
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         # Tensor operations on lists take those of one mesh.
-        groups: dict[Any, list[nn.Parameter]] = {}
-        for parameter in trained:
-            groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        groups: dict[tuple[Any, float], list[nn.Parameter]] = {}
+        for name, parameter in trained.items():
+            decay = settings.weight_decay if parameter.ndim > 1 and not name.endswith("bias") else 0.0
+            groups.setdefault((getattr(parameter, "device_mesh", None), decay), []).append(parameter)
         self.optimizer = torch.optim.AdamW(
-            [{"params": parameters} for parameters in groups.values()],
+            [{"params": parameters, "weight_decay": decay} for (_, decay), parameters in groups.items()],
             lr=settings.lr,
             betas=(settings.beta1, settings.beta2),
-            weight_decay=settings.weight_decay,
             fused=True,
         )
         # What AdamW would make on its first step, so that a checkpoint before it is like any other.
-        for parameter in trained:
+        for parameter in trained.values():
             self.optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),

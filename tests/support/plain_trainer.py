@@ -100,7 +100,12 @@ class PlainTrainer:
         self.version += 1
 
     def _adam(self, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+        decay = self.config.trainer.weight_decay
+        layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear | nn.Embedding)]
+        matrices = {layer.weight: None for layer in layers}
+        others = [parameter for parameter in model.parameters() if parameter not in matrices]
+        groups = [{"params": list(matrices), "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
 
     def _update(self, model: nn.Module, optimizer: Any, loss: Tensor, losses: list[float]) -> None:
         optimizer.zero_grad()

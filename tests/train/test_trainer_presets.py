@@ -37,6 +37,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     "varied-groups": {"objective": {"sample_filter": "varied_groups", "aggregation": "sequence_mean"}},
     "batch-std": {"objective": {"preset": "reinforce", "scale": "batch_std"}},
     "monte-carlo": {"objective": {"preset": "ppo", "gamma": 0.9}, "critic": {"target": "monte_carlo"}},
+    "weight-decay": {"objective": {"preset": "ppo"}, "trainer": {"weight_decay": 5.0}},
     "value-clip": {"objective": {"preset": "ppo"}, "critic": {"value_clip": 0.01}},
 }
 
@@ -61,7 +62,8 @@ def test_a_step_equals_a_second_implementation(
 
     Some rows are stale, some unscored, some cut off, some too long; one group's rewards are all equal. A critic says 0
     in its first step, so it gets a second one. Seen failing with advantages as the critic's targets, with the proximal
-    pass left to the updates where the plan needs it, and with sample filter or truncation mask passed over.
+    pass left to the updates where the plan needs it, with sample filter or truncation mask passed over, and with weight
+    decay of norms and of the critic's bias.
     """
     config = config_of(KNOBS.get(name, {"objective": {"preset": name}}), reference_folder)
     trainer, plain = make_trainer(model_folder, config), PlainTrainer(config, model_folder, version=5)

@@ -37,6 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "checkpointing": {"trainer": {"activation_checkpointing": True, "micro_batch_tokens": 4096}},
     "bfloat16": {"model": {"compute_dtype": "bfloat16"}},
     "offload": {"trainer": {"offload": True}},
+    "decay": {"trainer": {"weight_decay": 5.0}},
 }
 """`pieces`, three tokens' logits at a time, and `offload`, which moves nothing on a CPU, are to be like `plain`."""
 
@@ -122,7 +123,14 @@ def record(folder: Path, name: str, *, uneven: bool, rank: int = 0) -> dict[str,
 @pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize(
     ("name", "tolerance"),
-    [("plain", 2e-5), ("checkpointing", 2e-5), ("bfloat16", 2e-2), ("pieces", 2e-5), ("offload", 2e-5)],
+    [
+        ("plain", 2e-5),
+        ("checkpointing", 2e-5),
+        ("bfloat16", 2e-2),
+        ("pieces", 2e-5),
+        ("offload", 2e-5),
+        ("decay", 2e-5),
+    ],
 )
 def test_two_ranks_learn_what_one_learns(outputs: dict[int, Path], name: str, tolerance: float, uneven: bool) -> None:
     """Same weights after two updates.
