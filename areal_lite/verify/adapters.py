@@ -15,10 +15,12 @@ from areal_lite.config.data import CHAT, REFERENCES
 from areal_lite.config.plugins import find_function
 from areal_lite.config.section import Arguments
 from areal_lite.errors import PluginError, VerifierUnavailable
+from areal_lite.verify.builtin.final_answer import answer_text
 from areal_lite.verify.result import Rows, Texts, VerifyResult, batched, prepared_by
 
 _BATCH_SIZE = 32
 _NOT_COLUMNS = ("prompts", "completions", "messages", CHAT)
+_NAN = re.compile(r"\bnanj?\b", re.IGNORECASE)
 _TUPLE_FAMILIES = ("arc_agi", "rearc")
 """Families whose scorer compares the answer with a tuple of tuples; a row that has travelled holds lists."""
 
@@ -195,7 +197,8 @@ def _list(values: Any) -> list[Any]:
 class reasoning_gym(Arguments):
     """Score with the own scorer of a task family of reasoning-gym; many give parts of a point.
 
-    The answer is what stands between the last `<answer>` tags, else behind the last `####`, else all of the completion.
+    The answer is what the last `<answer>` tags hold, else what follows the last `####`, else all of the completion;
+    thoughts do not count. `nan` earns nothing unless the right answer holds it: some scorers give it all points.
     The two columns, the family's name and the task as generated, are those that `data.source: reasoning_gym` makes.
     """
 
@@ -215,7 +218,7 @@ class reasoning_gym(Arguments):
     ) -> VerifyResult:
         """Return the scorer's points; 0 with a word for a person where it cannot read the answer."""
         given = self._answer_in(completion)
-        if given is None:
+        if given is None or (_NAN.search(given) and not _NAN.search(str(reasoning_gym_entry["answer"]))):
             return VerifyResult(0.0, feedback="no answer found")
         score, entry = _scorer(reasoning_gym_dataset), dict(reasoning_gym_entry)
         if reasoning_gym_dataset in _TUPLE_FAMILIES:
@@ -231,8 +234,7 @@ class reasoning_gym(Arguments):
 
     def _answer_in(self, completion: str) -> str | None:
         if self.extract is None:
-            tagged = re.findall(r"<answer>(.*?)</answer>", completion, flags=re.DOTALL)
-            return (tagged[-1] if tagged else completion.rpartition("####")[2]).strip()
+            return answer_text(completion).rpartition("####")[2].strip()
         *_, last = [None, *re.finditer(self.extract, completion)]
         return None if last is None else (last[1] if last.re.groups else last[0])
 

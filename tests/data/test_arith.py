@@ -96,6 +96,9 @@ def test_gold_solutions_score_one_and_others_zero():
         ("#### $1,234.50.", "1234.5"),
         ("#### -3", "-3"),
         ("20-5", "5"),
+        ("#\u22125", "-5"),
+        ("#\u20135", "-5"),
+        ("5\u20137", "7"),
         ("between 3 and -4", "-4"),
         ("about .5 of it", "0.5"),
         ("first 1, 2,3", "3"),
@@ -108,6 +111,7 @@ def test_gold_solutions_score_one_and_others_zero():
     ],
 )
 def test_final_number(text, number):
+    """Seen failing with the minus sign U+2212 and the en dash not read as signs."""
     assert final_number(text) == (None if number is None else Decimal(number))
 
 

@@ -203,6 +203,17 @@ def test_the_answer_is_taken_from_where_the_recipe_says() -> None:
 
 
 @pytest.mark.gym
+def test_thoughts_hold_no_answer_and_nan_earns_nothing() -> None:
+    """Seen failing with the first closing tag taken, thoughts read, and nan handed to the scorer, which gives 1.0."""
+    row = gym_row("complex_arithmetic", 0)
+    gold = row["reasoning_gym_entry"]["answer"]
+    for completion in (f"<think><answer>1</answer></think>{gold}", f"<answer>a<answer>{gold}</answer></answer>"):
+        assert reasoning_gym()("p", completion, gold, **row).reward == 1.0
+    for answer in ("nan", "-NaN", "1+nanj"):
+        assert reasoning_gym()("p", f"<answer>{answer}</answer>", gold, **row).reward == 0.0
+
+
+@pytest.mark.gym
 def test_an_answer_that_breaks_its_scorer_scores_0_and_a_broken_row_fails() -> None:
     """prime_factorization parses answers without care. Seen failing with every exception of a scorer passed on."""
     row = gym_row("prime_factorization", 0)

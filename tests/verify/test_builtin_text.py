@@ -15,7 +15,7 @@ from areal_lite.verify.builtin.numeric import numeric, read_number
 from areal_lite.verify.builtin.text import exact, multiple_choice, regex
 from areal_lite.verify.protocol import Verifier
 
-MODULES = ["text", "numeric", "format", "math", "final_answer"]
+MODULES = ["text", "numeric", "format", "math", "final_answer", "notation", "plain"]
 NAMES = [
     "last_number",
     "exact",
@@ -146,12 +146,18 @@ def test_an_answer_that_is_no_pattern_is_an_error_not_a_0() -> None:
         ("I do not know.", None),
         ("Answer: E", None),
         ("", None),
+        ("<think>maybe B</think>\nC", "C"),
+        ("<think>the answer is B</think> I do not know", None),
+        ("the answer is B</think> <answer>c</answer>", "C"),
+        ("(A) <answer>D</answer></s>", "D"),
+        ("<think>so the answer is B", None),
     ],
 )
 def test_the_choice_that_is_stated_last_counts(completion: str, letter: str | None) -> None:
     """Of four choices.
 
-    Seen failing with mentions put on a par with statements, with the first one taken, and without "is correct".
+    Seen failing with mentions put on a par with statements, with the first one taken, and without "is correct"; the
+    last five with thoughts and tags not read.
     """
     scores = {choice: multiple_choice(choices=4)("p", completion, choice) for choice in "ABCD"}
     assert scores == {choice: float(choice == letter) for choice in "ABCD"}
@@ -220,10 +226,24 @@ def test_numbers_are_read_exactly(text: str, value: Fraction | float | None) -> 
         ("0.3333333", "1/3", {}, 1.0),
         ("6.02e23", "6.02 x 10^23", {}, 1.0),
         ("1,250 kg", "1250", {}, 1.0),
+        ("<think>13</think><answer>12 of 14</answer> 15", "14", {}, 1.0),
+        ("<answer>12</answer> in 3 tries", "12", {}, 1.0),
+        ("\u22125", "-5", {}, 1.0),
+        ("\u22125", "5", {}, 0.0),
+        ("The answer is \u20135.", "-5", {}, 1.0),
+        (r"\boxed{3\frac{1}{2}}", "3.5", {}, 1.0),
+        ("1\u00be cups", "1.75", {}, 1.0),
+        ("1.5\u00d710\u207b\u00b3 m\u00b2", "0.0015", {}, 1.0),
+        (r"5\text{ m}^{2}", "5", {}, 1.0),
+        (r"\boxed{5", "5", {}, 0.0),
     ],
 )
 def test_numeric(completion: str, answer: str, options: dict[str, Any], score: float) -> None:
-    """Tolerances include their ends, and 0.8 is 0.1 from 0.7, exactly. Seen failing with floats, and with `<`."""
+    """Tolerances include their ends, and 0.8 is 0.1 from 0.7, exactly. Seen failing with floats, and with `<`.
+
+    The last ten, but for a minus sign, were seen failing with tags, mixed numbers and Unicode not read, with the power
+    of a unit taken for the number, and with a box that never closes read.
+    """
     assert numeric(**options)("p", completion, answer) == score
 
 

@@ -1,4 +1,4 @@
-r"""Where a worked solution says its answer: in the last `\boxed{}`, behind `####`, or behind "the answer is"."""
+r"""Where a text gives its answer: in `<answer>` tags, in the last `\boxed{}`, after `####` or after "the answer is"."""
 
 import re
 from typing import NamedTuple
@@ -9,6 +9,13 @@ from areal_lite.config.section import Arguments
 
 _ANSWER_IS = re.compile(r"\banswer\b\W{0,4}(?:(?:is|are|as|equals)\b|:|=)\s*:?", re.IGNORECASE)
 _BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
+_THOUGHT = re.compile(r"<(think|thinking)>.*?(?:</\1>|\Z)", re.DOTALL | re.IGNORECASE)
+_THOUGHT_END = re.compile(r"</think(?:ing)?>", re.IGNORECASE)
+_TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL | re.IGNORECASE)
+_MARKUP = re.compile(r"</\w+>|<[A-Za-z][\w-]+>|<[|\uff5c][^<>]*[|\uff5c]>")
+"""Other tags, and special tokens such as </s> and <|im_end|>: math-verify drops a number beside them."""
+_PLAIN = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | dict.fromkeys([0x2010, 0x2011, 0x2212, 0x2013], "-")
+"""ASCII for full-width characters, and for the signs that stand for a minus."""
 _BETWEEN = re.compile(r"[\s${}]|\\(?:text|quad|[()\[\],;: ])")
 """What may stand beside the word or sign that makes two boxes one list."""
 
@@ -36,11 +43,33 @@ class FinalAnswer(NamedTuple):
     """What it was found by: `boxed`, `####`, `answer is`, or nothing, where it is the whole text."""
 
 
+def plain_text(text: str) -> str:
+    """Return a text without tags and special tokens, and with ASCII for full-width characters and minus signs."""
+    return _MARKUP.sub(" ", text).translate(_PLAIN)
+
+
+def answer_text(text: str) -> str:
+    """Return the part of a text that can hold the answer.
+
+    Thoughts are left out: what `<think>` tags hold, what precedes a `</think>` whose opening tag the prompt held, and
+    what follows a `<think>` that never closes. Of the rest, what the last pair of `<answer>` tags holds, if there is an
+    `<answer>`; nothing if none closes.
+
+    Example:
+        >>> answer_text("<think>3 tries give 13</think><answer>12</answer>"), answer_text("<answer>1")
+        ('12', '')
+    """
+    text = _THOUGHT_END.split(_THOUGHT.sub(" ", text))[-1]
+    if tagged := _TAGGED.findall(text):
+        return str(tagged[-1])
+    return "" if "<answer>" in text.lower() else text
+
+
 def final_answer(text: str) -> FinalAnswer:
-    r"""Find what a worked solution says its answer is.
+    r"""Find the answer that a worked solution gives, within its `answer_text`.
 
     A box goes before `####`, and that before words; of several of a kind the last one wins, but boxes that a comma,
-    "and" or "or" joins are one answer. A box that never closes is no box.
+    "and" or "or" joins are one answer. A box that never closes is no box; if no other closes, there is no answer.
 
     Example:
         >>> final_answer("so $x=\\boxed{\\frac{1}{2}}$ in all.")
@@ -48,8 +77,9 @@ def final_answer(text: str) -> FinalAnswer:
         >>> final_answer("7+5=12\n#### 12").text, final_answer("The answer is 12. I am sure.").text
         ('12', '12')
     """
-    if boxes := _last_boxes(text):
-        return FinalAnswer(", ".join(dict.fromkeys(boxes)), "boxed")
+    text = plain_text(answer_text(text))
+    if (boxes := _last_boxes(text)) or _BOX.search(text):
+        return FinalAnswer(", ".join(dict.fromkeys(map(_tidy, boxes))), "boxed")
     if "####" in text:
         return FinalAnswer(_tidy(text.rpartition("####")[2]), "####")
     if statements := list(_ANSWER_IS.finditer(text)):
@@ -91,4 +121,5 @@ def _first_sentence(text: str) -> str:
 
 
 def _tidy(text: str) -> str:
-    return re.sub(r"[.\s*]+$", "", text.strip()).lstrip("*: \t")
+    """Leave out what decorates an answer: spaces, LaTeX's among them, emphasis, and punctuation at the end."""
+    return text.strip().lstrip("*_`: \t").rstrip(".,;:*_` \t\n").removesuffix("\\").rstrip()

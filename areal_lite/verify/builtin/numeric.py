@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field
 
 from areal_lite.verify.builtin.final_answer import AnswerArguments, final_answer
+from areal_lite.verify.builtin.notation import as_latex
 from areal_lite.verify.result import any_reference
 
 _MAX_EXPONENT = 400  # a float's range; 1e999999999 would take all memory as an exact number
@@ -14,10 +15,10 @@ _MAX_EXPONENT = 400  # a float's range; 1e999999999 would take all memory as an 
 _FIGURES = r"(?:\d+(?:(?:,|\{,\}|\\,)\d{3}(?!\d))+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
 _TIMES = r"\s*(?:[x\u00d7*\u00b7]|\\times|\\cdot)\s*"
 _POWER = rf"(?:[eE](?P<exponent>[+-]?\d+)|{_TIMES}10\s*(?:\^|\*\*)\s*\{{?(?P<power>[+-]?\d+)\}}?)"
-_NUMBER = re.compile(
+NUMBER = re.compile(
     # Not within a word or behind a power sign (m2, m^2); a minus between two numbers is an operator.
-    r"(?<![\w^.\\])(?:(?<![\d)])(?<![\d)]\s)(?P<minus>-|\u2212)\s?)?(?:[$€£]\s?|\\\$\s?)?"
-    rf"(?:(?P<whole>\d+)\s+(?=\d+/\d))?"
+    r"(?<![\w^.\\])(?<![\^_]\{)(?:(?<![\d)])(?<![\d)]\s)(?P<minus>-|\u2212)\s?)?(?:[$€£]\s?|\\\$\s?)?"
+    rf"(?:(?P<whole>\d+)(?:\s+(?=\d+/\d)|\s*(?=\\[dt]?frac)))?"
     rf"(?:\\[dt]?frac\{{(?P<above>{_FIGURES})\}}\{{(?P<below>{_FIGURES})\}}"
     rf"|(?P<figures>{_FIGURES}){_POWER}?(?:\s?/\s?(?P<divisor>{_FIGURES}))?)"
     r"(?P<percent>\s*(?:\\?%|percent\b))?"
@@ -38,14 +39,14 @@ def read_number(text: str) -> Number | None:
         >>> read_number("about 1,250.5 m^2").value, read_number("1 3/4 cups").value, read_number("-2.5e-1").value
         (Fraction(2501, 2), Fraction(7, 4), Fraction(-1, 4))
     """
-    for match in reversed(list(_NUMBER.finditer(text))):
-        if (value := _value(match)) is not None:
+    for match in reversed(list(NUMBER.finditer(text))):
+        if (value := value_of(match)) is not None:
             return Number(value, bool(match["percent"]))
     return None
 
 
-def _value(match: re.Match[str]) -> Fraction | None:
-    """Return what a match says; None for a division by zero, and for what is beyond any float."""
+def value_of(match: re.Match[str]) -> Fraction | None:
+    """Return the number that a match of `NUMBER` stands for; None if it divides by zero or exceeds any float."""
     exponent = int(match["exponent"] or match["power"] or 0)
     above, below = _plain(match["figures"] or match["above"]), _plain(match["divisor"] or match["below"] or "1")
     if abs(exponent) > _MAX_EXPONENT or below == 0:
@@ -82,7 +83,8 @@ class numeric(AnswerArguments):
     @any_reference
     def __call__(self, prompt: str, completion: str, answer: str, /, **row: Any) -> float:
         """Compare the numbers; a `ValueError` where the reference has none, no fault of the completion's."""
-        expected, given = (read_number(final_answer(text).text) for text in (answer, self.said_in(completion)))
+        texts = answer, self.said_in(completion)
+        expected, given = (read_number(as_latex(final_answer(text).text)) for text in texts)
         if expected is None:
             raise ValueError(f"the reference answer must hold a number, got {answer!r:.200}")
         if given is None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator
 
 from areal_lite.config.section import Arguments
-from areal_lite.verify.builtin.final_answer import AnswerArguments
+from areal_lite.verify.builtin.final_answer import AnswerArguments, answer_text, plain_text
 from areal_lite.verify.result import any_reference
 
 # A minus between two numbers is an operator. Thousands may be separated: 1,234.5
@@ -44,7 +44,7 @@ def final_number(text: str) -> Decimal | None:
         >>> final_number("7+25=32;32+13=45#45"), final_number("so 1,234 in all."), final_number("45#")
         (Decimal('45'), Decimal('1234'), None)
     """
-    numbers = _NUMBER.findall(text.rpartition("#")[2])
+    numbers = _NUMBER.findall(plain_text(text).rpartition("#")[2])
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
@@ -108,7 +108,8 @@ class multiple_choice(AnswerArguments):
 
     A statement (`\boxed{B}`, "the answer is B", "Answer: (B)", "B is correct") goes before a mention ("(B)", "B." or
     "B)" at the start of a line, a line with nothing but "B"); among several of a kind the last one wins. With the
-    choices' texts given, a completion without either chooses the text it ends with.
+    choices' texts given, a completion without either chooses the text it ends with. Thoughts do not count, and of
+    `<answer>` tags only what the last pair holds.
 
     Example:
         >>> multiple_choice()("", "(A) is too small. The answer is (C), not (D).", "C")
@@ -125,15 +126,17 @@ class multiple_choice(AnswerArguments):
         """Compare the choices; a `ValueError` where the reference is no letter, "(B)", "B. text" or a choice's text."""
         choices = self.choices if choices is None else choices
         letters, texts = _letters(choices), () if isinstance(choices, int) else tuple(map(str, choices))
-        expected = _named_choice(answer, letters, texts) or _stated_choice(answer, letters)
+        answer, given = (plain_text(answer_text(text)) for text in (answer, self.said_in(completion)))
+        expected, found = (
+            _named_choice(text, letters, texts) or _stated_choice(text, letters) for text in (answer, given)
+        )
         if expected is None:
             raise ValueError(f"the reference must be one of {letters} or the text of a choice, got {answer!r:.200}")
-        completion = self.said_in(completion)
-        return float((_stated_choice(completion, letters) or _last_text(completion, letters, texts)) == expected)
+        return float((found or _last_text(given, letters, texts)) == expected)
 
 
 def _named_choice(answer: str, letters: str, texts: Sequence[str]) -> str | None:
-    """Return the letter of a reference that is a letter or a choice's text."""
+    """Return the letter of an answer that is a letter or a choice's text."""
     plain = answer.strip()
     if len(plain) == 1 and plain.upper() in letters:
         return plain.upper()
