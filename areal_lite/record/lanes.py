@@ -5,6 +5,7 @@ difference of two readings.
 """
 
 import bisect
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -66,6 +67,12 @@ def lived(events: Sequence[Event]) -> Callable[[float], float]:
     ends = [event["time"] for event in events if event["kind"] == GAP]
     gaps = [(end, times[min(bisect.bisect(times, end), len(times) - 1)]) for end in ends]
     return lambda moment: moment - begin - sum(min(max(moment, end), again) - end for end, again in gaps)
+
+
+def steps_before_gaps(events: Iterable[Event]) -> set[int]:
+    """Return the steps after which the run did not live for a while; 0 for a gap before the first one."""
+    kinds = [event for event in events if event["kind"] in ("published", GAP)]
+    return {event.get("version", 0) for event, after in itertools.pairwise(kinds) if after["kind"] == GAP}
 
 
 def slices(events: Iterable[Event]) -> Iterator[Slice]:

@@ -74,6 +74,8 @@ class Metric:
         """Return what the terminal says: a dash where there is no value, the parts where there are several."""
         assert self.panel is not None
         text, value = self.panel[1], row.get(self.name)
+        if isinstance(value, float) and 0 < value < 10:
+            text = text.replace(":,.0f", ":.2g")  # a slow run's speed is not 0
         if isinstance(value, Mapping):
             return ", ".join(f"{name} {text.format(part)}" for name, part in value.items()) if len(value) > 1 else ""
         return (re.sub(r"\{:.*?}", "-", text) if value is None else text).format(value, **bounds)

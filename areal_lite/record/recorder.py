@@ -1,6 +1,7 @@
 """What every kind of run writes: rows with trackers beside them, events, and the summary."""
 
 import contextlib
+import itertools
 import logging
 import math
 import statistics
@@ -18,7 +19,17 @@ from areal_lite.config.sections import RunConfig
 from areal_lite.events import Event
 from areal_lite.network import local_address
 from areal_lite.node import package_versions
-from areal_lite.record.lanes import GAP, PAUSE_PARTS, LaneClocks, Stretch, lane_events, reading, sample_lengths, slices
+from areal_lite.record.lanes import (
+    GAP,
+    PAUSE_PARTS,
+    LaneClocks,
+    Stretch,
+    lane_events,
+    reading,
+    sample_lengths,
+    slices,
+    steps_before_gaps,
+)
 from areal_lite.record.metrics import METRICS, OFFLINE_METRICS, Metric
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.record.trackers import PrometheusPage, Tracker, open_trackers
@@ -102,6 +113,7 @@ class Recorder:
 
 _PARITY = ("mean", "p99", "max")
 """Of |engine - trainer| log-probabilities."""
+_SPEEDS = ("samples_per_s", "gen_tokens_per_s", "trained_tokens_per_s", "rollout_occupancy")
 
 
 class OnlineRecorder(Recorder):
@@ -113,9 +125,15 @@ class OnlineRecorder(Recorder):
         self._clocks = LaneClocks()
         self._clocks.feed(self._earlier)
         now, trained = time.time(), [event["time"] for event in self._earlier if event["kind"] == "published"]
-        self._last = self._first = _Moment(now, tokens=0.0, steps=0, lanes=self._clocks.read(now))
+        self._last = _Moment(now, tokens=0.0, steps=0, lanes=self._clocks.read(now))
         self._origin = reading(self._earlier, trained[0]) if trained else None
-        """The clocks at the run's first step, where that was before it was resumed."""
+        """The clocks at the run's first step."""
+        self._done: dict[str, float] = dict.fromkeys(("seconds", *_SPEEDS), 0.0)
+        """What all steps did but the first one after each start, whose time is mostly that of the start."""
+        ends = steps_before_gaps(self._earlier)
+        for before, row in itertools.pairwise(self.rows):
+            if before["step"] not in ends:
+                self._count(row, row["time_s"] - before["time_s"])
         self._earlier.clear()
         self._pending: dict[str, Any] = {}
 
@@ -158,8 +176,7 @@ class OnlineRecorder(Recorder):
         """
         now, before = time.time(), self._last
         self._last = _Moment(now, tokens_generated, before.steps + 1, self._clocks.read(now))
-        if self._last.steps == 1:
-            self._first = self._last
+        self._origin = self._origin or self._last.lanes
         measured = {
             **timings,
             "age_histogram": {str(age): count for age, count in stats["age_histogram"].items()},
@@ -169,7 +186,10 @@ class OnlineRecorder(Recorder):
             "ledger": dict(ledger),
         }
         self._pending = {}
-        return self.write(step, **{**stats, **measured})
+        row = self.write(step, **{**stats, **measured})
+        if before.steps:
+            self._count(row, self._last.time - before.time)
+        return row
 
     def samples(self, step: int, groups: Iterable[Group]) -> None:
         """Write some groups of a batch in readable form."""
@@ -181,10 +201,9 @@ class OnlineRecorder(Recorder):
             self._track(lambda tracker: tracker.show_samples(table))
 
     def shares(self) -> dict[str, float]:
-        """Shares of the time between the first and the last trained step: idle, paused and its parts, occupancy."""
-        run, trainer = Stretch(self._origin or self._first.lanes, self._last.lanes), ("training", "publishing", "other")
+        """Shares of the time between the first and the last trained step: idle, paused and its parts."""
+        run, trainer = Stretch(self._origin or self._last.lanes, self._last.lanes), ("training", "publishing", "other")
         return {
-            "rollout_occupancy": self._rates(self._first)["rollout_occupancy"],
             "rollout_idle_fraction": run.share("idle"),
             "rollout_draining_fraction": run.share("draining"),
             "trainer_idle_fraction": run.share("waiting", lane="trainer"),
@@ -195,15 +214,13 @@ class OnlineRecorder(Recorder):
 
     def summary(self, status: str, *, ledger: Mapping[str, int]) -> dict[str, Any]:
         """Write `summary.json` and `trace.json.gz`, and return the summary."""
-        rows, seconds = self.rows, max(self._last.time - self._first.time, 1e-9)
-        trained = rows[len(rows) - (self._last.steps - self._first.steps) :]
+        rows, done = self.rows, self._done
         evaluations = sorted(self.evaluations.items())
         events = self._folder.read("events.jsonl")
         lanes = [found for lane, found in lane_events(events).items() if lane.startswith("rollout/")]
         pauses = [end - start for found in lanes for kind, start, end, _ in slices(found)]
         figures = {
-            **self._rates(self._first),
-            "trained_tokens_per_s": sum(row["tokens_trained"] for row in trained) / seconds,
+            **{name: done[name] / done["seconds"] if done["seconds"] else None for name in _SPEEDS},
             **mean_of_ends(rows, "reward_mean", "reward"),
             "eval_called": evaluations[-1][1].get("called", "accuracy") if evaluations else None,
             "eval": {str(step): found["accuracy"] for step, found in evaluations},
@@ -227,6 +244,13 @@ class OnlineRecorder(Recorder):
             },
         }
         return self.sum_up(status, figures)
+
+    def _count(self, row: Mapping[str, Any], seconds: float) -> None:
+        """Add a step of so many seconds to what is done."""
+        self._done["seconds"] += seconds
+        for name in _SPEEDS:
+            is_counted = name == "trained_tokens_per_s"
+            self._done[name] += row["tokens_trained"] if is_counted else row.get(name, 0.0) * seconds
 
     def _rates(self, since: "_Moment") -> dict[str, float]:
         """Return what was done a second, and the share of slots in use, from an earlier moment to the last."""
@@ -304,12 +328,16 @@ class OfflineRecorder(Recorder):
 
 
 def mean_of_ends(rows: Sequence[Mapping[str, Any]], key: str, name: str) -> dict[str, float | None]:
-    """Return the means of a figure over the first and the last ten rows, as `<name>_first` and `<name>_last`."""
-    means = {}
-    for end, part in (("first", rows[:10]), ("last", rows[-10:])):
-        known = [row[key] for row in part if row[key] is not None]
-        means[f"{name}_{end}"] = sum(known) / len(known) if known else None
-    return means
+    """Return the means of a figure over the first and the last tenth of the rows, as `<name>_first`, `<name>_last`.
+
+    Each part has one row at least and ten at most: they overlap only in a run of one row. None where nothing is known.
+    """
+    known = [row[key] for row in rows if row[key] is not None]
+    size = min(max(len(known) // 10, 1), 10)
+    return {
+        f"{name}_{end}": statistics.fmean(part) if part else None
+        for end, part in (("first", known[:size]), ("last", known[-size:]))
+    }
 
 
 @contextlib.contextmanager

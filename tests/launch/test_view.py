@@ -54,6 +54,16 @@ class Screen:
         return capture.get().splitlines()
 
 
+@pytest.mark.parametrize(
+    ("speed", "words"), [(0.48, "0.48"), (0.0, "0"), (3.14, "3.1"), (9.99, "10"), (12.3, "12"), (3806.2, "3,806")]
+)
+def test_a_slow_speed_is_not_rounded_to_nothing(speed: float, words: str) -> None:
+    """Seen failing with `0 samples/s` for 0.48."""
+    screen = Screen(width=120)
+    screen.step(samples_per_s=speed)
+    assert f" {words} samples/s trained" in "".join(screen.panel())
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_panel_keeps_its_size(width: int) -> None:
     """Before the first step, after it, and with long numbers: every line fits, and the panel does not jump.

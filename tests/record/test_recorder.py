@@ -250,13 +250,29 @@ def test_shares_after_a_resume_are_of_both_lives_and_of_no_time_between(
     assert summary["paused_fraction"] == pytest.approx((1 / 11 + 0) / 2)
 
 
-def test_rewards_of_both_ends_are_means_of_ten_steps(recorder: OnlineRecorder) -> None:
-    """Seen failing with the first and the last row alone."""
-    for step in range(1, 31):
+@pytest.mark.parametrize(
+    ("steps", "first", "last"), [(1, 1, 1), (2, 1, 2), (12, 1, 12), (30, 2, 29), (100, 5.5, 95.5), (300, 5.5, 295.5)]
+)
+def test_rewards_of_both_ends_are_means_of_a_tenth_of_the_steps(
+    recorder: OnlineRecorder, steps: int, first: float, last: float
+) -> None:
+    """Ten at most, and never the same ones: a reward that rises by 1 a step.
+
+    Seen failing with ten steps at each end of a run of 12, whose 1 and 12 are 5.5 and 7.5 then, and with the first and
+    the last row alone.
+    """
+    for step in range(1, steps + 1):
         do_step(recorder, step, reward_mean=float(step))
     summary = recorder.summary("done", ledger={})
-    assert summary["reward_first"] == pytest.approx(5.5)
-    assert summary["reward_last"] == pytest.approx(25.5)
+    assert (summary["reward_first"], summary["reward_last"]) == pytest.approx((first, last))
+
+
+def test_a_step_without_a_reward_is_at_neither_end(recorder: OnlineRecorder) -> None:
+    """Seen failing with the ends cut off before what is unknown is left out."""
+    for step, reward in enumerate((None, 0.25, 0.5, None), start=1):
+        do_step(recorder, step, reward_mean=reward)
+    summary = recorder.summary("done", ledger={})
+    assert (summary["reward_first"], summary["reward_last"]) == (0.25, 0.5)
 
 
 def test_histograms_of_ages_and_lengths(recorder: OnlineRecorder) -> None:
@@ -307,7 +323,7 @@ def test_samples_are_readable(recorder: OnlineRecorder, folder: RunFolder) -> No
 def test_a_resumed_run_continues_where_the_first_one_ended(
     config: Config, folder: RunFolder, recorder: OnlineRecorder, clock: FakeClock
 ) -> None:
-    """Rows, time, evaluations, histograms and rewards of both parts; shares and rates of the second alone.
+    """Rows, time, evaluations, histograms, rewards and rates of both parts.
 
     Seen failing with the clock started anew, with ages and lengths of the second part only, and with the parts of the
     first part's evaluation forgotten.
@@ -337,11 +353,41 @@ def test_a_resumed_run_continues_where_the_first_one_ended(
     assert (summary["eval_parts"], summary["eval_metrics"]) == ({"0": {"right": 0.5}}, {"4": {"words": 3.0}})
     assert (summary["steps"], summary["version"]) == (4, 4)
     assert summary["wall_s"] == pytest.approx(40.0)
-    assert (summary["reward_first"], summary["reward_last"]) == (0.5, 0.5)
+    assert (summary["reward_first"], summary["reward_last"]) == (0.0, 1.0)
     assert summary["age_histogram"] == {"0": 120, "1": 40}
     assert summary["length_histogram"] == {"16": 2}
-    assert summary["gen_tokens_per_s"] == pytest.approx(50 / 10)
+    assert summary["gen_tokens_per_s"] == pytest.approx((100 + 50) / 20)
     assert summary["samples_per_s"] == pytest.approx(4 / 10)
+
+
+@pytest.mark.parametrize("further", [0, 1, 2])
+def test_speeds_of_a_resumed_run_are_of_all_steps_but_the_first_after_each_start(
+    config: Config, recorder: OnlineRecorder, clock: FakeClock, further: int
+) -> None:
+    """Three lives, of 3, 1 and some steps: 10 s, 100 tokens generated and 40 trained a step, 60 s for the first ones.
+
+    Seen failing with the last life's steps alone: all speeds were 0 where it had one step or none, and a run that ended
+    again at once overwrote its summary with them.
+    """
+    for steps in (3, 1, further):
+        for step in range(steps):
+            clock.now += 10.0 if step else 60.0
+            recorder.feed(
+                [{"time": clock.now, "lane": "trainer", "kind": "published", "version": len(recorder.rows) + 1}]
+            )
+            do_step(recorder, len(recorder.rows) + 1, tokens=100.0 * (step + 1))
+        summary = recorder.summary("interrupted", ledger={})
+        speeds = [summary[f"{name}_per_s"] for name in ("samples", "gen_tokens", "trained_tokens")]
+        assert speeds == pytest.approx([4 / 10, 100 / 10, 40 / 10])
+        clock.now += 5000.0
+        recorder = OnlineRecorder(config, RunFolder(Path(str(config.run.dir))))
+
+
+def test_the_speed_of_a_single_step_is_unknown(recorder: OnlineRecorder, clock: FakeClock) -> None:
+    """Its time is that of the start. Seen failing with 0."""
+    clock.now += 60.0
+    do_step(recorder, 1, tokens=100.0)
+    assert recorder.summary("done", ledger={})["samples_per_s"] is None
 
 
 def test_page_and_summary_tell_the_same_shares_after_a_resume(

@@ -88,7 +88,7 @@ def test_a_table_has_seven_columns_at_most(tmp_path: Path) -> None:
     assert all(heads[page] for page in found)
     assert max(head.count("<th") for tables in heads.values() for head in tables) == 7
     final, *compared = (re.findall(r"<th scope=.col.>(.*?)</th>", head) for head in heads[several])
-    reward = "reward, first → last ten steps"
+    reward = "reward, first → last steps"
     assert final == ["run", "status", "steps", "held-out accuracy", reward, "samples/s", "seconds"]
     assert several.read_text().count("<td>0.4</td>") == len(runs)
     assert compared == [["name", *(run.name for run in half)] for half in (runs[:4], runs[4:])]

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from areal_lite.record.lanes import steps_before_gaps
 from areal_lite.record.metrics import METRICS, OFFLINE_METRICS, Metric
 from areal_lite.record.quarters import by_quarter
 from areal_lite.record.report.charts import Chart, Line, as_shares, bars, lines, smoothed, stacked
@@ -19,7 +20,7 @@ _ENDED = ("trained", "rejected", "failed", "stale", "abandoned")
 
 def _line(run: RunFiles, key: str, *, x: str = "step", name: str = "", within: str = "") -> Line:
     """Return one figure of every step, by a key of the row, or of the mapping `within` it; over time with its gaps."""
-    cut = run.last_steps if x == "time_s" else set()
+    cut = steps_before_gaps(run.events) if x == "time_s" else set()
     rows = [row for found in run.metrics for row in ([found, {}] if found["step"] in cut else [found])]
     values = [number((table(row.get(within)) if within else row).get(key)) for row in rows]
     return Line(name=name or key, x=[number(row.get(x)) for row in rows], y=values)

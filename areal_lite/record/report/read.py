@@ -3,7 +3,6 @@
 A run that is still going can be read at any moment.
 """
 
-import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.errors import DataError
-from areal_lite.record.lanes import GAP
 from areal_lite.record.run_folder import read_rows
 
 Row = dict[str, Any]
@@ -72,12 +70,6 @@ class RunFiles:
         """What the held-out figure is: a mean reward where one of them was neither 0 nor 1."""
         called = {row.get("called") for row in self.evaluations}
         return "mean reward" if "mean reward" in called else "accuracy"
-
-    @property
-    def last_steps(self) -> set[int]:
-        """The steps behind which the run did not live for a while."""
-        kinds = [event for event in self.events if event["kind"] in ("published", GAP)]
-        return {event.get("version", 0) for event, after in itertools.pairwise(kinds) if after["kind"] == GAP}
 
 
 def read_json(path: Path, notes: list[str]) -> Row:

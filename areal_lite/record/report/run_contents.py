@@ -57,10 +57,10 @@ def _headline(run: RunFiles) -> dict[str, str]:
         "status": summary.get("status") or "still going, or cut off",
         "steps": number(run.last.get("step")),
         f"held-out {run.accuracy_is_called}": f"{held_out[0]:.3f} → {held_out[-1]:.3f}" if held_out else None,
-        "reward, first → last ten steps": _ends(summary, "reward"),
+        "reward, first → last steps": _ends(summary, "reward"),
         "samples/s": number(summary.get("samples_per_s")),
         "seconds": number(summary.get("wall_s", run.last.get("time_s"))),
-        "loss, first → last ten steps": _ends(summary, "loss"),
+        "loss, first → last steps": _ends(summary, "loss"),
         "tokens generated/s": number(summary.get("gen_tokens_per_s")),
         "tokens trained/s": number(summary.get("trained_tokens_per_s")),
     }
