@@ -11,10 +11,12 @@ A pair of the verifier `math` is added to its JSON file by hand, with `expected`
 is known.
 """
 
+import dataclasses
 import json
 import re
 import statistics
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -31,6 +33,7 @@ from areal_lite.launch.bench.modes_figures import MODES
 from areal_lite.launch.bench.view import picture
 from areal_lite.record.columns import COLUMNS, Columns, Row, as_markdown, cells, markdown, rows_of
 from areal_lite.record.run_folder import RunFolder, read_summary
+from areal_lite.rollout.api_fields import FIELDS
 
 HERE = Path(__file__).parent
 OWN: dict[str, Columns] = read_yaml(HERE / "tables.yaml", holding="columns by part")
@@ -60,7 +63,7 @@ def save(name: str, content: Row) -> None:
 
 def all_parts() -> Parts:
     """Return every part there is."""
-    return {name: make(load(source)) for name, (source, make) in PARTS.items()}
+    return {name: make(load(source)) for name, (source, make) in PARTS.items()} | {"fields": fields()}
 
 
 def filled(page: str, parts: Parts) -> str:
@@ -374,6 +377,24 @@ def estimated(model: str, ranks: int) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- all of them
+
+# ---------------------------------------------------------------- agents
+
+
+def fields() -> str:
+    """Return what a request to each API may hold, as the endpoint itself checks it."""
+    lines = []
+    for api, row in FIELDS.items():
+        lines += [f"`/{api}`", ""]
+        for kind in dataclasses.fields(row):
+            names = getattr(row, kind.name)
+            values = names if isinstance(names, dict) else dict.fromkeys(names, ())
+            shown = [f"`{name}`" + " or ".join(map(json.dumps, values[name])).join((" (", ")")) * bool(values[name])
+                     for name in sorted(values)]  # fmt: skip
+            lines += textwrap.wrap(f"- {kind.name}: {', '.join(shown)}", 118, subsequent_indent="  ")
+        lines.append("")
+    return "\n".join(lines[:-1])
+
 
 PARTS: dict[str, tuple[str, Make]] = {
     "targets": ("performance", all_targets),

@@ -69,7 +69,7 @@ async def serve_model(config: Config, folder: str, *, console: Console) -> None:
     from areal_lite.rollout.vllm_engine import VllmEngine
 
     rollout = config.rollout
-    endpoint = Endpoint(tool_parser=rollout.tool_parser, reasoning_parser=rollout.reasoning_parser)
+    endpoint = Endpoint.of(rollout)
     with console.status("starting the engine ..."):
         engine = await VllmEngine.start(config, model_folder=folder)
     try:

@@ -174,6 +174,9 @@ class RolloutConfig(Section):
     docs/agents.md"""
     reasoning_parser: str | None = None
     """how an agent's model thinks aloud: one of vLLM's reasoning parsers, such as qwen3"""
+    serve_unconstrained: bool = False
+    """answer agents that ask for another temperature, a forced tool call or a JSON schema as if they had not, and count
+    such calls; false = refuse them"""
     turn_timeout_s: float = Field(10.0, gt=0)
     """seconds an environment may take for one reply"""
     slots: int = Field(64, ge=1)

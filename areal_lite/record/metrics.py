@@ -178,6 +178,10 @@ METRICS = (
     Metric("verifier_metrics", "means of the verifiers' further figures", board="reward"),
     Metric("verifiers", "calls, time-outs, restarts, failures and latencies so far, by verifier"),
     Metric("verifier_failures", "failed verifications so far, by reason"),
+    Metric("agent_calls_unconstrained", "calls of agents so far that were served without a field that asks for another "
+           "policy, by field: those of `rollout.serve_unconstrained`"),
+    Metric("prefix_cache_hit_fraction", "context tokens so far that an engine found in its prefix cache; null before "
+           "any", "share of tokens", board="rollout"),
     Metric("workers", "rollout and verifier workers by state as the row is written: healthy, suspect (gave no answer "
            "last), restarting, joining (waits for the next publication), dead", panel=("workers", "{}")),
     Metric("messages_refused", "messages that the queue refused so far, by reason"),

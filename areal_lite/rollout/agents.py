@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from areal_lite.rollout.endpoint import Endpoint, Refusal
+from areal_lite.rollout.endpoint import Endpoint
 from areal_lite.rollout.episode import EpisodeEngine
 from areal_lite.rollout.sessions import Session
 from areal_lite.rollout.workflows import call
@@ -60,7 +60,7 @@ class Llm:
         options = asked.get("options", {})
         if options.keys() <= {"security"} and not asked.get("stream") and hasattr(cast_to, "model_validate"):
             name, timeout = self.anthropic_base_url.rpartition("/")[2], self.client.timeout
-            with suppress(Refusal, TimeoutError, TypeError, ValueError):
+            with suppress(Exception):
                 body = json.dumps(asked.get("body"))
                 asked["options"] = {**options, "headers": {"x-stainless-retry-count": "1"}}
                 async with asyncio.timeout(getattr(timeout, "read", timeout)):  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
 """The APIs that agents speak: from the body of a request to what is asked of a session, and from calls to an answer.
 
 Nothing here sends or generates. Requests are checked and converted by vLLM's own classes, and so are the answers of
-APIs other than OpenAI's first two; streams are made of finished answers, so that no token is lost in them.
+APIs other than OpenAI's first two. A stream opens as generation begins; the rest of it is made of the finished answer,
+so that no token is lost.
 """
 
 import json
@@ -14,59 +15,26 @@ from typing import Any
 from areal_lite.rollout.sessions import Asked, Call, normalised
 from areal_lite.types import StopReason
 
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "tool_choice": ("auto", "none", {"type": "auto"}, {"type": "none"}),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "functions": ([],),
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "continue_final_message": (False,),
-}
-"""Settings that would sample from another policy, or another text, with the values that do not."""
-
 Body = Mapping[str, Any]
 Calls = Sequence[Call]
 _DONE = "data: [DONE]\n\n"
+_PING = ": generating\n\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """One API."""
 
-    read: Callable[[Mapping[str, Any]], Asked]
-    """From a request's body; a `ValueError` where it is none."""
+    read: Callable[[dict[str, Any]], Asked]
+    """From the fields of a request that count; raises errors of many kinds where they are not valid."""
     write: Callable[[str, Body, Calls], dict[str, Any]]
     """From a name for the answer, the request's body and the calls that answer it, to the answer's body."""
+    opening: Callable[[str, Body, int, int], list[str]]
+    """From name, body, number of answers and of prompt tokens to the events that begin a stream."""
     events: Callable[[str, Body, Calls], AsyncIterator[str]]
-    """From the same to the events of a stream that says the same."""
-
-
-def check_policy(body: Mapping[str, Any], *, temperature: float) -> None:
-    """Refuse what would sample from another policy than the one that trains; a greedy one ignores temperatures.
-
-    Raises:
-        ValueError: It names the setting.
-    """
-    allowed = {**_NEUTRAL, "temperature": (temperature,)} if temperature else _NEUTRAL
-    for name, values in allowed.items():
-        if (value := body.get(name)) is not None and value not in values:
-            raise ValueError(
-                f"calls are sampled with rollout.temperature={temperature:g} alone, as that is the policy that trains; "
-                f"got {name}={value!r}: leave it out"
-                + (", or set rollout.temperature" if name == "temperature" else "")
-            )
+    """From what `write` takes to the stream's other events."""
+    ping: str = _PING
+    """An event without meaning, as a sign of life."""
 
 
 def _read_chat(body: Body) -> Asked:
@@ -84,6 +52,7 @@ def _of_chat(request: Any, messages: Sequence[Mapping[str, Any]]) -> Asked:
         max_tokens=vars(request)["max_tokens"] if given is None else given,  # deprecated, and warned of
         stop=_stops(request.stop),
         num=1 if request.n is None else request.n,
+        is_single_call=request.parallel_tool_calls is False,
     )
 
 
@@ -92,23 +61,33 @@ def _told(call: Call) -> dict[str, Any]:
     return {"message": {**call.answer, "content": content, "reasoning": call.answer.get("reasoning_content")}}
 
 
+def _chunk(name: str, body: Body, choices: list[dict[str, Any]], usage: Mapping[str, int] | None) -> str:
+    return _event({**_head("chatcmpl", "chat.completion.chunk", name, body), "choices": choices, "usage": usage})
+
+
+def _chat_opening(name: str, body: Body, num: int, num_prompt: int) -> list[str]:
+    usage = _counted(num_prompt, 0) if (body.get("stream_options") or {}).get("continuous_usage_stats") else None
+    delta = {"role": "assistant", "content": ""}
+    choices = [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for index in range(num)]
+    return [_chunk(name, body, [choice], usage) for choice in choices]
+
+
 async def _chat_events(name: str, body: Body, calls: Calls) -> AsyncIterator[str]:
     answer, options = _write_chat(name, body, calls), body.get("stream_options") or {}
     usage = answer["usage"] if options.get("continuous_usage_stats") else None
-
-    def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
-        return _event({**answer, "object": "chat.completion.chunk", "choices": choices, "usage": usage, **more})
-
     for choice in answer["choices"]:
         message = choice.pop("message")
         if tools := message.get("tool_calls"):
             message["tool_calls"] = [{"index": at, **call} for at, call in enumerate(tools)]
-        empty = {**choice, "finish_reason": None, "stop_reason": None}
-        yield chunk([{**empty, "delta": {"role": message.pop("role"), "content": ""}}])
-        yield chunk([{**empty, "delta": message}])
-        yield chunk([{**choice, "delta": {}}])
+        # Each part in a chunk of its own: some clients read only the first kind that they find in one.
+        for part in (("reasoning", "reasoning_content"), ("content",), ("tool_calls",)):
+            if delta := {key: message[key] for key in part if message.get(key)}:
+                yield _chunk(
+                    name, body, [{**choice, "finish_reason": None, "stop_reason": None, "delta": delta}], usage
+                )
+        yield _chunk(name, body, [{**choice, "delta": {}}], usage)
     if options.get("include_usage"):
-        yield chunk([], usage=answer["usage"])
+        yield _chunk(name, body, [], answer["usage"])
     yield _DONE
 
 
@@ -135,13 +114,15 @@ def _write(
 ) -> dict[str, Any]:
     stops = _stops(body.get("stop"))
     return {
-        "id": f"{prefix}-{name}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": body.get("model") or "policy",
+        **_head(prefix, kind, name, body),
         "choices": [{"index": index, **told(call), **_end(call, stops)} for index, call in enumerate(calls)],
         "usage": _usage(calls),
     }
+
+
+def _head(prefix: str, kind: str, name: str, body: Body) -> dict[str, Any]:
+    model = body.get("model") or "policy"
+    return {"id": f"{prefix}-{name}", "object": kind, "created": int(time.time()), "model": model}
 
 
 _write_chat = partial(_write, "chatcmpl", "chat.completion", _told)
@@ -149,7 +130,10 @@ _write_completion = partial(_write, "cmpl", "text_completion", lambda call: {"te
 
 
 def _usage(calls: Calls) -> dict[str, int]:
-    num_prompt, num_own = len(calls[0].context), sum(call.turn.num_tokens for call in calls)
+    return _counted(len(calls[0].context), sum(call.turn.num_tokens for call in calls))
+
+
+def _counted(num_prompt: int, num_own: int) -> dict[str, int]:
     return {"prompt_tokens": num_prompt, "completion_tokens": num_own, "total_tokens": num_prompt + num_own}
 
 
@@ -171,6 +155,8 @@ def _read_messages(body: Body) -> Asked:
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
+    if body.get("tool_choice"):  # one whose type was left out
+        body = {**body, "tool_choice": {"type": "auto", **body["tool_choice"]}}
     request = AnthropicServingMessages.to_chat_completion_request(AnthropicMessagesRequest.model_validate(body))
     return _of_chat(request, [dict(message) for message in request.messages])
 
@@ -189,28 +175,44 @@ def _write_messages(name: str, body: Body, calls: Calls) -> dict[str, Any]:
     return dict(answer.model_dump(mode="json", exclude_none=True))
 
 
-def _messages_events(name: str, body: Body, calls: Calls) -> AsyncIterator[str]:
+def _messages_opening(name: str, body: Body, num: int, num_prompt: int) -> list[str]:
+    message = {"id": f"chatcmpl-{name}", "type": "message", "role": "assistant", "content": [], "model": body["model"]}
+    ends = {"stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": num_prompt, "output_tokens": 0}}
+    return [_event({"type": "message_start", "message": {**message, **ends}})]
+
+
+async def _messages_events(name: str, body: Body, calls: Calls) -> AsyncIterator[str]:
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
-    chunks = _chat_events(name, _as_chat(body), calls)
-    return AnthropicServingMessages.message_stream_converter(None, chunks)  # type: ignore[no-any-return]
+    async def chunks() -> AsyncIterator[str]:
+        for chunk in _chat_opening(name, chat, 1, len(calls[0].context)):
+            yield chunk
+        async for chunk in _chat_events(name, chat, calls):
+            yield chunk
+
+    chat = _as_chat(body)
+    events = AnthropicServingMessages.message_stream_converter(None, chunks())
+    await anext(events)  # its `message_start`, which was sent as the stream opened
+    async for event in events:
+        yield event
 
 
 def _read_response(body: Body) -> Asked:
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
 
-    for name in ("previous_response_id", "conversation", "background"):
-        if body.get(name):
-            raise ValueError(f"nothing is stored between calls, got {name}={body[name]!r}: send the whole input again")
+    hosted = {tool.get("type") for tool in body.get("tools") or ()} - {"function"}
+    if hosted:
+        names = ", ".join(sorted(map(str, hosted)))
+        raise ValueError(f"tools must be functions of the agent's own, got tools of type {names}. Fix: leave them out")
     request = ResponsesRequest.model_validate(body)
-    if ((body.get("text") or {}).get("format") or {}).get("type", "text") != "text":
-        raise ValueError("text.format must be text: any other would sample from another policy")
     messages = construct_input_messages(request_instructions=request.instructions, request_input=request.input)
     return Asked(
         messages=tuple(map(normalised, messages)),
         tools=tuple(construct_tool_dicts(request.tools, request.tool_choice, True) or ()),
         max_tokens=request.max_output_tokens,
+        stop=_stops(request.stop),
+        is_single_call=request.parallel_tool_calls is False,
     )
 
 
@@ -218,12 +220,15 @@ def _write_response(name: str, body: Body, calls: Calls) -> dict[str, Any]:
     return _response(name, body, calls, _items(calls))
 
 
+def _response_opening(name: str, body: Body, num: int, num_prompt: int) -> list[str]:
+    response = {**_response_head(name, body), "status": "in_progress", "output": [], "usage": None}
+    return [_event({"type": "response.created", "response": response, "sequence_number": 0})]
+
+
 async def _response_events(name: str, body: Body, calls: Calls) -> AsyncIterator[str]:
     items = _items(calls)
     answer = _response(name, body, calls, items)
-    begun = {"type": "response.created", "response": {**answer, "status": "in_progress", "output": []}}
-    events = [begun, *items, {"type": f"response.{answer['status']}", "response": answer}]
-    for at, event in enumerate(events):
+    for at, event in enumerate([*items, {"type": f"response.{answer['status']}", "response": answer}], start=1):
         yield _event({**event, "sequence_number": at})
 
 
@@ -251,16 +256,10 @@ def _items(calls: Calls) -> list[dict[str, Any]]:
 def _response(name: str, body: Body, calls: Calls, items: Sequence[Body]) -> dict[str, Any]:
     is_cut_off, usage = _end(calls[0])["finish_reason"] == "length", _usage(calls)
     return {
-        "id": f"resp_{name}",
-        "object": "response",
-        "created_at": int(time.time()),
-        "model": body.get("model") or "policy",
+        **_response_head(name, body),
         "status": "incomplete" if is_cut_off else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut_off else None,
         "output": [event["item"] for event in items if event["type"] == "response.output_item.done"],
-        "parallel_tool_calls": True,
-        "tool_choice": body.get("tool_choice") or "auto",
-        "tools": body.get("tools") or [],
         "usage": {
             "input_tokens": usage["prompt_tokens"],
             "output_tokens": usage["completion_tokens"],
@@ -271,15 +270,44 @@ def _response(name: str, body: Body, calls: Calls, items: Sequence[Body]) -> dic
     }
 
 
+def _response_head(name: str, body: Body) -> dict[str, Any]:
+    return {
+        "id": f"resp_{name}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": body.get("model") or "policy",
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+    }
+
+
+def error_event(body: Body) -> str:
+    """Return the event that ends a stream in the place of its answer, from an error's body."""
+    error = body["error"]  # of a response's event also the fields
+    return _event({**body, "message": error["message"], "code": error["code"], "param": None, "sequence_number": 1})
+
+
 def _event(data: Body) -> str:
     name = f"event: {data['type']}\n" if "type" in data else ""
     return f"{name}data: {json.dumps(data)}\n\n"
 
 
 FORMATS = {
-    "chat/completions": Format(read=_read_chat, write=_write_chat, events=_chat_events),
-    "messages": Format(read=_read_messages, write=_write_messages, events=_messages_events),
-    "responses": Format(read=_read_response, write=_write_response, events=_response_events),
-    "completions": Format(read=_read_completion, write=_write_completion, events=_completion_events),
+    "chat/completions": Format(read=_read_chat, write=_write_chat, opening=_chat_opening, events=_chat_events),
+    "messages": Format(
+        read=_read_messages,
+        write=_write_messages,
+        opening=_messages_opening,
+        events=_messages_events,
+        ping=_event({"type": "ping"}),
+    ),
+    "responses": Format(read=_read_response, write=_write_response, opening=_response_opening, events=_response_events),
+    "completions": Format(
+        read=_read_completion,
+        write=_write_completion,
+        opening=lambda *_: [_PING],
+        events=_completion_events,
+    ),
 }
 """By the end of their address."""

@@ -8,6 +8,7 @@ import asyncio
 import copy
 import inspect
 import logging
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from areal_lite.rollout.vllm_engine import VllmEngine
 
 logger = logging.getLogger(__name__)
+
+_TRACE = 10_000
+"""Characters of a traceback that are logged."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,10 +104,13 @@ class Workflows:
             raise self._attributed(error, episode) from error
 
     def log(self, error: EpisodeError, what: str) -> None:
-        """Write why something could not be generated; the traceback once for each reason."""
-        is_new = error.reason not in self.errors
+        """Write why something could not be generated; the end of the traceback once for each reason."""
+        trace = ""
+        if error.reason not in self.errors:
+            lines = "".join(traceback.format_exception(error)).splitlines()
+            trace = "\n".join(["", *(f"{line:.500}" for line in lines)])[-_TRACE:]
         self.errors.setdefault(error.reason, f"{error!s:.500}")
-        logger.error("%s could not be generated: %s", what, error, exc_info=error if is_new else None)
+        logger.error("%s could not be generated: %s%s", what, error, trace)
 
     def _find(self, name: Any) -> tuple[Callable[..., Any], Mapping[str, Any]]:
         name = self.default if name is None else name
@@ -131,7 +138,7 @@ class Workflows:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         culprit = "generation" if error is failure else "workflow"
-        return EpisodeError(f"{culprit}:{type(error).__name__}: {error}")
+        return EpisodeError(f"{culprit}:{type(error).__name__}: {error!s:.500}")
 
 
 def load_workflows(config: Config) -> Workflows:
@@ -161,7 +168,7 @@ def load_workflows(config: Config) -> Workflows:
         turn_timeout_s=rollout.turn_timeout_s,
         max_context=config.model.max_context,
         gate=asyncio.Semaphore(rollout.most_episodes),
-        endpoint=Endpoint(tool_parser=rollout.tool_parser, reasoning_parser=rollout.reasoning_parser),
+        endpoint=Endpoint.of(rollout),
     )
 
 

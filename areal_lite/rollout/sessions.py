@@ -4,8 +4,10 @@ A call whose messages go on from what an earlier one was answered is generated b
 any other begins a branch. So nothing that was sampled is ever tokenised again, and each token trains once.
 """
 
+import asyncio
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +20,11 @@ Message = dict[str, Any]
 
 Parse = Callable[[str, Messages], Message]
 """From what the model said, special tokens included, and the tools it was told of, to the assistant's message."""
+
+
+_MOST_ANSWERS = 128
+RENDERERS = ThreadPoolExecutor(2, thread_name_prefix="render")
+"""Chats are rendered and tokenised here: a long one must not hold up the event loop."""
 
 
 class ContextTooLongError(ValueError):
@@ -37,11 +44,26 @@ class Asked:
     """Of the answer, which is never longer than a session's `max_new_tokens` and the room that is left."""
     stop: tuple[str, ...] = ()
     num: int = 1
-    """How many answers."""
+    """How many answers, at most 128."""
+    is_single_call: bool = False
+    """Whether an answer may call one tool at most: further calls are not passed on."""
 
     def __post_init__(self) -> None:
-        if self.num < 1 or (self.max_tokens is not None and self.max_tokens < 1):
-            raise ValueError(f"n and max_tokens must be at least 1, got {self.num} and {self.max_tokens}")
+        if not 1 <= self.num <= _MOST_ANSWERS:
+            raise ValueError(f"n must be between 1 and {_MOST_ANSWERS}, got {self.num}. Fix: send several requests")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}. Fix: raise it, or leave it out")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Placed:
+    """A call whose place in the tree is known."""
+
+    asked: Asked
+    parent: "Call | None"
+    """The call whose tokens begin `context`."""
+    context: tuple[int, ...]
+    """Tokens that its answers are generated behind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,29 +100,51 @@ class Session:
         self._max_context, self._max_new_tokens, self._parse = engine.room, max_new_tokens, parse
         self._calls: list[Call] = []
 
-    async def complete(self, asked: Asked) -> Call:
-        """Have the model answer once; what the agent got to see of it must then be given to `keep`.
+    @property
+    def max_bytes(self) -> int:
+        """Largest body of a request that can be a call: no text that fits into the model's context takes more."""
+        return 2**18 + 64 * self._max_context
+
+    async def place(self, asked: Asked) -> Placed:
+        """Render and tokenise what a call asks, away from the event loop.
 
         Raises:
             ContextTooLongError: No room is left.
-            ValueError: The model has no chat template, or it refuses the messages, or the tokenizer has no token for a
-                character.
+            ValueError: The model has no chat template, or it refuses the messages, or does not show the tools, or the
+                tokenizer has no token for a character.
         """
-        parent, context = self._text_context(asked.prompt) if asked.prompt else self._chat_context(asked)
+        if len(asked.messages) > self._max_context:  # each is a token at least
+            raise self._too_long(f"{len(asked.messages)} messages")
+        find = self._text_context if asked.prompt else self._chat_context
+        parent, context = await asyncio.get_running_loop().run_in_executor(RENDERERS, find, asked)
         if len(context) >= self._max_context:
-            raise ContextTooLongError(
-                f"a call may have model.max_context={self._max_context} tokens with its answer, got {len(context)} "
-                "before it: shorten its messages, or raise model.max_context"
-            )
+            raise self._too_long(f"{len(context)} tokens before the answer")
+        return Placed(asked=asked, parent=parent, context=context)
+
+    async def complete(self, placed: Placed) -> list[Call]:
+        """Have the model answer; what the agent got to see of it must then be given to `keep`."""
+        return list(await asyncio.gather(*(self._answer(placed) for _ in range(placed.asked.num))))
+
+    async def _answer(self, placed: Placed) -> Call:
+        asked = placed.asked
         limit = min(self._max_new_tokens, asked.max_tokens or self._max_new_tokens)
-        turn = await self.engine.generate(context, max_new_tokens=limit, stop=asked.stop)
+        turn = await self.engine.generate(placed.context, max_new_tokens=limit, stop=asked.stop)
         if self._parse is None or asked.prompt:
             answer: Message = {"role": "assistant", "content": _before(turn.text, asked.stop)}
         else:
             own = turn.token_ids[: -1 if turn.stop_reason is StopReason.STOP else None]
             said = str(self.engine.tokenizer.decode(own.tolist()))
             answer = self._parse(_before(said, asked.stop), asked.tools)
-        return Call(asked=asked, context=context, turn=turn, answer=answer, parent=parent)
+        if asked.is_single_call and "tool_calls" in answer:
+            answer["tool_calls"] = answer["tool_calls"][:1]
+        return Call(asked=asked, context=placed.context, turn=turn, answer=answer, parent=placed.parent)
+
+    def _too_long(self, got: str) -> ContextTooLongError:
+        # The words by which clients such as litellm recognise it.
+        return ContextTooLongError(
+            f"prompt is too long: this model's maximum context length is {self._max_context} tokens with the answer, "
+            f"got {got}. Fix: shorten the messages, or raise model.max_context={self._max_context}"
+        )
 
     def keep(self, calls: Iterable[Call]) -> None:
         """Take calls into the rollout, as the agent has seen their answers."""
@@ -161,6 +205,11 @@ class Session:
                 "chat messages need a model with a chat template, this one has none: send plain text to /completions"
             )
         text = render_chat(asked.messages, tokenizer, tools=asked.tools)
+        if asked.tools and text == render_chat(asked.messages, tokenizer):
+            raise ValueError(
+                "the model's chat template does not show tools to the model: it writes the same text without them. "
+                "Fix: use a model whose template does, or describe the tools in a message and send none"
+            )
         compared = list(map(_compared, asked.messages))
         for call in sorted(self._calls[::-1], key=lambda call: -len(call.asked.messages)):
             before = [*map(_compared, call.asked.messages), _compared(normalised(call.answer))]
@@ -176,7 +225,8 @@ class Session:
                 return call, (*call.tokens, *ids_behind(behind, tokenizer=tokenizer, end=end))
         return None, tuple(encode_text(text, tokenizer))
 
-    def _text_context(self, prompt: str) -> tuple[Call | None, tuple[int, ...]]:
+    def _text_context(self, asked: Asked) -> tuple[Call | None, tuple[int, ...]]:
+        prompt = asked.prompt
         for call in sorted(self._calls[::-1], key=lambda call: -len(call.asked.prompt)):
             said = call.asked.prompt + call.turn.text
             # The same prompt is one asked again, behind an empty answer too.

@@ -50,6 +50,8 @@ class VllmEngine:
         self._progress = progress
         self._request_numbers = itertools.count()
         self._tokens_before = 0
+        self.context_tokens = self.cached_tokens = 0
+        """Tokens that requests stood behind, and those of them whose keys and values were found in the prefix cache."""
         self._closed = False
 
     @classmethod
@@ -103,6 +105,8 @@ class VllmEngine:
             EngineError: The engine died, or returned something other than a finished completion.
         """
         output = await self._final(prompt_ids, sampling_params(sampling))
+        self.context_tokens += len(prompt_ids)
+        self.cached_tokens += output.num_cached_tokens or 0
         completion = output.outputs[0]
         if completion.finish_reason not in ("stop", "length") or not completion.token_ids:
             raise EngineError(f"a completion must end with stop or length, got {completion.finish_reason!r}")

@@ -90,6 +90,9 @@ class RolloutWorker(LeaseWorker):
             "slots": self._slots,
             "tokens": self._engine.tokens_generated,
             "errors": self._workflows.errors,
+            "unconstrained": dict(self._workflows.endpoint.unconstrained),
+            "context_tokens": self._engine.context_tokens,
+            "cached_tokens": self._engine.cached_tokens,
         }
 
     def _room(self) -> int:

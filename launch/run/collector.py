@@ -42,6 +42,7 @@ class Collector:
         self._say_changes()
         self._gauges |= gauges
         self._say_failures()
+        self._say_unconstrained()
         for lane in self._own:
             events += lane.drain()
         self._recorder.feed(events)
@@ -61,6 +62,19 @@ class Collector:
         together = {name: _together([of_one[name] for of_one in workers if name in of_one]) for name in names}
         return {"verifier_failures": self.failures(), "verifiers": together}
 
+    def engines(self) -> dict[str, Any]:
+        """What engines found in their prefix caches, and calls of agents served without what they asked for."""
+        context, cached = (
+            sum(gauges.get(name, 0) for gauges in self._gauges.values()) for name in ("context_tokens", "cached_tokens")
+        )
+        return {
+            "prefix_cache_hit_fraction": cached / context if context else None,
+            "agent_calls_unconstrained": self._unconstrained(),
+        }
+
+    def _unconstrained(self) -> dict[str, int]:
+        return _added(gauges.get("unconstrained", {}) for gauges in self._gauges.values())
+
     def tokens(self) -> float:
         """Tokens generated so far, by workers lost since as well."""
         return float(sum(gauge["tokens"] for gauge in self._gauges.values() if "tokens" in gauge))
@@ -68,6 +82,15 @@ class Collector:
     def work(self) -> tuple[float, float]:
         """What workers have done so far: tokens generated and samples scored."""
         return self.tokens(), sum(gauge.get("calls", 0) for gauge in self._gauges.values())
+
+    def _say_unconstrained(self) -> None:
+        if (fields := self._unconstrained()) and "unconstrained" not in self._said:
+            self._said.add("unconstrained")
+            self._view.say(
+                f"calls of agents ask for {', '.join(fields)}: they are served without, and counted, as "
+                "rollout.serve_unconstrained=true asks for",
+                style="yellow",
+            )
 
     def _say_failures(self) -> None:
         verifications = {reason: (f"a verification failed ({reason})", "verifier") for reason in self.failures()}

@@ -269,6 +269,7 @@ class OnlineController(Controller):
         row: Mapping[str, Any] = self._recorder.step(
             record["stats"]
             | self._collector.verifiers()
+            | self._collector.engines()
             | {"messages_refused": status["refused"], "workers": self._cluster.states()},
             step=self._version,
             tokens_generated=self._collector.tokens(),

@@ -72,7 +72,10 @@ def test_routes_are_asked_for_where_they_are_replayed(is_replaying: bool) -> Non
 
 @pytest.mark.parametrize("num_routes", [4, 5, 3])
 def test_routes_are_those_of_all_tokens_but_the_last(num_routes: int) -> None:
-    """Or nothing is known of whose they are. Seen failing with those of the completion alone."""
+    """Or nothing is known of whose they are. Seen failing with those of the completion alone.
+
+    And the engine counts the context's tokens that were cached. Seen failing without the count.
+    """
     routes = np.arange(num_routes * 2, dtype=np.uint8).reshape(num_routes, 2, 1)
     completion = SimpleNamespace(
         token_ids=[7, 8, 1],
@@ -85,12 +88,13 @@ def test_routes_are_those_of_all_tokens_but_the_last(num_routes: int) -> None:
 
     class Core:
         async def generate(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
-            yield SimpleNamespace(outputs=[completion])
+            yield SimpleNamespace(outputs=[completion], num_cached_tokens=1)
 
     engine = VllmEngine(Core(), build_char_tokenizer("0123456789"), None, ends_at_once=True)
     generated = engine.generate([5, 6], Sampling(max_new_tokens=3, temperature=1.0, seed=0))
     if num_routes == 4:
         assert asyncio.run(generated).routes is routes
+        assert (engine.context_tokens, engine.cached_tokens) == (2, 1)
     else:
         with pytest.raises(EngineError, match=rf"all 2 \+ 3 tokens but the last, got {num_routes}"):
             asyncio.run(generated)

@@ -20,7 +20,7 @@ class ScriptedEngine:
     """
 
     def __init__(self, *, token_s: float = 0.0, eos_id: int = 1, vocab_size: int = 10, tokenizer: Any = None) -> None:
-        self.tokens_generated = 0
+        self.tokens_generated = self.context_tokens = self.cached_tokens = 0
         self.tokenizer = tokenizer
         self.version = 0
         self.calls: list[str] = []

@@ -17,7 +17,7 @@ class TorchEngine:
     """What a rollout worker needs, without batching or cache: a sample depends on prompt, seed and weights alone."""
 
     def __init__(self, model_folder: str) -> None:
-        self.tokens_generated = 0
+        self.tokens_generated = self.context_tokens = self.cached_tokens = 0
         self._version = 0
         self.tokenizer = AutoTokenizer.from_pretrained(model_folder)
         self._model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
