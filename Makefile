@@ -48,8 +48,10 @@ test: setup ## run the tests (ARGS="-k ledger" for some of them)
 	$(PYTHON) -m pytest -n 4 --dist loadscope -m "not ($(RUNS))$$keep" $(ARGS) || [ $$? = 5 ] || exit 1; \
 	$(PYTHON) -m pytest -n 3 --dist loadscope -m "($(RUNS))$$keep" $(ARGS) || [ $$? = 5 ]
 
-gpu-check: setup ## the first hour on GPUs: what passes, what to send us (ARGS="--cpu" rehearses it without one)
-	@.venv/bin/areal-lite bench gpu-check $(ARGS)
+# Where an image brings vLLM and PyTorch, python3 runs it without .venv: PYTHONPATH=$PWD:SITE make gpu-check
+gpu-check: ## check what GPUs can show, the most valuable first (ARGS="--minutes 9"; ARGS="--cpu" rehearses it)
+	@python=$(PYTHON); [ -x $$python ] || { python3 -c "import vllm, ray, areal_lite" 2>/dev/null && python=python3; } || ./setup.sh gpu; \
+	exec $$python -m areal_lite.cli.main bench gpu-check $(ARGS)
 
 examples: setup ## run the classic algorithms of examples/classic, pictures to docs/classic (ARGS="ppo" for one)
 	@$(PYTHON) examples/classic/run_all.py --out docs/classic $(ARGS)

@@ -27,6 +27,8 @@ from typing import Any
 from areal_lite.cli.estimate import HOST, all_figures, peak_gib
 from areal_lite.config.reading import read_yaml
 from areal_lite.config.recipe import load_config
+from areal_lite.launch.bench.gpu_check import page
+from areal_lite.launch.bench.gpu_part import table
 from areal_lite.launch.bench.harness import surroundings
 from areal_lite.launch.bench.modes import draw_modes
 from areal_lite.launch.bench.modes_figures import MODES
@@ -376,6 +378,20 @@ def estimated(model: str, ranks: int) -> dict[str, Any]:
     return {"model": model, "ranks": ranks, **plain, "lora": lora, "offload": offload}
 
 
+# ---------------------------------------------------------------- GPUs
+
+
+def gpu(content: Row) -> str:
+    """Return what a `bench gpu-check` measured, if there was one."""
+    return page(content) if content else "**Nothing has been run on a GPU yet.** The check has been rehearsed on a CPU."
+
+
+def gpu_parts(_content: Row) -> str:
+    """Return the table of the parts of the check."""
+    rows = [{"name": name, **part.model_dump()} for name, part in table().parts.items()]
+    return markdown(OWN["gpu parts"], rows)
+
+
 # ---------------------------------------------------------------- all of them
 
 # ---------------------------------------------------------------- agents
@@ -409,6 +425,8 @@ PARTS: dict[str, tuple[str, Make]] = {
     "families": ("families", of(OWN["families"], itemgetter("rows"))),
     "math": ("math-verifier", math_verifier),
     "memory": ("memory", memory),
+    "gpu": ("gpu", gpu),
+    "gpu parts": ("gpu", gpu_parts),
 }
 """Part -> the JSON file that it is made of, and how."""
 PICTURES: dict[str, Callable[[Row], None]] = {
@@ -438,6 +456,10 @@ def take_over(words: Sequence[str]) -> None:
             save(FILE_OF_PLAN[results["plan"]], results)
             continue
         name = results["benchmark"]
+        if name == "gpu-check":
+            assert results["device"] == "cuda", "a rehearsal shows nothing of GPUs"
+            save("gpu", results)
+            continue
         if name == "modes":
             name = f"modes {Path(results['recipe']).stem}"
         elif name == "peers speed":

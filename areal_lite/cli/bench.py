@@ -60,14 +60,19 @@ def gpu_check(
     overrides: Overrides,
     only: Only,
     cpu: Annotated[bool, typer.Option("--cpu", help="rehearse on this machine without a GPU")] = False,
+    minutes: Annotated[float | None, typer.Option(min=0.1, metavar="N", help="skip parts that do not fit")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="DIR", help="folder of a trained model, for one more part")
+    ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="folder of the results")] = Path("runs/gpu-check"),
 ) -> int:
-    """The first hour on GPUs: a part more with every short run, and what passed.
+    """Check what GPUs can show in a quarter of an hour, the most valuable parts first.
 
-    Parity of engine and trainer in float32 and bfloat16; NCCL to one and two ranks and to engines of one and two GPUs;
-    CUDA IPC; FSDP over two ranks against one; an engine that dies; tokens/s of a 1.7B model. Writes gpu-check.md and
-    results.json: what to send us. Called again, it goes on where it stopped.
+    Measure a trainer step, log-probabilities and attention; compare engine and trainer in float32 and bfloat16; run the
+    demo at three bounds, a 1.7B model and an engine that dies; with more GPUs NCCL and wide engines. Each part has a
+    limit, and one that hangs is killed. Writes results.json, gpu-check.md and logs.tar.gz. Called again, keeps what
+    passed.
     """
     from areal_lite.launch.bench.gpu_check import bench
 
-    return bench(overrides, cpu=cpu, only=only, out=out)
+    return bench(overrides, cpu=cpu, only=only, minutes=minutes, model=model, out=out)

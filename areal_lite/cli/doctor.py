@@ -27,7 +27,11 @@ from areal_lite.node import NodeReport, installed_version, look_at_node
 from areal_lite.record.paths import with_absolute_paths
 
 _PROBE_TIMEOUT_S = 120.0
-REMAKE = "rm -rf .venv && make setup"
+REMAKE = (
+    "rm -rf .venv && make setup"
+    if Path(sys.prefix).name == ".venv"
+    else "install what pyproject.toml pins where this Python finds it; other versions may work, and were not tried"
+)
 
 
 class Probe(NamedTuple):

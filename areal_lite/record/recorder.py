@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import logging
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -357,7 +358,12 @@ def _finite(value: Any) -> Any:
 
 
 def commit_of_code() -> str | None:
-    """Return the commit of the checkout this code runs from, marked where files differ from it; None outside of one."""
+    """Return the commit of the checkout this code runs from, marked where files differ from it.
+
+    Outside of one it is what AREAL_LITE_COMMIT says, if anything.
+    """
+    if named := os.environ.get("AREAL_LITE_COMMIT"):
+        return named
     command, here = ["git", "describe", "--always", "--dirty", "--exclude=*"], Path(__file__).parent
     try:
         return subprocess.run(command, cwd=here, capture_output=True, text=True).stdout.strip() or None

@@ -95,6 +95,9 @@ class Trainer:
                 f"{shard.batch_id}: restore queue and trainer from the same checkpoint"
             )
         config, tally = self._config, StepTally()
+        if on_gpu := self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            tally.add(gpu_rest_gib=torch.cuda.memory_allocated() / 2**30)
         with _timed(tally, "train_s"):
             with _timed(tally, "prepare_s"):
                 batch = PolicyBatch.from_shard(shard, config=config, device=self._device)
@@ -112,6 +115,8 @@ class Trainer:
                         self._update(batch, number, tally)
                 if config.objective.proximal_kl_target is not None and tally["policy_updates"]:
                     tally.add(proximal_kl=proximal_kl(batch, policy=self.model, config=config))
+        if on_gpu:
+            tally.add(gpu_peak_gib=torch.cuda.max_memory_allocated() / 2**30)
         tally.add_shard(shard)
         tally.add_batch(batch)
         objective, tokens = config.objective, batch.tokens

@@ -1,189 +1,208 @@
-"""`areal-lite bench gpu-check`: the first hour on GPUs, as short runs with one part more than the one before.
+"""`areal-lite bench gpu-check`: what a GPU can show in a quarter of an hour, as parts that cannot harm each other.
 
-Every run is synchronous with fixed seeds, so that what differs between two of them is the part that was added: the
-first step's samples, loss and gradient must be the same. With `--cpu` the same runs go over gloo on this machine.
+Each part of `gpu-check.yaml` is a process with a limit: one that fails, hangs or dies is a verdict, everything below it
+is killed, and the next one starts. `results.json` and the page are written after each. Called again, what passed is
+kept. With `--cpu` the same parts run on this machine, over gloo and at tiny shapes.
 """
 
 import json
+import os
+import shutil
 import subprocess
-import sys
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import tarfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from signal import SIGTERM, default_int_handler, signal
 from typing import Any
 
-import torch
-from pydantic import Field
-
-from areal_lite.config.reading import parse_override, read_yaml
-from areal_lite.config.section import Section
+import areal_lite
+from areal_lite.config.reading import parse_override
 from areal_lite.errors import ConfigError
 from areal_lite.launch.bench import view
-from areal_lite.launch.bench.harness import PlannedRun, run_to_the_end, say, write_results
-from areal_lite.launch.bench.plan import choose, planned_config
-from areal_lite.node import package_versions
-from areal_lite.record.columns import Row, markdown
-from areal_lite.record.run_folder import read_summary, write_whole
+from areal_lite.launch.bench.gpu_part import Job, Part, command_of, read_figures, table
+from areal_lite.launch.bench.harness import say, write_results
+from areal_lite.launch.bench.plan import choose
+from areal_lite.node import look_at_node
+from areal_lite.record.columns import Row, cells, markdown
+from areal_lite.record.run_folder import write_whole
+from areal_lite.verify.descendants import adopt_orphans, children, end_descendants
 
-_SPEED_MODEL, _SPEED_PARAMETERS = "Qwen/Qwen3-1.7B", 1.72e9
-_LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
-"""Nats between engine and rank, where float32 is wider than on a CPU, whose attention kernels agree to 1e-5; and the
-relative difference of the first step's gradient norm from that of the run before."""
-
-
-class Part(Section):
-    """One run: what it adds, and what it needs."""
-
-    shows: str
-    gpus: int
-    settings: dict[str, Any] = Field({})
-    like: str | None = None
-    """the run whose first step it must repeat"""
-    on_cpu: bool = True
+_PASSED = "passed"
+_LAST_CHARS = 300
+_LARGEST_LOG = 2**21
+"""Bytes of a file that still goes into the archive of logs."""
 
 
-_CHECK = read_yaml(Path(__file__).with_name("gpu-check.yaml"), holding="recipe, settings, devices and parts")
-PARTS = {name: Part.model_validate(part) for name, part in _CHECK["parts"].items()}
+def bench(
+    overrides: Sequence[str], *, cpu: bool, only: Sequence[str], minutes: float | None, model: str | None, out: Path
+) -> int:
+    """Run the parts that this machine can run and that fit into the time; 1 where one did not pass."""
+    from torch.cuda import device_count
 
-
-def any_reward(prompt: str, completion: str, answer: str, **row: Any) -> float:
-    """Return a number between 0 and 1 that is the completion's own: gradients need no model that knows anything."""
-    return zlib.crc32(completion.encode()) % 101 / 100
-
-
-def bench(overrides: Sequence[str], *, cpu: bool, only: Sequence[str], out: Path) -> int:
-    """Run what the machine has GPUs for, and say what passed; 1 where something did not."""
-    out = out.resolve()
-    device, num_gpus = ("cpu", 0) if cpu else ("cuda", torch.cuda.device_count())
+    num_gpus = 0 if cpu else device_count()
     if not cpu and not num_gpus:
         raise ConfigError(
-            "gpu-check needs a GPU that PyTorch sees, got none: see areal-lite doctor, or rehearse: --cpu"
+            "gpu-check failed to start: expected a GPU that PyTorch sees, got none. Fix: see areal-lite doctor, or "
+            "rehearse it with --cpu"
         )
-    chosen = choose([*PARTS, "dead-engine"], only, what="part")
-    reasons = {name: _why_not(PARTS[name], cpu=cpu, num_gpus=num_gpus) for name in chosen if name in PARTS}
-    left_out = {name: reason for name, reason in reasons.items() if reason}
-    for name, reason in left_out.items():
-        say(f"{name} is left out: {reason}")
-    extra = dict(map(parse_override, overrides))
-    runs = [_planned(name, device, extra, out=out) for name in reasons if name not in left_out]
-    rows: list[Row] = []
+    changes, parts = dict(map(parse_override, overrides)), table().parts
+    check = Check(
+        parts, device="cpu" if cpu else "cuda", num_gpus=num_gpus, out=out.resolve(), model=model, overrides=changes
+    )
+    return check.run(choose([*parts], only, what="part"), minutes=minutes, again=bool(only))
 
-    def collect() -> dict[str, Any]:
-        rows[:] = judged([(run.name, out / run.name) for run in runs])
-        content = {"benchmark": "gpu-check", "versions": package_versions(), "device": device, "left_out": left_out}
-        content = write_results({**content, **_gpus(), "overrides": list(overrides), "rows": rows}, out=out)
-        write_whole(out / "gpu-check.md", _page(content))
-        return content
 
-    def show(_content: object) -> None:
+class Check:
+    """The parts, and what is known of them."""
+
+    def __init__(
+        self,
+        parts: Mapping[str, Part],
+        *,
+        device: str,
+        num_gpus: int,
+        out: Path,
+        model: str | None = None,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Read what an earlier call left in the folder.
+
+        Raises:
+            ConfigError: That was of another device, or of other overrides.
+        """
+        self._parts, self._device, self._num_gpus, self._out = parts, device, num_gpus, out
+        self._model, self._overrides = model and str(Path(model).resolve()), dict(overrides or {})
+        self._rows: dict[str, dict[str, Any]] = {}
+        path = out / "results.json"
+        if path.is_file():
+            found = json.loads(path.read_text())
+            if (found["device"], found["overrides"]) != (device, self._overrides):
+                raise ConfigError(
+                    f"gpu-check failed to continue: expected {path} to be of {device} with {self._overrides}, got "
+                    f"{found['device']} with {found['overrides']}. Fix: give another --out, or delete that folder"
+                )
+            self._rows = {row["name"]: row for row in found["rows"]}
+
+    def run(self, names: Sequence[str], *, minutes: float | None = None, again: bool = False) -> int:
+        """Run parts in the order of the table; returns the exit code.
+
+        Args:
+            minutes: For all of them; a part that is planned for longer than what is left is skipped.
+            again: Run parts that passed before, too.
+        """
+        node, ends_at = look_at_node(), time.monotonic() + 60 * minutes if minutes else float("inf")
+        self._about = {"versions": node.versions, "gpus": list(node.gpus), "minutes": minutes}
+        code, before = 0, signal(SIGTERM, default_int_handler)  # else a part would outlive it
+        try:
+            for name in names:
+                part, known = self._parts[name], self._rows.get(name, {})
+                if known.get("outcome") == _PASSED and not again:
+                    continue
+                left_s, planned_s = ends_at - time.monotonic(), part.planned_s.get(self._device, 0.0)
+                if why := self._why_not(part):
+                    outcome: dict[str, Any] = {"outcome": f"left out: {why}"}
+                elif planned_s > left_s:
+                    outcome = {"outcome": f"skipped: planned for {planned_s:g} s, {max(0.0, left_s):.0f} s were left"}
+                else:
+                    say(f"{name}: {part.shows} (about {planned_s:g} s)", style="")
+                    outcome = self._run_part(name, part, left_s)
+                say(f"{name}: {outcome['outcome']}")
+                self._rows[name] = {"name": name, "shows": part.shows, **outcome}
+                self._write()
+        except KeyboardInterrupt:
+            code = 130
+        finally:
+            signal(SIGTERM, before)
+        self._archive()
+        rows = [self._rows[name] for name in names if name in self._rows]
         view.show(view.table("gpu-check", rows, title="gpu-check"))
-        for row in rows:
-            if row["outcome"] != "passed":
-                say(f"{row['name']}: {row['outcome']}")
-        say(f"to send us: {out / 'gpu-check.md'} and results.json beside it")
+        say(f"to send us: results.json, gpu-check.md and logs.tar.gz in {self._out}")
+        return code or int(any(row["outcome"].startswith(("failed", "killed")) for row in rows))
 
-    code = run_to_the_end([runs], out=out, collect=collect, show=show)
-    if code == 0 and "dead-engine" in chosen:
-        say("dead-engine: an engine is killed in a run, which must go on")
-        settings = [f"{key}={value}" for key, value in {**_CHECK["devices"][device], **extra}.items()]
-        words = ["drill", _CHECK["recipe"], *settings, "--faults", "engine", "--out", str(out / "dead-engine")]
-        code = subprocess.run([sys.argv[0], *words], check=False).returncode
-    return code or int(any(row["outcome"] != "passed" for row in rows))
+    def _why_not(self, part: Part) -> str | None:
+        if part.model == "given" and self._model is None:
+            return "it takes a model's folder: --model DIR"
+        if self._device == "cpu":
+            return None if part.on_cpu else "it needs a GPU"
+        return None if self._num_gpus >= part.gpus else f"it needs {part.gpus} GPUs, there are {self._num_gpus}"
 
+    def _run_part(self, name: str, part: Part, left_s: float) -> dict[str, Any]:
+        limit_s = min({**table().limit_s, **part.limit_s}[self._device], left_s)
+        job = Job(
+            name=name, call=part.call, device=self._device, out=str(self._out), overrides=self._overrides,
+            model=self._model,
+        )  # fmt: skip
+        shutil.rmtree(job.folder, ignore_errors=True)
+        job.folder.mkdir(parents=True)
+        # Whatever the part starts must find this very code, also where nothing is installed.
+        paths = [str(Path(areal_lite.__file__).parents[1]), os.environ.get("PYTHONPATH")]
+        environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **table().environment, **part.environment}
+        adopt_orphans()
+        others, begun, code = set(children(os.getpid())), time.monotonic(), None
+        with (job.folder / "log.txt").open("w") as log:
+            process = subprocess.Popen(
+                command_of(job), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env=os.environ | environment,
+            )  # fmt: skip
+            try:
+                code = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:  # also what a part that ended has left behind: the next one needs the whole GPU
+                end_descendants(spare=others.__contains__)
+        figures = read_figures(job.folder)
+        outcome = _verdict(figures, code, limit_s=limit_s, last=(job.folder / "log.txt").read_text(errors="replace"))
+        return {"outcome": outcome, "seconds": round(time.monotonic() - begun, 1), "figures": figures}
 
-def judged(folders: Iterable[tuple[str, Path]]) -> list[dict[str, Any]]:
-    """Read finished runs, and say of each whether it passed, or what was expected and what came."""
-    rows: dict[str, dict[str, Any]] = {}
-    for name, folder in folders:
-        part, found = PARTS[name], read_summary(folder)
-        row = {"name": name, **part.model_dump(), "outcome": "failed: it has not ended; its log says why"}
-        rows[name] = row
-        if found.get("status") != "done":
-            continue
-        # With figures that are no number, which must not pass.
-        steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        parities = [one["parity_max_abs_logprob_diff"] for one in steps]
-        row |= {
-            "parity": max(value for value in parities if value is not None),
-            "loss": steps[0]["loss"],
-            "grad_norm": steps[0]["grad_norm"],
-            "step_s": (steps[-1]["time_s"] - steps[0]["time_s"]) / len(steps[1:]),
-            "trained_per_s": sum(one["tokens_trained"] for one in steps[1:]) / sum(one["train_s"] for one in steps[1:]),
-            "gen_tokens_per_s": steps[-1]["gen_tokens_per_s"],
-        }
-        row["outcome"] = _verdict(row, rows.get(part.like or ""), part)
-    return list(rows.values())
+    def _write(self) -> None:
+        order = [self._rows[name] for name in self._parts if name in self._rows]
+        content = {"benchmark": "gpu-check", "device": self._device, "overrides": self._overrides, **self._about}
+        content = write_results({**content, "rows": order}, out=self._out)
+        write_whole(self._out / "gpu-check.md", f"# gpu-check\n\n{page(content)}\n")
 
-
-def _verdict(row: Mapping[str, Any], other: Mapping[str, Any] | None, part: Part) -> str:
-    limit = _LIMITS[part.settings.get("model.compute_dtype", "float32")]
-    if not row["parity"] <= limit:
-        return f"failed: engine and rank must agree within {limit:g} nats, got {row['parity']:.2g}"
-    if other and "grad_norm" in other:
-        difference = abs(row["grad_norm"] / other["grad_norm"] - 1)
-        if not difference <= limit:
-            return (
-                f"failed: the first step's gradient norm must be that of {other['name']}, {other['grad_norm']:.6g}, "
-                f"got {row['grad_norm']:.6g}"
-            )
-    return "passed"
-
-
-def _why_not(part: Part, *, cpu: bool, num_gpus: int) -> str | None:
-    if cpu:
-        return None if part.on_cpu else "it needs a GPU"
-    return None if num_gpus >= part.gpus else f"it needs {part.gpus} GPUs, there are {num_gpus}"
+    def _archive(self) -> None:
+        """Pack what explains a verdict; models and checkpoints stay where they are."""
+        with tarfile.open(self._out / "logs.tar.gz", "w:gz") as archive:
+            for path in sorted(self._out.rglob("*")):
+                is_log = path.suffix in (".txt", ".log", ".json", ".jsonl") and "checkpoints" not in path.parts
+                if is_log and path.is_file() and path.stat().st_size <= _LARGEST_LOG and "model" not in path.parts:
+                    archive.add(path, str(path.relative_to(self._out)))
 
 
-def _planned(name: str, device: str, extra: dict[str, Any], *, out: Path) -> PlannedRun:
-    more: dict[str, Any] = {"model.path": str(_random_model(out / "model"))} if name == "speed" else {}
-    changes = [_CHECK["settings"], _CHECK["devices"][device], PARTS[name].settings, more, extra]
-    return PlannedRun(name=name, config=planned_config(_CHECK["recipe"], name, changes))
+def _verdict(figures: Mapping[str, Any], code: int | None, *, limit_s: float, last: str) -> str:
+    """Return what became of a part; `code` is None where it was killed."""
+    if code is None:
+        return f"killed: it had not ended after {limit_s:.0f} s"
+    if problems := [*figures.get("problems", ()), *filter(None, [figures.get("error")])]:
+        return f"failed: {'; '.join(problems)}"
+    if code:
+        return f"failed: it ended with {code}: {' '.join(last.split())[-_LAST_CHARS:]}"
+    return _PASSED
 
 
-def _random_model(folder: Path) -> Path:
-    """Write a model of a known shape with random weights, whose completions hardly ever end by themselves."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from areal_lite.data.tokenizer import build_char_tokenizer
-    from areal_lite.train.memory import KNOWN
-
-    if not (folder / "config.json").is_file():
-        tokenizer = build_char_tokenizer("0123456789+-*=?; \n")
-        shape = {"max_position_embeddings": 4096, "eos_token_id": tokenizer.eos_token_id}
-        config = AutoConfig.for_model(**KNOWN["models"][_SPEED_MODEL], **shape)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    return folder
-
-
-def _gpus() -> dict[str, Any]:
-    cuda = torch.cuda
-    names = [cuda.get_device_name(index) for index in range(cuda.device_count())] if cuda.is_available() else []
-    left = [round(free / total, 3) for free, total in (cuda.mem_get_info(index) for index in range(len(names)))]
-    return {"gpus": names, "memory_free_at_the_end": left}
-
-
-def _page(content: Mapping[str, Any]) -> str:
+def page(content: Mapping[str, Any]) -> str:
+    """Return what `results.json` of a check shows, as Markdown without a title; measured figures only."""
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
-    head = f"# gpu-check on {', '.join(content['gpus']) or content['processor']}"
-    commit = f"areal-lite {content['commit']}; {versions}"
-    return "\n\n".join([head, commit, markdown("gpu-check", content["rows"]), *_notes(content)]) + "\n"
+    where = "; ".join(content["gpus"]) if content["device"] == "cuda" else f"{content['processor']}, a rehearsal"
+    head = f"{where}. Commit {content['commit']}; {versions}."
+    return "\n\n".join([head, markdown("gpu-check", content["rows"]), *_findings(content["rows"])])
 
 
-def _notes(content: Mapping[str, Any]) -> Iterator[str]:
-    from areal_lite.train.memory import KNOWN
+def _findings(rows: Sequence[Row]) -> Iterator[str]:
+    for row in rows:
+        part, figures = table().parts.get(row["name"]), row.get("figures") or {}
+        if part is None or not figures:
+            continue
+        names = [name for name in part.runs if isinstance(figures.get(name), dict) and "parity_max" in figures[name]]
+        lines = [f"- {text}" for template in part.says for text in _filled(template, figures)]
+        for name in names:
+            said = "; ".join(text for template in table().run_says for text in _filled(template, figures[name]))
+            lines.append(f"- {name}: {said}" if len(names) > 1 else f"- {said}")
+        lines += [f"- {row['outcome']}"] * (row["outcome"] != _PASSED)
+        yield f"### {row['name']}\n\n" + "\n".join(lines)
 
-    yield from (f"- **{row['name']}**: {row['outcome']}" for row in content["rows"] if row["outcome"] != "passed")
-    yield from (f"- {name} was left out: {why}" for name, why in content["left_out"].items())
-    card = next((name for name in KNOWN["gpus"] if any(name in gpu for gpu in content["gpus"])), None)
-    for row in content["rows"]:
-        if "trained_per_s" in row:
-            rate, generated = row["trained_per_s"], row["gen_tokens_per_s"]
-            yield f"- {row['name']}: {rate:,.0f} tokens/s trained, {generated:,.0f} generated"
-            if row["name"] == "speed" and card:
-                share = 6 * _SPEED_PARAMETERS * rate / (KNOWN["gpus"][card]["tflops"] * 1e12)
-                yield f"- speed: {share:.1%} of the peak of {card} (MFU: 6 operations a parameter and token)"
-    if content["memory_free_at_the_end"]:
-        yield "GPU memory free at the end: " + ", ".join(f"{share:.0%}" for share in content["memory_free_at_the_end"])
+
+def _filled(template: str, figures: Mapping[str, Any]) -> list[str]:
+    (_, (text,)) = cells({"": template}, [figures])
+    return [text]

@@ -1,0 +1,143 @@
+"""One part of `bench gpu-check`: what `gpu-check.yaml` says of it, and the process that it runs in.
+
+A part reports figures as it gets them: what it measured before it failed, hung or was killed is kept.
+"""
+
+import functools
+import json
+import pkgutil
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from areal_lite.config.reading import read_yaml
+from areal_lite.config.recipe import Config
+from areal_lite.config.section import Section
+from areal_lite.launch.bench.plan import planned_config
+from areal_lite.record.run_folder import write_whole
+
+FIGURES = "figures.json"
+"""What a part has reported, in its folder."""
+
+
+class Part(Section):
+    """What the table says of a part."""
+
+    shows: str
+    call: str
+    """`module:function`, which gets a `Job`"""
+    planned_s: dict[str, float]
+    """by device; a part for which less is left is skipped"""
+    limit_s: dict[str, float] = Field({})
+    """by device, after which it is killed; the table's default where it is missing"""
+    gpus: int = 1
+    """that it needs"""
+    on_cpu: bool = True
+    """whether a rehearsal can run it"""
+    environment: dict[str, str] = Field({})
+    model: Literal["builtin", "random", "given"] = "builtin"
+    """built in; of a known shape with random weights; or that of --model"""
+    settings: dict[str, Any] = Field({})
+    cpu: dict[str, Any] = Field({})
+    """settings on a CPU alone"""
+    cuda: dict[str, Any] = Field({})
+    """settings on GPUs alone"""
+    runs: dict[str, dict[str, Any]] = Field({"run": {}})
+    """of the whole loop, in one Ray session: name -> settings"""
+    like: str | None = None
+    """PART/RUN whose first step the runs must repeat"""
+    says: list[str] = Field([])
+    """templates of what the page says of its figures"""
+
+
+class Table(Section):
+    """The whole file."""
+
+    recipe: str
+    environment: dict[str, str]
+    limit_s: dict[str, float]
+    settings: dict[str, Any]
+    cpu: dict[str, Any]
+    cuda: dict[str, Any]
+    run_says: list[str]
+    """templates of what the page says of each run"""
+    parts: dict[str, Part]
+
+
+@functools.cache
+def table() -> Table:
+    """Return the shipped table."""
+    path = Path(__file__).with_name("gpu-check.yaml")
+    return Table.model_validate(read_yaml(path, holding=f"the table of parts ({', '.join(Table.model_fields)})"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A part to run, as its process is told."""
+
+    name: str
+    call: str
+    device: str
+    """`cpu` or `cuda`."""
+    out: str
+    """Folder of the whole check."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Settings of all runs, by the user."""
+    model: str | None = None
+    """Folder of a real model."""
+
+    @property
+    def part(self) -> Part:
+        """Its row of the table."""
+        return table().parts[self.name]
+
+    @property
+    def folder(self) -> Path:
+        """Everything that it writes."""
+        return Path(self.out) / self.name
+
+    def config(self, run: str = "run", **more: Any) -> Config:
+        """Return the checked recipe of one of its runs."""
+        every, part = table(), self.part
+        changes = [every.settings, getattr(every, self.device), part.settings, getattr(part, self.device)]
+        return planned_config(every.recipe, run, [*changes, part.runs.get(run, {}), more, self.overrides])
+
+    def report(self, **figures: Any) -> None:
+        """Add figures to those of the part; a mapping is joined with an earlier one of its name."""
+        known = read_figures(self.folder)
+        for name, value in figures.items():
+            is_joined = isinstance(value, dict) and isinstance(known.get(name), dict)
+            known[name] = known[name] | value if is_joined else value
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self.folder / FIGURES, json.dumps(known, indent=1) + "\n")
+
+
+def read_figures(folder: Path) -> dict[str, Any]:
+    """Return what a part has reported so far."""
+    path = folder / FIGURES
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
+
+
+def command_of(job: Job) -> list[str]:
+    """Return the command that runs a part."""
+    # Not `-m`: functions of a main module reach other processes as copies.
+    return [
+        sys.executable,
+        "-c",
+        f"import sys; from {__name__} import main; main(sys.argv[1])",
+        json.dumps(asdict(job)),
+    ]
+
+
+def main(text: str) -> None:
+    """Run the part that a JSON text describes; an error is reported among its figures."""
+    job = Job(**json.loads(text))
+    try:
+        pkgutil.resolve_name(job.call)(job)
+    except Exception as error:
+        job.report(error=f"{type(error).__name__}: {error}")
+        raise
