@@ -57,6 +57,8 @@ _PARTS = {"Param": "parameters", "Buffer": "parameters", "All Gather": "paramete
 """Words in the tracker's names of what it counts -> ours; whatever else there is are activations."""
 _HANDOVER_BUFFERS = 2 * 256 * 2**20
 """Of weights/nccl.py, on both sides."""
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What model families call the number of experts of a layer."""
 _BATCHED_TOKENS = 8192
 """Of one forward pass of vLLM, about."""
 
@@ -155,7 +157,7 @@ def _traced(architecture: Any, config: Config, num_layers: int) -> Counter[str]:
             ).train()
         if config.trainer.activation_checkpointing:
             model.gradient_checkpointing_enable()
-        numbers, dtype = _numbers(model), getattr(torch, config.compute_dtype)
+        numbers, dtype = num_parameters(model), getattr(torch, config.compute_dtype)
         if config.trainer.lora is not None:
             # Fake parameters cannot move, and are where they belong.
             with fake, patch.object(nn.Module, "to", lambda module, *_, **__: module):
@@ -242,12 +244,25 @@ def _batch(config: Config) -> PolicyBatch:
     return batch
 
 
-def _numbers(model: Any) -> Counter[str]:
+def num_parameters(model: Any) -> Counter[str]:
+    """Count the parameters of a transformers model: `all`, `active` (see `RankSize`), and those of the `largest`.
+
+    Raises:
+        ConfigError: Its config.json does not give the number of experts, or how many work on a token.
+    """
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    chosen = getattr(model.config, "num_experts_per_tok", 1) / getattr(model.config, "num_experts", 1)
     embeddings = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
-    active = sum(sizes.values()) - embeddings - round(experts * (1 - chosen))
+    active = sum(sizes.values()) - embeddings
+    if experts:
+        known = (getattr(model.config, name, None) for name in _NUM_EXPERTS)
+        number, chosen = next(filter(None, known), None), getattr(model.config, "num_experts_per_tok", None)
+        if number is None or chosen is None:
+            raise ConfigError(
+                f"estimate needs the numbers of experts of {model.config.model_type}: expected num_experts_per_tok and "
+                f"one of {', '.join(_NUM_EXPERTS)} in its config.json, got {chosen} and {number}. Fix: add them"
+            )
+        active -= round(experts * (1 - chosen / number))
     return Counter({"all": sum(sizes.values()), "active": active, "largest": max(sizes.values())})
 
 
@@ -277,7 +292,12 @@ def engine_parts(architecture: Any, size: RankSize, config: Config, *, gib: floa
 
 
 def kv_bytes_per_token(architecture: Any, config: Config) -> float:
-    """Return the bytes of a token's keys and values on each GPU of an engine."""
+    """Return the bytes of a token's keys and values on each GPU of an engine.
+
+    Multi-head latent attention (arXiv 2405.04434 §2.1) keeps one latent vector and one rotary key for all heads.
+    """
+    if latent := getattr(architecture, "kv_lora_rank", None):
+        return float(architecture.num_hidden_layers * (latent + architecture.qk_rope_head_dim) * _itemsize(config))
     heads = max(1.0, architecture.num_key_value_heads / config.rollout.tensor_parallel)
     return 2.0 * int(architecture.num_hidden_layers) * float(heads) * _head_dim(architecture) * _itemsize(config)
 

@@ -83,6 +83,39 @@ def test_known_models_have_as_many_parameters_as_their_makers_say() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "total", "active"),
+    [("deepseek_v3", 671.03, 36.63), ("gpt_oss", 116.83, 5.13), ("mixtral", 46.70, 12.75)],
+)
+def test_of_experts_only_those_chosen_work(family: str, total: float, active: float) -> None:
+    """Billions, as their makers count DeepSeek-V3 (37 with embeddings), gpt-oss-120b and Mixtral-8x7B (12.9 with them).
+
+    Each family has another name for the number of experts. Seen failing with `num_experts` alone, 1 where it is
+    missing: 5.3 trillion for DeepSeek-V3, and a speed 139 times too low.
+    """
+    with torch.device("meta"):
+        found = memory.num_parameters(AutoModelForCausalLM.from_config(AutoConfig.for_model(family)))
+    assert (found["all"] / 1e9, found["active"] / 1e9) == pytest.approx((total, active), abs=0.01)
+
+
+def test_experts_that_are_not_counted_in_the_config_are_asked_for() -> None:
+    """Seen failing with 1 in place of what is unknown."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v2", num_hidden_layers=1))
+    assert model.config.num_experts_per_tok is None
+    with pytest.raises(ConfigError, match=r"expected num_experts_per_tok and one of num_experts, .* got None and 64"):
+        memory.num_parameters(model)
+
+
+def test_latent_attention_keeps_one_vector_for_all_heads() -> None:
+    """DeepSeek-V3: 61 layers of 512 + 64 numbers in bfloat16 are 70.272 KB a token (arXiv 2505.09343, table 1).
+
+    Seen failing with a key and a value of every head: 28 times as much.
+    """
+    config = make_config(model={"compute_dtype": "bfloat16"})
+    assert memory.kv_bytes_per_token(AutoConfig.for_model("deepseek_v3"), config) == 70272
+
+
 def test_two_depths_say_what_a_full_trace_says() -> None:
     """Seen failing with a line too flat."""
     deep, config = architecture(num_layers=8), sharded_recipe()
