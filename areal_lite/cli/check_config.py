@@ -53,7 +53,7 @@ def _look_around(config: Config | OfflineConfig) -> Iterable[str]:
     from areal_lite.data.encode import check_tokenizer_files
     from areal_lite.data.sources import look_at_files
     from areal_lite.node import check_memory
-    from areal_lite.record.paths import check_context, find_model_folder
+    from areal_lite.record.paths import check_model, find_model_folder
     from areal_lite.record.trackers import check_trackers
 
     try:
@@ -69,7 +69,7 @@ def _look_around(config: Config | OfflineConfig) -> Iterable[str]:
             yield f"but not as it stands: {error}"
     elif Path(path).expanduser().exists():
         folder = find_model_folder(path, option="model.path", is_compared=False)
-        check_context(config, folder)
+        check_model(config, folder)
         check_tokenizer_files(folder)
     else:
         yield f"there is no model.path={path} here"

@@ -105,9 +105,31 @@ def find_model_folder(path: str | Path, *, option: str, is_compared: bool = True
     return folder
 
 
-def check_context(config: Config | OfflineConfig, model_folder: Path) -> None:
-    """Raise a `ConfigError` where a recipe wants a longer context than a model was made for."""
-    longest = json.loads((model_folder / "config.json").read_text()).get("max_position_embeddings")
+_SINKS = "copies attention sinks past its weight loaders, so that a reload keeps the old ones"
+_STATES = "loses parameters of state-space layers in a reload"
+_RELOADED_WRONGLY = dict.fromkeys(("gpt_oss", "mimo_v2_flash", "deepseek_v4", "deepseek_v41", "hy_v4"), _SINKS)
+_RELOADED_WRONGLY |= dict.fromkeys(
+    ("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h", "zamba2"),
+    _STATES,
+)
+_RELOADED_WRONGLY |= dict.fromkeys(("step3_text", "step3p5"), "copies projections past its weight loaders")
+"""What vLLM does to new weights of a kind of model: by its source (0.32) or by its issues 48312 and 48284."""
+
+
+def check_model(config: Config | OfflineConfig, model_folder: Path) -> None:
+    """Compare a recipe with the model that it trains.
+
+    Raises:
+        ConfigError: The recipe wants a longer context than the model was made for, or a run's engines cannot take new
+            weights of such a model.
+    """
+    settings = json.loads((model_folder / "config.json").read_text())
+    kind, longest = settings.get("model_type"), settings.get("max_position_embeddings")
+    if isinstance(config, Config) and kind in _RELOADED_WRONGLY:
+        raise ConfigError(
+            f"model.path={model_folder} is a {kind} model, of which vLLM {_RELOADED_WRONGLY[kind]}: its engines would "
+            "generate with wrong weights after the first step. Fix: take a model of another family (docs/models.md)"
+        )
     if longest is not None and config.model.max_context > longest:
         raise ConfigError(
             f"model.max_context must be at most what {model_folder} was made for, {longest}, got "

@@ -52,7 +52,8 @@ def load_model(folder: str, config: Recipe, *, lora: LoraConfig | None = None, t
 
     Raises:
         CheckpointError: The folder lacks weights of the model, or has others.
-        ConfigError: `trainer.packing`, and the model looks from one packed row into another.
+        ConfigError: `trainer.packing`, and the model looks from one packed row into another; or `trainer.attention=
+            sdpa`, and the model caps its attention logits.
     """
     dtype = torch.float32 if trained else getattr(torch, config.compute_dtype)
     model = _load(AutoModelForCausalLM, folder, config, dtype=dtype, lora=lora)
@@ -100,6 +101,11 @@ def _load(
     if attention == "auto":
         # Of itself transformers takes sdpa, which leaves capped logits uncapped, and says nothing.
         attention = "eager" if getattr(architecture, "attn_logit_softcapping", None) else None
+    elif attention == "sdpa" and getattr(architecture, "attn_logit_softcapping", None):
+        raise ConfigError(
+            f"trainer.attention=sdpa does not cap attention logits, as {folder} ({architecture.model_type}) does: the "
+            "trainer would be another model. Fix: set trainer.attention=eager, or auto"
+        )
     if config.trainer.mesh.context > 1:
         attention = NAME
     device = torch.device(config.run.device)

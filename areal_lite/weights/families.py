@@ -52,7 +52,6 @@ class ParameterSquares:
         # Quantised values are not those that were sent: under their own name nobody expects them to be equal.
         narrow = {name for name, value in held.items() if value.numel() and value.dtype.itemsize < dtype.itemsize}
         sums = {
-            # Modulo 2**64 like each part: vLLM's messages hold no longer numbers, and one would never be answered.
             f"{name}.quantised" if name in narrow else name: sum(int(bit_squares(part)) for part in tensors) % 2**64
             for name, tensors in parts.items()
         }

@@ -38,7 +38,7 @@ from areal_lite.launch.run.signals import notices_held_back, undisturbed
 from areal_lite.launch.run.view import View
 from areal_lite.network import listens
 from areal_lite.node import check_memory
-from areal_lite.record.paths import check_context, find_model_folder, with_absolute_paths
+from areal_lite.record.paths import check_model, find_model_folder, with_absolute_paths
 from areal_lite.record.run_folder import RunFolder, run_path
 from areal_lite.record.trackers import check_trackers
 from areal_lite.record.writer import SoleWriter, writable
@@ -254,7 +254,7 @@ def prepare_model(config: Config | OfflineConfig, *, console: Console) -> Path:
     folder = None
     if config.model.path != "builtin:arith":
         folder = find_model_folder(config.model.path, option="model.path")
-        check_context(config, folder)
+        check_model(config, folder)
     if names_layers(config):
         from areal_lite.train.routes import check_layers
 

@@ -1,6 +1,7 @@
 """Recipes: what is shipped parses, and every mistake is one error that names field, value and remedy."""
 
 import copy
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -476,6 +477,11 @@ def test_check_config_looks_at_a_model_and_at_files_that_are_here(
     assert (code, f"data.path={rows} is not looked into" in line) == (0, True), line
     code, line = said(*fitting, "model.max_context=513")
     assert (code, "model.max_context must be at most what" in line) == (1, True), line
+    settings = (model / "config.json").read_text()
+    (model / "config.json").write_text(json.dumps(json.loads(settings) | {"model_type": "gpt_oss"}))
+    code, line = said(*fitting)
+    assert (code, "is a gpt_oss model, of which vLLM copies attention sinks past" in line) == (1, True), line
+    (model / "config.json").write_text(settings)
     (model / "tokenizer.json").rename(model / "token.json")
     code, line = said(*fitting)
     assert (code, "a model folder must hold its tokenizer" in line) == (1, True), line

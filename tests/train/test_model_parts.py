@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import save_family
 from rank_processes import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -15,7 +16,7 @@ from train_builders import make_config, save_tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, modeling_utils
 
 from areal_lite.data.tokenizer import build_char_tokenizer
-from areal_lite.errors import CheckpointError
+from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.train import model as model_module
 from areal_lite.train.checkpoint import export_model
 from areal_lite.train.micro_batch import TokenRows, split_micro_batches
@@ -176,3 +177,12 @@ def test_a_folder_of_other_weights_is_refused(tmp_path: Path, change: str) -> No
     save_file(weights | added, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"norm\.weight" if change == "lacks" else r"other\.weight"):
         load_model(str(tmp_path), make_config())
+
+
+def test_a_kernel_that_does_not_cap_attention_logits_is_refused_where_the_model_does(tmp_path: Path) -> None:
+    """transformers' sdpa drops the cap and says nothing. Seen failing: the trainer was another model, 0.7 nats off."""
+    folder = save_family("Gemma 2", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"trainer\.attention=sdpa does not cap attention logits.*\(gemma2\)"):
+        load_model(folder, make_config(trainer={"attention": "sdpa"}))
+    for attention in ("auto", "eager"):
+        load_model(folder, make_config(trainer={"attention": attention}))
