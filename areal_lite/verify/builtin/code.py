@@ -1,8 +1,6 @@
 """The verifier `code`: a candidate's program against tests, in a sandbox."""
 
-import ast
 import json
-import re
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -12,16 +10,25 @@ from pydantic import Field
 
 from areal_lite.errors import VerifierError
 from areal_lite.verify.builtin.program import Outcome, Program
+from areal_lite.verify.builtin.program_tests import read_tests, same_output, split_asserts
+from areal_lite.verify.builtin.program_text import find_program, names_of
 from areal_lite.verify.builtin.remote import ENDED
 from areal_lite.verify.builtin.sandbox import Limits, sweeping
 from areal_lite.verify.result import VerifyResult, prepared_by
-
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
 STATUSES = ("passed", "wrong", "crash", "timeout", "cpu", "memory", "output", "processes")
 """How a case can end."""
 
 _DETAIL_CHARS = 500
+
+_MODULES = (
+    "sys, string, re, datetime, collections, heapq, bisect, copy, math, random, statistics, itertools, functools, "
+    "operator, io, json, typing"
+)
+CALL_IMPORTS = "\n".join(
+    [*(f"from {name} import *" for name in _MODULES.split(", ")), f"import {_MODULES}", "from builtins import *"]
+)
+"""What LiveCodeBench's grader puts before programs whose functions are called: their starter code names `List`."""
 
 
 class Verdict(NamedTuple):
@@ -37,8 +44,8 @@ class Verdict(NamedTuple):
 class code(Limits):
     """Run the Python program of a completion against the row's tests.
 
-    The program is the last ``` block, or the whole completion. It fails a case by a wrong result, and by whatever it
-    does to itself: a crash, or a limit met. That is its result and scores; trouble with the sandbox is an error.
+    `find_program` finds it in the completion. It fails a case by a wrong result, and by whatever it does to itself: a
+    crash, or a limit met. That is its result and scores; trouble with the sandbox is an error.
 
     Bubblewrap gives a program no network, no files but the system's and a temporary folder, no sight of other processes
     and a user of its own; a plain process has the limits alone. docs/security.md has the list, and what is not on it.
@@ -53,6 +60,11 @@ class code(Limits):
     total_s: float = Field(5.0, gt=0)
     """processor seconds for all tests; behind it, cases count as timed out if one met a limit before, else it is an
     error, as the program may be right"""
+
+    tolerance: float = Field(1e-6, ge=0)
+    """distance allowed of numbers written with a decimal point, absolute, or as a share of numbers above 1; 0 = none"""
+    prelude: str = ""
+    """Python that runs before each program, such as imports that its task takes for granted"""
 
     @property
     def least_timeout_s(self) -> float:
@@ -69,21 +81,23 @@ class code(Limits):
         answer: str,
         /,
         *,
-        tests: Sequence[Mapping[str, str]] | str | None = None,
+        tests: Mapping[str, Any] | Sequence[Mapping[str, Any]] | str | None = None,
         test_code: str | None = None,
         asserts: Sequence[str] | str | None = None,
         entry_point: str | None = None,
+        metadata: Any = None,
         **row: Any,
     ) -> VerifyResult:
         """Score a program.
 
         Args:
-            tests: Column: `[{"input": text for standard input, "output": text expected}]`, or the same as JSON. White
-                space at the ends of lines and of the output is left out.
+            tests: Column: `[{"input": text for standard input, "output": text expected}]`, or the same as JSON; or
+                calls of a function (`read_tests`). `same_output` compares.
             test_code: Column: Python whose statements at top level that assert or call something are the cases. Where
                 it defines `check` and there is an `entry_point`, `check(entry_point)` is one.
             asserts: Column: a list of such statements, each a case, or the same as JSON.
             entry_point: Column: the function to be tested.
+            metadata: Column: of LiveCodeBench's rows, which names the function to call.
 
         Returns:
             The reward; metrics: the shares of cases that ended as `passed`, `wrong`, `crash`, `timeout`, `cpu`,
@@ -97,13 +111,24 @@ class code(Limits):
         """
         if tests is None and test_code is None and asserts is None:
             raise ValueError("a row must have a column tests, test_code or asserts, got none of them")
-        program = find_program(completion)
+        examples, calls = (
+            read_tests(tests, metadata=metadata, entry_point=entry_point) if tests is not None else ([], [])
+        )
+        has_asserts = test_code is not None or asserts is not None
+        cases = split_asserts(test_code, asserts, entry_point) if has_asserts else []
+        needed = names_of("\n".join(source for _, source in cases)).free | {call.function for call in calls}
+        program = find_program(completion, needed | {entry_point or ""} | ({"Solution"} if calls else set()))
+        for call in calls:
+            cases.append((True, call.source(is_method="class Solution" in program, tolerance=self.tolerance)))
+            entry_point = entry_point or call.function
+        # A future statement must come first.
+        imports = CALL_IMPORTS if calls and "from __future__" not in program else ""
+        program = "\n".join(filter(None, (self.prelude, imports, program)))
         verdicts: list[Verdict] = []
         with sweeping():
-            if tests is not None:
-                verdicts += run_examples(program, tests, limits=self, total_s=self.total_s)
-            if test_code is not None or asserts is not None:
-                cases = split_asserts(test_code, asserts, entry_point)
+            if examples:
+                verdicts += run_examples(program, examples, limits=self, total_s=self.total_s, tolerance=self.tolerance)
+            if cases:
                 verdicts += run_asserts(program, cases, entry_point=entry_point, limits=self)
         return self._result(verdicts)
 
@@ -116,44 +141,33 @@ class code(Limits):
         return VerifyResult(earned, feedback="".join(feedback), metrics=shares | kind)
 
 
-def find_program(completion: str) -> str:
-    """Return the last ``` block that is not marked as another language, else the last block, else everything."""
-    blocks = _BLOCK.findall(completion)
-    python: list[str] = [text for language, text in blocks if language.lower() in ("", "py", "python", "python3")]
-    return (python or [text for _, text in blocks] or [completion])[-1]
-
-
 def run_examples(
-    program: str, tests: Sequence[Mapping[str, str]] | str, *, limits: Limits, total_s: float
+    program: str, examples: Sequence[tuple[str, str]], *, limits: Limits, total_s: float, tolerance: float
 ) -> list[Verdict]:
     """Run a program once for each standard input, and compare what it writes.
 
     Args:
-        tests: `[{"input", "output"}]`, or the same as JSON; anything else is a `ValueError`.
+        examples: Each a standard input, and the output expected.
         limits: Of each case.
         total_s: Processor seconds of all cases, a case that is ended from outside counted by its wall time.
+        tolerance: See `same_output`.
 
     Raises:
         VerifierError: The total was used up by cases that all kept their limits.
     """
-    examples = _listed(tests, "tests")
-    for example in examples:
-        if not isinstance(example, Mapping) or not {"input", "output"} <= example.keys():
-            raise ValueError(f'a test must be {{"input": ..., "output": ...}}, got {example!r:.200}')
     verdicts: list[Verdict] = []
     left_s = total_s
     runner: Program | None = None
     with ExitStack() as stack:
-        for example in examples:
+        for given, expected in examples:
             if left_s <= 0:
                 return verdicts + _not_run(verdicts, total_s, number=len(examples) - len(verdicts))
             if runner is None or runner.has_ended:  # the case before broke its sandbox
                 runner = stack.enter_context(closing(Program("cases", "candidate.py", program, limits=limits)))
                 runner.stand()
-            expected = str(example["output"])
-            outcome = runner.run_case(str(example["input"]), more_output_bytes=len(expected.encode(errors="replace")))
+            outcome = runner.run_case(given, more_output_bytes=len(expected.encode(errors="replace")))
             left_s -= outcome.seconds
-            verdicts.append(_compared(outcome, expected))
+            verdicts.append(_compared(outcome, expected, tolerance))
     return verdicts
 
 
@@ -167,55 +181,12 @@ def _not_run(verdicts: Sequence[Verdict], total_s: float, *, number: int) -> lis
     return [Verdict("timeout", f"not run: the cases before took {total_s:g} s together")] * number
 
 
-def _listed(value: Any, name: str) -> list[Any]:
-    items = json.loads(value) if isinstance(value, str) else list(value)
-    if not isinstance(items, list) or not items:
-        raise ValueError(f"{name} must be a list with something in it, got {items!r:.200}")
-    return items
-
-
-def _compared(outcome: Outcome, expected: str) -> Verdict:
+def _compared(outcome: Outcome, expected: str, tolerance: float) -> Verdict:
     if outcome.status != "ok":
         return Verdict(outcome.status, outcome.stderr[-_DETAIL_CHARS:].strip())
-    if _lines(outcome.stdout) == _lines(expected):
+    if same_output(outcome.stdout, expected, tolerance):
         return Verdict("passed")
     return Verdict("wrong", f"expected {expected[:_DETAIL_CHARS]!r}, got {outcome.stdout[:_DETAIL_CHARS]!r}")
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
-
-
-def split_asserts(
-    test_code: str | None, asserts: Sequence[str] | str | None, entry_point: str | None
-) -> list[tuple[bool, str]]:
-    """Cut assert-style tests into pieces, each with whether it is a case; else it prepares others.
-
-    Args:
-        test_code: Statements at top level that assert or call something are cases, the others prepare.
-        asserts: Each a case of its own.
-        entry_point: What `check` is called with, where the tests define it.
-
-    Raises:
-        ValueError: There is no case in them, or they are not Python (`SyntaxError`).
-    """
-    body = ast.parse(test_code or "").body
-    cases = [(_is_case(statement), ast.unparse(statement)) for statement in body]
-    if entry_point and any(isinstance(item, ast.FunctionDef) and item.name == "check" for item in body):
-        cases.append((True, f"check({entry_point})"))
-    for source in [] if asserts is None else _listed(asserts, "asserts"):
-        ast.parse(source)
-        cases.append((True, source))
-    if not any(counts for counts, _ in cases):
-        raise ValueError(f"test_code must assert or call something at top level, got {test_code!r:.200}")
-    return cases
-
-
-def _is_case(statement: ast.stmt) -> bool:
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return False
-    calls = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
-    return calls or any(isinstance(node, ast.Assert) for node in ast.walk(statement))
 
 
 def run_asserts(
