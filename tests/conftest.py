@@ -54,7 +54,7 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]
         file = nodeid.partition("::")[0]
         if looks_at_time(self.config.rootpath / file):
             return "alone"
-        return next((lane for lane in ("slurm", "nodes", "rehearse") if lane in file), file)
+        return next((lane for lane in ("slurm", "nodes", "namespaces") if lane in file), file)
 
     def _assign_work_unit(self, node: Any) -> None:
         for scope in [scope for name in LONGEST for scope in self.workqueue if name in scope][:1]:

@@ -20,7 +20,7 @@ from areal_lite.config.recipe import Config, load_config
 from areal_lite.errors import StallError
 
 COMMANDS = [
-    "train", "sft", "reward-model", "dpo", "resume", "scale", "eval", "serve", "replay", "launch", "rehearse",
+    "train", "sft", "reward-model", "dpo", "resume", "scale", "eval", "serve", "replay", "launch",
     "drill", "check-config", "estimate", "verify", "bench", "report", "watch", "doctor",
 ]  # fmt: skip
 SUMMARY: dict[str, Any] = dict.fromkeys(SUMMARY_KEYS, 0.5) | {"eval": {"0": 0.21, "50": 0.3, "100": 0.41}}

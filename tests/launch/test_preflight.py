@@ -1,4 +1,4 @@
-"""What preflight finds on the nodes of a cluster, and how it judges. On real nodes: `test_rehearse_nodes.py`."""
+"""What preflight finds on the nodes of a cluster, and how it judges. On real nodes: `test_preflight_nodes.py`."""
 
 import dataclasses
 import io

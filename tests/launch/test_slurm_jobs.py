@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 from loop_builders import loop_config
+from namespaces import NETWORK
 from places import SUPPORT
+from slurm_daemons import Slurm, make_slurm
 from test_loop import conserved, trained_groups
 
-from areal_lite.launch.rehearse.namespaces import NETWORK
-from areal_lite.launch.rehearse.slurm import Slurm, make_slurm
 from areal_lite.record.run_folder import RunFolder
 
 pytestmark = [pytest.mark.slurm, pytest.mark.cluster, pytest.mark.loop]

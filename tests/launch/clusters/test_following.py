@@ -1,12 +1,11 @@
 """What the commands do around a job: a cluster that does not answer for a while, and a submit that is refused."""
 
-import json
 from pathlib import Path
 
 import pytest
 from launch_builders import make_job
 
-from areal_lite.cli import launch, rehearse
+from areal_lite.cli import launch
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.job import Job, Status
 from areal_lite.launch.clusters.profile import Profile
@@ -48,10 +47,3 @@ def test_a_submit_that_is_refused_leaves_the_name_free(tmp_path: Path, monkeypat
         with pytest.raises(ConfigError, match=r"^refused"):
             launch.run_job(job)
     assert not job.record.exists()
-
-
-def test_a_rehearsal_whose_run_never_began_has_no_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Seen failing with a KeyError."""
-    (tmp_path / "summary.json").write_text(json.dumps({"attempts": 2, "gpu_hours": 0.0}))
-    rehearse._print_summary(tmp_path)
-    assert capsys.readouterr().out == ""

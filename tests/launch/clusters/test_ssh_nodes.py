@@ -13,8 +13,7 @@ import psutil
 import pytest
 import yaml
 from launch_builders import crashing_recipe
-
-from areal_lite.launch.rehearse.namespaces import Node, make_nodes
+from namespaces import Node, make_nodes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.sshd]
 _PORT = 2222

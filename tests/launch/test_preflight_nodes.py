@@ -5,8 +5,7 @@ import sys
 import time
 
 import pytest
-
-from areal_lite.launch.rehearse.namespaces import Node, make_nodes
+from namespaces import Node, make_nodes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.loop]
 

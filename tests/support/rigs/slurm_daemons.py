@@ -1,5 +1,7 @@
 """Slurm on one machine: its real daemons on the nodes of `make_nodes`, and nothing of them outside.
 
+    python tests/support/rigs/slurm_daemons.py --nodes 2            as root; the demo's task as a batch job
+
 The controller and munge run on the first node. Keys, states and logs lie in a folder of their own, nothing in /etc, and
 the daemons end with their nodes.
 """
@@ -14,18 +16,21 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import typer
+from namespaces import Node, make_nodes
+from nodes import profile_of, words_of
 
 from areal_lite.errors import ConfigError, StallError
+from areal_lite.launch.clusters.job import job_name
 from areal_lite.launch.clusters.remote import told_by
-from areal_lite.launch.rehearse.namespaces import Node, make_nodes
-from areal_lite.launch.rehearse.nodes import profile_of
 
 _TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "setpriv")
 _START_TIMEOUT_S = 60.0
 _POLL_S = 0.2
 _CONF = """\
-ClusterName=rehearsal
+ClusterName=rig
 SlurmctldHost={head.name}({head.address})
 SlurmUser=root
 # A job that is requeued starts again when its credentials have expired, by default after two minutes.
@@ -81,7 +86,7 @@ def make_slurm(num_nodes: int, *, shared: Sequence[str | Path] = ()) -> Iterator
     """
     if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
         raise ConfigError(
-            f"a rehearsal of Slurm needs the commands {', '.join(_TOOLS)}, got no {', '.join(missing)}: "
+            f"Slurm on one machine needs the commands {', '.join(_TOOLS)}, got no {', '.join(missing)}: "
             "apt-get install slurm-wlm munge"
         )
     names = [f"slurm{number}" for number in range(num_nodes)]
@@ -133,21 +138,29 @@ def _wait(slurm: Slurm, condition: Callable[[], bool], what: str) -> None:
         time.sleep(_POLL_S)
 
 
-def run_job(slurm: Slurm, name: str, words: Sequence[str]) -> int:
-    """Launch a command as a job on all nodes, with a line for each of its states; returns the exit code of `launch`."""
-    profile = slurm.folder / "profile.yaml"
-    profile.write_text(profile_of(len(slurm.nodes)).model_dump_json())
-    launch = [sys.executable, "-m", "areal_lite.cli.main", "launch", "--on", "slurm", "--name", name]
-    process = subprocess.Popen(slurm.command([*launch, "--profile", str(profile), *words], cwd=Path.cwd()))
-    shown, code = "", None
-    try:
-        while code is None:
-            code = process.poll()
-            state = slurm.ask("squeue", "--noheader", "--states=all", "--format=batch job %i: %T %N")
-            if state != shown:
-                print(f"areal-lite rehearse: {state}", flush=True)
-            shown = state
-            time.sleep(_POLL_S)
-    finally:
-        process.wait()  # Ctrl-C reaches it too: the job saves
-    return code
+def main(
+    words: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE [section.field=value]...]")] = None,
+    nodes: Annotated[int, typer.Option(min=2, help="machines to simulate")] = 2,
+) -> None:
+    """Train under Slurm: its real daemons on nodes of this machine, and one batch job, with a line for each state."""
+    typed = words_of(words, num_nodes=nodes)
+    launch = [sys.executable, "-m", "areal_lite.cli.main", "launch", "--on", "slurm", "--name", job_name(typed)]
+    with make_slurm(nodes) as slurm:
+        profile = slurm.folder / "profile.yaml"
+        profile.write_text(profile_of(nodes).model_dump_json())
+        process = subprocess.Popen(slurm.command([*launch, "--profile", str(profile), *typed], cwd=Path.cwd()))
+        shown = ""
+        try:
+            while process.poll() is None:
+                state = slurm.ask("squeue", "--noheader", "--states=all", "--format=batch job %i: %T %N")
+                if state != shown:
+                    print(state, flush=True)
+                shown = state
+                time.sleep(_POLL_S)
+        finally:
+            process.wait()  # Ctrl-C reaches it too: the job saves
+    sys.exit(process.returncode)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from loop_builders import loop_config
+from places import SUPPORT
 
 from areal_lite.launch.clusters.attempts import Attempts
 from areal_lite.launch.clusters.job import Job
@@ -23,7 +24,7 @@ DEADLINE_S = 880
 
 
 @dataclass
-class Rehearsal:
+class OnNodes:
     code: int
     output: str
     job: Job
@@ -42,16 +43,16 @@ def processes(job: Job, node: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Rehearsal:
-    """`areal-lite rehearse nodes` as a user types it, in a folder of /tmp, with a link cut and then a node killed."""
-    folder = tmp_path_factory.mktemp("rehearsal")
+def job_on_nodes(tmp_path_factory: pytest.TempPathFactory) -> OnNodes:
+    """The rig as one types it, in a folder of /tmp, with a link cut and then a node killed."""
+    folder = tmp_path_factory.mktemp("nodes")
     config = loop_config(folder, run={"steps": STEPS, "log_samples": 4})
     settings = config.model_dump(exclude_unset=True)
     (folder / "tiny.yaml").write_text(yaml.safe_dump(settings))
-    words = ["rehearse", "nodes", "--cut-link", CUT_AFTER, "--kill-node", KILL_AFTER, "tiny.yaml", f"run.steps={STEPS}"]
+    words = ["--cut-link", CUT_AFTER, "--kill-node", KILL_AFTER, "tiny.yaml", f"run.steps={STEPS}"]
     words += ["run.stall_timeout_s=10", "weights.timeout_s=5", "launch.pause_s=10", "run.checkpoint_every=1"]
     with (folder / "output").open("w") as output:
-        command = [sys.executable, "-m", "areal_lite.cli.main", *map(str, words)]
+        command = [sys.executable, SUPPORT / "rigs/nodes.py", *map(str, words)]
         process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
         left: dict[int, dict[str, str]] = {}
         try:
@@ -67,50 +68,50 @@ def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Rehearsal:
         finally:
             process.kill()
             process.wait()
-    return Rehearsal(code, (folder / "output").read_text(), job, left)
+    return OnNodes(code, (folder / "output").read_text(), job, left)
 
 
-def attempts(rehearsal: Rehearsal) -> list[Any]:
-    return Attempts.read(rehearsal.job).attempts
+def attempts(job_on_nodes: OnNodes) -> list[Any]:
+    return Attempts.read(job_on_nodes.job).attempts
 
 
-def test_the_job_ends_well_in_its_third_attempt(rehearsal: Rehearsal) -> None:
-    assert rehearsal.code == 0, rehearsal.output
-    assert [attempt.code for attempt in attempts(rehearsal)] == [1, 1, 0], rehearsal.output
+def test_the_job_ends_well_in_its_third_attempt(job_on_nodes: OnNodes) -> None:
+    assert job_on_nodes.code == 0, job_on_nodes.output
+    assert [attempt.code for attempt in attempts(job_on_nodes)] == [1, 1, 0], job_on_nodes.output
 
 
-def test_engines_and_ranks_are_on_different_nodes_and_agree(rehearsal: Rehearsal) -> None:
+def test_engines_and_ranks_are_on_different_nodes_and_agree(job_on_nodes: OnNodes) -> None:
     """Parity over the network is that of one machine."""
-    places = dict(re.findall(r"^(node-\d) \(10\.77\.0\.\d\): (.+)$", rehearsal.output, flags=re.MULTILINE))
+    places = dict(re.findall(r"^(node-\d) \(10\.77\.0\.\d\): (.+)$", job_on_nodes.output, flags=re.MULTILINE))
     assert {name: [lane for lane in lanes.split(", ") if "verifier" not in lane] for name, lanes in places.items()} == {
         "node-1": ["queue", "trainer/0"],
         "node-2": ["trainer/1"],
         "node-3": ["rollout/0"],
     }
-    rows = rehearsal.folder.read("metrics.jsonl")
+    rows = job_on_nodes.folder.read("metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert all(row["parity_max_abs_logprob_diff"] < 1e-4 for row in rows)
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_lost_link_or_node_ends_the_job_everywhere_by_name(rehearsal: Rehearsal, number: int) -> None:
-    cause = attempts(rehearsal)[number - 1].cause
+def test_a_lost_link_or_node_ends_the_job_everywhere_by_name(job_on_nodes: OnNodes, number: int) -> None:
+    cause = attempts(job_on_nodes)[number - 1].cause
     assert "node-2" in cause, cause
-    assert rehearsal.left[number].keys() == {"node-1", "node-2", "node-3"}
-    for text in rehearsal.left[number].values():
+    assert job_on_nodes.left[number].keys() == {"node-1", "node-2", "node-3"}
+    for text in job_on_nodes.left[number].values():
         # The agents of a Ray node end by themselves, once they miss it.
         left = re.sub(r"ray::(DashboardAgent|RuntimeEnvAgent)|.*/ray/.*/agent.py.*", "", text)
         assert not re.search(r"ray|areal", left), text
 
 
-def test_the_link_is_named(rehearsal: Rehearsal) -> None:
-    cause = attempts(rehearsal)[0].cause
+def test_the_link_is_named(job_on_nodes: OnNodes) -> None:
+    cause = attempts(job_on_nodes)[0].cause
     assert "trainer/1" in cause
     assert "node-2 (10.77.0.2) is not reached from node-1 (10.77.0.1)" in cause
 
 
-def test_the_last_attempt_conserves_the_groups(rehearsal: Rehearsal) -> None:
-    summary = json.loads((rehearsal.folder.path / "summary.json").read_text())
+def test_the_last_attempt_conserves_the_groups(job_on_nodes: OnNodes) -> None:
+    summary = json.loads((job_on_nodes.folder.path / "summary.json").read_text())
     ledger = summary["ledger"]
     ends = ("trained", "failed", "rejected", "stale", "abandoned")
     assert ledger["admitted"] == sum(ledger[state] for state in ends), ledger

@@ -13,9 +13,10 @@ from contextlib import suppress
 
 import psutil
 import pytest
+from namespaces import Node, make_nodes
+from places import SUPPORT
 
 from areal_lite.errors import ConfigError
-from areal_lite.launch.rehearse.namespaces import Node, make_nodes
 
 # Listens on its node, accepts one connection, says so, and then says how it ended.
 LISTEN = """
@@ -154,7 +155,7 @@ def test_nothing_stays_behind_an_error(nodes):
 
 HOLD = """
 import time
-from areal_lite.launch.rehearse.namespaces import make_nodes
+from namespaces import make_nodes
 with make_nodes(["three", "four"]) as nodes:
     nodes[0].popen(["sleep", "60"])
     print(*(node.pid for node in nodes), flush=True)
@@ -163,8 +164,9 @@ with make_nodes(["three", "four"]) as nodes:
 
 
 @pytest.mark.cluster
-def test_nothing_stays_behind_a_rehearsal_that_was_killed():
-    holder = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
+def test_nothing_stays_behind_a_holder_that_was_killed():
+    environment = {**os.environ, "PYTHONPATH": str(SUPPORT / "rigs")}
+    holder = subprocess.Popen([sys.executable, "-c", HOLD], env=environment, stdout=subprocess.PIPE, text=True)
     pids = [int(pid) for pid in holder.stdout.readline().split()]
     assert len(pids) == 2
     left = [psutil.Process(pid) for pid in pids] + psutil.Process(holder.pid).children(recursive=True)

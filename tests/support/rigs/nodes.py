@@ -1,4 +1,7 @@
-"""`areal-lite rehearse nodes`: a recipe as a job on several nodes of this machine, and what becomes of it in a fault.
+"""A recipe as a job on several nodes of this machine, and what becomes of it when one is lost.
+
+    python tests/support/rigs/nodes.py --nodes 3 --kill-node 3              as root; the demo's task, 10 steps
+    python tests/support/rigs/nodes.py --slow 100 my_recipe.yaml run.steps=50
 
 The job is one of kind ssh whose shell enters a node's namespaces. The nodes share the disk and no memory; what breaks
 is the second node, which has a trainer rank, and the engines if there are two.
@@ -6,15 +9,19 @@ is the second node, which has a trainer rank, and the engines if there are two.
 
 import contextlib
 import shlex
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import typer
+from namespaces import NETWORK, Node, make_nodes
+
+from areal_lite.cli.launch import run_job
 from areal_lite.launch.clusters.attempts import Attempts, last_step
-from areal_lite.launch.clusters.job import Job
+from areal_lite.launch.clusters.job import Job, job_name
 from areal_lite.launch.clusters.profile import Profile, SshProfile
-from areal_lite.launch.rehearse.namespaces import NETWORK, Node, make_nodes
 
 _POLL_S = 0.2
 
@@ -28,18 +35,34 @@ class Fault(NamedTuple):
     """The trainer step after which it happens."""
 
 
-def settings_of(num_nodes: int) -> list[str]:
-    """Return overrides by which a small run uses all nodes: ranks on the first two, an engine on each further one."""
+def words_of(words: Sequence[str] | None, *, num_nodes: int) -> list[str]:
+    """Return a training of few steps that uses all nodes: ranks on the first two, an engine on each further one."""
+    recipe, *overrides = words or ["arith_cpu"]
     ranks = min(2, num_nodes - 1)
     return [
-        f"trainer.ranks={ranks}", f"rollout.workers={num_nodes - ranks}", "run.steps=10", "run.eval_every=0",
-        "run.checkpoint_every=2", "run.stall_timeout_s=30", "weights.timeout_s=10", "weights.parity_every=1",
-        "launch.max_attempts=3", "launch.pause_s=2",
+        "train", recipe, f"trainer.ranks={ranks}", f"rollout.workers={num_nodes - ranks}", "run.steps=10",
+        "run.eval_every=0", "run.checkpoint_every=2", "run.stall_timeout_s=30", "weights.timeout_s=10",
+        "weights.parity_every=1", "launch.max_attempts=3", "launch.pause_s=2", *overrides,
     ]  # fmt: skip
 
 
+def main(
+    words: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE [section.field=value]...]")] = None,
+    nodes: Annotated[int, typer.Option(min=2, help="machines to simulate")] = 3,
+    kill_node: Annotated[int | None, typer.Option(metavar="STEP", help="then the second node loses its power")] = None,
+    cut_link: Annotated[int | None, typer.Option(metavar="STEP", help="then the second node loses its link")] = None,
+    slow: Annotated[float | None, typer.Option(metavar="MBIT", help="rate of every link, in Mbit/s")] = None,
+) -> None:
+    """Train on several nodes: real Ray nodes in network namespaces of this machine."""
+    typed = words_of(words, num_nodes=nodes)
+    faults = [Fault(how, step) for how, step in (("kill", kill_node), ("cut", cut_link)) if step]
+    faults.sort(key=lambda fault: fault.step)
+    with job_on_nodes(job_name(typed), typed, num_nodes=nodes, faults=faults, slow_mbit=slow) as job:
+        sys.exit(run_job(job))
+
+
 @contextlib.contextmanager
-def rehearsal(
+def job_on_nodes(
     name: str, words: Sequence[str], *, num_nodes: int, faults: Sequence[Fault] = (), slow_mbit: float | None = None
 ) -> Iterator[Job]:
     """Make nodes for a job, and break them as asked until the block ends; submitting it is the caller's.
@@ -89,21 +112,21 @@ def _write_shell(job: Job, node: Node) -> None:
 
 
 def _cause_trouble(faults: Sequence[Fault], node: Node, job: Job, ended: threading.Event) -> None:
-    """Per attempt: wait for the step, break the node, wait for the attempt's end, mend it. Unblocked by `ended`."""
+    """Per attempt: wait for the step, break the node, wait for the attempt's end, repair it. Unblocked by `ended`."""
     for number, fault in enumerate(faults):
         while last_step(job.run_folder) < fault.step:
             if ended.wait(_POLL_S):
                 return
         getattr(node, fault.how)()
         _write_shell(job, node)
-        _say(f"{node.name} ({node.address}) lost its {'power' if fault.how == 'kill' else 'link'}")
+        print(f"{node.name} ({node.address}) lost its {'power' if fault.how == 'kill' else 'link'}", flush=True)
         while len(ends := Attempts.read(job).attempts) <= number or ends[number].code is None:
             if ended.wait(_POLL_S):
                 return
         node.boot() if fault.how == "kill" else node.mend()
         _write_shell(job, node)
-        _say(f"{node.name} is whole again")
+        print(f"{node.name} is whole again", flush=True)
 
 
-def _say(text: str) -> None:
-    print(f"areal-lite rehearse: {text}", flush=True)
+if __name__ == "__main__":
+    typer.run(main)
