@@ -9,9 +9,10 @@
 Everything heavy is imported inside the functions, so that `import areal_lite` stays light.
 """
 
+import hashlib
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 OnStep: TypeAlias = Callable[[Mapping[str, Any]], object]
 """Gets each trainer step's row (the keys of `metrics.jsonl`); returning False ends the run, saved."""
 
-_FUNCTIONS = Path(".cache") / "areal-lite" / "functions"
+_CACHE = Path(".cache") / "areal-lite"
 
 
 def load_recipe(
@@ -36,7 +37,8 @@ def load_recipe(
     Args:
         recipe: A shipped recipe's name, a YAML file, or the same content as nested mappings.
         overrides: Values by `section.field`. Where a setting names a function (a verifier, a workflow, a loss, an
-            advantage), the value may be the function itself, also one defined in a notebook.
+            advantage), the value may be the function itself, also one defined in a notebook. In place of a path
+            of data, it may be the rows: a list of mappings, for `data.source: jsonl`.
 
     Raises:
         ConfigError: With one line per problem.
@@ -44,19 +46,48 @@ def load_recipe(
     from areal_lite.config.offline import parse_any_config
     from areal_lite.config.reading import read_recipe, set_value
 
+    if not isinstance(recipe, str | Path | Mapping):
+        raise ConfigError(
+            f"recipe was not loaded: expected a name, a path or a mapping, got {type(recipe).__name__}. Fix: give the "
+            "name, or the loaded recipe's model_dump()"
+        )
+    if not isinstance(overrides, Mapping | None):
+        raise ConfigError(
+            f"overrides were not read: expected a mapping, got {type(overrides).__name__}. Fix: write "
+            '{"run.steps": 20} for the command line\'s run.steps=20'
+        )
     raw = _with_names(recipe if isinstance(recipe, Mapping) else read_recipe(str(recipe), command=None))
     for key, value in (overrides or {}).items():
-        set_value(raw, key, _with_names(value))
+        set_value(raw, key, _with_names(value, key))
     return parse_any_config(raw)
 
 
-def _with_names(value: Any) -> Any:
-    """Copy a recipe's value with every function replaced by a name that workers find it under."""
+def _with_names(value: Any, key: str = "") -> Any:
+    """Copy the value of a setting with functions replaced by names, and rows by files, that workers find them under."""
     from areal_lite.config.plugins import reference_to
 
     if isinstance(value, Mapping):
-        return {key: _with_names(item) for key, item in value.items()}
-    return reference_to(value, _FUNCTIONS) if callable(value) else value
+        return {name: _with_names(item, name) for name, item in value.items()}
+    if key.rpartition(".")[2] in ("path", "eval_path") and isinstance(value, list | tuple):
+        return _write_rows(value, key)
+    return reference_to(value, _CACHE / "functions") if callable(value) else value
+
+
+def _write_rows(rows: Sequence[Any], key: str) -> str:
+    """Write rows to a JSONL file that is named by its content, and return its absolute path."""
+    try:
+        if not rows or not all(isinstance(row, Mapping) for row in rows):
+            raise TypeError("not one mapping for each row")
+        text = "".join(json.dumps(dict(row), allow_nan=False) + "\n" for row in rows)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{key}: the rows were not written: expected mappings of what JSON can hold, got {error}. Fix: convert "
+            "their values, or give the path of a file"
+        ) from error
+    path = _CACHE.resolve() / "rows" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return str(path)
 
 
 def run(
@@ -93,7 +124,8 @@ def run(
     else:
         config = load_recipe(recipe, overrides)
     name = Path(recipe).stem if isinstance(recipe, str | Path) else config.command.replace("_", "-")
-    console = Console(file=io.StringIO()) if quiet else Console()
+    # In a notebook, rich shows what it prints in the cell, whatever the file.
+    console = Console(file=io.StringIO(), force_jupyter=False) if quiet else Console()
     try:
         summary = train(config, recipe_name=name, console=console, on_step=on_step, named=overrides or ())
     except Interrupted as stop:

@@ -13,6 +13,9 @@ from pages import blocks
 
 import areal_lite
 from areal_lite.config.plugins import find_function
+from areal_lite.data.prompts import load_source
+from areal_lite.data.tokenizer import build_char_tokenizer
+from areal_lite.record.run_folder import read_rows
 
 
 def test_importing_it_is_light() -> None:
@@ -39,6 +42,67 @@ def test_mistakes_are_config_errors() -> None:
         areal_lite.load_recipe("arith_cpu", {"queue.max_stalenes": 2})
     with pytest.raises(areal_lite.ConfigError, match="load it anew"):
         areal_lite.run(areal_lite.load_recipe("arith_cpu"), {"run.steps": 2})
+
+
+def test_what_is_easily_tried_is_answered_and_no_traceback() -> None:
+    """Seen failing with AttributeErrors, pydantic's ValidationError, and a recipe's text taken for a file's name."""
+    recipe: Any = areal_lite.load_recipe("arith_cpu")
+    wrong: Any = ["run.steps=3"]
+    with pytest.raises(areal_lite.ConfigError, match=r'expected a mapping, got list\. Fix: write \{"run.steps": 20\}'):
+        areal_lite.load_recipe("arith_cpu", wrong)
+    with pytest.raises(areal_lite.ConfigError, match=r"got Config\. Fix: .* model_dump\(\)"):
+        areal_lite.load_recipe(recipe, {"run.steps": 3})
+    with pytest.raises(areal_lite.ConfigError, match=r"steps was not set: .* never changes\. Fix: load it again"):
+        recipe.run.steps = 3
+    with pytest.raises(areal_lite.ConfigError, match="run was not set"):
+        recipe.run = {}
+    assert recipe.model_copy(update={"run": None}).run is None
+
+
+@pytest.mark.parametrize("function", [len, dict, str.upper])
+def test_a_function_of_python_itself_has_a_name_too(
+    function: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen failing: the module `builtins` has no file."""
+    monkeypatch.chdir(tmp_path)
+    name = areal_lite.load_recipe("arith_cpu", {"verifier.function": function}).verifier.function
+    assert find_function(name, kind="verifier") is function
+
+
+def test_rows_in_memory_are_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As overrides and in a mapping; what trains is what was given. Seen failing: `input should be a valid string`."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"{number}+1=", "answer": str(number + 1)} for number in range(4)]
+    changes = {"data.source": "jsonl", "data.path": rows, "data.eval_path": rows[:1]}
+    recipe: Any = areal_lite.load_recipe("arith_cpu", changes)
+    assert [prompt.text for prompt in load_source(recipe, build_char_tokenizer("0123456789+="), "train")] == [
+        row["question"] for row in rows
+    ]
+    again: Any = areal_lite.load_recipe({"data": {"source": "jsonl", "path": tuple(rows)}})
+    assert again.data.path == recipe.data.path
+    assert read_rows(Path(recipe.data.eval_path))[0] == rows[:1]
+    for odd in ([], [1], [{"question": object()}], [{"question": float("nan")}]):
+        with pytest.raises(areal_lite.ConfigError, match=r"data\.path: the rows were not written: .* Fix: convert"):
+            areal_lite.load_recipe("arith_cpu", {"data.source": "jsonl", "data.path": odd})
+
+
+def test_a_quiet_run_prints_nothing_in_a_notebook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where rich shows everything in the cell, whatever file it was given. Seen failing with the file alone."""
+    shown: list[str] = []
+
+    def train(config: Any, *, console: Any, **_: Any) -> dict[str, Any]:
+        console.print("a step")
+        return {"folder": str(tmp_path)}
+
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda segments, text: shown.append(text))
+    monkeypatch.setattr("areal_lite.launch.run.train.train", train)
+    areal_lite.run("arith_cpu", quiet=True)
+    assert (shown, capsys.readouterr().out) == ([], "")
+    areal_lite.run("arith_cpu")
+    assert shown == ["a step\n"]
 
 
 def test_a_mapping_is_not_changed() -> None:

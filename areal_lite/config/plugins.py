@@ -133,9 +133,9 @@ def reference_to(function: Callable[..., Any], folder: Path) -> str:
     name = getattr(function, "__qualname__", type(function).__name__)
     module = sys.modules.get(getattr(function, "__module__", ""))
     if module and module.__name__ != "__main__" and getattr(module, name, None) is function:
-        is_alone = "." not in module.__name__ and str(module.__file__).endswith(".py")
-        is_file = is_alone and Path(str(module.__file__)).name != "__init__.py"
-        return f"{Path(str(module.__file__)).resolve() if is_file else module.__name__}:{name}"
+        file = Path(getattr(module, "__file__", None) or "")  # `builtins` has none
+        is_file = "." not in module.__name__ and file.suffix == ".py" and file.name != "__init__.py"
+        return f"{file.resolve() if is_file else module.__name__}:{name}"
     import cloudpickle
 
     try:

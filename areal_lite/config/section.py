@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable
 from enum import Enum
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, Field, model_validator
+
+from areal_lite.errors import ConfigError
 
 HERE = "<here>"
 """Stands in a section's messages for its own place in the recipe, such as `data.mix.easy`."""
@@ -33,7 +35,11 @@ OwnName = Annotated[str, Field(pattern="^[^:]+$")]
 
 
 class _Settings(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True):
-    pass
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise ConfigError(
+            f"{name} was not set: a recipe that is loaded never changes. Fix: load it again with an override, such as "
+            'areal_lite.load_recipe("arith_cpu", {"run.steps": 20})'
+        )
 
 
 class Arguments(_Settings, strict=True):
