@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from rich.console import Console
 
 from areal_lite.cli.main import main
