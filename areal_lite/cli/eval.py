@@ -15,6 +15,7 @@ from rich.console import Console
 
 from areal_lite.cli.options import Model, Overrides
 from areal_lite.cli.serve import on_own_screen
+from areal_lite.config.data import is_hub_id
 from areal_lite.config.plugin_check import check_plugins
 from areal_lite.config.reading import shipped_recipes
 from areal_lite.config.recipe import Config, load_config
@@ -50,6 +51,8 @@ def eval_model(
     """
     run, console = _run_of(model), Console(highlight=False, soft_wrap=True)
     if recipe is None and run is None:
+        if not (Path(model).expanduser().exists() or ("/" in model and is_hub_id(model))):
+            find_model_folder(model, option="MODEL_OR_RUN")  # which raises
         raise ConfigError(
             f"--recipe must name the data and the verifier, got none, and {model} is of no run of areal-lite train, "
             "whose own would be taken: give it"

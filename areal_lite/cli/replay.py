@@ -15,7 +15,7 @@ from areal_lite.config.plugins import find_function
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError
-from areal_lite.types import GIVEN, Prompt
+from areal_lite.types import GIVEN, Prompt, StopReason
 
 _COLOURS = {"assistant": "cyan", "user": "green", "environment": "green", "tool": "yellow"}
 
@@ -86,10 +86,13 @@ def told(sample: Mapping[str, Any], *, step: int) -> str:
     """Say in a line what became of a sample of the batch that was taken before `step`."""
     figures = [f"{name} {value:g}" for name, value in {**sample.get("parts", {}), **sample.get("metrics", {})}.items()]
     earned = f"reward {sample['reward']:g}" if sample["reward"] is not None else f"failed: {sample['failure']}"
+    cut_off = ["cut off at the token limit"] if sample.get("stop_reason") == StopReason.LENGTH else []
     spans = [(version, end - start) for version, start, end in sample["spans"] if version != GIVEN]
     ages = [f"{tokens} tokens of version {version} (age {step - 1 - version})" for version, tokens in spans]
     more = [f"{len(sample['branches'])} further branches"] if sample.get("branches") else []
-    return "; ".join([earned, *figures, *ages, *more, *([sample["feedback"]] if sample.get("feedback") else [])])
+    return "; ".join(
+        [earned, *figures, *cut_off, *ages, *more, *([sample["feedback"]] if sample.get("feedback") else [])]
+    )
 
 
 def said(sample: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -137,6 +137,13 @@ class RunFolder:
         self._set_aside(say)
         content = config.model_dump()
         content["run"]["resume_from"] = None  # meant once
+        found = differences([self.recipe().model_dump(), content])
+        if was := {key: before for key, (before, _) in found.items() if key in _CHANGEABLE}:
+            step = max((row["step"] for row in self.read("metrics.jsonl")), default=0)
+            # At the last event's time, as the time until the next one is not the run's.
+            time_s = max((event["time"] for event in self.read("events.jsonl")), default=time.time())
+            event = {"time": time_s, "lane": "controller", "kind": "settings", "step": step, "was": was}
+            self.append("events.jsonl", [event])
         self.write_json("config.json", content)
 
     def go_back(self, *, say: Callable[[str], object]) -> None:
@@ -259,17 +266,22 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
 def changed(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the settings that differ from their defaults, by `section.field`; None for a config of another version."""
     try:
-        return dict(_pairs(parse_saved_config(config).model_dump(exclude_defaults=True)))
+        return flattened(parse_saved_config(config).model_dump(exclude_defaults=True))
     except ConfigError:
         return None
 
 
 def differences(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return what is not the same in all configs or summaries: by `section.field`, one value each, None for none."""
-    flat = [dict(_pairs(table)) for table in tables]
+    flat = [flattened(table) for table in tables]
     keys = dict.fromkeys(key for found in flat for key in found)
     rows = {key: [found.get(key) for found in flat] for key in keys}
     return {key: row for key, row in rows.items() if any(value != row[0] for value in row)}
+
+
+def flattened(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings or figures by `section.field`."""
+    return dict(_pairs(settings))
 
 
 def _pairs(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -142,3 +142,17 @@ def test_a_model_of_a_run_is_measured_with_the_run_s_recipe(
         assert main(["eval", str(given)]) == 1
         assert f"--recipe must name the data and the verifier, got none, and {given} is of" in capsys.readouterr().err
     assert seen == []
+
+
+def test_a_model_that_is_not_there_is_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen failing: a recipe was asked for. An id of the hub may be there, so that it is the recipe that is missing."""
+    for model, message in (
+        (
+            "nothere",
+            "MODEL_OR_RUN must be a Hugging Face model folder, or the folder of a run that has ended, got nothere",
+        ),
+        ("no/such/folder", "got no/such/folder, which has no config.json"),
+        ("owner/name", "--recipe must name the data and the verifier, got none, and owner/name is of"),
+    ):
+        assert main(["eval", model]) == 1
+        assert message in capsys.readouterr().err

@@ -26,7 +26,8 @@ def folder(tmp_path: Path) -> Path:
     config = parse_config({"verifier": {"function": f"{verifier}:verify"}})
     (tmp_path / "config.json").write_text(config.model_dump_json())
     said = [{"role": "assistant", "content": "hello?"}, {"role": "tool", "content": "[7]"}]
-    samples = [sample("abc", 0.3, messages=said, branches=[sample("else", None)]), sample("x", None), sample("ab", 0.9)]
+    samples = [sample("abc", 0.3, messages=said, branches=[sample("else", None)]), sample("x", None)]
+    samples.append(sample("ab", 0.9, stop_reason="length"))
     rows = [
         {"step": 3, "group": f"own/0/{n}#0", "prompt": "say", "answer": "abc", "samples": samples[: 3 - n], "row": {}}
         for n in range(2)
@@ -36,12 +37,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_group_is_read_and_scored_once_more(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What was said by whom, how old it was, and that one reward is another today. Failed samples are not scored."""
+    """What was said by whom, how old it was, and that one reward is another today. Failed samples are not scored.
+
+    Seen failing without a word on the sample that was cut off at the token limit.
+    """
     assert main(["replay", str(folder), "own/0/0"]) == 1
     told = capsys.readouterr().out
     assert "sample 0: reward 0.3; 1 tokens of version 0 (age 2); 1 tokens of version 1 (age 1); 1 further" in told
     assert "assistant: hello?\ntool: [7]\nbranch 1: else" in told
-    assert "sample 1: failed: timeout" in told
+    assert "sample 1: failed: timeout; 1 tokens" in told
+    assert "sample 2: reward 0.9; cut off at the token limit; 1 tokens" in told
     assert "sample 0: 0.3 then, 0.3 now\nsample 2: 0.9 then, 0.2 now" in told
     assert main(["replay", str(folder), "own/0/1"]) == 0
     assert "0.9" not in capsys.readouterr().out

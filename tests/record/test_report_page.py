@@ -96,6 +96,22 @@ def test_a_table_has_seven_columns_at_most(tmp_path: Path) -> None:
     assert [modes, shares, planned] == [list(COLUMNS[name]) for name in ("modes", "shares of modes", "plan")]
 
 
+def test_a_setting_that_a_resume_changed_is_shown_with_the_steps_it_held_for(tmp_path: Path) -> None:
+    """Also where both runs end with the same one. Seen failing: the last learning rate stood for all steps."""
+    settings = {"trainer": {"lr": 5e-5}}
+    runs = [make_run(tmp_path / name, settings=settings) for name in ("plain", "changed")]
+    with (runs[1] / "events.jsonl").open("a") as file:
+        for step, rate in ((4, 1e-4), (8, 2e-4)):
+            was = {"trainer.lr": rate}
+            event = {"time": 1e6, "lane": "controller", "kind": "settings", "step": step, "was": was}
+            file.write(json.dumps(event) + "\n")
+    text = "0.0001 until step 4, 0.0002 until step 8, then 5e-05"
+    page = write_comparison(runs, out=tmp_path / "two.html").read_text()
+    assert re.search(rf"<td>trainer\.lr</td><td[^>]*>5e-05</td><td>{text}</td>", page)
+    assert text in write_report(runs[1]).read_text()
+    assert "until step" not in write_report(runs[0]).read_text()
+
+
 def test_repeats_are_shown_by_their_spread(tmp_path: Path) -> None:
     """As the terminal shows them, in the columns that the file brings. Seen failing with lists left out: a table of the
     sides' names alone.

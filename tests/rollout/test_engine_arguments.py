@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
+from pages import blocks
 
 from areal_lite import node
 from areal_lite.config.recipe import Config, parse_config
@@ -33,6 +35,14 @@ def test_what_vllm_takes_reaches_it_and_areal_lites_own_stands() -> None:
     assert (found["quantization"], found["compilation_config"]) == ("fp8", {"mode": 0})
     assert (found["enable_prefix_caching"], found["model"]) == (False, "m")
     assert engine_arguments(make_config({"dtype": "half"}), model_folder="m")["dtype"] == "float32"
+
+
+def test_the_example_of_the_page_is_taken_on_a_cpu() -> None:
+    """Seen failing with chunked prefill in it, which areal-lite sets on a CPU."""
+    examples = [block.text for block in blocks("models.md", "yaml") if "engine_arguments" in block.text]
+    assert examples
+    for text in examples:
+        check_engine_arguments(parse_config(yaml.safe_load(text)))
 
 
 @pytest.mark.parametrize(

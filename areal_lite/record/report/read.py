@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.errors import DataError
-from areal_lite.record.run_folder import read_rows
+from areal_lite.record.run_folder import flattened, read_rows
 
 Row = dict[str, Any]
 
@@ -22,6 +22,7 @@ _NEEDED = {
     "lost": ("worker",),
     "rejoined": ("worker",),
     "eval": ("step",),
+    "settings": ("step", "was"),
 }
 """What an event must have to be drawn, beside time, lane and kind."""
 
@@ -55,6 +56,15 @@ class RunFiles:
         """The newest row of metrics."""
         self.events = list(filter(_is_event, _rows(path / "events.jsonl", self.notes)))
         self.summary = read_json(path / "summary.json", self.notes)
+
+    @property
+    def changed_settings(self) -> dict[str, str]:
+        """Settings that a resume changed, by `section.field`: what they were until which step, and are now."""
+        now, texts = flattened(self.config), dict[str, str]()
+        for event in self.events:
+            for key, was in table(event.get("was")).items() if event["kind"] == "settings" else ():
+                texts[key] = f"{texts.get(key, '')}{was} until step {event['step']}, "
+        return {key: f"{text}then {now.get(key)}" for key, text in texts.items()}
 
     @property
     def evaluations(self) -> list[Row]:

@@ -8,7 +8,7 @@ from areal_lite.record.report import curves, times
 from areal_lite.record.report.page import MOST_COLUMNS, Block, Section, charts_block, figure_text, pairs_block
 from areal_lite.record.report.read import Row, RunFiles, number, numbers, table
 from areal_lite.record.report.timeline import timeline
-from areal_lite.record.run_folder import changed, differences
+from areal_lite.record.run_folder import changed, differences, flattened
 
 _MAX_GROUPS = 800
 """Sampled groups in the page, evenly chosen over the run: about a megabyte."""
@@ -82,7 +82,8 @@ def _settings(run: RunFiles) -> Iterator[Block]:
         different = changed(run.config)
         if different is None:
             yield Block("text", "This version cannot read the run's settings: they are below as they are.")
-        yield pairs_block(different or {}, caption="what differs from the defaults")
+        shown = (different or {}) | run.changed_settings
+        yield pairs_block(shown, caption="what differs from the defaults")
         yield pairs_block(table(run.summary.get("versions")), caption="packages")
         yield Block("folded", json.dumps(run.config, indent=2, ensure_ascii=False), "all settings")
 
@@ -106,8 +107,8 @@ def comparison_sections(runs: Sequence[RunFiles]) -> Iterator[Section]:
 
 def different_settings(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
     """Return the settings that are not the same in all runs, without what only one run has and left at its default."""
-    rows = differences([run.config for run in runs])
-    chosen = [changed(run.config) for run in runs]
+    rows = differences([flattened(run.config) | run.changed_settings for run in runs])
+    chosen = [None if (own := changed(run.config)) is None else own | run.changed_settings for run in runs]
     known = {key for settings in chosen for key in (rows if settings is None else settings)}
     return {key: row for key, row in rows.items() if key in known - {"run.dir", "run.resume"}}
 
