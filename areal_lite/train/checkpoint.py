@@ -41,7 +41,7 @@ from transformers import AutoConfig, AutoTokenizer
 from areal_lite.algo.logprobs import token_entropies, token_logprobs
 from areal_lite.errors import CheckpointError
 from areal_lite.train.distributed import device_of, new_group_beside
-from areal_lite.train.lora import bit_sum, export_adapter, gather, is_adapted, merged, model_parameters
+from areal_lite.train.lora import bit_sum, export_adapter, gather, is_adapted, merged, model_parameters, saved_buffers
 from areal_lite.train.micro_batch import MicroBatch
 from areal_lite.train.model import completion_outputs, reshard
 from areal_lite.train.optimiser import Learner
@@ -173,11 +173,9 @@ def export_model(folder: Path, model: nn.Module, *, base_folder: str, rank: int,
     target = base_dtype if dtype == "auto" else getattr(torch, dtype)
     if is_adapted(model):
         export_adapter(folder / "adapter", model, rank=rank)
-    saved = model.state_dict().keys()
-    buffers = {name: value for name, value in model.named_buffers() if name in saved}
     # Cast first: the rank that writes holds the model in that dtype, the others one tensor at a time.
     parameters = ((name, merged(value, layer).to(target)) for name, value, layer in model_parameters(model))
-    weights = {name: value for name, value in gather(chain(parameters, buffers.items())) if rank == 0}
+    weights = {name: value for name, value in gather(chain(parameters, saved_buffers(model))) if rank == 0}
     if rank == 0:
         saver: Any = model
         saver.save_pretrained(folder, state_dict=weights)

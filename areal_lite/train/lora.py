@@ -100,6 +100,16 @@ def model_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Any]
             yield name.replace(".base_layer.", "."), parameter, model.get_submodule(owner) if adapts else None
 
 
+def saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the buffers that a checkpoint holds, such as a router's bias; those of the widest dtype first.
+
+    Whoever sends them in front of the parameters, as bytes, can view each value where it arrives.
+    """
+    saved = model.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+    return sorted(buffers, key=lambda pair: -pair[1].element_size())
+
+
 @torch.no_grad()
 def merged(parameter: Tensor, layer: Any) -> Tensor:
     """Return a parameter of `model_parameters` with its adapter in it, in float32; of a sharded one the own shard."""

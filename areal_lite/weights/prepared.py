@@ -7,7 +7,7 @@ on a second set of layers, in the thread that received the weights; the live one
 For models of plain, unquantised layers (`is_plain`); `gloo.py` reloads the others as vLLM does.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, cast
 
 import torch
@@ -34,6 +34,20 @@ def is_plain(model: nn.Module) -> bool:
     )
 
 
+def check_covered(expected: Set[str], loaded: Iterable[str]) -> None:
+    """Compare the names of an engine's parameters with those that were loaded.
+
+    Raises:
+        HandoverError: Some were not.
+    """
+    if missing := sorted(expected - set(loaded)):
+        raise HandoverError(
+            f"weight sync failed: expected a value for all {len(expected)} parameters of vLLM's model, got none for "
+            f"{len(missing)}: {', '.join(missing[:5])}. Fix: use a model whose parameters and saved buffers in "
+            "transformers cover vLLM's, or versions of the two that agree on it"
+        )
+
+
 class PreparedWeights:
     """A full set of weights in the form in which a model's layers keep them."""
 
@@ -51,8 +65,7 @@ class PreparedWeights:
         pairs = _twins(model)
         try:
             loaded = pairs[0][1].load_weights(weights)
-            if missing := {name for name, _ in model.named_parameters()} - set(loaded):
-                raise HandoverError(f"{len(missing)} engine parameters were not sent: {sorted(missing)[:5]}")
+            check_covered({name for name, _ in model.named_parameters()}, loaded)
             self._layers = [(layer, _pack(twin), twin._parameters) for layer, twin in pairs]
         finally:
             # A parameter's loader is bound to its layer's twin: a cycle, which would keep the old embedding and its

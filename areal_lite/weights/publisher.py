@@ -7,6 +7,7 @@ parameter is a collective. Which transport is in use is known here and nowhere e
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, mater
 from areal_lite.errors import HandoverError
 from areal_lite.network import listen
 from areal_lite.train.distributed import device_of
-from areal_lite.train.lora import merged, model_parameters
+from areal_lite.train.lora import merged, model_parameters, saved_buffers
 from areal_lite.weights.families import bit_squares
 from areal_lite.weights.gloo import GlooTrainerInitInfo
 from areal_lite.weights.plugin import register
@@ -28,18 +29,24 @@ _COUNTER = slice(11, 13)
 
 
 class CastSource(WeightSource):
-    """A model's parameters in the engines' dtype, adapters merged into them, gathered from all ranks one by one."""
+    """A model's parameters in the engines' dtype, adapters merged into them, gathered from all ranks one by one.
+
+    Before them come the buffers that a checkpoint holds, as they are: vLLM has parameters for some of them, such as a
+    router's bias, and loads what a checkpoint holds.
+    """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self._model, self._dtype = model, dtype
 
     def metadata(self) -> list[ParamMeta]:
         """Names and full shapes; gathers nothing."""
-        return [ParamMeta(name, self._dtype, tuple(p.shape)) for name, p, _ in model_parameters(self._model)]
+        buffers = [ParamMeta(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in saved_buffers(self._model)]
+        parameters = [ParamMeta(name, self._dtype, tuple(p.shape)) for name, p, _ in model_parameters(self._model)]
+        return buffers + parameters
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather parameter after parameter: a collective."""
-        self._pairs = self._gather()
+        self._pairs: Iterator[tuple[str, torch.Tensor]] = chain(saved_buffers(self._model), self._gather())
         return self._pairs
 
     @contextmanager
@@ -212,8 +219,9 @@ class WeightPublisher:
 
     @torch.no_grad()
     def squares(self) -> dict[str, int]:
-        """Return the fingerprint of each parameter as it is sent (`families.py`); every rank calls this."""
-        sums, names = dict[str, int](), dict[int, str]()
+        """Return the fingerprint of each tensor as it is sent (`families.py`); every rank calls this."""
+        sums = {name: int(bit_squares(buffer)) for name, buffer in saved_buffers(self._model)}
+        names = dict[int, str]()
         for name, parameter, layer in model_parameters(self._model):
             # Each rank adds up its own part: nothing is gathered but the sums.
             value = merged(parameter, layer)

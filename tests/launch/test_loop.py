@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families import save_family
 from loop_builders import loop_config, run_loop, write_prompts
 from places import SUPPORT
-from train_builders import save_tiny_model
+from train_builders import VOCABULARY, save_tiny_model
 
 from areal_lite.config.recipe import Config
 from areal_lite.errors import VerifierError
@@ -196,3 +197,15 @@ def test_a_drained_run_with_a_verifier_that_breaks_down(loop_folder: Path) -> No
     samples = [sample for row in folder.read("samples.jsonl") for sample in row["samples"]]
     assert all(sample["reward"] is not None for sample in samples)
     assert all(len(sample["spans"]) == 1 for sample in samples)
+
+
+def test_a_mixture_of_experts_with_a_saved_router_bias_trains(tmp_path: Path) -> None:
+    """GLM-4-MoE: the bias is a buffer of the trainer and a parameter of the engine; parity holds.
+
+    Seen failing with parameters alone published: the run ended before its first step.
+    """
+    folder = save_family("GLM-4-MoE", str(tmp_path / "glm"), vocab_size=VOCABULARY)
+    run = {"steps": 3, "dir": str(tmp_path / "run"), "checkpoint_every": 0}
+    summary, _ = run_loop(loop_config(tmp_path, run=run, model={"path": folder}, trainer={"lr": 1e-4}))
+    assert (summary["status"], summary["steps"]) == ("done", 3)
+    assert summary["parity_max_abs_logprob_diff"] < PARITY

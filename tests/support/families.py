@@ -33,15 +33,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "head_dim": 32, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
         "decoder_sparse_step": 1, "mlp_only_layers": [],
     }),
+    "GLM-4-MoE": ("Glm4Moe", GROUPED | {
+        "head_dim": 32, "moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "num_mtp_layers": 0,
+    }),
+    "DeepSeek-V3": ("DeepseekV3", DECODER | {
+        "moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+        "topk_method": "noaux_tc", "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+    }),
 }  # fmt: skip
 """By name: the configuration's class and its settings."""
 
 
 @torch.no_grad()
 def sharpen(model: nn.Module, seed: int) -> None:
-    """Give every parameter values that matter."""
+    """Give every parameter, and every buffer that is saved with them, values that matter."""
     noise = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
+    for parameter in model.state_dict().values():
         size = 1.5 * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.3
         mean = parameter.mean().round() if parameter.ndim == 1 else 0.0  # a norm's weights are about 1, or 0
         parameter.copy_(mean + size * torch.randn(parameter.shape, generator=noise))
