@@ -37,11 +37,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "head_dim": 32, "moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2,
         "num_mtp_layers": 0,
     }),
-    "DeepSeek-V3": ("DeepseekV3", DECODER | {
-        "moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
-        "topk_method": "noaux_tc", "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32,
-        "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
-    }),
 }  # fmt: skip
 """By name: the configuration's class and its settings."""
 
