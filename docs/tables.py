@@ -20,7 +20,6 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.metadata import version
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +259,19 @@ def long_answers(content: Row) -> list[Row]:
     return rows
 
 
+def families(content: Row) -> str:
+    """Return the table of model families, a row for both dtypes, and why others were not measured."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in content["rows"]:
+        rows.setdefault(row["family"], {"family": row["family"]})[row["dtype"]] = row
+    failed = {row["family"]: row["failed"].replace("\n", " ") for row in content["rows"] if "failed" in row}
+    table = markdown(OWN["families"], [row for name, row in rows.items() if name not in failed])
+    others = "".join(f"\n- {name}: `{reason}`" for name, reason in failed.items())
+    return f"{where(content)}\n\n{table}" + (
+        f"\n\nNot measured, with the error that stopped them:\n{others}" if others else ""
+    )
+
+
 def draw_long_answers(content: Row) -> None:
     """Draw what share of each quarter trains, over the length of the sample; a panel per policy."""
     rows = [row for row in content["rows"] if row["ahead"] == 1 and (row["eta"] == 1 or row["policy"] == "wait")]
@@ -422,7 +434,7 @@ PARTS: dict[str, tuple[str, Make]] = {
     "long answers": ("long-answers", of(OWN["long answers"], long_answers)),
     "demo": ("demo", demo),
     "calculator": ("calculator", partial(demo, name="calculator")),
-    "families": ("families", of(OWN["families"], itemgetter("rows"))),
+    "families": ("families", families),
     "math": ("math-verifier", math_verifier),
     "memory": ("memory", memory),
     "gpu": ("gpu", gpu),

@@ -14,7 +14,7 @@ from areal_lite.config.section import Section
 from areal_lite.config.suggestion import suggestion
 from areal_lite.config.verifier import VerifierConfig
 
-PARITY_LIMITS = {"float32": 0.003, "bfloat16": 0.13, "experts": 0.3, "fp8": 0.4}
+PARITY_LIMITS = {"float32": 0.003, "bfloat16": 0.13, "experts": 0.3, "fp8": 0.52}
 """Mean |engine - trainer| in nats: by dtype, of a mixture in bfloat16 whose routers choose for themselves, and of an
 engine that computes in FP8. Three times what correct models show, and less than stale weights cost (docs/models.md)."""
 PARITY_P99 = 7

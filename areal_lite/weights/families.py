@@ -19,8 +19,8 @@ Sums = Mapping[str, int]
 Fused = Mapping[str, Sequence[str]]
 """By what vLLM calls a fused layer, the layers it is made of."""
 
-_CHUNK = 2**22
-"""Values whose bits are widened at a time, 64 MiB beside the parameter."""
+_CHUNK = 2**20
+"""Values whose bits are widened at a time, 16 MiB beside the parameter."""
 _BLOCK = 64
 """Inputs at a time for which a packed layer is asked for its weights."""
 _OTHERS = "parameters that the engine names otherwise"

@@ -91,8 +91,7 @@ def missed_by_one_layer_worker(altered: str, change: float) -> dict[str, list[st
     ],
 )
 def test_one_number_that_did_not_arrive_is_found(altered: str, name: str) -> None:
-    """By one unit in its last place: 2e-7 of itself. Seen failing with the parameters of linear layers, which are empty
-    once packed, and with sums of squares of the values, equal within 1e-7."""
+    """By one unit in its last place. Seen failing with sums of squares of the values, equal within 1e-7."""
     assert missed_by_one_layer_worker(altered, 1 + 2e-7) == {"rollout/0": [name]}
 
 
@@ -106,7 +105,8 @@ def test_fingerprints_fit_into_the_messages_of_an_engine() -> None:
 
 
 def test_the_first_comparison_says_what_differs_but_blames_nobody() -> None:
-    """An engine may hold a parameter otherwise. Seen failing with every difference taken for a loss."""
+    """An engine may hold a parameter otherwise. Seen failing with every difference taken for a loss, and with the
+    parameters of linear layers, which are empty once packed."""
     published, weights = PublishedValues(), trained()
     engine = Worker(weights).parameter_squares()
     weights["model.layers.0.mlp.up_proj.weight"] *= 2
@@ -115,7 +115,7 @@ def test_the_first_comparison_says_what_differs_but_blames_nobody() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunk", [1, 7, 2**22])
+@pytest.mark.parametrize("chunk", [1, 7, 2**20])
 def test_a_fingerprint_is_the_sum_of_the_squares_of_the_bits(
     dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
