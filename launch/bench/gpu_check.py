@@ -178,7 +178,7 @@ def _verdict(figures: Mapping[str, Any], code: int | None, *, limit_s: float, la
         return f"failed: {'; '.join(problems)}"
     if code:
         return f"failed: it ended with {code}: {' '.join(last.split())[-_LAST_CHARS:]}"
-    return _PASSED
+    return _PASSED if figures else "failed: it reported no figure"
 
 
 def page(content: Mapping[str, Any]) -> str:

@@ -18,9 +18,11 @@ from unittest.mock import patch
 import psutil
 
 from areal_lite.config.recipe import PARITY_LIMITS, PARITY_P99, Config
+from areal_lite.errors import TrainerError
 from areal_lite.launch.bench.gpu_part import Job, read_figures
-from areal_lite.launch.bench.harness import training
+from areal_lite.launch.bench.harness import CONSOLE, training
 from areal_lite.launch.run import online
+from areal_lite.launch.run.train import ray_session, train
 from areal_lite.record.run_folder import read_rows, read_summary
 from areal_lite.weights.handover import hand_over
 
@@ -42,10 +44,10 @@ def any_reward(prompt: str, completion: str, answer: str, **row: Any) -> float:
 def runs(job: Job) -> None:
     """Train the runs of a part, one after another in one Ray session, and judge each as it ends."""
     problems = list[str]()
-    with training() as train:
+    with training() as train_one:
         for name in job.part.runs:
             config, folder = _config(job, name), job.folder / name
-            train(config, dir=str(folder))
+            train_one(config, dir=str(folder))
             figures = figures_of(folder) | _beside_another(job, name, config)
             problems += [f"{name}: {problem}" for problem in problems_of(figures, config)]
             job.report(**{name: figures}, problems=problems)
@@ -67,8 +69,10 @@ def large(job: Job) -> None:
         job.report(handover_gb=size_gb, handover_gb_s=size_gb / figures["publish_s"], copy=copy)
         os._exit(0)  # those who are left are ended with this part
 
-    with training() as train:
-        train(config, dir=str(folder), on_step=leave)
+    run = config.run.model_copy(update={"dir": str(folder)})
+    with ray_session():
+        train(config.model_copy(update={"run": run}), recipe_name="large", console=CONSOLE, on_step=leave)
+    raise TrainerError(f"the run must reach step {config.run.steps - 1}, it ended before")
 
 
 def dead_engine(job: Job) -> None:

@@ -33,6 +33,10 @@ def dies(job: Job) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def silent(job: Job) -> None:
+    pass
+
+
 def hangs(job: Job) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(1000)
@@ -53,6 +57,7 @@ PARTS = {
         ("dies", 1, 300),
         ("long", 1e9, 300),
         ("raises", 1, 300),
+        ("silent", 1, 300),
         ("misses", 1, 300),
         ("leaves", 1, 300),
         ("passes", 1, 300),
