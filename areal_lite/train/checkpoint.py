@@ -18,7 +18,6 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,8 @@ from transformers import AutoConfig, AutoTokenizer
 from areal_lite.algo.logprobs import token_entropies, token_logprobs
 from areal_lite.errors import CheckpointError
 from areal_lite.train.distributed import device_of, new_group_beside
-from areal_lite.train.lora import bit_sum, export_adapter, gather, is_adapted, merged, model_parameters, saved_buffers
+from areal_lite.train.gathers import gathered, whole_parameters
+from areal_lite.train.lora import adapter_parameters, bit_sum, save_adapter, saved_buffers
 from areal_lite.train.micro_batch import MicroBatch
 from areal_lite.train.model import completion_outputs, reshard
 from areal_lite.train.optimiser import Learner
@@ -171,12 +171,13 @@ def export_model(folder: Path, model: nn.Module, *, base_folder: str, rank: int,
     """
     base_dtype = AutoConfig.from_pretrained(base_folder).dtype or torch.float32
     target = base_dtype if dtype == "auto" else getattr(torch, dtype)
-    if is_adapted(model):
-        export_adapter(folder / "adapter", model, rank=rank)
-    # Cast first: the rank that writes holds the model in that dtype, the others one tensor at a time.
-    parameters = ((name, merged(value, layer).to(target)) for name, value, layer in model_parameters(model))
-    weights = {name: value for name, value in gather(chain(parameters, saved_buffers(model))) if rank == 0}
+    shards = {name: (value, value.dtype) for name, value in adapter_parameters(model)}
+    adapter = gathered(shards, device=device_of(model))
+    weights = {name: value.cpu() for name, value in whole_parameters(model, target)}
     if rank == 0:
+        if adapter:
+            save_adapter(folder / "adapter", model, {name: value.cpu() for name, value in adapter.items()})
+        weights |= {name: value.detach().cpu() for name, value in saved_buffers(model)}
         saver: Any = model
         saver.save_pretrained(folder, state_dict=weights)
         config = deepcopy(saver.config)

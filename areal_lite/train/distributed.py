@@ -70,6 +70,9 @@ def join_process_group(
         world_size=world_size,
         timeout=timeout,
     )
+    if device == "cuda":
+        # NCCL connects all ranks in a group's first call, and batches of messages (`gathers.py`) need not be of all.
+        dist.all_reduce(torch.zeros(1, device=device))
     global _rows, _context, _timeout
     _timeout = timeout
     if mesh is not None and (same := mesh.same_rows) > 1:

@@ -4,7 +4,7 @@ Per adapted layer `y = W x + s B A x`, with `s = alpha / rank` and B = 0 at the 
 made it: peft puts a layer of its own in the place of each linear one. Source: arXiv 2106.09685, section 4.1.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -110,10 +110,16 @@ def saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     return sorted(buffers, key=lambda pair: -pair[1].element_size())
 
 
+def factors(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
+    """Return A and B of a layer of `model_parameters`."""
+    return layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+
+
 @torch.no_grad()
-def merged(parameter: Tensor, layer: Any) -> Tensor:
-    """Return a parameter of `model_parameters` with its adapter in it, in float32; of a sharded one the own shard."""
-    return parameter.detach() if layer is None else parameter.float() + layer.get_delta_weight(_NAME)
+def merged(layer: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return a layer's weight `W + s B A` in float32, of the whole W, A and B."""
+    change: Tensor = layer.scaling[_NAME] * (b @ a)
+    return weight.float() + (change.T if layer.fan_in_fan_out else change)
 
 
 def bit_sum(value: Tensor) -> Tensor:
@@ -123,18 +129,15 @@ def bit_sum(value: Tensor) -> Tensor:
     return total.full_tensor() if isinstance(total, DTensor) else total
 
 
-def export_adapter(folder: Path, model: Any, *, rank: int) -> None:
-    """Write the adapter in peft's format, under the names of peft's files; collective, rank 0 writes."""
-    own = ((name, value) for name, value in model.named_parameters() if f".{_NAME}." in name)
-    adapter = {f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": value for name, value in gather(own)}
-    if rank != 0:
-        return
+def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield what `model_parameters` leaves out, under the names of peft's files."""
+    for name, parameter in model.named_parameters():
+        if f".{_NAME}." in name:
+            yield f"base_model.model.{name.replace(f'.{_NAME}.', '.')}", parameter
+
+
+def save_adapter(folder: Path, model: Any, adapter: dict[str, Tensor]) -> None:
+    """Write whole adapters on the CPU in peft's format."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(adapter, folder / "adapter_model.safetensors")
     model.peft_config[_NAME].save_pretrained(folder)
-
-
-def gather(values: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors whole and on the CPU, one at a time; collective."""
-    for name, value in values:
-        yield name, (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu().contiguous()

@@ -8,7 +8,8 @@ Only vLLM and the trainer's publisher import this module (it is registered by `p
 """
 
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -193,10 +194,48 @@ class NcclTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
             _abort(group)
 
     def _broadcast(self, source: WeightSource, meta: list[Any]) -> None:
-        try:
+        if not self.is_sender:
             super()._broadcast(source, meta)
+            return
+        try:
+            self._send(_chunks(self._checked_iter(source, meta), self.packed_buffer_size_bytes))
         except RuntimeError:
-            if not self.is_sender:
-                raise
             # NCCL itself noticed. The engines, who have not got everything, say who failed.
             self.let_go()
+
+    def _send(self, chunks: Iterator[torch.Tensor]) -> None:
+        """Broadcast from a stream of its own; the next chunk is gathered meanwhile, on the stream of the caller.
+
+        vLLM would gather on the streams it sends from. Here the trainer's collectives never wait there, and each is
+        complete before what it gathered is sent.
+        """
+        group, sending = self.model_update_group, torch.cuda.Stream()
+        in_flight = deque[torch.Tensor](maxlen=1)
+        assert group is not None, "the group is formed before weights are sent"
+        for chunk in chunks:
+            torch.cuda.current_stream().synchronize()
+            sending.synchronize()  # the chunk before has been sent, and its memory is free
+            group.broadcast(chunk, src=0, stream=sending)
+            in_flight.append(chunk)
+        sending.synchronize()
+
+
+def _chunks(parameters: Iterator[tuple[str, torch.Tensor]], size_bytes: int) -> Iterator[torch.Tensor]:
+    """Pack parameters as vLLM's engines expect it: a chunk ends with the parameter that takes it over `size_bytes`.
+
+    A large parameter that fills a chunk alone is sent from where it is.
+    """
+    parts = list[torch.Tensor]()
+    for _, parameter in parameters:
+        parts.append(parameter.contiguous().view(-1).view(torch.uint8))
+        if sum(map(len, parts)) > size_bytes:
+            yield _packed(parts)
+    if parts:
+        yield _packed(parts)
+
+
+def _packed(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Put parts into one tensor, and let go of them."""
+    packed = parts[0] if len(parts) == 1 else torch.cat(parts)
+    parts.clear()
+    return packed

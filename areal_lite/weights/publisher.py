@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
 from vllm.distributed.weight_transfer import factory
-from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, materialize_full_tensor
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from areal_lite.errors import HandoverError
 from areal_lite.network import listen
-from areal_lite.train.distributed import device_of
-from areal_lite.train.lora import merged, model_parameters, saved_buffers
+from areal_lite.train.gathers import whole_parameters
+from areal_lite.train.lora import model_parameters, saved_buffers
 from areal_lite.weights.families import bit_squares
 from areal_lite.weights.gloo import GlooTrainerInitInfo
 from areal_lite.weights.plugin import register
@@ -29,14 +28,19 @@ _COUNTER = slice(11, 13)
 
 
 class CastSource(WeightSource):
-    """A model's parameters in the engines' dtype, adapters merged into them, gathered from all ranks one by one.
+    """A model's parameters in the engines' dtype, adapters merged into them, gathered from all ranks layer by layer.
 
     Before them come the buffers that a checkpoint holds, as they are: vLLM has parameters for some of them, such as a
     router's bias, and loads what a checkpoint holds.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        self._model, self._dtype = model, dtype
+    def __init__(self, model: nn.Module, dtype: torch.dtype, *, everywhere: bool = False) -> None:
+        """Gather nothing yet.
+
+        Args:
+            everywhere: Every rank yields the parameters; otherwise rank 0 alone, and the others help to gather.
+        """
+        self._model, self._dtype, self._everywhere = model, dtype, everywhere
 
     def metadata(self) -> list[ParamMeta]:
         """Names and full shapes; gathers nothing."""
@@ -45,8 +49,9 @@ class CastSource(WeightSource):
         return buffers + parameters
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gather parameter after parameter: a collective."""
-        self._pairs: Iterator[tuple[str, torch.Tensor]] = chain(saved_buffers(self._model), self._gather())
+        """Gather layer after layer: a collective."""
+        parameters = whole_parameters(self._model, self._dtype, everywhere=self._everywhere)
+        self._pairs: Iterator[tuple[str, torch.Tensor]] = chain(saved_buffers(self._model), parameters)
         return self._pairs
 
     @contextmanager
@@ -58,12 +63,6 @@ class CastSource(WeightSource):
         finally:
             for _ in self._pairs:
                 pass
-
-    def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter, layer in model_parameters(self._model):
-            # Cast first: the ranks then send each other what the engines get, and no more.
-            value = merged(parameter, layer).to(self._dtype)
-            yield name, materialize_full_tensor(value.to(device_of(self._model)))
 
 
 class SnapshotSource(WeightSource):
@@ -148,8 +147,9 @@ class WeightPublisher:
         register()
         self._transport, self._rank, self._host, self._ports = transport, rank, host, ports
         self._timeout_s, self._join_timeout_s = timeout_s, join_timeout_s
-        self._model, self._dtype = model, dtype
-        self._source = CastSource(model, dtype)
+        self._model = model
+        # Over ipc each rank hands the weights to the engine on its own GPU.
+        self._source = CastSource(model, dtype, everywhere=transport == "ipc")
         self._snapshot = SnapshotSource(self._source)
         self._senders: dict[str, Any] = {}
 
@@ -217,23 +217,13 @@ class WeightPublisher:
             stages = pool.map(_failure, [sender.stage_weights for sender in self._senders.values()])
             return dict(zip(self._senders, stages, strict=True))
 
-    @torch.no_grad()
     def squares(self) -> dict[str, int]:
-        """Return the fingerprint of each tensor as it is sent (`families.py`); every rank calls this."""
-        sums = {name: int(bit_squares(buffer)) for name, buffer in saved_buffers(self._model)}
-        names = dict[int, str]()
-        for name, parameter, layer in model_parameters(self._model):
-            # Each rank adds up its own part: nothing is gathered but the sums.
-            value = merged(parameter, layer)
-            own = value.to_local() if isinstance(value, DTensor) else value
-            total = bit_squares(own, dtype=self._dtype).to(device_of(self._model))
-            if isinstance(value, DTensor):
-                parts = [Partial() if place.is_shard() else Replicate() for place in value.placements]
-                total = DTensor.from_local(total, value.device_mesh, parts).full_tensor()
-            sums[name], names[id(parameter)] = int(total), name
+        """Return, on rank 0, the fingerprint of each tensor as it is sent (`families.py`); every rank calls this."""
+        sums = {name: int(bit_squares(value)) for name, value in self._source}
+        names = {id(parameter): name for name, parameter, _ in model_parameters(self._model)}
         # A tied output layer is not sent, but the engine may keep a copy of it.
         tied = [(name, names.get(id(value))) for name, value in self._model.named_parameters(remove_duplicate=False)]
-        return sums | {name.replace(".base_layer.", "."): sums[first] for name, first in tied if first}
+        return sums | {name.replace(".base_layer.", "."): sums[first] for name, first in tied if first in sums}
 
     def _blamed(self, error: Exception) -> Mapping[str, str]:
         """Return who failed and why: of a group that broke, all where nobody is named."""

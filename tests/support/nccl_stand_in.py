@@ -14,12 +14,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from places import SUPPORT
 from torch.distributed import PrefixStore, ProcessGroupGloo
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 from vllm.distributed.utils import StatelessProcessGroup
 
@@ -32,6 +34,55 @@ FOLDER = "NCCL_STAND_IN_FOLDER"
 
 def before_broadcast(rank: int, number: int) -> None:
     """Replaced by what makes ranks fail; gets the rank and how many broadcasts its communicator has had."""
+
+
+class Operation(NamedTuple):
+    """What a process asked of its GPU, in the order in which it asked."""
+
+    rank: int
+    """Of the group."""
+    group: str
+    """`trainer` or `transfer`; empty where the host waits for a stream."""
+    stream: str
+    operation: str
+
+
+operations: list[Operation] = []
+"""Of this process, all threads together."""
+_this_thread = threading.local()
+_DEFAULT = "default"
+
+
+class Stream:
+    """Stands for a CUDA stream, on which everything is done at once."""
+
+    def __init__(self, name: str = "side") -> None:
+        self.name = name
+
+    def synchronize(self) -> None:
+        operations.append(Operation(-1, "", self.name, "synchronize"))
+
+
+def _current_stream() -> Stream:
+    return getattr(_this_thread, "stream", None) or Stream(_DEFAULT)
+
+
+@contextlib.contextmanager
+def _on_stream(stream: Stream) -> Iterator[None]:
+    before, _this_thread.stream = _current_stream(), stream
+    try:
+        yield
+    finally:
+        _this_thread.stream = before
+
+
+class TrainerOperations(TorchDispatchMode):
+    """Writes down what this thread asks of the trainer's own process groups."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace and (name := func.name().partition("::")[2]) != "wait_tensor":
+            operations.append(Operation(dist.get_rank(), "trainer", _current_stream().name, name))
+        return func(*args, **(kwargs or {}))
 
 
 class StandInCommunicator(PyNcclCommunicator):
@@ -49,6 +100,8 @@ class StandInCommunicator(PyNcclCommunicator):
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
         if self.disabled:
             return
+        stream = stream or _current_stream()
+        operations.append(Operation(self.rank, "transfer", stream.name, "broadcast"))
         before_broadcast(self.rank, self._count)
         self._count += 1
         arrived, received = threading.Event(), tensor.clone()
@@ -72,13 +125,17 @@ def _communicator(host: str, port: int, rank: int, world_size: int, device: Any)
 @contextlib.contextmanager
 def stand_in() -> Iterator[None]:
     """Let this process's vLLM find a GPU's streams and communicators."""
-    stream = SimpleNamespace(synchronize=lambda: None)
     common = "vllm.distributed.weight_transfer.nccl_common.stateless_init_process_group"
     with contextlib.ExitStack() as patches:
         for target, new in (
             (common, _communicator),
-            ("vllm.distributed.weight_transfer.packed_tensor._get_streams", lambda _, count: (stream,) * count),
-            ("torch.cuda.stream", lambda _: contextlib.nullcontext()),
+            (
+                "vllm.distributed.weight_transfer.packed_tensor._get_streams",
+                lambda _, count: tuple(Stream() for _ in range(count)),
+            ),
+            ("torch.cuda.Stream", Stream),
+            ("torch.cuda.stream", _on_stream),
+            ("torch.cuda.current_stream", _current_stream),
             ("torch.accelerator.current_device_index", lambda: 0),
             ("torch.accelerator.device_index", lambda _: contextlib.nullcontext()),
             ("torch.accelerator.synchronize", lambda *_: None),

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from areal_lite.config.sections import LoraConfig
 from areal_lite.errors import CheckpointError, ConfigError
-from areal_lite.train.lora import add_adapters, check_targets, merged, model_parameters
+from areal_lite.train.gathers import whole_parameters
+from areal_lite.train.lora import add_adapters, check_targets, model_parameters
 from areal_lite.train.trainer import Trainer
 from areal_lite.types import Shard
 
@@ -51,7 +52,7 @@ def test_gradients_are_those_of_the_weights_projected(model_folder: str) -> None
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    whole = {name: merged(parameter, layer) for name, parameter, layer in model_parameters(adapted)}
+    whole = dict(whole_parameters(adapted, torch.float32))
     plain.load_state_dict(whole, strict=False)
     tokens = torch.arange(24).view(2, 12) % 12
     losses = [model(input_ids=tokens, labels=tokens).loss for model in (adapted, plain)]

@@ -32,6 +32,7 @@ from areal_lite.errors import ArealLiteError, EngineError, HandoverError
 from areal_lite.events import EventBuffer
 from areal_lite.launch.run import engines as engines_module
 from areal_lite.launch.run.engines import RayEngines
+from areal_lite.train.gathers import whole_parameters
 from areal_lite.weights import nccl, publisher
 from areal_lite.weights.handover import hand_over
 from areal_lite.weights.nccl import NcclWeightTransferEngine
@@ -136,7 +137,15 @@ class Doubling(QuantizeMethodBase):
 class Run:
     """A trainer and engines `a`, `b`, ...; `publish` does what the controller's cluster and one rank do."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, names: str, *, timeout_s: float, join_timeout_s: float) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        names: str,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        join_timeout_s: float = TIMEOUT_S,
+        trainer: nn.Module | None = None,
+    ) -> None:
         monkeypatch.setattr(calls_module, "ray", ThreadRay())
         monkeypatch.setattr(engine_client, "_LET_GO_S", SHORT_S)
         monkeypatch.setattr(engines_module.ray, "kill", lambda engine: engine.die())
@@ -145,7 +154,7 @@ class Run:
         self.engines = {name: Engine(seed) for seed, name in enumerate(names, start=2)}
         self.lost: dict[str, str] = {}
         self.live = RayEngines(dict(self.engines), timeout_s=TIMEOUT_S, on_drop=self.lost.__setitem__)
-        self.trainer = TinyModel(seed=1)
+        self.trainer = trainer or TinyModel(seed=1)
         self._timeouts = {"timeout_s": timeout_s, "join_timeout_s": join_timeout_s}
         self._publisher = WeightPublisher(
             self.trainer, transport="nccl", dtype=torch.float32, rank=0, host=HOST, ports=PORTS, **self._timeouts
@@ -197,8 +206,8 @@ def _stand_in() -> Iterator[None]:
 
 @pytest.fixture
 def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
-    def make(names: str, *, timeout_s: float = TIMEOUT_S, join_timeout_s: float = TIMEOUT_S) -> Run:
-        return Run(monkeypatch, names, timeout_s=timeout_s, join_timeout_s=join_timeout_s)
+    def make(names: str, **timeouts: float) -> Run:
+        return Run(monkeypatch, names, **timeouts)
 
     return make
 
@@ -399,11 +408,12 @@ def test_over_ipc_the_copies_that_were_sent_are_released_though_an_engine_failed
     counted: list[tuple[str, int]] = []
     copies: list[StorageWeakRef] = []
 
-    def materialize(tensor: torch.Tensor) -> torch.Tensor:
-        copies.append(StorageWeakRef(tensor.untyped_storage()))
-        return tensor
+    def parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in whole_parameters(*args, **kwargs):
+            copies.append(StorageWeakRef(value.untyped_storage()))
+            yield name, value
 
-    monkeypatch.setattr(publisher, "materialize_full_tensor", materialize)
+    monkeypatch.setattr(publisher, "whole_parameters", parameters)
     monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", lambda *counter: counted.append(counter))
     model = TinyModel(seed=1)
     trainer = ipc_publisher(model, failing)
@@ -448,8 +458,14 @@ def test_without_any_engine_left_the_run_ends(make_run: Callable[..., Run], monk
 
 def test_a_source_is_gathered_whole_though_its_sender_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer's other ranks gather along, and would wait for ever. Seen failing without the end of `whole`."""
-    seen: list[torch.Tensor] = []
-    monkeypatch.setattr(publisher, "materialize_full_tensor", lambda tensor: seen.append(tensor) or tensor)
+    seen: list[str] = []
+
+    def parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in whole_parameters(*args, **kwargs):
+            seen.append(name)
+            yield name, value
+
+    monkeypatch.setattr(publisher, "whole_parameters", parameters)
     source = publisher.CastSource(TinyModel(seed=1), torch.float32)
     for taken in (0, 2):
         seen.clear()
@@ -458,21 +474,3 @@ def test_a_source_is_gathered_whole_though_its_sender_breaks_off(monkeypatch: py
                 pass
             raise HandoverError("an engine died")
         assert len(seen) == len(weights_of(TinyModel(seed=1)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_are_cast_before_the_ranks_send_them_to_each_other(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
-    """Half the traffic in bfloat16, the same bits in float32. Seen failing with the cast behind the gathering."""
-    gathered: list[torch.dtype] = []
-
-    def gather(tensor: torch.Tensor) -> torch.Tensor:
-        gathered.append(tensor.dtype)
-        return tensor
-
-    monkeypatch.setattr(publisher, "materialize_full_tensor", gather)
-    model = TinyModel(seed=1)
-    sent = dict(publisher.CastSource(model, dtype))
-    assert set(gathered) == {dtype}
-    assert same(sent, {name: tensor.to(dtype) for name, tensor in weights_of(model).items()})
