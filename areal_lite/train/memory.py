@@ -56,7 +56,7 @@ _PARTS = {"Param": "parameters", "Buffer": "parameters", "All Gather": "paramete
     "Reduce Scatter": "gradients", "Opt": "optimiser"}  # fmt: skip
 """Words in the tracker's names of what it counts -> ours; whatever else there is are activations."""
 _HANDOVER_BUFFERS = 2 * 256 * 2**20
-"""Of weights/nccl.py, on both sides."""
+"""Of weights/nccl.py, on both sides: one chunk on its way, and one that is packed or loaded."""
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What model families call the number of experts of a layer."""
 _BATCHED_TOKENS = 8192
@@ -94,6 +94,10 @@ class RankSize:
     """Parameters that work on a token: of experts only those chosen, no input embeddings."""
     largest_parameter: int
     """Numbers in the largest one."""
+    layer_parameters: int
+    """Numbers in a decoder layer, which is gathered at once."""
+    outer_parameters: int
+    """Numbers outside of the layers, gathered at once too."""
     parts: Mapping[str, float]
     """Bytes by what they are for."""
     host: float = 0.0
@@ -120,6 +124,7 @@ def rank_size(architecture: Any, config: Config, *, depths: tuple[int, int] = TR
     high = _traced(architecture, config, many) if many > few else low
     slope = {name: (high[name] - low[name]) / max(1, many - few) for name in high}
     found = {name: low[name] + slope[name] * (num_layers - few) for name in high}
+    layer_parameters = round(slope["all"])
     numbers = [round(found.pop(name)) for name in ("all", "active", "largest", "own", "own trained")]
     in_layers = slope["activations"] * num_layers
     parts = found | {"activations": found["activations"] - in_layers, "activations kept by layers": in_layers}
@@ -135,7 +140,13 @@ def rank_size(architecture: Any, config: Config, *, depths: tuple[int, int] = TR
         host = sum(waiting.values())
         parts = {name: size - waiting.get(name, 0.0) for name, size in parts.items()}
     return RankSize(
-        num_parameters=numbers[0], num_active=numbers[1], largest_parameter=numbers[2], parts=parts, host=host
+        num_parameters=numbers[0],
+        num_active=numbers[1],
+        largest_parameter=numbers[2],
+        layer_parameters=layer_parameters,
+        outer_parameters=numbers[0] - layer_parameters * num_layers,
+        parts=parts,
+        host=host,
     )
 
 
@@ -267,9 +278,14 @@ def num_parameters(model: Any) -> Counter[str]:
 
 
 def handover_bytes(size: RankSize, config: Config) -> float:
-    """Return what a publication takes on rank 0: over gloo the whole model, else its buffers and one parameter."""
-    numbers = size.num_parameters if config.weights.staged else size.largest_parameter
-    return numbers * _itemsize(config) + (0 if config.weights.staged else _HANDOVER_BUFFERS)
+    """Return what a publication takes on rank 0 (`gathers.py`).
+
+    Over nccl a layer, all that is not in layers (most of it waits for its turn), and the chunks that are packed and
+    sent; over the others the whole model.
+    """
+    if config.weights.transport != "nccl":
+        return size.num_parameters * _itemsize(config)
+    return (size.outer_parameters + size.layer_parameters) * _itemsize(config) + _HANDOVER_BUFFERS
 
 
 def engine_parts(architecture: Any, size: RankSize, config: Config, *, gib: float) -> dict[str, float]:
@@ -284,7 +300,9 @@ def engine_parts(architecture: Any, size: RankSize, config: Config, *, gib: floa
         "parameters": size.num_parameters * itemsize / rollout.tensor_parallel,
         "activations": _BATCHED_TOKENS * (2 * max(width, architecture.intermediate_size) + 4 * hidden) * itemsize
         + 2 * rollout.slots * architecture.vocab_size * 4,
-        "transfers": size.num_parameters * itemsize if config.weights.staged else _HANDOVER_BUFFERS,
+        # A chunk ends with the parameter that takes it over its size.
+        "transfers": itemsize * (size.num_parameters if config.weights.staged else size.largest_parameter)
+        + (0 if config.weights.staged else _HANDOVER_BUFFERS),
     }
     if config.run.device == "cpu":
         return parts | {"KV cache": rollout.kv_cache_mb * 2.0**20}

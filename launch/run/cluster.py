@@ -114,9 +114,12 @@ class Cluster:
         if not self._has_started:
             self.engines.handles |= {name: self._spawn(name) for name in _names(Role.ROLLOUT, config.rollout.workers)}
             self.verifiers |= {name: self._spawn(name) for name in _names(Role.VERIFIER, config.verifier.workers)}
-        workers = {} if self._has_started else self._workers
+        starting = call_all({} if self._has_started else self._workers, "start")
+        if config.weights.transport == "ipc":
+            # As it starts, an engine takes what its GPU's memory loses for its own: a rank would leave it no cache.
+            self._places.wait_until_started(starting, on_progress)
         ranks = self.ranks.start(model_folder=self._model_folder, access=access[Role.TRAINER])
-        self._places.wait_until_started(Calls(ranks.pending | call_all(workers, "start").pending), on_progress)
+        self._places.wait_until_started(Calls(ranks.pending | starting.pending), on_progress)
         self._has_started = True
         version = 0 if checkpoint is None else self.ranks.load(checkpoint)
         # An engine that is in the middle of a transfer ends it within one of these times.

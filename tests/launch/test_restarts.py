@@ -311,6 +311,42 @@ def test_a_queue_that_died_is_noticed_beside_every_wait(monkeypatch: pytest.Monk
         fleet.look_after()
 
 
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+def test_over_ipc_ranks_load_their_models_once_the_engines_have_measured_their_memory(
+    monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    """Otherwise all start together. Seen failing with ranks that start with the engines over `ipc` too."""
+    log: list[tuple[str, str]] = []
+
+    class NotedActor(Actor):
+        def __init__(self, lane: str) -> None:
+            super().__init__()
+            self._lane = lane
+
+        def __getattr__(self, method: str) -> Any:
+            def remote(*arguments: Any, **_: Any) -> Reference:
+                name = " ".join([method, *filter(lambda each: isinstance(each, str), arguments)])
+                log.append((self._lane, name))
+                values = {"access": dict.fromkeys(cluster_module.Role), "open_store": "host:1", "work connect": {}}
+
+                def answer() -> Any:
+                    log.append((self._lane, f"{name} answered"))
+                    return values.get(name)
+
+                return Reference(answer)
+
+            return SimpleNamespace(remote=remote)
+
+    monkeypatch.setattr(calls_module, "ray", FakeRay(FakeClock()))
+    monkeypatch.setattr(cluster_module, "QueueClient", lambda *_, **__: FakeQueue())
+    monkeypatch.setattr(PlacesOfNobody, "spawn", lambda _, kind, lane, **arguments: NotedActor(lane))
+    config = parse_config({"run": {"device": "cuda"}, "weights": {"transport": transport}, "rollout": {"workers": 1}})
+    cluster = Cluster(PlacesOfNobody(config), queue_state=None, prompts={}, model_folder=Path())
+    assert cluster.start(checkpoint=None, on_progress=lambda _: None) == 0
+    engine, rank = log.index((A, "start answered")), log.index(("trainer/0", "work start"))
+    assert (engine < rank) == (transport == "ipc")
+
+
 class FakeQueue:
     """The controller's client: what it was asked, and what stands in a copy."""
 

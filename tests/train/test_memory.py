@@ -120,7 +120,8 @@ def test_two_depths_say_what_a_full_trace_says() -> None:
     """Seen failing with a line too flat."""
     deep, config = architecture(num_layers=8), sharded_recipe()
     line, full = memory.rank_size(deep, config), memory.rank_size(deep, config, depths=(8, 8))
-    assert line.num_parameters == full.num_parameters
+    assert line.num_parameters == full.num_parameters == 8 * line.layer_parameters + line.outer_parameters
+    assert line.outer_parameters == 4000 * 256 + 256  # tied embeddings and a norm
     assert line.peak == pytest.approx(full.peak, rel=0.01)
     states = 4 * full.num_parameters / 4
     assert full.parts["optimiser"] == pytest.approx(2 * states, rel=0.01)
@@ -176,18 +177,27 @@ def test_what_is_offloaded_waits_in_the_host(plain: memory.RankSize) -> None:
     assert offloaded.parts["optimiser"] == 0
 
 
-def test_engines_by_hand() -> None:
-    """A token's cache: keys and values, 4 layers, 2 heads of 64, 2 bytes. Seen failing with all 4 heads."""
+def test_engines_and_hand_overs_by_hand() -> None:
+    """A token's cache: keys and values, 4 layers, 2 heads of 64, 2 bytes. Seen failing with all 4 heads.
+
+    Rank 0 holds a layer and what is outside of layers, or over ipc all copies. Seen failing with the largest parameter.
+    """
     config = make_config(
         run={"device": "cuda"}, model={"max_context": 256}, weights={"transport": "nccl"},
         rollout={"max_new_tokens": 128, "slots": 10, "gpu_memory_fraction": 0.5, "workers": 3},
         trainer={"minibatches": 1, "activation_checkpointing": True},
     )  # fmt: skip
     shape = architecture()
-    size = memory.RankSize(num_parameters=1000, num_active=900, largest_parameter=500, parts={})
+    size = memory.RankSize(
+        num_parameters=1000, num_active=900, largest_parameter=500, layer_parameters=90, outer_parameters=640, parts={}
+    )
+    assert memory.handover_bytes(size, config) == 2 * (640 + 90) + 2**29
+    over_ipc = config.model_copy(update={"weights": config.weights.model_copy(update={"transport": "ipc"})})
+    assert memory.handover_bytes(size, over_ipc) == 2 * 1000
     assert memory.kv_bytes_per_token(shape, config) == 2 * 4 * 2 * 64 * 2
     parts = memory.engine_parts(shape, size, config, gib=2)
     assert parts["parameters"] == 2000
+    assert parts["transfers"] == 2 * 500 + 2**29
     assert sum(parts.values()) == 2**30
     # A step reads 2000 bytes of weights and 10 caches of 256 - 64 tokens: it makes 10 tokens, in each of 3 engines.
     read = 2000 + 10 * 192 * 2048
