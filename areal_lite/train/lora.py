@@ -72,11 +72,6 @@ def check_targets(settings: LoraConfig | None, folder: Path | None) -> None:
             )
 
 
-def is_adapted(model: nn.Module) -> bool:
-    """Tell whether a model has adapters."""
-    return hasattr(model, "peft_config")
-
-
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Have a model compute what it did before it got adapters; one without is left alone."""
