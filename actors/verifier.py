@@ -24,7 +24,7 @@ class VerifierActor:
     def __init__(self, config: Config, *, name: str, access: QueueAccess, log_folder: str, model_folder: str) -> None:
         log_to_file(log_folder, name, environment=config.run.env)
         self._config, self._access = config, access
-        self._decode = decoder_of(model_folder)
+        self._decode = decoder_of(model_folder, skip_special_tokens=config.verifier.skip_special_tokens)
         self._events = EventBuffer(name)
 
     async def start(self) -> None:

@@ -43,6 +43,8 @@ class VerifierConfig(VerifierSettings):
     """verifier of held-out prompts, called without arguments; null = as in training"""
     workers: int = Field(1, ge=1)
     """verifier workers"""
+    skip_special_tokens: bool = False
+    """leave special tokens out of the text of completions; false = only those that begin, end or fill up a sequence"""
 
     @property
     def weights(self) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -48,6 +48,30 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
     ):
         return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def decoder(tokenizer: Tokenizer, folder: str | Path, *, skip_special_tokens: bool) -> Callable[[Sequence[int]], str]:
+    """Return a function that turns a completion's token ids into the text that workflows and verifiers get.
+
+    Special tokens are part of it, as `</think>` may be one, except those that say nothing: the ends of a sequence, also
+    those of `generation_config.json`, its beginning, and padding.
+
+    Args:
+        folder: The model's.
+        skip_special_tokens: Leave all of them out.
+    """
+    settings: Any = {}
+    with contextlib.suppress(OSError, ValueError):
+        settings = json.loads((Path(folder) / "generation_config.json").read_text())
+    ends = settings.get("eos_token_id")
+    left_out = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
+    left_out.update(ends if isinstance(ends, list) else [ends])
+
+    def text_of(token_ids: Sequence[int]) -> str:
+        kept = [token for token in token_ids if token not in left_out]
+        return str(tokenizer.decode(kept, skip_special_tokens=skip_special_tokens))
+
+    return text_of
 
 
 def check_tokenizer_files(folder: Path) -> None:

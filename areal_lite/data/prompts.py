@@ -58,7 +58,9 @@ def _prompts(config: Config, source: SourceConfig, *, name: str, tokenizer: Toke
         # A chat template writes the special tokens itself; twice would be a prompt the model never saw.
         add_special_tokens=not any(CHAT in task.row for task in tasks),
     )
-    pairs = list(zip(tasks, tokens, strict=True))
+    # A template of plain text may write the first token that the tokenizer adds.
+    twice = [tokenizer.bos_token_id] * 2
+    pairs = [(task, ids[1:] if ids[:2] == twice else ids) for task, ids in zip(tasks, tokens, strict=True)]
     if longest is not None:
         pairs = [(task, ids) for task, ids in pairs if len(ids) <= longest]
         option = f"{where}.filter.max_prompt_tokens={longest}"

@@ -5,6 +5,7 @@ Nothing is cached but what `datasets` fetched from the hub, in its own cache.
 
 import json
 import logging
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -29,6 +30,8 @@ Problems = list[tuple[int, str]]
 """What is wrong with the rows that cannot be read, by the same numbers."""
 
 _HELD_OUT_SPLITS = ("validation", "eval", "test")
+_HELD_OUT_FILE = re.compile(r"(?:^|[/._-])(?:test|valid(?:ation)?|val|dev|eval)(?:[/._-]|$)")
+"""What marks a file, by its name or its folder's, in the layout of the hub."""
 
 
 class RowReader:
@@ -49,7 +52,10 @@ class RowReader:
         is_shared = split == "eval" and data.eval_path is None
         path = Path(str(data.path if split == "train" or is_shared else data.eval_path))
         if data.source != "dataset":
-            return None if is_shared else (path, *read_file(data.source, path))
+            held_out = None if data.eval_path is None else Path(data.eval_path)
+            if split == "train" and path == held_out and path.is_file():
+                _log.warning("data.eval_path is data.path, %s: the rows that evaluate the model train it", path)
+            return None if is_shared else (path, *read_file(data.source, path, split=split, held_out=held_out))
         splits = self._splits(path, isinstance(data, SourceConfig))
         is_only = len(splits) == 1 and split == "eval" and not is_shared
         wanted = ("train",) if split == "train" else tuple(splits) if is_only else _HELD_OUT_SPLITS
@@ -63,11 +69,18 @@ class RowReader:
         return path, list(enumerate(rows)), []
 
 
-def read_file(source: str, path: Path, *, limit: int | None = None) -> tuple[Rows, Problems]:
-    """Read a JSONL file (`source` jsonl) or Parquet files, up to so many lines or rows from the start."""
+def read_file(
+    source: str, path: Path, *, split: Split = "train", held_out: Path | None = None, limit: int | None = None
+) -> tuple[Rows, Problems]:
+    """Read a JSONL file (`source` jsonl) or Parquet files, up to so many lines or rows from the start.
+
+    Args:
+        split: Of a folder whose files have names such as `test-0.parquet` beside others, which ones to read.
+        held_out: A file or folder to leave out when the training rows are read.
+    """
     if source == "jsonl":
         return read_jsonl(path, limit=limit)
-    if not (rows := list(enumerate(islice(_parquet_rows(path), limit)))):
+    if not (rows := list(enumerate(islice(_parquet_rows(path, split, held_out), limit)))):
         raise DataError(f"{path} holds no rows")
     return rows, []
 
@@ -95,11 +108,23 @@ def read_jsonl(path: Path, *, limit: int | None = None) -> tuple[Rows, Problems]
     return rows, problems
 
 
-def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Read a file, or all files below a folder in the order of their names."""
+def _parquet_rows(path: Path, split: Split, held_out: Path | None) -> Iterator[dict[str, Any]]:
+    """Read a file, or a split's files below a folder in the order of their names."""
     from pyarrow.parquet import ParquetFile
 
     files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+    if path.is_dir():
+        marked = [file for file in files if _HELD_OUT_FILE.search(str(file.relative_to(path).with_suffix("")).lower())]
+        if split == "eval":
+            files = marked or files
+        else:
+            if held_out is not None and held_out != path:
+                marked += [file for file in files if file.resolve().is_relative_to(held_out.resolve())]
+            if files and not {*files} - {*marked}:
+                raise DataError(
+                    f"{path} holds held-out files alone, such as {files[0].name}: name a file, or another folder"
+                )
+            files = [file for file in files if file not in marked]
     if not files or not files[0].is_file():
         raise DataError(
             f"data.source=parquet needs a Parquet file, or a folder of *.parquet files, there is none at "

@@ -1,6 +1,7 @@
 """Tasks before they are tokenised: made of rows, and chosen by their columns."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,10 +62,11 @@ def make_task(
             f"{prompt!r:.60}"
         )
     answers = answer if isinstance(answer, list) else [answer]
-    if not answers or not all(isinstance(one, str | int | float) for one in answers):
+    if not answers or not all(isinstance(one, str | int) or _is_finite(one) for one in answers):
         raise ValueError(
-            f"column {answer_column!r} must hold a text or a number, or some in a list, got {answer!r:.60}"
+            f"column {answer_column!r} must hold a text or a finite number, or some in a list, got {answer!r:.60}"
         )
+    references = list(map(str, answers))
     others = {
         name: value
         for name, value in row.items()
@@ -76,8 +78,8 @@ def make_task(
             "data.prompt_column or data.answer_column"
         )
     if isinstance(answer, list):
-        others[REFERENCES] = list(map(str, answers))
-    for name, value in {prompt_column: prompt, answer_column: answers, **others}.items():  # now, not amid a run
+        others[REFERENCES] = references
+    for name, value in {prompt_column: prompt, answer_column: references, **others}.items():  # now, not amid a run
         try:
             encode({name: value})
         except WireError as error:
@@ -86,8 +88,12 @@ def make_task(
                 f"({error.__cause__ or error}): make it text, numbers, or lists and mappings of them, or remove it"
             ) from error
     return Task(
-        origin=origin, prompt=text, messages=messages, answer=str(answers[0]), row=others, demonstration=demonstration
+        origin=origin, prompt=text, messages=messages, answer=references[0], row=others, demonstration=demonstration
     )
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def in_ranges(tasks: Sequence[Task], ranges: Mapping[str, tuple[float, float]], *, where: str) -> list[Task]:

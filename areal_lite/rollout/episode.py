@@ -160,8 +160,8 @@ class EpisodeEngine:
         return self._engine.tokenizer
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, special ones left out."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        """Return the text of token ids, as `areal_lite.data.encode.decoder` gives it."""
+        return self._engine.text_of(token_ids)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, none added."""

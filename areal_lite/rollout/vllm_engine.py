@@ -11,7 +11,7 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, Self, TypeVar
@@ -24,7 +24,7 @@ from areal_lite.config.reading import explained
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import RolloutConfig
 from areal_lite.config.suggestion import suggestion
-from areal_lite.data.encode import load_tokenizer
+from areal_lite.data.encode import decoder, load_tokenizer
 from areal_lite.errors import ConfigError, EngineError
 from areal_lite.node import out_of_memory
 from areal_lite.rollout.engine import Interrupt, Sampling
@@ -43,8 +43,12 @@ _RESET_POLL_S = 0.005
 class VllmEngine:
     """One vLLM engine with exact version stamps, pause and resume, and weight transfer."""
 
-    def __init__(self, llm: Any, tokenizer: Any, progress: Any, *, ends_at_once: bool) -> None:
+    def __init__(
+        self, llm: Any, tokenizer: Any, progress: Any, *, text_of: Callable[[Sequence[int]], str], ends_at_once: bool
+    ) -> None:
         self._llm = llm
+        self.text_of = text_of
+        """Turns a completion's token ids into its text."""
         self._ends_at_once = ends_at_once
         self._tokenizer = tokenizer
         self._progress = progress
@@ -75,7 +79,8 @@ class VllmEngine:
             with _forked_core() if config.run.device == "cpu" else contextlib.nullcontext():
                 llm = AsyncLLM.from_engine_args(_engine_args(config, model_folder), stat_loggers=[progress])
             tokenizer = load_tokenizer(model_folder, config.model)
-            engine = cls(llm, tokenizer, progress, ends_at_once=config.run.device == "cpu")
+            text_of = decoder(tokenizer, model_folder, skip_special_tokens=config.verifier.skip_special_tokens)
+            engine = cls(llm, tokenizer, progress, text_of=text_of, ends_at_once=config.run.device == "cpu")
             await engine.stamp(0)
             # The first request pays vLLM's warm-up; pay it before anybody measures or waits.
             await engine.generate([engine._tokenizer.eos_token_id or 0], Sampling(max_new_tokens=2, temperature=0.0))
@@ -127,7 +132,7 @@ class VllmEngine:
             stop_reason=StopReason.STRING
             if isinstance(completion.stop_reason, str)
             else StopReason(completion.finish_reason),
-            text=self._tokenizer.decode(completion.token_ids, skip_special_tokens=True),
+            text=self.text_of(completion.token_ids),
             routes=routes,
         )
 

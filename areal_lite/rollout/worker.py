@@ -66,7 +66,9 @@ class RolloutWorker(LeaseWorker):
         self._engine, self._events, self._workflows = engine, events, workflows
         self._samples_per_group, self._run_seed = config.queue.samples_per_group, config.run.seed
         self._slots, self._max_episodes = config.rollout.slots, config.rollout.most_episodes
-        self._counted: Any = SimpleNamespace(generate=self._generate, tokenizer=engine.tokenizer)
+        self._counted: Any = SimpleNamespace(
+            generate=self._generate, tokenizer=engine.tokenizer, text_of=engine.text_of
+        )
         limit, temperature = config.rollout.max_new_tokens, config.rollout.temperature
         self._sampling = Sampling(max_new_tokens=limit, temperature=temperature)
         self._running = self._episodes = self._emitted_running = 0

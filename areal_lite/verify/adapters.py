@@ -85,6 +85,7 @@ class trl(Arguments, extra="allow"):
         )
         if inspect.isawaitable(rewards):
             rewards = await rewards
+        rewards = rewards.tolist() if hasattr(rewards, "tolist") else rewards  # TRL makes a tensor of either
         return [VerifyResult(reward, metrics=metrics) for reward in rewards]
 
 

@@ -181,6 +181,8 @@ def _steps(step_rewards: Any, num_characters: int) -> tuple[tuple[int, float], .
 
 def _number(value: Any, what: str, more: str = "") -> float:
     """Return a number where float32 holds it; `more` says what else it could be."""
+    if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == ():  # numpy's bool, a tensor's number
+        value = value.item()
     if not isinstance(value, numbers.Real):
         raise _wrong_type(value, f"{what}: a number{more}")
     try:

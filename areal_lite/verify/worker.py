@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from areal_lite.data.encode import read_tokenizer
+from areal_lite.data.encode import decoder, read_tokenizer
 from areal_lite.events import EventBuffer
 from areal_lite.leases import LeaseWorker
 from areal_lite.types import Group, Lease, Sample, Score, StepReward
@@ -120,7 +120,8 @@ def token_of(end_character: int, token_ids: Sequence[int], decode: Decode) -> in
     return bisect.bisect_left(prefixes, True, key=lambda n: decode(token_ids[:n])[:end_character] == wanted)
 
 
-def decoder_of(model_folder: str) -> Decode:
+def decoder_of(model_folder: str, *, skip_special_tokens: bool) -> Decode:
     """Return a function that decodes as samples are decoded; it loads the tokenizer when it is first called."""
-    tokenizer = functools.cache(lambda: read_tokenizer(model_folder))
-    return lambda token_ids: str(tokenizer().decode(list(token_ids), skip_special_tokens=True))
+    options = {"skip_special_tokens": skip_special_tokens}
+    text_of = functools.cache(lambda: decoder(read_tokenizer(model_folder), model_folder, **options))
+    return lambda token_ids: text_of()(token_ids)

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 from places import FIXTURES
+from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from train_builders import save_tiny_model
 from transformers import AutoTokenizer
@@ -15,7 +16,7 @@ from areal_lite.config.sections import ModelConfig
 from areal_lite.data import sources
 from areal_lite.data.arith import CHARACTERS, arith_problems
 from areal_lite.data.cursor import PromptCursor
-from areal_lite.data.encode import load_tokenizer
+from areal_lite.data.encode import decoder, load_tokenizer
 from areal_lite.data.prompts import load_source
 from areal_lite.data.sources import load_tasks
 from areal_lite.data.tokenizer import build_char_tokenizer
@@ -146,6 +147,19 @@ def test_the_tokenizer_survives_saving(tmp_path):
     assert tokenizer.decode([*ids, 1, 0], skip_special_tokens=True) == text
 
 
+def test_the_text_of_a_completion_keeps_special_tokens_but_those_of_a_sequences_ends(tmp_path):
+    """`</think>` is special here, as with some models. Seen failing with special tokens left out: 1312."""
+    tokenizer = build_char_tokenizer(CHARACTERS)
+    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in ("</think>", "<turn>", "<s>")])
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    thought, turn, bos = tokenizer.convert_tokens_to_ids(["</think>", "<turn>", "<s>"])
+    ids = [bos, *tokenizer("13")["input_ids"], thought, *tokenizer("12")["input_ids"], turn, 1, 0]
+    assert decoder(tokenizer, tmp_path, skip_special_tokens=False)(ids) == "13</think>12<turn>"
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, turn]}))
+    assert decoder(tokenizer, tmp_path, skip_special_tokens=False)(ids) == "13</think>12"
+    assert decoder(tokenizer, tmp_path, skip_special_tokens=True)(ids) == "1312"
+
+
 def test_decoding_cleans_up_no_spaces(tmp_path):
     build_char_tokenizer(" .,'n?!st").save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -190,6 +204,16 @@ def test_chat_template_is_applied_and_adds_special_tokens_once():
     assert prompts[1].text == "<u>A hall has 40 rows of 35 seats. How many seats is that?<a>"
     assert tokenizer.decode(prompts[1].token_ids) == prompts[1].text
     assert load_source(jsonl_config(), tokenizer, "train")[1].token_ids[0] == tokenizer.eos_token_id
+
+
+def test_a_plain_prompt_begins_once():
+    """Its template writes the first token, which the tokenizer adds as well. Seen failing with both: [1, 1, ...]."""
+    tokenizer = build_char_tokenizer(LETTERS)
+    tokenizer.add_special_tokens({"bos_token": "<eos>"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
+    with_mark = load_source(jsonl_config(data={"template": "<eos>{prompt}"}), tokenizer, "train")[1]
+    assert with_mark.token_ids == load_source(jsonl_config(), tokenizer, "train")[1].token_ids
+    assert with_mark.token_ids.count(1) == 1
 
 
 def test_chat_without_a_template_is_an_error():

@@ -68,6 +68,44 @@ def test_held_out_rows_come_from_their_own_path_or_a_datasets_own_split(tmp_path
     assert [(prompt.prompt_id, prompt.text) for prompt in load_one(parquet, "eval")] == [("eval/0/0", "1+1=?")]
 
 
+def test_of_a_folder_of_parquet_files_the_held_out_ones_train_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The hub's layout, folders by split, and a file named by eval_path. Seen failing with all files read."""
+    hub = write_parquet(tmp_path / "hub" / "train-00000-of-00001.parquet", ROWS[:2]).parent
+    test = write_parquet(hub / "test-00000-of-00001.parquet", ROWS[2:])
+    assert texts(load_one(source_of(hub))) == ["1+1=?", "2+2=?"]
+    for held_out in (hub, test):
+        both = {"source": "parquet", "path": str(hub), "eval_path": str(held_out), "eval_size": 9}
+        assert texts(load_one(both)) == ["1+1=?", "2+2=?"]
+        assert texts(load_one(both, "eval")) == ["13+29=?"]
+    folders = write_parquet(tmp_path / "by" / "train" / "0.parquet", ROWS[:1]).parents[1]
+    write_parquet(folders / "validation" / "0.parquet", ROWS[1:])
+    assert texts(load_one(source_of(folders))) == ["1+1=?"]
+    named = write_parquet(tmp_path / "named" / "a.parquet", ROWS[:1]).parent
+    exam = write_parquet(named / "exam.parquet", ROWS[1:])
+    assert texts(load_one({"source": "parquet", "path": str(named), "eval_path": str(exam)})) == ["1+1=?"]
+    with pytest.raises(DataError, match=r"holds held-out files alone, such as 0\.parquet"):
+        load_one({"source": "parquet", "path": str(folders), "eval_path": str(folders / "train")})
+    assert texts(load_one({"source": "parquet", "path": str(exam), "eval_path": str(exam)})) == ["2+2=?", "13+29=?"]
+    assert "the rows that evaluate the model train it" in caplog.text
+
+
+@pytest.mark.parametrize("answer", [float("nan"), float("inf"), [1.0, float("nan")]])
+def test_an_answer_that_is_no_finite_number_is_a_broken_row(answer: Any, tmp_path: Path) -> None:
+    """As pandas writes an empty cell. Seen failing with the answer "nan", which a completion can equal."""
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"question": "q", "answer": answer}])
+    with pytest.raises(DataError, match="'answer' must hold a text or a finite number"):
+        load_one(source_of(path))
+
+
+def test_an_answer_may_be_a_whole_number_of_any_length(tmp_path: Path) -> None:
+    """Only its text travels. Seen failing with the number itself encoded, which holds 64 bits at most."""
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"question": "q", "answer": [10**30, 7]}])
+    (prompt,) = load_one(source_of(path))
+    assert (prompt.answer, prompt.row["reference_answers"]) == (str(10**30), [str(10**30), "7"])
+
+
 def test_a_hub_id_is_loaded_by_name_and_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing with the paths of the recipe made absolute, hub ids among them."""
     asked: list[Any] = []
@@ -279,7 +317,7 @@ def test_all_prompts_of_a_source_are_tokenised_in_one_call(tmp_path: Path) -> No
     tokenizer, calls = build_char_tokenizer(PRINTABLE), list[int]()
 
     class Counting:
-        chat_template = None
+        chat_template = bos_token_id = None
 
         def __call__(self, texts: list[str], **options: Any) -> Any:
             calls.append(len(texts))

@@ -100,7 +100,7 @@ def test_routes_are_those_of_all_tokens_but_the_last(num_routes: int) -> None:
         async def generate(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
             yield SimpleNamespace(outputs=[completion], num_cached_tokens=1)
 
-    engine = VllmEngine(Core(), build_char_tokenizer("0123456789"), None, ends_at_once=True)
+    engine = VllmEngine(Core(), build_char_tokenizer("0123456789"), None, text_of=str, ends_at_once=True)
     generated = engine.generate([5, 6], Sampling(max_new_tokens=3, temperature=1.0, seed=0))
     if num_routes == 4:
         assert asyncio.run(generated).routes is routes
@@ -132,7 +132,7 @@ def test_an_engine_core_that_wanted_memory_is_told_so(monkeypatch: pytest.Monkey
             yield
 
     monkeypatch.setattr(node, "_oom_kills", lambda: "oom_kill 1000000")
-    engine = VllmEngine(DeadCore(), None, None, ends_at_once=True)
+    engine = VllmEngine(DeadCore(), None, None, text_of=str, ends_at_once=True)
     for call in (engine.resume, lambda: engine.score([1], [2])):
         with pytest.raises(
             EngineError, match=r"core process died .the kernel has ended a process here for want of mem"

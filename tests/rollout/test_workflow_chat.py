@@ -112,7 +112,7 @@ def test_only_the_models_own_tokens_train() -> None:
     tokenizer, _, sample, _ = converse(CHATML, ["ab", "c"], sampling=LONG)
     own = [int(token) for token, given in zip(sample.token_ids, given_mask(sample), strict=True) if not given]
     assert tokenizer.decode(own) == "ab<|im_end|>c<|im_end|>"
-    assert sample.text == "ab\nuser\nno, 1\nassistant\nc"
+    assert sample.text == "ab\n<|im_start|>user\nno, 1\n<|im_start|>assistant\nc"
     given = [int(token) for token, given in zip(sample.token_ids, given_mask(sample), strict=True) if given]
     assert tokenizer.decode(given) == "\n<|im_start|>user\nno, 1<|im_end|>\n<|im_start|>assistant\n"
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_builders import BackgroundLoop, vllm_engine
 from episode_builders import given_mask, ids
+from tokenizers import AddedToken
 from toy_games import guess_number
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -34,6 +35,7 @@ def save_guesser(folder: Path) -> str:
     """Save a random model that likes digits and the end of a turn, so that its games have several turns."""
     torch.manual_seed(0)
     tokenizer = build_char_tokenizer(PRINTABLE)
+    tokenizer.add_tokens([AddedToken("7", special=True)])  # as a model's `</think>` may be
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=32,
@@ -150,7 +152,10 @@ def test_greedy_games_are_the_same_every_time(config: Config, started: tuple[Vll
 
 
 def test_a_stop_string_ends_a_turn_and_changes_nothing_before_it(started: tuple[VllmEngine, BackgroundLoop]) -> None:
-    """Its own tokens stay, as sampled. Seen failing with the end token's reason, and with special tokens left out."""
+    """Its own tokens stay, as sampled. Seen failing with the end token's reason, and with special tokens left out.
+
+    A special token is text, but for the ends of a sequence. Seen failing with `skip_special_tokens`: no "7" at all.
+    """
     engine, background = started
 
     def draw(*stop: str) -> Sample:
@@ -158,6 +163,10 @@ def test_a_stop_string_ends_a_turn_and_changes_nothing_before_it(started: tuple[
         return background.call(engine.generate(ids("1-9?"), sampling))
 
     whole = draw()
+    marks = {engine.tokenizer.eos_token, engine.tokenizer.pad_token}
+    tokens = engine.tokenizer.convert_ids_to_tokens(whole.token_ids.tolist())
+    assert whole.text == "".join(token for token in tokens if token not in marks)
+    assert "7" in whole.text
     end = whole.token_ids.tolist().index(ids("$")[0])
     for stop, num_tokens in ((whole.text[2:5], 5), (engine.tokenizer.eos_token, end + 1)):
         cut = draw("not said", stop)

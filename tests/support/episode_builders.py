@@ -67,7 +67,7 @@ class Speaker(ScriptedEngine):
             else StopReason.STRING
             if len(tokens) in stops
             else StopReason.LENGTH,
-            text=self.tokenizer.decode(tokens, skip_special_tokens=True),
+            text=self.text_of(tokens),
         )
 
 

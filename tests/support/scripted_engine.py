@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_lite.data.encode import decoder
 from areal_lite.rollout.engine import Interrupt, Sampling
 from areal_lite.types import Float32, Sample, StopReason, VersionSpan
 
@@ -46,10 +47,14 @@ class ScriptedEngine:
             stop_reason=StopReason.STOP
             if tokens[-1] == self._eos_id and not sampling.ignore_end
             else StopReason.LENGTH,
-            text=" ".join(map(str, tokens))
-            if self.tokenizer is None
-            else self.tokenizer.decode(tokens, skip_special_tokens=True),
+            text=self.text_of(tokens),
         )
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Decode as a run does; without a tokenizer, the numbers."""
+        if self.tokenizer is None:
+            return " ".join(map(str, token_ids))
+        return decoder(self.tokenizer, "", skip_special_tokens=False)(token_ids)
 
     async def score(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Float32:
         """Return the uniform log-probabilities that `generate` draws from."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from areal_lite.data.encode import decoder
 from areal_lite.rollout.engine import Interrupt, Sampling
 from areal_lite.types import Float32, Sample, StopReason, VersionSpan
 
@@ -20,6 +21,7 @@ class TorchEngine:
         self.tokens_generated = self.context_tokens = self.cached_tokens = 0
         self._version = 0
         self.tokenizer = AutoTokenizer.from_pretrained(model_folder)
+        self.text_of = decoder(self.tokenizer, model_folder, skip_special_tokens=False)
         self._model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
         self._running = asyncio.Event()
         self._running.set()
@@ -49,7 +51,7 @@ class TorchEngine:
             logprobs=np.array(logprobs, dtype=np.float32),
             spans=_spans(versions),
             stop_reason=StopReason.STOP if tokens[-1] == self.tokenizer.eos_token_id else StopReason.LENGTH,
-            text=self.tokenizer.decode(tokens, skip_special_tokens=True),
+            text=self.text_of(tokens),
         )
 
     async def score(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Float32:

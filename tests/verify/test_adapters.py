@@ -49,6 +49,16 @@ def test_a_trl_function_gets_texts_and_columns_as_lists() -> None:
     assert call_trl("matches_solution", ["y", "y"], rows) == [0.0, 1.0]
 
 
+def test_a_trl_function_may_return_a_tensor(tmp_path: Path) -> None:
+    """As TRL takes it. Seen failing with a reward of the wrong type, torch.Tensor, for each."""
+    file = tmp_path / "rewards.py"
+    file.write_text(
+        "import torch\ndef same(completions, **_): return torch.tensor([float(c == 'a') for c in completions])"
+    )
+    call = trl(function=f"{file}:same")(["p", "p"], ["a", "b"], ["", ""], [{}, {}])
+    assert [result.reward for result in asyncio.run(call)] == [1.0, 0.0]
+
+
 def test_a_trl_none_stays_none_and_is_no_reward() -> None:
     """None means "does not apply". Seen failing with None read as 0. What becomes of it: test_verify_command.py."""
     assert call_trl("only_math", ["x", "x"], [{"task": "math"}, {"task": "code"}]) == [1.0, None]

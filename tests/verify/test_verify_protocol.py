@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 
 from areal_lite.config.data import CHAT
 from areal_lite.errors import VerifierUnavailable
@@ -24,9 +25,11 @@ def reply_to(value, *, completion="three"):
 
 @pytest.mark.parametrize(
     ("value", "reward"),
-    [(1, 1.0), (True, 1.0), (Fraction(1, 2), 0.5), (np.float32(0.5), 0.5), (VerifyResult(0.25), 0.25)],
-)
+    [(1, 1.0), (True, 1.0), (Fraction(1, 2), 0.5), (np.float32(0.5), 0.5), (VerifyResult(0.25), 0.25),
+     (np.bool_(True), 1.0), (np.array(0.5), 0.5), (torch.tensor(0.5), 0.5), (torch.tensor(True), 1.0)],
+)  # fmt: skip
 def test_a_number_of_any_kind_is_a_reward(value, reward):
+    """Seen failing, the last four, with Python's numbers alone taken."""
     reply = reply_to(value)
     assert reply == Reply(reward)
     assert type(reply.reward) is float
@@ -43,6 +46,7 @@ def test_a_result_comes_through_whole():
     ("result", "failure", "detail"),
     [
         (VerifyResult(NAN), "nan", "the reward is nan"),
+        (np.array([0.5]), "wrong_type:numpy.ndarray", "the reward: a number"),
         (VerifyResult("1"), "wrong_type:str", "the reward: a number"),
         ({"score": 1.0}, "wrong_type:dict", "areal_lite.verify.VerifyResult(reward"),
         (VerifyResult(1, parts={"x": NAN}), "nan", "parts['x'] is nan"),
