@@ -1,6 +1,6 @@
 """Simulates what the policies of `queue.on_stale` make of long answers; writes docs/long-answers.json.
 
-    python docs/long_answers.py && python docs/tables.py        about ten minutes
+    python docs/long_answers.py && python docs/tables.py        about a minute
 
 The ledger is the real one, on a virtual clock. An engine decodes one token of each running sample in `1 + n / half`
 units of time: with `half` samples running each is half as fast as one alone. A batch is trained in the time that the
@@ -12,7 +12,7 @@ import json
 import math
 import sys
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,32 @@ from areal_lite.types import Sample, Score, StopReason, VersionSpan
 OLD_FIRST = "wait, old first"
 """`wait` in an engine that, while the trainer waits for them, decodes due groups alone."""
 CASES = [
-    (policy, wide if is_wide else ahead, ahead)
-    for ahead, wide in ((1, 4), (4, 12))
-    for is_wide, policies in ((False, ("mask", "drop", "wait", "keep", OLD_FIRST)), (True, ("mask", "wait")))
-    for policy in policies
+    *((policy, ahead, ahead) for ahead in (1, 4) for policy in ("mask", "drop", "wait", "keep", OLD_FIRST)),
+    *((policy, eta, ahead) for eta, ahead in ((4, 1), (12, 4), (20, 4), (32, 4)) for policy in ("mask", "wait")),
 ]
 """Policy, `queue.max_staleness`, `queue.max_ahead`."""
 STEPS, GROUPS, SAMPLES, SLOTS = 300, 8, 8, 64
-MEDIAN, SIGMA, LONGEST = 64, 1.0, 2048
-ENGINES = {"memory-bound": 64.0, "compute-bound": 1.0}
-"""`half` of each kind: a GPU whose batch is far from full, and a CPU, where the time grows with the batch."""
+MEDIAN = 64
+"""Tokens of a sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """An engine and the lengths that it decodes."""
+
+    half: float
+    sigma: float = 1.0
+    """Standard deviation of the logarithm of a length."""
+    longest: int = 2048
+    """Tokens."""
+
+
+SCENES = {
+    "memory-bound": Scene(half=64.0),
+    "compute-bound": Scene(half=1.0),
+    "heavy tail": Scene(half=64.0, sigma=1.5, longest=8192),
+}
+"""A GPU whose batch is far from full; a CPU, where the time grows with the batch; and that GPU with longer answers."""
 
 
 @dataclass(eq=False)
@@ -64,8 +80,8 @@ class Running:
 class Simulation:
     """One run."""
 
-    def __init__(self, *, policy: str, eta: int, ahead: int, half: float) -> None:
-        self.policy, self.eta, self.half = policy, eta, half
+    def __init__(self, *, policy: str, eta: int, ahead: int, scene: Scene) -> None:
+        self.policy, self.eta, self.scene = policy, eta, scene
         on_stale = policy.partition(",")[0]
         self.limit = age_limit(eta, on_stale=on_stale)
         self.ledger = Ledger(
@@ -76,8 +92,8 @@ class Simulation:
         )  # fmt: skip
         self.rng = np.random.default_rng(0)
         self.time = self.step_ends = 0.0
-        mean = MEDIAN * math.exp(SIGMA**2 / 2)
-        self.step_s = GROUPS * SAMPLES * mean * (1 + SLOTS / half) / SLOTS
+        mean = MEDIAN * math.exp(scene.sigma**2 / 2)
+        self.step_s = GROUPS * SAMPLES * mean * (1 + SLOTS / scene.half) / SLOTS
         self.batch, self.num_prompts = None, 0
         self.running, self.ended = list[Running](), defaultdict[str, list[Sample]](list)
         self.drawn, self.trained = np.zeros((2, len(LENGTHS), 4))
@@ -102,6 +118,7 @@ class Simulation:
                 if drawn.sum() > 0.005 * self.drawn.sum()
             },
             "ages": {"mean": float(ages.mean()), "p99": float(np.quantile(ages, 0.99)), "max": max(self.ages)},
+            "over_bound": sum(n for age, n in self.ages.items() if age > self.eta) / self.ages.total(),
         }  # fmt: skip
 
     def fill(self) -> None:
@@ -113,9 +130,9 @@ class Simulation:
                 self.ledger.admit(f"p{self.num_prompts}")
                 self.num_prompts += 1
             for lease in leases:
-                lengths = np.clip(self.rng.lognormal(math.log(MEDIAN), SIGMA, SAMPLES).round(), 1, LONGEST).astype(int)
+                drawn = self.rng.lognormal(math.log(MEDIAN), self.scene.sigma, SAMPLES).round()
                 self.num_drawn += 1
-                for length in lengths.tolist():
+                for length in np.clip(drawn, 1, self.scene.longest).astype(int).tolist():
                     self.count(self.drawn, np.ones(length, bool))
                     self.running.append(Running(lease, length, {0: self.ledger.version}))
 
@@ -129,7 +146,7 @@ class Simulation:
     def advance(self) -> None:
         """Go on to the next end, of a sample or of a step."""
         running = self.chosen()
-        rate = 1 / (1 + len(running) / self.half)
+        rate = 1 / (1 + len(running) / self.scene.half)
         seconds = min(((one.length - one.done) / rate for one in running), default=math.inf)
         if self.batch is not None:
             seconds = min(seconds, self.step_ends - self.time)
@@ -183,11 +200,20 @@ def main() -> None:
     rows = []
     for policy, eta, ahead in CASES:
         row: dict[str, Any] = {"policy": policy, "eta": eta, "ahead": ahead}
-        for engine, half in ENGINES.items():
-            row[engine] = Simulation(policy=policy, eta=eta, ahead=ahead, half=half).run()
+        for name, scene in SCENES.items():
+            row[name] = Simulation(policy=policy, eta=eta, ahead=ahead, scene=scene).run()
         rows.append(row)
-        print(json.dumps(row), file=sys.stderr, flush=True)
-    settings = {"steps": STEPS, "groups": GROUPS, "samples": SAMPLES, "slots": SLOTS, "median": MEDIAN, "sigma": SIGMA}
+        speeds = "  ".join(f"{name} {1000 * row[name]['groups_per_time']:.2f}" for name in SCENES)
+        print(f"{policy} {eta}, {ahead}: groups per 1,000 units of time: {speeds}", file=sys.stderr, flush=True)
+    scenes = {name: asdict(scene) for name, scene in SCENES.items()}
+    settings = {
+        "steps": STEPS,
+        "groups": GROUPS,
+        "samples": SAMPLES,
+        "slots": SLOTS,
+        "median": MEDIAN,
+        "scenes": scenes,
+    }
     content = {**surroundings(), "settings": settings, "rows": rows}
     (Path(__file__).parent / "long-answers.json").write_text(json.dumps(content, indent=1) + "\n")
 

@@ -242,21 +242,26 @@ def draw_staleness(content: Row) -> None:
 
 # ---------------------------------------------------------------- long answers
 
-ENGINES = ("memory-bound", "compute-bound")
-"""The first one's figures are shown; of the other one the speed alone."""
+SCENES = ("memory-bound", "compute-bound", "heavy tail")
+"""The first one's figures are shown; of the others the speed alone."""
 
 
 def long_answers(content: Row) -> list[Row]:
-    """Return the rows of `long_answers.py`: speeds over that of `mask` at the same `max_ahead`, shares in percent."""
-    masks = {row["ahead"]: row for row in reversed(content["rows"]) if row["policy"] == "mask"}
+    """Return the rows of `long_answers.py`: speeds, also over that of the default, and shares in percent."""
+    default = _default_policy(content)
     rows = []
-    for row in content["rows"]:
-        rates = {name: (row[name]["groups_per_time"], masks[row["ahead"]][name]["groups_per_time"]) for name in ENGINES}
-        shares = row[ENGINES[0]]["shares"].items()
+    for row in sorted(content["rows"], key=lambda row: row["ahead"]):
+        shares = row[SCENES[0]]["shares"].items()
         percent = {length: " / ".join(f"{min(share, 1):.0%}"[:-1] for share in quarters) for length, quarters in shares}
-        speeds = {name: rate / of_mask for name, (rate, of_mask) in rates.items()}
+        rates = {name: (row[name]["groups_per_time"], default[name]["groups_per_time"]) for name in SCENES}
+        speeds = {name: f"{1000 * rate:.3g} ({rate / of_default:.2f})" for name, (rate, of_default) in rates.items()}
         rows.append(row | {"speed": speeds, "percent": percent})
     return rows
+
+
+def _default_policy(content: Row) -> Row:
+    """Return the row of a recipe that sets nothing: `mask` at a bound and a pipeline of 4."""
+    return next(row for row in content["rows"] if (row["policy"], row["eta"], row["ahead"]) == ("mask", 4, 4))
 
 
 def families(content: Row) -> str:
@@ -274,19 +279,20 @@ def families(content: Row) -> str:
 
 def draw_long_answers(content: Row) -> None:
     """Draw what share of each quarter trains, over the length of the sample; a panel per policy."""
-    rows = [row for row in content["rows"] if row["ahead"] == 1 and (row["eta"] == 1 or row["policy"] == "wait")]
+    rows = [row for row in content["rows"] if row["ahead"] == 4 and (row["eta"] == 4 or row["eta"] == 20)]
+    rows = [row for row in rows if row["eta"] == 4 or row["policy"] == "wait"]
     rows = [row for row in rows if "," not in row["policy"]]
     with picture(HERE / "long-answers.svg", size=(9, 3.0), font=9, ncols=len(rows), sharey=True) as (figure, panels):
         for row, axes in zip(rows, panels, strict=True):
-            shares = row[ENGINES[0]]["shares"]
+            shares = row[SCENES[0]]["shares"]
             for quarter, color in enumerate(("#9ecae1", "#6baed6", "#3182bd", "#08306b")):
                 heights = [parts[quarter] for parts in shares.values()]
                 places = [place + 0.2 * (quarter - 1.5) for place in range(len(shares))]
                 axes.bar(places, heights, 0.2, color=color, label=("first quarter", "second", "third", "last")[quarter])
             axes.set_xticks(range(len(shares)), list(shares), rotation=60)
             name = row["policy"] if row["eta"] == row["ahead"] else f"{row['policy']}, max_staleness {row['eta']}"
-            speed = row[ENGINES[0]]["groups_per_time"] / rows[0][ENGINES[0]]["groups_per_time"]
-            axes.set_title(f"{name}\nspeed {speed:.2f}", fontsize=9)
+            speed = row[SCENES[0]]["groups_per_time"] / _default_policy(content)[SCENES[0]]["groups_per_time"]
+            axes.set_title(f"{name}\nspeed {speed:.2f} of the default", fontsize=9)
         panels[0].set_ylabel("trains, of what is generated")
         figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, loc="outside right center")
         panels[len(rows) // 2].set_xlabel("tokens of the sample")

@@ -180,7 +180,7 @@ def test_the_simulation_loses_of_long_answers_what_each_policy_loses(monkeypatch
     simulation = load_tables("long_answers")
     monkeypatch.setattr(simulation, "STEPS", 40)
     found = {
-        policy: simulation.Simulation(policy=policy, eta=1, ahead=1, half=64.0).run()
+        policy: simulation.Simulation(policy=policy, eta=1, ahead=1, scene=simulation.SCENES["memory-bound"]).run()
         for policy in ("mask", "drop", "wait", "keep")
     }
     long = {policy: row["shares"]["257-1024"] for policy, row in found.items()}
@@ -189,3 +189,23 @@ def test_the_simulation_loses_of_long_answers_what_each_policy_loses(monkeypatch
     assert long["wait"] == long["keep"] == [1.0] * 4
     assert found["keep"]["ages"]["max"] > 1 == found["wait"]["ages"]["max"] == found["mask"]["ages"]["max"]
     assert found["wait"]["groups_per_time"] < found["keep"]["groups_per_time"] == found["mask"]["groups_per_time"]
+    assert found["mask"]["over_bound"] == found["wait"]["over_bound"] == 0 < found["keep"]["over_bound"] < 0.5
+
+
+def test_wait_is_fast_once_the_bound_is_as_long_as_the_longest_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the longer the tail, the more a narrow one costs; a pipeline of 1 is slower than one of 4 under any policy.
+
+    Seen failing with the lengths of one scene in all, and with the bound for the pipeline.
+    """
+    simulation = load_tables("long_answers")
+    monkeypatch.setattr(simulation, "STEPS", 60)
+
+    def speed(policy: str, eta: int, ahead: int, scene: str = "memory-bound") -> float:
+        settings = simulation.SCENES[scene]
+        return simulation.Simulation(policy=policy, eta=eta, ahead=ahead, scene=settings).run()["groups_per_time"]
+
+    default, heavy = speed("mask", 4, 4), speed("mask", 4, 4, "heavy tail")
+    assert speed("wait", 4, 4) < 0.8 * default
+    assert speed("wait", 20, 4) > 0.99 * default
+    assert speed("wait", 4, 4, "heavy tail") / heavy < speed("wait", 4, 4) / default
+    assert speed("mask", 4, 1) < 0.7 * default
