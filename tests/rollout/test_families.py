@@ -8,6 +8,7 @@ and models in folders, each in float32 and bfloat16; it is measured by
 
 import functools
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -229,7 +230,8 @@ def main(names: Sequence[str]) -> None:
             try:
                 row = measure(name, dtype)
             except Exception as error:
-                row = {"family": Path(name).name, "dtype": dtype, "failed": f"{type(error).__name__}: {error}"[:300]}
+                reason = re.sub(r"/\S+", "its folder", f"{type(error).__name__}: {error}".splitlines()[0])
+                row = {"family": Path(name).name, "dtype": dtype, "failed": reason[:200]}
             print(json.dumps(row), flush=True)
             rows[row["family"], dtype] = row
             path.write_text(json.dumps({**surroundings(), "rows": list(rows.values())}, indent=1) + "\n")

@@ -82,8 +82,8 @@ MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "Granite-MoE": ("GraniteMoe", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "DeepSeek-V2": ("DeepseekV2", DEEPSEEK | {"q_lora_rank": None}),
-    "DeepSeek-V3": ("DeepseekV3", DEEPSEEK | {"q_lora_rank": 16}),
-    "MiniMax-M2": ("MiniMaxM2", MIXTURE | {"num_local_experts": 4}),
+    "DeepSeek-V3": ("DeepseekV3", DEEPSEEK | {"q_lora_rank": 16, "topk_method": "noaux_tc"}),
+    "MiniMax-M2": ("MiniMaxM2", MIXTURE | {"num_local_experts": 4, "rotary_dim": 32}),
     "Qwen3-Next": ("Qwen3Next", MIXTURE | {
         "num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48, "mlp_only_layers": [],
         "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 32,
