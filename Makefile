@@ -21,14 +21,14 @@ demo: setup ## watch a language model learn arithmetic by asynchronous RL, on th
 # way. RUNS start the whole system: in three lanes, which keep two cores busy; two begin with nodes made on this machine.
 RUNS := loop or gpu or cluster
 ALONE := deadline or sandbox
-FAST := not slow and not examples and not gym and not trackers and not data and not browser and not ($(ALONE) or $(RUNS))
+FAST := not slow and not frameworks and not examples and not gym and not trackers and not data and not browser and not ($(ALONE) or $(RUNS))
 
 test-fast: setup ## run what needs no Ray, vLLM or real deadline: within two minutes on two cores
 	@cores=$$(nproc); $(PYTHON) -m pytest -n $$((cores < 4 ? cores + 1 : 4)) -m "$(FAST)" $(ARGS) # one more, as some tests wait
 
 # Left out are only the tests that this machine cannot run; which and why is said first.
 test: setup ## run the tests (ARGS="-k ledger" for some of them)
-	@out=; keep=; leave() { out="$$out, $$1 ($$2)"; keep="$$keep and not $$1"; }; \
+	@out=; keep=' and not frameworks'; leave() { out="$$out, $$1 ($$2)"; keep="$$keep and not $$1"; }; \
 	if ! grep -qs ^gpu .venv/made-for; then leave gpu "needs the CUDA build: make setup EXTRA=gpu"; \
 	else leave loop "needs the CPU build: make setup EXTRA=cpu"; nvidia-smi -L >/dev/null 2>&1 || leave gpu "no NVIDIA GPU"; fi; \
 	bwrap --ro-bind / / --unshare-all true 2>/dev/null || leave sandbox "bubblewrap is missing or not allowed"; \

@@ -430,6 +430,19 @@ def fields() -> str:
     return "\n".join(lines[:-1])
 
 
+def frameworks(content: Row) -> str:
+    """Return what clients of frameworks did, as `tests/rollout/test_frameworks.py` wrote it down."""
+    lines = [["client", "what to write", "plain", "stream", "tools", "structured output"]]
+    for row in content["rows"]:
+        versions = ", ".join(f"{package} {version}" for package, version in row["versions"].items())
+        without = ", ".join(f"`{name}`" for name in row.get("left_out", ()))
+        structured = row.get("structured", "-") + f" (without {without})" * bool(without)
+        lines.append(
+            [versions, row["write"], *(row.get(check, "-") for check in ("plain", "stream", "tools")), structured]
+        )
+    return as_markdown(lines)
+
+
 PARTS: dict[str, tuple[str, Make]] = {
     "targets": ("performance", all_targets),
     "modes": ("performance", modes_of_both),
@@ -445,6 +458,7 @@ PARTS: dict[str, tuple[str, Make]] = {
     "memory": ("memory", memory),
     "gpu": ("gpu", gpu),
     "gpu parts": ("gpu", gpu_parts),
+    "frameworks": ("frameworks", frameworks),
 }
 """Part -> the JSON file that it is made of, and how."""
 PICTURES: dict[str, Callable[[Row], None]] = {
