@@ -349,6 +349,27 @@ def test_weights_that_do_not_arrive_end_the_run_though_no_log_probability_shows_
         rl._step()
 
 
+def test_the_trainer_scores_with_the_experts_that_each_engine_chose(rl: OnlineController, tmp_path: Path) -> None:
+    """Where they are replayed. Seen failing with one score of the trainer for all engines."""
+    rollout = rl._config.rollout.model_copy(update={"replay_routes": True})
+    rl._config = rl._config.model_copy(update={"rollout": rollout})
+    engines = [Engine(), Engine(0.5, tokens=100)]
+    for engine in engines:
+        engine.score.remote = lambda _, nats=engine.off: [(nats, SimpleNamespace(nats=nats))]
+    trainer = Published(rl, engines, parity_limit=1e-3)
+
+    def ask(method: str, *arguments: Any, waiting_for: str) -> list[Any]:
+        if method == "score":
+            _, ((route,),) = arguments[0], arguments[1:]
+            return [[route.nats]]
+        return trainer.answer(method, *arguments, waiting_for=waiting_for)
+
+    vars(rl)["_ask"] = ask
+    assert rl._step()
+    rl._tick()
+    assert rows(tmp_path)[0]["parity_max_abs_logprob_diff"] == 0.0
+
+
 @pytest.mark.parametrize(("doing", "asked"), [("", ["snapshot", "save"]), ("in step step-8 since 31 s (wait)", [])])
 def test_a_failed_run_is_not_saved_while_a_rank_hangs(
     rl: OnlineController, monkeypatch: pytest.MonkeyPatch, doing: str, asked: list[str]
