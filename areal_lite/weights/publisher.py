@@ -72,9 +72,14 @@ class SnapshotSource(WeightSource):
         self._source = source
         self._tensors: list[tuple[str, torch.Tensor]] = []
 
-    def gather(self) -> None:
-        """Take the present parameters: a collective."""
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Hold the present parameters, and no longer than the block: a collective."""
         self._tensors = list(self._source)
+        try:
+            yield
+        finally:
+            self._tensors = []
 
     def metadata(self) -> list[ParamMeta]:
         """Names and full shapes."""
@@ -210,10 +215,7 @@ class WeightPublisher:
                 except Exception as error:
                     failures |= self._blamed(error)
             return failures
-        self._snapshot.gather()
-        if not self._senders:
-            return {}
-        with ThreadPoolExecutor(max_workers=len(self._senders)) as pool:
+        with self._snapshot.gathered(), ThreadPoolExecutor(max_workers=max(1, len(self._senders))) as pool:
             stages = pool.map(_failure, [sender.stage_weights for sender in self._senders.values()])
             return dict(zip(self._senders, stages, strict=True))
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -17,7 +18,9 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from areal_lite.errors import HandoverError
+from areal_lite.train.gathers import whole_parameters
 from areal_lite.weights import gloo, prepared
+from areal_lite.weights import publisher as publisher_module
 from areal_lite.weights.gloo import (
     GlooInitInfo,
     GlooTrainerInitInfo,
@@ -512,6 +515,26 @@ def test_a_buffer_that_checkpoints_hold_is_published_as_it_is() -> None:
     assert torch.equal(engine.bias, trainer.bias)
     assert torch.equal(engine.embed.weight, trainer.embed.weight.bfloat16())
     assert set(publisher.squares()) == set(dict(engine.named_parameters()))
+
+
+def test_cast_parameters_are_held_no_longer_than_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are a whole model on rank 0. Seen failing with a snapshot kept until the next publication."""
+    gathered = list[weakref.ref[torch.Tensor]]()
+
+    def noted(*arguments: Any, **named: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in whole_parameters(*arguments, **named):
+            gathered.append(weakref.ref(tensor))
+            yield name, tensor
+
+    monkeypatch.setattr(publisher_module, "whole_parameters", noted)
+    publisher = WeightPublisher(
+        TinyModel(seed=1), transport="gloo", dtype=torch.bfloat16, rank=0, host=HOST, ports=PORTS, timeout_s=TIMEOUT_S
+    )
+    engine = TinyModel(seed=2).bfloat16()
+    publisher.connect({"a": LocalClient(make_engine(engine))}, group_client=None, num_engine_ranks=1)
+    assert publisher.publish() == {"a": None}
+    assert len(gathered) == len(weights_of(engine))
+    assert not [one for one in gathered if one() is not None]
 
 
 def test_other_ranks_only_take_part_in_gathering() -> None:
