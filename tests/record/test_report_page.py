@@ -128,7 +128,7 @@ def test_repeats_are_shown_by_their_spread(tmp_path: Path) -> None:
     [
         {"benchmark": "rollout", "rows": [{"side": "a", "over": 1}]},
         {"benchmark": "gpu-check", "rows": [{"outcome": ["passed"]}]},
-        {"benchmark": "gpu-check", "rows": [{"outcome": "passed", "parity": "much"}]},
+        {"benchmark": "gpu-check", "rows": [{"outcome": "passed", "seconds": "much"}]},
         {"benchmark": "own", "columns": ["side"], "rows": [{"side": "a"}]},
     ],
 )
