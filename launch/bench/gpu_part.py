@@ -76,7 +76,7 @@ def table() -> Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A part to run, as its process is told."""
+    """A part to run, as its process gets it."""
 
     name: str
     call: str

@@ -318,7 +318,7 @@ def varlen(job: Job) -> None:
     torch.manual_seed(0)
     query, key, value = (make(sum(lengths), count, width) for count in (heads, pairs, pairs))
     ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=job.device)
-    # PyTorch 2.11 takes fewer heads of keys without being told.
+    # PyTorch 2.11 has no such argument, and accepts fewer heads of keys as they are.
     options: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
     options["window_size"] = (-1, 0)  # causal
 
