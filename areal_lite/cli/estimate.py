@@ -39,7 +39,7 @@ def estimate(
     """
     config = load_config(recipe, overrides)
     if profile is not None:
-        from areal_lite.launch.clusters.profile import load_profile
+        from areal_lite.launch.clusters.job import load_profile
 
         found = load_profile(profile)
         check_resources(config, num_cores=config.trainer.ranks, num_gpus=found.nodes * found.gpus_per_node)

@@ -1,6 +1,5 @@
 """The command `areal-lite launch`: any other command as a job on a cluster, and what has become of it."""
 
-import re
 import shlex
 import time
 from pathlib import Path
@@ -11,8 +10,8 @@ import typer
 from areal_lite.cli.options import word_list
 from areal_lite.config.reading import parse_section
 from areal_lite.errors import ConfigError
-from areal_lite.launch.clusters.job import KINDS, Job, find_job, find_kind, job_name
-from areal_lite.launch.clusters.profile import Profile, load_profile
+from areal_lite.launch.clusters.job import Job, find_job, find_kind, job_name, load_profile, section_of
+from areal_lite.launch.clusters.profile import Profile
 
 _POLL_S = 1.0
 _SILENCE_S = 300.0
@@ -27,7 +26,12 @@ def launch(
             "train, sft, reward-model, dpo, eval or bench modes, and what one types behind it",
         ),
     ],
-    on: Annotated[str, typer.Option(metavar="KIND", help="local, ray, ssh, slurm or kubernetes")] = "local",
+    on: Annotated[
+        str,
+        typer.Option(
+            metavar="KIND", help="local, ray, ssh, slurm, kubernetes, another that is installed, or path.py:Class"
+        ),
+    ] = "local",
     profile: Annotated[
         str | None, typer.Option(metavar="FILE", help="what the cluster has; default one machine")
     ] = None,
@@ -53,7 +57,7 @@ def launch(
     if not command:
         raise ConfigError("launch needs a command and a recipe, got none: areal-lite launch train arith_cpu")
     asked_for = {"name": name or job_name(command), "kind": on, "folder": str(Path.cwd()), "words": command}
-    job = parse_section({**asked_for, "profile": load_profile(profile)}, Job)
+    job = parse_section({**asked_for, "profile": load_profile(profile, kind=on)}, Job)
     return run_job(job, dry_run=dry_run, detach=detach)
 
 
@@ -135,9 +139,10 @@ def _ask(verb: str, name: str) -> int:
 def _print_profile(kind: str) -> int:
     from areal_lite.cli.check_config import explained_section
 
-    find_kind(kind)
-    hidden = KINDS.keys() - {kind}
+    settings = find_kind(kind).Settings()
+    lines = [line for line in explained_section(Profile()) if not line.startswith("own:")]
+    if type(settings).model_fields:
+        lines += [f"{section_of(kind)}:", *explained_section(settings, "  ")]
     print(f"# A profile for areal-lite launch --on {kind}: change what differs, leave out what does not.")
-    sections = re.split(r"\n(?! )", "\n".join(explained_section(Profile())))
-    print(*(text for text in sections if text.partition(":")[0] not in hidden), sep="\n")
+    print(*lines, sep="\n")
     return 0

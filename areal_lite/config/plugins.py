@@ -22,7 +22,12 @@ from areal_lite.errors import PluginError
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-PLUGIN_GROUPS = {"verifier": "areal_lite.verifiers", "workflow": "areal_lite.workflows", "source": "areal_lite.sources"}
+PLUGIN_GROUPS = {
+    "verifier": "areal_lite.verifiers",
+    "workflow": "areal_lite.workflows",
+    "source": "areal_lite.sources",
+    "cluster": "areal_lite.clusters",
+}
 """What can be named, and the entry-point group that holds its names."""
 PICKLE = ".pkl"
 """Ends the name of a function that was written to a file of its own."""

@@ -124,12 +124,11 @@ def driver_script(job: Job, *, attempt: int, env: Mapping[str, str] = {}) -> str
     given = {word.partition("=")[0] for word in words}
     more = [f"{key}={value}" for key, value in ours.items() if value is not None and key not in given]
     command = [python_of(job), "-m", "areal_lite.cli.main", *map(shlex.quote, [*words, *more])]
-    if job.kind == "ray" and profile.nodes > 1:
+    joined = find_kind(job.kind).joined(job)
+    if joined is not None and profile.nodes > 1:
         wait = [python_of(job), "-m", "areal_lite.launch.clusters.joined"]
         command = [*wait, str(profile.nodes), f"{profile.start_timeout_s:g}", *command]
-    if job.kind == "ray" and profile.ray.address:
-        env = {"RAY_ADDRESS": profile.ray.address}
-    return script(job, env=env, command=command)
+    return script(job, env=joined or env, command=command)
 
 
 def supervise(job: Job) -> int:
@@ -197,8 +196,8 @@ def _attempt(job: Job, number: int, asked: Sequence[int]) -> tuple[int, str]:
 def _watch(job: Job, nodes: RayNodes, driver: Remote, asked: Sequence[int]) -> tuple[int, str]:
     """Wait for the command; a node that is lost ends it, also where it does not notice by itself."""
     text, shown, lost, lost_at, handed_on = "", 0, "", 0.0, 0
-    # Ray sends the signal of a job's stop to all of its processes: a command that runs has that first one already.
-    is_told = job.kind == "ray" and job.ships and not asked
+    # A command that runs may have that first signal already.
+    is_told = find_kind(job.kind).signals_command(job) and not asked
     while True:
         code = driver.code  # before its output, so that the last words are among it
         if driver.pid is not None or code is not None:

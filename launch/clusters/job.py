@@ -1,32 +1,27 @@
 """A job: one command on one cluster, recorded in `runs/jobs/NAME.json` so that another terminal finds it.
 
-What a kind of cluster does with it, local, ray, ssh, slurm or kubernetes, is one small class.
+What a kind of cluster does with it is one small class, a `Kind`, found as a plug-in: by an entry point of the group
+`areal_lite.clusters`, as those that are shipped, or as path.py:Class.
 """
 
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
-from areal_lite.config.reading import parse_section, read_yaml
+from pydantic import ValidationError
+
+from areal_lite.config.plugins import find_function, known_names
+from areal_lite.config.reading import explained, parse_section, read_yaml
 from areal_lite.config.section import Section
 from areal_lite.config.suggestion import suggestion
-from areal_lite.errors import ConfigError
+from areal_lite.errors import ConfigError, PluginError
 from areal_lite.launch.clusters.profile import Profile
 from areal_lite.launch.clusters.remote import bash_problems
 from areal_lite.record.run_folder import write_whole
 
-KINDS = {
-    "local": "supervised:Local",
-    "ray": "ray_cluster:RayCluster",
-    "ssh": "supervised:Ssh",
-    "slurm": "slurm:Slurm",
-    "kubernetes": "kubernetes:Kubernetes",
-}
-"""File and class of each kind of cluster, in this folder."""
 JOBS = Path("runs") / "jobs"
 RESUMABLE = ("train", "sft", "reward-model", "dpo")
 """Commands that take run.dir and run.resume; the others are run anew, and `bench modes` goes on by itself."""
@@ -54,7 +49,7 @@ class Job(Section):
     @property
     def ships(self) -> bool:
         """Whether its files go along, as its nodes do not see this folder."""
-        return self.kind == "kubernetes" or (self.kind == "ray" and self.profile.ray.jobs is not None)
+        return find_kind(self.kind).ships(self)
 
     @property
     def record(self) -> Path:
@@ -115,7 +110,30 @@ def job_name(words: Sequence[str]) -> str:
 
 
 class Kind(Protocol):
-    """What a kind of cluster is made of. The job itself calls `nodes`, on its head, `areal-lite launch` all others."""
+    """What a kind of cluster is made of. The job itself calls `nodes`, on its head, `areal-lite launch` all others.
+
+    A batch system is a script from `templates/batch.sh`, which supervises the job and hands signals on: see `Slurm`,
+    whose template extends it.
+    """
+
+    Settings: type[Section] = Section
+    """What a profile may say in the section of the kind's name."""
+
+    def settings(self, job: Job) -> Any:
+        """Return the kind's section of the job's profile; a `ConfigError` where it is wrong."""
+        return own_settings(job.profile, job.kind, self)
+
+    def ships(self, job: Job) -> bool:
+        """Return whether the job's files go along, as its nodes do not see this folder."""
+        return False
+
+    def joined(self, job: Job) -> Mapping[str, str] | None:
+        """Return variables by which the command joins a Ray cluster that is there; None where nobody else has one."""
+        return None
+
+    def signals_command(self, job: Job) -> bool:
+        """Return whether a stop reaches the command itself beside its supervisor."""
+        return False
 
     def artefacts(self, job: Job) -> Mapping[str, str]:
         """Return the text of each file that the cluster is given, by name. Pure: a snapshot of it is a test."""
@@ -146,8 +164,43 @@ class Kind(Protocol):
 
 
 def find_kind(name: str) -> Kind:
-    """Return a kind by its name; a `ConfigError` where there is none of that name."""
-    if name not in KINDS:
-        raise ConfigError(f"a kind of cluster is one of {', '.join(KINDS)}, got {name!r}{suggestion(name, KINDS)}")
-    file, _, kind = KINDS[name].partition(":")
-    return cast(Kind, getattr(import_module(f"areal_lite.launch.clusters.{file}"), kind)())
+    """Return a kind by its name, or from `path.py:Class`; a `ConfigError` where there is none."""
+    try:
+        return cast(Kind, find_function(name, kind="cluster")())
+    except PluginError as error:
+        raise ConfigError(str(error)) from error
+
+
+def section_of(name: str) -> str:
+    """Name the section of a kind in a profile: the name itself, or the class of `path.py:Class`."""
+    return name.rpartition(":")[2]
+
+
+def own_settings(profile: Profile, name: str, kind: Kind) -> Any:
+    """Return the section of a kind in a profile, checked; a `ConfigError` where it is wrong."""
+    section = section_of(name)
+    try:
+        return kind.Settings.model_validate(profile.own.get(section, {}))
+    except ValidationError as error:
+        raise ConfigError("\n".join(explained(error, kind.Settings, prefix=f"{section}."))) from None
+
+
+def load_profile(path: str | None, *, kind: str = "local") -> Profile:
+    """Read a profile; without a path, one machine. A `ConfigError` where it is missing, unreadable or impossible.
+
+    Args:
+        kind: May have a section of its own, as every kind that is installed.
+    """
+    if path is None:
+        return Profile()
+    if not Path(path).is_file():
+        raise ConfigError(
+            f"a profile is a YAML file, got {path}, which is not there: areal-lite launch --new-profile KIND > {path}"
+        )
+    profile = parse_section(read_yaml(Path(path), holding="a profile (nodes, gpus_per_node, ...)"), Profile)
+    known = {section_of(name): name for name in (*known_names("cluster"), kind)}
+    for section in profile.own:
+        if section not in known:
+            raise ConfigError(f"unknown key {section}{suggestion(section, [*known, *Profile.model_fields])}")
+        own_settings(profile, known[section], find_kind(known[section]))
+    return profile

@@ -11,7 +11,9 @@ from typing import Any
 
 import yaml
 from jsonschema import Draft202012Validator
+from pydantic import Field
 
+from areal_lite.config.section import Section
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.fit import shipped
 from areal_lite.launch.clusters.job import Job, Kind, Status
@@ -30,8 +32,41 @@ _TEXT = "tag:yaml.org,2002:str"
 _Plain.add_representer(str, lambda made, text: made.represent_scalar(_TEXT, text, style="|" if "\n" in text else None))
 
 
+class KubernetesSettings(Section):
+    """A Kubernetes cluster with the KubeRay operator."""
+
+    image: str | None = None
+    """image with areal-lite, see docker/"""
+    namespace: str = "default"
+    """namespace of the job"""
+    context: str | None = None
+    """context of kubectl; null = the present one"""
+    claim: str | None = None
+    """persistent volume claim that is mounted as shared on every node"""
+    claims: dict[str, str] = {}
+    """further claims, each with its folder, such as {models: /models}"""
+    cpus: int = Field(8, ge=1)
+    """cores of a node"""
+    memory: str = "64Gi"
+    """memory of a node"""
+    shared_memory: str = "16Gi"
+    """/dev/shm of a node, out of its memory"""
+    gpu: str = "nvidia.com/gpu"
+    """resource name of a GPU"""
+    secrets: list[str] = []
+    """secrets whose keys become environment variables"""
+    service_account: str | None = None
+    """of the pods; null = the namespace's default"""
+
+
 class Kubernetes(Kind):
     """Head and workers are pods of the same size; the head's is the first node."""
+
+    Settings = KubernetesSettings
+
+    def ships(self, job: Job) -> bool:
+        """Return True: pods share the claim alone."""
+        return True
 
     def artefacts(self, job: Job) -> Mapping[str, str]:
         """Return the manifest."""
@@ -39,7 +74,7 @@ class Kubernetes(Kind):
 
     def check(self, job: Job) -> Sequence[str]:
         """Compare the manifest with KubeRay's schema."""
-        kubernetes, found = job.profile.kubernetes, []
+        kubernetes, found = self.settings(job), []
         if not kubernetes.image:
             found.append("kubernetes.image must name an image with areal-lite and ray[default], got none: see docker/")
         if not kubernetes.claim:
@@ -56,7 +91,7 @@ class Kubernetes(Kind):
     def submit(self, job: Job) -> str:
         """Hand the manifest to the cluster."""
         _kubectl(job, "apply", "-f", str(job.files / "rayjob.yaml"))
-        return f"{job.profile.kubernetes.namespace}/{job.name}"
+        return f"{self.settings(job).namespace}/{job.name}"
 
     def status(self, job: Job) -> Status:
         """Ask the RayJob; KubeRay knows the exit code as a sentence."""
@@ -92,7 +127,7 @@ class Kubernetes(Kind):
 
 def manifest(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the ConfigMap with the job's files, and the RayJob."""
-    kubernetes, (there, files) = job.profile.kubernetes, shipped(job, _FILES)
+    kubernetes, (there, files) = Kubernetes().settings(job), shipped(job, _FILES)
     pid = shlex.quote(f"{there.files}/pid")
     text = render(
         "rayjob.yaml",
@@ -123,7 +158,7 @@ def schema_problems(rayjob: Mapping[str, Any]) -> list[str]:
 
 
 def _kubectl(job: Job, *words: str) -> str:
-    kubernetes = job.profile.kubernetes
+    kubernetes = Kubernetes().settings(job)
     context = [f"--context={kubernetes.context}"] if kubernetes.context else []
     namespace = f"--namespace={kubernetes.namespace}"
     return told_by("kubectl", *context, namespace, *words, to_do="see kubernetes in the profile")

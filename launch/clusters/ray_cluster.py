@@ -1,9 +1,10 @@
 """Kind ray: a Ray cluster that runs already, joined by address on one of its nodes, or given a Ray job."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from areal_lite.config.section import Section
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.attempts import INTERRUPTED
 from areal_lite.launch.clusters.fit import shipped
@@ -13,8 +14,39 @@ from areal_lite.launch.clusters.supervised import Supervised
 _SAVE_TIMEOUT_S = 900
 
 
+class RaySettings(Section):
+    """A Ray cluster that runs already."""
+
+    address: str | None = None
+    """host:port of its head; the command then runs on this machine, which is one of its nodes"""
+    jobs: str | None = None
+    """http://host:8265 in place of address: a Ray job, which ships the recipe and plug-in files"""
+
+    def _problems(self) -> Iterable[str]:
+        if self.address and self.jobs:
+            yield (
+                f"ray takes an address or a jobs URL, got {self.address} and {self.jobs}: leave out address to ship "
+                "the recipe as a Ray job"
+            )
+
+
 class RayCluster(Supervised):
     """By address as a command of this machine; by a jobs URL as a Ray job."""
+
+    Settings = RaySettings
+
+    def ships(self, job: Job) -> bool:
+        """Return whether it is a Ray job."""
+        return self.settings(job).jobs is not None
+
+    def joined(self, job: Job) -> Mapping[str, str]:
+        """Return the cluster's address; a Ray job has it already."""
+        address = self.settings(job).address
+        return {"RAY_ADDRESS": address} if address else {}
+
+    def signals_command(self, job: Job) -> bool:
+        """Return whether it is a Ray job: Ray signals all of its processes."""
+        return self.ships(job)
 
     def artefacts(self, job: Job) -> Mapping[str, str]:
         """Return the script, or the Ray job's entry point and environment with the files that are shipped."""
@@ -28,7 +60,7 @@ class RayCluster(Supervised):
 
     def check(self, job: Job) -> Sequence[str]:
         """Have bash read what is run; the cluster itself is not asked."""
-        profile = job.profile.ray
+        profile = self.settings(job)
         if not (profile.address or profile.jobs):
             return [
                 "ray needs the address of a cluster's head, or its jobs URL, got neither: set ray.address or ray.jobs"
@@ -67,13 +99,14 @@ class RayCluster(Supervised):
 
 
 def _call(job: Job, method: str, *words: str, **settings: Any) -> Any:
+    server = RayCluster().settings(job).jobs
     try:
         from ray.job_submission import JobSubmissionClient
 
-        return getattr(JobSubmissionClient(job.profile.ray.jobs), method)(*words, **settings)
+        return getattr(JobSubmissionClient(server), method)(*words, **settings)
     except (ImportError, RuntimeError, OSError) as error:  # also of the library below it
         raise ConfigError(
-            f"the job server at ray.jobs={job.profile.ray.jobs} must do {method} for {job.name}, got {error}: correct "
+            f"the job server at ray.jobs={server} must do {method} for {job.name}, got {error}: correct "
             "it, or open a tunnel to the head's dashboard port; Ray jobs need ray[default] here and on the cluster, "
             "ray.address on one of its nodes does not"
         ) from error

@@ -42,13 +42,16 @@ def script(job: "Job", *, env: Mapping[str, str] = {}, template: str = "node.sh"
     return render(template, job=job, env=variables, python=python_of(job), **values)
 
 
-def render(template: str, **values: Any) -> str:
-    """Fill a template; in it `quote` quotes for a shell, and `before` puts a command in front, where there is one."""
+def render(template: str, *, templates: Path | None = None, **values: Any) -> str:
+    """Fill a template; in it `quote` quotes for a shell, and `before` puts a command in front, where there is one.
+
+    `templates` has further ones, which may extend those here, such as `batch.sh`.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    folder = FileSystemLoader(Path(__file__).with_name("templates"))
+    loader = FileSystemLoader([*([templates] if templates else []), Path(__file__).with_name("templates")])
     environment = Environment(
-        loader=folder, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}  # YAML knows no surrogates
     environment.filters["quote"] = lambda value: shlex.quote(str(value))

@@ -10,6 +10,9 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 
+from pydantic import Field
+
+from areal_lite.config.section import Section
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.attempts import Attempts
 from areal_lite.launch.clusters.job import Job, Kind, Status
@@ -20,13 +23,32 @@ _UNDER_WAY = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "RE
               "STAGE_OUT", "STOPPED", "SUSPENDED")  # fmt: skip
 
 
+class SlurmSettings(Section):
+    """A batch system."""
+
+    partition: str | None = None
+    """null = the cluster's default"""
+    account: str | None = None
+    """null = yours"""
+    time: str | None = None
+    """time limit, such as 4:00:00; null = the partition's"""
+    signal_s: int = Field(300, ge=10)
+    """seconds before the time limit at which the run is asked to save and stop"""
+    requeue: bool = True
+    """go on in another job after the time limit, or when a node failed"""
+    options: list[str] = []
+    """further options of sbatch, such as --constraint=h200"""
+
+
 class Slurm(Kind):
     """A batch system; the job's id is the batch job's, and stays the same when it is requeued."""
+
+    Settings = SlurmSettings
 
     def artefacts(self, job: Job) -> Mapping[str, str]:
         """Return the batch script."""
         python = "python" if job.profile.enter else shlex.quote(sys.executable)
-        return {_SCRIPT: render(_SCRIPT, job=job, slurm=job.profile.slurm, python=python)}
+        return {_SCRIPT: render(_SCRIPT, job=job, slurm=self.settings(job), python=python)}
 
     def check(self, job: Job) -> Sequence[str]:
         """Have bash read the script, and Slurm too where a controller answers."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 
+from areal_lite.config.section import Section
 from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.clusters.attempts import Attempts, driver_script, end_leftovers
 from areal_lite.launch.clusters.job import Job, Kind, Status
@@ -78,8 +79,19 @@ class Local(Supervised):
         return super().check(job)
 
 
+class SshSettings(Section):
+    """Machines with a name."""
+
+    hosts: list[str] = []
+    """the first is the head; as many as nodes"""
+    shell: str = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 {host}"
+    """command in front of a shell command line that is meant for a host; it must notice by itself that a link is cut"""
+
+
 class Ssh(Supervised):
     """Hosts that this machine reaches by a command, `ssh.shell`, over which Ray is started and ended on each."""
+
+    Settings = SshSettings
 
     def artefacts(self, job: Job) -> Mapping[str, str]:
         """Return what head, workers and command are, as scripts; addresses and the token are known only then."""
@@ -96,21 +108,22 @@ class Ssh(Supervised):
 
     def check(self, job: Job) -> Sequence[str]:
         """Have bash read the scripts, and compare hosts with nodes."""
-        if not job.profile.ssh.hosts:
-            return [f"ssh.hosts must name nodes={job.profile.nodes} hosts, got none: list them in the profile"]
-        if "{host}" not in job.profile.ssh.shell:
-            return [f"ssh.shell must say where {{host}} goes, got {job.profile.ssh.shell}: add it"]
+        hosts, shell, nodes = self.settings(job).hosts, self.settings(job).shell, job.profile.nodes
+        if len(hosts) != nodes:
+            got = f"{len(hosts)} ({', '.join(hosts)})" if hosts else "none"
+            return [f"ssh.hosts must name nodes={nodes} hosts, got {got}: list them in the profile, or correct nodes"]
+        if "{host}" not in shell:
+            return [f"ssh.shell must say where {{host}} goes, got {shell}: add it"]
         return super().check(job)
 
     def nodes(self, job: Job) -> Mapping[str, Sequence[str]]:
         """Return each host's shell."""
+        ssh = self.settings(job)
         try:
-            words = shlex.split(job.profile.ssh.shell)
+            words = shlex.split(ssh.shell)
         except ValueError as error:
-            raise ConfigError(
-                f"ssh.shell must be words as for a shell, got {job.profile.ssh.shell!r}: {error}"
-            ) from error
-        return {host: [word.replace("{host}", host) for word in words] for host in job.profile.ssh.hosts}
+            raise ConfigError(f"ssh.shell must be words as for a shell, got {ssh.shell!r}: {error}") from error
+        return {host: [word.replace("{host}", host) for word in words] for host in ssh.hosts}
 
 
 def _other_host(job: Job) -> str:

@@ -106,6 +106,7 @@ def test_the_schema_refuses(breakage: Mapping[str, object], at: str) -> None:
         ("kubernetes", {"kubernetes": {}}, "kubernetes.image must name an image"),
         ("local", {}, "--on local is one machine, got nodes=4"),
         ("ssh", {"ssh": {}}, "ssh.hosts must name nodes=4 hosts, got none"),
+        ("ssh", {"ssh": {"hosts": ["a"]}}, "ssh.hosts must name nodes=4 hosts, got 1 (a)"),
         ("ssh", {"ssh": {"hosts": list("abcd"), "shell": "ssh me"}}, "must say where {host} goes"),
         ("ray", {"ray": {}}, "got neither: set ray.address or ray.jobs"),
     ],

@@ -176,8 +176,8 @@ def test_a_ray_job_has_its_first_signal_from_ray(tmp_path: Path, monkeypatch: py
     line = "trap 'echo signal >> signals' INT; touch begun; until [ -e go ]; do sleep 0.1; done; "
     line += "for i in $(seq 10); do sleep 0.1; done"
     job = job_of(tmp_path, line, monkeypatch)
-    ray = job.profile.ray.model_copy(update={"jobs": "http://head:8265"})
-    job = job.model_copy(update={"kind": "ray", "profile": job.profile.model_copy(update={"ray": ray})}).save()
+    own = {"ray": {"jobs": "http://head:8265"}}
+    job = job.model_copy(update={"kind": "ray", "profile": job.profile.model_copy(update={"own": own})}).save()
     thread = interrupt_when(tmp_path / "begun")
     assert supervise(job) == 0
     thread.join()
@@ -195,8 +195,8 @@ def test_what_could_not_be_ended_is_ended_before_the_next_attempt(
     fake_ray(monkeypatch, worker=f"{READY}; sleep 60")
     monkeypatch.chdir(tmp_path)
     job = job_of(tmp_path, "touch off; exit 1", monkeypatch, kind="ssh", words="launch.max_attempts=2 launch.pause_s=0")
-    ssh = job.profile.ssh.model_copy(update={"shell": f"{shell} {{host}}"})
-    job = job.model_copy(update={"profile": job.profile.model_copy(update={"ssh": ssh})}).save()
+    own = {"ssh": job.profile.own["ssh"] | {"shell": f"{shell} {{host}}"}}
+    job = job.model_copy(update={"profile": job.profile.model_copy(update={"own": own})}).save()
     assert supervise(job) == 1
     record = Attempts.read(job)
     (log,) = job.files.glob("attempt-*/two-ray.log")
@@ -397,7 +397,7 @@ def test_a_later_attempt_goes_on_where_there_is_a_checkpoint(
 def test_a_shell_that_is_not_there_is_a_failed_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen failing as a bare FileNotFoundError of the supervisor."""
     job = job_of(tmp_path, "true", monkeypatch, kind="ssh", words="launch.max_attempts=1")
-    ssh = job.profile.ssh.model_copy(update={"shell": "no-such-shell {host}"})
-    job = job.model_copy(update={"profile": job.profile.model_copy(update={"ssh": ssh})}).save()
+    own = {"ssh": job.profile.own["ssh"] | {"shell": "no-such-shell {host}"}}
+    job = job.model_copy(update={"profile": job.profile.model_copy(update={"own": own})}).save()
     assert supervise(job) == 1
     assert "no-such-shell" in Attempts.read(job).said

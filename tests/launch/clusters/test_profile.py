@@ -1,5 +1,6 @@
 """A profile is typed: what is misspelt or impossible is said in three parts."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,25 +9,38 @@ from launch_builders import make_job, make_profile
 from areal_lite.cli import main as cli
 from areal_lite.config.reading import parse_section
 from areal_lite.errors import ConfigError
-from areal_lite.launch.clusters.job import find_job, find_kind, job_name
-from areal_lite.launch.clusters.profile import Profile, load_profile
+from areal_lite.launch.clusters.job import find_job, find_kind, job_name, load_profile, own_settings
+from areal_lite.launch.clusters.profile import Profile
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"nods": 4}, "unknown key nods; did you mean nodes?"),
-        ({"kubernetes": {"imag": "x"}}, "unknown key kubernetes.imag; did you mean kubernetes.image?"),
         ({"nodes": 0}, "nodes: input should be greater than or equal to 1, got 0"),
         ({"ports": "40000-50000"}, "from 1024 to 32767"),
         ({"ports": "20000-22300"}, "ports must hold 2400 ports for nodes=4, got 20000-22300"),
-        ({"ssh": {"hosts": ["a"]}}, r"ssh.hosts must name nodes=4 hosts, got 1 \(a\)"),
-        ({"ray": {"address": "h:1", "jobs": "http://h:2"}}, "an address or a jobs URL"),
     ],
 )
 def test_what_is_wrong_is_said(changed: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_profile(**changed)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kubernetes: {imag: x}", "unknown key kubernetes.imag; did you mean kubernetes.image?"),
+        ("kubernets: {image: x}", "unknown key kubernets; did you mean kubernetes?"),
+        ("ray: {address: 'h:1', jobs: 'http://h:2'}", "an address or a jobs URL"),
+        ("slurm: {signal_s: 1}", "slurm.signal_s: input should be greater than or equal to 10, got 1"),
+    ],
+)
+def test_the_section_of_every_kind_is_checked(text: str, message: str, tmp_path: Path) -> None:
+    """Also where the job is of another kind. Seen failing without the check."""
+    (tmp_path / "profile.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_profile(str(tmp_path / "profile.yaml"), kind="ssh")
 
 
 def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
@@ -43,7 +57,9 @@ def test_a_new_profile_is_one_with_its_own_section_alone(
     assert cli.main(["launch", "--new-profile", kind]) == 0
     text = capsys.readouterr().out
     (tmp_path / "new.yaml").write_text(text)
-    assert load_profile(str(tmp_path / "new.yaml")) == Profile()
+    made, own = load_profile(str(tmp_path / "new.yaml")), find_kind(kind)
+    assert made.model_copy(update={"own": {}}) == Profile()
+    assert own_settings(made, kind, own) == own.Settings()
     sections = [line.partition(":")[0] for line in text.splitlines() if line.endswith(":")]
     assert sections == ([] if kind == "local" else [kind])
     assert all("#" in line for line in text.splitlines() if not line.endswith(":"))

@@ -21,7 +21,7 @@ from namespaces import NETWORK, Node, make_nodes
 from areal_lite.cli.launch import run_job
 from areal_lite.launch.clusters.attempts import Attempts, last_step
 from areal_lite.launch.clusters.job import Job, job_name
-from areal_lite.launch.clusters.profile import Profile, SshProfile
+from areal_lite.launch.clusters.profile import Profile
 
 _POLL_S = 0.2
 
@@ -73,8 +73,8 @@ def job_on_nodes(
     """
     names = [f"node-{index + 1}" for index in range(num_nodes)]
     job = Job(name=name, kind="ssh", folder=str(Path.cwd()), words=list(words))
-    ssh = SshProfile(hosts=names, shell=f"{shlex.quote(str(job.files / 'shell-of-'))}{{host}}")
-    job = job.model_copy(update={"profile": profile_of(num_nodes, ssh=ssh)})
+    ssh = {"hosts": names, "shell": f"{shlex.quote(str(job.files / 'shell-of-'))}{{host}}"}
+    job = job.model_copy(update={"profile": profile_of(num_nodes, own={"ssh": ssh})})
     shared = [job.run_folder.parent] if job.run_folder else []
     for folder in (job.files, *shared):
         folder.mkdir(parents=True, exist_ok=True)
