@@ -130,7 +130,7 @@ class Session:
         limit = min(self._max_new_tokens, asked.max_tokens or self._max_new_tokens)
         turn = await self.engine.generate(placed.context, max_new_tokens=limit, stop=asked.stop)
         if self._parse is None or asked.prompt:
-            answer: Message = {"role": "assistant", "content": _before(turn.text, asked.stop)}
+            answer: Message = {"role": "assistant", "content": _before(self._shown(turn), asked.stop)}
         else:
             own = turn.token_ids[: -1 if turn.stop_reason is StopReason.STOP else None]
             said = str(self.engine.tokenizer.decode(own.tolist()))
@@ -138,6 +138,10 @@ class Session:
         if asked.is_single_call and "tool_calls" in answer:
             answer["tool_calls"] = answer["tool_calls"][:1]
         return Call(asked=asked, context=placed.context, turn=turn, answer=answer, parent=placed.parent)
+
+    def _shown(self, turn: Turn) -> str:
+        """Return a turn's text as the APIs show it: without special tokens, which verifiers see."""
+        return str(self.engine.tokenizer.decode(turn.token_ids.tolist(), skip_special_tokens=True))
 
     def _too_long(self, got: str) -> ContextTooLongError:
         # The words by which clients such as litellm recognise it.
@@ -228,7 +232,7 @@ class Session:
     def _text_context(self, asked: Asked) -> tuple[Call | None, tuple[int, ...]]:
         prompt = asked.prompt
         for call in sorted(self._calls[::-1], key=lambda call: -len(call.asked.prompt)):
-            said = call.asked.prompt + call.turn.text
+            said = call.asked.prompt + self._shown(call.turn)
             # The same prompt is one asked again, behind an empty answer too.
             if call.asked.prompt and prompt.startswith(said) and prompt != call.asked.prompt:
                 return call, (*call.tokens, *encode_text(prompt[len(said) :], self.engine.tokenizer))
