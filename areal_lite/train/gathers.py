@@ -34,6 +34,8 @@ def whole_parameters(model: nn.Module, dtype: torch.dtype, *, everywhere: bool =
     Args:
         everywhere: Yield on every rank; otherwise ranks other than 0 send their pieces and yield nothing.
     """
+    for module in _fsdp_modules(model):
+        module.reshard()  # a forward pass leaves whole parameters behind, in the compute dtype, that are freed later
     owners = {id(parameter): module for module in _fsdp_modules(model) for parameter in module.parameters()}
     groups = defaultdict[Any, dict[str, tuple[Tensor, torch.dtype]]](dict)
     parameters = [(name, layer, owners.get(id(value), name), value) for name, value, layer in model_parameters(model)]
@@ -128,7 +130,7 @@ def _pieces(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Any]) -> d
     return dict(pieces)
 
 
-def _fsdp_modules(model: nn.Module) -> Iterator[nn.Module]:
+def _fsdp_modules(model: nn.Module) -> Iterator[Any]:
     """Yield outer modules first: what is in an inner one is gathered with that."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 

@@ -176,7 +176,9 @@ def _attempt(job: Job, number: int, asked: Sequence[int]) -> tuple[int, str]:
     try:
         if left := end_leftovers(job):
             raise StallError(f"processes of an earlier attempt must end before another, got {'; '.join(left)}")
-        nodes = RayNodes(job, find_kind(job.kind).nodes(job), logs=logs)
+        kind = find_kind(job.kind)
+        nodes = RayNodes(job, kind.nodes(job), logs=logs)
+        gets_signals = kind.signals_command(job)
         try:
             nodes.form(lambda: bool(asked))
             if asked:
@@ -185,7 +187,10 @@ def _attempt(job: Job, number: int, asked: Sequence[int]) -> tuple[int, str]:
                 _say(f"Ray on {len(nodes.processes)} nodes, head {nodes.env['RAY_ADDRESS']}")
             if number > 1:
                 _set_aside(job.run_folder, number - 1)
-            return _watch(job, nodes, nodes.run(driver_script(job, attempt=number, env=nodes.env)), asked)
+            script = driver_script(job, attempt=number, env=nodes.env)
+            # Before the command starts: one that runs may have the first signal already.
+            is_told = gets_signals and not asked
+            return _watch(nodes, nodes.run(script), asked, is_told=is_told)
         finally:
             for problem in nodes.end():
                 _say(f"not ended: {problem}")
@@ -193,11 +198,13 @@ def _attempt(job: Job, number: int, asked: Sequence[int]) -> tuple[int, str]:
         return 1, str(error)
 
 
-def _watch(job: Job, nodes: RayNodes, driver: Remote, asked: Sequence[int]) -> tuple[int, str]:
-    """Wait for the command; a node that is lost ends it, also where it does not notice by itself."""
+def _watch(nodes: RayNodes, driver: Remote, asked: Sequence[int], *, is_told: bool) -> tuple[int, str]:
+    """Wait for the command; a node that is lost ends it, also where it does not notice by itself.
+
+    Args:
+        is_told: The first signal reaches the command without this process.
+    """
     text, shown, lost, lost_at, handed_on = "", 0, "", 0.0, 0
-    # A command that runs may have that first signal already.
-    is_told = find_kind(job.kind).signals_command(job) and not asked
     while True:
         code = driver.code  # before its output, so that the last words are among it
         if driver.pid is not None or code is not None:

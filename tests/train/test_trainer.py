@@ -384,7 +384,7 @@ def test_dropout_is_off(model_folder: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("capping", "setting", "expected"),
-    [(2.0, "auto", "eager"), (None, "auto", "sdpa"), (2.0, "sdpa", "sdpa"), (None, "eager", "eager")],
+    [(2.0, "auto", "eager"), (None, "auto", "sdpa"), (None, "eager", "eager")],
 )
 def test_attention_is_that_which_the_model_needs_or_that_of_the_recipe(
     capping: float | None, setting: str, expected: str, tmp_path: Path
@@ -399,5 +399,4 @@ def test_attention_is_that_which_the_model_needs_or_that_of_the_recipe(
     model.set_attn_implementation("eager")
     ids = torch.tensor([[2, 3, 4, 5, 6, 7, 8, 9, 10, 11]])
     assert trained.config._attn_implementation == expected
-    is_right = torch.allclose(trained(ids).logits, model(ids).logits, atol=1e-4)
-    assert is_right == (capping is None or expected != "sdpa")
+    torch.testing.assert_close(trained(ids).logits, model(ids).logits, atol=1e-4, rtol=0)

@@ -1,4 +1,4 @@
-"""A trainer's fingerprints of what it publishes: each rank adds up its own part, and all get the sums of the whole."""
+"""A trainer's fingerprints of what it publishes, on several ranks: rank 0 has those of the whole model."""
 
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ def check(rank: int, world_size: int, folder: str, mesh: dict[str, int]) -> None
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = {name: int(bit_squares(value.bfloat16())) for name, value in whole.state_dict().items()}
     assert "lm_head.weight" in expected
-    assert publisher.squares() == expected
+    found = publisher.squares()
+    assert rank or found == expected
 
 
 @pytest.mark.parametrize("mesh", [{}, {"replicate": 2}, {"tensor": 2}])
-def test_the_sums_of_all_ranks_are_those_of_the_whole_model(tmp_path: Path, mesh: dict[str, int]) -> None:
+def test_rank_0_has_the_sums_of_the_whole_model(tmp_path: Path, mesh: dict[str, int]) -> None:
     """Sharded, copied, split by tensor; a tied output layer has both its names.
 
     Seen failing with the sums of copies added up, and with the first name alone.
