@@ -49,7 +49,8 @@ class Operation(NamedTuple):
 
 operations: list[Operation] = []
 """Of this process, all threads together."""
-_this_thread = threading.local()
+_stream_of: dict[int, "Stream"] = {}
+"""By thread; no `threading.local`, as Ray pickles what its actors here use."""
 _DEFAULT = "default"
 
 
@@ -64,16 +65,16 @@ class Stream:
 
 
 def _current_stream() -> Stream:
-    return getattr(_this_thread, "stream", None) or Stream(_DEFAULT)
+    return _stream_of.get(threading.get_ident()) or Stream(_DEFAULT)
 
 
 @contextlib.contextmanager
 def _on_stream(stream: Stream) -> Iterator[None]:
-    before, _this_thread.stream = _current_stream(), stream
+    before, _stream_of[threading.get_ident()] = _current_stream(), stream
     try:
         yield
     finally:
-        _this_thread.stream = before
+        _stream_of[threading.get_ident()] = before
 
 
 class TrainerOperations(TorchDispatchMode):
