@@ -442,7 +442,7 @@ async def _failed(request: "Request", error: Exception) -> "Response":
 
 
 def _impatient() -> Any:
-    """Return uvicorn's protocol, which also closes connections on which no request begins, or none goes on."""
+    """Return uvicorn's protocol, which also closes connections on which no request starts or continues."""
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
     class Impatient(HttpToolsProtocol):

@@ -98,7 +98,7 @@ def model_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Any]
 def saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the buffers that a checkpoint holds, such as a router's bias; those of the widest dtype first.
 
-    Whoever sends them in front of the parameters, as bytes, can view each value where it arrives.
+    Sent in this order before the parameters, as bytes, each value is aligned where it arrives.
     """
     saved = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]

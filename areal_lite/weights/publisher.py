@@ -93,7 +93,7 @@ class SnapshotSource(WeightSource):
 class _PatientClient:
     """Keeps the first failure of an `ipc` transfer to itself until it is over, and calls nobody after it.
 
-    The trainer's ranks wait for each other between the calls, and would wait for ever for one that raised.
+    The trainer's ranks wait for each other between the calls; one that raised would block the others forever.
     """
 
     def __init__(self, client: Any, blamed: Callable[[Exception], Mapping[str, str]]) -> None:

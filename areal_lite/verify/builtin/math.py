@@ -47,7 +47,7 @@ class math(AnswerArguments):
 
     `final_answer` finds it. The same text is equal; numbers, times and quantities are compared exactly (`plain_equal`),
     everything else by math-verify. Its time limits are off, as the verifier's deadline kills the process in which it
-    runs: an expression that would take for ever is a failure `timeout`.
+    runs: an expression that never finishes is a failure `timeout`.
 
     Example:
         >>> math()("7+5=?", "7+5=12, so \\boxed{12}", "#### 12")
