@@ -58,13 +58,10 @@ class ParameterSquares:
         return sums, dict(getattr(model, "packed_modules_mapping", {}))
 
 
-def bit_squares(value: "Tensor", *, dtype: "torch.dtype | None" = None) -> "Tensor":
+def bit_squares(value: "Tensor") -> "Tensor":
     """Return a tensor's fingerprint, an int64 number modulo 2**64, computed chunk by chunk.
 
     Zeros do not count, nor do subnormal numbers, which some kernels flush to zero.
-
-    Args:
-        dtype: That values are rounded to first; None = their own.
     """
     import torch
 
@@ -72,7 +69,7 @@ def bit_squares(value: "Tensor", *, dtype: "torch.dtype | None" = None) -> "Tens
     total = torch.zeros((), dtype=torch.int64, device=value.device)
     for chunk in rows.split(max(1, _CHUNK * len(rows) // rows.numel())) if rows.numel() else ():
         # As float32, which holds the values of all narrower dtypes: a router may be wider in the engine.
-        bits = chunk.to(dtype or chunk.dtype).float().view(torch.int32)
+        bits = chunk.float().view(torch.int32)
         total += (bits * ((bits & 0x7F800000) != 0)).long().square().sum()
     return total
 
