@@ -51,7 +51,7 @@ test: setup ## run the tests (ARGS="-k ledger" for some of them)
 # Where an image brings vLLM and PyTorch, python3 runs it without .venv: PYTHONPATH=$PWD:SITE make gpu-check
 gpu-check: ## check what GPUs can show, the most valuable first (ARGS="--minutes 9"; ARGS="--cpu" rehearses it)
 	@python=$(PYTHON); [ -x $$python ] || { python3 -c "import vllm, ray, areal_lite" 2>/dev/null && python=python3; } || ./setup.sh gpu; \
-	exec $$python -m areal_lite.cli.main bench gpu-check $(ARGS)
+	exec $$python -m areal_lite.launch.commands.main bench gpu-check $(ARGS)
 
 examples: setup ## run the classic algorithms of examples/classic, pictures to docs/classic (ARGS="ppo" for one)
 	@$(PYTHON) examples/classic/run_all.py --out docs/classic $(ARGS)

@@ -23,7 +23,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from areal_lite.cli.estimate import HOST, all_figures, peak_gib
 from areal_lite.config.reading import read_yaml
 from areal_lite.config.recipe import load_config
 from areal_lite.launch.bench.gpu_check import page
@@ -32,6 +31,7 @@ from areal_lite.launch.bench.harness import surroundings
 from areal_lite.launch.bench.modes import draw_modes
 from areal_lite.launch.bench.modes_figures import MODES
 from areal_lite.launch.bench.view import picture
+from areal_lite.launch.commands.estimate import HOST, all_figures, peak_gib
 from areal_lite.record.columns import COLUMNS, Columns, Row, as_markdown, cells, markdown, rows_of
 from areal_lite.record.run_folder import RunFolder, read_summary
 from areal_lite.rollout.api_fields import FIELDS

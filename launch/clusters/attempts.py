@@ -123,7 +123,7 @@ def driver_script(job: Job, *, attempt: int, env: Mapping[str, str] = {}) -> str
         ours["run.dir"] = str(folder)
     given = {word.partition("=")[0] for word in words}
     more = [f"{key}={value}" for key, value in ours.items() if value is not None and key not in given]
-    command = [python_of(job), "-m", "areal_lite.cli.main", *map(shlex.quote, [*words, *more])]
+    command = [python_of(job), "-m", "areal_lite.launch.commands.main", *map(shlex.quote, [*words, *more])]
     joined = find_kind(job.kind).joined(job)
     if joined is not None and profile.nodes > 1:
         wait = [python_of(job), "-m", "areal_lite.launch.clusters.joined"]

@@ -12,11 +12,11 @@ import yaml
 from pydantic import BaseModel
 from rich.console import Console
 
-from areal_lite.cli.main import main
 from areal_lite.config.offline import OfflineConfig, check_resources, load_any_config, parse_any_config
 from areal_lite.config.reading import parse_section, recipe_folder, shipped_recipes
 from areal_lite.config.recipe import PARITY_LIMITS, Config, load_config, parse_config
 from areal_lite.errors import ConfigError
+from areal_lite.launch.commands.main import main
 from areal_lite.launch.run import train as train_module
 
 GPU = {"run": {"device": "cuda"}, "weights": {"transport": "nccl"}}

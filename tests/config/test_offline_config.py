@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from run_folders import new_run_folder, save_run
 
-from areal_lite.cli.main import main
 from areal_lite.config.offline import OfflineConfig, load_any_config
 from areal_lite.config.reading import parse_section
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.errors import CheckpointError, ConfigError
+from areal_lite.launch.commands.main import main
 from areal_lite.record.run_folder import RunFolder
 
 

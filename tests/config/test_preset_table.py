@@ -8,9 +8,9 @@ import yaml
 from places import DOCS
 from test_config import error_of
 
-from areal_lite.cli.main import main
 from areal_lite.config.presets import PRESETS, ObjectiveConfig
 from areal_lite.config.recipe import load_config, parse_config
+from areal_lite.launch.commands.main import main
 
 CLIPPED, FREE = (0.2, 0.2), (None, None)
 NO_KL, KL_REWARD, KL_LOSS = ("none", None, None), ("reward", "k1", 0.05), ("loss", "k3", 0.04)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from areal_lite.cli.main import main
 from areal_lite.config.plugin_check import plugin_problems
 from areal_lite.config.plugins import find_function, reference_to
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import PluginError
+from areal_lite.launch.commands.main import main
 from areal_lite.verify.builtin.text import exact
 
 LOCK = threading.Lock()

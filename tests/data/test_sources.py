@@ -11,13 +11,13 @@ import datasets
 import pytest
 from source_builders import ROWS, load, load_one, recipe, source_of, write_parquet
 
-from areal_lite.cli import eval as eval_command
 from areal_lite.config.data import is_hub_id
 from areal_lite.data.cursor import make_cursor
 from areal_lite.data.demonstrations import PRINTABLE
 from areal_lite.data.prompts import load_source, load_sources
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError, DataError, PluginError
+from areal_lite.launch.commands import eval as eval_command
 from areal_lite.record.paths import with_absolute_paths
 from areal_lite.verify.protocol import Reply
 

@@ -18,10 +18,10 @@ import yaml
 from pages import DOCS, RUN, blocks
 from places import ROOT
 
-from areal_lite.cli.main import app
 from areal_lite.config.reading import parse_section, shipped_recipes
 from areal_lite.config.recipe import Config
 from areal_lite.launch.clusters.profile import Profile
+from areal_lite.launch.commands.main import app
 
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "examples/toy_games/README.md", *sorted(DOCS.glob("*.md"))]

@@ -89,6 +89,16 @@ def test_folders_import_in_no_circle():
     assert_no_circle({room: targets - {room, "areal_lite"} for room, targets in rooms.items()})
 
 
+def test_the_core_imports_launch_inside_one_function_only():
+    """`areal_lite.run` starts a run. Seen failing with the commands in areal_lite/, and with the import moved up."""
+    outer = ("areal_lite.actors", "areal_lite.launch")
+    core = {name: path for name, path in modules().items() if not name.startswith(outer)}
+    strays = {name for name, path in core.items() if any(found.startswith(outer) for found in imports(path))}
+    top = [ast.unparse(node) for node in ast.parse(core["areal_lite.api"].read_text()).body]
+    assert strays == {"areal_lite.api"}
+    assert not [line for line in top if line.startswith(("import", "from")) and "areal_lite.launch" in line]
+
+
 def test_heavy_packages_are_imported_at_home_only():
     """Seen failing with `import ray` inside a function of record/recorder.py."""
     strays = [

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from user_run import alive
 
-from areal_lite.cli import main as cli
 from areal_lite.launch import drill as module
 from areal_lite.launch import drilled_run
+from areal_lite.launch.commands import main as cli
 from areal_lite.launch.drill import FAULTS, KILLS, DrilledRun, rows_of
 from areal_lite.launch.drill_books import are_alike, problems
 from areal_lite.record.run_folder import RunFolder
@@ -76,7 +76,7 @@ sys.exit(code)
 
 
 def run_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *, lost: int = 1, code: int = 130) -> DrilledRun:
-    """Make a run whose command is the script; it stands for `python -m areal_lite.cli.main`."""
+    """Make a run whose command is the script; it stands for `python -m areal_lite.launch.commands.main`."""
     script, command = folder / "script.py", folder / "command"
     script.write_text(COMMAND.replace("LOST", str(lost)).replace("CODE", str(code)))
     command.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {script} "$@"\n')

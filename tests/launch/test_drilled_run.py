@@ -7,7 +7,7 @@ import pytest
 import yaml
 from loop_builders import loop_config
 
-from areal_lite.cli import main as cli
+from areal_lite.launch.commands import main as cli
 
 pytestmark = pytest.mark.loop
 

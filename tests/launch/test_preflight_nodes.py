@@ -15,7 +15,7 @@ DEADLINE_S = 300
 
 def areal_lite(node: Node, *words: str) -> "subprocess.CompletedProcess[str]":
     command = node.command(
-        [sys.executable, "-m", "areal_lite.cli.main", *words],
+        [sys.executable, "-m", "areal_lite.launch.commands.main", *words],
         cwd="/tmp",
         env={"RAY_ADDRESS": HEAD, "RAY_AUTH_MODE": "disabled", "COLUMNS": "200"},
     )

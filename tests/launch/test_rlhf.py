@@ -16,9 +16,9 @@ import pytest
 from rich.console import Console
 from user_run import UserRun, adopting_orphans
 
-from areal_lite.cli.main import main
 from areal_lite.config.offline import load_any_config
 from areal_lite.config.recipe import load_config
+from areal_lite.launch.commands.main import main
 from areal_lite.record.run_folder import RunFolder
 
 pytestmark = [pytest.mark.loop, pytest.mark.usefixtures("ray_cluster")]

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.cli.main import main
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import ConfigError, StallError
+from areal_lite.launch.commands.main import main
 from areal_lite.launch.run.scaling import parse_counts, request, take
 from areal_lite.record.run_folder import RunFolder
 

@@ -40,7 +40,7 @@ class User:
 
     def types(self, *words: str) -> "subprocess.CompletedProcess[str]":
         """Type an `areal-lite` command, and wait for its end."""
-        command = self.slurm.command([sys.executable, "-m", "areal_lite.cli.main", *words], cwd=self.folder)
+        command = self.slurm.command([sys.executable, "-m", "areal_lite.launch.commands.main", *words], cwd=self.folder)
         return subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
 
     def profile(self, name: str = "profile", **settings: Any) -> str:

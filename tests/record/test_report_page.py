@@ -12,7 +12,7 @@ import plotly.graph_objects as graph_objects
 import pytest
 from report_builders import HOSTILE, make_offline_run, make_run
 
-from areal_lite.cli.main import main
+from areal_lite.launch.commands.main import main
 from areal_lite.record.columns import COLUMNS
 from areal_lite.record.metrics import mean_called
 from areal_lite.record.report import _subtitle, write_bench, write_comparison, write_report
@@ -257,7 +257,7 @@ def test_a_run_is_watched_until_nobody_writes_there(
         if len(marks) == 2:
             (run / "writer.json").unlink()
 
-    monkeypatch.setattr("areal_lite.cli.report.time.sleep", sleep)
+    monkeypatch.setattr("areal_lite.launch.commands.report.time.sleep", sleep)
     assert main(["watch", str(run), "--every", "5"]) == 0
     assert marks == [True, True]
     assert "http-equiv" not in (run / "report.html").read_text()[:500]
@@ -273,7 +273,7 @@ def test_a_run_is_watched_until_nobody_writes_there(
             (run / "later").rename(run / "config.json")
 
     clock = SimpleNamespace(sleep=wait, monotonic=lambda: sum(waits), strftime=time.strftime)
-    monkeypatch.setattr("areal_lite.cli.report.time", clock)
+    monkeypatch.setattr("areal_lite.launch.commands.report.time", clock)
     assert main(["watch", str(run), "--every", "5"]) == 0
     assert sum(waits) == 65
 

@@ -15,9 +15,9 @@ from episode_builders import Speaker
 from rich.console import Console
 from test_workflow_chat import CHATML, make_tokenizer
 
-from areal_lite.cli.serve import on_own_screen, serve_model
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import EngineError
+from areal_lite.launch.commands.serve import on_own_screen, serve_model
 from areal_lite.rollout.vllm_engine import VllmEngine
 
 PATIENCE_S = 120
@@ -76,7 +76,7 @@ def test_what_the_engine_says_is_on_stderr_after_an_error_alone(capfd: pytest.Ca
 def test_what_was_said_before_is_on_the_screen() -> None:
     """Also where it goes to a pipe, and whoever starts a process flushes it. Seen failing without the flush before."""
     code = (
-        "import sys; from areal_lite.cli.serve import on_own_screen\n"
+        "import sys; from areal_lite.launch.commands.serve import on_own_screen\n"
         "sys.stdout.write('said before')\nwith on_own_screen(): sys.stdout.flush()"
     )
     env = os.environ | {"PYTHONUNBUFFERED": ""}

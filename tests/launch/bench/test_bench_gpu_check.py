@@ -265,7 +265,16 @@ def test_the_check_runs_on_a_cpu(tmp_path: Path) -> None:
 
     Seen failing with the callback of `large` among the settings of the run: it passed, and had measured nothing.
     """
-    command = [sys.executable, "-m", "areal_lite.cli.main", "bench", "gpu-check", "--cpu", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "areal_lite.launch.commands.main",
+        "bench",
+        "gpu-check",
+        "--cpu",
+        "--out",
+        str(tmp_path),
+    ]
     only = [f"--only={name}" for name in ("float32", "ranks-2", "large", "dead-engine")]
     small = ["model.warm_start.hidden_size=64", "model.warm_start.num_layers=1"]
     done = subprocess.run([*command, *only, *small], capture_output=True, text=True, timeout=900, check=False)

@@ -6,8 +6,8 @@ from typing import Any
 import measuring
 import pytest
 
-from areal_lite.cli.trial_report import _cells
 from areal_lite.launch.bench.harness import ratios
+from areal_lite.launch.commands.trial_report import _cells
 from areal_lite.launch.run.preflight import ClusterReport, preflight_table
 from areal_lite.record.columns import COLUMNS, cells, markdown, spread
 

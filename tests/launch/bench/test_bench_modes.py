@@ -15,7 +15,6 @@ from rich.table import Table
 from run_folders import new_run_folder
 from test_bench_measures import EVENTS, ROWS
 
-from areal_lite.cli.main import main
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
 from areal_lite.launch.bench import harness, view
@@ -31,6 +30,7 @@ from areal_lite.launch.bench.modes import (
     thread_settings,
 )
 from areal_lite.launch.bench.modes_figures import MODES, best_synchronous, compare, findings
+from areal_lite.launch.commands.main import main
 from areal_lite.sample_queue.ledger import Ledger
 
 # ---------------------------------------------------------------- runs

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from areal_lite.cli.main import main
 from areal_lite.config.presets import PRESETS
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.bench.harness import PlannedRun, run_all, where_it_begins
 from areal_lite.launch.bench.plan import Plan, choose, collect_results, load_plan, planned_runs, shipped_plans
+from areal_lite.launch.commands.main import main
 from areal_lite.record.columns import cells
 from areal_lite.record.paths import with_absolute_paths
 

@@ -244,7 +244,7 @@ def test_a_command_on_a_ray_cluster_waits_for_its_nodes(monkeypatch: pytest.Monk
     """With a count in the place of Ray's."""
     ray = {"address": "head:6379"}
     said = attempts.driver_script(make_job("ray", profile=make_profile(ray=ray)), attempt=1)
-    assert "python -m areal_lite.launch.clusters.joined 4 300 python -m areal_lite.cli.main train" in said
+    assert "python -m areal_lite.launch.clusters.joined 4 300 python -m areal_lite.launch.commands.main train" in said
     assert "clusters.joined" not in attempts.driver_script(
         make_job("ray", profile=make_profile(ray=ray, nodes=1, ssh={})), attempt=1
     )

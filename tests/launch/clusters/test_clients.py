@@ -12,11 +12,11 @@ import pytest
 import yaml
 from launch_builders import make_job, make_profile
 
-from areal_lite.cli.launch import run_job
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.job import Job, Status
 from areal_lite.launch.clusters.kubernetes import Kubernetes
 from areal_lite.launch.clusters.ray_cluster import RayCluster
+from areal_lite.launch.commands.launch import run_job
 
 KUBECTL = """#!/bin/sh
 echo "$*" >> {folder}/calls

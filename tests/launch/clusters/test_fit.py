@@ -7,10 +7,10 @@ import pytest
 from launch_builders import make_job, make_profile
 from pydantic import ValidationError
 
-from areal_lite.cli import main as cli
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.fit import own_files, problems, recipe_of
 from areal_lite.launch.clusters.job import job_name
+from areal_lite.launch.commands import main as cli
 
 GPU = "run.device=cuda weights.transport=nccl"
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from launch_builders import make_job
 
-from areal_lite.cli import launch
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.job import Job, Status
 from areal_lite.launch.clusters.profile import Profile
 from areal_lite.launch.clusters.supervised import Local
+from areal_lite.launch.commands import launch
 
 
 def follow(silent: int, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -6,10 +6,10 @@ import pytest
 from launch_builders import make_job
 from places import FIXTURES
 
-from areal_lite.cli import main as cli
 from areal_lite.config.plugins import known_names
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.job import find_kind
+from areal_lite.launch.commands import main as cli
 
 PBS = f"{FIXTURES / 'launch/pbs/pbs_kind.py'}:Pbs"
 

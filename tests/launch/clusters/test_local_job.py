@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from launch_builders import crashing_recipe
 
-from areal_lite.cli import main as cli
+from areal_lite.launch.commands import main as cli
 
 
 @pytest.mark.slow

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from launch_builders import make_job, make_profile
 
-from areal_lite.cli import main as cli
 from areal_lite.config.reading import parse_section
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.job import find_job, find_kind, job_name, load_profile, own_settings
 from areal_lite.launch.clusters.profile import Profile
+from areal_lite.launch.commands import main as cli
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,9 @@ def test_a_run_on_two_nodes_over_ssh(tmp_path: Path) -> None:
         (tmp_path / "profile.yaml").write_text(yaml.safe_dump(profile))
         words = f"launch --on ssh --profile profile.yaml --name pair train {recipe}".split()
         command = nodes[0].command(
-            [sys.executable, "-m", "areal_lite.cli.main", *words], cwd=tmp_path, env={"PATH": os.environ["PATH"]}
+            [sys.executable, "-m", "areal_lite.launch.commands.main", *words],
+            cwd=tmp_path,
+            env={"PATH": os.environ["PATH"]},
         )
         done = subprocess.run(command, capture_output=True, text=True, timeout=800)
         deadline = time.monotonic() + 120

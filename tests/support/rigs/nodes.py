@@ -18,10 +18,10 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from namespaces import NETWORK, Node, make_nodes
 
-from areal_lite.cli.launch import run_job
 from areal_lite.launch.clusters.attempts import Attempts, last_step
 from areal_lite.launch.clusters.job import Job, job_name
 from areal_lite.launch.clusters.profile import Profile
+from areal_lite.launch.commands.launch import run_job
 
 _POLL_S = 0.2
 

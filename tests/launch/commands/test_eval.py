@@ -9,11 +9,11 @@ import pytest
 from scripted_engine import ScriptedEngine
 
 from areal_lite import node
-from areal_lite.cli import eval as eval_module
-from areal_lite.cli.eval import _run
-from areal_lite.cli.main import main
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.errors import EngineError, StallError
+from areal_lite.launch.commands import eval as eval_module
+from areal_lite.launch.commands.eval import _run
+from areal_lite.launch.commands.main import main
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.rollout.vllm_engine import VllmEngine
 from areal_lite.types import Prompt
@@ -102,7 +102,7 @@ def test_a_run_s_figure_keeps_its_name_and_parts_and_metrics_are_shown(
 ) -> None:
     """Seen failing as an accuracy, where no half point was left at the end of a run that had some."""
     replies = [Reply(1.0, parts={"right": 1.0}, metrics={"no_hash": 0.0}), Reply(0.0, metrics={"no_hash": 1.0})]
-    monkeypatch.setattr("areal_lite.cli.eval.evaluate", lambda *_, **__: replies)
+    monkeypatch.setattr("areal_lite.launch.commands.eval.evaluate", lambda *_, **__: replies)
     (tmp_path / "summary.json").write_text('{"eval_called": "mean reward"}')
     assert main(["eval", str(tmp_path), "--recipe", "arith_cpu"]) == 0
     lines = [
@@ -125,7 +125,7 @@ def test_a_model_of_a_run_is_measured_with_the_run_s_recipe(
         seen.append(config)
         return [Reply(1.0)]
 
-    monkeypatch.setattr("areal_lite.cli.eval.evaluate", evaluate)
+    monkeypatch.setattr("areal_lite.launch.commands.eval.evaluate", evaluate)
     model = tmp_path / "run" / "checkpoints" / "step-3" / "model"
     model.mkdir(parents=True)
     folder, verifier = RunFolder(tmp_path / "run"), {"function": "exact", "arguments": {"tiny": 1e-05}}

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from areal_lite.cli.options import Overrides, Recipe
+from areal_lite.launch.commands.options import Overrides, Recipe
 
 
 def drill(

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from areal_lite.cli.options import out_file
+from areal_lite.launch.commands.options import out_file
 
 _SILENT_S = 60.0
 """A writer beats every few seconds: one that was killed leaves `writer.json`, and beats no more."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from areal_lite.cli.main import main
 from areal_lite.config.recipe import parse_config
+from areal_lite.launch.commands.main import main
 
 
 def sample(text: str, reward: float | None, **more: Any) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.text import Text
 
 from areal_lite.api import Run, open_run
-from areal_lite.cli.trial import Case, score_all
 from areal_lite.config.plugins import find_function
 from areal_lite.config.recipe import Config, parse_config
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError
+from areal_lite.launch.commands.trial import Case, score_all
 from areal_lite.types import GIVEN, Prompt, StopReason
 
 _COLOURS = {"assistant": "cyan", "user": "green", "environment": "green", "tool": "yellow"}

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import Qwen3Config
 
-from areal_lite.cli import main as cli
-from areal_lite.cli.estimate import find_problems
 from areal_lite.config.recipe import load_config
+from areal_lite.launch.commands import main as cli
+from areal_lite.launch.commands.estimate import find_problems
 
 TINY = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
 

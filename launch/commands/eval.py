@@ -13,8 +13,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from areal_lite.cli.options import Model, Overrides
-from areal_lite.cli.serve import on_own_screen
 from areal_lite.config.data import is_hub_id
 from areal_lite.config.plugin_check import check_plugins
 from areal_lite.config.reading import shipped_recipes
@@ -22,6 +20,8 @@ from areal_lite.config.recipe import Config, load_config
 from areal_lite.data.encode import load_tokenizer
 from areal_lite.data.prompts import load_source
 from areal_lite.errors import ConfigError, EngineError, VerifierError
+from areal_lite.launch.commands.options import Model, Overrides
+from areal_lite.launch.commands.serve import on_own_screen
 from areal_lite.node import check_memory, out_of_memory
 from areal_lite.record.metrics import mean_called
 from areal_lite.record.paths import EVALUATED, find_model_folder, with_absolute_paths

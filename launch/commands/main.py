@@ -68,7 +68,7 @@ app = typer.Typer(
 )
 for _name, _place in COMMANDS.items():
     _file, _, _function = _place.partition(":")
-    _command = getattr(import_module(f"areal_lite.cli.{_file}"), _function)
+    _command = getattr(import_module(f"areal_lite.launch.commands.{_file}"), _function)
     if isinstance(_command, typer.Typer):
         app.add_typer(_command, name=_name)
     else:

@@ -11,14 +11,14 @@ import yaml
 from places import FIXTURES
 from user_run import UserRun, adopting_orphans
 
-from areal_lite.cli import main as cli
-from areal_lite.cli.trial import Case, load_cases, load_rows
-from areal_lite.cli.trial_report import summarise
 from areal_lite.config.recipe import load_config
 from areal_lite.data.demonstrations import PRINTABLE
 from areal_lite.data.prompts import load_sources
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import DataError
+from areal_lite.launch.commands import main as cli
+from areal_lite.launch.commands.trial import Case, load_cases, load_rows
+from areal_lite.launch.commands.trial_report import summarise
 from areal_lite.types import Prompt
 from areal_lite.verify.protocol import Reply
 

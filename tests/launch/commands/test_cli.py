@@ -12,12 +12,12 @@ import pytest
 from run_folders import new_run_folder
 
 from areal_lite import __version__
-from areal_lite.cli import main as cli
-from areal_lite.cli.train import SUMMARY_KEYS
 from areal_lite.config.offline import OfflineConfig, load_any_config
 from areal_lite.config.reading import shipped_recipes
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.errors import StallError
+from areal_lite.launch.commands import main as cli
+from areal_lite.launch.commands.train import SUMMARY_KEYS
 
 COMMANDS = [
     "train", "sft", "reward-model", "dpo", "resume", "scale", "eval", "serve", "replay", "launch",
@@ -143,7 +143,7 @@ def test_what_this_machine_lacks_is_told_of_a_recipe_that_is_fine(
 
 def test_nobody_has_to_read_to_the_end() -> None:
     """`areal-lite check-config arith_cpu | head -1`. Seen failing without the flush: a traceback as Python ended."""
-    words = [sys.executable, "-m", "areal_lite.cli.main", "check-config", "arith_cpu"]
+    words = [sys.executable, "-m", "areal_lite.launch.commands.main", "check-config", "arith_cpu"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -287,7 +287,7 @@ def test_a_second_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_a_third_one_changes_nothing() -> None:
     """While the process ends. Seen failing with the handler of before: -2, no exit code."""
     code = (
-        "import os, signal; from areal_lite.cli import main as cli\n"
+        "import os, signal; from areal_lite.launch.commands import main as cli\n"
         "def stop(*a, **k): raise KeyboardInterrupt\n"
         "cli._Commands.__mro__[1].invoke = stop\n"
         "code = cli.main(['doctor']); os.kill(os.getpid(), signal.SIGINT); raise SystemExit(code)"
@@ -315,7 +315,7 @@ def test_other_errors_are_our_mistakes_and_keep_their_traceback(monkeypatch: pyt
 def test_help_and_check_config_load_nothing_heavy(words: list[str]) -> None:
     """They answer at once, and the core stays free of Ray and vLLM (I8). Seen failing with a top-level import."""
     program = (
-        f"import sys; from areal_lite.cli.main import main; main({words})\n"
+        f"import sys; from areal_lite.launch.commands.main import main; main({words})\n"
         "print([name for name in ('ray', 'vllm', 'torch', 'zmq', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

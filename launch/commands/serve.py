@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from areal_lite.cli.options import Model, Overrides
 from areal_lite.config.recipe import Config, load_config
+from areal_lite.launch.commands.options import Model, Overrides
 
 
 def serve(

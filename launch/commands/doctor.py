@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from areal_lite.cli.options import Overrides
 from areal_lite.config.offline import load_any_config
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
+from areal_lite.launch.commands.options import Overrides
 from areal_lite.node import NodeReport, installed_version, look_at_node
 from areal_lite.record.paths import with_absolute_paths
 

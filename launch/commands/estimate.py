@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from areal_lite.cli.options import Overrides, Recipe, out_file
 from areal_lite.config.offline import check_resources
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.errors import ConfigError
+from areal_lite.launch.commands.options import Overrides, Recipe, out_file
 
 APART = "transfers (apart)"
 HOST = "in the host's memory (apart)"

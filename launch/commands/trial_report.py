@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from areal_lite.cli.trial import Case
+from areal_lite.launch.commands.trial import Case
 from areal_lite.types import means
 
 _BINS = 10

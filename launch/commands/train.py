@@ -9,10 +9,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from areal_lite.cli.options import Overrides, Recipe, word_list
 from areal_lite.config.offline import OfflineConfig, load_any_config, parse_any_config
 from areal_lite.config.reading import parse_override, set_value
 from areal_lite.config.recipe import Config
+from areal_lite.launch.commands.options import Overrides, Recipe, word_list
 
 SUMMARY_KEYS = (
     "steps", "wall_s", "samples_per_s", "gen_tokens_per_s", "reward_first", "reward_last", "age_max_trained",

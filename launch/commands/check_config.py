@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Literal, get_args, get_origin
 
 import yaml
 
-from areal_lite.cli.options import Overrides, Recipe
 from areal_lite.config.offline import OfflineConfig, load_any_config, names_layers
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import COMMANDS
 from areal_lite.errors import ConfigError
+from areal_lite.launch.commands.options import Overrides, Recipe
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
