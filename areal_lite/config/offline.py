@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from areal_lite.config.checks import offline_problems
 from areal_lite.config.data import ArithConfig
 from areal_lite.config.reading import parse_section, read_recipe
 from areal_lite.config.recipe import Config
@@ -138,20 +139,7 @@ class OfflineConfig(Section):
         return self.model.dtype_on(self.run.device)
 
     def _problems(self) -> Iterable[str]:
-        read, other = ("sft", "preference") if self.command == "sft" else ("preference", "sft")
-        because = f"with command={self.command}"
-        if self.command != "sft" and self.data.source == "arith" and self.data.carelessness == 0:
-            yield "data.carelessness makes the rejected solutions of data.source=arith, got 0: set it, as to 0.6"
-        if (rows := self.batch.batch_size) < (ranks := self.trainer.row_ranks):
-            got = f"{read}.batch_size={rows} for {ranks} ranks: raise the one or lower the other"
-            yield f"every trainer rank needs a row in each step, got {got}"
-        yield from self.unread([other], because, at="", to_do="remove it, or correct the command")
-        if self.command == "reward_model":
-            of_dpo = sorted(PreferenceConfig.model_fields.keys() - SftConfig.model_fields.keys())
-            because += ", which scores rows with a new head"
-            yield from self.preference.unread(of_dpo, because, at="preference.", to_do="leave it out")
-            yield from self.trainer.unread(("packing", "lora"), because, at="trainer.", to_do="leave it out")
-            yield from self.trainer.mesh.unread(("context",), because, at="trainer.mesh.", to_do="leave it out")
+        return offline_problems(self)
 
 
 def load_any_config(
@@ -176,28 +164,3 @@ def parse_any_config(raw: Mapping[str, Any]) -> Config | OfflineConfig:
             f"{config.batch.epochs:g}: leave one out, or set {epochs}=null"
         )
     return config
-
-
-def names_layers(config: Config | OfflineConfig) -> bool:
-    """Tell whether a recipe speaks of layers of its model, which are looked for with torch, seconds of a start."""
-    return config.trainer.lora is not None or (isinstance(config, Config) and config.rollout.replay_routes)
-
-
-def check_resources(config: Config | OfflineConfig, *, num_cores: int, num_gpus: int) -> str:
-    """Return a warning where a run would be slow on what there is; raise a `ConfigError` where GPUs are too few."""
-    needed, counts = config.trainer.ranks, {"trainer.ranks": config.trainer.ranks}
-    if isinstance(config, Config):
-        workers, parallel = config.rollout.workers, config.rollout.tensor_parallel
-        counts |= {"rollout.workers": workers, "rollout.tensor_parallel": parallel}
-        needed += 0 if config.weights.transport == "ipc" else workers * parallel
-    if config.run.device == "cpu":
-        many = [f"{key}={count}" for key, count in counts.items() if count > num_cores]
-        slow = f"{' and '.join(many)} on {num_cores} CPU cores: they will wait for each other; set {num_cores} or fewer"
-        return slow if many else ""
-    settings = ", ".join(f"{key}={count}" for key, count in counts.items())
-    if needed > num_gpus:
-        raise ConfigError(
-            f"the recipe needs {needed} GPUs ({settings}), got {num_gpus}: lower them, or join more nodes to the Ray "
-            "cluster"
-        )
-    return ""

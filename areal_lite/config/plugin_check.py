@@ -8,14 +8,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from areal_lite.config.plugins import PICKLE, arguments_model, known_names
 from areal_lite.config.reading import explained
-from areal_lite.config.recipe import Config
 from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from areal_lite.config.recipe import Config
 
 _IMPORT = """
 import json, sys
@@ -28,13 +31,13 @@ for key, name, kind in json.loads(sys.argv[1]):
 """
 
 
-def check_plugins(config: Config, *, verifiers_only: bool = False) -> None:
+def check_plugins(config: "Config", *, verifiers_only: bool = False) -> None:
     """Raise a `ConfigError`, a line per problem, for a recipe whose functions are missing or refuse their arguments."""
     if problems := list(plugin_problems(config, verifiers_only=verifiers_only)):
         raise ConfigError("\n".join(problems))
 
 
-def plugin_problems(config: Config, *, verifiers_only: bool = False) -> Iterable[str]:
+def plugin_problems(config: "Config", *, verifiers_only: bool = False) -> Iterable[str]:
     """Yield one sentence (key, what is wrong, remedy) per function."""
     verifiers = list(_verifiers(config))
     named = [] if verifiers_only else list(_functions(config))
@@ -52,7 +55,7 @@ def plugin_problems(config: Config, *, verifiers_only: bool = False) -> Iterable
         yield from _argument_problems(section, one)
 
 
-def _import_problems(named: list[tuple[str, str, str]], config: Config) -> Iterable[str]:
+def _import_problems(named: list[tuple[str, str, str]], config: "Config") -> Iterable[str]:
     """Import as the workers will, with `run.env`."""
     names, limit_s = ", ".join(name for _, name, _ in named), config.run.start_timeout_s
     command, environment = [sys.executable, "-c", _IMPORT, json.dumps(named)], os.environ | config.run.env
@@ -66,7 +69,7 @@ def _import_problems(named: list[tuple[str, str, str]], config: Config) -> Itera
         yield f"importing {names} ended its process ({done.returncode}): {done.stderr[-500:].strip()}"
 
 
-def _functions(config: Config) -> Iterable[tuple[str, str | None, str]]:
+def _functions(config: "Config") -> Iterable[tuple[str, str | None, str]]:
     """Yield setting, name and kind of whatever may be a function, but the verifiers."""
     rollout = config.rollout
     yield "rollout.workflow", rollout.workflow, "workflow"
@@ -79,7 +82,7 @@ def _functions(config: Config) -> Iterable[tuple[str, str | None, str]]:
         yield f"objective.{key}", getattr(config.objective, key), key.replace("_", " ")
 
 
-def _verifiers(config: Config) -> Iterable[tuple[str, str, VerifierSettings]]:
+def _verifiers(config: "Config") -> Iterable[tuple[str, str, VerifierSettings]]:
     """Yield every verifier that may be asked, with the setting that names it and the section of its own settings."""
     verifier = config.verifier
     chosen: dict[str | None, str] = {name: "verifier.function" for name in verifier.weights}

@@ -11,6 +11,8 @@ from areal_lite.network import port_range
 
 COMMANDS = {"train": "train", "sft": "sft", "reward_model": "reward-model", "dpo": "dpo"}
 """What a recipe's `command` says, and what one types; a recipe may say the latter too."""
+BUILT_IN = "builtin:arith"
+"""The `model.path` of the tiny model that a run makes itself."""
 
 
 class RunConfig(Section):
@@ -114,7 +116,7 @@ class WarmStartConfig(Section):
 class ModelConfig(Section):
     """The policy."""
 
-    path: ModelFolder = "builtin:arith"
+    path: ModelFolder = BUILT_IN
     """Hugging Face model folder or hub id (owner/name), a finished run's folder, or builtin:arith (tiny)"""
     max_context: int = Field(512, ge=8)
     """prompt plus completion tokens the engine and trainer accept"""

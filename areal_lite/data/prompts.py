@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+from areal_lite.config.checks import row_name_problems
 from areal_lite.config.data import CHAT, SourceConfig, Split
 from areal_lite.config.plugins import find_function
 from areal_lite.config.recipe import Config
@@ -164,6 +165,6 @@ def with_names(tasks: Sequence[Task], *, source: SourceConfig, config: Config) -
         first = {repr(task.row[kind]): task for task in reversed(named) if kind in task.row}
         for task in first.values():
             place, at = f"the column {kind} must hold", f" at {task.origin}"
-            for problem in config.row_name_problems(kind, task.row[kind], place=place, at=at):
+            for problem in row_name_problems(config, kind, task.row[kind], place=place, at=at):
                 raise DataError(problem)
     return named

@@ -7,6 +7,7 @@ functions are known by their form, path.py:function.
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.plugins import arguments_model, plugin_file
 from areal_lite.config.recipe import Config
 from areal_lite.config.section import Refers, Section
+from areal_lite.config.sections import BUILT_IN
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.record.checkpoints import damage, whole_checkpoints
 from areal_lite.record.run_folder import RunFolder
@@ -27,15 +29,23 @@ EVALUATED = ("data", "rollout", "verifier")
 """The sections that an evaluation reads."""
 
 
-def with_absolute_paths(recipe: S, names: Iterable[str] | None = None, *, where: str = "") -> S:
-    """Return a recipe whose relative paths, of these sections or all, are taken from the present folder.
+def with_absolute_paths(
+    recipe: S, names: Iterable[str] | None = None, *, where: str = "", with_weights: bool = True
+) -> S:
+    """Return a recipe whose relative paths are resolved against the present folder.
 
-    A run folder that stands for a model becomes that of the model, so that a resumed run starts from, and is held
-    near, the same one; a `ConfigError` where it is missing. `where` it stands, with a dot, is for messages.
+    A run folder that stands for a model becomes the folder of that model, so that a resumed run keeps it.
+
+    Args:
+        recipe: Or a section of one.
+        names: Fields to resolve; None = all.
+        where: Place of the section in its recipe, with a dot, for messages.
+        with_weights: As for `find_model_folder`.
+
+    Raises:
+        ConfigError: A model is missing.
     """
-    marks, names = _marks(type(recipe)), names or type(recipe).model_fields
-    found = {name: _found(getattr(recipe, name), marks.get(name), recipe, where + name) for name in names}
-    return recipe.model_copy(update=found)
+    return _Resolver(with_weights).section(recipe, names or type(recipe).model_fields, where)
 
 
 def _marks(model: type[BaseModel]) -> dict[str, Refers]:
@@ -43,51 +53,64 @@ def _marks(model: type[BaseModel]) -> dict[str, Refers]:
     return {name: mark for name, field in fields for mark in field.metadata if isinstance(mark, Refers)}
 
 
-def _found(value: Any, mark: Refers | None, section: Any, where: str) -> Any:
-    if isinstance(value, Section):
-        return with_absolute_paths(value, where=f"{where}.")
-    if mark is Refers.NOTHING:
-        return value
-    if mark is Refers.ARGUMENTS:
-        return _arguments(value, section.function, where)
-    if isinstance(value, dict):
-        return {_found(key, None, None, ""): _found(one, None, None, f"{where}.{key}") for key, one in value.items()}
-    if isinstance(value, list):
-        return [_found(one, None, None, where) for one in value]
-    if not isinstance(value, str):
-        return value
-    if mark is Refers.MODEL:
-        return value if value.startswith("builtin:") else str(find_model_folder(value, option=where))
-    if mark is Refers.FILE and not (getattr(section, "source", "") == "dataset" and is_hub_id(value)):
-        return str(Path(os.path.expanduser(value)).resolve())  # `~no-such-user` stays as it is, and is missing
-    path = plugin_file(value)
-    return f"{Path(path).resolve()}{value.removeprefix(path)}" if path else value
+@dataclass(frozen=True)
+class _Resolver:
+    with_weights: bool
+
+    def section(self, section: S, names: Iterable[str], where: str) -> S:
+        marks = _marks(type(section))
+        resolved = {name: self._value(getattr(section, name), marks.get(name), section, where + name) for name in names}
+        return section.model_copy(update=resolved)
+
+    def _value(self, value: Any, mark: Refers | None, section: Any, where: str) -> Any:
+        if isinstance(value, Section):
+            return self.section(value, type(value).model_fields, f"{where}.")
+        if mark is Refers.NOTHING:
+            return value
+        if mark is Refers.ARGUMENTS:
+            return self._arguments(value, section.function, where)
+        if isinstance(value, dict):
+            return {
+                self._value(key, None, None, ""): self._value(one, None, None, f"{where}.{key}")
+                for key, one in value.items()
+            }
+        if isinstance(value, list):
+            return [self._value(one, None, None, where) for one in value]
+        if not isinstance(value, str):
+            return value
+        if mark is Refers.MODEL:
+            is_built_in = value == BUILT_IN
+            return value if is_built_in else str(find_model_folder(value, option=where, with_weights=self.with_weights))
+        if mark is Refers.FILE and not (getattr(section, "source", "") == "dataset" and is_hub_id(value)):
+            return str(Path(os.path.expanduser(value)).resolve())  # `~no-such-user` stays as it is, and is missing
+        path = plugin_file(value)
+        return f"{Path(path).resolve()}{value.removeprefix(path)}" if path else value
+
+    def _arguments(self, arguments: dict[str, Any], function: Any, where: str) -> dict[str, Any]:
+        """Resolve what the function's model marks; of a function without one, `model` where that is a path."""
+        model = arguments_model(function, kind="verifier") if isinstance(function, str) else None
+        place = arguments.get("model")
+        is_path = isinstance(place, str) and os.path.exists(os.path.expanduser(place))
+        marks = _marks(model) if model else {"model": Refers.FILE} if is_path else {}
+        return {name: self._value(one, marks.get(name), None, f"{where}.{name}") for name, one in arguments.items()}
 
 
-def _arguments(arguments: dict[str, Any], function: Any, where: str) -> dict[str, Any]:
-    """Resolve what the function's model marks; of one without a model, `model`, where it names a path."""
-    model = arguments_model(function, kind="verifier") if isinstance(function, str) else None
-    place = arguments.get("model")
-    is_path = isinstance(place, str) and os.path.exists(os.path.expanduser(place))
-    marks = _marks(model) if model else {"model": Refers.FILE} if is_path else {}
-    return {name: _found(one, marks.get(name), None, f"{where}.{name}") for name, one in arguments.items()}
-
-
-def find_model_folder(path: str | Path, *, option: str, is_compared: bool = True) -> Path:
+def find_model_folder(path: str | Path, *, option: str, with_weights: bool = True) -> Path:
     """Return the absolute path of a model's folder.
 
     Args:
         path: A Hugging Face model folder, or the folder of a run that has ended: its newest checkpoint's model; or an
             id of the hub, `owner/name`, whose files are downloaded into its cache.
         option: Where the path was given, for messages.
-        is_compared: Whether a run's model is compared with what was saved, which reads all of it.
+        with_weights: Also download weights from the hub, and compare those of a run with what was saved, which reads
+            them all.
 
     Raises:
         ConfigError: It is neither, the run has no model to give yet, or that of a checkpoint is not what was saved.
     """
     folder = Path(path).expanduser().resolve()
     if is_hub_id(str(path)) and str(path).count("/") == 1 and ":" not in str(path):
-        folder = _from_hub(str(path), option=option)
+        folder = _from_hub(str(path), option=option, with_weights=with_weights)
     if (folder / "checkpoints").is_dir():
         folder = _model_of_run(folder, option=option)
     if not (folder / "config.json").is_file():
@@ -97,7 +120,7 @@ def find_model_folder(path: str | Path, *, option: str, is_compared: bool = True
         )
     checkpoint = folder.parent
     of_a_run = folder.name == "model" and checkpoint in whole_checkpoints(checkpoint.parent).values()
-    if is_compared and of_a_run and (problem := damage(checkpoint, "model/")):
+    if with_weights and of_a_run and (problem := damage(checkpoint, "model/")):
         raise ConfigError(
             f"{option} must be the model that was saved, got {folder}, which is damaged: {problem}: give another, or "
             "copy the folder elsewhere to use it as it is"
@@ -137,11 +160,14 @@ def check_model(config: Config | OfflineConfig, model_folder: Path) -> None:
         )
 
 
-def _from_hub(name: str, *, option: str) -> Path:
+def _from_hub(name: str, *, option: str, with_weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
+    patterns = ["*.json", "*.model", "*.txt", "*.jinja"]
+    if with_weights:
+        patterns.append("*.safetensors")
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # connection errors of several libraries, and the library's own
         raise ConfigError(
             f"{option}={name} is no folder, and cannot be had from the hub ({type(error).__name__}): correct it; or, "

@@ -1,18 +1,21 @@
 """Does a command fit a cluster? Recipe against profile, before anything is asked of anybody; and what goes along."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from areal_lite.config.data import is_hub_id
 from areal_lite.config.offline import OfflineConfig, load_any_config
 from areal_lite.config.plugins import plugin_files
 from areal_lite.config.reading import read_recipe, recipe_folder
 from areal_lite.config.recipe import Config
-from areal_lite.config.sections import COMMANDS
+from areal_lite.config.sections import BUILT_IN, COMMANDS
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters.job import Job
 from areal_lite.launch.clusters.profile import Profile
 from areal_lite.launch.clusters.remote import render
 from areal_lite.launch.run.plan import NOWHERE, Node, plan, table
+from areal_lite.launch.run.recipe_check import Reach, check_recipe
 
 _TYPED = (*COMMANDS.values(), "eval", "bench modes")
 
@@ -41,7 +44,7 @@ def recipe_of(words: list[str]) -> tuple[str, str, list[str]]:
 
 
 def problems(job: Job) -> Iterator[str]:
-    """Yield a sentence on each thing that cannot run on the job's cluster; a `ConfigError` if the recipe is wrong."""
+    """Yield a sentence for each reason why a job cannot run on its cluster; an error if the recipe itself is wrong."""
     command, recipe, overrides = recipe_of(job.words)
     named = {word: key for key, word in COMMANDS.items()}.get(command, "train")
     config = load_any_config(recipe, overrides, command=named)
@@ -50,6 +53,24 @@ def problems(job: Job) -> Iterator[str]:
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"workers": 1})})
     yield from _gpu_problems(job.profile, config, with_ranks=command != "eval")
     yield from _folder_problems(job, recipe)
+    if command != "eval":  # it has a model of its own
+        check_recipe(config, _reach(job, config))
+
+
+def _reach(job: Job, config: Config | OfflineConfig) -> Reach:
+    """Return how much of a job's recipe can be looked at from here."""
+    if job.kind == "local":
+        return Reach.MACHINE
+    sources = config.data.sources.values() if config.command == "train" else [config.data]
+    paths = [path for source in sources for path in (source.path, source.eval_path) if path is not None]
+    if any(source.source == "dataset" and is_hub_id(str(source.path)) for source in sources):
+        return Reach.RECIPE  # the nodes download it
+    if config.model.path != BUILT_IN:
+        paths.append(config.model.path)
+    shared = job.profile.shared
+    if any(os.path.isabs(path) and not (shared and Path(path).is_relative_to(shared)) for path in paths):
+        return Reach.RECIPE  # each node has its own disk
+    return Reach.RECIPE if job.ships else Reach.FILES
 
 
 def _gpu_problems(profile: Profile, config: Config | OfflineConfig, *, with_ranks: bool) -> Iterator[str]:

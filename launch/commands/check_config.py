@@ -2,15 +2,12 @@
 
 import math
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args, get_origin
 
 import yaml
 
-from areal_lite.config.offline import OfflineConfig, load_any_config, names_layers
-from areal_lite.config.recipe import Config
+from areal_lite.config.offline import load_any_config
 from areal_lite.config.sections import COMMANDS
-from areal_lite.errors import ConfigError
 from areal_lite.launch.commands.options import Overrides, Recipe
 
 if TYPE_CHECKING:
@@ -21,68 +18,18 @@ if TYPE_CHECKING:
 def check_config(recipe: Recipe, overrides: Overrides) -> int:
     """Check a recipe and print it in full.
 
-    Every setting is shown with its value and meaning. Functions of yours are imported, the settings and the files of a
-    model and the first rows of data files that are here are looked at; nothing else is started.
+    Print every setting with its value and meaning. Then import your functions, read the model's settings and all data,
+    and look at this machine, as a run does before it starts; weights are not loaded.
     """
-    from areal_lite.config.plugin_check import check_plugins
-    from areal_lite.rollout.vllm_engine import check_engine_arguments
+    from areal_lite.launch.run.recipe_check import check_recipe
 
     config = load_any_config(recipe, overrides)
-    if isinstance(config, Config):
-        check_plugins(config)
-        check_engine_arguments(config)
-    notes = list(_look_around(config))
-    print(*explained_section(config), sep="\n")
-    size = (
-        f"{config.batch.batch_size} rows" if isinstance(config, OfflineConfig) else f"{config.samples_per_step} samples"
-    )
+    print(*explained_section(config), sep="\n", flush=True)
+    check_recipe(config)
+    size = f"{config.samples_per_step} samples" if config.command == "train" else f"{config.batch.batch_size} rows"
     command = COMMANDS[config.command]
-    print(
-        "; ".join([f"# {recipe} is fine for areal-lite {command}: {size} per step, device {config.run.device}", *notes])
-        + " (weights, and rows behind the first 100 of a file, are looked at when it starts)"
-    )
+    print(f"# {recipe} is fine for areal-lite {command}: {size} per step, device {config.run.device}")
     return 0
-
-
-def _look_around(config: Config | OfflineConfig) -> Iterable[str]:
-    """Look at the machine, a model's settings, files and layers to adapt, and first rows; yield what is absent.
-
-    The built-in model has to be shown worked tasks; where there are none, a note says so, as another may be meant.
-    """
-    from areal_lite.data.demonstrations import demonstrations
-    from areal_lite.data.encode import check_tokenizer_files
-    from areal_lite.data.sources import look_at_files
-    from areal_lite.node import check_memory
-    from areal_lite.record.paths import check_model, find_model_folder
-    from areal_lite.record.trackers import check_trackers
-
-    try:
-        check_trackers(config.run.trackers)
-        check_memory(config.caches_mb if isinstance(config, Config) else 0)
-    except ConfigError as error:  # the run may be meant for another
-        yield f"but not on this machine: {error}"
-    path, folder = config.model.path, None
-    if is_built_in := path.startswith("builtin:"):
-        try:
-            demonstrations(config, count=1)
-        except ConfigError as error:
-            yield f"but not as it stands: {error}"
-    elif Path(path).expanduser().exists():
-        folder = find_model_folder(path, option="model.path", is_compared=False)
-        check_model(config, folder)
-        check_tokenizer_files(folder)
-    else:
-        yield f"there is no model.path={path} here"
-    if names_layers(config):
-        from areal_lite.train.routes import check_layers
-
-        if folder or is_built_in:
-            check_layers(config, folder)
-    if isinstance(config, Config):
-        for name, source in config.data.sources.items():
-            yield from look_at_files(source, where=config.data.place_of(name))
-    elif config.data.path is not None:
-        yield f"data.path={config.data.path} is not looked into"
 
 
 def explained_section(section: "BaseModel", indent: str = "") -> Iterable[str]:

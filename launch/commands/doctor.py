@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 from packaging.requirements import Requirement
@@ -19,12 +19,11 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from areal_lite.config.offline import load_any_config
+from areal_lite.config.offline import OfflineConfig, load_any_config
 from areal_lite.config.recipe import Config
-from areal_lite.errors import ConfigError
 from areal_lite.launch.commands.options import Overrides
+from areal_lite.launch.run.recipe_check import Reach, check_recipe
 from areal_lite.node import NodeReport, installed_version, look_at_node
-from areal_lite.record.paths import with_absolute_paths
 
 _PROBE_TIMEOUT_S = 120.0
 REMAKE = (
@@ -124,23 +123,24 @@ class Check(NamedTuple):
 def doctor(
     recipe: Annotated[
         str,
-        typer.Argument(metavar="[RECIPE]", default_factory=str, show_default=False, help="with --cluster: what to run"),
+        typer.Argument(metavar="[RECIPE]", default_factory=str, show_default=False, help="recipe to check as well"),
     ],
     overrides: Overrides,
     cluster: Annotated[
         bool, typer.Option("--cluster", help="look at every node of the Ray cluster that RAY_ADDRESS names")
     ] = False,
 ) -> int:
-    """Say what this machine can run, and what to do about what is missing.
+    """Check what this machine can run, and show how to fix what it cannot.
 
-    Ends with 1 if anything stands in the way of the recipes of the installed build (the CPU demo, for the CPU build).
-    With --cluster: of every node versions, code, GPUs and disk, whether they share the run's folder, and how fast
-    collectives are; 1 if anything stands in the way of a run.
+    Try the installed packages, the engine and Ray; with a recipe, check that too, as check-config does. With --cluster,
+    compare versions, code, GPUs and disk of all nodes, look for the shared run folder, and measure collectives. Exit
+    with 1 if a problem would stop a run (without a recipe: the demo).
     """
+    config = load_any_config(recipe, overrides) if recipe else Config()
     if cluster:
-        return _cluster(recipe, overrides)
+        return _check_cluster(config)
     if recipe:
-        raise ConfigError(f"a recipe is read with --cluster alone, got {recipe!r}: add --cluster, or leave it out")
+        check_recipe(config)
     console, machine = Console(), look_at_node()
     with console.status("trying the engine, Ray and the rest (some seconds) ..."), ThreadPoolExecutor(2) as pool:
         tried = list(pool.map(try_out, probes_for(machine.build)))
@@ -150,15 +150,13 @@ def doctor(
     return int(any(check.level is Level.PROBLEM for check in checks))
 
 
-def _cluster(recipe: str, overrides: list[str]) -> int:
-    loaded: Any = load_any_config(recipe, overrides) if recipe else Config()
-    config = with_absolute_paths(loaded)
+def _check_cluster(config: Config | OfflineConfig) -> int:
     from areal_lite.launch.run.preflight import check_cluster
     from areal_lite.launch.run.train import ray_session
 
-    model_folder = None if config.model.path.startswith("builtin:") else Path(config.model.path)
+    loaded = check_recipe(config, Reach.CLUSTER)
     with ray_session():
-        check_cluster(config, model_folder=model_folder, console=Console())
+        check_cluster(loaded.config, model_folder=loaded.model_folder, console=Console())
     return 0
 
 

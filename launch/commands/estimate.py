@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from areal_lite.config.offline import check_resources
+from areal_lite.config.checks import check_resources
 from areal_lite.config.recipe import Config, load_config
 from areal_lite.errors import ConfigError
 from areal_lite.launch.commands.options import Overrides, Recipe, out_file

@@ -107,7 +107,7 @@ def _tokenizer(config: Config) -> Any:
     path = config.model.path
     try:
         folder = path if Path(path).expanduser().exists() else snapshot_download(path, local_files_only=True)
-        return load_tokenizer(find_model_folder(folder, option="model.path", is_compared=False), config.model)
+        return load_tokenizer(find_model_folder(folder, option="model.path", with_weights=False), config.model)
     except Exception:  # the library's, of several kinds, or ours: of a download only parts may be there
         return None
 

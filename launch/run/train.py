@@ -9,7 +9,6 @@ import logging
 import os
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,13 +19,11 @@ from ray._private.authentication.authentication_token_setup import maybe_enable_
 from rich.console import Console
 from rich.progress import Progress
 
-from areal_lite.config.offline import OfflineConfig, check_resources, names_layers
-from areal_lite.config.plugin_check import check_plugins
+from areal_lite.config.checks import check_resources
+from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
-from areal_lite.data.completions import load_offline
+from areal_lite.config.sections import BUILT_IN
 from areal_lite.data.cursor import make_cursor
-from areal_lite.data.encode import Tokenizer, load_tokenizer
-from areal_lite.data.prompts import load_source, load_sources
 from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.run.controller import Controller, Interrupted
 from areal_lite.launch.run.lean_ray import lean_ray
@@ -34,19 +31,16 @@ from areal_lite.launch.run.offline import OfflineController
 from areal_lite.launch.run.online import OnlineController
 from areal_lite.launch.run.places import places_for
 from areal_lite.launch.run.preflight import check_cluster
+from areal_lite.launch.run.recipe_check import Loaded, Reach, check_recipe
 from areal_lite.launch.run.signals import notices_held_back, undisturbed
 from areal_lite.launch.run.view import View
 from areal_lite.network import listens
 from areal_lite.node import check_memory
-from areal_lite.record.paths import check_model, find_model_folder, with_absolute_paths
+from areal_lite.record.paths import find_model_folder
 from areal_lite.record.run_folder import RunFolder, run_path
-from areal_lite.record.trackers import check_trackers
 from areal_lite.record.writer import SoleWriter, writable
-from areal_lite.rollout.vllm_engine import check_engine_arguments
 from areal_lite.sample_queue.service import read_state
 from areal_lite.train.warm_start import ensure_warm_start
-from areal_lite.types import Prompt
-from areal_lite.verify.first_call import check_first_calls
 
 _CACHE = Path(".cache") / "areal-lite"
 _PROBE_TIMEOUT_S = 5.0
@@ -84,22 +78,15 @@ def train(
     if config.run.resume and (summary := RunFolder(path).finished(config)):
         say(f"this run is finished: {path} has all its {summary['version']} steps; to train on, raise run.steps")
         return summary | {"folder": str(path)}
-    check_trackers(config.run.trackers)
-    check_memory(config.caches_mb if isinstance(config, Config) and not _joins_a_cluster() else 0)
     with contextlib.ExitStack() as stack:
         writer = stack.enter_context(SoleWriter(path, take_over=take_over, say=warn))
         if not config.run.resume:
             RunFolder(path).check_new()
-        if isinstance(config, Config):
-            check_plugins(config)
-            check_engine_arguments(config)
-            config = with_absolute_paths(config)
-        else:
-            config = with_absolute_paths(config)
-        model_folder = prepare_model(config, console=console)
-        tokenizer = load_tokenizer(model_folder, config.model)
-        made = _online(config, tokenizer) if isinstance(config, Config) else _offline(config, tokenizer, say)
+        loaded = check_recipe(config, Reach.CLUSTER if _joins_a_cluster() else Reach.MACHINE, with_weights=True)
+        config = loaded.config
+        made = _online(config, loaded) if isinstance(config, Config) else _offline(config, loaded, say)
         config, make_controller, check_data = made
+        model_folder = loaded.model_folder or prepare_model(config, console=console)
         folder = RunFolder.resume(config, named=named, say=warn) if config.run.resume else RunFolder(path)
         if folder.checkpoint is not None:
             check_data(folder.checkpoint)
@@ -130,27 +117,18 @@ def train(
     return summary
 
 
-def _online(config: Config, tokenizer: Tokenizer) -> _Made[Config]:
-    """Load everything, so that bad data is found before any actor starts."""
-    if config.objective.ptx_coef > 0 and config.objective.ptx_path is not None:
-        from areal_lite.train.ptx import load_documents
-
-        load_documents(config.objective.ptx_path, tokenizer=tokenizer, max_tokens=config.model.max_context)
-    prompts = load_sources(config, tokenizer, "train")
-    check_arguments(config, chain.from_iterable(prompts.values()))
-    if not _joins_a_cluster():  # else verifiers run on other machines, which may have what they need
-        check_first_calls(config, chain.from_iterable(prompts.values()))
-    held_out = load_source(config, tokenizer, "eval")
-
+def _online(config: Config, loaded: Loaded) -> _Made[Config]:
     def check(checkpoint: Path) -> None:
-        make_cursor(config, prompts).load(read_state((checkpoint / "queue.msgpack").read_bytes())["cursor"])
+        make_cursor(config, loaded.prompts).load(read_state((checkpoint / "queue.msgpack").read_bytes())["cursor"])
 
-    return config, functools.partial(OnlineController, prompts=prompts, eval_prompts=held_out), check
+    make = functools.partial(OnlineController, prompts=loaded.prompts, eval_prompts=loaded.held_out)
+    return config, make, check
 
 
-def _offline(config: OfflineConfig, tokenizer: Tokenizer, say: Callable[..., object]) -> _Made[OfflineConfig]:
-    """Load the data, and turn `epochs` into steps; the rows behind an epoch's last full batch are passed over."""
-    data = load_offline(config, tokenizer)
+def _offline(config: OfflineConfig, loaded: Loaded, say: Callable[..., object]) -> _Made[OfflineConfig]:
+    """Turn `epochs` into steps; the rows after an epoch's last full batch are skipped."""
+    data = loaded.rows
+    assert data is not None
     if config.batch.epochs is not None:
         steps = max(1, round(config.batch.epochs * (len(data.train) // config.batch.batch_size)))
         config = config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
@@ -248,19 +226,10 @@ def prepare_model(config: Config | OfflineConfig, *, console: Console) -> Path:
     """Return the folder of the initial policy; the built-in one is warm-started and cached.
 
     Raises:
-        ConfigError: `model.path` is neither a model folder nor a run that has one, or it lacks layers that the recipe
-            speaks of.
+        ConfigError: `model.path` is neither a model folder nor a run that has one.
     """
-    folder = None
-    if config.model.path != "builtin:arith":
-        folder = find_model_folder(config.model.path, option="model.path")
-        check_model(config, folder)
-    if names_layers(config):
-        from areal_lite.train.routes import check_layers
-
-        check_layers(config, folder)
-    if folder is not None:
-        return folder
+    if config.model.path != BUILT_IN:
+        return find_model_folder(config.model.path, option="model.path")
     transformers.utils.logging.disable_progress_bar()
     with Progress(console=console, transient=True) as bar:
         title = "supervised warm start of the built-in model"
@@ -272,22 +241,6 @@ def prepare_model(config: Config | OfflineConfig, *, console: Console) -> Path:
                 console.print(f"{title}: {done} of {total} steps, loss {loss:.3f}", highlight=False)
 
         return ensure_warm_start(config, cache_dir=_CACHE / "warm-start", progress=show).resolve()
-
-
-def check_arguments(config: Config, prompts: Iterable[Prompt]) -> None:
-    """A verifier gets the recipe's arguments and the row's columns: none may have the name of another.
-
-    Raises:
-        ConfigError: One has.
-    """
-    columns = {"prompt", "completion", "answer", "messages"}.union(*(prompt.row for prompt in prompts))
-    named = {f"verifier.named.{name}": settings for name, settings in config.verifier.named.items()}
-    for key, settings in {"verifier": config.verifier, **named}.items():
-        if clash := settings.arguments.keys() & columns:
-            raise ConfigError(
-                f"{key}.arguments must have names of their own, got {', '.join(sorted(clash))}, which a verifier gets "
-                "from the data row: rename the argument or the column"
-            )
 
 
 def _check_resources(config: Config | OfflineConfig, console: Console) -> None:

@@ -1,18 +1,17 @@
 """Recipes: what is shipped parses, and every mistake is one error that names field, value and remedy."""
 
 import copy
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
 import pytest
 import yaml
 from pydantic import BaseModel
 from rich.console import Console
 
-from areal_lite.config.offline import OfflineConfig, check_resources, load_any_config, parse_any_config
+from areal_lite.config.checks import check_resources
+from areal_lite.config.offline import OfflineConfig, load_any_config, parse_any_config
 from areal_lite.config.reading import parse_section, recipe_folder, shipped_recipes
 from areal_lite.config.recipe import PARITY_LIMITS, Config, load_config, parse_config
 from areal_lite.errors import ConfigError
@@ -413,27 +412,26 @@ def test_an_offline_run_needs_a_gpu_for_each_rank() -> None:
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_check_config_lists_every_setting_with_its_meaning(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Seen failing with sub-sections left out."""
-    assert main(["check-config", name]) == 0
+    """Also of a recipe whose model or data is not here. Seen failing with sub-sections left out."""
+    main(["check-config", name])
     output = capsys.readouterr().out
     lines = output.splitlines()
     for key, description in fields_of(type(load_any_config(name))).items():
         assert any(line.strip().startswith(f"{key.rsplit('.')[-1]}: ") and description in line for line in lines), key
-    assert f"{name} is fine" in lines[-1]
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_what_check_config_prints_is_the_recipe_again(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Seen failing with multi-line values written over several lines, their meaning behind the last one."""
     overrides = ["model.path='a: b # c'", "run.dir=null", "run.resume='0'"]
-    assert main(["check-config", name, *overrides]) == 0
+    assert main(["check-config", name, *overrides]) == 1  # there is no such model
     lines = capsys.readouterr().out.splitlines()
     config = load_any_config(name, overrides)
     assert parse_section(yaml.safe_load("\n".join(lines)), type(config)) == config
     if name == "mixed_cpu":  # its sources have lines of their own
         return
     headings = [line for line in lines if line.endswith(":")]
-    assert len(lines) == len(fields_of(type(config))) + len(headings) + 1  # the verdict
+    assert len(lines) == len(fields_of(type(config))) + len(headings)
 
 
 def test_check_config_refuses_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -442,50 +440,3 @@ def test_check_config_refuses_with_exit_code_1(capsys: pytest.CaptureFixture[str
         "ConfigError: queue.max_staleness: input should be greater than or equal to 0, got -1"
         in capsys.readouterr().err
     )
-
-
-def test_check_config_looks_at_a_model_and_at_files_that_are_here(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Seen failing without each of the looks, and with all rows read: the 101st has a column `answer`."""
-    model, rows, pairs = tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "pairs.parquet"
-    model.mkdir()
-    (model / "config.json").write_text('{"max_position_embeddings": 512}')
-    (model / "tokenizer.json").touch()
-    rows.write_text('{"question": "1+1", "info": {"solution": 2}}\n' * 100 + '{"question": "2", "answer": "2"}')
-    pyarrow.parquet.write_table(pyarrow.table({"question": ["1+1"], "info": [{"solution": 2}]}), pairs)
-
-    def said(*words: str, recipe: str = "gsm8k_1node", source: str = "jsonl", path: Path = rows) -> tuple[int, str]:
-        data = [f"data.source={source}", f"data.path={path}"]
-        code = main(["check-config", recipe, f"model.path={model}", "model.max_context=512", *data, *words])
-        out = capsys.readouterr()
-        return code, out.err or out.out.splitlines()[-1]
-
-    fitting = ["data.answer_column=info.solution", "rollout.max_new_tokens=256"]
-    for kind, path in (("jsonl", rows), ("parquet", pairs)):
-        given = {"source": kind, "path": path}
-        code, line = said(*fitting, "data.eval_path=null", **given)
-        assert (code, "there is no" in line) == (0, False), line
-        assert (
-            said(*fitting, "data.eval_path=nowhere", **given)[1].count("there is no data.eval_path=nowhere here") == 1
-        )
-        code, line = said("rollout.max_new_tokens=256", **given)
-        assert (code, "has no column 'answer' in any row, only info, info.solution, question:" in line) == (1, True), (
-            line
-        )
-    code, line = said("data.carelessness=0", recipe="rlhf_sft")
-    assert (code, f"data.path={rows} is not looked into" in line) == (0, True), line
-    code, line = said(*fitting, "model.max_context=513")
-    assert (code, "model.max_context must be at most what" in line) == (1, True), line
-    settings = (model / "config.json").read_text()
-    (model / "config.json").write_text(json.dumps(json.loads(settings) | {"model_type": "gpt_oss"}))
-    code, line = said(*fitting)
-    assert (code, "is a gpt_oss model, of which vLLM copies attention sinks past" in line) == (1, True), line
-    (model / "config.json").write_text(settings)
-    (model / "tokenizer.json").rename(model / "token.json")
-    code, line = said(*fitting)
-    assert (code, "a model folder must hold its tokenizer" in line) == (1, True), line
-    rows.write_text("[\n1\n]")
-    (model / "token.json").rename(model / "vocab.txt")
-    code, line = said(*fitting)
-    assert (code, f"{rows}:1 must be a JSON object" in line) == (1, True), line

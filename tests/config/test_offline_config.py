@@ -56,7 +56,7 @@ def test_the_wrong_command_names_the_right_one(
 
 
 def test_check_config_says_what_a_recipe_is_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check-config", "rlhf_reward_model"]) == 0
+    assert main(["check-config", "rlhf_reward_model", "model.path=builtin:arith"]) == 0
     assert "is fine for areal-lite reward-model: 32 rows per step" in capsys.readouterr().out
 
 

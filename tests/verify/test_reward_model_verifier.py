@@ -81,15 +81,15 @@ def test_a_column_with_the_name_of_an_argument_is_no_silent_choice(slow: str) ->
 
 
 def test_such_a_column_is_refused_before_anything_starts() -> None:
-    from areal_lite.launch.run.train import check_arguments
+    from areal_lite.launch.run.recipe_check import check_argument_names
 
     config = parse_config({"verifier": {"arguments": {"model": "x", "level": 2}}})
     prompt = Prompt(prompt_id="train/0/0", text="p", token_ids=(1,), answer="a", row={"level": 1})
     with pytest.raises(ConfigError, match=r"verifier\.arguments must have names of their own, got level"):
-        check_arguments(config, [prompt])
+        check_argument_names(config, [prompt])
     with pytest.raises(ConfigError, match="got answer"):
-        check_arguments(parse_config({"verifier": {"arguments": {"answer": "x"}}}), [prompt])
-    check_arguments(parse_config({"verifier": {"arguments": {"model": "x"}}}), [prompt])
+        check_argument_names(parse_config({"verifier": {"arguments": {"answer": "x"}}}), [prompt])
+    check_argument_names(parse_config({"verifier": {"arguments": {"model": "x"}}}), [prompt])
 
 
 # --- the learned reward ---

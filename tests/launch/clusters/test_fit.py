@@ -93,7 +93,7 @@ def test_a_dry_run_prints_and_fails_with_what_to_do(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["launch", "--dry-run", "train", "arith_cpu", "run.steps=3"]) == 0
-    assert "cli.main train arith_cpu run.steps=3 run.dir=" in capsys.readouterr().out
+    assert "commands.main train arith_cpu run.steps=3 run.dir=" in capsys.readouterr().out
     assert cli.main(["launch", "--dry-run", "train", "arith_cpu", *GPU.split()]) == 1
     output = capsys.readouterr()
     assert "must fit into nodes=1 x gpus_per_node=0" in output.err

@@ -39,12 +39,12 @@ def test_its_script_is_the_shared_one_with_its_own_lines(
 def test_it_runs_a_job_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command fails in its recipe's data, so that nothing is trained; its exit code and cause come through.
+    """The command fails in its recipe's verifier, so that nothing is trained; its exit code and cause come through.
 
     Seen failing with a table of the shipped kinds in the supervisor.
     """
     monkeypatch.chdir(tmp_path)
-    words = ["train", "arith_cpu", "data.source=jsonl", "data.path=none.jsonl", "launch.max_attempts=1"]
+    words = ["train", "arith_cpu", "verifier.function=none.py:f", "launch.max_attempts=1"]
     assert launch(tmp_path, "nodes: 1", "--name", "real", *words) == 1
     assert "failed at step 0, attempt 1 of launch.max_attempts=1" in capsys.readouterr().out
 

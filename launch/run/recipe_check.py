@@ -1,0 +1,135 @@
+"""A recipe compared with all that it refers to: functions, model, data, packages, memory. Nothing is started.
+
+`train`, `check-config`, `launch` and `doctor` call `check_recipe`, so that they refuse the same fault with the same
+sentence; `train` goes on with what it loaded.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import chain
+from pathlib import Path
+
+from areal_lite.config.offline import OfflineConfig
+from areal_lite.config.plugin_check import check_plugins
+from areal_lite.config.recipe import Config
+from areal_lite.config.sections import BUILT_IN
+from areal_lite.data.completions import OfflineData, load_offline
+from areal_lite.data.demonstrations import alphabet, demonstrations
+from areal_lite.data.encode import Tokenizer, load_tokenizer
+from areal_lite.data.prompts import load_source, load_sources
+from areal_lite.errors import ConfigError
+from areal_lite.node import check_memory
+from areal_lite.record.paths import check_model, with_absolute_paths
+from areal_lite.record.trackers import check_trackers
+from areal_lite.rollout.vllm_engine import check_engine_arguments
+from areal_lite.types import Prompt
+from areal_lite.verify.first_call import check_first_calls
+
+
+class Reach(IntEnum):
+    """How much of what a recipe refers to can be looked at from here."""
+
+    RECIPE = 0
+    """The recipe alone: it will run where other files are."""
+    FILES = 1
+    """Also model and data: other machines that share this one's files will run it."""
+    CLUSTER = 2
+    """Also functions and packages: this process will run it, together with other machines."""
+    MACHINE = 3
+    """Also memory, and calls of the recipe's own verifiers: everything will run here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A checked recipe with what was loaded to check it; no weights."""
+
+    config: Config | OfflineConfig
+    """Its paths are absolute."""
+    prompts: dict[str, list[Prompt]] = field(default_factory=dict)
+    """Training prompts of `train` by source."""
+    held_out: list[Prompt] = field(default_factory=list)
+    """Held-out prompts of `train`."""
+    rows: OfflineData | None = None
+    """What `sft`, `reward-model` and `dpo` learn from."""
+
+    @property
+    def model_folder(self) -> Path | None:
+        """Folder of the initial policy; None for the built-in one, which is made when a run starts."""
+        path = self.config.model.path
+        return None if path == BUILT_IN else Path(path)
+
+
+def check_recipe(config: Config | OfflineConfig, reach: Reach = Reach.MACHINE, *, with_weights: bool = False) -> Loaded:
+    """Look at everything that a recipe refers to, as far as it can be seen from here.
+
+    Args:
+        config: A parsed recipe; relative paths start in the present folder.
+        reach: What can be seen. Anything beyond it is taken for granted.
+        with_weights: Also download weights from the hub, and compare those of a run with what was saved.
+
+    Raises:
+        ArealLiteError: Whatever would end the run before its first step; the message has the remedy.
+    """
+    if reach >= Reach.CLUSTER:
+        _check_machine(config, is_alone=reach >= Reach.MACHINE)
+        if config.command == "train":
+            check_plugins(config)
+            check_engine_arguments(config)
+    if reach < Reach.FILES:
+        return Loaded(config=config)
+    loaded = Loaded(config=with_absolute_paths(config, with_weights=with_weights))
+    config, folder = loaded.config, loaded.model_folder
+    if folder is not None:
+        check_model(config, folder)
+    if config.trainer.lora is not None or (config.command == "train" and config.rollout.replay_routes):
+        from areal_lite.train.routes import check_layers  # imports torch
+
+        check_layers(config, folder)
+    tokenizer = _tokenizer(config, folder)
+    if config.command != "train":
+        return Loaded(config=config, rows=load_offline(config, tokenizer))
+    return _load_prompts(config, tokenizer, reach)
+
+
+def _check_machine(config: Config | OfflineConfig, *, is_alone: bool) -> None:
+
+    check_trackers(config.run.trackers)
+    check_memory(config.caches_mb if is_alone and config.command == "train" else 0)
+
+
+def _tokenizer(config: Config | OfflineConfig, folder: Path | None) -> Tokenizer:
+    """Load the model's tokenizer; that of the built-in model follows from the recipe."""
+    from areal_lite.data.tokenizer import build_char_tokenizer
+
+    if folder is not None:
+        return load_tokenizer(folder, config.model)
+    demonstrations(config, count=1)  # raises where there is nothing to learn from
+    return build_char_tokenizer(alphabet(config))
+
+
+def _load_prompts(config: Config, tokenizer: Tokenizer, reach: Reach) -> Loaded:
+
+    if reach < Reach.CLUSTER and any(":" in source.source for source in config.data.sources.values()):
+        return Loaded(config=config)  # a function that is imported on other machines makes the rows
+    if config.objective.ptx_coef > 0 and config.objective.ptx_path is not None:
+        from areal_lite.train.ptx import load_documents
+
+        load_documents(config.objective.ptx_path, tokenizer=tokenizer, max_tokens=config.model.max_context)
+    prompts = load_sources(config, tokenizer, "train")
+    check_argument_names(config, chain.from_iterable(prompts.values()))
+    if reach >= Reach.MACHINE:  # elsewhere a verifier may find what is missing here
+        check_first_calls(config, chain.from_iterable(prompts.values()))
+    return Loaded(config=config, prompts=prompts, held_out=load_source(config, tokenizer, "eval"))
+
+
+def check_argument_names(config: Config, prompts: Iterable[Prompt]) -> None:
+    """A verifier gets the recipe's arguments and a row's columns: a `ConfigError` where two have the same name."""
+    columns = {"prompt", "completion", "answer", "messages"}.union(*(prompt.row for prompt in prompts))
+    named = {f"verifier.named.{name}": settings for name, settings in config.verifier.named.items()}
+    for key, settings in {"verifier": config.verifier, **named}.items():
+        if clash := settings.arguments.keys() & columns:
+            raise ConfigError(
+                f"{key}.arguments must have names of their own, got {', '.join(sorted(clash))}, which a verifier gets "
+                "from the data row: rename the argument or the column"
+            )
