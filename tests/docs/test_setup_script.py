@@ -28,7 +28,7 @@ case "$*" in
 esac
 """
 
-TOOLS = ["awk", "bash", "cat", "cp", "cut", "df", "dirname", "env", "mkdir", "rm", "sed", "sha256sum", "sleep", "tail"]
+TOOLS = ["awk", "bash", "cat", "cp", "cut", "dirname", "env", "mkdir", "rm", "sed", "sha256sum", "sleep", "tail"]
 """What setup.sh and the stand-ins need beside Python."""
 PLAIN = STAND_IN.replace("-c*)", "*optimised*) exit 3 ;;\n    -c*)")
 """A Python that was built without optimisations."""
@@ -50,6 +50,7 @@ class Checkout:
             (self.tools / name).symlink_to(shutil.which(name) or name)
         self.command("python3.11", STAND_IN)
         self.command("nvidia-smi", "#!/bin/sh\nexit 9\n")
+        self.command("df", "#!/bin/sh\necho header\necho 'disk 9 9 99000000 9% /'\n")
         self.command("uname", '#!/bin/sh\ncase "$1" in -s) echo Linux ;; *) echo x86_64 ;; esac\n')
 
     def command(self, name: str, text: str) -> None:
