@@ -159,13 +159,19 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Every setting, resolved."""
-        return dict(json.loads((self.path / "config.json").read_text()))
+        """Every setting, resolved; a `ConfigError` if the file is damaged."""
+        from areal_lite.record.run_files import read_json
+
+        problems: list[str] = []
+        content = read_json(self.path / "config.json", problems)
+        if problems:
+            raise ConfigError(f"{self.path}: {problems[0]}. Fix: restore the file")
+        return content
 
     @property
     def summary(self) -> dict[str, Any]:
         """Final figures; empty while the run goes on."""
-        from areal_lite.record.run_folder import read_summary
+        from areal_lite.record.run_files import read_summary
 
         return read_summary(self.path)
 
@@ -193,6 +199,6 @@ class Run:
         return models[-1] if models else None
 
     def _rows(self, name: str) -> list[dict[str, Any]]:
-        from areal_lite.record.run_folder import read_rows
+        from areal_lite.record.run_files import read_rows
 
         return read_rows(self.path / name)[0]

@@ -33,7 +33,8 @@ from areal_lite.launch.bench.modes_figures import MODES
 from areal_lite.launch.bench.view import picture
 from areal_lite.launch.commands.estimate import HOST, all_figures, peak_gib
 from areal_lite.record.columns import COLUMNS, Columns, Row, as_markdown, cells, markdown, rows_of
-from areal_lite.record.run_folder import RunFolder, read_summary
+from areal_lite.record.run_files import read_summary
+from areal_lite.record.run_folder import RunFolder
 from areal_lite.rollout.api_fields import FIELDS
 
 HERE = Path(__file__).parent

@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Mapping
 
-from areal_lite.record.run_folder import RunFolder, read_summary
+from areal_lite.record.run_files import read_summary
+from areal_lite.record.run_folder import RunFolder
 
 _ENDS = ("trained", "failed", "rejected", "stale", "abandoned")
 _DRAWN_ALIKE = ("loss", "grad_norm", "entropy", "reward_mean", "tokens_trained")

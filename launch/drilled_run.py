@@ -279,7 +279,7 @@ def _bit_flip(run: DrilledRun) -> Iterator[str]:
     for bit in run.random.sample(range(8 * len(content)), 8):
         content[bit // 8] ^= 1 << bit % 8
     path.write_bytes(content)
-    yield re.escape(f"DAMAGED checkpoint, not taken: {newest}: {path.relative_to(newest)}")
+    yield re.escape(f"DAMAGED checkpoint, skipped: {newest}: {path.relative_to(newest)}")
 
 
 _TO_LANES = {

@@ -15,7 +15,7 @@ import areal_lite
 from areal_lite.config.plugins import find_function
 from areal_lite.data.prompts import load_source
 from areal_lite.data.tokenizer import build_char_tokenizer
-from areal_lite.record.run_folder import read_rows
+from areal_lite.record.run_files import read_rows
 
 
 def test_importing_it_is_light() -> None:

@@ -1,10 +1,10 @@
-"""A run's checkpoints on disk: whole or not at all, and verified before anything is made of them.
+"""A run's checkpoints on disk: each is complete or absent, and is verified before it is loaded.
 
 step-000012/            meta.json, queue.msgpack, trainer/, and in the last one model/
-manifest.json       size and SHA-256 of every other file, written last
+    manifest.json       size and SHA-256 of every other file, written last
 .step-000012.tmp/       is being written
-.step-000012.aside/     counts while there is no other of its step: it is being saved again
-orphaned-step-000012-*  a resume went on from an earlier one; never deleted here
+.step-000012.aside/     the previous save of a step that is being saved again; counts until the new one is in place
+orphaned-step-000012-*  a resume continued from an earlier step; never deleted here
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.errors import CheckpointError
+from areal_lite.record.run_files import number, read_json, remove
 
 _MANIFEST, _META = "manifest.json", "meta.json"
 _NAME = re.compile(r"\.?step-(\d+)(\.aside)?")
@@ -36,20 +37,33 @@ def whole_checkpoints(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def choose_checkpoint(folder: Path, wanted: str | None, *, say: Callable[[str], object]) -> Path:
-    """Return the newest checkpoint that is what was saved, or the wanted one (`step-12`); nothing changes.
-
-    Args:
-        say: Told of each that is passed over, and of one that cannot be verified.
+def read_meta(checkpoint: Path) -> tuple[int, float]:
+    """Return a checkpoint's step, and the time at which its save began, in seconds since the epoch.
 
     Raises:
-        CheckpointError: There is none such.
+        CheckpointError: Its `meta.json` does not hold them.
+    """
+    meta = read_json(checkpoint / _META)
+    step, moment = meta.get("step"), number(meta.get("time"))
+    if not isinstance(step, int) or moment is None:
+        raise CheckpointError(f"{checkpoint / _META}: expected a step and a time, found something else")
+    return step, moment
+
+
+def choose_checkpoint(folder: Path, wanted: str | None, *, say: Callable[[str], object]) -> Path:
+    """Return the newest undamaged checkpoint, or the wanted one (`step-12`); nothing on the disk changes.
+
+    Args:
+        say: Shows which checkpoints are passed over, and why, and one that cannot be verified.
+
+    Raises:
+        CheckpointError: There is none.
     """
     there = whole_checkpoints(folder)
     if not there:
         raise CheckpointError(
             f"expected a complete checkpoint under {folder}, got none: the run ended before its first one "
-            "(run.checkpoint_every), start anew"
+            "(run.checkpoint_every). Fix: start a new run"
         )
     steps = [step for step in reversed(there) if wanted in (None, f"step-{step}", f"step-{step:06d}")]
     if not steps:
@@ -63,25 +77,25 @@ def choose_checkpoint(folder: Path, wanted: str | None, *, say: Callable[[str], 
                 say(f"step-{step} cannot be verified: an earlier version wrote it, without a manifest")
             return there[step]
         bad.append(f"step-{step}: {problem}")
-        say(f"DAMAGED checkpoint, not taken: {there[step]}: {problem}")
+        say(f"DAMAGED checkpoint, skipped: {there[step]}: {problem}")
     raise CheckpointError(
-        f"a checkpoint must be what was saved, got under {folder}: {'; '.join(bad)}: choose another with "
-        "run.resume_from=step-N, or start anew"
+        f"no undamaged checkpoint under {folder}: {'; '.join(bad)}. Fix: choose another with run.resume_from=step-N, "
+        "or start a new run"
     )
 
 
 @contextlib.contextmanager
 def new_checkpoint(folder: Path, step: int, *, keep: int) -> Iterator[Path]:
-    """Yield where a checkpoint is written, which counts from the end of the block on; the newest are kept.
+    """Yield the folder to write a checkpoint into; it counts once the block has ended, and older ones are deleted.
 
-    At no moment is there none of its step if there was one.
+    A step that is saved again has a complete checkpoint at every moment: the old one until the new one is in place.
 
     Args:
         step: Completed steps.
-        keep: How many to keep; the one written now, just verified, is among them.
+        keep: How many to keep, this one included.
 
     Raises:
-        CheckpointError: The disk is full; whatever fails, what was written is gone.
+        CheckpointError: The disk is full. After any failure the files written so far are deleted.
     """
     final, temporary = folder / f"step-{step:06d}", folder / f".step-{step:06d}.tmp"
     aside = folder / f".{final.name}.aside"
@@ -99,39 +113,43 @@ def new_checkpoint(folder: Path, step: int, *, keep: int) -> Iterator[Path]:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or written + free < needed:
             raise CheckpointError(
                 f"disk full: {needed / 2**20:.0f} MB needed in {folder}, {(written + free) / 2**20:.0f} MB are free; "
-                f"step {step} is not saved, earlier checkpoints are kept: make room there"
+                f"step {step} is not saved, earlier checkpoints are kept. Fix: free some space"
             ) from error
         raise
     if final.exists():
         os.replace(final, aside)
     os.replace(temporary, final)
     _sync(folder)
-    shutil.rmtree(aside, ignore_errors=True)
+    remove(aside)
     for old in [path for known, path in whole_checkpoints(folder).items() if known <= step][:-keep]:
         hidden = old.with_name(f".{old.name}.old")
-        os.replace(old, hidden)  # one that a kill left half deleted is never taken for whole
-        shutil.rmtree(hidden)
+        os.replace(old, hidden)  # so that one that a kill leaves half deleted never looks complete
+        remove(hidden)
 
 
-def go_on_from(checkpoint: Path, *, say: Callable[[str], object]) -> None:
-    """Make a checkpoint the newest: those of later steps are set aside, so that no rule keeps them in its place."""
+def make_newest(checkpoint: Path, *, say: Callable[[str], object]) -> None:
+    """Set the checkpoints of later steps aside: they would count as the newest, and this one would be deleted."""
     folder = checkpoint.parent
     steps = {path: step for step, path in whole_checkpoints(folder).items()}
     for path, step in reversed(steps.items()):
         if step > steps[checkpoint]:
             orphan = folder / f"orphaned-step-{step:06d}-{time.time_ns()}"
             os.replace(path, orphan)
-            say(f"step-{step} is later than where the run goes on: kept as {orphan.name}")
+            say(f"step-{step} is later than the step to resume from: kept as {orphan.name}")
     _clear(folder)
 
 
 def seal(checkpoint: Path) -> None:
-    """Enter every file that is not yet there into the manifest, once it is on the disk."""
+    """Add every file that the manifest lacks to it, once the file has reached the disk."""
     final, temporary = checkpoint / _MANIFEST, checkpoint / f".{_MANIFEST}.tmp"
-    manifest = json.loads(final.read_text()) if final.exists() else {}
+    remove(temporary)
+    problems: list[str] = []
+    manifest = read_json(final, problems)
+    if final.exists() and problems:
+        raise CheckpointError(f"{checkpoint} is damaged: {problems[0]}")
     paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path not in (final, temporary)]
     new = {name: path for path in paths if (name := path.relative_to(checkpoint).as_posix()) not in manifest}
-    with ThreadPoolExecutor() as pool:  # hashing lets go of the interpreter's lock
+    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
         manifest |= dict(zip(new, pool.map(_fingerprint, new.values()), strict=True))
     temporary.write_text(_text(manifest))
     _sync(temporary)
@@ -141,21 +159,23 @@ def seal(checkpoint: Path) -> None:
 
 
 def damage(checkpoint: Path, part: str = "") -> str:
-    """Say which files of a checkpoint, or of a folder in it, are not what was saved; nothing where nobody can know."""
+    """Describe which files of a checkpoint, or of a folder in it, changed since they were saved; empty if none did.
+
+    A checkpoint of an early version has no manifest: only its `meta.json` is checked.
+    """
     path = checkpoint / _MANIFEST
     if not path.exists():
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            meta = json.loads((checkpoint / _META).read_text())
-            return f"{_MANIFEST}: expected one, found none" if meta.get("manifest") else ""
-        return f"{_META}: expected JSON, found something else"
-    try:
-        manifest = json.loads(text := path.read_text())
-    except (OSError, ValueError) as error:
-        return f"{_MANIFEST}: expected what was written, found {error}"
-    if text != _text(manifest) or _META not in manifest:
+        try:
+            read_meta(checkpoint)
+        except CheckpointError:
+            return f"{_META}: expected a step and a time, found something else"
+        return f"{_MANIFEST}: expected one, found none" if read_json(checkpoint / _META).get("manifest") else ""
+    manifest = read_json(path)
+    # Of two names that one flipped bit has made equal, JSON keeps one: so the text is compared too.
+    if _META not in manifest or path.read_bytes() != _text(manifest).encode():
         return f"{_MANIFEST}: expected what was written, found something else"
     if not (manifest := {name: value for name, value in manifest.items() if name.startswith(part)}):
-        return f"{part}: expected in {_MANIFEST}, found nothing: it was not written to its end"
+        return f"{part}: expected in {_MANIFEST}, found nothing: its save did not finish"
     with ThreadPoolExecutor() as pool:
         found = pool.map(lambda item: _difference(checkpoint / item[0], item[1]), manifest.items())
         return "; ".join(f"{name}: {problem}" for name, problem in zip(manifest, found, strict=True) if problem)
@@ -182,13 +202,13 @@ def _fingerprint(path: Path, *, sync: bool = True) -> dict[str, int | str]:
 
 
 def _clear(folder: Path) -> None:
-    """Undo what a kill has left half done."""
+    """Finish or undo what a kill has interrupted."""
     there = whole_checkpoints(folder)
     for path in folder.glob(".step-*"):
         if path in there.values():
             os.replace(path, path.with_name(path.name.removeprefix(".").removesuffix(".aside")))
         else:
-            shutil.rmtree(path)
+            remove(path)
 
 
 def _text(manifest: Mapping[str, Any]) -> str:
@@ -196,10 +216,10 @@ def _text(manifest: Mapping[str, Any]) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Have a file or a folder reach the disk."""
+    """Wait until a file or a folder has reached the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some file systems cannot do it with folders
+        with contextlib.suppress(OSError):  # some file systems cannot sync folders
             os.fsync(number)
     finally:
         os.close(number)

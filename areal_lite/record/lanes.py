@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from areal_lite.events import Event
+from areal_lite.record.run_files import number
 
 GAP = "gap"
 """The run did not live from this event on, until each lane's next one: such time is part of no share."""
@@ -48,22 +49,34 @@ class Slice(NamedTuple):
     """Its batch or version."""
 
 
+def lane_of(event: Event) -> str:
+    """Return the lane that an event is about: the controller reports that a worker is lost or back."""
+    return str(event.get("worker") if event["kind"] in ("lost", "rejoined") else event["lane"])
+
+
+def lane_order(lane: str) -> tuple[str, int]:
+    """Return the sort key of a lane: `rollout/2` before `rollout/10`."""
+    kind, _, number = lane.partition("/")
+    return kind, int(number) if number.isdecimal() else 0
+
+
 def lane_events(events: Iterable[Event]) -> dict[str, list[Event]]:
     """Return the events of each lane in order of time, `rollout/2` before `rollout/10`."""
     lanes: dict[str, list[Event]] = {}
     for event in events:
-        lanes.setdefault(_lane(event), []).append(event)
-    return {lane: sorted(lanes[lane], key=lambda event: event["time"]) for lane in sorted(lanes, key=_place)}
+        lanes.setdefault(lane_of(event), []).append(event)
+    return {lane: sorted(lanes[lane], key=lambda event: event["time"]) for lane in sorted(lanes, key=lane_order)}
 
 
-def first_moment(events: Iterable[Event]) -> float:
-    """Return when the first thing began that the log tells of: an event may be about what it ended; 0 for no events."""
-    return min((min(event["time"], event.get("start", event["time"])) for event in events), default=0.0)
+def event_begins(event: Event) -> float:
+    """Return when what an event reports began: one of a finished sample or verification comes at its end."""
+    start = number(event.get("start"))
+    return float(event["time"] if start is None else min(event["time"], start))
 
 
 def lived(events: Sequence[Event]) -> Callable[[float], float]:
     """Return what gives the seconds from the first moment to another, without the time between two lives."""
-    begin, times = first_moment(events), sorted(event["time"] for event in events)
+    begin, times = min(map(event_begins, events), default=0.0), sorted(event["time"] for event in events)
     ends = [event["time"] for event in events if event["kind"] == GAP]
     gaps = [(end, times[min(bisect.bisect(times, end), len(times) - 1)]) for end in ends]
     return lambda moment: moment - begin - sum(min(max(moment, end), again) - end for end, again in gaps)
@@ -75,21 +88,28 @@ def steps_before_gaps(events: Iterable[Event]) -> set[int]:
     return {event.get("version", 0) for event, after in itertools.pairwise(kinds) if after["kind"] == GAP}
 
 
-def slices(events: Iterable[Event]) -> Iterator[Slice]:
-    """Yield a slice per begin event of a lane that is followed by its end; one left open by a kill is left out.
+class Slicer:
+    """Turns the events of one lane, in order of time, into slices; one left open by a kill is left out."""
 
-    Args:
-        events: Of one lane, in order of time.
-    """
-    begun: Event | None = None
-    for event in events:
-        kind, end = _SLICES[begun["kind"]] if begun else ("", "")
-        if begun and event["kind"] == end:
-            label = event.get("batch") or event.get("version") or begun.get("batch") or ""
-            yield Slice(kind, begun["time"], event["time"], str(label))
-            begun = None
+    def __init__(self) -> None:
+        self._begun: Event | None = None
+
+    def feed(self, event: Event) -> Slice | None:
+        """Take an event; return the slice that it ends, if any."""
+        found, begun = None, self._begun
+        if begun is not None:
+            kind, end = _SLICES[begun["kind"]]
+            if event["kind"] == end:
+                label = event.get("batch") or event.get("version") or begun.get("batch") or ""
+                found, self._begun = Slice(kind, begun["time"], event["time"], str(label)), None
         if event["kind"] in _SLICES:
-            begun = event
+            self._begun = event
+        return found
+
+
+def slices(events: Iterable[Event]) -> Iterator[Slice]:
+    """Yield the slices of a lane whose events come in order of time."""
+    return filter(None, map(Slicer().feed, events))
 
 
 def sample_lengths(events: Iterable[Event]) -> Iterator[int]:
@@ -118,7 +138,7 @@ class LaneClocks:
     def feed(self, events: Iterable[Event]) -> None:
         """Take events of any lanes, each lane's in order of time; of others, and of unknown kinds, nothing is kept."""
         for event in events:
-            lane, kind, time = _lane(event), event["kind"], event["time"]
+            lane, kind, time = lane_of(event), event["kind"], event["time"]
             if kind in _STATES and kind != "lost" and (lane == "trainer" or lane.startswith("rollout/")):
                 self._now.setdefault(lane, ("generating", 0, time))
             for one in self._now if kind == GAP else self._now.keys() & {lane}:
@@ -151,7 +171,7 @@ class Stretch:
     """What the lanes did between two readings of all clocks."""
 
     def __init__(self, before: Reading, after: Reading) -> None:
-        self.workers = sorted(after.keys() - {"trainer"}, key=_place)
+        self.workers = sorted(after.keys() - {"trainer"}, key=lane_order)
         """The rollout lanes, in order."""
         self._gained = {
             lane: {state: total - before.get(lane, {}).get(state, 0.0) for state, total in totals.items()}
@@ -173,13 +193,3 @@ class Stretch:
         """Share of the time in some states: of one lane, or the workers' mean."""
         shares = [self.shares(one) for one in ([lane] if lane else self.workers)]
         return sum(one.get(state, 0.0) for one in shares for state in states) / max(len(shares), 1)
-
-
-def _lane(event: Event) -> str:
-    """The lane that an event is about: a worker's loss and return are told by the controller."""
-    return str(event.get("worker") if event["kind"] in ("lost", "rejoined") else event["lane"])
-
-
-def _place(lane: str) -> tuple[str, int]:
-    kind, _, number = lane.partition("/")
-    return kind, int(number) if number.isdigit() else 0

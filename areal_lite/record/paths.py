@@ -4,7 +4,6 @@
 functions are known by their form, path.py:function.
 """
 
-import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from areal_lite.config.section import Refers, Section
 from areal_lite.config.sections import BUILT_IN
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.record.checkpoints import damage, whole_checkpoints
+from areal_lite.record.run_files import read_json
 from areal_lite.record.run_folder import RunFolder
 
 S = TypeVar("S", bound=Section)
@@ -146,7 +146,10 @@ def check_model(config: Config | OfflineConfig, model_folder: Path) -> None:
         ConfigError: The recipe wants a longer context than the model was made for, or a run's engines cannot take new
             weights of such a model.
     """
-    settings = json.loads((model_folder / "config.json").read_text())
+    problems: list[str] = []
+    settings = read_json(model_folder / "config.json", problems)
+    if problems:
+        raise ConfigError(f"model.path={model_folder} must be a model: {problems[0]}. Fix: restore it")
     kind, longest = settings.get("model_type"), settings.get("max_position_embeddings")
     if isinstance(config, Config) and kind in _RELOADED_WRONGLY:
         raise ConfigError(

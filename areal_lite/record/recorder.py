@@ -1,4 +1,8 @@
-"""What every kind of run writes: rows with trackers beside them, events, and the summary."""
+"""Writes what a run leaves behind: a row per step, for files and trackers; events; samples; the summary.
+
+The summary needs a few totals of the event log. They are added up as events are written, and a resume reads the log
+once, event by event, so that a log of any length takes no memory.
+"""
 
 import contextlib
 import itertools
@@ -9,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,14 +28,14 @@ from areal_lite.record.lanes import (
     GAP,
     PAUSE_PARTS,
     LaneClocks,
+    Reading,
+    Slicer,
     Stretch,
-    lane_events,
-    reading,
+    lane_of,
     sample_lengths,
-    slices,
-    steps_before_gaps,
 )
 from areal_lite.record.metrics import METRICS, OFFLINE_METRICS, Metric
+from areal_lite.record.run_files import number, numbers, table
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.record.trackers import PrometheusPage, Tracker, open_trackers
 from areal_lite.types import Group, Sample
@@ -40,40 +44,47 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """The part that does not depend on the kind of run."""
+    """What every kind of run writes."""
 
     def __init__(self, folder: RunFolder, metrics: Iterable[Metric], run: RunConfig) -> None:
         self._folder, self._metrics = folder, metrics
         self._trackers: list[Tracker] = []
         if (port := run.prometheus_port) is not None:
             self._trackers.append(PrometheusPage(metrics, address=local_address(run.network), port=port))
-        self._commit = commit_of_code()  # now: files may change while the run goes on
+        self._commit = commit_of_code()  # now: files may change during the run
         self.rows: list[dict[str, Any]] = folder.read("metrics.jsonl")
-        """Rows of `metrics.jsonl`; a resumed run goes on behind those it finds."""
+        """Rows of `metrics.jsonl`, those of earlier starts included."""
         self.stopped_by = ""
-        """What asked the run to stop before its end: Ctrl-C, a signal, ...; of an error the status tells."""
-        last = self.rows[-1] if self.rows else {"step": 0, "time_s": 0.0}
-        self._started = time.time() - last["time_s"]
-        self._earlier: list[Event] = sorted(folder.read("events.jsonl"), key=lambda event: event["time"])
-        if self._earlier:
-            gap = {"time": self._earlier[-1]["time"], "lane": "controller", "kind": GAP}
-            self._earlier.append(gap)
-            folder.append("events.jsonl", [gap])
-        self.evaluations: dict[int, dict[str, Any]] = {
-            event["step"]: event.get("figures")
-            or {key: value for key, value in event.items() if key not in ("time", "lane", "kind", "step")}
-            for event in self._earlier
-            if event["kind"] == "eval"
-        }
+        """What asked the run to stop early: Ctrl-C, a signal, ...; the status names an error."""
+        last = self.rows[-1] if self.rows else {"step": 0}
+        self._started = time.time() - (number(last.get("time_s")) or 0.0)
+        self.evaluations: dict[int, dict[str, Any]] = {}
         """Figures over the held-out rows, by completed steps."""
+        self._read_earlier_events()
         self._trackers += open_trackers(run.trackers, folder.path, next_step=int(last["step"]) + 1)
 
+    def _read_earlier_events(self) -> None:
+        """Read the log of a resumed run once, and mark in it that the run did not live from its last event to now."""
+        last = None
+        for event in self._folder.iterate("events.jsonl"):
+            last = event["time"] if last is None else max(last, event["time"])
+            self._add_earlier(event)
+        if last is not None:
+            gap = {"time": last, "lane": "controller", "kind": GAP}
+            self._folder.append("events.jsonl", [gap])
+            self._add_earlier(gap)
+
+    def _add_earlier(self, event: Event) -> None:
+        if event["kind"] == "eval":
+            rest = {key: value for key, value in event.items() if key not in ("time", "lane", "kind", "step")}
+            self.evaluations[event["step"]] = table(event.get("figures")) or rest
+
     def feed(self, events: Sequence[Event]) -> None:
-        """Write events down."""
+        """Write events."""
         self._folder.append("events.jsonl", events)
 
     def write(self, step: int, **figures: Any) -> dict[str, Any]:
-        """Write and return the row of a completed step, with what its metrics say in TensorBoard."""
+        """Write and return the row of a completed step; trackers show its figures."""
         times = {"step": step, "version": step, "time_s": time.time() - self._started}
         row = {name: _finite(value) for name, value in (times | figures).items()}
         self.rows.append(row)
@@ -85,7 +96,7 @@ class Recorder:
 
     def _track(self, show: Callable[[Tracker], None]) -> None:
         for tracker in self._trackers:
-            with _going_on(Exception):  # of packages that know networks and servers
+            with _never_fatal():  # packages that talk to servers raise errors of many kinds
                 show(tracker)
 
     def sum_up(self, status: str, figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,67 +105,80 @@ class Recorder:
             "status": status,
             "stopped_by": self.stopped_by or None,
             "steps": len(self.rows),
-            "version": self.rows[-1]["version"] if self.rows else 0,
+            "version": self.rows[-1]["step"] if self.rows else 0,
             "wall_s": time.time() - self._started,
             **figures,
             "versions": package_versions(),
             "commit": self._commit,
         }
-        with _going_on():
+        with _never_fatal():
             self._folder.write_json("summary.json", content)
-        with _going_on():
+        with _never_fatal():
             self._folder.write_trace()
         self.close()
         return content
 
     def close(self) -> None:
-        """Let go of the trackers."""
+        """Close the trackers."""
         self._track(lambda tracker: tracker.close())
 
 
 _PARITY = ("mean", "p99", "max")
 """Of |engine - trainer| log-probabilities."""
-_SPEEDS = ("samples_per_s", "gen_tokens_per_s", "trained_tokens_per_s", "rollout_occupancy")
+_RATES = ("samples_per_s", "gen_tokens_per_s", "rollout_occupancy")
+"""Keys of a row that are means over its time."""
+_SPEEDS = (*_RATES, "trained_tokens_per_s")
 
 
 class OnlineRecorder(Recorder):
     """Everything that is written about one run of `train`."""
 
     def __init__(self, config: Config, folder: RunFolder) -> None:
+        self._config, self._totals = config, _EventTotals()
+        self._origin_clocks, self._origin_time = LaneClocks(), None
         super().__init__(folder, METRICS, config.run)
-        self._config = config
-        self._clocks = LaneClocks()
-        self._clocks.feed(self._earlier)
-        now, trained = time.time(), [event["time"] for event in self._earlier if event["kind"] == "published"]
-        self._last = _Moment(now, tokens=0.0, steps=0, lanes=self._clocks.read(now))
-        self._origin = reading(self._earlier, trained[0]) if trained else None
+        now = time.time()
+        self._last = _Moment(now, tokens=0.0, steps=0, lanes=self._totals.clocks.read(now))
+        self._origin: Reading | None = None
         """The clocks at the run's first step."""
+        if self._origin_time is not None:
+            self._origin = self._origin_clocks.read(self._origin_time)
         self._done: dict[str, float] = dict.fromkeys(("seconds", *_SPEEDS), 0.0)
-        """What all steps did but the first one after each start, whose time is mostly that of the start."""
-        ends = steps_before_gaps(self._earlier)
+        """Totals over the steps, without the first one after each start: its time is mostly that of the start."""
         for before, row in itertools.pairwise(self.rows):
-            if before["step"] not in ends:
-                self._count(row, row["time_s"] - before["time_s"])
-        self._earlier.clear()
+            if before["step"] not in self._totals.ends:
+                self._count(row, (number(row.get("time_s")) or 0.0) - (number(before.get("time_s")) or 0.0))
         self._pending: dict[str, Any] = {}
 
     def feed(self, events: Sequence[Event]) -> None:
-        """Take events, each lane's in order of time."""
+        """Write events, each lane's in order of time."""
         super().feed(events)
-        self._clocks.feed(events)
+        for event in events:
+            self._totals.add(event)
+
+    def _read_earlier_events(self) -> None:
+        published = (event["time"] for event in self._folder.iterate("events.jsonl") if event["kind"] == "published")
+        self._origin_time = next(published, None)
+        super()._read_earlier_events()
+
+    def _add_earlier(self, event: Event) -> None:
+        super()._add_earlier(event)
+        self._totals.add(event)
+        if self._origin_time is not None and event["time"] <= self._origin_time:
+            self._origin_clocks.feed([event])
 
     def evaluation(self, step: int, accuracy: float, **figures: Any) -> None:
-        """Note a held-out mean reward; it stands in the next row and in the summary.
+        """Record a held-out mean reward, for the next row and the summary.
 
         Args:
-            **figures: It `by_source`, what it is `called`, and the means of the scores' `parts` and `metrics`.
+            **figures: The same `by_source`, what it is `called`, and the means of the scores' `parts` and `metrics`.
         """
         self.evaluations[step] = {"accuracy": accuracy, **figures}
         self._pending |= {"eval_reward": accuracy, "eval_step": step, "eval_by_source": figures["by_source"]}
 
     def parity(self, **nats: float) -> None:
-        """Note `mean`, `p99` and `max` of |engine - trainer|; they are part of the next row and of the summary."""
-        # In this order also of what is no number.
+        """Record `mean`, `p99` and `max` of |engine - trainer|, for the next row and the summary."""
+        # The arguments of `min` are in this order so that NaN, too, becomes the largest float.
         self._pending |= {f"parity_{name}_abs_logprob_diff": min(sys.float_info.max, nats[name]) for name in _PARITY}
 
     def step(
@@ -172,11 +196,11 @@ class OnlineRecorder(Recorder):
             stats: From the trainer.
             step: Number of completed steps, from 1; also the new version.
             tokens_generated: By all engines since their start.
-            ledger: Groups by state as the row is written, which may be when the next batch is taken.
+            ledger: Groups by state when the row is written, which may be when the next batch is taken.
             **timings: `trainer_wait_s`, `train_s`, `publish_s`.
         """
         now, before = time.time(), self._last
-        self._last = _Moment(now, tokens_generated, before.steps + 1, self._clocks.read(now))
+        self._last = _Moment(now, tokens_generated, before.steps + 1, self._totals.clocks.read(now))
         self._origin = self._origin or self._last.lanes
         measured = {
             **timings,
@@ -196,10 +220,13 @@ class OnlineRecorder(Recorder):
         """Write some groups of a batch in readable form."""
         rows = [_readable(step, group) for group in groups]
         self._folder.append("samples.jsonl", rows)
-        said = [(row, sample) for row in rows for sample in row["samples"]]
-        table = [(step, row["prompt"], row["answer"], sample["text"], sample["reward"]) for row, sample in said]
-        if table:
-            self._track(lambda tracker: tracker.show_samples(table))
+        lines = [
+            (step, row["prompt"], row["answer"], sample["text"], sample["reward"])
+            for row in rows
+            for sample in row["samples"]
+        ]
+        if lines:
+            self._track(lambda tracker: tracker.show_samples(lines))
 
     def shares(self) -> dict[str, float]:
         """Shares of the time between the first and the last trained step: idle, paused and its parts."""
@@ -215,46 +242,62 @@ class OnlineRecorder(Recorder):
 
     def summary(self, status: str, *, ledger: Mapping[str, int]) -> dict[str, Any]:
         """Write `summary.json` and `trace.json.gz`, and return the summary."""
-        rows, done = self.rows, self._done
-        evaluations = sorted(self.evaluations.items())
-        events = self._folder.read("events.jsonl")
-        lanes = [found for lane, found in lane_events(events).items() if lane.startswith("rollout/")]
-        pauses = [end - start for found in lanes for kind, start, end, _ in slices(found)]
         figures = {
-            **{name: done[name] / done["seconds"] if done["seconds"] else None for name in _SPEEDS},
-            **mean_of_ends(rows, "reward_mean", "reward"),
-            "eval_called": evaluations[-1][1].get("called", "accuracy") if evaluations else None,
-            "eval": {str(step): found["accuracy"] for step, found in evaluations},
-            "eval_best_step": max(self.evaluations, key=lambda step: self.evaluations[step]["accuracy"], default=None),
-            **{
-                f"eval_{name}": {str(step): found[name] for step, found in evaluations if found.get(name)}
-                for name in ("by_source", "parts", "metrics")
-            },
-            "length_histogram": _in_order(Counter(length // 16 * 16 for length in sample_lengths(events))),
-            "age_histogram": _in_order(sum((Counter(row["age_histogram"]) for row in rows), Counter())),
-            "age_max_trained": max((row["age_max"] for row in rows), default=0),
+            **self._speeds(),
+            **mean_of_ends(self.rows, "reward_mean", "reward"),
+            **self._evaluation_figures(),
+            **self._age_figures(),
+            "length_histogram": _in_order(self._totals.lengths),
             "max_staleness": self._config.queue.max_staleness,
             "ledger": dict(ledger),
             **self.shares(),
-            "warnings": [f"step {event['step']}: {event['text']}" for event in events if event["kind"] == "warning"],
-            "publish_s_median": statistics.median([row["publish_s"] for row in rows] or [0.0]),
-            "pause_s_median": statistics.median(pauses or [0.0]),
-            **{
-                name: max((row[name] for row in [*rows, self._pending] if row.get(name) is not None), default=None)
-                for name in (f"parity_{kind}_abs_logprob_diff" for kind in _PARITY)
-            },
+            "warnings": self._totals.warnings,
+            "publish_s_median": statistics.median(_known(self.rows, "publish_s") or [0.0]),
+            "pause_s_median": statistics.median(self._totals.pauses or [0.0]),
+            **self._parity_figures(),
         }
         return self.sum_up(status, figures)
 
+    def _speeds(self) -> dict[str, float | None]:
+        seconds = self._done["seconds"]
+        return {name: self._done[name] / seconds if seconds > 0 else None for name in _SPEEDS}
+
+    def _evaluation_figures(self) -> dict[str, Any]:
+        found = {step: figures for step, figures in sorted(self.evaluations.items()) if _accuracy(figures) is not None}
+        last = list(found.values())[-1] if found else None
+        parts = {
+            f"eval_{name}": {str(step): figures[name] for step, figures in found.items() if figures.get(name)}
+            for name in ("by_source", "parts", "metrics")
+        }
+        return {
+            "eval_called": last.get("called", "accuracy") if last else None,
+            "eval": {str(step): figures["accuracy"] for step, figures in found.items()},
+            "eval_best_step": max(found, key=lambda step: found[step]["accuracy"], default=None),
+            **parts,
+        }
+
+    def _age_figures(self) -> dict[str, Any]:
+        tokens = Counter[str]()
+        for row in self.rows:
+            tokens.update({age: int(count) for age, count in numbers(row.get("age_histogram")).items()})
+        return {
+            "age_histogram": _in_order(tokens),
+            "age_max_trained": int(max(_known(self.rows, "age_max"), default=0)),
+        }
+
+    def _parity_figures(self) -> dict[str, float | None]:
+        names = [f"parity_{kind}_abs_logprob_diff" for kind in _PARITY]
+        return {name: max(_known([*self.rows, self._pending], name), default=None) for name in names}
+
     def _count(self, row: Mapping[str, Any], seconds: float) -> None:
-        """Add a step of so many seconds to what is done."""
+        """Add a step of so many seconds to the totals."""
         self._done["seconds"] += seconds
-        for name in _SPEEDS:
-            is_counted = name == "trained_tokens_per_s"
-            self._done[name] += row["tokens_trained"] if is_counted else row.get(name, 0.0) * seconds
+        self._done["trained_tokens_per_s"] += number(row.get("tokens_trained")) or 0.0
+        for name in _RATES:
+            self._done[name] += (number(row.get(name)) or 0.0) * seconds
 
     def _rates(self, since: "_Moment") -> dict[str, float]:
-        """Return what was done a second, and the share of slots in use, from an earlier moment to the last."""
+        """Return the work per second, and the share of slots in use, from an earlier moment to the last."""
         seconds = max(self._last.time - since.time, 1e-9)
         lanes = Stretch(since.lanes, self._last.lanes)
         slots = self._config.rollout.slots * max(len(lanes.workers), 1)
@@ -265,6 +308,34 @@ class OnlineRecorder(Recorder):
         }
 
 
+class _EventTotals:
+    """What the summary needs of the event log; events are added in the order of the log."""
+
+    def __init__(self) -> None:
+        self.clocks = LaneClocks()
+        self.lengths, self.warnings = Counter[int](), list[str]()
+        """Completions by tokens, rounded down to a multiple of 16; and warnings with their steps."""
+        self.pauses = list[float]()
+        """Seconds of each pause of a rollout worker."""
+        self.ends = set[int]()
+        """The steps after which the run did not live for a while."""
+        self._slicers, self._version = defaultdict[str, Slicer](Slicer), 0
+
+    def add(self, event: Event) -> None:
+        """Add one event."""
+        self.clocks.feed([event])
+        lane, kind = lane_of(event), event["kind"]
+        if kind == "published":
+            self._version = event.get("version") or 0
+        elif kind == GAP:
+            self.ends.add(self._version)
+        elif kind == "warning":
+            self.warnings.append(f"step {event.get('step')}: {event.get('text')}")
+        self.lengths.update(length // 16 * 16 for length in sample_lengths([event]))
+        if lane.startswith("rollout/") and (found := self._slicers[lane].feed(event)):
+            self.pauses.append(found.end - found.start)
+
+
 class _Moment(NamedTuple):
     """What was known when a row was written."""
 
@@ -272,19 +343,28 @@ class _Moment(NamedTuple):
     tokens: float
     steps: int
     """Rows written by this process."""
-    lanes: Mapping[str, Mapping[str, float]]
-    """A reading of every clock."""
+    lanes: Reading
 
 
 def _in_order(counts: Mapping[Any, int]) -> dict[str, int]:
-    return {str(value): counts[value] for value in sorted(counts, key=int)}
+    known = [value for value in counts if str(value).isdecimal()]
+    return {str(value): counts[value] for value in sorted(known, key=int)}
+
+
+def _known(rows: Iterable[Mapping[str, Any]], key: str) -> list[float]:
+    """Return the figures of the rows that have one."""
+    return [value for row in rows if (value := number(row.get(key))) is not None]
+
+
+def _accuracy(figures: Mapping[str, Any]) -> float | None:
+    return number(figures.get("accuracy"))
 
 
 def _readable(step: int, group: Group) -> dict[str, Any]:
     """Return a group as a row of `samples.jsonl`, of the step that trained it."""
     prompt, samples = group.prompt, [_readable_sample(sample) for sample in group.samples]
-    told = {"step": step, "group": group.group_id, "prompt": prompt.text, "answer": prompt.answer}
-    return told | ({"row": dict(prompt.row)} if prompt.row else {}) | {"samples": samples}
+    known = {"step": step, "group": group.group_id, "prompt": prompt.text, "answer": prompt.answer}
+    return known | ({"row": dict(prompt.row)} if prompt.row else {}) | {"samples": samples}
 
 
 def _readable_sample(sample: Sample) -> dict[str, Any]:
@@ -317,7 +397,7 @@ class OfflineRecorder(Recorder):
 
     def summary(self, status: str) -> dict[str, Any]:
         """Write `summary.json` and `trace.json.gz`, and return the summary."""
-        tokens, seconds = (sum(row[key] for row in self.rows) for key in ("tokens", "train_s"))
+        tokens, seconds = (sum(_known(self.rows, key)) for key in ("tokens", "train_s"))
         figures = {
             "command": self._command,
             "trained_tokens": tokens,
@@ -331,9 +411,9 @@ class OfflineRecorder(Recorder):
 def mean_of_ends(rows: Sequence[Mapping[str, Any]], key: str, name: str) -> dict[str, float | None]:
     """Return the means of a figure over the first and the last tenth of the rows, as `<name>_first`, `<name>_last`.
 
-    Each part has one row at least and ten at most: they overlap only in a run of one row. None where nothing is known.
+    Each part has 1 to 10 rows: they overlap only in a run of one row. None if no row has the figure.
     """
-    known = [row[key] for row in rows if row[key] is not None]
+    known = _known(rows, key)
     size = min(max(len(known) // 10, 1), 10)
     return {
         f"{name}_{end}": statistics.fmean(part) if part else None
@@ -342,26 +422,23 @@ def mean_of_ends(rows: Sequence[Mapping[str, Any]], key: str, name: str) -> dict
 
 
 @contextlib.contextmanager
-def _going_on(kind: type[Exception] = OSError) -> Iterator[None]:
-    """What people read of a run may fail to be written; that ends no run."""
+def _never_fatal() -> Iterator[None]:
+    """Log an error of what only people read, such as a chart or the trace: no run ends because of it."""
     try:
         yield
-    except kind as error:
-        logger.warning("the run goes on without what could not be written: %s", error)
+    except Exception as error:
+        logger.warning("the run continues without what could not be written: %r", error)
 
 
 def _finite(value: Any) -> Any:
-    """Return what JSON can hold: null for a figure that does not exist, the largest float for an infinite one."""
+    """Return what JSON can hold: null for NaN, the largest float for infinity."""
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return None if math.isnan(value) else math.copysign(sys.float_info.max, value)
 
 
 def commit_of_code() -> str | None:
-    """Return the commit of the checkout this code runs from, marked where files differ from it.
-
-    Outside of one it is what AREAL_LITE_COMMIT says, if anything.
-    """
+    """Return AREAL_LITE_COMMIT, else the commit of the checkout that this code runs from, marked if it was edited."""
     if named := os.environ.get("AREAL_LITE_COMMIT"):
         return named
     command, here = ["git", "describe", "--always", "--dirty", "--exclude=*"], Path(__file__).parent

@@ -1,16 +1,19 @@
-"""The run folder: every file a run leaves behind, and nothing else that writes there.
+"""The run folder: where a run writes all its files, and what a resume makes of them.
 
 `runs/<recipe>-<time>/` holds `config.json`, `metrics.jsonl` (one row per trainer step), `samples.jsonl`,
 `events.jsonl`, `trace.json.gz`, `summary.json`, `logs/`, `checkpoints/step-<n>/` and TensorBoard events.
+
+A resume moves rows later than its checkpoint to `*.orphaned.jsonl`, and later checkpoints to `orphaned-step-*`.
 """
 
 import contextlib
-import gzip
+import itertools
 import json
 import logging
 import os
 import shlex
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -19,11 +22,20 @@ from areal_lite.config.offline import OfflineConfig, parse_saved_config
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import LaunchConfig, MeshConfig, RunConfig, WeightsConfig
 from areal_lite.errors import CheckpointError, ConfigError
-from areal_lite.events import Event
-from areal_lite.record.checkpoints import choose_checkpoint, go_on_from, new_checkpoint, whole_checkpoints
-from areal_lite.record.trace import to_trace
-
-Row = Mapping[str, Any]
+from areal_lite.record.checkpoints import choose_checkpoint, make_newest, new_checkpoint, read_meta, whole_checkpoints
+from areal_lite.record.run_files import (
+    Row,
+    iterate_rows,
+    missing_steps,
+    parse_rows,
+    read_json,
+    read_rows,
+    read_summary,
+    remove,
+    table,
+    write_whole,
+)
+from areal_lite.record.trace import write_trace
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +53,7 @@ _FREE_ON_RESUME = {
 """Settings that may change on a resume because they do not change what is learned."""
 
 _CHANGEABLE = {f"trainer.{name}" for name in ("lr", "schedule", "warmup_steps", "min_lr_fraction", "max_grad_norm")}
-"""Settings that may change where whoever resumes names them."""
+"""Settings that a resume may change only where its command line names them."""
 
 
 def run_path(run: RunConfig, *, recipe_name: str) -> Path:
@@ -58,19 +70,20 @@ class RunFolder:
         self.checkpoint: Path | None = None
         """What a resumed run starts from."""
         self.guard: Callable[[], None] = lambda: None
-        """Called before anything is written; raises where another process has taken the folder over."""
+        """Called before anything is written; raises if another process has taken the folder over."""
         self._late: dict[str, str] = {}
+        """Lines that could not be written yet, by file."""
 
     def check_new(self) -> None:
-        """Raise a `ConfigError` where the folder holds a run that has trained a step; what never began may again."""
-        if whole_checkpoints(self.checkpoints) or read_rows(self.path / "metrics.jsonl")[0]:
+        """Raise a `ConfigError` if the folder holds a run that has trained a step; one that failed to start is fine."""
+        if whole_checkpoints(self.checkpoints) or any(iterate_rows(self.path / "metrics.jsonl")):
             raise ConfigError(
-                f"run.dir must be a new folder, got {self.path}, which holds a run: choose another, or continue it; "
-                + self.how_to_go_on()
+                f"run.dir must be a new folder, got {self.path}, which holds a run. Fix: choose another, or resume; "
+                + self.how_to_resume()
             )
 
     def begin(self, config: Config | OfflineConfig) -> None:
-        """Make a new folder and write the resolved config, where `check_new` finds nothing against it."""
+        """Make a new folder and write the resolved config; a `ConfigError` as in `check_new`."""
         self.check_new()
         self._set_aside(logger.info)
         for path in (self.logs, self.checkpoints):
@@ -78,37 +91,46 @@ class RunFolder:
         self.write_json("config.json", config.model_dump())
 
     def recipe(self) -> Config | OfflineConfig:
-        """Read the resolved recipe; a `CheckpointError` where there is none, or another version wrote it."""
-        if not (self.path / "config.json").is_file():
+        """Read the resolved recipe.
+
+        Raises:
+            CheckpointError: There is none, it cannot be read, or an incompatible version wrote it.
+        """
+        path, notes = self.path / "config.json", list[str]()
+        if not path.is_file():
             raise CheckpointError(f"run.resume must name a run folder, got {self.path}, which has no config.json")
+        saved = read_json(path, notes)
+        if notes:
+            raise CheckpointError(f"{self.path} is damaged: {notes[0]}. Fix: restore config.json, or start a new run")
         try:
-            return parse_saved_config(json.loads((self.path / "config.json").read_text()))
+            return parse_saved_config(saved)
         except ValueError as error:
             raise CheckpointError(
                 f"run.resume must name a run that this version of areal-lite can read, got {self.path}, whose "
-                "config.json was written by an earlier version, or beside plug-ins that are not installed now: "
-                f"{error}: resume with those, or start anew without run.resume"
+                "config.json was written by an earlier version, or with plug-ins that are not installed now: "
+                f"{error}. Fix: resume with those, or start a new run without run.resume"
             ) from error
 
     def finished(self, config: Config | OfflineConfig) -> dict[str, Any] | None:
-        """Return the summary of a run that has trained all that a recipe asks for; None where there is more to do."""
+        """Return the summary of a run that has trained all that a recipe asks for; None if there is more to do."""
         summary = read_summary(self.path)
         if summary.get("status") != "done" or config.run.resume_from is not None:
             return None
         if isinstance(config, OfflineConfig) and config.batch.epochs is not None:
             saved = self.recipe()
             return summary if isinstance(saved, OfflineConfig) and saved.batch.epochs == config.batch.epochs else None
-        return summary if summary.get("version", 0) >= config.run.steps else None
+        version = summary.get("version")
+        return summary if isinstance(version, int) and version >= config.run.steps else None
 
     @classmethod
     def resume(
         cls, config: Config | OfflineConfig, *, named: Iterable[str] = (), say: Callable[[str], object] = print
     ) -> Self:
-        """Open the folder of `run.resume` and check all of it; nothing changes before `go_on`.
+        """Open the folder of `run.resume` and check all of it; nothing on the disk changes before `go_on`.
 
         Args:
             named: Settings that are changed on purpose.
-            say: Told of checkpoints that are passed over, and why.
+            say: Shows which checkpoints are passed over, and why.
 
         Raises:
             CheckpointError: There is no checkpoint, another version wrote the recipe, or it differs in what is learned.
@@ -121,66 +143,86 @@ class RunFolder:
                 f"run.resume must name a run of command: {config.command}, got {folder.path}, which is one of "
                 f"command: {saved.command}"
             )
-        found, free = differences([saved.model_dump(), config.model_dump()]).items(), _CHANGEABLE.intersection(named)
-        free |= _FREE_ON_RESUME
+        free = _FREE_ON_RESUME | _CHANGEABLE.intersection(named)
+        found = differences([saved.model_dump(), config.model_dump()]).items()
         if different := [f"{key} was {was!r}, is {now!r}" for key, (was, now) in found if key not in free]:
             raise CheckpointError(
-                f"the checkpoint belongs to another recipe: {'; '.join(different)}: resume with the recipe and "
-                "overrides of the first start, or start anew without run.resume (areal-lite resume DIR may change "
-                f"{', '.join(sorted(_CHANGEABLE))}, and what changes nothing that is learned)"
+                f"the checkpoint belongs to another recipe: {'; '.join(different)}. Fix: resume with the recipe and "
+                "overrides of the first start, or start a new run without run.resume (areal-lite resume DIR may change "
+                f"{', '.join(sorted(_CHANGEABLE))}, and settings that do not affect what is learned)"
             )
         folder.checkpoint = choose_checkpoint(folder.checkpoints, config.run.resume_from, say=say)
         return folder
 
     def go_on(self, config: Config | OfflineConfig, *, say: Callable[[str], object] = print) -> None:
-        """Continue from `checkpoint`: what came later moves to `*.orphaned.jsonl` and `orphaned-step-*`."""
-        self._set_aside(say)
+        """Continue from `checkpoint` with a recipe that `resume` has checked."""
         content = config.model_dump()
         content["run"]["resume_from"] = None  # meant once
-        found = differences([self.recipe().model_dump(), content])
-        if was := {key: before for key, (before, _) in found.items() if key in _CHANGEABLE}:
-            step = max((row["step"] for row in self.read("metrics.jsonl")), default=0)
-            # At the last event's time, as the time until the next one is not the run's.
-            time_s = max((event["time"] for event in self.read("events.jsonl")), default=time.time())
-            event = {"time": time_s, "lane": "controller", "kind": "settings", "step": step, "was": was}
-            self.append("events.jsonl", [event])
+        self._set_aside(say, now=content)
         self.write_json("config.json", content)
 
     def go_back(self, *, say: Callable[[str], object]) -> None:
-        """Continue from the newest checkpoint that is what was saved; from the start where none was saved."""
+        """Continue from the newest undamaged checkpoint; from the start if none was saved."""
         there = whole_checkpoints(self.checkpoints)
         self.checkpoint = choose_checkpoint(self.checkpoints, None, say=say) if there else None
-        self._set_aside(say)
+        self._set_aside(say, now=self.recipe().model_dump())
 
-    def _set_aside(self, say: Callable[[str], object]) -> None:
+    def _set_aside(self, say: Callable[[str], object], *, now: Row | None = None) -> None:
+        """Set aside whatever is later than the checkpoint; log which settings change there, if those of `now` do."""
         self.guard()
-        meta = {"step": 0, "time": 0.0}
+        step, moment = (0, 0.0) if self.checkpoint is None else read_meta(self.checkpoint)
         if self.checkpoint is not None:
-            meta = json.loads((self.checkpoint / "meta.json").read_text())
-            go_on_from(self.checkpoint, say=say)
+            make_newest(self.checkpoint, say=say)
             self.checkpoint = self.newest_checkpoint()
-        for name, key in (("metrics.jsonl", "step"), ("samples.jsonl", "step"), ("events.jsonl", "time")):
-            self._orphan_rows(name, key, last=meta[key], say=say)
+
+        def is_earlier(row: Row) -> bool:
+            return bool(row["step"] <= step)
+
+        def has_happened(event: Row) -> bool:
+            # A change of settings at this very step has not trained anything.
+            return event["time"] <= moment and not (event.get("kind") == "settings" and event.get("step") == step)
+
+        known = [row for row, is_kept in self._split("metrics.jsonl", "step", is_earlier, say) if is_kept]
+        if missing := missing_steps([*known, {"step": step + 1}]):
+            say(f"{self.path / 'metrics.jsonl'}: no row of step {missing}: figures and curves leave them out")
+        deque(self._split("samples.jsonl", "step", is_earlier, say), maxlen=0)
+        last, undone = 0.0, dict[str, Any]()
+        for event, is_kept in self._split("events.jsonl", "time", has_happened, say):
+            if is_kept:
+                last = max(last, event["time"])
+            elif event.get("kind") == "settings":
+                undone = table(event.get("was")) | undone  # the first change after the checkpoint knows what held there
+        if now is not None and step:
+            self._log_changes(
+                flattened(self.recipe().model_dump()) | undone, flattened(now), step=step, time_s=last or moment
+            )
+
+    def _log_changes(self, before: Row, now: Row, *, step: int, time_s: float) -> None:
+        was = {key: before[key] for key in sorted(_CHANGEABLE & before.keys()) if before[key] != now.get(key)}
+        if was:
+            # At the time of the last event: the time from there to the next one is not the run's.
+            event = {"time": time_s, "lane": "controller", "kind": "settings", "step": step, "was": was}
+            self.append("events.jsonl", [event])
 
     def newest_checkpoint(self) -> Path:
-        """Return the newest complete checkpoint, unverified; a `CheckpointError` where there is none."""
+        """Return the newest complete checkpoint, unverified; a `CheckpointError` if there is none."""
         there = whole_checkpoints(self.checkpoints)
         return list(there.values())[-1] if there else choose_checkpoint(self.checkpoints, None, say=print)
 
-    def how_to_go_on(self) -> str:
-        """Return the command that continues the run, or why there is none."""
+    def how_to_resume(self) -> str:
+        """Return the command that resumes the run, or why there is none."""
         if not (there := whole_checkpoints(self.checkpoints)):
-            return "there is no checkpoint to go on from (run.checkpoint_every)"
-        return f"to go on from step {max(there)}: areal-lite resume {shlex.quote(str(self.path))}"
+            return "there is no checkpoint to resume from (run.checkpoint_every)"
+        return f"to resume from step {max(there)}: areal-lite resume {shlex.quote(str(self.path))}"
 
     @contextlib.contextmanager
     def new_checkpoint(self, step: int, *, queue_state: bytes | None, keep: int) -> Iterator[Path]:
-        """Yield where the trainer's part of a checkpoint is written; it is there, whole, from the block's end on.
+        """Yield the folder for the trainer's part of a checkpoint, which is complete once the block has ended.
 
         Args:
             step: Completed steps.
             queue_state: The sample queue's; None for an offline run, which has no queue.
-            keep: How many of the newest are left.
+            keep: How many of the newest checkpoints stay.
         """
         self.guard()
         with new_checkpoint(self.checkpoints, step, keep=keep) as folder:
@@ -189,8 +231,8 @@ class RunFolder:
             yield folder / "trainer"
             self.guard()  # the ranks may have taken long
 
-    def append(self, name: str, rows: Iterable[Row]) -> None:
-        """Append rows to a `.jsonl` file; a killed run leaves whole lines. What cannot be written now comes later."""
+    def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append rows to a `.jsonl` file; a killed run leaves complete lines. What cannot be written now, is later."""
         late, path = self._late.pop(name, ""), self.path / name
         text = late + "".join(json.dumps(row, default=float) + "\n" for row in rows)
         if text:
@@ -204,11 +246,15 @@ class RunFolder:
                 with contextlib.suppress(OSError):
                     os.truncate(path, size)
                 if not late:
-                    logger.warning("%s cannot be written, and what belongs there is kept for later: %s", path, error)
+                    logger.warning("%s cannot be written; its rows are kept in memory until it can: %s", path, error)
 
-    def read(self, name: str) -> list[dict[str, Any]]:
-        """Read a `.jsonl` file; a last line cut off by a kill is left out."""
+    def read(self, name: str) -> list[Row]:
+        """Read the rows of a `.jsonl` file; what is broken or cut off is left out."""
         return read_rows(self.path / name)[0]
+
+    def iterate(self, name: str) -> Iterator[Row]:
+        """Yield the same rows, one after another."""
+        return iterate_rows(self.path / name)
 
     def write_json(self, name: str, content: Any) -> None:
         """Write a JSON file, whole or not at all."""
@@ -216,51 +262,33 @@ class RunFolder:
         write_whole(self.path / name, json.dumps(content, indent=2, default=float) + "\n")
 
     def write_trace(self) -> None:
-        """Turn `events.jsonl` into `trace.json.gz` for Perfetto, which unpacks it."""
-        events: list[Event] = self.read("events.jsonl")
-        write_whole(self.path / "trace.json.gz", gzip.compress(json.dumps(to_trace(events)).encode(), mtime=0))
+        """Turn `events.jsonl` into `trace.json.gz` for Perfetto."""
+        temporary = self.path / ".trace.json.gz.tmp"
+        remove(temporary)
+        write_trace(temporary, lambda: self.iterate("events.jsonl"))
+        os.replace(temporary, self.path / "trace.json.gz")
 
-    def _orphan_rows(self, name: str, key: str, *, last: float, say: Callable[[str], object]) -> None:
-        path, (rows, broken) = self.path / name, read_rows(self.path / name)
-        rows += map(json.loads, self._late.pop(name, "").splitlines())
+    def _split(
+        self, name: str, key: str, stays: Callable[[Row], bool], say: Callable[[str], object]
+    ) -> Iterator[tuple[Row, bool]]:
+        """Move rows, which need a number by this key, to `*.orphaned.jsonl`; yield every row, and whether it stays."""
+        path, broken, late = self.path / name, list[int](), self._late.pop(name, "")
+        kept, orphaned = path.with_name(f".{name}.kept"), path.with_name(f"{path.stem}.orphaned.jsonl")
+        if not (path.is_file() or late):
+            return
+        remove(kept)
+        shape = {key: float}  # a row that readers cannot use is not deleted
+        with kept.open("w") as staying, orphaned.open("a") as leaving:
+            rows, late_rows = iterate_rows(path, broken, shape=shape), parse_rows(late.splitlines(), shape=shape)
+            for row in itertools.chain(rows, late_rows):
+                is_kept = stays(row)
+                (staying if is_kept else leaving).write(json.dumps(row) + "\n")
+                yield row, is_kept
+        os.replace(kept, path)
+        if not orphaned.stat().st_size:
+            orphaned.unlink()
         if broken:
             say(f"{path}: left out what cannot be read: line {', '.join(map(str, broken))}")
-        self.append(f"{path.stem}.orphaned.jsonl", (row for row in rows if row.get(key, last) > last))
-        if path.is_file():
-            write_whole(path, "".join(json.dumps(row) + "\n" for row in rows if row.get(key, last) <= last))
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(temporary, path)
-
-
-def read_summary(folder: Path) -> dict[str, Any]:
-    """Return a run's summary, empty where there is none that can be read: the run's next end writes another."""
-    with contextlib.suppress(OSError, ValueError):
-        content = json.loads((folder / "summary.json").read_text())
-        return content if isinstance(content, dict) else {}
-    return {}
-
-
-def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return the whole rows of a `.jsonl` file, none where there is no file, and the numbers of the other lines.
-
-    NaN and infinity, which JSON does not have, are None.
-    """
-    rows, broken = list[dict[str, Any]](), list[int]()
-    lines = path.read_text(errors="replace").split("\n") if path.is_file() else []
-    for number, line in enumerate(lines, 1):
-        row = None
-        with contextlib.suppress(ValueError):
-            row = json.loads(line, parse_constant=lambda _: None)
-        if isinstance(row, dict):
-            rows.append(row)
-        elif line:
-            broken.append(number)
-    return rows, broken
 
 
 def changed(config: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -1,35 +1,53 @@
-"""The event log as a Perfetto trace (Chrome trace-event JSON); a pure function.
+"""The event log as a Perfetto trace (Chrome trace-event JSON).
 
 One track per lane: pauses and training become slices of the lane, samples and verified groups become
 asynchronous slices (they overlap), `running` becomes a counter.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from areal_lite.events import Event
-from areal_lite.record.lanes import first_moment, lane_events, slices
+from areal_lite.record.lanes import Slicer, event_begins, lane_of, lane_order
 from areal_lite.types import GIVEN
 
 Row = dict[str, Any]
 
 
-def to_trace(events: Sequence[Event]) -> dict[str, Any]:
-    """Return the trace of the rows of `events.jsonl` as a JSON object."""
-    first, rows = first_moment(events), list[Row]()
+def write_trace(path: Path, read_events: Callable[[], Iterable[Event]]) -> None:
+    """Write the trace, packed by gzip, which Perfetto unpacks; events are read twice, and never held all at once."""
+    with gzip.GzipFile(path, "wb", mtime=0) as file:
+        file.write(b'{"displayTimeUnit": "ms", "traceEvents": [')
+        for place, row in enumerate(trace_rows(read_events)):
+            file.write((",\n" if place else "").encode() + json.dumps(row).encode())
+        file.write(b"]}")
+
+
+def trace_rows(read_events: Callable[[], Iterable[Event]]) -> Iterator[Row]:
+    """Yield the trace events of an event log, in which each lane's events are in order of time."""
+    lanes, first = set[str](), 0.0
+    for event in read_events():
+        first = min(first, event_begins(event)) if lanes else event_begins(event)
+        lanes.add(lane_of(event))
 
     def ticks(moment: float) -> int:
         # Whole microseconds: with fractions a slice may seem to overlap the one before, and Perfetto drops it.
         return round((moment - first) * 1e6)
 
-    for pid, (lane, found) in enumerate(lane_events(events).items(), start=1):
-        rows.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": lane}})
-        for kind, begin, end, _ in slices(found):
-            name, ts = "pause" if kind == "drain" else kind, ticks(begin)
-            rows.append({"ph": "X", "pid": pid, "tid": 1, "name": name, "ts": ts, "dur": ticks(end) - ts})
-        for event in found:
-            rows += _rows_of(event, pid, ticks)
-    return {"traceEvents": rows, "displayTimeUnit": "ms"}
+    pids = {lane: pid for pid, lane in enumerate(sorted(lanes, key=lane_order), start=1)}
+    for lane, pid in pids.items():
+        yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": lane}}
+    slicers = defaultdict[str, Slicer](Slicer)
+    for event in read_events():
+        lane = lane_of(event)
+        if found := slicers[lane].feed(event):
+            name, start = "pause" if found.kind == "drain" else found.kind, ticks(found.start)
+            yield {"ph": "X", "pid": pids[lane], "tid": 1, "name": name, "ts": start, "dur": ticks(found.end) - start}
+        yield from _rows_of(event, pids[lane], ticks)
 
 
 def _rows_of(event: Event, pid: int, ticks: Callable[[float], int]) -> Iterator[Row]:

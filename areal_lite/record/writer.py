@@ -21,7 +21,9 @@ from typing import Any, Self
 import psutil
 
 from areal_lite.errors import CheckpointError, ConfigError
+from areal_lite.record.run_files import has_shape
 
+_OWNER = {"host": str, "machine": str, "pid": int, "began": float, "since": str}
 _CLOCK_S = 5.0
 """When a process began is reckoned from the clock, which may have been set since."""
 _BEAT_S, _SILENCE_S = 5.0, 120.0
@@ -172,9 +174,9 @@ def _machine() -> str:
 
 
 def _owner(content: bytes) -> dict[str, Any]:
-    with contextlib.suppress(ValueError, TypeError):
-        if {"host", "machine", "pid", "began", "since"} <= (owner := dict(json.loads(content))).keys():
-            return owner
+    with contextlib.suppress(ValueError, RecursionError):
+        if has_shape(owner := json.loads(content), _OWNER):
+            return dict(owner)
     return {}
 
 

@@ -25,7 +25,7 @@ from areal_lite.launch.bench.harness import say, write_results
 from areal_lite.launch.bench.plan import choose
 from areal_lite.node import look_at_node
 from areal_lite.record.columns import Row, cells, markdown
-from areal_lite.record.run_folder import write_whole
+from areal_lite.record.run_files import write_whole
 from areal_lite.verify.descendants import adopt_orphans, children, end_descendants
 
 _PASSED = "passed"

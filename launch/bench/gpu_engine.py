@@ -23,7 +23,7 @@ from areal_lite.launch.bench.gpu_part import Job, read_figures
 from areal_lite.launch.bench.harness import CONSOLE, training
 from areal_lite.launch.run import online
 from areal_lite.launch.run.train import ray_session, train
-from areal_lite.record.run_folder import read_rows, read_summary
+from areal_lite.record.run_files import read_rows, read_summary
 from areal_lite.weights.handover import hand_over
 
 GRADIENT_LIMITS = {"float32": 1e-3, "bfloat16": 0.1}

@@ -17,7 +17,7 @@ from areal_lite.config.reading import read_yaml
 from areal_lite.config.recipe import Config
 from areal_lite.config.section import Section
 from areal_lite.launch.bench.plan import planned_config
-from areal_lite.record.run_folder import write_whole
+from areal_lite.record.run_files import write_whole
 
 FIGURES = "figures.json"
 """What a part has reported, in its folder."""

@@ -28,7 +28,8 @@ from areal_lite.record.checkpoints import whole_checkpoints
 from areal_lite.record.columns import Columns, Row
 from areal_lite.record.paths import with_absolute_paths
 from areal_lite.record.recorder import commit_of_code
-from areal_lite.record.run_folder import differences, read_summary, write_whole
+from areal_lite.record.run_files import read_summary, write_whole
+from areal_lite.record.run_folder import differences
 
 logger = logging.getLogger(__name__)
 

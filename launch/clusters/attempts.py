@@ -31,7 +31,7 @@ from areal_lite.launch.clusters.ray_nodes import LOCAL, RayNodes
 from areal_lite.launch.clusters.remote import Remote, end_process, python_of, script
 from areal_lite.launch.run.signals import NOTICES
 from areal_lite.record.checkpoints import whole_checkpoints
-from areal_lite.record.run_folder import read_rows, read_summary, write_whole
+from areal_lite.record.run_files import read_rows, read_summary, write_whole
 
 INTERRUPTED = 130
 _POLL_S = 0.25

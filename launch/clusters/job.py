@@ -20,7 +20,7 @@ from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError, PluginError
 from areal_lite.launch.clusters.profile import Profile
 from areal_lite.launch.clusters.remote import bash_problems
-from areal_lite.record.run_folder import write_whole
+from areal_lite.record.run_files import write_whole
 
 JOBS = Path("runs") / "jobs"
 RESUMABLE = ("train", "sft", "reward-model", "dpo")

@@ -25,7 +25,7 @@ from areal_lite.launch.commands.serve import on_own_screen
 from areal_lite.node import check_memory, out_of_memory
 from areal_lite.record.metrics import mean_called
 from areal_lite.record.paths import EVALUATED, find_model_folder, with_absolute_paths
-from areal_lite.record.run_folder import read_summary
+from areal_lite.record.run_files import read_summary
 from areal_lite.types import Prompt
 from areal_lite.verify.protocol import Reply
 from areal_lite.verify.verifier_set import VerifierSet

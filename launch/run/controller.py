@@ -113,7 +113,7 @@ class Controller(ABC):
         except Interrupted:
             raise
         except KeyboardInterrupt:
-            self._view.say(self._folder.how_to_go_on())
+            self._view.say(self._folder.how_to_resume())
             raise
         except (Exception, SystemExit) as error:
             located = self._places.whereabouts.located(error)
@@ -368,7 +368,7 @@ class Controller(ABC):
         self._save_what_is_whole()
         self._recorder.stopped_by = self._interrupts.why
         self._sum_up(f"failed: {type(error).__name__}: {error}", failed=True)
-        self._view.say(self._folder.how_to_go_on())
+        self._view.say(self._folder.how_to_resume())
 
     def _save_what_is_whole(self) -> None:
         """After a failure: save if the weights are those of a step boundary, and everybody is there who is needed."""

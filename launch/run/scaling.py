@@ -8,7 +8,8 @@ from pydantic import PositiveInt, TypeAdapter, ValidationError
 
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError, StallError
-from areal_lite.record.run_folder import RunFolder, write_whole
+from areal_lite.record.run_files import write_whole
+from areal_lite.record.run_folder import RunFolder
 from areal_lite.sample_queue.access import Role
 
 _ROLES = (Role.ROLLOUT, Role.VERIFIER)

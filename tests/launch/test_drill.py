@@ -68,7 +68,7 @@ else:
         {"status": "done", "ledger": {"admitted": 2 * steps, "trained": 2 * steps}}))
     with (folder / "samples.jsonl").open("w") as file:
         for group in range(2 * steps):
-            file.write(json.dumps({"group": f"p/0/{group}#0"}) + "\\n")
+            file.write(json.dumps({"step": 1, "group": f"p/0/{group}#0", "samples": []}) + "\\n")
 for child in children.values():
     child.kill()
 sys.exit(code)
@@ -181,7 +181,7 @@ def test_the_books(change: dict[str, Any], problem: str | None, tmp_path: Path) 
     (tmp_path / "summary.json").write_text(json.dumps({"status": told["status"], "ledger": ledger}))
     folder = RunFolder(tmp_path)
     folder.append("metrics.jsonl", [{"step": step} for step in told["steps"]])
-    folder.append("samples.jsonl", [{"group": group} for group in told["groups"]])
+    folder.append("samples.jsonl", [{"step": 1, "group": group, "samples": []} for group in told["groups"]])
     found = problems(folder, steps=2, groups_per_step=2)
     assert bool(found) == bool(problem)
     assert any(re.search(problem, text) for text in found) if problem else not found
@@ -197,7 +197,7 @@ def test_runs_are_alike_to_the_last_bit(tmp_path: Path) -> None:
     folders = [RunFolder(tmp_path / name) for name in "abc"]
     for folder, loss in zip(folders, (0.1, 0.1, 0.1 + 2**-56), strict=True):
         folder.path.mkdir()
-        folder.append("metrics.jsonl", [figures | {"loss": loss, "time_s": id(folder)}])
+        folder.append("metrics.jsonl", [figures | {"step": 1, "loss": loss, "time_s": id(folder)}])
     assert are_alike(folders[0], folders[1])
     assert not are_alike(folders[0], folders[2])
 

@@ -15,7 +15,7 @@ from run_folders import write_checkpoint
 from train_builders import make_config, make_rows, make_shard, save_tiny_model
 
 from areal_lite.errors import CheckpointError, TrainerError
-from areal_lite.record.checkpoints import choose_checkpoint, damage, go_on_from, seal, whole_checkpoints
+from areal_lite.record.checkpoints import choose_checkpoint, damage, make_newest, seal, whole_checkpoints
 from areal_lite.train.trainer import Trainer
 
 
@@ -111,7 +111,7 @@ def test_the_newest_good_one_is_taken_and_the_bad_ones_are_named(tmp_path: Path)
     said: list[str] = []
     assert choose_checkpoint(tmp_path, None, say=said.append) == paths[1]
     assert len(said) == 1
-    assert said[0].startswith(f"DAMAGED checkpoint, not taken: {paths[2]}: trainer/shard: expected {{'size': 500, ")
+    assert said[0].startswith(f"DAMAGED checkpoint, skipped: {paths[2]}: trainer/shard: expected {{'size': 500, ")
     for path in paths[:2]:
         flip(path / "queue.msgpack", 9)
     with pytest.raises(CheckpointError, match=r"step-10: trainer/shard.*step-2: queue.*step-1: queue.*resume_from"):
@@ -149,7 +149,7 @@ def test_no_rule_deletes_the_state_a_run_goes_on_from(tmp_path: Path) -> None:
         path = write_checkpoint(tmp_path, step, fill, keep=9)
     flip(path / "trainer/shard", 0)
     said: list[str] = []
-    go_on_from(tmp_path / "step-000002", say=said.append)
+    make_newest(tmp_path / "step-000002", say=said.append)
     assert [text.split(" is later")[0] for text in said] == ["step-9", "step-8"]
     write_checkpoint(tmp_path, 3, fill, keep=2)
     assert list(whole_checkpoints(tmp_path)) == [2, 3]
@@ -169,7 +169,7 @@ def test_what_a_kill_left_aside_counts_and_comes_back(tmp_path: Path) -> None:
     (tmp_path / "step-000005").rename(tmp_path / ".step-000005.aside")
     (tmp_path / ".step-000005.tmp").mkdir()
     path = choose_checkpoint(tmp_path, None, say=silent)
-    go_on_from(path, say=silent)
+    make_newest(path, say=silent)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
     assert (tmp_path / "step-000005" / "queue.msgpack").read_bytes() == content
 

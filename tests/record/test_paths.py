@@ -157,7 +157,7 @@ def make_run(folder: Path, *, steps: list[int], with_model: list[int]) -> Path:
     for step in steps:
         checkpoint = folder / "checkpoints" / f"step-{step:06d}"
         (checkpoint / "model").mkdir(parents=True)
-        (checkpoint / "meta.json").write_text("{}")
+        (checkpoint / "meta.json").write_text(json.dumps({"step": step, "time": 1.0}))
         if step in with_model:
             (checkpoint / "model" / "config.json").write_text("{}")
     return folder
@@ -203,7 +203,7 @@ def test_a_model_of_a_run_that_is_not_the_saved_one_is_refused(tmp_path: Path) -
             find_model_folder(path, option="model.path")
     manifest = model.parent / "manifest.json"
     manifest.write_text(json.dumps({"meta.json": json.loads(manifest.read_text())["meta.json"]}, indent=1))
-    with pytest.raises(ConfigError, match="it was not written to its end"):
+    with pytest.raises(ConfigError, match="its save did not finish"):
         find_model_folder(run, option="model.path")
 
 

@@ -26,7 +26,10 @@ def test_a_half_written_line_is_left_out_and_noted(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text("\n".join([lines[0], '{"step": 2, "rew', lines[2], "7"]))
     found = RunFiles(run)
     assert [row["step"] for row in found.metrics] == [1, 3]
-    assert found.notes == ["metrics.jsonl: 2 line(s) cut off or broken, left out"]
+    assert found.notes == [
+        "metrics.jsonl: 2 line(s) cut off or broken, left out",
+        "metrics.jsonl has no row of step 2: figures and curves leave them out",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The run folder: made once, continued from its newest whole checkpoint, never half-written."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,14 @@ def folder(tmp_path: Path) -> RunFolder:
     return new_run_folder(make_config(tmp_path))
 
 
+def event(time: float) -> dict[str, Any]:
+    return {"time": time, "lane": "trainer", "kind": "wait"}
+
+
+def group(step: int, name: str = "a") -> dict[str, Any]:
+    return {"step": step, "group": name, "samples": []}
+
+
 def names(path: Path) -> list[str]:
     return sorted(item.name for item in path.iterdir())
 
@@ -62,13 +71,13 @@ def test_the_default_folder_is_named_after_recipe_and_time(tmp_path: Path, monke
 def test_a_folder_with_a_run_is_not_written_over(folder: RunFolder, tmp_path: Path) -> None:
     """Seen failing without the check: the new run's rows would stand behind the old one's."""
     checkpoint(folder, 1)
-    with pytest.raises(ConfigError, match=r"holds a run: choose another, or continue it; .* areal-lite resume .*run$"):
+    with pytest.raises(ConfigError, match=r"holds a run. Fix: choose another, or resume; .* areal-lite resume .*run$"):
         new_run_folder(make_config(tmp_path))
 
 
 def test_a_start_that_failed_does_not_stand_in_the_way(folder: RunFolder, tmp_path: Path) -> None:
     """What it left is set aside. Seen failing with every config.json taken for a run, and without the setting aside."""
-    folder.append("events.jsonl", [{"time": 1.0, "kind": "eval"}])
+    folder.append("events.jsonl", [event(1.0)])
     again = new_run_folder(make_config(tmp_path, queue={"max_staleness": 1}))
     assert again.read("events.jsonl") == []
     assert len(again.read("events.orphaned.jsonl")) == 1
@@ -187,8 +196,8 @@ def test_rows_beyond_the_checkpoint_move_to_orphaned_files(folder: RunFolder, tm
     """Two resumes: what was orphaned first stays. Seen failing with rows deleted, and with `<` for `<=`."""
     for step in (1, 2, 3):
         folder.append("metrics.jsonl", [{"step": step}])
-        folder.append("samples.jsonl", [{"step": step, "n": 0}, {"step": step, "n": 1}])
-        folder.append("events.jsonl", [{"time": 1.0 * step}])
+        folder.append("samples.jsonl", [group(step, "a"), group(step, "b")])
+        folder.append("events.jsonl", [event(1.0 * step)])
         if step == 2:
             checkpoint(folder, 2)
     (folder.newest_checkpoint() / "meta.json").write_text(json.dumps({"step": 2, "time": 2.5}))
@@ -201,9 +210,9 @@ def test_rows_beyond_the_checkpoint_move_to_orphaned_files(folder: RunFolder, tm
         assert again.read("metrics.jsonl") == [{"step": 1}, {"step": 2}]
         assert again.read("metrics.orphaned.jsonl") == [{"step": 3}]
         assert [row["step"] for row in again.read("samples.jsonl")] == [1, 1, 2, 2]
-        assert again.read("samples.orphaned.jsonl") == [{"step": 3, "n": 0}, {"step": 3, "n": 1}]
-        assert again.read("events.jsonl") == [{"time": 1.0}, {"time": 2.0}]
-        assert again.read("events.orphaned.jsonl") == [{"time": 3.0}]
+        assert again.read("samples.orphaned.jsonl") == [group(3, "a"), group(3, "b")]
+        assert again.read("events.jsonl") == [event(1.0), event(2.0)]
+        assert again.read("events.orphaned.jsonl") == [event(3.0)]
     again.append("metrics.jsonl", [{"step": 3, "anew": True}])
     resumed(tmp_path)
     assert again.read("metrics.orphaned.jsonl") == [{"step": 3}, {"step": 3, "anew": True}]
@@ -222,9 +231,9 @@ def test_rows_that_wait_for_room_are_set_aside_like_those_in_the_file(folder: Ru
 
 def test_events_of_before_the_save_began_stay(folder: RunFolder, tmp_path: Path) -> None:
     """The moment is taken before the save: what happens beside it belongs to what comes after."""
-    checkpoint(folder, 1, save=lambda path: folder.append("events.jsonl", [{"time": 9e9}]))
-    folder.append("events.jsonl", [{"time": 1.0}])
-    assert resumed(tmp_path).read("events.jsonl") == [{"time": 1.0}]
+    checkpoint(folder, 1, save=lambda path: folder.append("events.jsonl", [event(9e9)]))
+    folder.append("events.jsonl", [event(1.0)])
+    assert resumed(tmp_path).read("events.jsonl") == [event(1.0)]
 
 
 def test_a_resume_needs_a_run_and_a_checkpoint(folder: RunFolder, tmp_path: Path) -> None:
@@ -259,6 +268,29 @@ def test_what_a_resume_changed_on_purpose_is_an_event_of_its_step(folder: RunFol
         again.go_on(config)
     changes = [event for event in again.read("events.jsonl") if event["kind"] == "settings"]
     assert changes == [{"time": 0.5, "lane": "controller", "kind": "settings", "step": 1, "was": {"trainer.lr": 1e-4}}]
+
+
+def test_settings_changed_after_a_checkpoint_are_known_when_a_resume_goes_back_behind_the_change(
+    folder: RunFolder, tmp_path: Path
+) -> None:
+    """lr is 1e-4 until step 2 and then 3e-4; a resume from step 1 with 3e-4 changes it at step 1 already.
+
+    Seen failing: the event was set aside with the rows after step 1, and the page showed 3e-4 for all steps. With
+    1e-4 again nothing has changed.
+    """
+    for step in (1, 2):
+        folder.append("metrics.jsonl", [{"step": step}])
+        folder.append("events.jsonl", [{"time": time.time(), "lane": "trainer", "kind": "published", "version": step}])
+        checkpoint(folder, step, keep=9)
+    run = {"resume": str(tmp_path / "run")}
+    for resume_from, lr, expected in (("step-2", 3e-4, (2, 1e-4)), ("step-1", 3e-4, (1, 1e-4)), ("step-1", 1e-4, None)):
+        config = parse_config({"run": run | {"resume_from": resume_from}, "trainer": {"lr": lr}})
+        again = RunFolder.resume(config, named=["trainer.lr"])
+        again.go_on(config)
+        changes = [event for event in again.read("events.jsonl") if event["kind"] == "settings"]
+        assert [(event["step"], event["was"]["trainer.lr"]) for event in changes] == ([expected] if expected else [])
+        again.go_back(say=print)
+        assert [event for event in again.read("events.jsonl") if event["kind"] == "settings"] == changes
 
 
 @pytest.mark.parametrize(
@@ -348,6 +380,6 @@ def test_nothing_is_written_once_another_process_has_the_folder(folder: RunFolde
 
 def test_how_to_go_on_is_said_with_a_command_that_can_be_pasted(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "my run")
-    assert "no checkpoint" in folder.how_to_go_on()
+    assert "no checkpoint" in folder.how_to_resume()
     checkpoint(folder, 7)
-    assert folder.how_to_go_on() == f"to go on from step 7: areal-lite resume '{folder.path}'"
+    assert folder.how_to_resume() == f"to resume from step 7: areal-lite resume '{folder.path}'"

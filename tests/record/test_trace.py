@@ -1,22 +1,29 @@
 """The event log as a Perfetto trace: what is drawn, where, and how long."""
 
+import gzip
 import itertools
 import json
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from report_builders import event
 
 from areal_lite.events import Event
-from areal_lite.record.trace import to_trace
+from areal_lite.record.trace import trace_rows, write_trace
 
 
-def rows_of(trace: dict[str, Any], phase: str) -> list[dict[str, Any]]:
-    return [row for row in trace["traceEvents"] if row["ph"] == phase]
+def trace_of(log: Iterable[Event]) -> list[dict[str, Any]]:
+    return list(trace_rows(lambda: log))
+
+
+def rows_of(trace: list[dict[str, Any]], phase: str) -> list[dict[str, Any]]:
+    return [row for row in trace if row["ph"] == phase]
 
 
 def slices(*events: Event) -> list[tuple[str, float, float]]:
     """Name, begin and length in microseconds of each slice on a lane's own track."""
-    return [(row["name"], row["ts"], row["dur"]) for row in rows_of(to_trace(events), "X")]
+    return [(row["name"], row["ts"], row["dur"]) for row in rows_of(trace_of(events), "X")]
 
 
 def test_a_trainer_lane_is_wait_train_publish() -> None:
@@ -49,9 +56,10 @@ def test_lanes_do_not_close_each_others_slices() -> None:
         event(2.0, "rollout/1", "resumed"),
         event(5.0, "rollout/0", "resumed"),
     ]
-    trace = to_trace(log)
+    trace = trace_of(log)
     names = {row["pid"]: row["args"]["name"] for row in rows_of(trace, "M")}
-    assert [(names[row["pid"]], row["dur"]) for row in rows_of(trace, "X")] == [("rollout/0", 5e6), ("rollout/1", 1e6)]
+    found = {names[row["pid"]]: row["dur"] for row in rows_of(trace, "X")}
+    assert found == {"rollout/0": 5e6, "rollout/1": 1e6}
 
 
 def test_samples_that_overlap_each_have_a_line_with_their_versions() -> None:
@@ -60,7 +68,7 @@ def test_samples_that_overlap_each_have_a_line_with_their_versions() -> None:
         {"end": 4.0, "tokens": 9, "spans": [[0, 0, 5], [1, 5, 9]]},
         {"end": 6.0, "tokens": 3, "spans": [[1, 0, 3]]},
     ]
-    trace = to_trace([event(0.0, "rollout/0", "running", n=2), event(6.5, "rollout/0", "group", group="p/0/1#0",
+    trace = trace_of([event(0.0, "rollout/0", "running", n=2), event(6.5, "rollout/0", "group", group="p/0/1#0",
                       start=2.0, samples=samples)])  # fmt: skip
     begins, ends = rows_of(trace, "b"), rows_of(trace, "e")
     assert [(row["ts"], row["args"]) for row in begins] == [
@@ -80,7 +88,7 @@ def test_verified_groups_may_overlap_as_well() -> None:
         event(3.0, "verifier/0", "verify", group_id="a#0", start=1.0, end=3.0),
         event(4.0, "verifier/0", "verify", group_id="b#0", start=2.0, end=4.0),
     ]
-    trace = to_trace(log)
+    trace = trace_of(log)
     assert [(row["id2"]["local"], row["ts"]) for row in rows_of(trace, "b")] == [("a#0", 0.0), ("b#0", 1e6)]
     assert [(row["id2"]["local"], row["ts"]) for row in rows_of(trace, "e")] == [("a#0", 2e6), ("b#0", 3e6)]
     assert rows_of(trace, "X") == []
@@ -94,16 +102,18 @@ def test_time_begins_with_the_earliest_event_of_any_lane() -> None:
         event(8.0, "trainer", "wait"),
         event(9.5, "trainer", "train"),
     ]
-    times = [row["ts"] for row in to_trace(log)["traceEvents"] if "ts" in row]
+    times = [row["ts"] for row in trace_of(log) if "ts" in row]
     assert min(times) == 0.0
 
 
-def test_every_event_of_a_killed_run_still_gives_valid_json() -> None:
+def test_every_event_of_a_killed_run_still_gives_valid_json(tmp_path: Path) -> None:
     """Slices left open are left out; unknown kinds draw nothing."""
-    trace = to_trace([event(0.0, "trainer", "wait"), event(1.0, "controller", "eval", step=3, accuracy=0.5)])
-    assert json.loads(json.dumps(trace, allow_nan=False))["displayTimeUnit"] == "ms"
-    assert [row["ph"] for row in trace["traceEvents"]] == ["M", "M"]
-    assert to_trace([])["traceEvents"] == []
+    log = [event(0.0, "trainer", "wait"), event(1.0, "controller", "eval", step=3, accuracy=0.5)]
+    for events, phases in ((log, ["M", "M"]), ([], [])):
+        write_trace(tmp_path / "trace.json.gz", lambda events=events: events)
+        trace = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
+        assert trace["displayTimeUnit"] == "ms"
+        assert [row["ph"] for row in trace["traceEvents"]] == phases
 
 
 def test_every_row_says_process_and_thread() -> None:
@@ -113,7 +123,7 @@ def test_every_row_says_process_and_thread() -> None:
         event(2.0, "rollout/0", "resumed"),
         event(3.0, "verifier/0", "verify", group_id="a#0", start=1.0, end=3.0),
     ]
-    drawn = [row for row in to_trace(log)["traceEvents"] if row["ph"] in "Xbe"]
+    drawn = [row for row in trace_of(log) if row["ph"] in "Xbe"]
     assert len(drawn) == 3
     assert all(row["pid"] > 0 and row["tid"] > 0 for row in drawn)
 
@@ -122,7 +132,7 @@ def test_tokens_that_an_environment_gave_have_no_version() -> None:
     """Seen failing with the versions of all spans: -1 stood between them, and each version once per turn."""
     spans = [[0, 0, 3], [-1, 3, 5], [0, 5, 8], [-1, 8, 9], [1, 9, 12]]
     sample = {"end": 4.0, "tokens": 12, "spans": spans}
-    (begin,) = rows_of(to_trace([event(5.0, "rollout/0", "group", group="g", start=2.0, samples=[sample])]), "b")
+    (begin,) = rows_of(trace_of([event(5.0, "rollout/0", "group", group="g", start=2.0, samples=[sample])]), "b")
     assert begin["args"] == {"group": "g", "tokens": 12, "versions": [0, 1], "given": 3}
 
 
@@ -133,7 +143,7 @@ def test_slices_that_follow_one_another_do_not_overlap() -> None:
     """
     kinds = ["wait", "train", "trained", "published"] * 9
     log = [event(1.8e9 + 0.0123457 * place**1.5, "trainer", kind) for place, kind in enumerate(kinds)]
-    found = rows_of(to_trace(log), "X")
+    found = rows_of(trace_of(log), "X")
     assert len(found) == 3 * 9
     assert {type(row[key]) for row in found for key in ("ts", "dur")} == {int}
     assert all(one["ts"] + one["dur"] <= other["ts"] for one, other in itertools.pairwise(found))

@@ -6,8 +6,9 @@ from pathlib import Path
 from areal_lite.errors import DataError
 from areal_lite.record.report.bench_contents import bench_sections
 from areal_lite.record.report.page import write_page
-from areal_lite.record.report.read import RunFiles, read_json, table
+from areal_lite.record.report.read import RunFiles
 from areal_lite.record.report.run_contents import comparison_sections, run_sections
+from areal_lite.record.run_files import read_json, table
 
 __all__ = ["write_bench", "write_comparison", "write_report"]
 
@@ -44,6 +45,6 @@ def _subtitle(run: RunFiles) -> str:
     data, objective, queue = (table(run.config.get(section)) for section in ("data", "objective", "queue"))
     words = [run.command.replace("_", "-"), table(run.config.get("model")).get("path")]
     if run.command == "train":
-        sources = " + ".join(data.get("mix") or [str(data.get("source", ""))])
+        sources = " + ".join(table(data.get("mix")) or [str(data.get("source", ""))])
         words += [sources, objective.get("preset"), f"eta {queue.get('max_staleness', '?')}"]
     return " · ".join(str(word) for word in words if word)

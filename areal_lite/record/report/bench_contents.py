@@ -8,7 +8,7 @@ from typing import Any
 from areal_lite.record.columns import cells
 from areal_lite.record.report.charts import COLOURS, Chart, Line, as_shares, bars, lines
 from areal_lite.record.report.page import Block, Section, charts_block, figure_text
-from areal_lite.record.report.read import Row, numbers, table
+from areal_lite.record.run_files import Row, numbers, table
 
 _PLACE = ("benchmark", "plan", "recipe", "commit", "processor", "cores", "best_synchronous")
 

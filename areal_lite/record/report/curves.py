@@ -7,7 +7,8 @@ from areal_lite.record.lanes import steps_before_gaps
 from areal_lite.record.metrics import METRICS, OFFLINE_METRICS, Metric
 from areal_lite.record.quarters import by_quarter
 from areal_lite.record.report.charts import Chart, Line, as_shares, bars, lines, smoothed, stacked
-from areal_lite.record.report.read import RunFiles, number, numbers, table
+from areal_lite.record.report.read import RunFiles
+from areal_lite.record.run_files import number, numbers, table
 
 STEPS = "trainer step"
 _AXES = {"step": (STEPS, "steps"), "time_s": ("seconds, warm-up included", "time")}

@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
-from areal_lite.record.run_folder import write_whole
+from areal_lite.record.run_files import write_whole
 
 _HERE = Path(__file__).parent
 _SCRIPTS = ("page.js", "timeline.js", "samples.js", "start.js")

@@ -1,31 +1,16 @@
-"""What a run folder holds, as far as it can be read: a gap or a half-written line is a note, not an error.
+"""What a run folder holds, as far as it can be read; a run that is still active can be read at any moment."""
 
-A run that is still going can be read at any moment.
-"""
-
-import json
-import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from areal_lite.errors import DataError
-from areal_lite.record.run_folder import flattened, read_rows
+from areal_lite.events import Event
+from areal_lite.record.run_files import Row, iterate_rows, missing_steps, read_json, table
+from areal_lite.record.run_folder import flattened
 
-Row = dict[str, Any]
-
-_NEEDED = {
-    "group": ("start", "group", "samples"),
-    "verify": ("start", "end", "group_id"),
-    "running": ("n",),
-    "stamped": ("version",),
-    "lost": ("worker",),
-    "rejoined": ("worker",),
-    "eval": ("step",),
-    "settings": ("step", "was"),
-}
-"""What an event must have to be drawn, beside time, lane and kind."""
-
+_MAX_LOG = 100_000_000
+"""Bytes of an event log that is read whole: in memory it takes about eight times as much."""
 _FILES = ("config.json", "metrics.jsonl", "events.jsonl")
 
 
@@ -50,12 +35,32 @@ class RunFiles:
         self.command = str(self.config.get("command", "train"))
         """That made it: train, sft, reward_model or dpo."""
         # An offline run generates nothing, and so has no samples.
-        self.samples = _rows(path / "samples.jsonl", self.notes) if self.command == "train" else []
-        self.metrics = [row for row in _rows(path / "metrics.jsonl", self.notes) if isinstance(row.get("step"), int)]
+        self.samples = list(self._rows(path / "samples.jsonl")) if self.command == "train" else []
+        self.metrics = list(self._rows(path / "metrics.jsonl"))
+        if missing := missing_steps(self.metrics):
+            self.notes.append(f"metrics.jsonl has no row of step {missing}: figures and curves leave them out")
         self.last = self.metrics[-1] if self.metrics else {}
         """The newest row of metrics."""
-        self.events = list(filter(_is_event, _rows(path / "events.jsonl", self.notes)))
+        self.events = self._events(path / "events.jsonl")
         self.summary = read_json(path / "summary.json", self.notes)
+
+    def _rows(self, path: Path) -> Iterator[Row]:
+        """Yield the rows of a `.jsonl` file; note if it is missing, or how many lines are broken."""
+        broken: list[int] = []
+        yield from iterate_rows(path, broken)
+        if not path.is_file():
+            self.notes.append(f"{path.name} is missing")
+        if broken:
+            self.notes.append(f"{path.name}: {len(broken)} line(s) cut off or broken, left out")
+
+    def _events(self, path: Path) -> list[Event]:
+        """Read the event log; of one too long for memory, only one group and one verification in so many."""
+        stride = 1 + (path.stat().st_size // _MAX_LOG if path.is_file() else 0)
+        if stride == 1:
+            return list(self._rows(path))
+        self.notes.append(f"{path.name} is long: timeline, lengths and latencies show one group in {stride}")
+        seen = Counter[str]()
+        return [event for event in self._rows(path) if not _is_skipped(event, seen, stride)]
 
     @property
     def changed_settings(self) -> dict[str, str]:
@@ -78,47 +83,10 @@ class RunFiles:
     @property
     def accuracy_is_called(self) -> str:
         """What the held-out figure is: a mean reward where one of them was neither 0 nor 1."""
-        called = {row.get("called") for row in self.evaluations}
-        return "mean reward" if "mean reward" in called else "accuracy"
+        is_mean = any(row.get("called") == "mean reward" for row in self.evaluations)
+        return "mean reward" if is_mean else "accuracy"
 
 
-def read_json(path: Path, notes: list[str]) -> Row:
-    """Read a JSON object; a missing or broken one is empty, and noted."""
-    try:
-        return dict(json.loads(path.read_text(errors="replace"), parse_constant=lambda _: None))
-    except FileNotFoundError:
-        notes.append(f"{path.name} is missing")
-    except (OSError, ValueError, TypeError) as error:
-        notes.append(f"{path.name} cannot be read: {error}")
-    return {}
-
-
-def table(value: Any) -> Row:
-    """Return a mapping, or an empty one in place of anything else."""
-    return dict(value) if isinstance(value, Mapping) else {}
-
-
-def number(value: Any) -> float | None:
-    """Return a finite number, or None in place of anything else."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
-
-
-def numbers(values: Any) -> dict[str, float]:
-    """Return the finite numbers of a mapping; nothing in place of anything else."""
-    return {str(name): known for name, value in table(values).items() if (known := number(value)) is not None}
-
-
-def _is_event(row: Row) -> bool:
-    is_placed = number(row.get("time")) is not None and all(isinstance(row.get(key), str) for key in ("lane", "kind"))
-    return is_placed and all(row.get(key) is not None for key in _NEEDED.get(row["kind"], ()))
-
-
-def _rows(path: Path, notes: list[str]) -> list[Row]:
-    """Return the whole rows of a `.jsonl` file; that it is missing, or how many others there are, is noted."""
-    rows, broken = read_rows(path)
-    if not path.is_file():
-        notes.append(f"{path.name} is missing")
-    if broken:
-        notes.append(f"{path.name}: {len(broken)} line(s) cut off or broken, left out")
-    return rows
+def _is_skipped(event: Event, seen: Counter[str], stride: int) -> bool:
+    seen[kind := event["kind"]] += 1
+    return kind in ("group", "verify") and seen[kind] % stride != 0

@@ -6,8 +6,9 @@ from typing import Any
 
 from areal_lite.record.report import curves, times
 from areal_lite.record.report.page import MOST_COLUMNS, Block, Section, charts_block, figure_text, pairs_block
-from areal_lite.record.report.read import Row, RunFiles, number, numbers, table
+from areal_lite.record.report.read import RunFiles
 from areal_lite.record.report.timeline import timeline
+from areal_lite.record.run_files import Row, number, numbers, table
 from areal_lite.record.run_folder import changed, differences, flattened
 
 _MAX_GROUPS = 800

@@ -10,7 +10,8 @@ from areal_lite.events import Event
 from areal_lite.record.lanes import Stretch, lived, reading, sample_lengths
 from areal_lite.record.report.charts import COLOURS, Chart, Line, bars, lines
 from areal_lite.record.report.curves import STEPS, metric_charts
-from areal_lite.record.report.read import Row, RunFiles, number, numbers, table
+from areal_lite.record.report.read import RunFiles
+from areal_lite.record.run_files import Row, number, numbers, table
 
 _STATES = {
     "generating": COLOURS[0], "training": COLOURS[2], "publishing": COLOURS[4], "pausing": "#7d3c3c",

@@ -88,7 +88,7 @@ def write_run(folder: Path, *, texts: tuple[str, ...] = ("1", "2"), **first: Any
     folder.mkdir(parents=True)
     rows = [step | first, step | {"step": 2, "time_s": 3.0, "parity_mean_abs_logprob_diff": None}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    samples = [{"text": text, "tokens": len(text)} for text in texts]
+    samples = [{"text": text, "tokens": len(text), "spans": []} for text in texts]
     (folder / "samples.jsonl").write_text(json.dumps({"step": 1, "group": "a", "samples": samples}) + "\n")
     (folder / "summary.json").write_text(json.dumps({"status": "done"}))
     return folder
