@@ -39,6 +39,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from areal_lite.algo.logprobs import token_entropies, token_logprobs
 from areal_lite.errors import CheckpointError
+from areal_lite.train.checkpoint_reader import SafeReader
 from areal_lite.train.distributed import device_of, new_group_beside
 from areal_lite.train.gathers import gathered, whole_parameters
 from areal_lite.train.lora import adapter_parameters, bit_sum, save_adapter, saved_buffers
@@ -149,7 +150,7 @@ def load_checkpoint(
 def _load_learner(folder: Path, learner: Learner) -> None:
     state = _state(learner)
     try:
-        load(state, checkpoint_id=folder)
+        load(state, storage_reader=SafeReader(folder))
     except (Exception, CheckpointException) as error:  # its own kind is not an Exception
         raise CheckpointError(
             f"the checkpoint in {folder} cannot be read ({error!r}): resume from an older checkpoint"

@@ -4,10 +4,12 @@ import contextlib
 import copy
 import datetime
 import json
+import pickle
 import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from rank_processes import run_ranks
 from run_folders import write_checkpoint
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from train_builders import full_state, make_config, make_rows, make_shard, save_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -208,6 +211,36 @@ def test_a_broken_checkpoint_is_refused(model_folder: str, tmp_path: Path, damag
             data.write_bytes(data.read_bytes()[:100])
     with pytest.raises(CheckpointError, match=r"checkpoint.*resume from an older checkpoint"):
         trainer.load(folder)
+
+
+class Touch:
+    """Pickled, it makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("kind", ["metadata", "entry"])
+def test_code_in_a_checkpoint_does_not_run(model_folder: str, tmp_path: Path, kind: str) -> None:
+    """In `.metadata`, and in an entry that claims to be no tensor. Seen failing with torch's reader: both ran."""
+    trainer, folder, ran = make_trainer(model_folder), tmp_path / "checkpoint", tmp_path / "ran"
+    trainer.snapshot()(folder)
+    code = pickle.dumps(Touch(ran))
+    if kind == "entry":
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        place = next(iter(metadata.storage_data.values()))
+        file, name = folder / place.relative_path, "model.model.norm.weight"
+        place = replace(place, offset=file.stat().st_size, length=len(code))
+        metadata.state_dict_metadata[name], metadata.storage_data[MetadataIndex(name)] = BytesStorageMetadata(), place
+        file.write_bytes(file.read_bytes() + code)
+        code = pickle.dumps(metadata)
+    (folder / ".metadata").write_bytes(code)
+    with pytest.raises(CheckpointError, match=r"expected only what torch writes into the metadata of tensors"):
+        trainer.load(folder)
+    assert not ran.exists()
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "meta.json"])
