@@ -27,6 +27,8 @@ PLUGIN_GROUPS = {
     "workflow": "areal_lite.workflows",
     "source": "areal_lite.sources",
     "cluster": "areal_lite.clusters",
+    "loss function": "areal_lite.loss_functions",
+    "advantage function": "areal_lite.advantage_functions",
 }
 """What can be named, and the entry-point group that holds its names."""
 PICKLE = ".pkl"

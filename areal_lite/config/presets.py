@@ -12,7 +12,20 @@ from areal_lite.config.plugins import name_problems
 from areal_lite.config.section import Refers, Section
 
 
-class ObjectiveConfig(Section):
+class LossConfig(Section):
+    """Settings of the policy term. Each is a keyword of the loss function: one that it does not take is refused."""
+
+    surrogate: Literal["ratio", "weighted_likelihood", "likelihood"] = "ratio"
+    """ratio = clipped PPO; weighted_likelihood = CISPO; likelihood = no advantage (RAFT)"""
+    ratio_level: Literal["token", "sequence"] = "token"
+    """ratio of each token, or of the sequence"""
+    clip_low: float | None = Field(0.2, ge=0, lt=1)
+    """lower clip distance of the ratio; null = none"""
+    clip_high: float | None = Field(0.2, ge=0)
+    """upper clip distance of the ratio; null = none"""
+
+
+class ObjectiveConfig(LossConfig):
     """One general objective; its defaults are decoupled PPO (arXiv 2505.24298 eq. 5)."""
 
     preset: Literal["areal", "grpo", "dr_grpo", "dapo", "rloo", "reinforce", "ppo", "gspo", "cispo", "raft"] = "areal"
@@ -32,8 +45,8 @@ class ObjectiveConfig(Section):
     scale: Literal["none", "group_std", "batch_std"] = "group_std"
     """what advantages are divided by"""
     advantage_function: str | None = None
-    """own module:function or path.py:function, called as algo/advantages.py's sample_advantages is: from [N, G] returns
-    of groups of samples (NaN = failed) to finite float32 advantages, with baseline, scale and eps as keywords"""
+    """a known name, module:function or path.py:function in place of algo/advantages.py's sample_advantages: from [N, G]
+    returns of groups of samples (NaN = failed) to finite float32 advantages, with baseline, scale and eps as keywords"""
     gamma: float = Field(1.0, gt=0, le=1)
     """discount per token"""
     gae_lambda: float = Field(0.95, ge=0, le=1)
@@ -47,16 +60,9 @@ class ObjectiveConfig(Section):
 
     # The policy term.
     loss_function: str | None = None
-    """own module:function or path.py:function, called as algo/losses.py's policy_loss is, with all its keywords: from
-    [T] tensors of a micro-batch (T may be 0) to a share of the loss, a scalar, and a dict: {} or {"clipped": count}"""
-    surrogate: Literal["ratio", "weighted_likelihood", "likelihood"] = "ratio"
-    """ratio = clipped PPO; weighted_likelihood = CISPO; likelihood = no advantage (RAFT)"""
-    ratio_level: Literal["token", "sequence"] = "token"
-    """ratio of each token, or of the sequence"""
-    clip_low: float | None = Field(0.2, ge=0, lt=1)
-    """lower clip distance of the ratio; null = none"""
-    clip_high: float | None = Field(0.2, ge=0)
-    """upper clip distance of the ratio; null = none"""
+    """a known name, module:function or path.py:function in place of algo/losses.py's policy_loss: from the [T] tensors
+    of a micro-batch that its signature names (T may be 0) to a share of the loss, a scalar, and a dict of sums over the
+    loss mask, whose means are logged by name"""
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
     """how tokens add up; constant divides each sequence by rollout.max_new_tokens"""
     entropy_coef: float = Field(0.0, ge=0)
@@ -115,9 +121,6 @@ class ObjectiveConfig(Section):
                 yield f"objective.advantage_function {per_token}: leave one of them out"
         if self.surrogate == "likelihood":
             yield from self._likelihood_problems()
-        if self.surrogate != "ratio":
-            because = f"with objective.surrogate={self.surrogate}, which has no ratio"
-            yield from self.unread(["ratio_level"], because, to_do="set ratio_level=token")
         if self.proximal == "behaviour":
             to_do = "set proximal=recompute, or behaviour_filter=none"
             because = "with objective.proximal=behaviour, the policy that it compares with itself"
@@ -136,6 +139,8 @@ class ObjectiveConfig(Section):
         if not (self.clip_low is None and self.clip_high is None):
             got = f"clip_low={self.clip_low}, clip_high={self.clip_high}"
             yield f"objective.surrogate=likelihood has no ratio to clip, got {got}: set both to null"
+        because = "with objective.surrogate=likelihood, which has no ratio"
+        yield from self.unread(["ratio_level"], because, to_do="set ratio_level=token")
 
     def _penalty_problems(self) -> Iterable[str]:
         """Of the distance to other policies, and of the language-model term."""

@@ -114,6 +114,8 @@ METRICS = (
     _token_mean("behav_weight_masked_fraction", "trained tokens above the cap of the behaviour weight", "share",
                 curve="tokens over the weight's cap"),
     _token_mean("clip_fraction", "trained tokens whose ratio the clip holds back", "share", curve="clipped tokens"),
+    Metric("loss_metrics", "figures that `objective.loss_function` returns beside `clipped`, by name: means over "
+           "trained tokens", board="train"),
     _alike("advantage_std", "standard deviation over the loss mask, before `scale: batch_std` divides by it",
            curve="advantages, standard deviation"),
     _token_mean("kl_ref", "KL(current || reference), the estimator k3 with the behaviour weight; null without a "

@@ -75,14 +75,12 @@ def batch_advantages(
 
 
 def find_advantage_function(objective: ObjectiveConfig) -> Compare:
-    """Return `sample_advantages`, or the recipe's own `objective.advantage_function`, whose result is checked.
+    """Return the recipe's advantage function, `sample_advantages` unless it names another; results are checked.
 
     Raises:
         PluginError: The function cannot be found.
     """
-    name = objective.advantage_function
-    if name is None:
-        return sample_advantages
+    name = objective.advantage_function or "of_samples"
     function = find_function(name, kind="advantage function")
 
     def compare(returns_NG: Tensor, **knobs: Any) -> Tensor:

@@ -5,6 +5,7 @@ group a rank is alone, and every sum is its own.
 """
 
 import datetime
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from areal_lite.config.sections import MeshConfig
 from areal_lite.network import address_towards, listen, use_interface_of
+
+T = TypeVar("T")
 
 _rows: dist.ProcessGroup | None = None
 """Ranks that differ in their rows; None = all."""
@@ -138,6 +141,15 @@ def gather_over_ranks(values: Tensor) -> tuple[Tensor, slice]:
     everyones = values.new_zeros(ends[-1])
     everyones[mine] = values
     return sum_over_ranks(everyones), mine
+
+
+def gather_objects(own: T) -> list[T]:
+    """Return every rank's object, which must be picklable; collective."""
+    if not dist.is_initialized():
+        return [own]
+    objects: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(objects, own)
+    return objects
 
 
 def _all_reduce(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:

@@ -7,6 +7,7 @@ vocabulary.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from areal_lite.algo.aggregation import aggregate
 from areal_lite.algo.behaviour import behaviour_weights, geometric_keep, m2po_keep
 from areal_lite.algo.kl import adapt_coefficient, kl_estimate
 from areal_lite.algo.logprobs import token_entropies, token_logprobs
-from areal_lite.algo.losses import entropy_bonus, kl_penalty, policy_loss, value_loss
+from areal_lite.algo.losses import entropy_bonus, kl_penalty, value_loss
 from areal_lite.config.plugins import find_function
-from areal_lite.config.presets import ObjectiveConfig
+from areal_lite.config.presets import LossConfig, ObjectiveConfig
 from areal_lite.config.recipe import Config
 from areal_lite.errors import PluginError
 from areal_lite.train.batch import PolicyBatch, Tokens, described
@@ -26,9 +27,10 @@ from areal_lite.train.distributed import gather_over_ranks, sum_over_ranks
 from areal_lite.train.micro_batch import MicroBatch
 from areal_lite.train.model import completion_outputs, completion_values
 from areal_lite.train.score import needs_proximal_first
+from areal_lite.train.stats import own_metric
 
 PolicyTerm = Callable[..., tuple[Tensor, dict[str, Tensor]]]
-"""`algo.losses.policy_loss`, or a function like it."""
+"""From the current log-probabilities and named tensors, as of `algo.losses.policy_loss`, to a loss and sums to log."""
 
 _FURTHEST = 100.0
 """An adaptive coefficient stays within this factor of the recipe's: the distance to a reference starts at 0, and a
@@ -118,7 +120,7 @@ class UpdateLoss:
     """Of the KL to the reference."""
     proximal_kl_coef: float
     """Of KL(proximal || current)."""
-    policy_term: PolicyTerm = policy_loss
+    policy_term: PolicyTerm
 
     def __call__(self, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the model; return the share of the loss, and what is logged, by the names of the metrics."""
@@ -156,10 +158,6 @@ class UpdateLoss:
             current_T,
             proximal_logprobs_T=tokens.proximal_logprobs_T,
             advantages_T=tokens.advantages_T,
-            surrogate=objective.surrogate,
-            ratio_level=objective.ratio_level,
-            clip_low=objective.clip_low,
-            clip_high=objective.clip_high,
             **rows,
             **weighting,
         )
@@ -168,7 +166,7 @@ class UpdateLoss:
             bonus = entropy_bonus(entropies_T, loss_mask_T=tokens.loss_mask_T, token_weights_T=tokens.weights_T)
             loss = loss - objective.entropy_coef * bonus
         sums = {
-            "clip_fraction": logged.get("clipped", loss.new_zeros(())),
+            "clip_fraction": logged.pop("clipped", loss.new_zeros(())),
             "entropy": _total(entropies_T, tokens),
             "kl_behav_prox": _total(tokens.behaviour_logprobs_T - tokens.proximal_logprobs_T, tokens),
             "behav_weight_mean": _total(weights_T, tokens),
@@ -180,6 +178,7 @@ class UpdateLoss:
             # k3 is never negative, unlike k1 off-policy.
             distances_T = kl_estimate(current_T, reference_logprobs_T=tokens.reference_logprobs_T, estimator="k3")
             sums["kl_ref"] = _total(weights_T * distances_T, tokens)
+        sums |= {own_metric(name): value for name, value in logged.items()}
         return loss, {name: value.detach().double() for name, value in sums.items()}
 
     def _age0_diff(self, current_T: Tensor, tokens: Tokens) -> Tensor:
@@ -227,27 +226,46 @@ def critic_loss(
 
 
 def find_loss_function(objective: ObjectiveConfig) -> PolicyTerm:
-    """Return `policy_loss`, or the recipe's own `objective.loss_function`, whose result is checked.
+    """Return the recipe's loss function, bound to its settings in `LossConfig`; its results are checked.
+
+    It is given the tensors and settings that its signature names.
 
     Raises:
-        PluginError: The function cannot be found.
+        PluginError: The function cannot be found, or does not take a setting that the recipe or its preset makes.
     """
-    name = objective.loss_function
-    if name is None:
-        return policy_loss
+    name = objective.loss_function or "policy"
     function = find_function(name, kind="loss function")
+    parameters = signature(function).parameters.values()
+    takes_all = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
+    names = {parameter.name for parameter in parameters}
+    settings = {key: getattr(objective, key) for key in LossConfig.model_fields if takes_all or key in names}
+    unread = [key for key in LossConfig.model_fields if key not in settings]
+    to_do = "take it as a keyword of the function, or leave it out"
+    because = f"by objective.loss_function={name}"
+    if problems := list(objective.unread(unread, because, at="objective.", to_do=to_do)):
+        raise PluginError("\n".join(problems))
 
     def policy_term(current_logprobs_T: Tensor, **known: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        result = function(current_logprobs_T, **known)
+        chosen = {key: value for key, value in known.items() if takes_all or key in names}
+        result = function(current_logprobs_T, **chosen, **settings)
         loss, sums = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(loss, Tensor) or not isinstance(sums, dict) or loss.shape or not loss.is_floating_point():
             raise PluginError(
                 f"objective.loss_function={name} must return a scalar loss and a dict of sums to log, got "
                 f"{described(loss)} and {type(sums).__name__}: return (weights * terms).sum(), {{}}"
             )
-        return loss, sums
+        return loss, {str(key): _scalar(value, key=key, name=name) for key, value in sums.items()}
 
     return policy_term
+
+
+def _scalar(value: Any, *, key: Any, name: str) -> Tensor:
+    if (isinstance(value, Tensor) and value.shape) or not isinstance(value, Tensor | int | float):
+        raise PluginError(
+            f"objective.loss_function={name} must return one number for {key!r}, got {described(value)}: return its "
+            "sum over the loss mask"
+        )
+    return torch.as_tensor(value)
 
 
 def _total(values_T: Tensor, tokens: Tokens) -> Tensor:

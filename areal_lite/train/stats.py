@@ -13,7 +13,7 @@ from areal_lite.algo.advantages import masked_sums, std_from_sums
 from areal_lite.record.metrics import METRICS, Reduction
 from areal_lite.record.quarters import EDGES, LENGTHS
 from areal_lite.train.batch import PolicyBatch, Tokens
-from areal_lite.train.distributed import max_over_ranks, sum_over_ranks
+from areal_lite.train.distributed import gather_objects, max_over_ranks, sum_over_ranks
 from areal_lite.train.optimiser import Update
 from areal_lite.types import Shard, StopReason
 
@@ -26,6 +26,12 @@ COUNTS = {
 """What means are taken over beside the metrics; updates are those that were applied."""
 
 _REDUCTIONS = COUNTS | {metric.name: metric.reduction for metric in METRICS if metric.reduction}
+_OWN = "loss_metrics/"
+
+
+def own_metric(name: str) -> str:
+    """Return the name under which a tally adds up what a loss function returns to log."""
+    return f"{_OWN}{name}"
 
 
 class StepTally:
@@ -42,7 +48,7 @@ class StepTally:
     def add(self, **values: float | None) -> None:
         """Join values to those so far, as their metrics declare; None = there is no such figure in this step."""
         for name, value in values.items():
-            join = max if _REDUCTIONS[name] is Reduction.MAX else operator.add
+            join = max if _reduction(name) is Reduction.MAX else operator.add
             self._values[name] = None if value is None else join(value, self[name])
 
     def add_update(self, update: Update, **counts: float) -> None:
@@ -52,8 +58,8 @@ class StepTally:
         """
         for name in dict.fromkeys(name for figures in update.figures for name in figures):
             values = torch.stack([figures[name] for figures in update.figures if name in figures])
-            if _REDUCTIONS[name] is Reduction.MAX or update.applied:
-                self.add(**{name: float(values.max() if _REDUCTIONS[name] is Reduction.MAX else values.sum())})
+            if _reduction(name) is Reduction.MAX or update.applied:
+                self.add(**{name: float(values.max() if _reduction(name) is Reduction.MAX else values.sum())})
         self.add(**(counts if update.applied else {"step_skipped": 1}))
 
     def add_tokens(self, ages: Sequence[int]) -> None:
@@ -89,11 +95,12 @@ class StepTally:
             truncated_fraction=sum(sample.stop_reason is StopReason.LENGTH for sample in samples),
         )
 
-    def reduce(self, device: torch.device) -> dict[str, Any]:
+    def reduce(self, device: torch.device, *, own_loss: bool = False) -> dict[str, Any]:
         """Return the step's metrics by name, of all ranks; collective.
 
         Args:
             device: Of the process group's tensors.
+            own_loss: The loss function may return figures under names of its own.
         """
         totals = dict(self._values)
         for reduction, over_ranks in ((Reduction.MAX, max_over_ranks), (Reduction.SUM, sum_over_ranks)):
@@ -109,11 +116,23 @@ class StepTally:
         quarters = np.array(_over_ranks(sum_over_ranks, self._quarters.flatten().tolist(), device), np.int64)
         by_length = quarters.reshape(2, -1, 4).swapaxes(0, 1)
         return row | {
+            "loss_metrics": self._own_metrics(totals.get("tokens_trained"), device) if own_loss else {},
             "age_histogram": {age: int(count) for age, count in zip(ages, trained, strict=True) if count},
             "tokens_by_quarter": {
                 name: counts.tolist() for name, counts in zip(LENGTHS, by_length, strict=True) if counts.any()
             },
         }
+
+    def _own_metrics(self, num_tokens: float | None, device: torch.device) -> dict[str, float]:
+        """Return the means over trained tokens of what the loss function returned, by name; collective."""
+        own = {name.removeprefix(_OWN) for name in self._values if name.startswith(_OWN)}
+        names = sorted(set().union(*gather_objects(own)))
+        totals = _over_ranks(sum_over_ranks, [self[own_metric(name)] for name in names], device)
+        return {name: total / max(1, num_tokens or 0) for name, total in zip(names, totals, strict=True)}
+
+
+def _reduction(name: str) -> Reduction:
+    return Reduction.SUM if name.startswith(_OWN) else _REDUCTIONS[name]
 
 
 def _over_ranks(over_ranks: Callable[[Tensor], Tensor], values: Iterable[float], device: torch.device) -> list[float]:

@@ -128,7 +128,7 @@ class Trainer:
             kl_coef=None if objective.kl == "none" else self._kl.value,
             proximal_kl_coef=self._proximal_kl.value if objective.proximal_kl_coef > 0 else None,
         )
-        stats = tally.reduce(self._device)
+        stats = tally.reduce(self._device, own_loss=objective.loss_function is not None)
         self._kl.adapt(stats["kl_ref"])
         self._proximal_kl.adapt(stats["proximal_kl"])
         self.version += 1

@@ -22,7 +22,7 @@ from areal_lite.train import objective as objective_module
 from areal_lite.train.advantages import batch_advantages
 from areal_lite.train.batch import PolicyBatch
 from areal_lite.train.micro_batch import MicroBatch
-from areal_lite.train.objective import UpdateLoss, weigh_tokens
+from areal_lite.train.objective import UpdateLoss, find_loss_function, weigh_tokens
 from areal_lite.train.pieces import Reading
 from areal_lite.types import Row, Sample, Shard, StopReason, VersionSpan
 
@@ -94,6 +94,7 @@ def trainer_step(
             is_first=False,
             kl_coef=kl_coef,
             proximal_kl_coef=0.0,
+            policy_term=find_loss_function(config.objective),
         )
         return torch.stack([share_of(part)[0] for part in policy_batch.micro_batches]).sum()
 

@@ -31,6 +31,13 @@ def reinforce(current_logprobs_T, *, advantages_T, loss_mask_T, token_weights_T,
 def doubled(returns_NG, **knobs):
     return 2 * sample_advantages(returns_NG, **knobs)
 
+def with_figures(current_logprobs_T, *, advantages_T, loss_mask_T, token_weights_T):
+    losses_T = torch.where(loss_mask_T, -token_weights_T * advantages_T * current_logprobs_T, 0.0)
+    return losses_T.sum(), {"clipped": loss_mask_T.sum(), "one": loss_mask_T.sum(), "hundred": 100 * loss_mask_T.sum()}
+
+def a_figure_per_token(current_logprobs_T, **known):
+    return current_logprobs_T.sum(), {"one": current_logprobs_T}
+
 def no_sums(current_logprobs_T, **known):
     return current_logprobs_T.sum()
 
@@ -78,6 +85,7 @@ def test_functions_that_do_the_same_give_the_same(
     for own in (
         {"loss_function": f"{functions}:same_loss", "advantage_function": f"{functions}:same_advantages"},
         {"loss_function": "areal_lite.algo.losses:policy_loss"},
+        {"loss_function": "policy", "advantage_function": "of_samples"},
     ):
         stats, weights = step(model_folder, near, preset=preset, **own)
         assert stats == expected
@@ -99,6 +107,22 @@ def test_an_own_loss_and_an_own_advantage_are_what_is_learned_from(model_folder:
     assert stats["advantage_std"] == pytest.approx(2 * expected["advantage_std"])
 
 
+def test_what_an_own_loss_returns_is_logged_as_means_over_tokens(model_folder: str, functions: Path) -> None:
+    """It is given what its signature names. Seen failing with all but `clipped` dropped."""
+    stats, _ = step(model_folder, loss_function=f"{functions}:with_figures")
+    assert stats["loss_metrics"] == {"hundred": 100.0, "one": 1.0}
+    assert stats["clip_fraction"] == 1.0
+
+
+def test_a_setting_that_the_loss_does_not_take_is_refused(model_folder: str, functions: Path) -> None:
+    """Of the recipe or of its preset; a default is no setting. Seen failing: it was ignored."""
+    own = f"{functions}:with_figures"
+    with pytest.raises(PluginError, match=r"objective\.clip_high=0\.28 is not read by objective\.loss_function=.*figures"):
+        step(model_folder, preset="dapo", loss_function=own)
+    with pytest.raises(PluginError, match=r"objective\.ratio_level=sequence is not read by"):
+        step(model_folder, ratio_level="sequence", loss_function=own)
+
+
 def test_an_own_advantage_sees_whole_returns(model_folder: str, functions: Path, tmp_path: Path) -> None:
     """With the KL charged in the reward, and a discount: one number a sample, on all of its tokens."""
     near = save_model_near(model_folder, tmp_path)
@@ -114,6 +138,7 @@ def test_an_own_advantage_sees_whole_returns(model_folder: str, functions: Path,
     [
         ({"loss_function": "no_sums"}, r"must return a scalar loss and a dict .*got torch.float32 .* and NoneType"),
         ({"loss_function": "a_vector"}, r"must return a scalar loss .*got torch.float32 of shape \(\d+,\)"),
+        ({"loss_function": "a_figure_per_token"}, r"must return one number for 'one', got torch.float32 of shape"),
         ({"advantage_function": "of_groups"}, r"finite float32 advantages of the shape .*\(3, 4\), got .*\(3,\)"),
         ({"advantage_function": "with_nan"}, r"got torch.float32 of shape \(3, 4\), not all finite: give failed"),
         ({"advantage_function": "in_doubles"}, r"got torch.float64 of shape \(3, 4\): .*\.float\(\)"),

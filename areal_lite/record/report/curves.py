@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from areal_lite.record.lanes import steps_before_gaps
 from areal_lite.record.metrics import METRICS, OFFLINE_METRICS, Metric
@@ -62,6 +63,9 @@ def diagnostics(runs: Sequence[RunFiles]) -> Iterator[Chart | None]:
     for metric, values in _measured(runs, "Loss diagnostics"):
         if len(values) > 1:
             yield lines(metric.curve, _named(runs, metric.name), x=STEPS, y=metric.unit)
+    own = [_parts(run, "loss_metrics", "step", prefix=f"{run.name}: " if len(runs) > 1 else "") for run in runs]
+    curves = list(chain.from_iterable(own))
+    yield lines("figures of the loss function", curves, x=STEPS, y="mean per trained token", legend=True)
 
 
 def constants(runs: Sequence[RunFiles]) -> dict[str, float]:
@@ -151,6 +155,6 @@ def _evaluated(run: RunFiles, figure: str, x: str, *, name: str = "", within: st
     return Line(name=name or figure, x=[row[x] for row in found], y=values, style=style)
 
 
-def _parts(run: RunFiles, within: str, x: str) -> list[Line]:
+def _parts(run: RunFiles, within: str, x: str, *, prefix: str = "") -> list[Line]:
     names = sorted({name for row in run.metrics for name in table(row.get(within))})
-    return [_line(run, name, x=x, within=within) for name in names]
+    return [_line(run, name, x=x, name=f"{prefix}{name}", within=within) for name in names]
