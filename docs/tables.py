@@ -5,7 +5,7 @@
     python docs/tables.py runs/seed-0 runs/seed-1 runs/seed-2    takes over runs of the demo, first
     python docs/tables.py runs/calculator-0 ...                  takes over runs of the agent with a calculator, first
     python docs/tables.py score                                  scores the pairs of math-verifier.json anew, first
-    python docs/tables.py memory                                 estimates the rows of memory.json anew, first
+    python docs/tables.py memory                                 estimates the rows of memory.json again, first
 
 A pair of the verifier `math` is added to its JSON file by hand, with `expected` as a person judges it, before its score
 is known.
@@ -368,21 +368,21 @@ def scored(pair: Row) -> dict[str, Any]:
 # ---------------------------------------------------------------- memory
 
 SIZES = (("Qwen/Qwen2.5-7B", 2), ("Qwen/Qwen2.5-7B", 4), ("Qwen/Qwen2.5-7B", 8), ("Qwen/Qwen3-32B", 8),
-         ("Qwen/Qwen3-32B", 16))  # fmt: skip
+         ("Qwen/Qwen3-32B", 16), ("Qwen/Qwen3-30B-A3B", 8), ("Qwen/Qwen3-30B-A3B", 16))  # fmt: skip
 """Models and trainer ranks, each with one sequence of 32,768 tokens per micro-batch."""
 
 
 def memory(content: Row) -> str:
-    """Return the table of `areal-lite estimate`, before and now."""
+    """Return the table of `areal-lite estimate`."""
     rows = [
         {
-            **now, "before": peak_gib(before), "now": peak_gib(now), "lora": peak_gib(now["lora"]),
+            **now, "full": peak_gib(now), "lora": peak_gib(now["lora"]),
             "offload": peak_gib(now["offload"]), "host": now["offload"]["trainer rank"][HOST],
             "kept": now["trainer rank"]["activations kept by layers"], "other": now["trainer rank"]["activations"],
         }
-        for before, now in zip(content["before"], content["now"], strict=True)
+        for now in content["now"]
     ]  # fmt: skip
-    return f"Now: commit {content['commit']}.\n\n{markdown(OWN['memory'], rows)}"
+    return f"Commit {content['commit']}.\n\n{markdown(OWN['memory'], rows)}"
 
 
 def estimated(model: str, ranks: int) -> dict[str, Any]:

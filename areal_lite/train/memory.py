@@ -1,60 +1,37 @@
 """What a trainer rank and an engine of a recipe take, and how fast they can be at most; neither weights nor GPU needed.
 
-The project's own model, loss and update run on fake tensors, which have shapes and no storage, among fake ranks, while
-torch's memory tracker counts. Decoder layers are alike: two depths are traced, and the rest is a straight line.
-Engines, hand-over and speeds are arithmetic. `areal-lite estimate` calls this, and prints it.
+Arithmetic on the sizes in a model's config.json, and on the shapes of its parameters, which are made without storage.
+The coefficients of activations were read off torch's memory tracker, run on the trainer's own update with models of
+0.5B to 70B parameters; its figures are golden values of the tests. `areal-lite estimate` calls this, and prints it.
 """
 
-import copy
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.distributed._tools.mem_tracker import MemTracker
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from areal_lite.config.recipe import Config
 from areal_lite.config.suggestion import suggestion
 from areal_lite.data.demonstrations import alphabet
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError
-from areal_lite.train import pieces
-from areal_lite.train.batch import PolicyBatch
 from areal_lite.train.lora import add_adapters
-from areal_lite.train.micro_batch import MicroBatch
-from areal_lite.train.model import shard_model
-from areal_lite.train.objective import UpdateLoss
-from areal_lite.train.optimiser import Learner
+from areal_lite.train.pieces import PIECE_ELEMENTS
 from areal_lite.train.score import needs_proximal_first
 from areal_lite.train.warm_start import build_model
-from areal_lite.types import Row, Sample, Shard, StopReason, VersionSpan
 
 KNOWN: Mapping[str, Any] = json.loads((Path(__file__).parent / "known.json").read_text())
 """`models`: what of a published config.json decides sizes. `gpus`: GiB that torch sees, TFLOP/s of dense bfloat16
 matrices, TB/s of memory."""
-TRACED_LAYERS = (3, 4)
-"""With two, the layer that is gathered ahead is nowhere in the way of the peak."""
-_TRACED_PIECES = 2
-"""Of the logits of a micro-batch: they are alike too, and there may be 75."""
-_PARTS = {"Param": "parameters", "Buffer": "parameters", "All Gather": "parameters", "Grad": "gradients"} | {
-    "Reduce Scatter": "gradients", "Opt": "optimiser"}  # fmt: skip
-"""Words in the tracker's names of what it counts -> ours; whatever else there is are activations."""
+_MARGIN = 1.08
+"""Activations count as this much more than their tensors take, as allocators leave gaps: a choice, not a measurement."""
 _HANDOVER_BUFFERS = 2 * 256 * 2**20
 """Of weights/nccl.py, on both sides: one chunk on its way, and one that is packed or loaded."""
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -101,7 +78,7 @@ class RankSize:
     parts: Mapping[str, float]
     """Bytes by what they are for."""
     host: float = 0.0
-    """Bytes that wait in the host's memory instead (`trainer.offload`): by arithmetic, as the tracker sees one kind."""
+    """Bytes that wait in the host's memory instead (`trainer.offload`)."""
 
     @property
     def peak(self) -> float:
@@ -109,150 +86,110 @@ class RankSize:
         return sum(self.parts.values())
 
 
-def rank_size(architecture: Any, config: Config, *, depths: tuple[int, int] = TRACED_LAYERS) -> RankSize:
-    """Trace the update of a trainer rank whose micro-batches are as full as the recipe allows.
+def rank_size(architecture: Any, config: Config) -> RankSize:
+    """Return what a trainer rank takes at the peak of an update whose micro-batches are as full as the recipe allows.
 
+    A rank keeps its shard of float32 weights, gradients and two moments. FSDP2 gathers what is outside of the layers
+    and two layers, one of them ahead, in the compute dtype; the gradient of a layer is on its way in float32.
     Reference and critic, which wait meanwhile, are added, as large as the policy.
+
+    Example: Qwen2.5-7B, 7.62 billion numbers on 8 ranks, keeps 4 x 7.62 / 8 GB = 3.55 GiB of weights; with 1.09
+    billion numbers outside of layers of 0.233 billion, 2 x (1.09 + 2 x 0.233) GB = 2.90 GiB more are gathered.
 
     Args:
         architecture: As of `architecture_of`.
-        depths: Numbers of decoder layers to trace.
     """
+    trainer, objective, itemsize = config.trainer, config.objective, _itemsize(config)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(architecture)
+    numbers, has_query_norm = num_parameters(model), any(".q_norm." in name for name, _ in model.named_parameters())
     num_layers = architecture.num_hidden_layers
-    few, many = (min(depth, num_layers) for depth in depths)
-    low = _traced(architecture, config, few)
-    high = _traced(architecture, config, many) if many > few else low
-    slope = {name: (high[name] - low[name]) / max(1, many - few) for name in high}
-    found = {name: low[name] + slope[name] * (num_layers - few) for name in high}
-    layer_parameters = round(slope["all"])
-    numbers = [round(found.pop(name)) for name in ("all", "active", "largest", "own", "own trained")]
-    in_layers = slope["activations"] * num_layers
-    parts = found | {"activations": found["activations"] - in_layers, "activations kept by layers": in_layers}
-    share = numbers[0] / (config.trainer.ranks / config.trainer.mesh.replicate)
-    if config.objective.kl != "none" and (config.trainer.lora is None or config.objective.reference_path is not None):
-        parts["reference model"] = _itemsize(config) * share
-    if config.objective.baseline == "critic":
-        parts["critic"] = 12 * share  # float32 weights and two moments; its gradients come later
+    layer = _numbers_in_layers(model) // num_layers
+    outer = numbers["all"] - layer * num_layers
+    ranks, tensor = trainer.ranks / trainer.mesh.replicate, trainer.mesh.tensor
+    is_spread = trainer.ranks > 1 or itemsize < 4 or trainer.offload
+    own = layer * num_layers / ranks + outer * tensor / ranks  # tensor parallelism splits layers alone
+    trained, own_bytes = own, 4 * own
+    if trainer.lora is not None:
+        with torch.device("meta"):
+            add_adapters(model, trainer.lora, base_dtype=torch.float32, seed=0)
+        trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad) / ranks
+        own_bytes = itemsize * own + 4 * trained
+    if trainer.reduce_every == "update" and is_spread:
+        gradients = 4 * trained * ranks
+    else:
+        gradients = 4 * trained + (4 * layer / tensor if is_spread and trainer.lora is None else 0)
+    parts = {
+        "parameters": own_bytes + (itemsize * (outer + 2 * layer / tensor) if is_spread else 0),
+        "gradients": gradients,
+        "optimiser": 8 * trained,
+        **_activation_parts(
+            architecture, config, layer_numbers=layer if is_spread else 0, has_query_norm=has_query_norm
+        ),
+    }
+    if objective.kl != "none" and (trainer.lora is None or objective.reference_path is not None):
+        parts["reference model"] = itemsize * numbers["all"] / ranks
+    if objective.baseline == "critic":
+        parts["critic"] = 12 * numbers["all"] / ranks  # float32 weights and two moments; its gradients come later
     host = 0.0
-    if config.trainer.offload:
-        waiting = {"parameters": numbers[3], "gradients": numbers[4] * (config.trainer.reduce_every == "micro_batch")}
+    if trainer.offload:
+        waiting = {"parameters": own_bytes, "gradients": 4 * trained * (trainer.reduce_every == "micro_batch")}
         waiting |= {name: parts[name] for name in ("optimiser", "reference model", "critic") if name in parts}
         host = sum(waiting.values())
         parts = {name: size - waiting.get(name, 0.0) for name, size in parts.items()}
     return RankSize(
-        num_parameters=numbers[0],
-        num_active=numbers[1],
-        largest_parameter=numbers[2],
-        layer_parameters=layer_parameters,
-        outer_parameters=numbers[0] - layer_parameters * num_layers,
+        num_parameters=numbers["all"],
+        num_active=numbers["active"],
+        largest_parameter=numbers["largest"],
+        layer_parameters=layer,
+        outer_parameters=outer,
         parts=parts,
         host=host,
     )
 
 
-def _traced(architecture: Any, config: Config, num_layers: int) -> Counter[str]:
-    """Return the bytes of each part at the peak, the numbers of parameters `all`, `active` and the `largest`, and the
-    bytes of a rank's `own` ones and `own trained` ones.
+def _numbers_in_layers(model: nn.Module) -> int:
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+
+
+def _activation_parts(
+    architecture: Any, config: Config, *, layer_numbers: float, has_query_norm: bool
+) -> dict[str, float]:
+    """Return the bytes that all layers keep until the backward pass, and those of whatever is at work at the peak.
+
+    Per token, H, Q, K and I numbers wide in hidden states, queries, keys and hidden units of the MLP. A layer keeps its
+    input, what its norms see (in float32), keys, values, and of the MLP gate, activation, up projection and product.
+    Its backward pass needs two more of the last kind. With checkpointing all layers but the one at work keep their
+    inputs alone. At the output layer it is the gradient of its weight, summed up in float32 over pieces of the logits;
+    then no gradient of a layer is on its way, and one layer less is gathered.
     """
-    shallow = copy.deepcopy(architecture)
-    shallow.num_hidden_layers = num_layers
-    if getattr(shallow, "layer_types", None):
-        shallow.layer_types = shallow.layer_types[:num_layers]
-    fake, cpu = FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu")
-    attention = None if config.trainer.attention == "auto" else config.trainer.attention
-    with _fake_ranks(config.trainer.ranks):
-        batch = _batch(config)
-        with fake:
-            model: Any = AutoModelForCausalLM.from_config(
-                shallow, dtype=torch.float32, attn_implementation=attention
-            ).train()
-        if config.trainer.activation_checkpointing:
-            model.gradient_checkpointing_enable()
-        numbers, dtype = num_parameters(model), getattr(torch, config.compute_dtype)
-        if config.trainer.lora is not None:
-            # Fake parameters cannot move, and are where they belong.
-            with fake, patch.object(nn.Module, "to", lambda module, *_, **__: module):
-                add_adapters(model, config.trainer.lora, base_dtype=dtype, seed=0)
-        shard_model(model, config, device=cpu)
-        for parameter in model.parameters():
-            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            numbers["own"] += own.nbytes
-            numbers["own trained"] += own.nbytes * parameter.requires_grad
-        few = patch.object(pieces, "_pieces", lambda *sizes, cut=pieces._pieces: cut(*sizes)[:_TRACED_PIECES])
-        with fake, few, _Ones():  # type: ignore[no-untyped-call]
-            learner = Learner(model, settings=config.trainer, total_steps=1)
-            tracker = (
-                MemTracker() if not isinstance(model, FSDPModule) else FSDPMemTracker(learner.model, learner.optimizer)
-            )
-            tracker.track_external(model, learner.optimizer)
-            loss_of = UpdateLoss(
-                batch=batch, model=model, config=config, is_first=False,
-                kl_coef=config.objective.kl_coef, proximal_kl_coef=config.objective.proximal_kl_coef,
-            )  # fmt: skip
-
-            def share(part: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-                tracker.reset_mod_stats()  # it looks at one pass at a time
-                return loss_of(part)
-
-            shares = [partial(share, part) for part in batch.updates[0]]
-            # As it first steps, DTensor finds out the shapes of whole parameters, which the tracker would count.
-            for parameter in model.parameters():
-                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-            learner.update([], step=0)
-            # Gradients of a micro-batch wait while the next one is at work.
-            with tracker:
-                learner.update(shares, step=0)
-            peak = tracker.get_tracker_snapshot("peak")[cpu]
-    parts = Counter(dict.fromkeys((*_PARTS.values(), "activations"), 0))
-    for kind, size in peak.items():
-        name = str(getattr(kind, "value", kind))
-        if name != "Total":
-            parts[next((ours for word, ours in _PARTS.items() if word in name), "activations")] += size
-    return parts + numbers
-
-
-class _Ones(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Says 1 where Python asks for a number in a fake tensor, which has none; the gradient norm is finite."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return 1.0 if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _fake_ranks(world_size: int) -> Iterator[None]:
-    """A process group whose collectives do nothing; this is its rank 0."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _batch(config: Config) -> PolicyBatch:
-    """Make a rank's rows of two micro-batches, as full and as wide as the recipe allows, or its part of them."""
-    parts, tokens = config.trainer.mesh.context, config.trainer.micro_batch_tokens
-    width = config.model.max_context // parts
-    output = min(config.rollout.max_new_tokens // parts, width - 1)
-    num_rows = 2 * max(1, tokens // config.model.max_context)
-    part = config.trainer.model_copy(update={"micro_batch_tokens": tokens // parts})
-    config = config.model_copy(update={"trainer": part})
-    sample = Sample(
-        token_ids=np.zeros(output, np.int32),
-        logprobs=np.zeros(output, np.float32),
-        spans=(VersionSpan(version=0, start=0, end=output),),
-        stop_reason=StopReason.LENGTH,
-    )
-    prompt = (0,) * (width - output)
-    rows = tuple(
-        Row(group_index=0, sample_index=index, minibatch=0, prompt_token_ids=prompt, sample=sample)
-        for index in range(num_rows)
-    )
-    rewards = np.zeros((1, num_rows), np.float32)
-    shard = Shard(batch_id="estimate", rank=0, version=0, rewards=rewards, rows=rows)
-    batch = PolicyBatch.from_shard(shard, config=config, device=torch.device("cpu"))
-    if config.objective.kl != "none":
-        batch.tokens.reference_logprobs_T = batch.tokens.behaviour_logprobs_T
-    return batch
+    trainer, itemsize, tensor = config.trainer, _itemsize(config), config.trainer.mesh.tensor
+    context = config.model.max_context
+    tokens = max(1, trainer.micro_batch_tokens // context) * context / trainer.mesh.context
+    hidden, heads = architecture.hidden_size, architecture.num_attention_heads / tensor
+    queries = heads * _head_dim(architecture)
+    keys = getattr(architecture, "num_key_value_heads", heads) * _head_dim(architecture) / tensor
+    chosen = _chosen_experts(architecture)
+    units = _mlp_width(architecture) / tensor
+    layer = itemsize * (4 * units + 2 * keys + 2 * chosen * hidden) + (12 + 4 * itemsize) * hidden
+    backward = itemsize * (2 * units + 1.5 * queries + 2.7 * chosen * hidden)
+    if has_query_norm:
+        layer += 4.5 * itemsize * queries
+    if trainer.attention == "eager":  # scores, a softmax in float32, and its result
+        layer += (4 + itemsize) * heads * context
+        backward += itemsize * heads * context
+    head = hidden * architecture.vocab_size
+    if trainer.lora is not None:  # it is frozen
+        head = 0
+    output_layer = (4 + 2 * itemsize) * head + 8 * PIECE_ELEMENTS - (4 + itemsize) * layer_numbers / tensor
+    num_layers = architecture.num_hidden_layers
+    kept = tokens * num_layers * (itemsize * hidden if trainer.activation_checkpointing else layer)
+    at_work = tokens * (backward + (layer if trainer.activation_checkpointing else 0)) + itemsize * head
+    return {
+        "activations": _MARGIN * max(at_work, output_layer),
+        "activations kept by layers": _MARGIN * kept,
+    }
 
 
 def num_parameters(model: Any) -> Counter[str]:
@@ -295,10 +232,9 @@ def engine_parts(architecture: Any, size: RankSize, config: Config, *, gib: floa
         gib: GPU memory; not read on the CPU.
     """
     rollout, itemsize, hidden = config.rollout, _itemsize(config), architecture.hidden_size
-    width = getattr(architecture, "moe_intermediate_size", 0) * getattr(architecture, "num_experts_per_tok", 1)
     parts = {
         "parameters": size.num_parameters * itemsize / rollout.tensor_parallel,
-        "activations": _BATCHED_TOKENS * (2 * max(width, architecture.intermediate_size) + 4 * hidden) * itemsize
+        "activations": _BATCHED_TOKENS * (2 * _mlp_width(architecture) + 4 * hidden) * itemsize
         + 2 * rollout.slots * architecture.vocab_size * 4,
         # A chunk ends with the parameter that takes it over its size.
         "transfers": itemsize * (size.num_parameters if config.weights.staged else size.largest_parameter)
@@ -354,6 +290,16 @@ def _forward_flops(architecture: Any, size: RankSize, config: Config) -> float:
 
 def _head_dim(architecture: Any) -> int:
     return int(getattr(architecture, "head_dim", None) or architecture.hidden_size // architecture.num_attention_heads)
+
+
+def _chosen_experts(architecture: Any) -> int:
+    return int(getattr(architecture, "num_experts_per_tok", None) or 0)
+
+
+def _mlp_width(architecture: Any) -> int:
+    """Return the hidden units of a layer's MLP that work on a token, the most of any layer."""
+    experts = (getattr(architecture, "moe_intermediate_size", None) or 0) * _chosen_experts(architecture)
+    return int(max(experts, getattr(architecture, "intermediate_size", 0)))
 
 
 def _itemsize(config: Config) -> int:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from areal_lite.errors import TrainerError
 
-_PIECE_ELEMENTS = 2**25
+PIECE_ELEMENTS = 2**25
 """Logits of one piece: 128 MiB in float32."""
 
 Reading = Callable[..., Tensor]
@@ -80,7 +80,7 @@ def read_in_pieces(logits: Later, read: Reading, *aligned_T: Tensor) -> Tensor:
 
     hidden_TH = logits.hidden.squeeze(0)
     with torch.no_grad():
-        num_rows = max(1, _PIECE_ELEMENTS // logits.function(logits.hidden[:, :0]).shape[-1])
+        num_rows = max(1, PIECE_ELEMENTS // logits.function(logits.hidden[:, :0]).shape[-1])
     if len(hidden_TH) <= num_rows:
         return read_piece(hidden_TH, *aligned_T)
     given = read_piece, logits.weights, num_rows, aligned_T

@@ -291,7 +291,7 @@ def logprobs(job: Job) -> None:
         hidden_TH.grad = weight_VH.grad = None
         way()[:, 0].sum().backward()  # type: ignore[no-untyped-call]
 
-    shipped = pieces._PIECE_ELEMENTS * num_tokens * vocabulary // (8192 * 151_936)  # as many pieces on a CPU
+    shipped = pieces.PIECE_ELEMENTS * num_tokens * vocabulary // (8192 * 151_936)  # as many pieces on a CPU
     ways: dict[str, Callable[[], Tensor]]
     ways = {"whole": whole, "pieces": partial(in_pieces, shipped), "large_pieces": partial(in_pieces, 8 * shipped)}
     ways["fused"] = fused

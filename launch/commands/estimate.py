@@ -44,8 +44,7 @@ def estimate(
         found = load_profile(profile)
         check_resources(config, num_cores=config.trainer.ranks, num_gpus=found.nodes * found.gpus_per_node)
     console = Console()
-    with console.status("tracing an update on fake tensors (some seconds) ..."):
-        figures = all_figures(config, gpu=gpu)
+    figures = all_figures(config, gpu=gpu)
     if out is not None:
         out.write_text(json.dumps(figures, indent=1) + "\n")
     console.print(memory_table(figures))
