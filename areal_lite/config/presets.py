@@ -46,7 +46,7 @@ class ObjectiveConfig(LossConfig):
     """what advantages are divided by"""
     advantage_function: str | None = None
     """a known name, module:function or path.py:function in place of algo/advantages.py's sample_advantages: from [N, G]
-    returns of groups of samples (NaN = failed) to finite float32 advantages, with baseline, scale and eps as keywords"""
+    returns of groups of samples (NaN = failed) to finite float32 advantages; baseline, scale and eps are keywords"""
     gamma: float = Field(1.0, gt=0, le=1)
     """discount per token"""
     gae_lambda: float = Field(0.95, ge=0, le=1)

@@ -22,8 +22,8 @@ from areal_lite.config.suggestion import suggestion
 from areal_lite.data.demonstrations import alphabet
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import ConfigError
+from areal_lite.train.chunked_logits import CHUNK_ELEMENTS
 from areal_lite.train.lora import add_adapters
-from areal_lite.train.pieces import PIECE_ELEMENTS
 from areal_lite.train.score import needs_proximal_first
 from areal_lite.train.warm_start import build_model
 
@@ -31,7 +31,7 @@ KNOWN: Mapping[str, Any] = json.loads((Path(__file__).parent / "known.json").rea
 """`models`: what of a published config.json decides sizes. `gpus`: GiB that torch sees, TFLOP/s of dense bfloat16
 matrices, TB/s of memory."""
 _MARGIN = 1.08
-"""Activations count as this much more than their tensors take, as allocators leave gaps: a choice, not a measurement."""
+"""Activations count as this much more than their tensors, as allocators leave gaps: a choice, not a measurement."""
 _HANDOVER_BUFFERS = 2 * 256 * 2**20
 """Of weights/nccl.py, on both sides: one chunk on its way, and one that is packed or loaded."""
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -161,7 +161,7 @@ def _activation_parts(
     Per token, H, Q, K and I numbers wide in hidden states, queries, keys and hidden units of the MLP. A layer keeps its
     input, what its norms see (in float32), keys, values, and of the MLP gate, activation, up projection and product.
     Its backward pass needs two more of the last kind. With checkpointing all layers but the one at work keep their
-    inputs alone. At the output layer it is the gradient of its weight, summed up in float32 over pieces of the logits;
+    inputs alone. At the output layer it is the gradient of its weight, summed up in float32 over chunks of the logits;
     then no gradient of a layer is on its way, and one layer less is gathered.
     """
     trainer, itemsize, tensor = config.trainer, _itemsize(config), config.trainer.mesh.tensor
@@ -182,7 +182,8 @@ def _activation_parts(
     head = hidden * architecture.vocab_size
     if trainer.lora is not None:  # it is frozen
         head = 0
-    output_layer = (4 + 2 * itemsize) * head + 8 * PIECE_ELEMENTS - (4 + itemsize) * layer_numbers / tensor
+    chunk = min(CHUNK_ELEMENTS, tokens * architecture.vocab_size)
+    output_layer = (4 + 2 * itemsize) * head + 16 * chunk - (4 + itemsize) * layer_numbers / tensor
     num_layers = architecture.num_hidden_layers
     kept = tokens * num_layers * (itemsize * hidden if trainer.activation_checkpointing else layer)
     at_work = tokens * (backward + (layer if trainer.activation_checkpointing else 0)) + itemsize * head

@@ -8,7 +8,6 @@ Shape letters: `T` completion tokens of a micro-batch, `V` vocabulary.
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    PreTrainedModel,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
@@ -31,10 +29,10 @@ from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import LoraConfig
 from areal_lite.errors import CheckpointError, ConfigError
+from areal_lite.train.chunked_logits import LazyLogits, Reading, read_in_chunks
 from areal_lite.train.context_parallel import NAME, check_divisible, own_part, together
 from areal_lite.train.lora import add_adapters
 from areal_lite.train.micro_batch import MicroBatch, TokenRows, micro_batch
-from areal_lite.train.pieces import Later, Reading, read_in_pieces
 from areal_lite.train.tensor_parallel import split_layers
 
 Recipe = Config | OfflineConfig
@@ -121,17 +119,20 @@ def _load(
     def shard_empty(model: Any, *_: object) -> nn.Module:
         return shard(model) if lora is None and _reads_in_parts(model, num_parts) else model
 
-    # What transformers calls between building a model without storage and reading its weights, of which it reads what
-    # the sharded parameters lack. Its own sharding knows fewer architectures and one precision.
-    with patch.object(PreTrainedModel, "maybe_distribute_model", shard_empty):
-        model, keys = kind.from_pretrained(
-            folder,
-            config=architecture,
-            dtype=dtype,
-            attn_implementation=attention,
-            distributed_config=DistributedConfig(),
-            output_loading_info=True,
-        )
+    with torch.device("meta"):
+        model_class: Any = type(kind.from_config(architecture))
+    # transformers calls this between building a model without storage and reading its weights, and then reads only what
+    # the sharded parameters hold. Its own sharding knows fewer architectures and one precision.
+    sharding = {"maybe_distribute_model": staticmethod(shard_empty), "__module__": model_class.__module__}
+    sharding_class: Any = type(model_class.__name__, (model_class,), sharding)
+    model, keys = sharding_class.from_pretrained(
+        folder,
+        config=architecture,
+        dtype=dtype,
+        attn_implementation=attention,
+        distributed_config=DistributedConfig(),
+        output_loading_info=True,
+    )
     del model.config.distributed_config
     head = _value_head(model) if new_head else None
     _check_keys(model, keys, head=head, folder=folder)
@@ -238,10 +239,10 @@ def completion_outputs(model: nn.Module, batch: MicroBatch, read: Reading, *alig
 
     def choose(_layer: nn.Module, inputs: tuple[Tensor]) -> Tensor:
         hidden = inputs[0].flatten(0, 1).index_select(0, predictors).unsqueeze(0)
-        return Later(hidden, lambda piece: piece)
+        return LazyLogits(hidden, lambda chunk: chunk)
 
     def finish(_model: nn.Module, _inputs: Any, output: Any) -> None:
-        output.logits = read_in_pieces(output.logits, read, *aligned_T)
+        output.logits = read_in_chunks(output.logits, read, *aligned_T)
 
     # In front of FSDP's own hook, which ends the time of whole weights.
     hooks = [output_layer.register_forward_pre_hook(choose), model.register_forward_hook(finish, prepend=True)]

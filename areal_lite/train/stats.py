@@ -110,13 +110,14 @@ class StepTally:
             for name, total in zip(names, joined, strict=True):
                 if (value := self._values.get(name)) is not None:
                     totals[name] = type(value)(total)  # a count stays a whole number
+        row: dict[str, Any] = {metric.name: metric.of(totals) for metric in METRICS if metric.reduction}
+        if own_loss:
+            row["loss_metrics"] = self._own_metrics(totals.get("tokens_trained"), device)
         ages = range(int(totals.get("age_max") or 0) + 1)
         trained = _over_ranks(sum_over_ranks, [self._ages[age] for age in ages], device)
-        row: dict[str, Any] = {metric.name: metric.of(totals) for metric in METRICS if metric.reduction}
         quarters = np.array(_over_ranks(sum_over_ranks, self._quarters.flatten().tolist(), device), np.int64)
         by_length = quarters.reshape(2, -1, 4).swapaxes(0, 1)
         return row | {
-            "loss_metrics": self._own_metrics(totals.get("tokens_trained"), device) if own_loss else {},
             "age_histogram": {age: int(count) for age, count in zip(ages, trained, strict=True) if count},
             "tokens_by_quarter": {
                 name: counts.tolist() for name, counts in zip(LENGTHS, by_length, strict=True) if counts.any()

@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -36,7 +35,8 @@ from areal_lite.config.recipe import Config
 from areal_lite.errors import TrainerError
 from areal_lite.launch.bench.gpu_part import Job
 from areal_lite.network import port_range
-from areal_lite.train import memory, pieces
+from areal_lite.train import memory
+from areal_lite.train.chunked_logits import CHUNK_ELEMENTS, LazyLogits, read_in_chunks
 from areal_lite.train.distributed import join_process_group, leave_process_group, open_store
 from areal_lite.train.trainer import Trainer
 from areal_lite.types import Row, Sample, Shard, StopReason, VersionSpan
@@ -277,9 +277,8 @@ def logprobs(job: Job) -> None:
         return read(linear(hidden_TH, weight_VH), ids_T)
 
     def in_pieces(elements: int) -> Tensor:
-        with patch.object(pieces, "_PIECE_ELEMENTS", elements):
-            later: Any = linear(pieces.Later(hidden_TH.unsqueeze(0), lambda piece: piece), weight_VH)
-            return pieces.read_in_pieces(later, read, ids_T)
+        logits: Any = linear(LazyLogits(hidden_TH.unsqueeze(0), lambda chunk: chunk), weight_VH)
+        return read_in_chunks(logits, read, ids_T, chunk_elements=elements)
 
     @torch.compile
     def fused() -> Tensor:
@@ -291,7 +290,7 @@ def logprobs(job: Job) -> None:
         hidden_TH.grad = weight_VH.grad = None
         way()[:, 0].sum().backward()  # type: ignore[no-untyped-call]
 
-    shipped = pieces.PIECE_ELEMENTS * num_tokens * vocabulary // (8192 * 151_936)  # as many pieces on a CPU
+    shipped = CHUNK_ELEMENTS * num_tokens * vocabulary // (8192 * 151_936)  # as many pieces on a CPU
     ways: dict[str, Callable[[], Tensor]]
     ways = {"whole": whole, "pieces": partial(in_pieces, shipped), "large_pieces": partial(in_pieces, 8 * shipped)}
     ways["fused"] = fused

@@ -21,9 +21,9 @@ from areal_lite.config.recipe import Config
 from areal_lite.train import objective as objective_module
 from areal_lite.train.advantages import batch_advantages
 from areal_lite.train.batch import PolicyBatch
+from areal_lite.train.chunked_logits import Reading
 from areal_lite.train.micro_batch import MicroBatch
 from areal_lite.train.objective import UpdateLoss, find_loss_function, weigh_tokens
-from areal_lite.train.pieces import Reading
 from areal_lite.types import Row, Sample, Shard, StopReason, VersionSpan
 
 LANGUAGE = Language(num_symbols=3, max_length=2)

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
-from areal_lite.train import pieces
+from areal_lite.train import chunked_logits
 from areal_lite.train.context_parallel import check_divisible
 from areal_lite.train.tensor_parallel import split_layers
 from areal_lite.train.trainer import Trainer
@@ -66,7 +66,7 @@ def recipe(sections: dict[str, dict[str, Any]], world_size: int) -> Config:
 def train(rank: int, world_size: int, model_folder: str, out: str, group: str) -> None:
     """Train two steps in each layout; write down what is sent, saved, exported and said."""
     if world_size > 1:  # in a process of its own: three tokens' logits at a time
-        pieces._PIECE_ELEMENTS = 3 * VOCABULARY
+        chunked_logits.CHUNK_ELEMENTS = 3 * VOCABULARY
     for name, sections in LAYOUTS[group].items():
         config = recipe(sections, world_size)
         trainer = Trainer(config, model_folder=model_folder, rank=rank)

@@ -21,7 +21,7 @@ from train_builders import VOCABULARY, make_config, make_rows, make_shard, save_
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.data.completions import Example
 from areal_lite.sample_queue.split import assign_rows
-from areal_lite.train import pieces
+from areal_lite.train import chunked_logits
 from areal_lite.train.model import load_model
 from areal_lite.train.offline import OfflineLoop, OfflineRows
 from areal_lite.train.trainer import Trainer
@@ -66,7 +66,7 @@ def train(rank: int, world_size: int, model_folder: str, out: str) -> None:
     if world_size == 2:
         torch.distributed.reduce_scatter_single = lambda **call: reduced.append(call) or reduce(**call)
     for name, sections in VARIANTS.items():
-        pieces._PIECE_ELEMENTS = 3 * VOCABULARY if name == "pieces" else 2**25
+        chunked_logits.CHUNK_ELEMENTS = 3 * VOCABULARY if name == "pieces" else 2**25
         for uneven in (False, True):
             parts = rows_of_ranks(uneven=uneven)
             rows = parts[rank] if world_size == 2 else parts[0] + parts[1]
