@@ -3,11 +3,9 @@
 import asyncio
 import contextlib
 import signal
-import sys
 from multiprocessing import resource_tracker
 from typing import Any
 
-from areal_lite import actors
 from areal_lite.actors.process import log_to_file
 from areal_lite.config.recipe import Config
 from areal_lite.events import Event, EventBuffer
@@ -46,8 +44,6 @@ class RolloutActor:
         workflows = load_workflows(self._config)  # first, as a wrong name should not cost the start of an engine
         if self._config.weights.transport == "nccl" and self._config.run.network is not None:
             use_interface_of(local_address(self._config.run.network))  # as the ranks, for its processes inherit it
-        # What processes that vLLM spawns run first: not Ray's start script, but the line that hastens imports.
-        sys.modules["__main__"].__file__ = actors.__file__
         self._engine = await VllmEngine.start(self._config, model_folder=self._model_folder)
         self._make_worker(workflows)
 

@@ -1,50 +1,28 @@
-"""How an engine's processes begin, and how they end with the rollout worker above them."""
+"""What each process of an engine sets up first; vLLM calls it in all of them, through `weights/plugin.py`."""
 
-import contextlib
 import gc
 import multiprocessing
 import os
-import stat
 import threading
-from multiprocessing.context import ForkProcess
-from pathlib import Path
 
 
-def begin_process() -> None:
-    """Hasten the start of a process of an engine, and end it when its parent is killed: it would live for ever."""
+def set_up_engine_process() -> None:
+    """End this process when its parent dies, and let it be killed without a warning; nothing in the parent itself."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
     from tqdm import tqdm
 
-    # tqdm's own lock is one between processes, which Python calls leaked where this one is killed (`VllmEngine.close`).
+    # tqdm's default lock is a semaphore shared between processes. Python reports it as leaked when this process is
+    # killed, as `VllmEngine.close` does on a CPU.
     tqdm.set_lock(threading.RLock())
-    gc.freeze()  # what is imported stays: as it starts, vLLM has the collector look through all of it, time and again
+    # vLLM runs the garbage collector several times while it starts. Imported modules never become garbage; skipping
+    # them saves a second of CPU time.
+    gc.freeze()
 
     def watch() -> None:
         parent.join()
         os._exit(1)
 
-    threading.Thread(target=watch, name="die-with-parent", daemon=True).start()
-
-
-class ForkedProcess(ForkProcess):
-    """A copy of this process, in which vLLM is imported already: worth 5 s of a processor.
-
-    What another thread holds locked stays locked in the copy. The others are Ray's, and the copy uses nothing of Ray.
-    """
-
-    def run(self) -> None:
-        """Begin the copy, and do what it is for."""
-        _close_inherited_sockets()
-        Path("/proc/self/comm").write_text(f"VLLM::{self.name}")  # vLLM's way fails where Ray has renamed the process
-        begin_process()
-        super().run()
-
-
-def _close_inherited_sockets() -> None:
-    """Close this copy's ends of its parent's connections: else nobody would see that the parent is gone."""
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # the list's own, which is closed by now
-            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                os.close(descriptor)
+    # Without it, an engine whose parent is killed would run for ever.
+    threading.Thread(target=watch, name="exit-with-parent", daemon=True).start()

@@ -5,17 +5,13 @@ The only file of the rollout side that imports vLLM. Start it inside the process
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import gc
 import itertools
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from types import SimpleNamespace
 from typing import Any, Self, TypeVar
-from unittest import mock
 
 import numpy as np
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
@@ -28,7 +24,6 @@ from areal_lite.data.encode import decoder, load_tokenizer
 from areal_lite.errors import ConfigError, EngineError
 from areal_lite.node import out_of_memory
 from areal_lite.rollout.engine import Interrupt, Sampling
-from areal_lite.rollout.engine_process import ForkedProcess
 from areal_lite.rollout.engine_settings import engine_arguments, engine_environment, own_arguments
 from areal_lite.types import Float32, Sample, StopReason, VersionSpan
 
@@ -76,8 +71,7 @@ class VllmEngine:
 
         progress = _progress_logger_class()
         try:
-            with _forked_core() if config.run.device == "cpu" else contextlib.nullcontext():
-                llm = AsyncLLM.from_engine_args(_engine_args(config, model_folder), stat_loggers=[progress])
+            llm = AsyncLLM.from_engine_args(_engine_args(config, model_folder), stat_loggers=[progress])
             tokenizer = load_tokenizer(model_folder, config.model)
             text_of = decoder(tokenizer, model_folder, skip_special_tokens=config.verifier.skip_special_tokens)
             engine = cls(llm, tokenizer, progress, text_of=text_of, ends_at_once=config.run.device == "cpu")
@@ -358,13 +352,6 @@ def _set_environment(config: Config) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.update(engine_environment(config))
-
-
-def _forked_core() -> AbstractContextManager[object]:
-    """Have vLLM fork the engine core, as it does by default, but not on a CPU, nor in a Ray actor (it may ask Ray)."""
-    from vllm.v1.engine import utils
-
-    return mock.patch.object(utils, "get_mp_context", return_value=SimpleNamespace(Process=ForkedProcess))
 
 
 def _engine_args(config: Config, model_folder: str) -> Any:

@@ -4,7 +4,7 @@ vLLM calls `register` in every process it starts (entry point `vllm.general_plug
 engine-core process knows them as well.
 """
 
-from areal_lite.rollout.engine_process import begin_process
+from areal_lite.rollout.engine_process import set_up_engine_process
 
 _CLASSES = {"gloo": "Gloo", "nccl": "Nccl"}
 """Transports, by the module in this folder, and how the names of their classes begin."""
@@ -21,4 +21,4 @@ def register() -> None:
         ):
             registry._registry.pop(name, None)
             registry.register_engine(name, f"areal_lite.weights.{name}", class_name)
-    begin_process()
+    set_up_engine_process()

@@ -156,7 +156,7 @@ def make_config(folder: str, dtype: str) -> Config:
 
 @contextmanager
 def running(folder: str, dtype: str) -> Iterator[Run]:
-    """Start an engine first: it is a copy of this process, which must not have a process group yet."""
+    """Start an engine, then join a process group of one for the trainer's model."""
     config = make_config(folder, dtype)
     with vllm_engine(config, folder) as (engine, background):
         store = open_store(HOST, PORTS)
