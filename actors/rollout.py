@@ -147,7 +147,7 @@ class RolloutActor:
 
     async def score(self, sequences: list[tuple[list[int], list[int]]]) -> list[Any]:
         """Log-probabilities of stored sequences under the engine's present weights, and the experts chosen."""
-        return list(await asyncio.gather(*(self._engine.score_with_routes(*pair) for pair in sequences)))
+        return list(await asyncio.gather(*(self._engine.score(*pair) for pair in sequences)))
 
     async def parameter_squares(self) -> Any:
         """Return what each process of the engine holds, as fingerprints (`weights/families.py`)."""

@@ -104,7 +104,7 @@ async def _measure(
     client: Any = lender  # in the place of one
     worker = RolloutWorker(client, engine, config, events=EventBuffer("rollout/0"), workflows=workflows)
     if side != "workflow":
-        await workflows.endpoint.start()
+        workflows.endpoint.start()
     begin = clock() + WARM_S
     working = asyncio.ensure_future(worker.run())
     seen, began, watchdog = list[int](), 0, Watchdog(config.run.stall_timeout_s)

@@ -1,6 +1,6 @@
-"""Agents: programs that speak to the model through an API they know, trained as they are.
+"""Agents: programs that call a model through an API they know, trained unchanged.
 
-`async def agent(task, llm)` is an ordinary function, sync or async, which sends its requests to `llm.base_url`, where
+`async def agent(task, llm)` is an ordinary function, sync or async. It sends its requests to `llm.base_url`, where
 `endpoint.py` answers them, and returns its reward.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Llm:
-    """The model as one rollout of an agent sees it: an OpenAI-compatible API of its own."""
+    """The model, as one rollout of an agent sees it: an OpenAI-compatible API of its own."""
 
     base_url: str
     """For OpenAI's SDKs."""
@@ -36,36 +36,38 @@ class Llm:
     anthropic_base_url: str
     """For Anthropic's SDKs."""
     model: str = "policy"
-    """Any other name is as good."""
+    """Any other name works as well."""
     endpoint: Endpoint | None = None
-    """Answers the client's plain calls in this event loop; None = over HTTP, like all others."""
+    """Answers the client's plain calls in this event loop; None = all go over HTTP."""
 
     @cached_property
     def client(self) -> "AsyncOpenAI":
-        """A client, ready to use, which is closed when the agent ends."""
+        """A client, closed when the agent ends."""
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-        # Without TLS, whose certificates take longer to read than many an agent takes in all, and without proxies.
+        # Without TLS, as loading certificates takes longer than many agents run, and without proxies.
         http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
         client = AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, http_client=http)
         if self.endpoint is not None:
             client.post = partial(self._post, self.endpoint, client.post)  # type: ignore[method-assign]
         return client
 
-    async def _post(self, endpoint: Endpoint, post: Any, path: str, *, cast_to: Any, **asked: Any) -> Any:
-        """Do what `client.post` does, without HTTP, which costs more than all the rest, if nothing of it is asked for.
+    async def _post(self, endpoint: Endpoint, post: Any, path: str, *, cast_to: Any, **request: Any) -> Any:
+        """Do what `client.post` does, but a plain call without HTTP, which costs more than all the rest.
 
-        What comes to no answer is sent again as a retry, and the SDK tells why.
+        A call that fails here is sent over HTTP as a retry, so that the SDK raises its own error.
         """
-        options = asked.get("options", {})
-        if options.keys() <= {"security"} and not asked.get("stream") and hasattr(cast_to, "model_validate"):
-            name, timeout = self.anthropic_base_url.rpartition("/")[2], self.client.timeout
+        options = request.get("options", {})
+        is_plain = options.keys() <= {"security"} and not request.get("stream") and hasattr(cast_to, "model_validate")
+        if is_plain:
+            session, timeout = self.anthropic_base_url.rpartition("/")[2], self.client.timeout
             with suppress(Exception):
-                body = json.dumps(asked.get("body"))
-                asked["options"] = {**options, "headers": {"x-stainless-retry-count": "1"}}
+                body = json.dumps(request.get("body"))
+                request["options"] = {**options, "headers": {"x-stainless-retry-count": "1"}}
                 async with asyncio.timeout(getattr(timeout, "read", timeout)):  # type: ignore[arg-type]
-                    return cast_to.model_validate(await endpoint.answer(name, self.api_key, path.strip("/"), body))
-        return await post(path, cast_to=cast_to, **asked)
+                    answer = await endpoint.answer(session, self.api_key, path.strip("/"), body)
+                return cast_to.model_validate(answer)
+        return await post(path, cast_to=cast_to, **request)
 
     async def close(self) -> None:
         """Close the client, if there is one."""
@@ -85,19 +87,19 @@ async def play(
     """Run an agent once.
 
     Args:
-        function: The agent's, called as `function(task, llm, **arguments)`.
-        engine: Of this rollout alone, without a prompt.
+        function: Called as `function(task, llm, **arguments)`.
+        engine: For this rollout alone, without a prompt.
         task: The data row.
-        max_new_tokens: Of one call at most.
+        max_new_tokens: Limit of one call.
 
     Raises:
-        ValueError: It called nothing, or returned something else than a reward.
+        ValueError: It made no call, or returned something other than a reward.
     """
     session = Session(engine, max_new_tokens=max_new_tokens, parse=endpoint.parser(engine.tokenizer))
     async with endpoint.serving(session) as (root, key):
-        # An agent in a thread may bring an event loop of its own.
-        within = endpoint if inspect.iscoroutinefunction(function) else None
-        llm = Llm(base_url=f"{root}/v1", api_key=key, anthropic_base_url=root, endpoint=within)
+        # A sync agent runs in a thread, and may have an event loop of its own there.
+        same_loop = endpoint if inspect.iscoroutinefunction(function) else None
+        llm = Llm(base_url=f"{root}/v1", api_key=key, anthropic_base_url=root, endpoint=same_loop)
         try:
             result = await call(function, task, llm, **arguments)
         finally:
@@ -106,7 +108,7 @@ async def play(
 
 
 def is_agent(function: Callable[..., Any]) -> bool:
-    """Whether a function takes a task and an `llm`."""
+    """Tell agents, `(task, llm, ...)`, from workflows, `(engine, row, ...)`."""
     return list(inspect.signature(function).parameters)[1:2] == ["llm"]
 
 
@@ -119,7 +121,7 @@ def _scored(session: Session, result: Any) -> Sample:
     reply = read_result(result, completion=sample.text)
     if reply.failure is not None:
         raise ValueError(
-            f"an agent must return its reward, a number or a dict of numbers with one named reward, or None to leave "
+            f"an agent must return its reward (a number, or a dict of numbers with one named reward), or None to leave "
             f"it to the verifier; got {returned!r:.80} ({reply.detail})"
         )
     score = score_of(reply, sample, session.engine.text_of)

@@ -1,6 +1,6 @@
-"""The fields of a request by API: which the endpoint honours, which it ignores, and which it refuses.
+"""The fields of a request, by API: those that the endpoint honours, ignores or refuses.
 
-`docs/agents.md` shows this table. Any other field is refused. A name with a dot is a field inside an object.
+`docs/agents.md` shows this table. Any field outside it is refused. A dotted name is a field inside an object.
 """
 
 from collections.abc import Iterator, Mapping
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 Values = Mapping[str, tuple[Any, ...]]
-"""By field, the values that ask for nothing else than what happens anyway; null always does."""
+"""The values of each field that change nothing; null never does."""
 
 _POLICY: Values = {
-    "temperature": (),  # and the recipe's
+    "temperature": (),  # the recipe's own value is accepted too
     "top_p": (1,),
     "top_k": (0, -1),
     "min_p": (0,),
@@ -44,55 +44,58 @@ _CACHE = "prompt_cache_options prompt_cache_retention store"
 
 _FIXES = {
     **dict.fromkeys(_TEMPLATE, "leave it out, and set model.chat_arguments in the recipe"),
-    **dict.fromkeys([*_STORED, "thread"], "leave it out, and send the whole input again: calls are not stored"),
+    **dict.fromkeys([*_STORED, "thread"], "leave it out, and send the whole input again, as calls are not stored"),
     "temperature": "leave it out, or set rollout.temperature, or ignore it with rollout.serve_unconstrained=true",
 }
 
 
-class UnsupportedFieldError(ValueError):
-    """A request holds a field, or a value of one, that an API here does not take."""
+class Refusal(Exception):
+    """An error that is sent instead of an answer; sending the same request again would not help."""
 
-    def __init__(self, name: str, message: str) -> None:
-        super().__init__(message)
-        self.name = name
+    def __init__(self, status: int, message: str, *, code: str = "invalid_value") -> None:
+        super().__init__(f"{message:.1000}")  # it may quote the request
+        self.status, self.code = status, code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """What a request to one API may hold."""
+    """What a request to one API may contain."""
 
     honoured: tuple[str, ...]
     ignored: tuple[str, ...]
-    """They change neither the policy nor what it sees."""
+    """They change neither the policy nor its input."""
     constraints: Values
-    """Other values would sample from another policy: refused, or ignored and counted if the recipe wants that."""
+    """Any other value samples from a different policy: it is refused, or left out and counted if the recipe asks."""
     refused: Values
 
     def checked(
-        self, body: Mapping[str, Any], *, temperature: float, serves_unconstrained: bool
+        self, body: Mapping[str, Any], *, temperature: float, serve_unconstrained: bool
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return the fields of a request that count, and the names of the constraints that are left out.
+        """Return the fields of a request that count, and the names of the constraints that were left out.
 
         Args:
-            temperature: Of the policy; 0 = greedy, where a request may name any.
-            serves_unconstrained: Leave constraints out that would be refused.
+            temperature: Of the policy; at 0 (greedy) a request may name any.
+            serve_unconstrained: Leave constraints out instead of refusing them.
 
         Raises:
-            UnsupportedFieldError: A field, or its value, is refused.
+            Refusal: A field, or its value, is not supported.
         """
         allowed = {**self.refused, **self.constraints, "temperature": (temperature or body.get("temperature"),)}
         kept, left_out = dict[str, Any](), list[str]()
-        for name, value in self._each(body):
+        for name, value in self._flat(body):
             outer, _, inner = name.partition(".")
             if name in self.honoured or value is None or value in allowed.get(name, ()):
                 (kept.setdefault(outer, {}) if inner else kept)[inner or outer] = value
-            elif name in self.constraints and serves_unconstrained:
+            elif name in self.constraints and serve_unconstrained:
                 left_out.append(name)
             elif name not in self.ignored:
-                raise UnsupportedFieldError(name, self._refusal(name, value, temperature))
+                # Anthropic's SDK recognises this code, and then sends the whole conversation instead of its thread.
+                code = "thread_unsupported_request" if name == "thread" else "unsupported_parameter"
+                raise Refusal(400, self._reason(name, value, temperature), code=code)
         return kept, left_out
 
-    def _each(self, body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    def _flat(self, body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield names and values; objects with dotted names in the table are opened."""
         known = (*self.honoured, *self.ignored, *self.constraints, *self.refused)
         for name, value in body.items():
             if isinstance(value, Mapping) and any(one.startswith(f"{name}.") for one in known):
@@ -100,11 +103,13 @@ class Fields:
             else:
                 yield name, value
 
-    def _refusal(self, name: str, value: Any, temperature: float) -> str:
+    def _reason(self, name: str, value: Any, temperature: float) -> str:
         got = f"got {name}={value!r:.60}"
         if name in self.constraints:
             fix = _FIXES.get(name, "leave it out, or ignore it with rollout.serve_unconstrained=true")
-            return f"calls sample the policy that trains, rollout.temperature={temperature:g} alone; {got}. Fix: {fix}"
+            return (
+                f"calls must sample the policy that trains, at rollout.temperature={temperature:g}; {got}. Fix: {fix}"
+            )
         return f"this API does not support {name}; {got}. Fix: {_FIXES.get(name, 'leave it out')}"
 
 
@@ -171,4 +176,4 @@ FIELDS = {
         refused={"chat_template_kwargs": ({},), "mcp_servers": ([],), "thread": ()},
     ),
 }
-"""By the end of an API's address."""
+"""By the last part of an API's URL."""

@@ -1,4 +1,4 @@
-"""Agents that are programs: any language, a process tree of its own for each rollout, which ends with it."""
+"""Agents that are programs in any language. Each rollout has a process tree of its own, which ends with it."""
 
 import asyncio
 import contextlib
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from areal_lite.rollout.agents import Llm
 
 _OUTPUT_MB = 64
-_SHOWN = 500
+_SHOWN = 300
+"""Characters of a program's output in an error, whose text is kept to 500."""
 
-
-# The listener belongs to the sandbox, which has a network of its own; who accepts its connections is outside.
+# Runs inside the sandbox, which has a network of its own: it listens there at the model's address, and sends the
+# listener to the process outside, which accepts its connections.
 _PRELUDE = """
 import os, socket, sys
 with socket.socket(fileno=int(sys.argv[1])) as outside, socket.create_server(("127.0.0.1", int(sys.argv[2]))) as own:
@@ -34,19 +35,19 @@ os.execv("/bin/sh", ["sh", "-c", sys.argv[3]])
 async def run_command(
     task: Mapping[str, Any], llm: "Llm", *, command: str, memory_mb: int, is_sandboxed: bool = False
 ) -> Any:
-    """Run a shell command, which reads the task from a line of JSON; return what its last line says, as JSON.
+    """Run a shell command, which reads the task from a line of JSON; return the JSON in the last line that it prints.
 
-    It finds the model by `OPENAI_BASE_URL`, `OPENAI_API_KEY` and `OPENAI_MODEL`, or by `ANTHROPIC_BASE_URL` and
-    `ANTHROPIC_API_KEY`. With it ends everything that it started, however this ends.
+    It finds the model through `OPENAI_BASE_URL`, `OPENAI_API_KEY` and `OPENAI_MODEL`, or `ANTHROPIC_BASE_URL` and
+    `ANTHROPIC_API_KEY`. Every process that it started ends with it.
 
     Args:
-        memory_mb: That each of its processes may take.
-        is_sandboxed: It sees the system, its interpreter and the working folder, none of which it may write, and of
-            networks the model's address alone.
+        memory_mb: Limit of each of its processes.
+        is_sandboxed: It sees the system, its interpreter and the working folder, all read-only, and its network has no
+            address but the model's.
 
     Raises:
         ChildProcessError: It ended with an error.
-        ValueError: Its last line is no JSON.
+        ValueError: Its last line is not JSON.
     """
     own = {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key, "OPENAI_MODEL": llm.model}
     own |= {"ANTHROPIC_BASE_URL": llm.anthropic_base_url, "ANTHROPIC_API_KEY": llm.api_key}
@@ -65,18 +66,19 @@ async def run_command(
                 code = await process.wait()
         finally:
             kill_trees(lambda: _alive(process, llm.api_key))
-        said, complaint = _end_of(stdout).strip(), _end_of(stderr).strip()[-_SHOWN:]
+        printed, complaint = _end_of(stdout), _end_of(stderr)
     if code != 0:
-        *before, last = complaint.split("\n")  # a traceback's last line says most, and is shown whole
-        behind = f" (behind {before})" if before else ""
-        raise ChildProcessError(f"rollout.workflow_command must end with exit code 0, got {code}: {last!r}{behind}")
-    last = said.rpartition("\n")[2]
+        raise ChildProcessError(
+            f"rollout.workflow_command must end with exit code 0, got {code}; its stderr ends with "
+            f"{complaint[-_SHOWN:]!r}"
+        )
+    last = printed.rpartition("\n")[2]
     try:
         return json.loads(last)
     except ValueError as error:
         raise ValueError(
-            f"the last line that rollout.workflow_command prints must be its reward, a number or a JSON object with "
-            f"one named reward, or null; got {last[:_SHOWN]!r}"
+            f"the last line that rollout.workflow_command prints must be its reward (a number, or a JSON object with "
+            f"one named reward) or null; got {last[:_SHOWN]!r}"
         ) from error
 
 
@@ -84,13 +86,15 @@ async def run_command(
 async def _sandboxed(
     command: str, own: Mapping[str, str], streams: Mapping[str, Any]
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Start a command in bubblewrap, and carry its connections to the model to where the model is."""
-    where = urlsplit(own["OPENAI_BASE_URL"])
+    """Start a command in bubblewrap, and relay its connections to the model."""
+    model = urlsplit(own["OPENAI_BASE_URL"])
     here, there = socket.socketpair()
-    places = [place for folder in (sys.prefix, os.getcwd()) for place in ("--ro-bind", folder, folder)]
     wrapped = ["bwrap", "--unshare-all", "--die-with-parent", "--cap-drop", "ALL", *system_view(), "--proc", "/proc"]
-    wrapped += ["--dev", "/dev", "--tmpfs", "/tmp", *places, "--chdir", os.getcwd(), "--"]
-    wrapped += [sys.executable, "-I", "-S", "-c", _PRELUDE, str(there.fileno()), str(where.port), command]
+    wrapped += ["--dev", "/dev", "--tmpfs", "/tmp"]
+    for folder in (sys.prefix, os.getcwd()):
+        wrapped += ["--ro-bind", folder, folder]
+    wrapped += ["--chdir", os.getcwd(), "--"]
+    wrapped += [sys.executable, "-I", "-S", "-c", _PRELUDE, str(there.fileno()), str(model.port), command]
     environment = {"PATH": os.environ["PATH"], "HOME": "/tmp", "LANG": "C.UTF-8", **own}
     with here:
         with there:
@@ -99,25 +103,25 @@ async def _sandboxed(
             )
         _, descriptors, _, _ = await asyncio.to_thread(socket.recv_fds, here, 1, 1)
 
-    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer):
             while data := await reader.read(65536):
                 writer.write(data)
                 await writer.drain()
 
-    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        beyond, to_beyond = await asyncio.open_connection(where.hostname, where.port)
-        await asyncio.gather(carry(reader, to_beyond), carry(beyond, writer), return_exceptions=True)
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_model, to_model = await asyncio.open_connection(model.hostname, model.port)
+        await asyncio.gather(copy(reader, to_model), copy(from_model, writer), return_exceptions=True)
 
     async with contextlib.AsyncExitStack() as stack:
-        for descriptor in descriptors:  # none, where the sandbox does not stand: it says why itself
+        for descriptor in descriptors:  # none if bubblewrap failed, which then writes why to stderr
             listener = socket.socket(fileno=descriptor)
-            stack.callback((await asyncio.start_server(connect, sock=listener)).close)
+            stack.callback((await asyncio.start_server(relay, sock=listener)).close)
         yield process
 
 
 def _alive(process: asyncio.subprocess.Process | None, key: str) -> list[int]:
-    """Return the process, if it runs, and whoever else has its key in the environment: orphans, too."""
+    """Return the process if it runs, and every process with the key in its environment, orphans included."""
     found = [] if process is None or process.returncode is not None else [process.pid]
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -128,4 +132,4 @@ def _alive(process: asyncio.subprocess.Process | None, key: str) -> list[int]:
 
 def _end_of(file: IO[bytes]) -> str:
     file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
-    return file.read().decode(errors="replace")
+    return file.read().decode(errors="replace").strip()

@@ -1,32 +1,38 @@
-"""The endpoint that agents call: an OpenAI-compatible API on this machine's loopback, with a session for each rollout.
+"""The server that agents call: the APIs of `api_formats.py` on this machine's loopback, a session for each rollout.
 
-Nothing of it is imported or listens where no agent runs. The session in an address and its key, which no other session
-takes, are all that a client needs: what is generated is captured here.
+A request goes one way, with HTTP or without (`Endpoint.answer`):
+
+    read, checked, rendered, tokenised   in a thread (`_prepare`); an error here is a 4xx
+    matched with earlier requests        a retry is answered from the record (`_OpenSession.record`)
+    generated                            in a task of the record, which outlives the client's connection
+    delivered                            only answers that a client receives train
+
+The session is known by the URL and its key, so a client passes nothing else along. Nothing here is imported, and
+nothing listens, before an agent runs.
 """
 
 import asyncio
 import contextlib
+import copy
 import functools
 import hashlib
 import hmac
-import importlib
 import json
-import logging
 import os
 import secrets
 import socket
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from areal_lite.config.sections import RolloutConfig
-from areal_lite.errors import EngineError
 from areal_lite.network import LOOPBACK
-from areal_lite.rollout.api_fields import FIELDS, UnsupportedFieldError
-from areal_lite.rollout.sessions import RENDERERS, Asked, Call, ContextTooLongError, Message, Parse, Placed, Session
+from areal_lite.rollout.api_fields import FIELDS, Refusal
+from areal_lite.rollout.sessions import Call, Message, Parse, Placed, Session
 from areal_lite.rollout.workflows import named
 
 if TYPE_CHECKING:
@@ -35,60 +41,45 @@ if TYPE_CHECKING:
 
     from areal_lite.rollout.api_formats import Format
 
-logger = logging.getLogger(__name__)
-
-_SMALL_BYTES = 2**16
 _MODEL = {"id": "policy", "object": "model", "owned_by": "areal-lite"}
-_KINDS = {
+_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
     408: "timeout_error",
     413: "request_too_large",
     500: "api_error",
 }
+_RENDERERS = ThreadPoolExecutor(2, thread_name_prefix="render")
+"""Requests are read, rendered and tokenised here: a long one must not block the event loop."""
 
 
-class Refusal(Exception):
-    """What is sent in the place of an answer; to send the same request again would not help."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Prepared:
+    """A request that is ready to be generated."""
 
-    def __init__(self, status: int, message: str, *, code: str = "invalid_value") -> None:
-        super().__init__(f"{message:.1000}")  # it may quote what was sent
-        self.status, self.code = status, code
-
-    def body(self) -> dict[str, Any]:
-        """Return it as the SDKs of OpenAI and Anthropic both read it."""
-        kind = _KINDS.get(self.status, "invalid_request_error")
-        error = {"message": str(self), "type": kind, "param": None, "code": self.code}
-        return {"type": "error", "error": error | {"details": {"error_code": self.code}}}
+    format: "Format"
+    body: dict[str, Any]
+    digest: bytes
+    """Of the body."""
+    placed: Placed
+    left_out: list[str]
+    """Constraints that it asks for and does not get."""
 
 
 @dataclass(slots=True, eq=False)
 class _Record:
-    """A request that was accepted; the same request sent again is answered from here."""
+    """A request that is being answered, or was; the same request sent again gets the same answer."""
 
     session: Session
-    asked: Asked
     digest: bytes
+    calls: "asyncio.Task[list[Call]]"
     name: str = field(default_factory=lambda: secrets.token_hex(12))
     num_waiting: int = 0
     is_delivered: bool = False
-    placed: "asyncio.Future[Placed]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Done as generation begins."""
-    calls: "asyncio.Task[list[Call]]" = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.calls = asyncio.create_task(self._run())
-
-    async def _run(self) -> list[Call]:
-        try:
-            self.placed.set_result(await self.session.place(self.asked))
-        except Exception as error:  # its frames would keep the text and its tokens as long as the session
-            raise error.with_traceback(None) from None
-        return await self.session.complete(self.placed.result())
 
     @contextlib.contextmanager
     def awaited(self) -> Iterator[None]:
-        """Note that a client waits for the answer."""
+        """Count a client that waits for the answer."""
         self.num_waiting += 1
         try:
             yield
@@ -96,43 +87,49 @@ class _Record:
             self.num_waiting -= 1
 
     def deliver(self) -> list[Call]:
-        """Return the calls, which train from now on: a client gets them.
+        """Return the finished calls, which train from now on, as a client receives them.
 
         Raises:
-            Refusal: There are none.
+            Refusal: They failed.
         """
         if self.calls.cancelled():
             raise Refusal(404, "the session has ended", code="session_not_found")
-        failure = self.calls.exception()
-        if failure is None and not self.is_delivered:
+        is_first, self.is_delivered = not self.is_delivered, True
+        if error := self.calls.exception():
+            raise Refusal(500, f"{type(error).__name__}: {error}", code="generation_failed")
+        if is_first:
             self.session.keep(self.calls.result())
-        self.is_delivered = True
-        if failure is not None:
-            raise _told(failure)
         return self.calls.result()
 
 
 @dataclass(slots=True, eq=False)
-class _Door:
-    """A session as its address knows it."""
+class _OpenSession:
+    """A session that its URL and key open."""
 
     session: Session
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     records: dict[str, list[_Record]] = field(default_factory=dict)
 
-    def record(self, api: str, asked: Asked, digest: bytes, *, again: str | None, is_retry: bool) -> _Record:
-        """Return what answers a request: a record, if it was sent before and not answered, else a new one."""
-        known = self.records.setdefault(f"{api} {again or digest.hex()}", [])
-        if known and known[-1].digest != digest:
-            message = "an Idempotency-Key must come with the request that it came with before, got another body"
+    def record(self, api: str, request: _Prepared, *, idempotency_key: str | None, is_retry: bool) -> _Record:
+        """Return the record that answers a request: an earlier one that is sent again, or a new one.
+
+        Raises:
+            Refusal: Its idempotency key belongs to another request.
+        """
+        known = self.records.setdefault(f"{api} {idempotency_key or request.digest.hex()}", [])
+        if known and known[-1].digest != request.digest:
+            message = "an Idempotency-Key must come with the same body each time, got another one"
             raise Refusal(422, f"{message}. Fix: use a new key for each request", code="idempotency_key_reused")
-        unanswered = [record for record in known if not record.is_delivered and not record.num_waiting]
-        if not unanswered and not (known and (again or is_retry)):
-            known.append(_Record(self.session, asked, digest))
-        return unanswered[0] if unanswered else known[-1]
+        for record in known:
+            if not record.is_delivered and not record.num_waiting:
+                return record
+        if not known or not (idempotency_key or is_retry):
+            calls = asyncio.create_task(self.session.complete(request.placed))
+            known.append(_Record(self.session, request.digest, calls))
+        return known[-1]
 
     async def close(self) -> None:
-        """End all that is still generated."""
+        """Cancel everything that is still generated."""
         tasks = [record.calls for records in self.records.values() for record in records]
         for task in tasks:
             task.cancel()
@@ -140,73 +137,46 @@ class _Door:
 
 
 class Endpoint:
-    """A server for the sessions of one rollout worker; it listens once it is started."""
+    """A server for the sessions of one rollout worker."""
 
-    def __init__(
-        self,
-        *,
-        tool_parser: str | None = None,
-        reasoning_parser: str | None = None,
-        serve_unconstrained: bool = False,
-        keep_alive_s: float = 10.0,
-        idle_timeout_s: float = 60.0,
-    ) -> None:
-        """Prepare.
+    def __init__(self, rollout: RolloutConfig, *, keep_alive_s: float = 10.0, idle_timeout_s: float = 60.0) -> None:
+        """Nothing listens before `start`.
 
         Args:
-            tool_parser: A name of vLLM's tool parsers, or `module:function` or `path.py:function` of one that turns a
-                text into `(content, [{"name": ..., "arguments": {...}}, ...])`; None = the model calls no tools.
-            reasoning_parser: A name of vLLM's reasoning parsers.
-            serve_unconstrained: Leave out what would sample from another policy, in place of a refusal.
-            keep_alive_s: Seconds between the signs of life of a stream.
-            idle_timeout_s: Seconds after which a connection without a request, or with a part of one, is closed.
+            rollout: Names the parsers of tool calls and reasoning, and what happens to constraints.
+            keep_alive_s: Seconds between the pings of a stream.
+            idle_timeout_s: Seconds after which a connection with no request, or an unfinished one, is closed.
         """
-        self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
-        self._serve_unconstrained, self._keep_alive_s = serve_unconstrained, keep_alive_s
-        self._idle_timeout_s = idle_timeout_s
+        self._rollout, self._keep_alive_s, self._idle_timeout_s = rollout, keep_alive_s, idle_timeout_s
         self.unconstrained = Counter[str]()
-        """Calls that were served without a constraint they asked for, by its field."""
-        self._doors: dict[str, _Door] = {}
+        """Calls that were served without a constraint they asked for, by field."""
+        self._sessions: dict[str, _OpenSession] = {}
         self._server: Any = None
         self._serving: asyncio.Task[None] | None = None
         self._root = ""
-        self._starting = asyncio.Lock()
-
-    @classmethod
-    def of(cls, rollout: RolloutConfig) -> "Endpoint":
-        """Return the endpoint that a recipe describes."""
-        return cls(
-            tool_parser=rollout.tool_parser,
-            reasoning_parser=rollout.reasoning_parser,
-            serve_unconstrained=rollout.serve_unconstrained,
-        )
 
     @asynccontextmanager
     async def serving(self, session: Session) -> AsyncIterator[tuple[str, str]]:
-        """Answer the calls of a session, at the address and with the key that this yields, until its block ends."""
-        name, door = secrets.token_hex(8), _Door(session)
-        self._doors[name] = door
+        """Answer a session's calls, at the URL and with the key that this yields, until the block ends."""
+        name, opened = secrets.token_hex(8), _OpenSession(session)
+        self._sessions[name] = opened
         try:
-            yield f"{self._root}/sessions/{name}", door.key
+            yield f"{self._root}/sessions/{name}", opened.key
         finally:
-            del self._doors[name]
-            await door.close()
+            del self._sessions[name]
+            await opened.close()
 
     async def close(self) -> None:
-        """End the server; idempotent."""
+        """Stop the server; idempotent."""
         if self._serving is not None:
             self._server.should_exit = self._server.force_exit = True
             await asyncio.wait([self._serving])
             self._serving = None
 
-    async def start(self) -> None:
-        """Listen; idempotent."""
-        async with self._starting:
-            if self._serving is None:
-                await asyncio.to_thread(importlib.import_module, "vllm.entrypoints.openai.chat_completion.protocol")
-                self._listen()
-
-    def _listen(self) -> None:
+    def start(self) -> None:
+        """Listen, in the running event loop; idempotent."""
+        if self._serving is not None:
+            return
         import uvicorn
         from starlette.applications import Starlette
         from starlette.routing import Route
@@ -214,144 +184,147 @@ class Endpoint:
         app = Starlette(
             routes=[
                 Route("/sessions/{session}/v1/models", self._models, methods=["GET"]),
-                Route("/sessions/{session}/v1/models/{model:path}", self._model, methods=["GET"]),
+                Route("/sessions/{session}/v1/models/{model:path}", self._models, methods=["GET"]),
                 Route("/sessions/{session}/v1/{api:path}", self._post, methods=["POST"]),
             ],
             exception_handlers={Refusal: _refused, Exception: _failed},
         )
         listener = socket.create_server((LOOPBACK, 0), backlog=2048)
         self._root = f"http://{LOOPBACK}:{listener.getsockname()[1]}"
-        # Sync clients in this process, and commands, must not look for it behind a cluster's proxy.
+        # Sync clients in this process, and commands, must not ask a cluster's proxy for this address.
         direct = urllib.request.getproxies().get("no", "")
         if direct != "*" and LOOPBACK not in direct:
             os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, [direct, LOOPBACK]))
         options: Any = {"log_level": "warning", "access_log": False, "lifespan": "off", "ws": "none"}
-        options |= {"http": _impatient(), "timeout_keep_alive": self._idle_timeout_s}
+        options |= {"http": _protocol_with_idle_timeout(), "timeout_keep_alive": self._idle_timeout_s}
         self._server = uvicorn.Server(uvicorn.Config(app, **options))
-        self._server.capture_signals = contextlib.nullcontext  # they are the worker's
+        self._server.capture_signals = contextlib.nullcontext  # signals are the worker's business
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
 
-    def _door(self, name: str, key: str) -> _Door:
-        door = self._doors.get(name)
-        if door is None:
-            raise Refusal(404, "there is no such session: a rollout's ends with its agent", code="session_not_found")
-        if not hmac.compare_digest(key.encode(), door.key.encode()):
-            raise Refusal(401, "the API key must be this session's, got another: use that one", code="wrong_key")
-        return door
+    def _open(self, name: str, key: str) -> _OpenSession:
+        opened = self._sessions.get(name)
+        if opened is None:
+            message = "the session must still be open, got none of this name: it ends with its rollout"
+            raise Refusal(404, message, code="session_not_found")
+        if not hmac.compare_digest(key.encode(), opened.key.encode()):
+            raise Refusal(
+                401, "the API key must be this session's, got another. Fix: use llm.api_key", code="wrong_key"
+            )
+        return opened
 
-    async def answer(
-        self, name: str, key: str, api: str, raw: str | bytes, *, again: str | None = None, is_retry: bool = False
-    ) -> dict[str, Any]:
-        """Answer a request by a body, to be JSON.
+    async def answer(self, name: str, key: str, api: str, raw: str | bytes) -> dict[str, Any]:
+        """Answer a request that comes without HTTP.
 
         Args:
-            name: Of the session, which the key must open.
-            api: The end of its address.
-            raw: Its body.
-            again: What is the same where a request is sent again; None = its body.
+            name: The session's, which `key` must open.
+            api: The last part of the API's URL.
+            raw: The body.
 
         Raises:
-            Refusal: It is not answered.
+            Refusal: The request is not supported, or generation failed.
         """
-        return await self._written(*await self._record(name, key, api, raw, again=again, is_retry=is_retry))
+        request, record = await self._accept(name, key, api, raw)
+        return await self._written(request, record)
 
-    async def _written(self, form: "Format", body: dict[str, Any], record: _Record) -> dict[str, Any]:
-        with record.awaited():
-            await asyncio.wait([record.calls])
-        return form.write(record.name, body, record.deliver())
-
-    async def _stream(self, form: "Format", body: dict[str, Any], record: _Record) -> AsyncIterator[str]:
-        """Yield the events of an answer, and signs of life while it is generated; only the first may raise."""
-        from areal_lite.rollout.api_formats import error_event
-
-        with record.awaited():
-            either: list[asyncio.Future[Any]] = [record.placed, record.calls]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not record.placed.done():
-                record.deliver()  # it failed
-            for event in form.opening(record.name, body, record.asked.num, len(record.placed.result().context)):
-                yield event
-            while not (await asyncio.wait([record.calls], timeout=self._keep_alive_s))[0]:
-                yield form.ping
-        try:
-            async for event in form.events(record.name, body, record.deliver()):
-                yield event
-        except Refusal as refusal:
-            yield error_event(refusal.body())
-
-    async def _record(
-        self, name: str, key: str, api: str, raw: str | bytes, *, again: str | None, is_retry: bool
-    ) -> tuple["Format", dict[str, Any], _Record]:
-        """Read a request, and return what answers it."""
-        session = self._door(name, key).session
+    async def _accept(
+        self,
+        name: str,
+        key: str,
+        api: str,
+        raw: str | bytes,
+        *,
+        idempotency_key: str | None = None,
+        is_retry: bool = False,
+    ) -> tuple[_Prepared, _Record]:
+        session = self._open(name, key).session
         if len(raw) > session.max_bytes:
             message = f"a request must have at most {session.max_bytes} bytes with model.max_context, got more"
             raise Refusal(413, f"{message}. Fix: shorten the messages, or raise model.max_context", code="too_large")
-        read = functools.partial(self._read, api, raw, temperature=session.engine.temperature)
-        is_small = len(raw) < _SMALL_BYTES
-        given = read() if is_small else await asyncio.get_running_loop().run_in_executor(RENDERERS, read)
-        form, body, asked, left_out = given
-        digest = hashlib.blake2b(json.dumps(body).encode()).digest()
-        record = self._door(name, key).record(api, asked, digest, again=again, is_retry=is_retry)
-        self.unconstrained.update(left_out)
-        return form, body, record
+        loop = asyncio.get_running_loop()
+        request = await loop.run_in_executor(_RENDERERS, self._prepare, session, api, raw)
+        opened = self._open(name, key)  # again, as the session may have ended meanwhile
+        record = opened.record(api, request, idempotency_key=idempotency_key, is_retry=is_retry)
+        self.unconstrained.update(request.left_out)
+        return request, record
 
-    def _read(
-        self, api: str, raw: str | bytes, *, temperature: float
-    ) -> tuple["Format", dict[str, Any], Asked, list[str]]:
+    def _prepare(self, session: Session, api: str, raw: str | bytes) -> _Prepared:
+        """Read a request and place it in its session's tree; runs in a thread.
+
+        Raises:
+            Refusal: The request is invalid, or not supported.
+        """
         from areal_lite.rollout.api_formats import FORMATS
 
         if api not in FORMATS:
-            raise Refusal(404, f"there is no {api}, only {', '.join([*FORMATS, 'models'])}", code="unknown_api")
+            message = f"the API must be one of {', '.join([*FORMATS, 'models'])}, got {api}"
+            raise Refusal(404, message, code="unknown_api")
         try:
-            form, body = FORMATS[api], json.loads(raw)
+            body = json.loads(raw)
             if not isinstance(body, dict):
                 raise ValueError(f"the body of a request must be a JSON object, got {type(body).__name__}")
-            counting, left_out = FIELDS[api].checked(
-                json.loads(raw),  # reading may change what it reads
-                temperature=temperature,
-                serves_unconstrained=self._serve_unconstrained,
+            kept, left_out = FIELDS[api].checked(
+                copy.deepcopy(body),  # vLLM changes some of what it reads
+                temperature=session.engine.temperature,
+                serve_unconstrained=self._rollout.serve_unconstrained,
             )
-            asked = form.read(counting)
-            if asked.tools and self._tool_parser is None:
-                raise ValueError("tools need rollout.tool_parser, which finds their calls in what the model says")
-        except UnsupportedFieldError as error:
-            code = "thread_unsupported_request" if error.name == "thread" else "unsupported_parameter"
-            raise Refusal(400, str(error), code=code) from error
-        except Exception as error:  # of many kinds, vLLM's own included: the body alone decides
+            asked = FORMATS[api].read(kept)
+            if asked.tools and self._rollout.tool_parser is None:
+                raise ValueError("tools need rollout.tool_parser, which finds tool calls in the model's text, got none")
+            placed = session.place(asked)
+        except Refusal:
+            raise
+        except Exception as error:  # of many kinds, vLLM's own included: all are about the request
             raise Refusal(400, str(error) or type(error).__name__) from error
-        return form, body, asked, left_out
+        digest = hashlib.blake2b(json.dumps(body).encode()).digest()
+        return _Prepared(format=FORMATS[api], body=body, digest=digest, placed=placed, left_out=left_out)
+
+    async def _written(self, request: _Prepared, record: _Record) -> dict[str, Any]:
+        with record.awaited():
+            await asyncio.wait([record.calls])
+        return request.format.write(record.name, request.body, record.deliver())
+
+    async def _stream(self, request: _Prepared, record: _Record) -> AsyncIterator[str]:
+        """Yield an answer's events, the first at once, then a ping every `keep_alive_s` while it is generated."""
+        from areal_lite.rollout.api_formats import error_event
+
+        with record.awaited():
+            for event in request.format.opening(record.name, request.body, request.placed):
+                yield event
+            while not (await asyncio.wait([record.calls], timeout=self._keep_alive_s))[0]:
+                yield request.format.ping
+        try:
+            async for event in request.format.events(record.name, request.body, record.deliver()):
+                yield event
+        except Refusal as refusal:
+            yield error_event(_error_body(refusal))
 
     async def _models(self, request: "Request") -> "Response":
         from starlette.responses import JSONResponse
 
-        self._door(*_opened(request))
-        return JSONResponse({"object": "list", "data": [_MODEL]})
-
-    async def _model(self, request: "Request") -> "Response":
-        from starlette.responses import JSONResponse
-
-        self._door(*_opened(request))
-        return JSONResponse(_MODEL | {"id": request.path_params["model"]})
+        self._open(*_name_and_key(request))
+        name = request.path_params.get("model")
+        return JSONResponse({"object": "list", "data": [_MODEL]} if name is None else _MODEL | {"id": name})
 
     async def _post(self, request: "Request") -> "Response":
+        """Answer a POST, or stop waiting when its client hangs up."""
         from starlette.requests import ClientDisconnect
         from starlette.responses import Response
 
+        unread = Response(status_code=499)  # nobody reads it
         try:
-            raw = await self._body(request, self._door(*_opened(request)).session.max_bytes)
+            raw = await self._body(request, self._open(*_name_and_key(request)).session.max_bytes)
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
+            return unread
         answering, gone = asyncio.ensure_future(self._respond(request, raw)), asyncio.ensure_future(request.receive())
         try:
             await asyncio.wait([answering, gone], return_when=asyncio.FIRST_COMPLETED)
-            return Response(status_code=499) if gone.done() else answering.result()
+            return unread if gone.done() else answering.result()
         finally:
             answering.cancel()
             gone.cancel()
 
     async def _body(self, request: "Request", max_bytes: int) -> bytes:
-        """Return at most one byte more than there may be; what follows is dropped, as clients send all, then read."""
+        """Return the body, or its first `max_bytes` + 1 bytes; the rest is read and dropped, as clients send it all."""
         body, clock = bytearray(), asyncio.get_running_loop().time
         try:
             async with asyncio.timeout(self._idle_timeout_s) as idle:
@@ -359,20 +332,24 @@ class Endpoint:
                     body += chunk[: max_bytes + 1 - len(body)]
                     idle.reschedule(clock() + self._idle_timeout_s)
         except TimeoutError:
-            message = f"a request's body must not pause for {self._idle_timeout_s:g} s. Fix: send it at once"
+            message = f"a request's body must not pause for {self._idle_timeout_s:g} s, it did. Fix: send it at once"
             raise Refusal(408, message, code="timeout") from None
         return bytes(body)
 
     async def _respond(self, request: "Request", raw: bytes) -> "Response":
         from starlette.responses import Response, StreamingResponse
 
-        again, is_retry = request.headers.get("idempotency-key"), request.headers.get("x-stainless-retry-count", "0")
-        api = request.path_params["api"]
-        form, body, record = await self._record(*_opened(request), api, raw, again=again, is_retry=is_retry != "0")
-        if not body.get("stream"):  # in JSON, what is no UTF-8 is escaped
-            return Response(json.dumps(await self._written(form, body, record)), media_type="application/json")
-        events = self._stream(form, body, record)
-        first = await anext(events)  # what raises does so while there still can be a status
+        prepared, record = await self._accept(
+            *_name_and_key(request),
+            request.path_params["api"],
+            raw,
+            idempotency_key=request.headers.get("idempotency-key"),
+            is_retry=request.headers.get("x-stainless-retry-count", "0") != "0",
+        )
+        if not prepared.body.get("stream"):  # `json.dumps` escapes what is not valid UTF-8
+            return Response(json.dumps(await self._written(prepared, record)), media_type="application/json")
+        events = self._stream(prepared, record)
+        first = await anext(events)  # from here on the record has a client
 
         async def all_events() -> AsyncIterator[str]:
             yield first
@@ -382,15 +359,16 @@ class Endpoint:
         return StreamingResponse(all_events(), media_type="text/event-stream")
 
     def parser(self, tokenizer: Any) -> Parse | None:
-        """Return what takes tool calls and reasoning apart; None where the recipe names no parser."""
-        names = (self._tool_parser, self._reasoning_parser)
-        if names == (None, None):
+        """Return what separates tool calls and reasoning from text; None if the recipe names no parser."""
+        tool_parser, reasoning_parser = self._rollout.tool_parser, self._rollout.reasoning_parser
+        if tool_parser is None and reasoning_parser is None:
             return None
-        if self._tool_parser and ":" in self._tool_parser:
-            return functools.partial(_parse_with, named(self._tool_parser, kind="tool parser"))
+        if tool_parser and ":" in tool_parser:
+            return functools.partial(_parse_with, named(tool_parser, kind="tool parser"))
         from vllm.parser.parser_manager import ParserManager
 
-        return functools.partial(_parse, ParserManager.get_parser(*names, enable_auto_tools=True), tokenizer)
+        parser = ParserManager.get_parser(tool_parser, reasoning_parser, enable_auto_tools=True)
+        return functools.partial(_parse, parser, tokenizer)
 
 
 def _parse_with(function: Callable[[str], Any], text: str, tools: Sequence[Mapping[str, Any]]) -> Message:
@@ -406,46 +384,44 @@ def _parse(parser: Any, tokenizer: Any, text: str, tools: Sequence[Mapping[str, 
     return _message(content, [{"name": one.name, "arguments": one.arguments} for one in calls or ()], reasoning)
 
 
-def _opened(request: "Request") -> tuple[str, str]:
-    """Return the name and the key of the session that a request is for."""
+def _message(content: str | None, functions: Sequence[dict[str, str]], reasoning: str | None = None) -> Message:
+    message: Message = {"role": "assistant", "content": content or ""}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if functions:
+        message["tool_calls"] = [
+            {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function} for function in functions
+        ]
+    return message
+
+
+def _name_and_key(request: "Request") -> tuple[str, str]:
     key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
     return request.path_params["session"], key
 
 
-def _message(content: str | None, calls: Sequence[Mapping[str, str]], reasoning: str | None = None) -> Message:
-    message: Message = {"role": "assistant", "content": content or ""}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        named = [{"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": dict(one)} for one in calls]
-        message["tool_calls"] = named
-    return message
-
-
-def _told(error: BaseException) -> Refusal:
-    match error:
-        case ContextTooLongError():
-            return Refusal(400, str(error), code="context_length_exceeded")
-        case ValueError() if not isinstance(error, EngineError):
-            return Refusal(400, str(error))
-    return Refusal(500, f"{type(error).__name__}: {error}", code="generation_failed")
+def _error_body(refusal: Refusal) -> dict[str, Any]:
+    """Return an error in a form that the SDKs of OpenAI and Anthropic both read."""
+    kind = _TYPES.get(refusal.status, "invalid_request_error")
+    error = {"message": str(refusal), "type": kind, "param": None, "code": refusal.code}
+    return {"type": "error", "error": error | {"details": {"error_code": refusal.code}}}
 
 
 async def _refused(_: "Request", refusal: Any) -> "Response":
     from starlette.responses import JSONResponse
 
-    return JSONResponse(refusal.body(), status_code=refusal.status, headers={"x-should-retry": "false"})
+    return JSONResponse(_error_body(refusal), status_code=refusal.status, headers={"x-should-retry": "false"})
 
 
 async def _failed(request: "Request", error: Exception) -> "Response":
-    return await _refused(request, _told(RuntimeError(f"{type(error).__name__}: {error}")))
+    return await _refused(request, Refusal(500, f"{type(error).__name__}: {error}", code="internal_error"))
 
 
-def _impatient() -> Any:
-    """Return uvicorn's protocol, which also closes connections on which no request starts or continues."""
+def _protocol_with_idle_timeout() -> Any:
+    """Return uvicorn's protocol; it also closes connections on which no first request, or only a part of one, comes."""
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-    class Impatient(HttpToolsProtocol):
+    class WithIdleTimeout(HttpToolsProtocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._wait()
@@ -461,4 +437,4 @@ def _impatient() -> Any:
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
-    return Impatient
+    return WithIdleTimeout

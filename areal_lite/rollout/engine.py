@@ -1,4 +1,4 @@
-"""What an engine is asked for; `vllm_engine.py` holds it."""
+"""What is asked of a generation engine, without importing one (`vllm_engine.py`)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,8 +14,8 @@ class Sampling:
     temperature: float
     """0 = greedy."""
     seed: int | None = None
-    """Seeds this completion alone; None where nothing is random."""
+    """Of this completion alone; None if nothing is random."""
     stop: tuple[str, ...] = ()
-    """Also end behind any of these texts, special tokens included."""
+    """Also end after any of these texts, special tokens included."""
     ignore_end: bool = False
-    """Go on behind the end-of-sequence token, up to `max_new_tokens`: for benchmarks, whose lengths are given."""
+    """Continue after the end-of-sequence token, up to `max_new_tokens`: for benchmarks, which set the lengths."""

@@ -1,4 +1,4 @@
-"""What a recipe asks of its engines, as vLLM has it. vLLM is not imported here. Seeds come with every sample."""
+"""A recipe's engine settings in vLLM's terms; vLLM is not imported here."""
 
 from typing import Any
 
@@ -6,34 +6,34 @@ from areal_lite.config.recipe import Config
 
 
 def engine_environment(config: Config) -> dict[str, str]:
-    """Return what vLLM reads from the environment, before it is imported."""
+    """Return the environment variables that vLLM reads when it is imported."""
     environment = {}
     if config.weights.transport == "ipc":
-        # CUDA IPC handles hold classes, which vLLM hands on to the engine-core process only by pickle.
+        # CUDA IPC handles hold classes, which vLLM passes to the engine-core process only by pickle.
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if config.run.device == "cpu":
-        # With "uni" but multiprocessing left on, vLLM 0.32 goes back to a worker process that spins on a core.
+        # Otherwise vLLM 0.32 replaces "uni" by a further process, which spins on a core.
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         environment["OMP_NUM_THREADS"] = str(config.rollout.threads)
-        # Computing log-probabilities would call the inductor, which needs a C++ compiler and takes seconds.
+        # Log-probabilities would be compiled, which takes seconds and needs a C++ compiler.
         environment["TORCH_COMPILE_DISABLE"] = "1"
     return environment | config.run.env
 
 
 def engine_arguments(config: Config, *, model_folder: str) -> dict[str, Any]:
-    """Return those of vLLM's `AsyncEngineArgs`, but for the transport: the recipe's, and over them our own."""
+    """Return the arguments for vLLM's `AsyncEngineArgs`, except the transport: the recipe's, then our own."""
     return {"enable_prefix_caching": True, **config.rollout.engine_arguments, **own_arguments(config, model_folder)}
 
 
 def own_arguments(config: Config, model_folder: str = "") -> dict[str, Any]:
-    """Return those that follow from other settings, or that a hand-over needs as they are."""
+    """Return the arguments that follow from other settings, or that a weight sync depends on."""
     where: dict[str, Any] = (
         {
             "enforce_eager": True,
             "kv_cache_memory_bytes": config.rollout.kv_cache_mb * 2**20,
-            # vLLM rewinds a seeded request's generator after each part of a chunked prefill, which a CPU generator
-            # cannot do: the engine dies. After an interrupt every running sample is such a prefill.
+            # After each part of a chunked prefill vLLM rewinds a seeded request's generator, which kills the engine on
+            # a CPU. After an interrupt every running sample is such a prefill.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(8192, config.model.max_context),
         }
@@ -46,12 +46,12 @@ def own_arguments(config: Config, model_folder: str = "") -> dict[str, Any]:
         "max_model_len": config.model.max_context,
         "max_num_seqs": config.rollout.slots,
         "tensor_parallel_size": config.rollout.tensor_parallel,
-        # Beside Ray vLLM would ask it for further actors; an engine's parts are all of one actor, on one node.
+        # Otherwise vLLM would ask Ray for more actors; here all of an engine's processes belong to one actor.
         "distributed_executor_backend": "mp" if config.rollout.tensor_parallel > 1 else "uni",
-        # The behaviour policy is the temperature-scaled distribution; raw log-probabilities are another one.
+        # The behaviour policy is the temperature-scaled distribution, not the raw one.
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": False,
-        # Processes that no transport counts; more engines are `rollout.workers`.
+        # No transport counts the processes of data parallelism; `rollout.workers` sets the number of engines.
         "data_parallel_size": 1,
         "worker_extension_cls": "areal_lite.weights.families.ParameterSquares",
         "pipeline_parallel_size": 1,

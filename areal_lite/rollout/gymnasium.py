@@ -1,4 +1,4 @@
-"""gymnasium's environments of texts: the source `gymnasium`, whose prompts are first observations, and the workflow."""
+"""gymnasium environments with texts: the source `gymnasium`, whose prompts are first observations, and the workflow."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,11 +15,11 @@ _EVAL_SEED = 10**6
 def rows(
     split: Split, *, env: str, train_size: int = 1024, eval_size: int = 64, **arguments: Any
 ) -> list[dict[str, Any]]:
-    """Make the tasks of a split: one for each seed of the environment, its first observation the question.
+    """Return the tasks of a split: one for each seed of the environment, whose first observation is the question.
 
     Args:
-        env: `module:class` or `path.py:class`, or the id of a registered environment (`module:id` where a module does).
-        arguments: Of the class, or of `gymnasium.make`.
+        env: `module:class` or `path.py:class`, or the id of a registered environment (`module:id` imports the module).
+        arguments: For the class, or for `gymnasium.make`.
     """
     first, size = (0, train_size) if split == "train" else (_EVAL_SEED, eval_size)
     made = _maker(env=env)(**arguments)
@@ -48,14 +48,14 @@ async def play(
     arguments: Mapping[str, Any] | None = None,
     **limits: Any,
 ) -> tuple[Sequence[Turn], Score]:
-    """Let the model act, a turn an action, on what it is shown; the rewards of all steps add up to the sample's.
+    """Let the model act, one action per turn; the sample's reward is the sum of the rewards of all steps.
 
-    Each step, and the reset, may take `rollout.turn_timeout_s`.
+    Each step, and the reset, may take up to `rollout.turn_timeout_s`.
 
     Args:
         env: As `rows` takes it.
         row: Its column `seed` resets the environment.
-        arguments: As there.
+        arguments: As `rows` takes them.
         limits: As `converse` takes them.
     """
     made = await engine.in_time(call(_maker(env=env), **(arguments or {})))
@@ -70,7 +70,7 @@ async def play(
         await engine.in_time(call(made.reset, seed=row["seed"]))
         turns = await converse(engine, answer=act, **limits)
         own = [turn for turn in turns if not turn.is_given]
-        if len(rewards) < len(own):  # behind the last turn nobody answers, but it is an action
+        if len(rewards) < len(own):  # the last turn gets no reply, but it is an action
             await act(messages_of(own))
         return turns, Score(reward=sum(rewards))
     finally:

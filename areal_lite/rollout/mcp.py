@@ -1,4 +1,4 @@
-"""Servers of the Model Context Protocol: an agent that is offered their tools, and calls them as a chat model does."""
+"""The agent `mcp`: a chat model that calls the tools of a Model Context Protocol server."""
 
 import json
 import shlex
@@ -14,33 +14,33 @@ if TYPE_CHECKING:
 async def play(
     task: Mapping[str, Any], llm: Llm, *, server: str, env: Mapping[str, str] | None = None, max_turns: int = 8
 ) -> None:
-    """Let the model call tools until it answers without a call; the verifier gets the transcript.
+    """Let the model call tools until it answers without a call; the verifier scores the transcript.
 
     Args:
-        server: A command, which is started anew for each rollout and speaks over its input and output; or the address
-            of a server that runs, `http://...`.
-        env: Of the command, beside PATH, HOME and the like.
-        max_turns: Turns of the model's.
+        server: A command, started for each rollout, that communicates over its input and output; or the URL of a
+            running server, `http://...`.
+        env: Environment variables of the command, beside PATH, HOME and the like.
+        max_turns: Turns of the model.
     """
     from mcp import Client, StdioServerParameters, stdio_client
 
     command, *rest = shlex.split(server)
-    started = StdioServerParameters(command=command, args=rest, env=env and dict(env))
-    async with Client(server if "://" in command else stdio_client(started)) as client:
-        tools = await _offered(client)
+    parameters = StdioServerParameters(command=command, args=rest, env=env and dict(env))
+    async with Client(server if "://" in command else stdio_client(parameters)) as client:
+        tools = await _tools(client)
         messages: list[Any] = [{"role": "user", "content": task["prompt"]}]
         for _ in range(max_turns):
             response = await llm.client.chat.completions.create(model=llm.model, messages=messages, tools=tools)
-            said = response.choices[0].message.model_dump(exclude_none=True)
-            messages.append(said)
-            if "tool_calls" not in said:
+            message = response.choices[0].message.model_dump(exclude_none=True)
+            messages.append(message)
+            if "tool_calls" not in message:
                 break
-            for one in said["tool_calls"]:
-                told = await _result(client, **one["function"])
-                messages.append({"role": "tool", "tool_call_id": one["id"], "content": told})
+            for one in message["tool_calls"]:
+                result = await _result(client, **one["function"])
+                messages.append({"role": "tool", "tool_call_id": one["id"], "content": result})
 
 
-async def _offered(client: "Client") -> list[Any]:
+async def _tools(client: "Client") -> list[Any]:
     found, cursor = [], None
     while True:
         page = await client.list_tools(cursor=cursor)
@@ -52,7 +52,7 @@ async def _offered(client: "Client") -> list[Any]:
 
 
 async def _result(client: "Client", name: str, arguments: str) -> str:
-    """Return a result's text, or the error, which the model may read and try again."""
+    """Return a result's text, or the error, so that the model may try again."""
     from mcp import MCPError
 
     try:

@@ -1,19 +1,19 @@
-"""Environments behind a server of the package `openenv-core`, played by the source and workflow `gymnasium`."""
+"""Environments on a server of the package `openenv-core`, for the source and workflow `gymnasium`."""
 
 import json
 from typing import Any
 
 
 class OpenEnv:
-    """A session of a server's, with what gymnasium's environments have: texts in, texts out."""
+    """One session on a server, with the interface of a gymnasium environment: texts in, texts out."""
 
     def __init__(self, *, url: str, action: str | None = None, observation: str | None = None) -> None:
-        """Prepare.
+        """Connect at `reset`.
 
         Args:
-            url: Of the server.
-            action: Field of an action that is what the model said; None = it says the whole one, as a JSON object.
-            observation: Field of an observation that the model is shown; None = all, as a JSON object.
+            url: The server's.
+            action: Field of an action that holds the model's turn; None = the turn is the whole action, a JSON object.
+            observation: Field of an observation that the model sees; None = all, as a JSON object.
         """
         from openenv import GenericEnvClient
 
@@ -21,7 +21,7 @@ class OpenEnv:
         self._client = GenericEnvClient(base_url=url).sync()
 
     def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
-        """Begin an episode."""
+        """Start an episode."""
         return self._shown(self._client.reset(seed=seed)), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:

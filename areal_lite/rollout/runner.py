@@ -1,7 +1,6 @@
 """Runs the workflows of a recipe: from a prompt to a sample.
 
-Workflows that a recipe names are loaded before the first prompt; a data row chooses among them by its column
-`workflow`.
+Workflows that a recipe names are loaded before the first prompt; a data row chooses one in its column `workflow`.
 """
 
 import asyncio
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from areal_lite.config.data import CHAT
 from areal_lite.config.plugins import find_function, known_names
 from areal_lite.config.recipe import Config
+from areal_lite.config.sections import RolloutConfig
 from areal_lite.errors import EngineError, EpisodeError, PluginError
 from areal_lite.rollout import agents
 from areal_lite.rollout.agents import is_agent
@@ -32,30 +32,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Workflow = tuple[Callable[..., Any], Mapping[str, Any]]
+"""A function and its arguments."""
+
 _TRACE = 10_000
 """Characters of a traceback that are logged."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Workflows:
-    """The workflows of a recipe, loaded, with what their episodes need. By default: single turns, nothing else."""
+    """The workflows of a recipe, loaded, with what their episodes need. By default only single turns."""
 
     default: str = "single_turn"
-    """Workflow of rows that choose none, a key of `loaded`."""
-    loaded: dict[str, tuple[Callable[..., Any], Mapping[str, Any]]] = field(
-        default_factory=lambda: {"single_turn": (single_turn, {})}
-    )
-    """Function and arguments by name."""
+    """The workflow of rows that choose none, a key of `loaded`."""
+    loaded: dict[str, Workflow] = field(default_factory=lambda: {"single_turn": (single_turn, {})})
     turn_timeout_s: float = 10.0
     """Seconds an episode may spend away from the engine at a stretch."""
     max_context: int = 512
-    """Tokens that a call of an agent may have with its answer."""
+    """Tokens that a call of an agent may have, its answer included."""
     gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1 << 30))
-    """Lets in as many episodes as there may be at once, those of an evaluation included."""
-    endpoint: Endpoint = field(default_factory=Endpoint)
+    """Limits the episodes that run at once, those of an evaluation included."""
+    endpoint: Endpoint = field(default_factory=lambda: Endpoint(RolloutConfig()))
     """What agents call."""
     errors: dict[str, str] = field(default_factory=dict)
-    """What the first error of each reason said."""
+    """The first error of each reason."""
 
     async def sample(
         self, engine: "VllmEngine", prompt: Prompt, *, sampling: Sampling, seed_of: Callable[[int], int] | None
@@ -63,9 +63,9 @@ class Workflows:
         """Run one episode.
 
         Args:
-            prompt: What the episode begins with; its row chooses the workflow.
-            sampling: Temperature, and the tokens that a sample may have where its row does not say.
-            seed_of: From the number of a request of this episode to its seed; None where nothing is random.
+            prompt: Starts the episode; its row chooses the workflow.
+            sampling: Temperature, and the tokens that a sample may have unless its row has `max_new_tokens`.
+            seed_of: From the number of a request of this episode to its seed; None if nothing is random.
 
         Raises:
             EngineError: The engine died.
@@ -75,15 +75,14 @@ class Workflows:
         try:
             function, arguments = self._find(prompt.row.get("workflow"))
             limit = int(prompt.row.get("max_new_tokens", sampling.max_new_tokens))
-            prompt_ids, room = prompt.token_ids, limit
-            if is_an_agent := is_agent(function):
-                prompt_ids, room = (), self.max_context
-                await self.endpoint.start()
+            is_an_agent = is_agent(function)
+            if is_an_agent:  # it makes its own prompts
+                self.endpoint.start()
             async with self.gate:
                 episode = EpisodeEngine(
                     engine,
-                    prompt_ids,
-                    sampling=replace(sampling, max_new_tokens=room),
+                    () if is_an_agent else prompt.token_ids,
+                    sampling=replace(sampling, max_new_tokens=self.max_context if is_an_agent else limit),
                     seed_of=seed_of,
                     is_chat=CHAT in prompt.row,
                     turn_timeout_s=self.turn_timeout_s,
@@ -104,7 +103,7 @@ class Workflows:
             raise self._attributed(error, episode) from error
 
     def log(self, error: EpisodeError, what: str) -> None:
-        """Write why something could not be generated; the end of the traceback once for each reason."""
+        """Log why something could not be generated, with the end of the traceback once per reason."""
         trace = ""
         if error.reason not in self.errors:
             lines = "".join(traceback.format_exception(error)).splitlines()
@@ -112,29 +111,27 @@ class Workflows:
         self.errors.setdefault(error.reason, f"{error!s:.500}")
         logger.error("%s could not be generated: %s%s", what, error, trace)
 
-    def _find(self, name: Any) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+    def _find(self, name: str | None) -> Workflow:
         name = self.default if name is None else name
         if name not in self.loaded:
-            # Data may choose among what is installed or in the recipe, but not name code.
+            # Data may choose among workflows that are installed or in the recipe, but not name code.
             known = known_names("workflow")
             if name not in known:
                 raise PluginError(
-                    f"a column workflow must name one of {', '.join(sorted({*self.loaded, *known}))}; got {name!r}: "
-                    "add it to rollout.workflows"
+                    f"a column workflow must name one of {', '.join(sorted({*self.loaded, *known}))}; got {name!r}. "
+                    "Fix: add it to rollout.workflows"
                 )
             self.loaded[name] = _load(name, {})
         return self.loaded[name]
 
     def _attributed(self, error: BaseException, episode: EpisodeEngine | None) -> Exception:
-        """Tell what a dead engine, the engine, and the workflow are to answer for."""
+        """Return the error of an episode: a dead engine's own, else one that blames the engine or the workflow."""
         failure = None if episode is None else episode.failure
         if isinstance(failure, EngineError):
             return failure
         if episode is not None and episode.clock.expired():
-            error = TimeoutError(
-                f"an episode may spend rollout.turn_timeout_s={self.turn_timeout_s:g} s away from the engine, it took "
-                "longer"
-            )
+            limit = f"rollout.turn_timeout_s={self.turn_timeout_s:g} s"
+            error = TimeoutError(f"an episode may spend {limit} away from the engine, it took longer")
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         culprit = "generation" if error is failure else "workflow"
@@ -145,7 +142,7 @@ def load_workflows(config: Config) -> Workflows:
     """Load every workflow that a recipe names.
 
     Args:
-        config: The recipe; sections `rollout` and `data` are read.
+        config: The recipe; sections `rollout`, `data` and `model` are read.
 
     Raises:
         PluginError: One cannot be found, is not async, or does not take the arguments it is given.
@@ -154,31 +151,37 @@ def load_workflows(config: Config) -> Workflows:
     rollout = config.rollout
     wanted = {name: (one.function, one.arguments) for name, one in rollout.workflows.items()}
     wanted.setdefault(rollout.workflow, (rollout.workflow, rollout.workflow_arguments))
-    for name in filter(None, (source.workflow for source in config.data.sources.values())):
-        wanted.setdefault(name, (name, {}))
+    for source in config.data.sources.values():
+        if source.workflow is not None:
+            wanted.setdefault(source.workflow, (source.workflow, {}))
     default, loaded = rollout.workflow, {name: _load(*one) for name, one in wanted.items()}
     if rollout.workflow_command is not None:
-        is_sandboxed = rollout.command_sandbox and choose_kind("bubblewrap") == "bubblewrap"
-        options = {"command": rollout.workflow_command, "memory_mb": rollout.command_memory_mb}
         default = "workflow_command"
-        loaded[default] = run_command, {**options, "is_sandboxed": is_sandboxed}
+        loaded[default] = (
+            run_command,
+            {
+                "command": rollout.workflow_command,
+                "memory_mb": rollout.command_memory_mb,
+                "is_sandboxed": rollout.command_sandbox and choose_kind("bubblewrap") == "bubblewrap",
+            },
+        )
     return Workflows(
         default=default,
         loaded=loaded,
         turn_timeout_s=rollout.turn_timeout_s,
         max_context=config.model.max_context,
         gate=asyncio.Semaphore(rollout.most_episodes),
-        endpoint=Endpoint.of(rollout),
+        endpoint=Endpoint(rollout),
     )
 
 
 async def complete_greedily(
     engine: "VllmEngine", prompts: Sequence[Prompt], *, max_new_tokens: int, workflows: Workflows
 ) -> list[Sample | None]:
-    """Run every prompt's workflow without chance, beside whatever else the engine does.
+    """Run the workflow of every prompt greedily, beside other work of the engine.
 
     Returns:
-        A sample for each prompt; None where its episode failed, which is logged.
+        A sample for each prompt; None if its episode failed, which is logged.
 
     Raises:
         EngineError: The engine died.
@@ -197,21 +200,22 @@ async def complete_greedily(
 
 def _row(prompt: Prompt) -> dict[str, Any]:
     columns = {name: value for name, value in prompt.row.items() if name not in ("verifier", "workflow")}
-    # A copy down to the last list: the samples of a group must not see what an environment notes in another's row.
+    # A deep copy: what an environment changes in a row must not be seen by the other samples of the group.
     return {**copy.deepcopy(columns), "prompt": prompt.text, "answer": prompt.answer}
 
 
-def _load(name: str, arguments: Mapping[str, Any]) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+def _load(name: str, arguments: Mapping[str, Any]) -> Workflow:
     function = find_function(name, kind="workflow")
-    takes = "(task, llm)" if is_agent(function) else "(engine, row)"
-    if not is_agent(function) and not inspect.iscoroutinefunction(function):
-        raise PluginError(f"a workflow must be an async function, {name!r} is none: write async def")
+    is_an_agent = is_agent(function)
+    if not is_an_agent and not inspect.iscoroutinefunction(function):
+        raise PluginError(f"a workflow must be an async function, got {name!r}. Fix: write async def")
     try:
         inspect.signature(function).bind(None, {}, **arguments)
         if check := vars(function).get("_workflow_check"):
             check(**arguments)
     except (TypeError, ValueError, ImportError) as error:
+        parameters = "(task, llm)" if is_an_agent else "(engine, row)"
         raise PluginError(
-            f"the workflow {name!r} is called with {takes} and the arguments {dict(arguments)}: {error}"
+            f"the workflow {name!r} is called with {parameters} and the arguments {dict(arguments)}: {error}"
         ) from error
     return function, arguments

@@ -1,100 +1,94 @@
 """One rollout of an agent: a tree of calls, and the sample that it becomes. Nothing here knows HTTP.
 
-A call whose messages go on from what an earlier one was answered is generated behind the *exact* tokens of that one;
-any other begins a branch. So nothing that was sampled is ever tokenised again, and each token trains once.
+A call whose messages continue an earlier answer is generated after the *exact* tokens of that answer; any other call
+starts a branch. So nothing that was sampled is ever tokenised again, and each token trains once. For example:
+
+    call 1  [user: plan]                                    a root
+    call 2  [user: plan, assistant: edited, user: solve]    a root: a branch of its own, as the history differs
+    call 3  [user: plan, assistant: <answer 1>, user: more] continues call 1
+
+The sample is the path 1, 3 with the branch 2.
 """
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from areal_lite.data.encode import Messages, encode_text, render_chat
-from areal_lite.rollout.dialogue import ENVIRONMENT, ids_behind, text_behind
+from areal_lite.rollout.api_fields import Refusal
+from areal_lite.rollout.dialogue import ENVIRONMENT, following_ids, following_text
 from areal_lite.rollout.episode import EpisodeEngine, Turn
 from areal_lite.types import Sample, Score, StepReward, StopReason
 
 Message = dict[str, Any]
 
 Parse = Callable[[str, Messages], Message]
-"""From what the model said, special tokens included, and the tools it was told of, to the assistant's message."""
+"""From the model's text, special tokens included, and the tools it was offered, to the assistant's message."""
 
-
-_MOST_ANSWERS = 128
-RENDERERS = ThreadPoolExecutor(2, thread_name_prefix="render")
-"""Chats are rendered and tokenised here: a long one must not hold up the event loop."""
-
-
-class ContextTooLongError(ValueError):
-    """A call's messages leave no room for an answer."""
+_MAX_ANSWERS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a call asks of the model."""
+    """What a call asks of the model: either messages or a prompt."""
 
     messages: tuple[Message, ...] = ()
-    """As `normalised`; empty where it is plain text."""
+    """As returned by `normalised`."""
     prompt: str = ""
-    """Plain text; empty for messages."""
     tools: tuple[Mapping[str, Any], ...] = ()
     max_tokens: int | None = None
-    """Of the answer, which is never longer than a session's `max_new_tokens` and the room that is left."""
+    """Of each answer, within the session's `max_new_tokens` and the room that is left."""
     stop: tuple[str, ...] = ()
     num: int = 1
-    """How many answers, at most 128."""
+    """How many answers."""
     is_single_call: bool = False
-    """Whether an answer may call one tool at most: further calls are not passed on."""
+    """Whether an answer may call one tool at most: the client does not see further calls."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num <= _MOST_ANSWERS:
-            raise ValueError(f"n must be between 1 and {_MOST_ANSWERS}, got {self.num}. Fix: send several requests")
+        if not 1 <= self.num <= _MAX_ANSWERS:
+            raise ValueError(f"n must be between 1 and {_MAX_ANSWERS}, got {self.num}. Fix: send several requests")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}. Fix: raise it, or leave it out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Placed:
-    """A call whose place in the tree is known."""
+    """A call with its place in the tree."""
 
     asked: Asked
-    parent: "Call | None"
-    """The call whose tokens begin `context`."""
     context: tuple[int, ...]
-    """Tokens that its answers are generated behind."""
+    """Tokens that its answers follow."""
+    parent: "Call | None"
+    """The call whose tokens `context` begins with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Call:
-    """One answer of the model's to an agent."""
+    """One answer of the model."""
 
-    asked: Asked
-    context: tuple[int, ...]
-    """Tokens that it was generated behind."""
+    placed: Placed
     turn: Sample
     answer: Message
-    """What the agent was told."""
-    parent: "Call | None"
-    """The call whose tokens begin `context`."""
+    """What the client received."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The context, and what was generated behind it."""
-        return (*self.context, *self.turn.token_ids.tolist())
+        """The context, then the tokens that were generated after it."""
+        return (*self.placed.context, *self.turn.token_ids.tolist())
 
 
 class Session:
     """The calls of one rollout."""
 
     def __init__(self, engine: EpisodeEngine, *, max_new_tokens: int, parse: Parse | None = None) -> None:
-        """Begin a rollout.
+        """Start a rollout.
 
         Args:
-            engine: Of this rollout alone, without a prompt, with room for the model's whole context.
-            max_new_tokens: Of one call at most.
-            parse: Finds tool calls and reasoning in what the model says; None = it is plain text.
+            engine: For this rollout alone, without a prompt, with room for the model's whole context.
+            max_new_tokens: Limit of one answer.
+            parse: Finds tool calls and reasoning in the model's text; None = answers are plain text.
         """
         self.engine = engine
         self._max_context, self._max_new_tokens, self._parse = engine.room, max_new_tokens, parse
@@ -102,27 +96,26 @@ class Session:
 
     @property
     def max_bytes(self) -> int:
-        """Largest body of a request that can be a call: no text that fits into the model's context takes more."""
+        """Largest request body that can fit into the model's context."""
         return 2**18 + 64 * self._max_context
 
-    async def place(self, asked: Asked) -> Placed:
-        """Render and tokenise what a call asks, away from the event loop.
+    def place(self, asked: Asked) -> Placed:
+        """Render and tokenise a call; this may take seconds, so call it away from the event loop.
 
         Raises:
-            ContextTooLongError: No room is left.
-            ValueError: The model has no chat template, or it refuses the messages, or does not show the tools, or the
-                tokenizer has no token for a character.
+            Refusal: The context leaves no room for an answer.
+            ValueError: The model has no chat template, or its template refuses the messages or ignores the tools, or
+                the tokenizer has no token for a character.
         """
-        if len(asked.messages) > self._max_context:  # each is a token at least
+        if len(asked.messages) > self._max_context:  # each has at least one token
             raise self._too_long(f"{len(asked.messages)} messages")
-        find = self._text_context if asked.prompt else self._chat_context
-        parent, context = await asyncio.get_running_loop().run_in_executor(RENDERERS, find, asked)
-        if len(context) >= self._max_context:
-            raise self._too_long(f"{len(context)} tokens before the answer")
-        return Placed(asked=asked, parent=parent, context=context)
+        placed = self._place_text(asked) if asked.prompt else self._place_chat(asked)
+        if len(placed.context) >= self._max_context:
+            raise self._too_long(f"{len(placed.context)} tokens before the answer")
+        return placed
 
     async def complete(self, placed: Placed) -> list[Call]:
-        """Have the model answer; what the agent got to see of it must then be given to `keep`."""
+        """Generate the answers; pass those that the client receives to `keep`."""
         return list(await asyncio.gather(*(self._answer(placed) for _ in range(placed.asked.num))))
 
     async def _answer(self, placed: Placed) -> Call:
@@ -130,117 +123,128 @@ class Session:
         limit = min(self._max_new_tokens, asked.max_tokens or self._max_new_tokens)
         turn = await self.engine.generate(placed.context, max_new_tokens=limit, stop=asked.stop)
         if self._parse is None or asked.prompt:
-            answer: Message = {"role": "assistant", "content": _before(self._shown(turn), asked.stop)}
+            answer: Message = {"role": "assistant", "content": _before(self._visible(turn), asked.stop)}
         else:
-            own = turn.token_ids[: -1 if turn.stop_reason is StopReason.STOP else None]
-            said = str(self.engine.tokenizer.decode(own.tolist()))
-            answer = self._parse(_before(said, asked.stop), asked.tools)
+            own = turn.token_ids[:-1] if turn.stop_reason is StopReason.STOP else turn.token_ids
+            text = str(self.engine.tokenizer.decode(own.tolist()))
+            answer = self._parse(_before(text, asked.stop), asked.tools)
         if asked.is_single_call and "tool_calls" in answer:
             answer["tool_calls"] = answer["tool_calls"][:1]
-        return Call(asked=asked, context=placed.context, turn=turn, answer=answer, parent=placed.parent)
+        return Call(placed=placed, turn=turn, answer=answer)
 
-    def _shown(self, turn: Turn) -> str:
-        """Return a turn's text as the APIs show it: without special tokens, which verifiers see."""
+    def _visible(self, turn: Turn) -> str:
+        """Return a turn's text as the APIs show it: without special tokens, which verifiers do see."""
         return str(self.engine.tokenizer.decode(turn.token_ids.tolist(), skip_special_tokens=True))
 
-    def _too_long(self, got: str) -> ContextTooLongError:
-        # The words by which clients such as litellm recognise it.
-        return ContextTooLongError(
+    def _too_long(self, got: str) -> Refusal:
+        # Clients such as litellm recognise the words "maximum context length".
+        return Refusal(
+            400,
             f"prompt is too long: this model's maximum context length is {self._max_context} tokens with the answer, "
-            f"got {got}. Fix: shorten the messages, or raise model.max_context={self._max_context}"
+            f"got {got}. Fix: shorten the messages, or raise model.max_context={self._max_context}",
+            code="context_length_exceeded",
         )
 
     def keep(self, calls: Iterable[Call]) -> None:
-        """Take calls into the rollout, as the agent has seen their answers."""
+        """Add calls to the rollout: the client has their answers."""
         self._calls += calls
 
     def sample(self) -> Sample:
-        """Join the calls into one sample: every way from a beginning to an end is one sequence, its own or a branch's.
+        """Join the calls into one sample: each path from a root to a leaf is a sequence, its own or a branch's.
 
-        The last call's way comes first, so that a verifier sees how the rollout ended. What ways share trains in the
-        first of them, and is a prompt in the others.
+        The path of the last call comes first, so that a verifier sees how the rollout ended. Calls that paths share
+        train in the first of them, and are part of the prompt in the others.
 
         Raises:
             ValueError: There is no call.
         """
         if not self._calls:
-            raise ValueError(
-                "an agent must call the model at least once, it did not: send its requests to llm.base_url"
-            )
-        last, parents = self._calls[-1], {id(call.parent) for call in self._calls}
-        ends = [last, *(call for call in self._calls if id(call) not in parents and call is not last)]
-        ways, seen = [], set[int]()
-        for end in ends:
-            ways.append([call for call in _lineage(end) if id(call) not in seen])
-            seen.update(map(id, ways[-1]))
-        first, *branches = map(self._joined, ways)
-        return replace(first, messages=tuple(_messages(ways[0])), branches=tuple(branches))
+            raise ValueError("an agent must call the model at least once, got no call. Fix: call it at llm.base_url")
+        last, parents = self._calls[-1], {id(call.placed.parent) for call in self._calls}
+        leaves = [last, *(call for call in self._calls if id(call) not in parents and call is not last)]
+        paths, seen = [], set[int]()
+        for leaf in leaves:
+            paths.append([call for call in _path(leaf) if id(call) not in seen])
+            seen.update(map(id, paths[-1]))
+        first, *branches = map(self._joined, paths)
+        return replace(first, messages=tuple(_messages(paths[0])), branches=tuple(branches))
 
     def credited(self, score: Score, values: Sequence[float]) -> Score:
-        """Add what each call earned: where it ends, if it lies on the last call's way, else to the reward of all ways.
+        """Add what each call earned: where it ends, if it is on the last call's path, else to the common reward.
 
         Raises:
             ValueError: There is not one number for each call.
         """
         if len(values) != len(self._calls):
             raise ValueError(f"calls must be a number for each of the {len(self._calls)} answered, got {values!r:.80}")
-        way = _lineage(self._calls[-1])
-        ends = {id(call): len(call.tokens) - len(way[0].context) - 1 for call in way}
-        earned = [(ends.get(id(call)), float(value)) for call, value in zip(self._calls, values, strict=True)]
-        steps = tuple(StepReward(token=end, value=value) for end, value in earned if end is not None)
-        others = sum(value for end, value in earned if end is None)
-        return replace(score, reward=(score.reward or 0.0) + others, step_rewards=steps)
+        path = _path(self._calls[-1])
+        num_prompt = len(path[0].placed.context)
+        ends = {id(call): len(call.tokens) - num_prompt - 1 for call in path}
+        steps, reward = list[StepReward](), score.reward or 0.0
+        for call, value in zip(self._calls, values, strict=True):
+            if id(call) in ends:
+                steps.append(StepReward(token=ends[id(call)], value=float(value)))
+            else:
+                reward += float(value)
+        return replace(score, reward=reward, step_rewards=tuple(steps))
 
     def _joined(self, calls: Sequence[Call]) -> Sample:
         turns: list[Turn] = []
-        end = behind = calls[0].context
+        prompt = end = calls[0].placed.context
         for call in calls:
-            if between := call.context[len(end) :]:
+            if between := call.placed.context[len(end) :]:
                 turns.append(self.engine.given(between))
             turns.append(call.turn)
             end = call.tokens
-        joined = self.engine.join(turns, with_messages=False, behind=behind)
-        return replace(joined, prompt_ids=behind)
+        joined = self.engine.join(turns, with_messages=False, prompt_ids=prompt)
+        return replace(joined, prompt_ids=prompt)
 
-    def _chat_context(self, asked: Asked) -> tuple[Call | None, tuple[int, ...]]:
+    def _place_chat(self, asked: Asked) -> Placed:
         tokenizer = self.engine.tokenizer
         if tokenizer.chat_template is None:
             raise ValueError(
-                "chat messages need a model with a chat template, this one has none: send plain text to /completions"
+                "chat messages need a model with a chat template, got none. Fix: send text to /completions"
             )
         text = render_chat(asked.messages, tokenizer, tools=asked.tools)
         if asked.tools and text == render_chat(asked.messages, tokenizer):
             raise ValueError(
-                "the model's chat template does not show tools to the model: it writes the same text without them. "
-                "Fix: use a model whose template does, or describe the tools in a message and send none"
+                "tools must appear in the model's chat template, got a template that does not show tools. Fix: use "
+                "another model, or describe the tools in a message and send none"
             )
-        compared = list(map(_compared, asked.messages))
-        for call in sorted(self._calls[::-1], key=lambda call: -len(call.asked.messages)):
-            before = [*map(_compared, call.asked.messages), _compared(normalised(call.answer))]
-            if not call.asked.messages or call.asked.tools != asked.tools or compared[: len(before)] != before:
+        compared = list(map(_comparable, asked.messages))
+        # The longest history first; of equal ones the latest.
+        for call in sorted(self._calls[::-1], key=lambda call: -len(call.placed.asked.messages)):
+            earlier = call.placed.asked
+            history = [*map(_comparable, earlier.messages), _comparable(normalised(call.answer))]
+            if not earlier.messages or earlier.tools != asked.tools or compared[: len(history)] != history:
                 continue
-            new = asked.messages[len(before) :]
+            new = asked.messages[len(history) :]
             try:
-                behind = text_behind(call.asked.messages, new, tokenizer=tokenizer, tools=asked.tools)
-            except ValueError:  # a template that wants to see the tool calls that its answers belong to
+                following = following_text(earlier.messages, new, tokenizer=tokenizer, tools=asked.tools)
+            except ValueError:  # the template refuses results of tools without the calls that they answer
                 break
-            if text.endswith(behind):  # else it writes what is behind in another way, as the answer was another
+            # A template may write what follows in another way, as the real answer differs from the stand-in.
+            if text.endswith(following):
                 end = int(call.turn.token_ids[-1]) if call.turn.stop_reason is StopReason.STOP else None
-                return call, (*call.tokens, *ids_behind(behind, tokenizer=tokenizer, end=end))
-        return None, tuple(encode_text(text, tokenizer))
+                context = (*call.tokens, *following_ids(following, tokenizer=tokenizer, end=end))
+                return Placed(asked=asked, context=context, parent=call)
+        return Placed(asked=asked, context=tuple(encode_text(text, tokenizer)), parent=None)
 
-    def _text_context(self, asked: Asked) -> tuple[Call | None, tuple[int, ...]]:
-        prompt = asked.prompt
-        for call in sorted(self._calls[::-1], key=lambda call: -len(call.asked.prompt)):
-            said = call.asked.prompt + self._shown(call.turn)
-            # The same prompt is one asked again, behind an empty answer too.
-            if call.asked.prompt and prompt.startswith(said) and prompt != call.asked.prompt:
-                return call, (*call.tokens, *encode_text(prompt[len(said) :], self.engine.tokenizer))
-        return None, tuple(encode_text(prompt, self.engine.tokenizer, add_special_tokens=True))
+    def _place_text(self, asked: Asked) -> Placed:
+        tokenizer = self.engine.tokenizer
+        for call in sorted(self._calls[::-1], key=lambda call: -len(call.placed.asked.prompt)):
+            earlier = call.placed.asked.prompt
+            whole = earlier + self._visible(call.turn)
+            # The same prompt again is a new question, even after an empty answer.
+            if earlier and asked.prompt.startswith(whole) and asked.prompt != earlier:
+                context = (*call.tokens, *encode_text(asked.prompt[len(whole) :], tokenizer))
+                return Placed(asked=asked, context=context, parent=call)
+        context = tuple(encode_text(asked.prompt, tokenizer, add_special_tokens=True))
+        return Placed(asked=asked, context=context, parent=None)
 
 
 def normalised(message: Mapping[str, Any]) -> Message:
-    """Return a chat message as templates want it: its content one text, arguments of tool calls no JSON but values.
+    """Return a chat message as templates expect it: content as one text, tool-call arguments as values, not JSON.
 
     Raises:
         ValueError: It holds more than text.
@@ -267,8 +271,8 @@ def _with_values(function: Mapping[str, Any]) -> dict[str, Any]:
         return dict(function)
 
 
-def _compared(message: Message) -> object:
-    """Return what tells a message from others: of an assistant's its text and calls, as clients leave out the rest."""
+def _comparable(message: Message) -> object:
+    """Return what identifies a message: of an assistant's only text and calls, as clients drop the rest."""
     if message["role"] != "assistant":
         return message
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
@@ -276,22 +280,30 @@ def _compared(message: Message) -> object:
 
 
 def _before(text: str, stop: Sequence[str]) -> str:
-    return text[: min((place for end in stop if (place := text.find(end)) >= 0), default=len(text))]
+    """Return the text before the first stop string."""
+    for end in stop:
+        text = text.partition(end)[0]
+    return text
 
 
-def _lineage(call: Call) -> list[Call]:
-    found = [call]
-    while (parent := found[-1].parent) is not None:
-        found.append(parent)
-    return found[::-1]
+def _path(call: Call) -> list[Call]:
+    """Return the calls from the root to this one."""
+    path = [call]
+    while (parent := path[-1].placed.parent) is not None:
+        path.append(parent)
+    return path[::-1]
 
 
-def _messages(calls: Sequence[Call]) -> Iterable[dict[str, str]]:
-    """Yield what was said behind the first call's messages, tool calls as the model wrote them."""
-    for number, call in enumerate(calls):
-        before = calls[number - 1]
-        if number and call.asked.prompt:
-            yield {"role": ENVIRONMENT, "content": call.asked.prompt[len(before.asked.prompt + before.turn.text) :]}
-        for message in call.asked.messages[len(before.asked.messages) + 1 :] if number else ():
-            yield {"role": message["role"], "content": message["content"]}
+def _messages(path: Sequence[Call]) -> Iterator[dict[str, str]]:
+    """Yield the messages after the first call's, with tool calls as the model wrote them."""
+    before: Call | None = None
+    for call in path:
+        asked = call.placed.asked
+        if before is not None and asked.prompt:
+            earlier = before.placed.asked.prompt + before.turn.text
+            yield {"role": ENVIRONMENT, "content": asked.prompt[len(earlier) :]}
+        elif before is not None:
+            for message in asked.messages[len(before.placed.asked.messages) + 1 :]:
+                yield {"role": message["role"], "content": message["content"]}
         yield {"role": "assistant", "content": call.turn.text}
+        before = call

@@ -1,13 +1,13 @@
-"""The workflow `tools`: an environment whose replies come from registered Python functions.
+"""The workflow `tools`: an environment that answers calls of registered Python functions.
 
 The model calls a function in plain text, in a base model's completion and a chat model's turn alike:
 
     <tool>add({"a": 1, "b": 2})</tool>      arguments by name, as one JSON object
     <tool>add(1, 2)</tool>                  or by position, as JSON values
-    <result>3</result>                      what it is answered
+    <result>3</result>                      the reply
     <error>ZeroDivisionError: ...</error>   or this; the model may read it and try again
 
-or as chat models do, whose template then writes what is answered, in role `tool` where it has one:
+or as chat models do; then the chat template writes the reply, in role `tool` if it has that role:
 
     <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>
 
@@ -36,9 +36,7 @@ def _find_functions(*, functions: Sequence[str], max_characters: int = 2000, **l
         raise ValueError(f"functions must be a list of names, module:function or path.py:function, got {functions!r}")
     found = {name.rpartition(":")[2]: named(name, kind="tool") for name in functions}
     if len(found) < len(functions):
-        raise ValueError(f"every function needs a name of its own for the model to call, got {list(functions)}")
-    if max_characters < 1:
-        raise ValueError(f"max_characters must be at least 1, got {max_characters}")
+        raise ValueError(f"functions must have different names, as the model calls them by name; got {list(functions)}")
     return found
 
 
@@ -53,14 +51,14 @@ async def tools(
 ) -> list[Turn]:
     """Let the model call functions until it answers without a call.
 
-    A function that raises, is unknown, or takes longer than `rollout.turn_timeout_s` is a reply that the model reads.
+    If a function raises, is unknown, or takes longer than `rollout.turn_timeout_s`, the model reads that as the reply.
     Sync functions run in threads of their own; one that never returns keeps its thread. Functions run in the rollout
-    worker's process with its rights: what a model may not do, they must not offer.
+    worker's process with its rights: do not register one that can do what a model must not do.
 
     Args:
-        functions: `module:function` or `path.py:function`; the model calls them by the part behind the colon.
-        max_characters: Longest result shown; the rest of a longer one is cut off.
-        limits: As `converse` takes them; with `stop: "</tool>"` no result can be made up in the turn of its call.
+        functions: `module:function` or `path.py:function`; the model calls them by the part after the colon.
+        max_characters: Longest reply to a call; a longer one is cut off.
+        limits: As `converse` takes them; with `stop: "</tool>"` the model cannot invent a result in the same turn.
     """
     found = _find_functions(functions=functions)
 
@@ -76,11 +74,11 @@ async def tools(
             return "error", f"{type(error).__name__}: {error}"[:max_characters]
 
     async def answer(messages: Sequence[Mapping[str, str]]) -> tuple[str | list[str], bool]:
-        said = messages[-1]["content"]
-        if calls := _CHAT_CALL.findall(said):
+        text = messages[-1]["content"]
+        if calls := _CHAT_CALL.findall(text):
             return [(await result(_read_chat_call, written))[1] for written in calls], False
-        replies = [await result(_read_call, *written) for written in _CALL.findall(said)]
-        return "\n".join(f"<{kind}>{told}</{kind}>" for kind, told in replies), not replies
+        replies = [await result(_read_call, *written) for written in _CALL.findall(text)]
+        return "\n".join(f"<{kind}>{reply}</{kind}>" for kind, reply in replies), not replies
 
     return await converse(engine, answer=answer, **limits)
 

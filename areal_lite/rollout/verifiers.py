@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers`: their tasks as a source, and the agent that plays them."""
+"""Environments of the package `verifiers`: a source of their tasks, and the agent `verifiers` that plays them."""
 
 from collections.abc import Mapping
 from itertools import islice
@@ -33,7 +33,7 @@ def _environment(*, env: Mapping[str, Any]) -> "Env[Any]":
 
 @checked_by(_environment)
 async def play(task: Mapping[str, Any], llm: Llm, *, env: Mapping[str, Any]) -> dict[str, float]:
-    """Play a task; the reward is that of its episode, the mean of its agents'.
+    """Play a task; the reward is the mean of the rewards of its episode's agents.
 
     Args:
         env: As `rows` takes it.
@@ -46,9 +46,9 @@ async def play(task: Mapping[str, Any], llm: Llm, *, env: Mapping[str, Any]) -> 
     made = _environment(env=env)
     kind = type(made.taskset).task_type()
     data = kind.data_type().model_validate(task["task"])
-    # The key by a header that the endpoint takes first: verifiers reads others from the environment of this process.
+    # The key in a header of its own: verifiers would read it from this process's environment.
     client = vf.EvalClientConfig(base_url=llm.base_url, api_key_var="", headers={"x-api-key": llm.api_key})
-    async with made.serving():  # of this rollout alone: it keeps a client for each address
+    async with made.serving():  # for this rollout alone, as it keeps a client for each URL
         context = vf.ModelContext(model=llm.model, client=client)
         episode = await made.run_episode(kind(data, made.config.taskset.task), context)
     if not episode.ok:

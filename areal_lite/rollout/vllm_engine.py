@@ -1,7 +1,7 @@
-"""The generation engine: vLLM's `AsyncLLM`, and what the weights' plane needs of it.
+"""The generation engine: vLLM's `AsyncLLM`, and what weight sync needs of it.
 
-The only file of the rollout side that imports vLLM. Start it inside the process that owns it
-(`await VllmEngine.start(...)`); the model then lives in one engine-core process below.
+Only this file of the rollout side holds an engine. Start it in the process that owns it
+(`await VllmEngine.start(...)`); the model is then in a child process, vLLM's engine core.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from areal_lite.types import Float32, Sample, StopReason, VersionSpan
 T = TypeVar("T")
 
 _LIVENESS_SLICE_S = 0.5
-"""How often a call in flight looks whether the engine died: vLLM never fails a pending `collective_rpc`."""
+"""How often a pending call checks that the engine is alive: vLLM never fails a pending `collective_rpc`."""
 _RESET_TIMEOUT_S = 10.0
 _RESET_POLL_S = 0.005
 
@@ -39,30 +39,28 @@ class VllmEngine:
     """One vLLM engine with exact version stamps, pause and resume, and weight transfer."""
 
     def __init__(
-        self, llm: Any, tokenizer: Any, progress: Any, *, text_of: Callable[[Sequence[int]], str], ends_at_once: bool
+        self, llm: Any, tokenizer: Any, progress: Any, *, text_of: Callable[[Sequence[int]], str], is_on_cpu: bool
     ) -> None:
-        self._llm = llm
+        self.tokenizer = tokenizer
         self.text_of = text_of
-        """Turns a completion's token ids into its text."""
-        self._ends_at_once = ends_at_once
-        self._tokenizer = tokenizer
-        self._progress = progress
+        """From a completion's token ids to its text."""
+        self.context_tokens = self.cached_tokens = 0
+        """Tokens of all contexts so far, and those of them that were in the prefix cache."""
+        self._llm, self._progress, self._is_on_cpu = llm, progress, is_on_cpu
         self._request_numbers = itertools.count()
         self._tokens_before = 0
-        self.context_tokens = self.cached_tokens = 0
-        """Tokens that requests stood behind, and those of them whose keys and values were found in the prefix cache."""
         self._closed = False
 
     @classmethod
     async def start(cls, config: Config, *, model_folder: str) -> Self:
-        """Load the model and start the engine-core process.
+        """Start the engine core and load the model.
 
         Args:
-            config: The recipe; sections `model`, `rollout`, `weights` and `run` are read.
+            config: The recipe; sections `model`, `rollout`, `weights`, `run` and `verifier` are read.
             model_folder: A Hugging Face model folder.
 
         Raises:
-            EngineError: vLLM could not start; its own words are in the message.
+            EngineError: vLLM could not start; its message is quoted.
         """
         _set_environment(config)
         from vllm.envs import enable_envs_cache
@@ -74,31 +72,26 @@ class VllmEngine:
             llm = AsyncLLM.from_engine_args(_engine_args(config, model_folder), stat_loggers=[progress])
             tokenizer = load_tokenizer(model_folder, config.model)
             text_of = decoder(tokenizer, model_folder, skip_special_tokens=config.verifier.skip_special_tokens)
-            engine = cls(llm, tokenizer, progress, text_of=text_of, ends_at_once=config.run.device == "cpu")
+            engine = cls(llm, tokenizer, progress, text_of=text_of, is_on_cpu=config.run.device == "cpu")
             await engine.stamp(0)
-            # The first request pays vLLM's warm-up; pay it before anybody measures or waits.
-            await engine.generate([engine._tokenizer.eos_token_id or 0], Sampling(max_new_tokens=2, temperature=0.0))
-            # As vLLM does in its own processes: what is there now stays, so the collector need not look at it again.
+            # The first request pays for vLLM's warm-up, before anything is measured or has a deadline.
+            await engine.generate([tokenizer.eos_token_id or 0], Sampling(max_new_tokens=2, temperature=0.0))
+            # As vLLM's own servers do: spare the garbage collector what stays for good, and each step many look-ups.
             freeze_gc_heap()
             enable_envs_cache()
         except Exception as error:
             raise EngineError(
-                f"vLLM should have started on {model_folder}, got {type(error).__name__}: {error}{out_of_memory()}"
+                f"vLLM must start on {model_folder}, got {type(error).__name__}: {error}{out_of_memory()}"
             ) from error
         return engine
 
     @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        return self._tokenizer
-
-    @property
     def tokens_generated(self) -> int:
-        """Output tokens since the start or the last `reset`, running samples included."""
+        """Output tokens since the start or the last `reset`, those of running samples included."""
         return int(self._progress.tokens) - self._tokens_before
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Sample:
-        """Complete one prompt; cancelling its task ends the request.
+        """Complete one prompt; cancelling the task ends the request.
 
         Raises:
             EngineError: The engine died, or returned something other than a finished completion.
@@ -110,33 +103,33 @@ class VllmEngine:
         if completion.finish_reason not in ("stop", "length") or not completion.token_ids:
             raise EngineError(f"a completion must end with stop or length, got {completion.finish_reason!r}")
         token_ids, routes = np.asarray(completion.token_ids, dtype=np.int32), completion.routed_experts
-        # Of tokens that were drawn before an interrupt it has those of then, not of the prefill behind it.
+        # For tokens drawn before an interrupt vLLM returns the experts of that time, not those of the second prefill.
         if routes is not None and len(routes) != len(prompt_ids) + len(token_ids) - 1:
             raise EngineError(
                 f"vLLM must return the experts of all {len(prompt_ids)} + {len(token_ids)} tokens but the last, got "
-                f"{len(routes)}: set rollout.replay_routes=false"
+                f"{len(routes)}. Fix: set rollout.replay_routes=false"
             )
+        spans = [
+            VersionSpan(version=int(span.version), start=span.start, end=span.end)
+            for span in completion.weight_versions
+        ]
+        positions = zip(completion.logprobs, completion.token_ids, strict=True)
+        is_stop_string = isinstance(completion.stop_reason, str)
         return Sample(
             token_ids=token_ids,
-            logprobs=_sampled_logprobs(completion),
-            spans=tuple(
-                VersionSpan(version=int(span.version), start=span.start, end=span.end)
-                for span in completion.weight_versions
-            ),
-            stop_reason=StopReason.STRING
-            if isinstance(completion.stop_reason, str)
-            else StopReason(completion.finish_reason),
+            logprobs=np.array([by_token[token].logprob for by_token, token in positions], dtype=np.float32),
+            spans=tuple(spans),
+            stop_reason=StopReason.STRING if is_stop_string else StopReason(completion.finish_reason),
             text=self.text_of(completion.token_ids),
             routes=routes,
         )
 
-    async def score(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Float32:
-        """Return [T] log-probabilities of given output tokens, at temperature 1, by a fresh prefill."""
-        logprobs_T, _ = await self.score_with_routes(prompt_ids, output_ids)
-        return logprobs_T
+    async def score(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> tuple[Float32, Any]:
+        """Score given output tokens by a fresh prefill, at temperature 1.
 
-    async def score_with_routes(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> tuple[Float32, Any]:
-        """Return what `score` does, and the experts chosen, as `Sample.routes`; None where vLLM returns none."""
+        Returns:
+            [T] their log-probabilities, and the experts chosen, as `Sample.routes`; None if vLLM returns none.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -151,21 +144,21 @@ class VllmEngine:
         return np.array(values, dtype=np.float32), None if routes is None else routes[: len(tokens) - 1]
 
     async def pause(self, interrupt: Interrupt) -> None:
-        """Stop generating, in the manner of `rollout.interrupt`: `drain` lets running samples finish first.
+        """Stop generating, as `rollout.interrupt` has it: `drain` lets running samples finish first.
 
-        `recompute` and `drain` also drop the caches; `keep_kv` leaves them (prefix caching is off then, so
-        that no new request can start from a cache of older weights).
+        `recompute` and `drain` also drop the caches; `keep_kv` keeps them (prefix caching is off then, so that no new
+        request can start from a cache of older weights).
         """
         mode = "wait" if interrupt == "drain" else "keep"
         # Not `llm.pause_generation`: it adds a fixed sleep of 20 ms that vLLM itself calls unnecessary.
         await self._guarded(self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=interrupt != "keep_kv"))
 
     async def resume(self) -> None:
-        """Go on generating."""
+        """Generate again."""
         await self._guarded(self._llm.resume_generation())
 
     async def reset(self) -> None:
-        """End every request, drop every cache, and count tokens from 0, paused; weights and version stay as they are.
+        """End every request, drop every cache and the token count, and stay paused; weights and version are kept.
 
         Raises:
             EngineError: A request does not end.
@@ -176,7 +169,7 @@ class VllmEngine:
     async def _until_empty(self) -> None:
         deadline = time.monotonic() + _RESET_TIMEOUT_S
         while True:
-            # Again and again: a request may be on its way to the engine core while the ones before it are ended.
+            # Repeatedly: a request may be on its way to the engine core while those before it are ended.
             await self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=True)
             count = self._llm.output_processor.get_num_unfinished_requests()
             if count == 0:
@@ -190,38 +183,33 @@ class VllmEngine:
         await self._guarded(self._llm.update_weight_version(str(version)))
 
     async def weights_call(self, method: str, argument: dict[str, Any] | None = None) -> None:
-        """Pass one call of vLLM's weight-transfer protocol on to the engine-core process."""
+        """Make one call of vLLM's weight-transfer protocol."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
-        match method:
-            case "init_weight_transfer_engine":
-                call = self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=argument or {}))
-            case "update_weights":
-                call = self._llm.update_weights(WeightTransferUpdateRequest(update_info=argument or {}))
-            case "start_weight_update" | "finish_weight_update":
-                call = getattr(self._llm, method)()
-            case _:
-                raise ValueError(f"not a weight-transfer call: {method!r}")
-        await self._guarded(call)
+        requests = {
+            "init_weight_transfer_engine": WeightTransferInitRequest,
+            "update_weights": WeightTransferUpdateRequest,
+        }
+        arguments = [requests[method](argument or {})] if method in requests else []
+        await self._guarded(getattr(self._llm, method)(*arguments))
 
     async def parameter_squares(self) -> Any:
-        """Return what each process of the engine has, for `weights/families.py`."""
+        """Return the fingerprints of each process's parameters, for `weights/families.py`."""
         return await self._guarded(self._llm.collective_rpc("parameter_squares"))
 
     def raise_if_dead(self) -> None:
-        """Raise if the engine-core process has died.
+        """Check that the engine core is alive.
 
         Raises:
-            EngineError: It has.
+            EngineError: It died.
         """
         if self._llm.errored:
             raise _died()
 
     async def close(self) -> None:
-        """Stop the engine-core process; idempotent.
+        """Stop the engine core; idempotent.
 
-        It takes seconds to tidy up, and vLLM waits for it, 5 s at most. On a CPU it is killed: there is nothing to
-        tidy up but memory.
+        vLLM waits up to 5 s while it cleans up. On a CPU there is nothing to clean up but memory, and it is killed.
         """
         from vllm.envs import disable_envs_cache
 
@@ -229,8 +217,8 @@ class VllmEngine:
             self._closed = True
             gc.unfreeze()
             disable_envs_cache()
-            self._llm.shutdown(timeout=0.0 if self._ends_at_once else None)
-            # Its `__del__` calls this once more, maybe at the end of the interpreter, when its module is no more.
+            self._llm.shutdown(timeout=0.0 if self._is_on_cpu else None)
+            # Its `__del__` calls this again, perhaps at interpreter exit, when its module is gone.
             self._llm.shutdown = lambda: None
 
     async def _final(self, prompt_ids: Sequence[int], params: Any) -> Any:
@@ -247,7 +235,7 @@ class VllmEngine:
         return final
 
     async def _guarded(self, call: Awaitable[T]) -> T:
-        """Await a call of the engine, or raise once the engine is dead."""
+        """Await a call of the engine; raise when the engine dies."""
         task = asyncio.ensure_future(call)
         try:
             while not task.done():
@@ -266,34 +254,36 @@ def _died() -> EngineError:
 
 
 def check_engine_arguments(config: Config) -> None:
-    """Compare what `rollout` says in vLLM's words with what vLLM takes, which is imported only where there is any.
+    """Compare vLLM's arguments and parsers in `rollout` with what vLLM takes; imports vLLM only if there are any.
 
     Raises:
-        ConfigError: Names that vLLM does not know or areal-lite sets, or values of another type; a line per mistake.
+        ConfigError: Names that vLLM does not know or areal-lite sets, or values of a wrong type; a line per mistake.
     """
-    if mistakes := [*_argument_mistakes(config), *_parser_mistakes(config), *_route_mistakes(config)]:
+    if mistakes := [*_argument_mistakes(config), *_parser_mistakes(config.rollout), *_route_mistakes(config)]:
         raise ConfigError("\n".join(mistakes))
 
 
 def _route_mistakes(config: Config) -> Iterable[str]:
     if config.rollout.replay_routes and config.run.device == "cpu":
-        yield (
-            "rollout.replay_routes needs engines on GPUs, got run.device=cpu: vLLM's CPU build cannot say which "
-            "experts it chose (that takes its model runner V2, which takes Triton); set it to false"
-        )
+        yield "rollout.replay_routes needs engines on GPUs, as vLLM's CPU build returns no experts; got run.device=cpu"
 
 
-def _parser_mistakes(config: Config) -> Iterable[str]:
-    for kind in ("tool", "reasoning"):
-        name = getattr(config.rollout, f"{kind}_parser")
-        if name is None or (":" in name and kind == "tool"):  # a function, which is imported with the recipe's others
-            continue
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        from vllm.reasoning import ReasoningParserManager
-        from vllm.tool_parsers import ToolParserManager
+def _parser_mistakes(rollout: RolloutConfig) -> Iterable[str]:
+    tool_parser = rollout.tool_parser
+    if tool_parser is not None and ":" in tool_parser:
+        tool_parser = None  # a function, which is checked with the recipe's others
+    if tool_parser is None and rollout.reasoning_parser is None:
+        return
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
 
-        known = (ToolParserManager if kind == "tool" else ReasoningParserManager).list_registered()
-        if name not in known:
+    for kind, name, manager in (
+        ("tool", tool_parser, ToolParserManager),
+        ("reasoning", rollout.reasoning_parser, ReasoningParserManager),
+    ):
+        known = manager.list_registered()
+        if name is not None and name not in known:
             names = ", ".join(known)
             yield f"rollout.{kind}_parser must be one of vLLM's, {names}; got {name!r}{suggestion(name, known)}"
 
@@ -309,7 +299,7 @@ def _argument_mistakes(config: Config) -> Iterable[str]:
     for name, value in config.rollout.engine_arguments.items():
         place = f"rollout.engine_arguments.{name}"
         if name in own:
-            yield f"{place} must not be set, areal-lite does (from rollout, model, weights, run.device): leave it out"
+            yield f"{place} must not be set, as areal-lite sets it (from rollout, model, weights, run.device)"
         elif name not in known:
             yield f"{place} is none of vLLM's AsyncEngineArgs{suggestion(name, known.keys() - own)}"
         else:
@@ -318,11 +308,11 @@ def _argument_mistakes(config: Config) -> Iterable[str]:
             except ValidationError as error:
                 yield from explained(error, RolloutConfig, prefix=f"{place}.")
             except (PydanticUserError, NameError):
-                continue  # vLLM's own annotation means nothing here: it looks at the value as it starts
+                continue  # pydantic cannot resolve vLLM's annotation: vLLM checks the value when it starts
 
 
 def sampling_params(sampling: Sampling) -> Any:
-    """Return the parameters of a request as vLLM takes them."""
+    """Return vLLM's parameters of a request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -341,14 +331,8 @@ def sampling_params(sampling: Sampling) -> Any:
     )
 
 
-def _sampled_logprobs(completion: Any) -> Float32:
-    """Log-probability of each sampled token, [T]."""
-    pairs = zip(completion.logprobs, completion.token_ids, strict=True)
-    return np.array([position[token].logprob for position, token in pairs], dtype=np.float32)
-
-
 def _set_environment(config: Config) -> None:
-    """Settings that vLLM reads from the environment, before it is imported."""
+    """Set what vLLM reads from the environment when it is imported."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.update(engine_environment(config))
@@ -364,9 +348,9 @@ def _engine_args(config: Config, model_folder: str) -> Any:
 
 
 def _progress_logger_class() -> Any:
-    """A vLLM stat logger that only counts generated tokens, on the class so that it can be read.
+    """Return a vLLM stat logger that counts generated tokens, on the class so that the count can be read.
 
-    As a Prometheus logger it takes the place of vLLM's own, whose figures nobody would read.
+    vLLM accepts it in place of its Prometheus logger, whose figures nothing would read.
     """
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 

@@ -1,7 +1,8 @@
 """The rollout worker's loop: keep one engine full, without a batch barrier.
 
-It pulls prompts from the sample queue whenever the engine has a free slot, returns each group as soon as its last
-sample ends, and tells the queue by heartbeat which work it still holds.
+Consumes leases of prompts from the sample queue, one whenever the engine has a free slot. Produces groups, each as soon
+as its last sample ends, and heartbeats that name the leases held (`leases.py`). Waits for room, for the queue's answer,
+and for the engine.
 """
 
 import asyncio
@@ -32,13 +33,13 @@ _OCCUPANCY_RESOLUTION_S = 0.005
 
 
 def sample_seed(run_seed: int, group_id: str, sample_index: int, call: int = 0) -> int:
-    """Seed of one request: the same run, group, sample and request always draw the same tokens from the same weights.
+    """Return the seed of one request: with the same weights, it always draws the same tokens.
 
     Args:
         run_seed: `run.seed`.
-        group_id: With the attempt.
+        group_id: The attempt included.
         sample_index: 0..G-1.
-        call: Number of the request in the sample's episode; only those after the first enter the seed.
+        call: Number of the request in the sample's episode; 0 does not change the seed.
     """
     name = f"{run_seed}/{group_id}/{sample_index}" + (f"/{call}" if call else "")
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
@@ -47,9 +48,9 @@ def sample_seed(run_seed: int, group_id: str, sample_index: int, call: int = 0) 
 class RolloutWorker(LeaseWorker):
     """Leases prompts, generates groups, returns them.
 
-    Every sample is an episode of its prompt's workflow, and takes a slot only while the engine has something to do for
-    it: where some wait for their environments, others are begun, up to `max_episodes`. Those that come back and find no
-    slot wait in the engine, in their order; nothing is leased meanwhile.
+    Every sample is an episode of its prompt's workflow, and takes a slot only while the engine works on it. While some
+    wait for their environments, others are started, up to `max_episodes`. A sample that comes back and finds no slot
+    waits in the engine; nothing is leased meanwhile.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class RolloutWorker(LeaseWorker):
         events: EventBuffer,
         workflows: Workflows,
     ) -> None:
-        """Prepare, as a `LeaseWorker` that is called as the lane of its events."""
+        """Take the name of the events' lane at the queue."""
         super().__init__(client, name=events.lane, heartbeat_s=config.queue.lease_timeout_s / 5)
         self._engine, self._events, self._workflows = engine, events, workflows
         self._samples_per_group, self._run_seed = config.queue.samples_per_group, config.run.seed
@@ -75,18 +76,18 @@ class RolloutWorker(LeaseWorker):
         self._emit_pending = False
 
     async def stop(self) -> None:
-        """Let go of all leases, and end `run` and what agents call; idempotent."""
+        """Drop all leases, and end `run` and the endpoint that agents call; idempotent."""
         await super().stop()
         await self._workflows.endpoint.close()
 
     async def evaluate(self, prompts: Sequence[Prompt]) -> list[Sample | None]:
-        """Run the episodes of prompts greedily, beside whatever else the engine does; None for one that failed."""
+        """Run the episodes of prompts greedily, beside other work of the engine; None for one that failed."""
         return await complete_greedily(
             self._engine, prompts, max_new_tokens=self._sampling.max_new_tokens, workflows=self._workflows
         )
 
     def gauges(self) -> dict[str, Any]:
-        """Figures of this moment, and the first error of each reason for which episodes failed."""
+        """Return the current figures, and the first error of each reason for which episodes failed."""
         return {
             "running": self._running,
             "slots": self._slots,
@@ -103,20 +104,22 @@ class RolloutWorker(LeaseWorker):
 
     async def _ask(self, limit: int) -> list[Lease]:
         leases: list[Lease] = await self._client.lease_rollout(worker=self._name, limit=limit, wait_s=_LEASE_WAIT_S)
-        begun = len(leases) * self._samples_per_group
-        self._count_running(begun, episodes=begun)  # until those that begin with the engine are there
+        started = len(leases) * self._samples_per_group
+        self._count_running(started, episodes=started)  # until their first requests count themselves
         return leases
 
     def _progress(self) -> int:
         return self._engine.tokens_generated
 
     async def _serve(self, lease: Lease) -> None:
-        """Generate one group. Episodes that fail leave lost samples, or none of the group; a dead engine is raised."""
+        """Generate one group. Episodes that fail leave lost samples; if all fail, so does the group."""
         group, started = lease.group, time.time()
         tasks = [
             asyncio.ensure_future(self._sample(group.group_id, group.prompt, i)) for i in range(self._samples_per_group)
         ]
-        asyncio.get_running_loop().call_soon(self._count_running, -self._samples_per_group)  # behind their beginnings
+        asyncio.get_running_loop().call_soon(
+            self._count_running, -self._samples_per_group
+        )  # after their first requests
         try:
             ended = await asyncio.gather(*tasks)
             self._emit_group(group.group_id, started, ended)
@@ -124,10 +127,11 @@ class RolloutWorker(LeaseWorker):
             for task in tasks:
                 task.cancel()
         samples = [sample for sample, _ in ended]
-        hand_in = functools.partial(self._client.complete_rollout, samples=samples)
         if all(sample.is_lost for sample in samples):
             score = samples[0].score
             hand_in = functools.partial(self._client.fail, reason=(score and score.failure) or "lost")
+        else:
+            hand_in = functools.partial(self._client.complete_rollout, samples=samples)
         await self._deliver(lease, functools.partial(hand_in, lease_id=lease.lease_id))
 
     async def _sample(self, group_id: str, prompt: Prompt, index: int) -> tuple[Sample, float]:
@@ -156,10 +160,10 @@ class RolloutWorker(LeaseWorker):
             asyncio.get_running_loop().call_later(_OCCUPANCY_RESOLUTION_S, self._emit_running)
 
     def _emit_running(self) -> None:
-        # Not at once: an environment that answers within a moment gives nobody else room.
+        # Delayed: while an environment answers within milliseconds, no other sample should start.
         self._room_changed.set()
         self._emit_pending = False
-        # Samples beyond the slots wait in the engine: those of a group leased for fewer, and those that come back.
+        # Samples beyond the slots wait in the engine: the rest of a group, and those that come back.
         running = min(self._running, self._slots)
         if running != self._emitted_running:
             self._emitted_running = running

@@ -1,7 +1,7 @@
-"""Built-in workflows: how a prompt becomes a sample, in one turn of the model's or several.
+"""Built-in workflows: how a prompt becomes a sample, in one turn of the model or several.
 
 A workflow is `async def episode(engine, row, **arguments) -> list[Turn]`, with `engine` an `EpisodeEngine` and `row`
-the prompt's data row with `prompt` and `answer`. `runner.py` loads and runs it.
+the prompt's data row plus `prompt` and `answer`. `runner.py` loads and runs it.
 """
 
 import asyncio
@@ -35,10 +35,10 @@ async def single_turn(engine: EpisodeEngine, row: Mapping[str, Any]) -> list[Tur
 
 
 def check_limits(*, max_turns: int = 8, max_turn_tokens: int | None = None, stop: str | Sequence[str] = ()) -> None:
-    """Check what `converse` takes.
+    """Check the limits that `converse` takes.
 
     Raises:
-        ValueError: A limit below 1, or a stop string that is empty.
+        ValueError: A limit is below 1, or a stop string empty.
     """
     if max_turns < 1 or (max_turn_tokens is not None and max_turn_tokens < 1):
         raise ValueError(f"max_turns and max_turn_tokens must be at least 1, got {max_turns} and {max_turn_tokens}")
@@ -53,15 +53,14 @@ def _find_step(*, step: str | Step, **limits: Any) -> Step:
 
 @checked_by(_find_step)
 async def multi_turn(engine: EpisodeEngine, row: Mapping[str, Any], *, step: str | Step, **limits: Any) -> list[Turn]:
-    """Let the model and an environment speak in turns.
-
-    The episode ends when the environment is done (its last words are not kept), and as `converse` says.
+    """Let the model and an environment take turns, as `converse` does.
 
     Args:
         limits: As `converse` takes them.
         step: `step(messages, row) -> (reply, done)`, or its name, `module:function` or `path.py:function`. Messages are
             the turns so far, without the prompt: `{"role": "assistant" | "environment", "content": text}`. A sync
-            function runs in a thread of its own; one that never returns keeps its thread after the deadline.
+            function runs in a thread of its own; one that never returns keeps its thread after the deadline. The reply
+            of a step that is done is dropped.
 
     Raises:
         TimeoutError: A step took longer than `rollout.turn_timeout_s`.
@@ -74,9 +73,7 @@ async def multi_turn(engine: EpisodeEngine, row: Mapping[str, Any], *, step: str
             case (str() as reply, bool() as done):
                 return reply, done
             case result:
-                raise TypeError(
-                    f"an environment's step must return (reply, done), a text and a bool, got {result!r:.80}"
-                )
+                raise TypeError(f"an environment's step must return (reply, done), text and bool, got {result!r:.80}")
 
     return await converse(engine, answer=answer, **limits)
 
@@ -89,39 +86,39 @@ async def converse(
     max_turn_tokens: int | None = None,
     stop: str | Sequence[str] = (),
 ) -> list[Turn]:
-    """Alternate between the model and `answer(messages) -> (reply, done)`, which keeps its own deadlines.
+    """Alternate between the model and `answer(messages) -> (reply, done)`, which has its own deadlines.
 
-    The episode ends when the answer is done, after the model's last turn, when there was no room for the whole of a
-    turn, and when a reply leaves no room for an answer.
+    The episode ends when the answer is done, after `max_turns`, when a turn of the model fills the room, and when a
+    reply leaves no room for an answer.
 
     Args:
-        max_turns: Turns of the model's; the environment is not asked behind the last.
-        max_turn_tokens: Of a turn of the model's; the environment answers one that was cut off there. None = all the
-            room there is.
-        stop: Texts that end a turn of the model's; they stay in it.
+        max_turns: Turns of the model; the last gets no reply.
+        max_turn_tokens: Limit of one turn; a turn that reaches it does get a reply. None = all the room that is left.
+        stop: Texts that end a turn of the model; they stay in it.
     """
     turns: list[Turn] = []
     context = list(engine.prompt_ids)
     for number in range(1, max_turns + 1):
-        turns.append(own := await engine.generate(context, max_new_tokens=max_turn_tokens, stop=stop))
-        no_room = own.stop_reason is StopReason.LENGTH and own.num_tokens != max_turn_tokens
-        if no_room or engine.room == 0 or number == max_turns:
+        own = await engine.generate(context, max_new_tokens=max_turn_tokens, stop=stop)
+        turns.append(own)
+        is_full = own.stop_reason is StopReason.LENGTH and own.num_tokens != max_turn_tokens
+        if is_full or engine.room == 0 or number == max_turns:
             break
         reply, done = await answer(messages_of(turns))
         if done:
             break
         given = engine.reply(messages_of(turns), reply)
         context += [*own.token_ids.tolist(), *given.token_ids.tolist()]
-        turns.append(given)
+        turns.append(given)  # kept even if it fills the room, as `join` sees from it that the episode was cut off
         if len(given.token_ids) >= engine.room:
-            break  # a reply at the end says that the room ended the episode
+            break
     return turns
 
 
 async def call(function: Callable[..., Any], /, *arguments: Any, **named_arguments: Any) -> Any:
-    """Call a user's function without holding up the event loop: async ones here, others in a thread of their own.
+    """Call a user's function without blocking the event loop: an async one here, a sync one in a thread of its own.
 
-    A thread cannot be ended. Where this call is cancelled, the thread is left to itself, and its result is dropped.
+    A thread cannot be ended. If this call is cancelled, the thread runs on, and its result is dropped.
     """
     bound = functools.partial(function, *arguments, **named_arguments)
     if inspect.iscoroutinefunction(function):
@@ -131,9 +128,9 @@ async def call(function: Callable[..., Any], /, *arguments: Any, **named_argumen
 
 
 def _in_thread(function: Callable[[], Any]) -> Awaitable[Any]:
-    # Not the loop's executor: its few threads would soon all be stuck, and closing it waits for them.
+    # Not the loop's executor: functions that hang would use up its few threads, and closing it waits for them.
     future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()  # from here on it cannot be cancelled: the result is dropped instead
+    future.set_running_or_notify_cancel()  # it cannot be cancelled from here on: its result is dropped instead
 
     def work() -> None:
         try:

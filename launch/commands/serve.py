@@ -69,11 +69,11 @@ async def serve_model(config: Config, folder: str, *, console: Console) -> None:
     from areal_lite.rollout.vllm_engine import VllmEngine
 
     rollout = config.rollout
-    endpoint = Endpoint.of(rollout)
+    endpoint = Endpoint(rollout)
     with console.status("starting the engine ..."):
         engine = await VllmEngine.start(config, model_folder=folder)
     try:
-        await endpoint.start()
+        endpoint.start()
         sampling = Sampling(max_new_tokens=config.model.max_context, temperature=rollout.temperature)
         episode = EpisodeEngine(engine, (), sampling=sampling, seed_of=None, turn_timeout_s=math.inf)
         parse = endpoint.parser(engine.tokenizer)

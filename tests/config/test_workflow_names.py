@@ -61,7 +61,7 @@ def test_a_row_chooses_among_known_workflows_and_those_of_the_recipe() -> None:
     ("rollout", "message"),
     [
         ({"workflow": f"{HERE}:missing"}, r"must have a function 'missing'"),
-        ({"workflow": f"{HERE}:larger"}, r"a workflow must be an async function, 'test_workflow_names:larger' is none"),
+        ({"workflow": f"{HERE}:larger"}, r"a workflow must be an async function, got 'test_workflow_names:larger'"),
         ({"workflow": "multi_turn"}, r"'multi_turn' is called with .* missing a required argument: 'step'"),
         ({"workflow": f"{HERE}:raises", "workflow_arguments": {"a": 1}}, r"got an unexpected keyword argument 'a'"),
         (

@@ -15,7 +15,7 @@ from episode_builders import Speaker
 from test_agents import ADD, CALL, TOOLS_TEMPLATE, own, say, trained, user
 from test_workflow_chat import CHATML, make_tokenizer
 
-HERMES = {"endpoint": {"tool_parser": "hermes"}, "template": TOOLS_TEMPLATE}
+HERMES = {"rollout": {"tool_parser": "hermes"}, "template": TOOLS_TEMPLATE}
 SAID = ["so " + CALL, "it is 3"]
 CLAUDE_ADD = {"name": "add", "description": "Add.", "input_schema": ADD["function"]["parameters"]}
 
@@ -163,7 +163,7 @@ def test_a_parser_of_ones_own_and_reasoning(tmp_path: Any) -> None:
         assert (call.function.name, call.function.arguments) == ("add", '{"x": "1"}')
         return 1.0
 
-    trained(calls, ["add:1"], template=TOOLS_TEMPLATE, endpoint={"tool_parser": f"{file}:parse"})
+    trained(calls, ["add:1"], template=TOOLS_TEMPLATE, rollout={"tool_parser": f"{file}:parse"})
 
     async def thinks(task: Mapping[str, Any], llm: Any) -> float:
         messages = [user("a")]
@@ -173,7 +173,7 @@ def test_a_parser_of_ones_own_and_reasoning(tmp_path: Any) -> None:
         await say(llm, [*messages, {"role": "assistant", "content": message.content}, user("b")])
         return 1.0
 
-    sample, speaker = trained(thinks, ["hm</think>yes", "no"], endpoint={"reasoning_parser": "qwen3"})
+    sample, speaker = trained(thinks, ["hm</think>yes", "no"], rollout={"reasoning_parser": "qwen3"})
     assert sample.branches == ()
     assert "hm</think>yes<|im_end|>" in speaker.tokenizer.decode(speaker.contexts[1])
 
@@ -199,7 +199,7 @@ def test_streams_tell_thoughts_and_what_ended_them() -> None:
         return 1.0
 
     answers = ["hm</think>yesEND", "hm</think>yes", "hm</think>yesEND", "hm</think>"]
-    sample, speaker = trained(agent, answers, endpoint={"reasoning_parser": "qwen3"})
+    sample, speaker = trained(agent, answers, rollout={"reasoning_parser": "qwen3"})
     assert speaker.tokenizer.decode(own(sample)).count("hm</think>") == 4
 
 

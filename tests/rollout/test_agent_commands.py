@@ -63,11 +63,11 @@ def test_a_program_prints_its_reward_last(tmp_path: Path, printed: str, reward: 
         ("print('hm'); print('about 1')", r"workflow:ValueError: the last line .* got 'about 1'"),
         ("", r"workflow:ValueError: the last line .* got ''"),
         ("print('\"good\"')", r"workflow:ValueError: an agent must return its reward"),
-        ("print(1); raise SystemExit('no tools')", r"workflow:ChildProcessError: .* exit code 0, got 1: 'no tools'"),
         (
-            "import no_such_thing",
-            r"got 1: \"ModuleNotFoundError: No module named 'no_such_thing'\" \(behind \['Traceback",
+            "print(1); raise SystemExit('no tools')",
+            r"workflow:ChildProcessError: .* exit code 0, got 1; its stderr ends with 'no tools'",
         ),
+        ("import no_such_thing", r"Traceback.*ModuleNotFoundError: No module named"),
         ("x = bytearray(3 * 2**30); print(1)", r"workflow:ChildProcessError: .*MemoryError"),
     ],
 )

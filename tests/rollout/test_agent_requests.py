@@ -16,7 +16,7 @@ from test_agents import ADD, CALL, own, say, train, trained, user
 from test_workflow_chat import CHATML, make_tokenizer
 
 from areal_lite.errors import EpisodeError
-from areal_lite.rollout.endpoint import Refusal
+from areal_lite.rollout.api_fields import Refusal
 from areal_lite.rollout.engine import Sampling
 
 TWO_CALLS = "so " + CALL + CALL.replace("2", "7")
@@ -217,9 +217,9 @@ def test_tools_that_the_template_does_not_show_are_refused() -> None:
 
     async def scenario(llm: Any) -> None:
         error = refusal(await post(llm, "chat/completions", {**KINDS["chat/completions"], "tools": [ADD]}))
-        assert "chat template does not show tools" in error["message"]
+        assert "a template that does not show tools" in error["message"]
 
-    asking(scenario, endpoint=HERMES["endpoint"], template=CHATML)
+    asking(scenario, rollout=HERMES["rollout"], template=CHATML)
 
 
 def test_a_model_can_be_looked_up() -> None:
@@ -260,7 +260,7 @@ def test_a_recipe_may_have_constraints_left_out_and_counted(api: str) -> None:
         assert dict(llm.endpoint.unconstrained) == COUNTED[api]
         assert refusal(await post(llm, api, KINDS[api] | {"no_such_field": 1}))["status"] == 400
 
-    options = {**HERMES, "endpoint": {"tool_parser": "hermes", "serve_unconstrained": True}}
+    options = {**HERMES, "rollout": {"tool_parser": "hermes", "serve_unconstrained": True}}
     sample, speaker = asking(scenario, **options)
     assert {sampling.temperature for sampling in speaker.samplings} == {1.0}
     assert ("Add." in speaker.tokenizer.decode(speaker.contexts[0])) == ("tools" in FORCED[api])

@@ -182,7 +182,7 @@ class Pair:
                     parameter.add_(0.2 * torch.randn(parameter.shape, generator=self._noise).to(parameter.device))
 
     def score(self) -> list[np.ndarray]:
-        return [self.background.call(self.engine.score(prompt, output)) for prompt, output in SEQUENCES]
+        return [self.background.call(self.engine.score(prompt, output))[0] for prompt, output in SEQUENCES]
 
     def expected(self) -> list[np.ndarray]:
         return expected_logprobs(self.model, SEQUENCES)

@@ -86,7 +86,7 @@ class Run:
             self.sequences = [*(self.sequences if number else []), (prompt, sample.token_ids.tolist())]
 
     def difference(self, expected: Sequence[Any] | None = None) -> dict[str, float]:
-        scored = [self._background.call(self._engine.score(*one), timeout_s=300) for one in self.sequences]
+        scored = [self._background.call(self._engine.score(*one), timeout_s=300)[0] for one in self.sequences]
         return asdict(Difference.between(scored, expected or self.trainer.score(self.sequences)))
 
     def missed(self) -> int:

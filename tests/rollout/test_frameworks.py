@@ -20,6 +20,7 @@ from test_agents import TOOLS_TEMPLATE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from areal_lite.config.sections import RolloutConfig
 from areal_lite.rollout.endpoint import Endpoint
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.runner import Workflows
@@ -90,7 +91,7 @@ def played(command: list[str], *, serve_unconstrained: bool = False) -> dict[str
         return 1.0
 
     async def scenario() -> Any:
-        endpoint = Endpoint(tool_parser="hermes", serve_unconstrained=serve_unconstrained)
+        endpoint = Endpoint(RolloutConfig(tool_parser="hermes", serve_unconstrained=serve_unconstrained))
         workflows = Workflows(
             default="own",
             loaded={"own": (agent, {})},

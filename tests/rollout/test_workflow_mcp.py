@@ -49,7 +49,7 @@ def test_a_server_s_tools_are_offered_called_and_answered(tmp_path: Path) -> Non
     answers = [two, call("prices", "{}"), call("asked", "{}"), "It is 6."]
     for _ in range(2):
         sample, speaker = trained(
-            agent, answers, template=TOOLS_TEMPLATE, endpoint={"tool_parser": "hermes"}, sampling=long
+            agent, answers, template=TOOLS_TEMPLATE, rollout={"tool_parser": "hermes"}, sampling=long
         )
         assert (sample.branches, sample.score) == ((), None)
         first = speaker.tokenizer.decode(sample.prompt_ids)

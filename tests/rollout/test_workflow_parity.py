@@ -117,7 +117,7 @@ def test_behaviour_log_probabilities_are_those_of_the_joined_sequence(
     assert max(turns) > 2, turns
     differences = []
     for prompt, sample in zip(prompts, samples, strict=True):
-        scored = background.call(engine.score(prompt.token_ids, sample.token_ids.tolist()))
+        scored, _ = background.call(engine.score(prompt.token_ids, sample.token_ids.tolist()))
         own = ~np.array(given_mask(sample))
         assert np.isfinite(scored).all()
         assert (sample.logprobs[~own] == 0).all()

@@ -146,7 +146,7 @@ def test_chat_models_call_in_their_own_way(template: str, answered: str) -> None
     ("arguments", "message"),
     [
         ({"functions": f"{HERE}:add"}, "functions must be a list of names"),
-        ({"functions": [f"{HERE}:add", f"{HERE}:add"]}, "a name of its own"),
+        ({"functions": [f"{HERE}:add", f"{HERE}:add"]}, "must have different names"),
         ({"functions": [f"{HERE}:subtract"]}, "must have a function 'subtract'"),
         ({"functions": [f"{HERE}:add"], "max_turns": 0}, "must be at least 1"),
     ],

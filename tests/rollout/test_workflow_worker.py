@@ -270,7 +270,7 @@ def test_the_traceback_is_logged_once_for_each_reason(caplog: pytest.LogCaptureF
     assert len(traced) == 2
     assert "raise RuntimeError(f\"level {row['level']}\")" in caplog.text
     assert "sample 0 of group train/0/2#0 could not be generated: workflow:RuntimeError: level 2" in caplog.text
-    assert "an environment's step must return (reply, done), a text and a bool, got 'no pair'" in caplog.text
+    assert "an environment's step must return (reply, done), text and bool, got 'no pair'" in caplog.text
 
 
 def test_a_step_that_exits_is_no_end_of_the_worker() -> None:

@@ -320,14 +320,23 @@ async def changes_logprobs(engine: Any, row: Mapping[str, Any]) -> list[Any]:
 @pytest.mark.parametrize(
     ("workflow", "message"),
     [
-        (makes_up, r"workflow:ValueError: a turn of the model's must be one that engine.generate returned.*turn 0"),
-        (leaves_out, r"workflow:ValueError: turn 0, 'b', was generated behind 6 tokens, but the episode has 4"),
-        (swaps, r"workflow:ValueError: turn 2, 'b', was generated behind 7 tokens, .* or other ones"),
+        (
+            makes_up,
+            r"workflow:ValueError: turn 0, 'a', must be as engine.generate .* got a turn that it did not return",
+        ),
+        (
+            leaves_out,
+            r"workflow:ValueError: turn 0, 'b', .* for the 4 tokens before it, got one generated after 6 tokens",
+        ),
+        (swaps, r"workflow:ValueError: turn 2, 'b', .* for the 7 tokens before it, got one generated after 7 tokens"),
         (returns_text, r"workflow:TypeError: a workflow must return a list of turns, got 'a'"),
         (returns_given, r"workflow:ValueError: an episode must have a turn of the model's, got 1 turns"),
         (forgets_the_prompt, r"workflow:ValueError: engine.generate takes the whole context"),
         (overflows, r"workflow:ValueError: a turn needs room for a token, got room for 0 of 100"),
-        (replies_to_nobody, r"workflow:ValueError: a reply answers what the model said last, got 'made up'"),
+        (
+            replies_to_nobody,
+            r"workflow:ValueError: a reply must follow a message that the model produced, got 'made up'",
+        ),
         (raises, r"workflow:KeyError: 'level'"),
         (exits, r"workflow:SystemExit: 3"),
         (changes_logprobs, r"workflow:ValueError: .*read-only"),
