@@ -254,7 +254,7 @@ class EpisodeEngine:
             found = "a turn that it did not return" if made is None else f"one generated after {len(made)} tokens"
             raise ValueError(
                 f"turn {number}, {turn.text!r:.60}, must be as engine.generate returned it for the {len(context)} "
-                f"tokens before it, got {found}. Fix: return all turns of the context, with engine.given(...) for others"
+                f"tokens before it, got {found}. Fix: return all turns of the context, others by engine.given(...)"
             )
 
     @contextmanager
