@@ -33,6 +33,7 @@ from areal_lite.launch.bench.modes_figures import MODES
 from areal_lite.launch.bench.view import picture
 from areal_lite.launch.commands.estimate import HOST, all_figures, peak_gib
 from areal_lite.record.columns import COLUMNS, Columns, Row, as_markdown, cells, markdown, rows_of
+from areal_lite.record.metrics import metrics_tables
 from areal_lite.record.run_files import read_summary
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.rollout.api_fields import FIELDS
@@ -65,7 +66,8 @@ def save(name: str, content: Row) -> None:
 
 def all_parts() -> Parts:
     """Return every part there is."""
-    return {name: make(load(source)) for name, (source, make) in PARTS.items()} | {"fields": fields()}
+    measured = {name: make(load(source)) for name, (source, make) in PARTS.items()}
+    return measured | {"fields": fields(), "metrics": metrics_tables().rstrip()}
 
 
 def filled(page: str, parts: Parts) -> str:
@@ -114,10 +116,9 @@ def benchmark(content: Row, *, name: str) -> str:
 
 
 def head(results: Row) -> str:
-    """Say where and with what a benchmark measured."""
-    versions = ", ".join(f"{package} {number}" for package, number in results["versions"].items())
+    """Return where and how often a benchmark measured; its JSON file has the versions of packages."""
     repeats = results["settings"].get("repeats", 1)
-    return f"{where(results)} {versions}. {repeats} repeat{'s' * (repeats != 1)}."
+    return f"{where(results)} {repeats} repeat{'s' * (repeats != 1)}."
 
 
 def all_targets(content: Row) -> str:
@@ -143,13 +144,12 @@ def mode_targets(content: Row | None, recipe: str) -> list[dict[str, Any]]:
 
 
 def modes_of_one(content: Row, *, recipe: str) -> str:
-    """Render what one `bench modes` measured, and where more asynchrony cannot help."""
+    """Render what one `bench modes` measured."""
     if (modes := content.get(f"modes {recipe}")) is None:
         return NOTHING
     first, last = modes["measured_steps"]
-    findings = [f"- {text}" for text in modes["findings"] if "more asynchrony" in text]
     shown = [markdown(name, modes["modes"]) for name in ("modes", "shares of modes")]
-    return "\n\n".join([f"{where(modes)} Steps {first + 1} to {last}.", *shown, "\n".join(findings)]).strip()
+    return "\n\n".join([f"{where(modes)} Steps {first + 1} to {last}.", *shown])
 
 
 def modes_of_both(content: Row) -> str:
@@ -248,12 +248,14 @@ SCENES = ("memory-bound", "compute-bound", "heavy tail")
 
 
 def long_answers(content: Row) -> list[Row]:
-    """Return the rows of `long_answers.py`: speeds, also over that of the default, and shares in percent."""
+    """Return the rows of `long_answers.py` for each policy and a pipeline of 4: speeds, and shares in percent."""
     default = _default_policy(content)
     rows = []
-    for row in sorted(content["rows"], key=lambda row: row["ahead"]):
+    for row in content["rows"]:
+        if row["ahead"] != 4 or row["policy"] not in ("mask", "drop", "wait", "keep"):
+            continue
         shares = row[SCENES[0]]["shares"].items()
-        percent = {length: " / ".join(f"{min(share, 1):.0%}"[:-1] for share in quarters) for length, quarters in shares}
+        percent = {length: "/".join(f"{min(share, 1):.0%}"[:-1] for share in quarters) for length, quarters in shares}
         rates = {name: (row[name]["groups_per_time"], default[name]["groups_per_time"]) for name in SCENES}
         speeds = {name: f"{1000 * rate:.3g} ({rate / of_default:.2f})" for name, (rate, of_default) in rates.items()}
         rows.append(row | {"speed": speeds, "percent": percent})
@@ -266,16 +268,15 @@ def _default_policy(content: Row) -> Row:
 
 
 def families(content: Row) -> str:
-    """Return the table of model families, a row for both dtypes, and why others were not measured."""
+    """Return the table of model families, a row for both dtypes, and the names of those that failed."""
     rows: dict[str, dict[str, Any]] = {}
     for row in content["rows"]:
         rows.setdefault(row["family"], {"family": row["family"]})[row["dtype"]] = row
-    failed = {row["family"]: row["failed"].replace("\n", " ") for row in content["rows"] if "failed" in row}
+    failed = {row["family"] for row in content["rows"] if "failed" in row}
     table = markdown(OWN["families"], [row for name, row in rows.items() if name not in failed])
-    others = "".join(f"\n- {name}: `{reason}`" for name, reason in failed.items())
-    return f"{where(content)}\n\n{table}" + (
-        f"\n\nNot measured, with the error that stopped them:\n{others}" if others else ""
-    )
+    others = ", ".join(name for name in rows if name in failed)
+    note = "Not measured, with the errors in [families.json](families.json)"
+    return f"{where(content)}\n\n{table}" + f"\n\n{note}: {others}." * bool(others)
 
 
 def draw_long_answers(content: Row) -> None:

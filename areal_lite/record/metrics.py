@@ -2,8 +2,8 @@
 unit, and where it is shown.
 
 To add one: a declaration here, and the line that computes it (`tally.add(name=value)` in the trainer; a new
-divisor goes into `COUNTS` of `train/stats.py`). Rows, curves, the terminal's panel and `docs/metrics.md` follow; the
-last is written by `python -m areal_lite.record.metrics > docs/metrics.md`.
+divisor goes into `COUNTS` of `train/stats.py`). Rows, curves, the terminal's panel and the tables of `docs/runs.md`
+follow; `python docs/tables.py` writes the last.
 """
 
 import re
@@ -233,18 +233,14 @@ def mean_called(rewards: Iterable[float], *, before: Iterable[str | None] = ()) 
     return "accuracy" if set(rewards) <= {0.0, 1.0} and "mean reward" not in before else "mean reward"
 
 
-def metrics_page() -> str:
-    """Return `docs/metrics.md`."""
+def metrics_tables() -> str:
+    """Return the tables of `docs/runs.md`, each below its heading."""
     tables = {
         "`areal-lite train`": METRICS,
         "`areal-lite sft`, `reward-model`, `dpo`": OFFLINE_METRICS,
         "Shares of time in `summary.json`": SHARES,
     }
-    head = (
-        "For readers of figures: the keys of `metrics.jsonl`, a row per step; made from `areal_lite/record/metrics.py`."
-        " Words such as publication: [design.md](design.md#words)."
-    )
-    return f"# Metrics\n\n{head}\n" + "".join(f"\n## {title}\n\n{_table(metrics)}" for title, metrics in tables.items())
+    return "\n".join(f"### {title}\n\n{_table(metrics)}" for title, metrics in tables.items())
 
 
 def _table(metrics: Iterable[Metric]) -> str:
@@ -253,7 +249,3 @@ def _table(metrics: Iterable[Metric]) -> str:
         joined = f"mean over {metric.over.replace('_', ' ')}" if metric.over else str(metric.reduction or "")
         rows.append([f"`{metric.name}`", metric.about, metric.unit, joined, metric.board and f"`{metric.tag}`"])
     return "".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |\n" for row in rows)
-
-
-if __name__ == "__main__":
-    print(metrics_page(), end="")

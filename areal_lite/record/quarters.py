@@ -3,7 +3,7 @@
 And the warnings on rows: of too much that is stale, and of rewards that do not differ.
 
 The longer a sample and the nearer to its beginning, the older a token is when its batch is taken: what is too old is no
-fair part of what was generated (docs/staleness.md).
+fair part of what was generated (docs/objective.md).
 
 Shape letter: `Q` quarters.
 """
@@ -45,7 +45,7 @@ def stale_warning(rows: Sequence[Mapping[str, Any]]) -> str:
         return ""
     ledger = last[-1]["ledger"]
     lost = ledger.get("stale", 0) + ledger.get("failed(too_slow)", 0)
-    advice = "raise queue.max_staleness, with queue.max_ahead at what it is now (docs/staleness.md)"
+    advice = "raise queue.max_staleness, with queue.max_ahead at what it is now (docs/objective.md)"
     if lost > _MAX_LOST * (lost + ledger["trained"]):
         return f"{lost} groups were too old to train, {ledger['trained']} trained: long samples train less; {advice}"
     tokens_LQ, trained_LQ = np.array(list(found.values())).swapaxes(0, 1)

@@ -93,7 +93,7 @@ def probes_for(build: str) -> Iterable[Probe]:
     yield Probe("engine", _ENGINE, f"if kernels do not load: apt-get install libnuma1; {builds}")
     yield Probe("Ray", "import ray; print('ray', ray.__version__)")
     yield Probe("ZeroMQ", _ZEROMQ)
-    yield Probe("code sandbox", _SANDBOX, "only for the verifier code: see docs/security.md", is_needed=False)
+    yield Probe("code sandbox", _SANDBOX, "only for the verifier code: see docs/verifiers.md", is_needed=False)
 
 
 class Level(StrEnum):

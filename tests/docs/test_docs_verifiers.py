@@ -102,7 +102,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, judge_port: int) -> Path:
     for name in ("data.jsonl", "train.jsonl", "eval.jsonl"):
         (folder / name).write_text(lines)
     (folder / "completions.jsonl").write_text("".join(json.dumps({"completion": row["answer"]}) + "\n" for row in ROWS))
-    for name, block in zip(("trl", "verl", "openrlhf"), blocks("migrating.md", "json"), strict=True):
+    for name, block in zip(("trl", "verl", "openrlhf"), blocks("first.md", "json"), strict=True):
         (folder / f"{name}_rows.jsonl").write_text(json.dumps(json.loads(block.text)) + "\n")
     (folder / "words.txt").write_text("the cat sat")
     return folder
@@ -352,8 +352,9 @@ def test_a_python_file_of_the_pages_does_what_they_say(file: str) -> None:
 
 
 def test_every_python_block_is_called_here() -> None:
-    """Seen failing with a new block on the page."""
-    assert [block.file for page in PAGES for block in blocks(page, "python")] == list(CALLS)
+    """Those without a file's name are typed by test_api.py. Seen failing with a new block on the page."""
+    found = [block.file for page in PAGES for block in blocks(page, "python")]
+    assert {file for file in found if file is not None} == CALLS.keys()
 
 
 def recipes() -> list[str]:
@@ -430,7 +431,7 @@ def test_a_line_of_the_pages_can_be_typed(line: str) -> None:
 def test_every_built_in_verifier_is_listed() -> None:
     """Seen failing with `exact` taken out of the table."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    table = (ROOT / "docs/verifiers.md").read_text().partition("## What is built in")[2].partition("\n#")[0]
+    table = (ROOT / "docs/verifiers.md").read_text().partition("## Built-in verifiers")[2].partition("\n#")[0]
     listed = {
         name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1] if "|" in row else "")
     }

@@ -15,7 +15,7 @@ import torch
 from places import DOCS, ROOT
 
 FOLDER = ROOT / "examples" / "classic"
-PAGE = DOCS / "classic.md"
+PAGE = FOLDER / "README.md"
 HELPERS = {"learner", "plotting", "run_all", "worlds"}
 BROKEN = {
     "actor_critic": "sign of the advantages turned; critic learns advantages",
@@ -59,8 +59,8 @@ def test_every_script_is_run_and_on_the_page() -> None:
     names = {path.stem for path in FOLDER.glob("*.py")} - HELPERS
     page = PAGE.read_text()
     assert names == set(BROKEN) == set(importlib.import_module("run_all").SCRIPTS)
-    assert [name for name in sorted(names) if f"(classic/{name}.png)" not in page] == []
-    assert {path.stem for path in (PAGE.parent / "classic").glob("*.png")} == names
+    assert [name for name in sorted(names) if f"docs/classic/{name}.png)" not in page] == []
+    assert {path.stem for path in (DOCS / "classic").glob("*.png")} == names
 
 
 def test_command_line_saves_the_same_picture_twice(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
-"""The declarations of metrics: names, TensorBoard, the page, and what a step's totals become."""
+"""The declarations of metrics: names, TensorBoard, and what a step's totals become."""
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_lite.record.metrics import METRICS, OFFLINE_METRICS, SHARES, Metric, Reduction, metrics_page
+from areal_lite.record.metrics import METRICS, OFFLINE_METRICS, SHARES, Metric, Reduction
 from areal_lite.train.stats import COUNTS, StepTally
 from areal_lite.types import Shard
 
@@ -40,11 +39,6 @@ def test_each_metric_is_declared_once_and_divided_by_something_known(metrics: tu
     names = [metric.name for metric in metrics]
     assert len(set(names)) == len(names)
     assert {metric.over for metric in metrics} <= {*names, *COUNTS, ""}
-
-
-def test_the_page_of_metrics_is_current() -> None:
-    page = Path(__file__).parents[2] / "docs" / "metrics.md"
-    assert page.read_text() == metrics_page(), "python -m areal_lite.record.metrics > docs/metrics.md"
 
 
 def test_a_step_is_summed_over_updates_and_divided_as_declared() -> None:

@@ -10,8 +10,8 @@ from places import DOCS
 
 __all__ = ["DOCS", "RUN", "Block", "blocks", "tables"]
 
-RUN = ("verifiers.md", "workflows.md", "data.md", "migrating.md", "first.md", "agents.md")
-"""Pages whose snippets test_docs_verifiers.py runs, in one folder."""
+RUN = ("verifiers.md", "workflows.md", "data.md", "first.md", "agents.md")
+"""Pages whose files test_docs_verifiers.py runs, in one folder."""
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _FILE = re.compile(r"# (\S+\.\w+)$", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What a plain process with limits contains of the programs in code_programs.py: as docs/security.md says."""
+"""What a plain process with limits contains of the programs in code_programs.py: as docs/verifiers.md says."""
 
 import os
 import secrets

@@ -1,7 +1,7 @@
 """Every way known to misbehave, in a pool of its own, while an honest verifier's pool runs beside it.
 
 Three things are shown: each call ends with a counted failure, nobody is left behind, and the neighbour keeps its pace.
-What is not contained is written in docs/security.md.
+What is not contained is written in docs/verifiers.md.
 """
 
 import asyncio

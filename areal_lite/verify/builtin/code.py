@@ -48,7 +48,7 @@ class code(Limits):
     crash, or a limit met. That is its result and scores; trouble with the sandbox is an error.
 
     Bubblewrap gives a program no network, no files but the system's and a temporary folder, no sight of other processes
-    and a user of its own; a plain process has the limits alone. docs/security.md has the list, and what is not on it.
+    and a user of its own; a plain process has the limits alone. docs/verifiers.md has the list, and what is not on it.
 
     Assert-style tests run in a process of their own, to which the candidate's functions only hand over plain values:
     leaving early, patching functions, or objects that equal everything gain nothing. Arguments are copies, so a

@@ -1,6 +1,6 @@
 """Runs a program that nobody vouches for: in bubblewrap, or, where that is asked for, in a plain process with limits.
 
-docs/security.md says what each kind contains and what it does not. Every program gets limits of its own, which it sets
+docs/verifiers.md says what each kind contains and what it does not. Every program gets limits of its own, which it sets
 itself (`inside.py`). Linux only.
 """
 

@@ -129,7 +129,7 @@ def test_what_the_demo_does_not_need_is_a_warning():
     probe = next(probe for probe in probes_for("cpu") if probe.name == "code sandbox")
     check = try_out(probe._replace(code="raise OSError('there is no program bwrap')"))
     assert (check.level, check.found) == (Level.WARNING, "OSError: there is no program bwrap")
-    assert "docs/security.md" in check.remedy
+    assert "docs/verifiers.md" in check.remedy
 
 
 def test_nccl_is_only_tried_with_the_cuda_build():
