@@ -1,14 +1,14 @@
-"""Makes the tables of README and docs/*.md from docs/*.json, between `<!-- NAME: docs/tables.py -->` and its end.
+"""Generate the tables of README, benchmarks/README.md and docs/*.md from docs/*.json, between special comments.
 
-    python docs/tables.py                                        makes all tables and pictures anew
-    python docs/tables.py runs/bench-queue/results.json ...      takes over what a benchmark measured, first
-    python docs/tables.py runs/seed-0 runs/seed-1 runs/seed-2    takes over runs of the demo, first
-    python docs/tables.py runs/calculator-0 ...                  takes over runs of the agent with a calculator, first
-    python docs/tables.py score                                  scores the pairs of math-verifier.json anew, first
-    python docs/tables.py memory                                 estimates the rows of memory.json again, first
+    python docs/tables.py                                        updates all tables and pictures
+    python docs/tables.py runs/bench-queue/results.json ...      first copies what a benchmark measured
+    python docs/tables.py runs/seed-0 runs/seed-1 runs/seed-2    first copies runs of the demo
+    python docs/tables.py runs/calculator-0 ...                  first copies runs of the agent with a calculator
+    python docs/tables.py score                                  first scores the pairs of math-verifier.json again
+    python docs/tables.py memory                                 first estimates the rows of memory.json again
 
-A pair of the verifier `math` is added to its JSON file by hand, with `expected` as a person judges it, before its score
-is known.
+A table stands between `<!-- NAME: docs/tables.py -->` and `<!-- end of NAME -->`. Add a pair for the verifier `math` to
+its JSON file by hand, with `expected` as a person judges it, before its score is known.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -41,7 +41,7 @@ from areal_lite.rollout.api_fields import FIELDS
 HERE = Path(__file__).parent
 OWN: dict[str, Columns] = read_yaml(HERE / "tables.yaml", holding="columns by part")
 COMPONENTS: dict[str, Columns] = read_yaml(HERE.parent / "benchmarks/columns.yaml", holding="columns by benchmark")
-README = HERE.parent / "README.md"
+OUTSIDE = (HERE.parent / "README.md", HERE.parent / "benchmarks/README.md")
 Parts = dict[str, str]
 """Name in a page's comments -> what stands between them."""
 Make = Callable[[Row], str]
@@ -77,7 +77,7 @@ def filled(page: str, parts: Parts) -> str:
 
 def pages() -> list[Path]:
     """Return the files that have places for parts."""
-    return [path for path in (README, *sorted(HERE.glob("*.md"))) if PLACE.search(path.read_text())]
+    return [path for path in (*OUTSIDE, *sorted(HERE.glob("*.md"))) if PLACE.search(path.read_text())]
 
 
 def where(content: Row) -> str:
@@ -109,7 +109,8 @@ OF_PAGES["drill"]["until 0.5"] = "{before}"
 def benchmark(content: Row, *, name: str) -> str:
     """Return the table of a benchmark, of which there may be a file for each case, `NAME, CASE`."""
     found = [results for key, results in sorted(content.items()) if key.partition(", ")[0] == name]
-    rows = sorted((row for one in found for row in one["rows"]), key=lambda row: row.get("parameters", 0))
+    rows = [row for one in found for row in one["rows"] if not str(row.get("side")).startswith("fastest")]
+    rows.sort(key=lambda row: row.get("parameters", 0))
     heads = "\n".join(dict.fromkeys(map(head, found))) or NOTHING
     shown = [row | {"before": BEFORE.get(row.get("fault"))} for row in rows_of(name, rows)]
     return f"{heads}\n\n{markdown(OF_PAGES[name], shown)}"
@@ -254,6 +255,8 @@ def long_answers(content: Row) -> list[Row]:
     for row in content["rows"]:
         if row["ahead"] != 4 or row["policy"] not in ("mask", "drop", "wait", "keep"):
             continue
+        if row["policy"] == "mask" and row["eta"] > 12:  # a bound that masks nothing
+            continue
         shares = row[SCENES[0]]["shares"].items()
         percent = {length: "/".join(f"{min(share, 1):.0%}"[:-1] for share in quarters) for length, quarters in shares}
         rates = {name: (row[name]["groups_per_time"], default[name]["groups_per_time"]) for name in SCENES}
@@ -308,7 +311,7 @@ def demo(content: Row, *, name: str = "demo") -> str:
     runs = [
         run | {"rise": list(run["eval"].values())[-1] - next(iter(run["eval"].values()))} for run in content["runs"]
     ]
-    steps = sorted({int(step) for run in runs for step in run["eval"]})
+    steps = sorted({int(step) for run in runs for step in run["eval"]})[::2]
     lines = {f"accuracy at step {step}": f"{{eval.{step}:.3f}}" for step in steps} | OWN[name]
     titles = ["", *(f"seed {run['seed']}" for run in runs)]
     return f"{where(content)}\n\n{as_markdown([titles, *zip(*cells(lines, runs), strict=True)])}"
@@ -419,17 +422,30 @@ def gpu_parts(_content: Row) -> str:
 
 def fields() -> str:
     """Return what a request to each API may hold, as the endpoint itself checks it."""
+    rows = {f"`/{api}`": {kind.name: _fields(getattr(row, kind.name)) for kind in dataclasses.fields(row)}
+            for api, row in FIELDS.items()}  # fmt: skip
+    openai = [row for api, row in rows.items() if api != "`/messages`"]
+    common = {kind: set.intersection(*(row[kind] for row in openai)) for kind in openai[0]}
+    for row in openai:
+        for kind, names in common.items():
+            row[kind] -= names
     lines = []
-    for api, row in FIELDS.items():
-        lines += [f"`/{api}`", ""]
-        for kind in dataclasses.fields(row):
-            names = getattr(row, kind.name)
-            values = names if isinstance(names, dict) else dict.fromkeys(names, ())
-            shown = [f"`{name}`" + " or ".join(map(json.dumps, values[name])).join((" (", ")")) * bool(values[name])
-                     for name in sorted(values)]  # fmt: skip
-            lines += textwrap.wrap(f"- {kind.name}: {', '.join(shown)}", 118, subsequent_indent="  ")
+    for title, row in {"All of OpenAI's": common, **rows}.items():
+        lines += [title, ""]
+        for kind, names in row.items():
+            if names:
+                lines += textwrap.wrap(f"- {kind}: {', '.join(sorted(names))}", 118, subsequent_indent="  ")
         lines.append("")
     return "\n".join(lines[:-1])
+
+
+def _fields(names: Iterable[str] | Mapping[str, Sequence[Any]]) -> set[str]:
+    """Return each field as it is shown, with the values that pass."""
+    values = names if isinstance(names, Mapping) else dict.fromkeys(names, ())
+    return {
+        f"`{name}`" + (f" ({' or '.join(map(json.dumps, allowed))})" if allowed else "")
+        for name, allowed in values.items()
+    }
 
 
 def frameworks(content: Row) -> str:

@@ -244,8 +244,10 @@ def metrics_tables() -> str:
 
 
 def _table(metrics: Iterable[Metric]) -> str:
-    rows = [["key", "what it is", "unit", "over updates and ranks", "TensorBoard"], ["---"] * 5]
+    rows = [["key", "what it is", "unit", "over updates and ranks"], ["---"] * 4]
     for metric in metrics:
         joined = f"mean over {metric.over.replace('_', ' ')}" if metric.over else str(metric.reduction or "")
-        rows.append([f"`{metric.name}`", metric.about, metric.unit, joined, metric.board and f"`{metric.tag}`"])
+        rows.append(
+            [f"`{metric.name}`", metric.about, metric.unit, "" if metric.reduction is Reduction.ALIKE else joined]
+        )
     return "".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |\n" for row in rows)

@@ -24,7 +24,13 @@ from areal_lite.launch.clusters.profile import Profile
 from areal_lite.launch.commands.main import app
 
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("examples/*/README.md")), *sorted(DOCS.glob("*.md"))]
+PAGES = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    *ROOT.glob("examples/*/README.md"),
+    ROOT / "benchmarks/README.md",
+    *sorted(DOCS.glob("*.md")),
+]
 FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 TYPED = re.compile(r"(\w+=\S+ |\.venv/bin/)?(areal-lite|make|pip|python|eval|for \w+ in) ")
 SHOWN = ("╭─", "control plane", "outstanding <", "waiting ─►", "admitted =", "verifier worker ──", "loss =", "<tool>")

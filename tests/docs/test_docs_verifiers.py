@@ -151,14 +151,6 @@ def check_batch() -> None:
     assert [reply.reward for reply in Verifier(function, {}).answer(calls)] == [0.99, 0.5]
 
 
-def check_rewards() -> None:
-    verl = find_function("verl", kind="verifier")
-    trl = find_function("trl", kind="verifier")
-    (right,) = Verifier(verl, {"function": "rewards.py:compute_score"}).answer([("p", " 7\n", "7", {})])
-    short = Verifier(trl, {"function": "rewards.py:short"}).answer([("p", "x" * n, "7", {}) for n in (9, 10)])
-    assert (right.reward, [reply.reward for reply in short]) == (1.0, [1.0, 0.0])
-
-
 def check_service() -> None:
     function = find_function("service.py:verify", kind="verifier")
     with pytest.raises(VerifierUnavailable, match="does not answer"):
@@ -330,7 +322,6 @@ CALLS: dict[str, Callable[[], None]] = {
     "dictionary.py": check_preparation,
     "steps.py": check_steps,
     "lengths.py": check_batch,
-    "rewards.py": check_rewards,
     "service.py": check_service,
     "hints.py": check_hints,
     "shop.py": check_tools,
