@@ -4,12 +4,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import ray
-
-from areal_lite.actors.calls import Calls, call_all, describe
+from areal_lite.actors.calls import Calls, call_all, describe, has_died
 from areal_lite.errors import EngineError, HandoverError
 
-_DEATHS = (EngineError, ray.exceptions.RayActorError)
 _LET_GO_S = 15.0
 """How long engines may take to answer once they have been let go."""
 
@@ -71,8 +68,8 @@ class EngineClient:
             if method == "update_weights":  # An update that came through must be closed before there is another.
                 received = {name: self._handles[name] for name in calls.values}
                 call_all(received, "finish_weight_update").failures(self._timeouts["timeout_s"])
-        errors |= {name: error for name, error in others.items() if isinstance(error, _DEATHS)}
-        lost = {name for name, error in errors.items() if isinstance(error, _DEATHS)} | calls.pending.keys()
+        errors |= {name: error for name, error in others.items() if _is_lost(error)}
+        lost = {name for name, error in errors.items() if _is_lost(error)} | calls.pending.keys()
         engines = {
             name: f"{method}: {describe(errors[name])}"
             if name in errors
@@ -80,3 +77,7 @@ class EngineClient:
             for name in sorted(lost or errors or late)
         }
         raise HandoverError("; ".join(f"{name}: {reason}" for name, reason in engines.items()), engines=engines)
+
+
+def _is_lost(error: Exception) -> bool:
+    return isinstance(error, EngineError) or has_died(error)

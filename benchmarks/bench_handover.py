@@ -28,7 +28,7 @@ from areal_lite.config.recipe import Config
 from areal_lite.events import Event
 from areal_lite.launch.bench.harness import ratios
 from areal_lite.launch.bench.plan import planned_config
-from areal_lite.launch.run.train import ray_session
+from areal_lite.launch.run.ray_session import ray_session
 from areal_lite.rollout.engine import Sampling
 from areal_lite.train.warm_start import ensure_warm_start
 

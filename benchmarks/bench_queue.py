@@ -32,7 +32,7 @@ from ray.util.queue import Queue
 from areal_lite.data.cursor import PromptCursor
 from areal_lite.errors import StallError
 from areal_lite.launch.bench.harness import ratios
-from areal_lite.launch.run.train import ray_session
+from areal_lite.launch.run.ray_session import ray_session
 from areal_lite.sample_queue.access import QueueAccess, QueueKeys
 from areal_lite.sample_queue.client import AsyncQueueClient, QueueClient
 from areal_lite.sample_queue.ledger import Ledger, LedgerSettings

@@ -25,7 +25,8 @@ from areal_lite.data.prompts import load_sources
 from areal_lite.errors import ConfigError
 from areal_lite.launch.bench.harness import CONSOLE, ratios, say
 from areal_lite.launch.bench.longtail import LONGTAIL, draw_length, drawn_length
-from areal_lite.launch.run.train import prepare_model, ray_session
+from areal_lite.launch.run.ray_session import ray_session
+from areal_lite.launch.run.train import prepare_model
 from areal_lite.record.paths import with_absolute_paths
 from areal_lite.rollout.engine import Interrupt, Sampling
 from areal_lite.rollout.runner import load_workflows

@@ -99,7 +99,7 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     import torch
     from warm_workers import warm_ray
 
-    from areal_lite.launch.run.train import ray_session
+    from areal_lite.launch.run.ray_session import ray_session
 
     # What imports do about a GPU must not be copied, and somebody's cluster starts workers in its own way.
     is_ours = torch.version.cuda is None and "RAY_ADDRESS" not in os.environ

@@ -22,7 +22,8 @@ from areal_lite.errors import TrainerError
 from areal_lite.launch.bench.gpu_part import Job, read_figures
 from areal_lite.launch.bench.harness import CONSOLE, training
 from areal_lite.launch.run import online
-from areal_lite.launch.run.train import ray_session, train
+from areal_lite.launch.run.ray_session import ray_session
+from areal_lite.launch.run.train import train
 from areal_lite.record.run_files import read_rows, read_summary
 from areal_lite.weights.handover import hand_over
 

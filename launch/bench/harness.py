@@ -182,7 +182,8 @@ def run_to_the_end(
 def training() -> Iterator[Callable[..., object]]:
     """Yield what trains one recipe, with changes in `run`; after Ctrl-C it is saved, and `KeyboardInterrupt` raised."""
     from areal_lite.launch.run.controller import Interrupted
-    from areal_lite.launch.run.train import ray_session, train
+    from areal_lite.launch.run.ray_session import ray_session
+    from areal_lite.launch.run.train import train
 
     def train_one(config: Config, **changes: Any) -> object:
         # One of many short runs is reported when somebody asks for it.

@@ -152,7 +152,7 @@ def doctor(
 
 def _check_cluster(config: Config | OfflineConfig) -> int:
     from areal_lite.launch.run.preflight import check_cluster
-    from areal_lite.launch.run.train import ray_session
+    from areal_lite.launch.run.ray_session import ray_session
 
     loaded = check_recipe(config, Reach.CLUSTER)
     with ray_session():

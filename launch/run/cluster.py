@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from areal_lite.actors.calls import Calls, Question, call_all, describe, kill, stop_all
+from areal_lite.actors.calls import Calls, Poller, call_all, describe, has_died, kill, stop_all
 from areal_lite.actors.process import log_path
 from areal_lite.actors.queue import QueueActor
 from areal_lite.actors.rollout import RolloutActor
@@ -36,7 +36,7 @@ _COPY_EVERY_S = 1.0
 _LONG_COPY_S = 5.0
 """Where one took longer, the first one with the next batch waits too: it would hold up every step."""
 _REPORT_WAIT_S = 2.0
-"""How long everybody waits for the reports of all workers; a late one is taken up the next time."""
+"""Longest wait for the reports of workers; a worker that is late is not waited for again until it has answered."""
 
 
 class Cluster:
@@ -69,15 +69,14 @@ class Cluster:
         run = self._config.run
         self.engines = RayEngines({}, timeout_s=run.stall_timeout_s, on_drop=self._note_lost)
         self.restarts = Restarts(self._respawn, most=run.max_worker_restarts, start_timeout_s=run.start_timeout_s)
-        self._reports = Question("collect")
-        self._silent = set[str]()
+        self._reports = Poller("collect")
         self._has_started = False
         self._spawn_core(queue_state)
 
     def _spawn_queue(self, state: bytes | None, *, keep_batch: bool = False) -> None:
         queue = {"state": state, "prompts": self._prompts, "keep_batch": keep_batch}
         self._queue_actor = self._places.spawn(QueueActor, "queue", **queue)
-        self._pulse = Question("ping")
+        self._queue_pings = Poller("ping")
 
     def _spawn_core(self, queue_state: bytes | None) -> None:
         self._taken, self._copy, self.trained = "", b"", ""
@@ -146,7 +145,7 @@ class Cluster:
         self._feel_pulse()
         for name, error in self._serving.answers(0.0):
             reason = "its loop ended" if error is None else describe(error)
-            if name in self.verifiers and not isinstance(error, ray.exceptions.RayActorError):
+            if name in self.verifiers and not has_died(error):
                 self.restarts.give_up(name, reason)  # The verifier itself is of no use, and would be none again.
             else:
                 self._lose(name, reason)
@@ -156,7 +155,7 @@ class Cluster:
 
     def _feel_pulse(self) -> None:
         self.ranks.progress()
-        _, failed = self._pulse.ask({"queue": self._queue_actor}, wait_s=0.0)
+        _, failed = self._queue_pings.poll({"queue": self._queue_actor}, wait_s=0.0)
         if died := failed.get("queue"):
             log = log_path(self._logs, "queue")
             failure = QueueError(f"the sample queue, on which everybody waits, died: {describe(died)}; log: {log}")
@@ -273,7 +272,8 @@ class Cluster:
 
     def states(self) -> dict[str, int]:
         """How many workers are in each state."""
-        alive = {name: State.SUSPECT if name in self._silent else State.HEALTHY for name in self._workers}
+        silent = self._reports.silent()
+        alive = {name: State.SUSPECT if name in silent else State.HEALTHY for name in self._workers}
         return dict(Counter((alive | self.restarts.states).values()))
 
     def publish(self) -> dict[str, str | None]:
@@ -304,18 +304,26 @@ class Cluster:
 
     def collect(self) -> tuple[list[Event], dict[str, dict[str, Any]]]:
         """Events of all workers since the last call, and their gauges by lane; the dead are left to `check_workers`."""
-        reports, failed = self._reports.ask(self._workers, wait_s=_REPORT_WAIT_S)
-        self._silent = self._workers.keys() - reports.keys()
+        reports, failed = self._reports.poll(self._workers, wait_s=_REPORT_WAIT_S)
         for name, error in failed.items():
             if isinstance(error, EngineError):
                 self.engines.drop(name, str(error))
-            elif isinstance(error, ray.exceptions.RayActorError):
+            elif has_died(error):
                 logger.warning("%s did not report", name)
             else:
                 raise error
+        self.replace_silent(self._config.run.stall_timeout_s)
         return [event for events, _ in reports.values() for event in events], {
             name: gauges for name, (_, gauges) in reports.items()
         }
+
+    def replace_silent(self, after_s: float) -> list[str]:
+        """Give up workers that have not reported for so long: their processes hang. Returns their names."""
+        silent = {name: silent_s for name, silent_s in self._reports.silent().items() if name in self._workers}
+        hung = [name for name, silent_s in silent.items() if silent_s > after_s]
+        for name in hung:
+            self._lose(name, f"its process hangs: no report for {silent[name]:.0f} s")
+        return hung
 
     def stop(self) -> None:
         """Stop every actor, then end what did not stop by itself."""

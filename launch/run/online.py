@@ -8,14 +8,14 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from areal_lite.config.recipe import Config
-from areal_lite.errors import ArealLiteError, FruitlessError
+from areal_lite.errors import ArealLiteError, FruitlessError, StallError
 from areal_lite.events import EventBuffer
 from areal_lite.launch.run import scaling
 from areal_lite.launch.run.cluster import Cluster
@@ -159,12 +159,22 @@ class OnlineController(Controller):
             ended_before = ended if ended_before is None else ended_before
             self._raise_if_fruitless(ended - ended_before, status["counts"])
             self._tick()
-            self._watchdog.check(
+            self._check_progress(
                 status["progress"],
                 waiting_for=f"the batch of step {self._version + 1} ({status['missing']} groups missing)",
                 culprit=functools.partial(_late_workers, status),
             )
         return info
+
+    def _check_progress(self, reading: Hashable, *, waiting_for: str, culprit: Callable[[], str]) -> None:
+        """Check a wait for workers: where one of them hangs it is replaced, and only then does the wait fail."""
+        try:
+            self._watchdog.check(reading, waiting_for=waiting_for, culprit=culprit)
+        except StallError:
+            # One that hung just before the last progress has not been silent for the whole time-out yet.
+            if not self._cluster.replace_silent(self._config.run.stall_timeout_s / 2):
+                raise
+            self._watchdog.restart()
 
     def _scale(self) -> None:
         """Have as many workers as were asked for, here where no weights are under way."""
@@ -295,7 +305,7 @@ class OnlineController(Controller):
             culprit = functools.partial(str, self._evaluations.late())
             self._tick()
             self._evaluations.poll(POLL_S)
-            self._watchdog.check(self._collector.work(), waiting_for="an evaluation", culprit=culprit)
+            self._check_progress(self._collector.work(), waiting_for="an evaluation", culprit=culprit)
         self._evaluations.end()
 
     def _wind_up(self, status: str) -> str:

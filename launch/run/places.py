@@ -11,7 +11,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from areal_lite.actors.calls import Calls
+from areal_lite.actors.calls import Calls, death, has_died
 from areal_lite.actors.process import log_path
 from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
@@ -19,7 +19,6 @@ from areal_lite.errors import ArealLiteError, ConfigError, EngineError, QueueErr
 from areal_lite.launch.run.plan import NOWHERE, Bundle, Node, place_for, plan, table
 from areal_lite.launch.run.whereabouts import Whereabouts
 from areal_lite.network import interface_of, listens, local_address
-from areal_lite.node import out_of_memory
 
 _RETRY_S = 1.0
 """How often a run that waits for GPUs looks for free ones."""
@@ -119,7 +118,7 @@ def actor_options(config: Config | OfflineConfig, kind: str) -> dict[str, Any]:
             gpus, threads = config.rollout.tensor_parallel, config.rollout.threads
         if config.weights.transport == "ipc":  # an engine and its rank share one
             gpus /= 2
-    environment = {"TOKENIZERS_PARALLELISM": "false", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    environment = {"TOKENIZERS_PARALLELISM": "false"}
     return {
         "num_cpus": 0,
         "num_gpus": gpus if config.run.device == "cuda" else 0,
@@ -132,10 +131,10 @@ def actor_options(config: Config | OfflineConfig, kind: str) -> dict[str, Any]:
 def _not_started(name: str, error: Exception, *, log: str) -> Exception:
     if isinstance(error, ArealLiteError):
         return type(error)(f"{name} did not start: {error} (log: {log})")
-    if isinstance(error, ray.exceptions.RayActorError):
+    if has_died(error):
         kinds: dict[str, type[ArealLiteError]] = {"queue": QueueError, "trainer": RankDied}
         kind = kinds.get(name.partition("/")[0], EngineError)
-        return kind(f"{name} did not start: its process ended{out_of_memory()} (log: {log})")
+        return kind(f"{name} did not start: {death(error)} (log: {log})")
     return error
 
 

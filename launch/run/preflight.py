@@ -112,8 +112,7 @@ def _start(config: Config | OfflineConfig) -> dict[str, Any]:
     nodes = [node for node in ray.nodes() if node["Alive"]]
     names = [node["NodeManagerHostname"] for node in nodes]
     # No GPU is reserved: a node may have none, or none free yet.
-    environment = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"} | config.run.env
-    options = {"num_cpus": 0, "max_concurrency": 4, "runtime_env": {"env_vars": environment}}
+    options = {"num_cpus": 0, "max_concurrency": 4, "runtime_env": {"env_vars": config.run.env}}
 
     def probe(node_id: str) -> Any:
         place = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)

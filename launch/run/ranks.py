@@ -7,11 +7,10 @@ from typing import Any
 
 import ray
 
-from areal_lite.actors.calls import Calls, Question, call_all, describe, kill, stop_all
+from areal_lite.actors.calls import Calls, Poller, call_all, death, describe, has_died, kill, stop_all
 from areal_lite.actors.process import log_path
 from areal_lite.errors import RankDied, StallError, TrainerError
 from areal_lite.launch.run.places import Places
-from areal_lite.node import out_of_memory
 
 POLL_S = 0.25
 """Longest time without a look at Ctrl-C and whatever else goes on beside a wait."""
@@ -31,7 +30,7 @@ class Ranks:
         self.handles = {
             f"trainer/{rank}": places.spawn(kind, f"trainer/{rank}", rank=rank) for rank in range(num_ranks)
         }
-        self._question = Question("progress")
+        self._progress = Poller("progress")
         self._readings: dict[str, int] = {}
 
     def start(self, **arguments: Any) -> Calls:
@@ -99,7 +98,7 @@ class Ranks:
         Raises:
             TrainerError: A rank is dead.
         """
-        readings, failed = self._question.ask(self.handles, wait_s=0)
+        readings, failed = self._progress.poll(self.handles, wait_s=0)
         for name, error in failed.items():
             raise self.blame(name, error) from error
         self._readings |= readings
@@ -118,7 +117,7 @@ class Ranks:
         if not isinstance(error, ray.exceptions.RayError):
             return error
         for rank, problem in call_all(self.handles, "progress").failures(_ANSWER_TIMEOUT_S).items():
-            if isinstance(problem, ray.exceptions.RayActorError):
+            if has_died(problem):
                 log = log_path(self._places.logs, rank)
-                return RankDied(f"{rank} died: its process ended{out_of_memory()}; log: {log}")
+                return RankDied(f"{rank} died: {death(problem)}; log: {log}")
         return TrainerError(f"{name} failed: {describe(error)}; log: {log_path(self._places.logs, name)}")

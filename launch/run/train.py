@@ -5,17 +5,13 @@ Everything that can be checked is, before anything heavy starts.
 
 import contextlib
 import functools
-import logging
 import os
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 import ray
 import transformers
-from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from rich.console import Console
 from rich.progress import Progress
 
@@ -24,18 +20,14 @@ from areal_lite.config.offline import OfflineConfig
 from areal_lite.config.recipe import Config
 from areal_lite.config.sections import BUILT_IN
 from areal_lite.data.cursor import make_cursor
-from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.run.controller import Controller, Interrupted
-from areal_lite.launch.run.lean_ray import lean_ray
 from areal_lite.launch.run.offline import OfflineController
 from areal_lite.launch.run.online import OnlineController
 from areal_lite.launch.run.places import places_for
 from areal_lite.launch.run.preflight import check_cluster
+from areal_lite.launch.run.ray_session import joins_a_cluster, ray_session
 from areal_lite.launch.run.recipe_check import Loaded, Reach, check_recipe
-from areal_lite.launch.run.signals import notices_held_back, undisturbed
 from areal_lite.launch.run.view import View
-from areal_lite.network import listens
-from areal_lite.node import check_memory
 from areal_lite.record.paths import find_model_folder
 from areal_lite.record.run_folder import RunFolder, run_path
 from areal_lite.record.writer import SoleWriter, writable
@@ -43,9 +35,6 @@ from areal_lite.sample_queue.service import read_state
 from areal_lite.train.warm_start import ensure_warm_start
 
 _CACHE = Path(".cache") / "areal-lite"
-_PROBE_TIMEOUT_S = 5.0
-_RAY_SAYS = 160
-"""Characters at most."""
 _Recipe = TypeVar("_Recipe", Config, OfflineConfig)
 _Made = tuple[_Recipe, Callable[..., Controller], Callable[[Path], None]]
 """The recipe with its steps, what makes the controller, and what checks that a checkpoint is of the same data."""
@@ -82,7 +71,7 @@ def train(
         writer = stack.enter_context(SoleWriter(path, take_over=take_over, say=warn))
         if not config.run.resume:
             RunFolder(path).check_new()
-        loaded = check_recipe(config, Reach.CLUSTER if _joins_a_cluster() else Reach.MACHINE, with_weights=True)
+        loaded = check_recipe(config, Reach.CLUSTER if joins_a_cluster() else Reach.MACHINE, with_weights=True)
         config = loaded.config
         made = _online(config, loaded) if isinstance(config, Config) else _offline(config, loaded, say)
         config, make_controller, check_data = made
@@ -145,81 +134,6 @@ def _report_of(folder: RunFolder, *, console: Console) -> str | None:
     except Exception as error:
         console.print(f"the report could not be written: {error!r}", style="yellow", markup=False, soft_wrap=True)
         return None
-
-
-def _joins_a_cluster() -> bool:
-    """Whether a run may have other machines than this one."""
-    return ray.is_initialized() or bool(os.environ.get("RAY_ADDRESS"))
-
-
-@contextlib.contextmanager
-def ray_session() -> Iterator[None]:
-    """Join the Ray cluster that RAY_ADDRESS names, or start a private one; one joined before is left as it is."""
-    if ray.is_initialized():
-        yield
-        return
-    lean_ray()
-    check_memory()
-    try:
-        with notices_held_back():
-            # Without an address Ray would join whatever cluster this machine happens to run.
-            _join(os.environ.get("RAY_ADDRESS") or "local")
-        ray._private.worker.print_to_stdstream = _say_briefly  # Ray has no setting for it
-        yield
-    finally:
-        with undisturbed():  # a second Ctrl-C must not leave half of it behind
-            _leave()
-
-
-def _say_briefly(message: Mapping[str, Any], **_: Any) -> None:
-    """Print the beginning of what Ray has to say: of a lost process it would print half a page, log lines included."""
-    first = next(iter("".join(message["lines"]).strip().splitlines()), "")
-    print(f"({message['pid']}) {textwrap.shorten(first, _RAY_SAYS, placeholder=' ...')}")
-
-
-def _join(address: str) -> None:
-    """Start a private Ray (`local`), or join one.
-
-    Raises:
-        ConfigError: It refuses this machine, or nobody answers.
-        StallError: It does not start in time.
-    """
-    if address != "local":
-        # The head of a cluster asks for a token wherever an earlier start left one; who joins by address is not told.
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-        as_grpc = os.environ.get("RAY_USE_TLS") != "1"
-        if address != "auto" and not listens(address, timeout_s=_PROBE_TIMEOUT_S, as_grpc=as_grpc):
-            raise ConfigError(
-                f"a Ray cluster must answer at {address} (RAY_ADDRESS), nobody does, or somebody else; give its head's "
-                "host:port (6379 by default), or start Ray there and here; unset RAY_ADDRESS to run here alone"
-            )
-    try:
-        ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    except (ray.exceptions.AuthenticationError, ConnectionError) as error:
-        raise ConfigError(
-            f"Ray at {address} must let this machine in, got: {error}; where it asks for a token, copy the head's "
-            "~/.ray/auth_token to every node, or start all of Ray, and this command, with RAY_AUTH_MODE=disabled"
-        ) from error
-    except Exception as error:  # Ray has no class for it
-        if "timed out during startup" not in str(error):
-            raise
-        raise StallError(
-            "Ray must start within 30 s here, and did not: the machine has too much to do, or too little memory or "
-            "disk is left (`areal-lite doctor` looks); try again when it has less to do"
-        ) from error
-
-
-def _leave() -> None:
-    """Leave Ray; what of it was started here does not hear SIGTERM: it is killed at once, and all below it."""
-    node, below = ray._private.worker._global_node, list[psutil.Process]()
-    for process in [one.process for started in node.all_processes.values() for one in started] if node else ():
-        process.terminate = process.kill
-        with contextlib.suppress(psutil.NoSuchProcess):
-            below += psutil.Process(process.pid).children(recursive=True)
-    ray.shutdown()
-    for one in below:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
 
 
 def prepare_model(config: Config | OfflineConfig, *, console: Console) -> Path:

@@ -12,7 +12,7 @@ from ledger_builders import FakeClock
 
 from areal_lite import node
 from areal_lite.actors import calls as calls_module
-from areal_lite.actors.calls import Calls, Question, call_all
+from areal_lite.actors.calls import Calls, Poller, call_all, describe, has_died
 from areal_lite.config.recipe import parse_config
 from areal_lite.errors import EngineError, QueueError, RankDied, StallError, TrainerError
 from areal_lite.launch.run import ranks as ranks_module
@@ -78,10 +78,48 @@ def test_an_actor_that_owes_an_answer_is_not_asked_again() -> None:
     """Else a hung one would collect a call a second. Seen failing with every actor asked every time."""
     owed = silent()
     asked = {"slow": actor(owed, failing(AssertionError("asked twice"))), "quick": actor(answering(1), answering(2))}
-    question = Question("progress")
-    assert question.ask(asked, wait_s=1.0) == ({"quick": 1}, {})
+    poller = Poller("progress")
+    assert poller.poll(asked, wait_s=1.0) == ({"quick": 1}, {})
     owed.answer, owed.is_ready = lambda: 7, lambda: True
-    assert question.ask(asked, wait_s=1.0) == ({"quick": 2, "slow": 7}, {})
+    assert poller.poll(asked, wait_s=1.0) == ({"quick": 2, "slow": 7}, {})
+
+
+def test_a_silent_actor_is_waited_for_once_and_its_silence_is_measured(clock: FakeClock) -> None:
+    """Else one that hangs costs every step the wait for it. Seen failing with a wait at each poll."""
+    owed = silent()
+    asked = {"slow": actor(owed), "quick": actor(answering(1))}
+    poller = Poller("progress")
+    for _ in range(3):
+        assert poller.poll(asked, wait_s=2.0) == ({"quick": 1}, {})
+    assert clock.now == 2.0
+    clock.now = 60.0
+    assert poller.silent() == {"slow": 60.0}
+    owed.is_ready = lambda: True
+    poller.poll(asked, wait_s=2.0)
+    assert poller.silent() == {}
+
+
+MONITOR = """1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.2, ID: a6) \
+was 15.29GB used / 16.00GB limit (0.955625)
+Ray killed 1 worker(s) based on the killing policy
+Top 10 memory users: PID\tMEM(GB)\tCOMMAND
+25845\t9.12\tpython leak.py
+27519\t0.06\tray::DashboardAgent
+Refer to the documentation"""
+
+
+def test_a_kill_by_rays_memory_monitor_is_a_death_with_its_cause() -> None:
+    """Its error is no `RayActorError`. Seen failing with a run that ends although restarts are left."""
+    killed = ray.exceptions.OutOfMemoryError(MONITOR)
+    assert has_died(killed)
+    assert not has_died(ray.exceptions.RayTaskError("start", "", EngineError("no memory")))
+    with pytest.raises(RankDied, match=r"trainer/0 died: Ray's memory monitor killed it") as ended:
+        make_ranks(rank_0=actor(failing(killed))).ask("work", timeout_s=5.0)
+    for words in ("15.29GB used / 16.00GB limit", "9.12 GB, python leak.py", "RAY_memory_usage_threshold"):
+        assert words in str(ended.value)
+        assert words in describe(killed)
+    with pytest.raises(EngineError, match=r"rollout/1 did not start: Ray's memory monitor killed it"):
+        no_places().wait_until_started(Calls({"rollout/1": failing(killed)}), print)
 
 
 def test_a_start_that_is_late_or_fails_is_told_by_name() -> None:
@@ -108,7 +146,7 @@ def no_places() -> Places:
 def make_ranks(**handles: Any) -> Ranks:
     ranks = Ranks.__new__(Ranks)
     ranks._places = no_places()
-    ranks._question, ranks._readings = Question("progress"), {}
+    ranks._progress, ranks._readings = Poller("progress"), {}
     ranks.handles = {f"trainer/{name[-1]}": handle for name, handle in handles.items()}
     return ranks
 

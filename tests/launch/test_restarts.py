@@ -1,5 +1,6 @@
 """Who is started again when: the policy, with a clock that is turned and processes that are only told about."""
 
+import re
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -198,9 +199,10 @@ class Fleet:
     """A cluster that serves with two rollout workers and a verifier, whose times pass at once."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, most: int) -> None:
-        config = parse_config({"run": {"max_worker_restarts": most}})
+        config = parse_config({"run": {"max_worker_restarts": most, "stall_timeout_s": 600}})
         clock = FakeClock()
         monkeypatch.setattr(calls_module, "ray", FakeRay(clock))
+        monkeypatch.setattr(calls_module, "time", SimpleNamespace(monotonic=clock))
         monkeypatch.setattr(ray, "kill", lambda _: None)
         self.is_reached = True
         where = SimpleNamespace(reaches=lambda _: self.is_reached)
@@ -444,16 +446,39 @@ def test_workers_are_added_and_dismissed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert cluster.take_in() == [A]
 
 
-def test_a_worker_that_gives_no_answer_is_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hung", [B, V])
+def test_a_worker_that_does_not_report_is_suspect_and_then_replaced(monkeypatch: pytest.MonkeyPatch, hung: str) -> None:
+    """After `run.stall_timeout_s`. Seen failing with a verifier that is waited for at every step and never replaced."""
     fleet = Fleet(monkeypatch, most=3)
-    silent = fleet.cluster.engines.handles[B]
-    silent.collect = SimpleNamespace(remote=lambda: Reference(lambda: None, is_ready=lambda: False))
+    cluster = fleet.cluster
+    report = Reference(lambda: ([], {}), is_ready=lambda: False)
+    {**cluster.engines.handles, **cluster.verifiers}[hung].collect = SimpleNamespace(remote=lambda: report)
+    cluster.collect()
+    assert cluster.states() == {"healthy": 2, "suspect": 1}
+    report.is_ready = lambda: True
+    cluster.collect()
+    assert cluster.states() == {"healthy": 3}
+    report.is_ready = lambda: False
+    cluster.collect()
+    fleet.clock.now += 595
+    cluster.collect()
+    assert cluster.states() == {"healthy": 2, "suspect": 1}
+    fleet.clock.now += 5
+    cluster.collect()
+    assert cluster.states() == {"healthy": 2, "restarting": 1}
+    assert re.match(
+        rf"{hung} .*its process hangs: no report for 6.. s", " ".join(map(str, cluster.restarts.changes[-1]))
+    )
+
+
+def test_a_worker_that_rays_memory_monitor_killed_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its work, and as it reports. Seen failing with a verifier that stays dead, and with an error of the run."""
+    fleet = Fleet(monkeypatch, most=3)
+    for worker in (A, V):
+        fleet.lose(worker, ray.exceptions.OutOfMemoryError("killed"))
     fleet.cluster.collect()
-    assert fleet.cluster.states() == {"healthy": 2, "suspect": 1}
-    del silent.collect
-    fleet.cluster._reports._calls.pending.clear()
-    fleet.cluster.collect()
-    assert fleet.cluster.states() == {"healthy": 3}
+    fleet.look_after()
+    assert fleet.cluster.states() == {"healthy": 1, "restarting": 2}
 
 
 def test_who_is_lost_while_another_loss_is_told_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """The tests' own Ray, whose workers are copies of a process that has imported torch, transformers and vLLM.
 
 Imports are half of what a short run costs. Typed runs, and those of several nodes, start as users' do. Ray runs this
-file in place of its script that sets a worker's variables. A worker starts as ever if its variables are not those that
-the imports saw. Copies share the seed of Python's hashes: what depends on it, only other runs can show.
+file in place of Python (`py_executable` of its runtime environments) to start a worker. A worker whose variables differ
+from those that the imports saw starts without a copy. Copies share the seed of Python's hashes: what depends on it,
+only other runs can show.
 """
 
 import contextlib
@@ -37,17 +38,16 @@ def warm_ray(folder: Path) -> Iterator[None]:
     """A private Ray, and the process that is copied, which ends with the block."""
     import pytest
     import ray
-    from ray._private import ray_constants, worker
+    from ray._private import worker
 
-    from areal_lite.launch.run import setup_worker
-    from areal_lite.launch.run.train import ray_session
+    from areal_lite.launch.run.ray_session import NO_SPARE_WORKERS
 
     with pytest.MonkeyPatch.context() as patches, contextlib.ExitStack() as stack:
-        patches.setenv(ADDRESS, f"warm-workers-{os.getpid()}")
-        with pytest.MonkeyPatch.context() as start:
-            start.setattr(ray_constants, "SETUP_WORKER_FILENAME", None)  # as it was, behind this block
-            start.setattr(setup_worker, "__file__", __file__)
-            stack.enter_context(ray_session())
+        for name, value in {ADDRESS: f"warm-workers-{os.getpid()}", **NO_SPARE_WORKERS}.items():
+            patches.setenv(name, value)
+        environment = {"py_executable": f"{sys.executable} {__file__}"}
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, runtime_env=environment)
+        stack.callback(ray.shutdown)
         (raylet,) = worker._global_node.all_processes["raylet"]
         # Ray reads these when it is imported: the worker's job, and whose end is its end.
         of_ray = {"RAY_JOB_ID": ray.get_runtime_context().get_job_id(), "RAY_RAYLET_PID": str(raylet.process.pid)}
@@ -131,9 +131,7 @@ def become(files: list[int], *, words: list[str], variables: dict[str, str], fol
 
 def start(arguments: list[str]) -> None:
     """Have a worker copied, and wait for its end, or become it."""
-    from areal_lite.launch.run.setup_worker import command
-
-    words = command(arguments, os.environ)
+    words = [sys.executable, *arguments]
     blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
     asked: dict[str, Any] = {"variables": dict(os.environ), "folder": os.getcwd(), "blocked": blocked}
     with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(OSError):  # where it has ended: as ever

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import time
 import psutil
 import pytest
 
-from areal_lite.launch.run import setup_worker
 from areal_lite.launch.run.signals import NOTICES
 
 pytestmark = pytest.mark.loop
@@ -27,7 +25,7 @@ def soon_ended(processes: list[psutil.Process]) -> bool:
 def test_ray_outlives_what_is_sent_to_all_processes_and_leaves_nothing_when_it_is_ended() -> None:
     """A batch system signals them all; the supervisor sends SIGINT once the run has saved.
 
-    Seen failing with client server, autoscaler or dashboard, which no run uses, and with Ray's script for actors.
+    Seen failing with signals that Ray's processes do not ignore.
     """
     module = [sys.executable, "-m", "areal_lite.launch.clusters.ray_nodes"]
     start = ["start", "--head", "--block", "--port=0", "--disable-usage-stats"]
@@ -38,10 +36,6 @@ def test_ray_outlives_what_is_sent_to_all_processes_and_leaves_nothing_when_it_i
         assert any("Ray runtime started" in line for line in ray.stdout)
         tree += ray.children(recursive=True)
         assert {"raylet", "gcs_server"} <= {process.name() for process in tree}
-        commands = [process.cmdline() for process in tree if process.status() != psutil.STATUS_ZOMBIE]
-        assert any(setup_worker.__file__ in word for command in commands for word in command)
-        said = "\n".join(map(" ".join, commands))
-        assert not re.search(r"dashboard\.py|monitor\.py|client\.server", said), said
         for number in NOTICES:
             for process in tree:
                 with contextlib.suppress(psutil.NoSuchProcess):

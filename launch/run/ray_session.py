@@ -1,0 +1,130 @@
+"""The Ray of a run: the cluster that RAY_ADDRESS names, or a private one that ends with the run.
+
+Nothing in this process stays changed: variables and signal handlers are as before once Ray has started, and no class of
+Ray's is patched.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import psutil
+import ray
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+
+from areal_lite.errors import ConfigError, StallError
+from areal_lite.launch.run.signals import notices_held_back, undisturbed
+from areal_lite.network import listens
+from areal_lite.node import check_memory
+
+_PROBE_TIMEOUT_S = 5.0
+_LEAVE_TIMEOUT_S = 10.0
+"""How long Ray may take to disconnect; it waits forever for a raylet that hangs."""
+NO_SPARE_WORKERS = {"RAY_prestart_worker_first_driver": "0"}
+"""Actors have processes of their own: those that Ray starts in advance, one for each core, would never be used."""
+
+
+def joins_a_cluster() -> bool:
+    """Whether a run may use other machines than this one."""
+    return ray.is_initialized() or bool(os.environ.get("RAY_ADDRESS"))
+
+
+@contextlib.contextmanager
+def ray_session() -> Iterator[None]:
+    """Join the Ray cluster that RAY_ADDRESS names, or start a private one; one joined before is left as it is."""
+    if ray.is_initialized():
+        yield
+        return
+    check_memory()
+    try:
+        with notices_held_back(), _variables_and_handlers_kept():
+            os.environ.update(NO_SPARE_WORKERS)
+            # Without an address Ray would join whatever cluster this machine happens to run.
+            _join(os.environ.get("RAY_ADDRESS") or "local")
+        _ignore_messages()
+        yield
+    finally:
+        with undisturbed():  # a second Ctrl-C must not leave half of Ray's processes behind
+            _leave()
+
+
+@contextlib.contextmanager
+def _variables_and_handlers_kept() -> Iterator[None]:
+    """Restore environment variables and the SIGTERM handler: Ray's own would end this process with code 15."""
+    variables, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+        os.environ.update(variables)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+
+def _join(address: str) -> None:
+    """Start a private Ray (`local`), or join one.
+
+    Raises:
+        ConfigError: It refuses this machine, or nothing answers.
+        StallError: It does not start in time.
+    """
+    if address != "local":
+        # The head of a cluster asks for a token wherever an earlier start left one; joining sends none.
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+        as_grpc = os.environ.get("RAY_USE_TLS") != "1"
+        if address != "auto" and not listens(address, timeout_s=_PROBE_TIMEOUT_S, as_grpc=as_grpc):
+            raise ConfigError(
+                f"Ray was not joined: expected a Ray cluster at {address} (RAY_ADDRESS), got no answer, or another "
+                "service. Fix: give its head's host:port (6379 by default), or start Ray there and here; unset "
+                "RAY_ADDRESS to run on this machine alone"
+            )
+    try:
+        ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    except (ray.exceptions.AuthenticationError, ConnectionError) as error:
+        raise ConfigError(
+            f"Ray was not joined: expected {address} to accept this machine, got: {error}. Fix: where it asks for a "
+            "token, copy the head's ~/.ray/auth_token to every node, or start all of Ray, and this command, with "
+            "RAY_AUTH_MODE=disabled"
+        ) from error
+    except Exception as error:  # Ray has no class for it
+        if "timed out during startup" not in str(error):
+            raise
+        raise StallError(
+            "Ray did not start within 30 s: the machine is overloaded, or too little memory or disk is left. Fix: try "
+            "again when it is less busy; `areal-lite doctor` checks this machine"
+        ) from error
+
+
+def _ignore_messages() -> None:
+    """Stop the thread that prints Ray's messages: half a page for each lost process, which the run names in a line."""
+    worker = ray._private.worker.global_worker
+    worker.threads_stopped.set()  # `ray.shutdown` clears it, so that the next `ray.init` prints as ever
+    worker.gcs_error_subscriber.close()
+
+
+def _leave() -> None:
+    """Disconnect from Ray; kill what was started here, and all below it.
+
+    Ray's own shutdown sends SIGTERM, which its processes do not get here, and waits for a raylet that may hang.
+    """
+    node = ray._private.worker._global_node
+    processes = [one.process for started in node.all_processes.values() for one in started] if node else []
+    tree = list[psutil.Process]()
+    for process in processes:
+        process.terminate = process.kill
+        with contextlib.suppress(psutil.NoSuchProcess):
+            tree += psutil.Process(process.pid).children(recursive=True)
+    leaving = threading.Thread(target=ray.shutdown, daemon=True)
+    leaving.start()
+    leaving.join(_LEAVE_TIMEOUT_S)
+    if leaving.is_alive():
+        for process in processes:
+            process.kill()
+        leaving.join(_LEAVE_TIMEOUT_S)
+    for one in tree:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
