@@ -49,6 +49,7 @@ class Recorder:
     def __init__(self, folder: RunFolder, metrics: Iterable[Metric], run: RunConfig) -> None:
         self._folder, self._metrics = folder, metrics
         self._trackers: list[Tracker] = []
+        self._failing = set[int]()
         if (port := run.prometheus_port) is not None:
             self._trackers.append(PrometheusPage(metrics, address=local_address(run.network), port=port))
         self._commit = commit_of_code()  # now: files may change during the run
@@ -96,8 +97,13 @@ class Recorder:
 
     def _track(self, show: Callable[[Tracker], None]) -> None:
         for tracker in self._trackers:
-            with _never_fatal():  # packages that talk to servers raise errors of many kinds
+            try:
                 show(tracker)
+                self._failing.discard(id(tracker))
+            except Exception as error:  # of packages that know networks and servers
+                if id(tracker) not in self._failing:  # once, not at every step of a full disk
+                    logger.warning("%s is not written for now: %s", type(tracker).__name__.strip("_"), error)
+                self._failing.add(id(tracker))
 
     def sum_up(self, status: str, figures: Mapping[str, Any]) -> dict[str, Any]:
         """Write `summary.json` and `trace.json.gz`, and return the summary."""

@@ -4,10 +4,12 @@ A run that is resumed, or goes back, goes on in the same place there. Accounts, 
 own settings (`WANDB_PROJECT`, `WANDB_MODE`, `MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME`).
 """
 
+import errno
 import functools
 import importlib.util
 import json
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +24,8 @@ from areal_lite.record.metrics import Metric
 Sample = tuple[int, str, str, str, float | None]
 """Step, prompt, answer, completion and reward."""
 _COLUMNS = ("step", "prompt", "answer", "completion", "reward")
+_ROOM_BYTES = 2**20
+"""Free disk that TensorBoard's writer is left with: it writes later, in a thread of its own."""
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
 
 
@@ -68,7 +72,7 @@ class _TensorBoard:
         from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._event, self._summary, self._text = Event, Summary, text_pb
+        self._event, self._summary, self._text, self._folder = Event, Summary, text_pb, folder
         self._open = functools.partial(EventFileWriter, str(folder / "tensorboard"))
         self._board = self._open()
         self._add(next_step, session_log=SessionLog(status=SessionLog.START))  # what an earlier run had of it is hidden
@@ -77,18 +81,25 @@ class _TensorBoard:
     def _add(self, step: int, **content: Any) -> None:
         self._board.add_event(self._event(step=step, wall_time=time.time(), **content))
 
+    def _check_room(self) -> None:
+        """Raise on a full disk, on which the writer's thread would end with a traceback at every step."""
+        if shutil.disk_usage(self._folder).free < _ROOM_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder))
+
     def _add_text(self, name: str, text: str, *, step: int) -> None:
         self._add(step, summary=self._text(f"{name}/text_summary", text))
 
     def show(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
+        self._check_room()
         try:
             for name, value in figures.items():
                 self._add(row["step"], summary=self._summary(value=[{"tag": name, "simple_value": value}]))
         except OSError:
-            self._board = self._open()  # once a disk was full, its thread has ended
+            self._board = self._open()  # its thread has ended
             raise
 
     def show_samples(self, samples: Sequence[Sample]) -> None:
+        self._check_room()
         rows = [_COLUMNS, ["---"] * len(_COLUMNS), *samples]
         cells = [[escape(str(value)).replace("|", "&#124;").replace("\n", "<br>") for value in row] for row in rows]
         self._add_text("samples", "\n".join(map(" | ".join, cells)), step=samples[0][0])

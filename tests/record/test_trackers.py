@@ -97,6 +97,24 @@ def test_tensorboard_goes_on_once_it_can_write_again(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("a/b")] == [(step, 0.5)]
 
 
+def test_a_full_disk_is_one_line_and_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However many steps it lasts. Seen failing with 316,676 lines in 60 s, tracebacks of TensorBoard's threads."""
+    written, figures = recorder(tmp_path, "tensorboard"), {"trainer_wait_s": 1.0, "train_s": 1.0, "publish_s": 1.0}
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 9):
+            written.step(STATS, step=step, tokens_generated=3, ledger={}, **figures)
+            written.samples(step, [GROUP])
+    assert caplog.text.count("\n") == caplog.text.count("No space left on device") == 1
+    monkeypatch.undo()
+    written.step(STATS, step=9, tokens_generated=3, ledger={}, **figures)
+    written.close()
+    board = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [event.step for event in board.Scalars("reward/reward_mean")] == [9]
+
+
 def test_one_that_fails_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

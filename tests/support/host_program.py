@@ -26,11 +26,11 @@ def functions() -> dict[tuple[str, ...], FunctionType]:
         if name.partition(".")[0] not in LIBRARIES:
             continue
         for key, value in list(vars(module).items()):
-            if getattr(value, "__module__", None) != name:
+            if not isinstance(value, FunctionType | type) or value.__module__ != name:
                 continue
             if isinstance(value, FunctionType):
                 found[name, key] = value
-            elif isinstance(value, type):
+            else:
                 for part, method in vars(value).items():
                     if isinstance(method, FunctionType):
                         found[name, key, part] = method
