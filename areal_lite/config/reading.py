@@ -28,11 +28,17 @@ def shipped_recipes() -> list[str]:
     return sorted(path.stem for path in recipe_folder().glob("*.yaml"))
 
 
+def _resolver(tag: str, form: re.Pattern[str]) -> tuple[str, re.Pattern[str]]:
+    """Return how YAML recognises a tag; for numbers without base 60, in which 4:00:00 is 14400."""
+    is_number = tag.endswith((":int", ":float"))
+    return tag, re.compile(f"(?!.*:){form.pattern}", re.VERBOSE) if is_number else form
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML without dates, which no setting is, and without keys that stand twice, of which the last would win."""
+    """YAML without dates and numbers in base 60, which no setting is, and without duplicate keys: the last would win."""
 
     yaml_implicit_resolvers = {
-        first: [(tag, form) for tag, form in forms if not tag.endswith(":timestamp")]
+        first: [_resolver(*each) for each in forms if not each[0].endswith(":timestamp")]
         for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 

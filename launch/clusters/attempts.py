@@ -1,8 +1,13 @@
-"""The supervisor of a job: runs its command, ends everything on every node, and goes on after a failure.
+"""The supervisor of a job: runs its command, retries after a failure, and leaves no process on any node.
 
-A process of its own: `python -m areal_lite.launch.clusters.attempts RECORD`, on the head or wherever the nodes are
-reached from. Ctrl-C, and a batch system's notice (SIGTERM, SIGHUP, SIGUSR1), are handed to the command as an interrupt,
-so that the run saves; a second Ctrl-C ends it at once.
+A process of its own: `python -m areal_lite.launch.clusters.attempts RECORD`, on the head or on a machine that reaches
+the nodes. For each attempt:
+
+    end what an earlier attempt left → start Ray on every node (`ray_nodes.py`) → run the command on the head
+        → wait until it ends, a node is lost, or a signal asks to stop → end the command, then Ray
+
+Ctrl-C, and a batch system's notice (SIGTERM, SIGHUP, SIGUSR1), reach the command as an interrupt, so that the run
+saves; a second Ctrl-C ends it at once.
 """
 
 import contextlib
@@ -27,7 +32,7 @@ from areal_lite.config.sections import LaunchConfig
 from areal_lite.errors import ArealLiteError, StallError
 from areal_lite.launch.clusters.fit import recipe_of
 from areal_lite.launch.clusters.job import Job, Status, find_kind
-from areal_lite.launch.clusters.ray_nodes import LOCAL, RayNodes
+from areal_lite.launch.clusters.ray_nodes import LOCAL, RayNodes, start_script
 from areal_lite.launch.clusters.remote import Remote, end_process, python_of, script
 from areal_lite.launch.run.signals import NOTICES
 from areal_lite.record.checkpoints import whole_checkpoints
@@ -38,18 +43,18 @@ _POLL_S = 0.25
 _SAME_STEP = 3
 _LONGEST_PAUSE_S = 600.0
 _LOST_GRACE_S = 15.0
-"""How long the command may take to say what the loss of a node meant to it."""
+"""How long the command may take to report the loss of a node in its own words."""
 
 
 @dataclass(slots=True)
 class Attempt:
-    """One try."""
+    """One run of the command."""
 
     began: float
     """Seconds since the epoch."""
     ended: float = 0.0
     code: int | None = None
-    """Exit code of the command; None while it is under way."""
+    """Exit code of the command; None while it runs."""
     step: int = 0
     """Last trainer step in the run's metrics."""
     cause: str = ""
@@ -58,10 +63,10 @@ class Attempt:
 
 @dataclass(slots=True)
 class Attempts:
-    """What has become of a job so far; `attempts.json` beside its log."""
+    """The history of a job; `attempts.json` beside its log."""
 
     attempts: list[Attempt] = field(default_factory=list)
-    said: str = "waiting for its nodes"
+    state: str = "waiting for its nodes"
     """Where the job stands, one sentence."""
     code: int | None = None
     """Its exit code, once there will be no further attempt."""
@@ -78,12 +83,12 @@ class Attempts:
         write_whole(job.files / "attempts.json", json.dumps(asdict(self), indent=2) + "\n")
 
     def status(self) -> Status:
-        """Say where the job stands."""
-        return Status(self.said, code=self.code)
+        """Return where the job stands."""
+        return Status(self.state, code=self.code)
 
 
 def verdict(attempts: Sequence[Attempt], *, max_attempts: int) -> str | None:
-    """Return why there is no further attempt, or None when there is one; those that were stopped do not count.
+    """Return why there is no further attempt, or None for one more; attempts that were stopped do not count.
 
     >>> failed = Attempt(began=0, ended=1, code=1, step=7, cause="rollout/0 died")
     >>> verdict([failed], max_attempts=2) is None
@@ -108,41 +113,60 @@ def driver_script(job: Job, *, attempt: int, env: Mapping[str, str] = {}) -> str
     """Return the script of the command itself.
 
     Args:
-        attempt: From 1; a later one goes on from the run folder's newest checkpoint, where there is one.
-        env: Of the Ray cluster that was formed for it.
+        attempt: From 1; a later one resumes from the run folder's latest checkpoint, where there is one.
+        env: Of the Ray cluster that was started for it.
     """
     words, profile, folder = job.words, job.profile, job.run_folder
-    ours = {"run.env": json.dumps(profile.env) if profile.env else None}
+    joined = find_kind(job.kind).joined(job)
+    settings = {}
     if profile.nodes > 1:
         ports = profile.port_range  # the first half is Ray's
-        ours |= {"run.network": profile.network, "run.ports": f"{ports[len(ports) // 2]}-{ports[-1]}"}
+        settings = {"run.network": profile.network, "run.ports": f"{ports[len(ports) // 2]}-{ports[-1]}"}
     if folder is not None and attempt > 1 and whole_checkpoints(folder / "checkpoints"):
         words = [word for word in words if not word.startswith(("run.dir=", "run.resume=", "run.resume_from="))]
-        ours["run.resume"] = str(folder)
+        settings["run.resume"] = str(folder)
     elif folder is not None and not any(word.startswith(("run.dir=", "run.resume=")) for word in words):
-        ours["run.dir"] = str(folder)
+        settings["run.dir"] = str(folder)
     given = {word.partition("=")[0] for word in words}
-    more = [f"{key}={value}" for key, value in ours.items() if value is not None and key not in given]
+    more = [f"{key}={value}" for key, value in settings.items() if value is not None and key not in given]
     command = [python_of(job), "-m", "areal_lite.launch.commands.main", *map(shlex.quote, [*words, *more])]
-    joined = find_kind(job.kind).joined(job)
     if joined is not None and profile.nodes > 1:
         wait = [python_of(job), "-m", "areal_lite.launch.clusters.joined"]
         command = [*wait, str(profile.nodes), f"{profile.start_timeout_s:g}", *command]
     return script(job, env=joined or env, command=command)
 
 
+def attempt_scripts(job: Job) -> dict[str, str]:
+    """Return the scripts of a job's first attempt, for people: how each node is reached, and what runs there.
+
+    Addresses, the token and, outside an allocation, names of nodes are known only later.
+    """
+    shells = find_kind(job.kind).nodes(job)
+    if not shells:
+        return {"run.sh": driver_script(job, attempt=1)}
+    ports = job.profile.port_range[:500]
+    env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "made-for-each-attempt"}
+    scripts = {"nodes": "".join(f"{shlex.join([*words, 'bash -s'])}\n" for words in shells.values())}
+    scripts["head.sh"] = start_script(job, ports=ports, head="", peer="SECOND_HOST", env=env)
+    if len(shells) > 1:
+        scripts["worker.sh"] = start_script(job, ports=ports, head=f"HEAD:{ports[0]}", peer="HEAD", env=env)
+    scripts["run.sh"] = driver_script(job, attempt=1, env={**env, "RAY_ADDRESS": f"HEAD:{ports[0]}"})
+    return scripts
+
+
 def supervise(job: Job) -> int:
-    """Run a job to its end and return the exit code, which is 0 only when the command has done all."""
+    """Run a job to its end and return the exit code, which is 0 only when the command succeeded."""
     config = load_any_config(*recipe_of(job.words)[1:]).launch if job.run_folder is not None else LaunchConfig()
     record = _reopened(job)
+    job.files.mkdir(parents=True, exist_ok=True)  # a job whose files were shipped has no such folder yet
     (job.files / "pid").write_text(f"{os.getpid()}\n")
-    with _asked_to_stop() as asked:
+    with catch_signals() as asked:
         while True:
             number = len(record.attempts) + 1
-            _say(f"attempt {number}")
+            _print(f"attempt {number}")
             attempt = Attempt(began=time.time())
             record.attempts.append(attempt)
-            record.said = f"attempt {number} is under way since {time.ctime()}"
+            record.state = f"attempt {number} has been running since {time.ctime()}"
             record.save(job)
             code, attempt.cause = _attempt(job, number, asked)
             attempt.step, attempt.ended = last_step(job.run_folder), time.time()
@@ -152,61 +176,54 @@ def supervise(job: Job) -> int:
                 break
             failures = sum(one.code != INTERRUPTED for one in record.attempts)
             pause = min(config.pause_s * 2 ** (failures - 1), _LONGEST_PAUSE_S)
-            record.said = (
+            record.state = (
                 f"attempt {number} failed at step {attempt.step}: {attempt.cause}; the next one in {pause:g} s"
             )
             record.save(job)
-            _say(record.said)
+            _print(record.state)
             _wait(pause, asked)
             if asked:
                 attempt.code = INTERRUPTED
                 outcome = f"stopped before another attempt, at step {attempt.step}"
                 break
-    record.said, record.code = outcome, attempt.code
+    record.state, record.code = outcome, attempt.code
     record.save(job)
     _sum_up(job, record)
-    _say(outcome)
+    _print(outcome)
     return attempt.code
 
 
 def _attempt(job: Job, number: int, asked: Sequence[int]) -> tuple[int, str]:
-    """Form the cluster, run the command, end everything; returns the exit code and the cause of a failure."""
+    """Start Ray, run the command, end everything; returns the exit code and the cause of a failure."""
     logs = job.files / f"attempt-{number}"
     logs.mkdir(parents=True, exist_ok=True)
     try:
         if left := end_leftovers(job):
             raise StallError(f"processes of an earlier attempt must end before another, got {'; '.join(left)}")
-        kind = find_kind(job.kind)
-        nodes = RayNodes(job, kind.nodes(job), logs=logs)
-        gets_signals = kind.signals_command(job)
+        nodes = RayNodes(job, find_kind(job.kind).nodes(job), logs=logs)
         try:
             nodes.form(lambda: bool(asked))
             if asked:
                 return INTERRUPTED, "stopped while the nodes joined"
             if nodes.env:
-                _say(f"Ray on {len(nodes.processes)} nodes, head {nodes.env['RAY_ADDRESS']}")
+                _print(f"Ray on {len(nodes.processes)} nodes, head {nodes.env['RAY_ADDRESS']}")
             if number > 1:
                 _set_aside(job.run_folder, number - 1)
             script = driver_script(job, attempt=number, env=nodes.env)
-            # Before the command starts: one that runs may have the first signal already.
-            is_told = gets_signals and not asked
-            return _watch(nodes, nodes.run(script), asked, is_told=is_told)
+            return _watch(nodes, nodes.run(script), asked)
         finally:
             for problem in nodes.end():
-                _say(f"not ended: {problem}")
-    except (ArealLiteError, OSError) as error:  # the latter: ssh, srun or nsenter is not there
+                _print(f"not ended: {problem}")
+    except (ArealLiteError, OSError) as error:  # OSError: ssh or srun is missing
         return 1, str(error)
 
 
-def _watch(nodes: RayNodes, driver: Remote, asked: Sequence[int], *, is_told: bool) -> tuple[int, str]:
-    """Wait for the command; a node that is lost ends it, also where it does not notice by itself.
-
-    Args:
-        is_told: The first signal reaches the command without this process.
-    """
-    text, shown, lost, lost_at, handed_on = "", 0, "", 0.0, 0
+def _watch(nodes: RayNodes, driver: Remote, asked: Sequence[int]) -> tuple[int, str]:
+    """Wait for the command; a lost node ends it, even if the command does not notice by itself."""
+    text, shown, forwarded = "", 0, 0
+    lost, lost_at = "", 0.0
     while True:
-        code = driver.code  # before its output, so that the last words are among it
+        code = driver.code  # read before its output, so that none is missed
         if driver.pid is not None or code is not None:
             text = driver.output()
             print(text[shown:], end="", flush=True)
@@ -215,23 +232,23 @@ def _watch(nodes: RayNodes, driver: Remote, asked: Sequence[int], *, is_told: bo
             return (code or (1 if lost else 0)), lost or ("" if code in (0, INTERRUPTED) else _cause(text))
         if not lost and (lost := nodes.lost()):
             lost_at = time.monotonic()
-            _say(lost)
+            _print(lost)
         if lost and time.monotonic() > lost_at + _LOST_GRACE_S:
             return 1, lost
-        if len(asked) > handed_on and driver.pid is not None:  # before that, nobody could hear it
-            handed_on += 1
-            if handed_on > 1 or not is_told:
-                driver.interrupt()
+        if len(asked) > forwarded and driver.pid is not None:  # before that there is no process to signal
+            # Ray signals the processes of a job itself: this is then a first Ctrl-C after a notice, and harmless.
+            forwarded += 1
+            driver.interrupt()
         _wait(_POLL_S, asked)
 
 
 @contextlib.contextmanager
-def _asked_to_stop() -> Iterator[list[int]]:
-    """Yield a list that grows by a signal whenever the user asks to stop, or when the batch system does so first."""
+def catch_signals() -> Iterator[list[int]]:
+    """Yield a list that grows by each Ctrl-C, and by a batch system's first notice."""
     asked: list[int] = []
 
     def handle(number: int, frame: Any) -> None:
-        # A notice may come to every process, and once more from who started this one.
+        # A notice may come to every process, and once more from this one's parent.
         if number == signal.SIGINT or not asked:
             asked.append(number)
 
@@ -244,17 +261,17 @@ def _asked_to_stop() -> Iterator[list[int]]:
 
 
 def _wait(seconds: float, asked: Sequence[int]) -> None:
-    """Sleep, but no longer than until somebody asks."""
+    """Sleep until the time is over or a signal arrives."""
     count, until = len(asked), time.monotonic() + seconds
     while len(asked) == count and (left := until - time.monotonic()) > 0:
         time.sleep(min(left, _POLL_S))
 
 
 def end_leftovers(job: Job) -> list[str]:
-    """End what is left on the nodes, by the logs: after a supervisor was killed, or a node was out of reach.
+    """End processes that the logs name: left when a supervisor was killed, or a node was out of reach.
 
     Returns:
-        What went wrong. Nodes that are no longer the job's are left to who has taken them away.
+        What went wrong. A node that is no longer the job's belongs to the batch system.
     """
     shells = find_kind(job.kind).nodes(job)
     head, found = next(iter(shells.values()), LOCAL), []
@@ -266,7 +283,7 @@ def end_leftovers(job: Job) -> list[str]:
 
 
 def _reopened(job: Job) -> Attempts:
-    """Read the record of a job that a batch system starts once more; an attempt without an end was killed with it."""
+    """Read the record of a job, which a batch system may have restarted: an attempt without an end was killed."""
     record = Attempts.read(job)
     record.code = None
     for number, one in enumerate(record.attempts, 1):
@@ -284,13 +301,13 @@ def last_step(folder: Path | None) -> int:
 
 
 def _cause(text: str) -> str:
-    """Return the line of a command's output that says best why it failed: the last that names an error."""
+    """Return the line of a command's output that best explains a failure: the last that names an error."""
     lines = [bare for line in text.splitlines() if (bare := line.strip(" │")) and not bare.startswith(("╭", "╰"))]
-    return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "it said nothing")
+    return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "it printed nothing")
 
 
 def _set_aside(folder: Path | None, failed: int) -> None:
-    """Make room for the next attempt: a folder without a checkpoint gets another name, else gathered logs go."""
+    """Make room for the next attempt: rename a folder without a checkpoint, else delete logs that were copied."""
     if folder is None or not (folder / "config.json").exists():
         return
     if not whole_checkpoints(folder / "checkpoints"):
@@ -300,7 +317,7 @@ def _set_aside(folder: Path | None, failed: int) -> None:
 
 
 def _gather(job: Job, number: int) -> None:
-    """Copy into the run folder what was said in an attempt: by each node, and by each actor, named by its node."""
+    """Copy an attempt's logs into the run folder: each node's, and each actor's with its node in the name."""
     if job.run_folder is None or not job.run_folder.is_dir():
         return
     own, logs = job.files / f"attempt-{number}", job.run_folder / "logs"
@@ -324,7 +341,7 @@ def _sum_up(job: Job, record: Attempts) -> None:
         write_whole(folder / "summary.json", json.dumps(read_summary(folder) | figures, indent=2) + "\n")
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"areal-lite launch: {text}", flush=True)
 
 

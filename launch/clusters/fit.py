@@ -1,4 +1,4 @@
-"""Does a command fit a cluster? Recipe against profile, before anything is asked of anybody; and what goes along."""
+"""Whether a command fits a cluster: recipe against profile, before anything is submitted; and the files to ship."""
 
 import os
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _TYPED = (*COMMANDS.values(), "eval", "bench modes")
 
 
 def recipe_of(words: list[str]) -> tuple[str, str, list[str]]:
-    """Split words into command, recipe, overrides; a `ConfigError` if no cluster runs it, or it has no recipe."""
+    """Split words into command, recipe, overrides; a `ConfigError` if no cluster runs it, or it names no recipe."""
     length = 2 if words[0] == "bench" else 1
     command, rest = " ".join(words[:length]), words[length:]
     if command not in _TYPED:
@@ -33,13 +33,11 @@ def recipe_of(words: list[str]) -> tuple[str, str, list[str]]:
         named = [word for word in rest[:1] if "=" not in word and not word.startswith("-")]
     if not named:
         raise ConfigError(
-            f"{command} needs a recipe right behind it (eval: --recipe), got {' '.join(rest) or 'nothing'}"
+            f"{command} needs a recipe right after it (eval: --recipe), got {' '.join(rest) or 'nothing'}"
         )
     own = ("--on", "--profile", "--name", "--dry-run", "--detach", "--status", "--logs", "--stop", "--new-profile")
     if late := [word for word in rest if word.partition("=")[0] in own]:
-        raise ConfigError(
-            f"options of launch stand before the command, got {' '.join(late)} behind it: move them there"
-        )
+        raise ConfigError(f"options of launch belong before the command, got {' '.join(late)} after it: move them")
     return command, named[0], [word for word in rest if "=" in word and not word.startswith("-")]
 
 
@@ -93,7 +91,7 @@ def _folder_problems(job: Job, recipe: str) -> Iterator[str]:
     if not job.ships and not is_resumed and job.run_folder and (job.run_folder / "config.json").exists():
         yield (
             f"the run folder must be a new one, got {job.run_folder}, which holds a run: choose another --name or "
-            f"run.dir, or go on from it with run.resume={job.run_folder}"
+            f"run.dir, or resume it with run.resume={job.run_folder}"
         )
     if job.ships:
         for path in files:
@@ -122,10 +120,10 @@ def own_files(recipe: str, job: Job) -> list[Path]:
 
 
 def shipped(job: Job, source: str) -> tuple[Job, dict[str, str]]:
-    """Return the job as its head will see it, and the files that go along, by their path in its folder there.
+    """Return the job as its head will see it, and the files to copy, by their path in its folder there.
 
     Args:
-        source: Where they lie before `start.sh`, one of them, puts them there and supervises the job.
+        source: The folder where `start.sh`, one of them, finds them; it copies them and supervises the job.
 
     Raises:
         ConfigError: A file that the recipe names cannot be read.
@@ -135,5 +133,6 @@ def shipped(job: Job, source: str) -> tuple[Job, dict[str, str]]:
         own = {str(path): (Path(job.folder) / path).read_text() for path in own_files(recipe_of(job.words)[1], job)}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the recipe's files are shipped, got {error}: correct the name in the recipe") from error
-    own[str(there.record.relative_to(there.folder))] = there.model_dump_json(indent=2, exclude_defaults=True) + "\n"
+    record = there.without_values().model_dump_json(indent=2, exclude_defaults=True) + "\n"
+    own[str(there.record.relative_to(there.folder))] = record
     return there, own | {"start.sh": render("start.sh", job=there, source=source)}

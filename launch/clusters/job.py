@@ -1,10 +1,11 @@
 """A job: one command on one cluster, recorded in `runs/jobs/NAME.json` so that another terminal finds it.
 
 What a kind of cluster does with it is one small class, a `Kind`, found as a plug-in: by an entry point of the group
-`areal_lite.clusters`, as those that are shipped, or as path.py:Class.
+`areal_lite.clusters`, as the shipped ones are, or as path.py:Class.
 """
 
 import re
+import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,16 +20,15 @@ from areal_lite.config.section import Section
 from areal_lite.config.suggestion import suggestion
 from areal_lite.errors import ConfigError, PluginError
 from areal_lite.launch.clusters.profile import Profile
-from areal_lite.launch.clusters.remote import bash_problems
 from areal_lite.record.run_files import write_whole
 
 JOBS = Path("runs") / "jobs"
 RESUMABLE = ("train", "sft", "reward-model", "dpo")
-"""Commands that take run.dir and run.resume; the others are run anew, and `bench modes` goes on by itself."""
+"""Commands that take run.dir and run.resume; the others start over, and `bench modes` skips what it has measured."""
 
 
 class Job(Section):
-    """What was asked for, and what the cluster calls it."""
+    """What to run, where, and what the cluster calls it."""
 
     name: str
     """also of its run folder"""
@@ -48,7 +48,7 @@ class Job(Section):
 
     @property
     def ships(self) -> bool:
-        """Whether its files go along, as its nodes do not see this folder."""
+        """Whether its files are copied to the cluster, whose nodes do not see this folder."""
         return find_kind(self.kind).ships(self)
 
     @property
@@ -63,8 +63,18 @@ class Job(Section):
 
     @property
     def log(self) -> Path:
-        """What the command and its attempts say."""
+        """Output of the command and of its supervisor."""
         return self.files / "log.txt"
+
+    @property
+    def env_file(self) -> Path | None:
+        """Shell script that sets the profile's `env`, for its owner alone; None where there is nothing to set."""
+        return None if find_kind(self.kind).sets_env or not self.profile.env else self.files / "env.sh"
+
+    @property
+    def env_script(self) -> str:
+        """Content of `env_file`."""
+        return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in self.profile.env.items())
 
     @property
     def run_folder(self) -> Path | None:
@@ -74,10 +84,15 @@ class Job(Section):
         given = [word.partition("=")[2] for word in self.words if word.startswith(("run.dir=", "run.resume="))]
         return Path(self.folder) / (given[-1] if given else Path("runs") / self.name)
 
+    def without_values(self) -> "Job":
+        """Return it with the names of its environment alone, as it is recorded, printed and shipped."""
+        profile = self.profile.model_copy(update={"env": dict.fromkeys(self.profile.env, "")})
+        return self.model_copy(update={"profile": profile})
+
     def save(self) -> "Job":
         """Write the record."""
         self.files.mkdir(parents=True, exist_ok=True)
-        write_whole(self.record, self.model_dump_json(indent=2) + "\n")
+        write_whole(self.record, self.without_values().model_dump_json(indent=2) + "\n")
         return self
 
 
@@ -110,55 +125,58 @@ def job_name(words: Sequence[str]) -> str:
 
 
 class Kind(Protocol):
-    """What a kind of cluster is made of. The job itself calls `nodes`, on its head, `areal-lite launch` all others.
+    """A kind of cluster. The job's supervisor calls `nodes`, on the head; `areal-lite launch` calls the rest.
 
-    A batch system is a script from `templates/batch.sh`, which supervises the job and hands signals on: see `Slurm`,
-    whose template extends it.
+    A batch system needs a script from `templates/batch.sh`, which runs the supervisor and forwards signals: see
+    `Slurm`, whose template extends it.
     """
 
     Settings: type[Section] = Section
-    """What a profile may say in the section of the kind's name."""
+    """What a profile may hold in the section of the kind's name."""
+    sets_env: bool = False
+    """Whether every node has the profile's `env` without `job.env_file`."""
 
     def settings(self, job: Job) -> Any:
         """Return the kind's section of the job's profile; a `ConfigError` where it is wrong."""
         return own_settings(job.profile, job.kind, self)
 
     def ships(self, job: Job) -> bool:
-        """Return whether the job's files go along, as its nodes do not see this folder."""
+        """Return whether the job's files are copied to the cluster, whose nodes do not see this folder."""
         return False
 
     def joined(self, job: Job) -> Mapping[str, str] | None:
-        """Return variables by which the command joins a Ray cluster that is there; None where nobody else has one."""
+        """Return variables by which the command joins a Ray cluster that runs already; None where there is none."""
         return None
 
-    def signals_command(self, job: Job) -> bool:
-        """Return whether a stop reaches the command itself beside its supervisor."""
-        return False
-
     def artefacts(self, job: Job) -> Mapping[str, str]:
-        """Return the text of each file that the cluster is given, by name. Pure: a snapshot of it is a test."""
+        """Return the text of each file that the cluster is given, by name. Pure, and without values of `env`."""
+        return {}
+
+    def secrets(self, job: Job) -> Mapping[str, str]:
+        """Return files with the values of `env`, by name: written with mode 0600, never printed."""
+        return {job.env_file.name: job.env_script} if job.env_file else {}
 
     def check(self, job: Job) -> Sequence[str]:
-        """Return a sentence per problem that bash, or the kind's own tool, finds in them; no cluster needed."""
-        return bash_problems(self.artefacts(job))
+        """Return a sentence per problem with the job's settings for this kind; no cluster needed."""
+        return ()
 
     def submit(self, job: Job) -> str:
         """Start the job, whose artefacts are in `job.files`, and return what the cluster calls it, at once."""
 
     def status(self, job: Job) -> Status:
-        """Say where it stands."""
+        """Look up where it stands."""
 
     def logs(self, job: Job) -> str:
-        """Return what the command and its attempts have said so far."""
+        """Return the output so far, of the command and of its supervisor."""
         return job.log.read_text(errors="replace") if job.log.is_file() else ""
 
     def stop(self, job: Job) -> None:
-        """Ask it to save and to end on every node; returns at once."""
+        """Request that it save and end on every node; returns at once."""
 
     def nodes(self, job: Job) -> Mapping[str, Sequence[str]]:
         """Return the words in front of a shell command for each node, the head's first.
 
-        Empty when somebody else forms the Ray cluster: the run itself, or whoever has it.
+        Empty when the job does not start Ray itself: the run does, or it is there already.
         """
         return {}
 
@@ -180,7 +198,7 @@ def own_settings(profile: Profile, name: str, kind: Kind) -> Any:
     """Return the section of a kind in a profile, checked; a `ConfigError` where it is wrong."""
     section = section_of(name)
     try:
-        return kind.Settings.model_validate(profile.own.get(section, {}))
+        return kind.Settings.model_validate(profile.sections.get(section, {}))
     except ValidationError as error:
         raise ConfigError("\n".join(explained(error, kind.Settings, prefix=f"{section}."))) from None
 
@@ -189,7 +207,7 @@ def load_profile(path: str | None, *, kind: str = "local") -> Profile:
     """Read a profile; without a path, one machine. A `ConfigError` where it is missing, unreadable or impossible.
 
     Args:
-        kind: May have a section of its own, as every kind that is installed.
+        kind: May have a section of its own, as every installed kind may.
     """
     if path is None:
         return Profile()
@@ -199,7 +217,7 @@ def load_profile(path: str | None, *, kind: str = "local") -> Profile:
         )
     profile = parse_section(read_yaml(Path(path), holding="a profile (nodes, gpus_per_node, ...)"), Profile)
     known = {section_of(name): name for name in (*known_names("cluster"), kind)}
-    for section in profile.own:
+    for section in profile.sections:
         if section not in known:
             raise ConfigError(f"unknown key {section}{suggestion(section, [*known, *Profile.model_fields])}")
         own_settings(profile, known[section], find_kind(known[section]))

@@ -1,4 +1,4 @@
-"""Kind ray: a Ray cluster that runs already, joined by address on one of its nodes, or given a Ray job."""
+"""Kind ray: a Ray cluster that runs already, joined by address from one of its nodes, or given a Ray job."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ class RaySettings(Section):
 
 
 class RayCluster(Supervised):
-    """By address as a command of this machine; by a jobs URL as a Ray job."""
+    """By address a command of this machine, with a supervisor here; by a jobs URL a Ray job, with one on the head."""
 
     Settings = RaySettings
 
@@ -44,28 +44,29 @@ class RayCluster(Supervised):
         address = self.settings(job).address
         return {"RAY_ADDRESS": address} if address else {}
 
-    def signals_command(self, job: Job) -> bool:
-        """Return whether it is a Ray job: Ray signals all of its processes."""
-        return self.ships(job)
-
     def artefacts(self, job: Job) -> Mapping[str, str]:
-        """Return the script, or the Ray job's entry point and environment with the files that are shipped."""
+        """Return a Ray job's entry point, and the files that are shipped."""
         if not job.ships:
-            return super().artefacts(job)
-        _, files = shipped(job, ".")
+            return {}
         # Ray gives a job three seconds to end, and a run needs time to save.
-        env = {**job.profile.env, "RAY_JOB_STOP_WAIT_TIME_S": str(_SAVE_TIMEOUT_S)}
+        env = {"RAY_JOB_STOP_WAIT_TIME_S": str(_SAVE_TIMEOUT_S)}
         request = {"entrypoint": "bash ./start.sh", "submission_id": job.name, "runtime_env": {"env_vars": env}}
-        return {"job.json": json.dumps(request, indent=2) + "\n", **files}
+        return {"job.json": json.dumps(request, indent=2) + "\n", **shipped(job, ".")[1]}
+
+    def secrets(self, job: Job) -> Mapping[str, str]:
+        """Return the values of `env`, where a Ray job finds them: in the folder that is shipped."""
+        if not (job.ships and job.env_file):
+            return super().secrets(job)
+        return {str(job.env_file.relative_to(job.folder)): job.env_script}
 
     def check(self, job: Job) -> Sequence[str]:
-        """Have bash read what is run; the cluster itself is not asked."""
-        profile = self.settings(job)
-        if not (profile.address or profile.jobs):
+        """Check that a cluster is named; it is not asked."""
+        ray = self.settings(job)
+        if not (ray.address or ray.jobs):
             return [
                 "ray needs the address of a cluster's head, or its jobs URL, got neither: set ray.address or ray.jobs"
             ]
-        return super().check(job)
+        return ()
 
     def submit(self, job: Job) -> str:
         """Start the supervisor here, or as a Ray job."""
@@ -81,7 +82,7 @@ class RayCluster(Supervised):
             return super().status(job)
         info = _call(job, "get_job_info", job.id)
         if not info.status.is_terminal():
-            return Status(f"{info.status}")
+            return Status(str(info.status))
         stopped = INTERRUPTED if info.status == "STOPPED" else 1
         code = 0 if info.status == "SUCCEEDED" else info.driver_exit_code or stopped
         return Status(f"{info.status}, exit code {code}: {info.message}", code=code)
@@ -104,9 +105,9 @@ def _call(job: Job, method: str, *words: str, **settings: Any) -> Any:
         from ray.job_submission import JobSubmissionClient
 
         return getattr(JobSubmissionClient(server), method)(*words, **settings)
-    except (ImportError, RuntimeError, OSError) as error:  # also of the library below it
+    except (ImportError, RuntimeError, OSError) as error:  # also errors of the HTTP library below it
         raise ConfigError(
-            f"the job server at ray.jobs={server} must do {method} for {job.name}, got {error}: correct "
+            f"{method} for {job.name} failed: expected a job server at ray.jobs={server}, got {error}. Fix: correct "
             "it, or open a tunnel to the head's dashboard port; Ray jobs need ray[default] here and on the cluster, "
             "ray.address on one of its nodes does not"
         ) from error

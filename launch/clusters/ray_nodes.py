@@ -1,7 +1,8 @@
 """A Ray cluster of a job's own: one `ray start` a node, with a token, and an end by recorded process id.
 
-As a process of its own, `python -m areal_lite.launch.clusters.ray_nodes start ...`, it is that `ray start`: what a
-batch system sends to all processes does not end it before the run has saved; SIGINT does, with all that it started.
+As a process of its own, `python -m areal_lite.launch.clusters.ray_nodes start ...`, it is that `ray start`. It ignores
+the signals that a batch system sends to all processes, so that the run can save first; SIGINT ends it, with all that it
+started.
 """
 
 import os
@@ -31,28 +32,28 @@ class RayNodes:
     """A job's nodes, with Ray on each, the head first, and the command on the head; without any, this machine alone."""
 
     def __init__(self, job: Job, shells: Mapping[str, Sequence[str]], *, logs: Path) -> None:
-        """Take note of the nodes; `form` starts them."""
+        """Start nothing yet: `form` does."""
         self._job, self._shells, self._logs = job, shells, logs
         self.processes: dict[str, Remote] = {}
         self._driver: Remote | None = None
         self.env: dict[str, str] = {}
-        """With it a process may speak to the cluster."""
+        """What a process needs to join the cluster."""
 
     def form(self, should_stop: Callable[[], bool]) -> None:
         """Start Ray on all nodes, the head first, and wait until they have joined.
 
         Args:
-            should_stop: Asked again and again; ends the wait.
+            should_stop: Polled; True ends the wait.
 
         Raises:
-            StallError: A node is late, or its Ray ended; names it.
+            StallError: A node is late, or its Ray ended; the message names it.
         """
         if not self._shells:
             return
         deadline = time.monotonic() + self._job.profile.start_timeout_s
         head, *workers = self._shells
         address, env = "", {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        # Where the profile names no network, the route to another machine does.
+        # Where the profile names no network, the route to another machine decides.
         peer = workers[0].rpartition("@")[2] if workers else None
         for nodes in ([head], workers):
             for node in nodes:
@@ -62,7 +63,7 @@ class RayNodes:
             self._wait(nodes, deadline, should_stop)
             if should_stop():
                 return
-            peer = _ADDRESS.findall(self.processes[head].said())[0]
+            peer = _ADDRESS.findall(self.processes[head].read_log())[0]
             address = f"{peer}:{self._ports(0)[0]}"
         self.env = {**env, "RAY_ADDRESS": address}
 
@@ -76,11 +77,11 @@ class RayNodes:
         """Name a node whose Ray has ended; empty where none has."""
         for node, process in self.processes.items():
             if process.code is not None:
-                return f"node {node} was lost: its Ray ended ({process.last_words()}); log: {process.log}"
+                return f"node {node} was lost: its Ray ended ({process.last_lines()}); log: {process.log}"
         return ""
 
     def end(self) -> list[str]:
-        """End the command, then Ray on every node, the head last; returns what went wrong. None holds up another."""
+        """End the command, then Ray on every node, all workers at once and the head last; returns what went wrong."""
         head, workers = list(self.processes.values())[:1], list(self.processes.values())[1:]
         with ThreadPoolExecutor(max_workers=len(workers) + 1) as pool:
             first = [self._driver.end()] if self._driver else []
@@ -88,18 +89,18 @@ class RayNodes:
         return [problem for problem in found if problem]
 
     def _ports(self, index: int) -> range:
-        """Ports of a node's Ray: of its own, as two nodes may be one machine."""
+        """Ports of a node's Ray, of which no other node has any: two nodes may be one machine."""
         ports = self._job.profile.port_range
         size = len(ports) // 2 // len(self._shells)
         return ports[index * size : (index + 1) * size]
 
     def _wait(self, nodes: list[str], deadline: float, should_stop: Callable[[], bool]) -> None:
         late = list(nodes)
-        while late := [node for node in late if _STARTED not in self.processes[node].said()]:
+        while late := [node for node in late if _STARTED not in self.processes[node].read_log()]:
             for node in late:
                 if (process := self.processes[node]).code is not None:
                     raise StallError(
-                        f"Ray must start on every node, on {node} it ended: {process.last_words()}; log: {process.log}"
+                        f"Ray must start on every node, on {node} it ended: {process.last_lines()}; log: {process.log}"
                     )
             if should_stop():
                 return
@@ -113,15 +114,15 @@ class RayNodes:
 
 
 def start_script(job: Job, *, ports: range, head: str, peer: str | None, env: Mapping[str, str]) -> str:
-    """Return the script that becomes `ray start`; without `head` it starts one.
+    """Return the script that becomes `ray start`; an empty `head` starts a head.
 
     Args:
-        ports: All that this node's Ray opens.
+        ports: Every port that this node's Ray opens.
         head: host:port to join.
-        peer: A machine to which the route is looked up where the profile names no network.
+        peer: Where the profile names no network, the route to this machine gives the node's address.
     """
     look_up = f"from areal_lite.network import local_address; print(local_address({job.profile.network or peer!r}))"
-    # Nobody serves from it: it need not wait for its workers to leave, which would take longer than the grace it has.
+    # Nothing is served from it: waiting for its workers to leave would take longer than its grace period.
     own = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
     return script(job, env={**env, **own}, template="ray.sh", head=head, ports=ports, look_up=look_up)
 

@@ -1,4 +1,4 @@
-"""The command `areal-lite launch`: any other command as a job on a cluster, and what has become of it."""
+"""The command `areal-lite launch`: run another command as a job on a cluster, and look after the job."""
 
 import shlex
 import time
@@ -15,7 +15,7 @@ from areal_lite.launch.commands.options import word_list
 
 _POLL_S = 1.0
 _SILENCE_S = 300.0
-"""How long a cluster may fail to answer before a job is left to itself."""
+"""How long a cluster may fail to answer before launch stops following its job."""
 
 
 def launch(
@@ -23,7 +23,7 @@ def launch(
         list[str],
         word_list(
             "[COMMAND RECIPE [section.field=value]...]",
-            "train, sft, reward-model, dpo, eval or bench modes, and what one types behind it",
+            "train, sft, reward-model, dpo, eval or bench modes, with its own arguments",
         ),
     ],
     on: Annotated[
@@ -33,21 +33,23 @@ def launch(
         ),
     ] = "local",
     profile: Annotated[
-        str | None, typer.Option(metavar="FILE", help="what the cluster has; default one machine")
+        str | None, typer.Option(metavar="FILE", help="describes the cluster; default one machine")
     ] = None,
     name: Annotated[str | None, typer.Option(help="name of the job and its run folder; default RECIPE-TIME")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print every artefact, check it, start nothing")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print and check every file and line that would run; start nothing")
+    ] = False,
     detach: Annotated[bool, typer.Option("--detach", help="do not wait for the end")] = False,
-    status: Annotated[str, typer.Option(metavar="JOB", show_default=False, help="where a job stands")] = "",
-    logs: Annotated[str, typer.Option(metavar="JOB", show_default=False, help="what a job has said")] = "",
-    stop: Annotated[str, typer.Option(metavar="JOB", show_default=False, help="save and end a job")] = "",
+    status: Annotated[str, typer.Option(metavar="JOB", show_default=False, help="show where a job stands")] = "",
+    logs: Annotated[str, typer.Option(metavar="JOB", show_default=False, help="print a job's output")] = "",
+    stop: Annotated[str, typer.Option(metavar="JOB", show_default=False, help="have a job save and end")] = "",
     new_profile: Annotated[
-        str, typer.Option(metavar="KIND", show_default=False, help="print a commented profile to begin with")
+        str, typer.Option(metavar="KIND", show_default=False, help="print a commented profile to start from")
     ] = "",
 ) -> int:
     """Run a command as a job on a cluster.
 
-    It waits for the job, shows what it says, and returns its exit code. Ctrl-C has the job save and end.
+    Wait for the job, show its output, and return its exit code. Ctrl-C makes the job save and end.
     """
     asked = [(verb, word) for verb, word in (("status", status), ("logs", logs), ("stop", stop)) if word]
     if new_profile:
@@ -62,14 +64,22 @@ def launch(
 
 
 def run_job(job: Job, *, dry_run: bool = False, detach: bool = False) -> int:
-    """Check a job, submit it, show what it says, and return its exit code; a `ConfigError` where it does not fit."""
-    from areal_lite.launch.clusters.fit import problems
+    """Check a job, submit it, show its output, and return its exit code; a `ConfigError` where it does not fit."""
+    from areal_lite.launch.clusters.attempts import attempt_scripts
+    from areal_lite.launch.clusters.fit import problems, shipped
+    from areal_lite.launch.clusters.remote import bash_problems
 
     kind = find_kind(job.kind)
+    secrets = kind.secrets(job)
+    job = job.without_values()
     found, artefacts = [*problems(job), *kind.check(job)], kind.artefacts(job)
+    scripts = attempt_scripts(shipped(job, ".")[0] if job.ships else job)
+    found += bash_problems({**artefacts, **scripts})
     if dry_run:
-        for file, text in artefacts.items():
+        for file, text in {**artefacts, **scripts}.items():
             print(f"# {file}\n{text}")
+        for file in secrets:
+            print(f"# {file}: the values of {', '.join(job.profile.env)}, for its owner alone; not shown\n")
     if found:
         raise ConfigError("\n".join(found))
     if dry_run:
@@ -79,9 +89,10 @@ def run_job(job: Job, *, dry_run: bool = False, detach: bool = False) -> int:
     if job.record.exists():
         raise ConfigError(f"a job needs a name of its own, got {job.name}, of {job.record}: choose another --name")
     job = job.save()
-    for file, text in artefacts.items():
+    for file, text in {**artefacts, **secrets}.items():
         path = job.files / file
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600 if file in secrets else 0o666)
         path.write_text(text)
     try:
         job = job.model_copy(update={"id": kind.submit(job)}).save()
@@ -93,13 +104,13 @@ def run_job(job: Job, *, dry_run: bool = False, detach: bool = False) -> int:
 
 
 def _follow(job: Job) -> int:
-    """Show what a job says until it ends; Ctrl-C stops it, a second one leaves it alone."""
+    """Show a job's output until it ends; Ctrl-C stops the job, a second one stops waiting for it."""
     kind, shown, asked = find_kind(job.kind), 0, False
     silent_since: float | None = None
     while True:
         try:
             time.sleep(_POLL_S)
-            status = kind.status(job)  # before the logs, so that the last words are among them
+            status = kind.status(job)  # before the logs, so that none is missed
             text, silent_since = kind.logs(job), None
             print(text[shown:], end="", flush=True)
             shown = len(text)
@@ -109,12 +120,12 @@ def _follow(job: Job) -> int:
         except ConfigError as error:
             if silent_since is None:
                 silent_since = time.monotonic()
-                print(f"{error}; the job goes on, and is asked for again for {_SILENCE_S:g} s", flush=True)
+                print(f"{error}; the job is still running; retrying for {_SILENCE_S:g} s", flush=True)
             elif time.monotonic() > silent_since + _SILENCE_S:
                 raise
         except KeyboardInterrupt:
             if asked:
-                print(f"left alone while it stops: areal-lite launch --status {job.name}")
+                print(f"not waiting for it to stop: areal-lite launch --status {job.name}")
                 return 130
             asked = True
             kind.stop(job)
@@ -125,7 +136,7 @@ def _ask(verb: str, name: str) -> int:
     kind = find_kind(job.kind)
     if verb == "stop":
         kind.stop(job)
-        print(f"{job.name} was asked to save and end: areal-lite launch --status {job.name}")
+        print(f"{job.name} saves and ends: areal-lite launch --status {job.name}")
     elif verb == "logs":
         print(kind.logs(job), end="")
     else:
@@ -140,9 +151,9 @@ def _print_profile(kind: str) -> int:
     from areal_lite.launch.commands.check_config import explained_section
 
     settings = find_kind(kind).Settings()
-    lines = [line for line in explained_section(Profile()) if not line.startswith("own:")]
+    lines = list(explained_section(Profile()))
     if type(settings).model_fields:
         lines += [f"{section_of(kind)}:", *explained_section(settings, "  ")]
-    print(f"# A profile for areal-lite launch --on {kind}: change what differs, leave out what does not.")
+    print(f"# A profile for areal-lite launch --on {kind}: change what differs, delete the rest.")
     print(*lines, sep="\n")
     return 0

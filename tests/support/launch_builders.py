@@ -25,8 +25,9 @@ CLUSTER: dict[str, Any] = {
     "kubernetes": {
         "image": "registry.example/areal-lite:gpu",
         "claim": "home",
-        "claims": {"models": "/models"},
-        "secrets": ["judge-key"],
+        "patch": {
+            "spec": {"rayClusterSpec": {"headGroupSpec": {"template": {"spec": {"nodeSelector": {"pool": "rl"}}}}}}
+        },
     },
 }
 """A profile that every kind can use."""

@@ -3,24 +3,24 @@
 {% block options %}
 {% endblock %}
 
-{{ job.profile.enter or ":" }}
+{% include "enter.sh" %}
 {% block began %}
 {% endblock %}
-told=no started=$(date +%s)
-trap '[ $told = stop ] || told=end; kill -TERM "$supervisor"' USR1 # the time limit is near, or a preemption
-trap 'told=stop; kill -TERM "$supervisor"' INT                     # asked to stop
-trap 'told=${told/no/stop}; kill -TERM "$supervisor"' TERM         # cancelled, or requeued
+asked=no started=$(date +%s)
+trap '[ $asked = stop ] || asked=end; kill -TERM "$supervisor"' USR1 # the time limit is near, or a preemption
+trap 'asked=stop; kill -TERM "$supervisor"' INT                       # asked to stop
+trap 'asked=${asked/no/stop}; kill -TERM "$supervisor"' TERM         # cancelled, or requeued
 {{ python }} -m areal_lite.launch.clusters.attempts {{ job.record | quote }} &
 supervisor=$!
 # A signal ends a wait, not the supervisor.
 while wait "$supervisor"; code=$?; kill -0 "$supervisor" 2>/dev/null; do :; done
 wait "$supervisor"; code=$?
 {% if self.requeue() | trim and job.run_folder %}
-# Where a preemption leaves time, the steps alone are told, and the run saves and ends by itself: by what it has saved.
-if [ "$told" != stop ] && [ "$code" = 130 ]; then
-    [ "$told" = end ] && started=0
+# A preemption may signal the steps alone: the run then saves and ends by itself. A new checkpoint shows that.
+if [ "$asked" != stop ] && [ "$code" = 130 ]; then
+    [ "$asked" = end ] && started=0
     if [ -n "$(find {{ job.run_folder | quote }}/checkpoints/step-*/meta.json -newermt "@$started" 2>/dev/null)" ]; then
-        echo "{{ system }} wants the nodes: back into the queue, to go on from the newest checkpoint"
+        echo "{{ system }} wants the nodes: back into the queue, to resume from the latest checkpoint"
         {%+ block requeue %}{% endblock %}
 
     else

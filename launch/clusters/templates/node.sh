@@ -1,11 +1,12 @@
 cd {{ job.folder | quote }} || exit 1
+{% if job.env_file %}
+. {{ job.env_file | quote }} || exit 1
+{% endif %}
 {% for name, value in env.items() %}
 export {{ name }}={{ value | quote }}
 {% endfor %}
-{% if job.profile.enter %}
-{{ job.profile.enter }}
-{% endif %}
+{% include "enter.sh" %}
 {% block first %}
 {% endblock %}
 echo "areal-lite pid $$"
-exec {{ job.profile.container | before }}{% block command %}{{ command | join(" ") }}{% endblock %} < /dev/null
+exec {% block command %}{{ command | join(" ") }}{% endblock %} < /dev/null

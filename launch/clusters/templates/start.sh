@@ -1,8 +1,8 @@
-mkdir -p {{ job.folder | quote }} &&
-cp -rL {{ source | quote }}/. {{ job.folder | quote }} &&
-cd {{ job.folder | quote }} || exit 1
-{% if job.profile.enter %}
-{{ job.profile.enter }}
-[ $? = 0 ] || exit 1
+{% if job.env_file %}
+chmod 600 {{ source | quote }}/{{ job.env_file.relative_to(job.folder) | quote }}
 {% endif %}
-exec {{ job.profile.container | before }}python -m areal_lite.launch.clusters.attempts {{ job.record | quote }}
+mkdir -p {{ job.folder | quote }} &&
+(umask 077 && cp -rL {{ source | quote }}/. {{ job.folder | quote }}) &&
+cd {{ job.folder | quote }} || exit 1
+{% include "enter.sh" %}
+exec python -m areal_lite.launch.clusters.attempts {{ job.record | quote }}

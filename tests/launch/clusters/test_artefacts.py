@@ -3,6 +3,7 @@
 New snapshots, to be read before they are kept: python tests/launch/clusters/test_artefacts.py
 """
 
+import doctest
 import re
 import shlex
 import subprocess
@@ -16,10 +17,17 @@ import yaml
 from launch_builders import make_job, make_profile
 
 from areal_lite.errors import ConfigError
-from areal_lite.launch.clusters.job import find_kind
+from areal_lite.launch.clusters import kubernetes
+from areal_lite.launch.clusters.attempts import attempt_scripts
+from areal_lite.launch.clusters.fit import shipped
+from areal_lite.launch.clusters.job import Job, find_kind
 from areal_lite.launch.clusters.kubernetes import Kubernetes, manifest, schema_problems
+from areal_lite.launch.clusters.profile import Profile
 from areal_lite.launch.clusters.ray_nodes import RayNodes
-from areal_lite.launch.clusters.remote import render
+from areal_lite.launch.clusters.remote import bash_problems, render, script
+from areal_lite.launch.clusters.slurm import Slurm
+from areal_lite.launch.clusters.supervised import Local
+from areal_lite.launch.commands.launch import run_job
 
 SNAPSHOTS = Path(__file__).parents[2] / "fixtures" / "launch"
 KINDS = ("local", "ray", "ssh", "kubernetes")
@@ -27,7 +35,8 @@ WORDS = "train gsm8k_1node model.path=/models/Qwen3-1.7B"
 
 
 def written(kind: str) -> str:
-    files = find_kind(kind).artefacts(make_job(kind, WORDS))
+    job = make_job(kind, WORDS)
+    files = {**find_kind(kind).artefacts(job), **attempt_scripts(shipped(job, ".")[0] if job.ships else job)}
     return "".join(f"# {name}\n{text}\n" for name, text in files.items())
 
 
@@ -35,13 +44,15 @@ def written(kind: str) -> str:
 def test_artefacts_are_those_that_were_read(kind: str) -> None:
     """Seen failing with the token's variables left out."""
     assert written(kind) == (SNAPSHOTS / f"{kind}.txt").read_text()
+    assert bash_problems(find_kind(kind).artefacts(make_job(kind, WORDS))) == []
     assert len(find_kind(kind).check(make_job(kind, WORDS))) == (kind == "local")  # of four nodes
 
 
-@pytest.mark.parametrize("kind", ["ssh", "ray", "kubernetes"])
-def test_a_shell_line_that_bash_cannot_read(kind: str) -> None:
-    job = make_job(kind, profile=make_profile(enter="source 'open"))
-    assert any("must be a script that bash reads" in problem for problem in find_kind(kind).check(job))
+@pytest.mark.parametrize("kind", ["local", "ssh", "slurm", "ray", "kubernetes"])
+def test_a_shell_line_that_bash_cannot_read(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = make_profile(enter="source 'open") if kind != "local" else Profile(enter="source 'open")
+    with pytest.raises(ConfigError, match="must be a script that bash reads"):
+        run_job(make_job(kind, profile=profile), dry_run=True)
 
 
 def test_the_entry_point_of_a_rayjob_is_plain_words() -> None:
@@ -107,7 +118,7 @@ def test_the_schema_refuses(breakage: Mapping[str, object], at: str) -> None:
         ("local", {}, "--on local is one machine, got nodes=4"),
         ("ssh", {"ssh": {}}, "ssh.hosts must name nodes=4 hosts, got none"),
         ("ssh", {"ssh": {"hosts": ["a"]}}, "ssh.hosts must name nodes=4 hosts, got 1 (a)"),
-        ("ssh", {"ssh": {"hosts": list("abcd"), "shell": "ssh me"}}, "must say where {host} goes"),
+        ("ssh", {"ssh": {"hosts": list("abcd"), "shell": "ssh me"}}, "must hold {host} where"),
         ("ray", {"ray": {}}, "got neither: set ray.address or ray.jobs"),
     ],
 )
@@ -127,7 +138,7 @@ def test_every_node_has_ports_of_its_own_and_the_run_the_rest(tmp_path: Path) ->
     ranges = [nodes._ports(index) for index in range(4)]
     assert [ports[0] for ports in ranges] == [20000, 21250, 22500, 23750]
     assert ranges[-1][-1] == 24999
-    assert "run.ports=25000-29999" in find_kind("ssh").artefacts(job)["run.sh"]
+    assert "run.ports=25000-29999" in attempt_scripts(job)["run.sh"]
 
 
 if __name__ == "__main__":
@@ -140,23 +151,102 @@ def test_values_and_paths_reach_a_rayjob_as_they_are() -> None:
     """Seen failing: line separators became spaces, DEL a traceback, and a path of two words was two."""
     env = {"A": "a\u2028b\u0085c\x7fd 🙂 \"'\n"}
     job = make_job("kubernetes", profile=make_profile(shared="/mnt/my data", env=env))
+    assert yaml.safe_load(Kubernetes().secrets(job)["secret.yaml"])["stringData"] == env
     _, rayjob = yaml.safe_load_all(Kubernetes().artefacts(job)["rayjob.yaml"])
     cluster = rayjob["spec"]["rayClusterSpec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        assert group["template"]["spec"]["containers"][0]["env"] == [{"name": "A", "value": env["A"]}]
+        (variable,) = group["template"]["spec"]["containers"][0]["env"]
+        assert variable == {"name": "A", "valueFrom": {"secretKeyRef": {"name": "run-1", "key": "A"}}}
     stop = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][2]
     assert "cat '/mnt/my data/run-1/runs/jobs/run-1/pid')" in stop
 
 
 @pytest.mark.parametrize(("enter", "code"), [("true\n", 7), ("true # why\nfalse # and why\n", 1), ("export A=1", 7)])
-def test_what_is_entered_may_be_lines_and_must_succeed(enter: str, code: int, tmp_path: Path) -> None:
-    """Seen failing: a syntax error, and with a comment behind it a failure that was passed over."""
-    folder = tmp_path / "there"
-    job = make_job("kubernetes", folder=str(folder), profile=make_profile(shared=str(tmp_path), enter=enter))
-    text = render("start.sh", job=job, source=tmp_path / "from").replace("exec python", "exec false && exec python")
+@pytest.mark.parametrize("template", ["start.sh", "node.sh", "job.sbatch"])
+def test_what_is_entered_may_be_lines_and_must_succeed(enter: str, code: int, template: str, tmp_path: Path) -> None:
+    """Seen failing with the commands run all the same, on all kinds but Ray jobs and Kubernetes."""
+    kind = "slurm" if template == "job.sbatch" else "kubernetes"
+    job = make_job(kind, folder=str(tmp_path), profile=make_profile(shared=str(tmp_path), enter=enter, env={}))
     (tmp_path / "from").mkdir()
-    text = re.sub(r"^exec .*", "exit 7", text, flags=re.MULTILINE)
-    assert subprocess.run(["bash", "-c", text], check=False).returncode == code
+    if template == "start.sh":
+        text = re.sub(r"^exec .*", "exit 7", render(template, job=job, source=tmp_path / "from"), flags=re.MULTILINE)
+    elif template == "node.sh":
+        text = script(job, command=["sh", "-c", "'exit 7'"])
+    else:
+        text = re.sub(r"^python .*", "exit 7 &", Slurm().artefacts(job)[template], flags=re.MULTILINE)
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False)
+    assert (done.returncode, "enter in the profile must succeed" in done.stderr) == (code, code == 1), done
+
+
+def test_values_of_env_are_in_one_file_that_only_its_owner_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen failing with values in the command line (`ps`), the record, the scripts and what --dry-run prints."""
+    monkeypatch.setattr(Local, "submit", lambda self, job: "1@2@here")
+    profile = Profile(env={"TOKEN": "it's val-7"})
+    job = make_job("local", "train arith_cpu", folder=str(tmp_path), profile=profile)
+    run_job(job, dry_run=True)
+    assert "env.sh: the values of TOKEN" in capsys.readouterr().out
+    assert run_job(job, detach=True) == 0
+    files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
+    assert [path.name for path in files if "val-7" in path.read_text()] == ["env.sh"]
+    assert (job.files / "env.sh").stat().st_mode & 0o777 == 0o600
+    assert "val-7" not in capsys.readouterr().out
+    text = script(find_job_in(tmp_path), command=["printenv", "TOKEN"])
+    done = subprocess.run(["bash", "-s"], input=text, capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("it's val-7\n")
+    ssh = {"ssh": {"hosts": ["one"], "shell": "env {host}"}}
+    for kind, sections in {"ssh": ssh, "ray": {"ray": {"jobs": "http://h:1"}}, "kubernetes": {}, "slurm": {}}.items():
+        settings = {"nodes": 1, "shared": str(tmp_path), "env": {"TOKEN": "it's val-7"}, **sections}
+        other = make_job(kind, "train arith_cpu", folder=str(tmp_path), profile=Profile.model_validate(settings))
+        assert "val-7" not in str({**find_kind(kind).artefacts(other), **attempt_scripts(other)})
+        assert any("val-7" in text for text in find_kind(kind).secrets(other).values())
+
+
+def find_job_in(folder: Path) -> Job:
+    return Job.model_validate_json((folder / "runs/jobs/run-1.json").read_text())
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_a_patch_of_the_manifest(nodes: int) -> None:
+    """Node selectors, tolerations, secrets, another kind of GPU; the schema still has the last word."""
+    pod = {
+        "nodeSelector": {"pool": "h200"},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "containers": [
+            {
+                "name": "ray",
+                "envFrom": [{"secretRef": {"name": "judge-key"}}],
+                "resources": {"limits": {"nvidia.com/gpu": None, "rdma/ib": "8"}},
+                "volumeMounts": [{"name": "home", "mountPath": "/models", "subPath": "models"}],
+            }
+        ],
+    }
+    groups = [{"groupName": "workers", "template": {"spec": pod}}] if nodes > 1 else None
+    cluster = {"headGroupSpec": {"template": {"spec": pod}}, "workerGroupSpecs": groups}
+    patch = {"metadata": {"labels": {"team": "rl"}}, "spec": {"backoffLimit": None, "rayClusterSpec": cluster}}
+    settings = {"image": "i", "claim": "home", "patch": patch}
+    job = make_job("kubernetes", WORDS, profile=make_profile(nodes=nodes, kubernetes=settings))
+    _, rayjob = manifest(job)
+    assert schema_problems(rayjob) == []
+    assert rayjob["metadata"] == {"name": "run-1", "namespace": "default", "labels": {"team": "rl"}}
+    assert "backoffLimit" not in rayjob["spec"]
+    made = rayjob["spec"]["rayClusterSpec"]
+    assert len(made.get("workerGroupSpecs", ())) == (nodes > 1)
+    for group in (made["headGroupSpec"], *made.get("workerGroupSpecs", ())):
+        spec = group["template"]["spec"]
+        (container,) = spec["containers"]
+        assert (spec["nodeSelector"], spec["tolerations"]) == (pod["nodeSelector"], pod["tolerations"])
+        assert container["image"] == "i"
+        assert set(container["resources"]["limits"]) == {"cpu", "memory", "rdma/ib"}
+        assert [mount["mountPath"] for mount in container["volumeMounts"]][-2:] == ["/shared", "/models"]
+    broken = {"spec": {"rayClusterSpec": {"headGroupSpec": {"template": {"spec": {"nodeSelektor": {}}}}}}}
+    job = make_job("kubernetes", WORDS, profile=make_profile(kubernetes=settings | {"patch": broken}))
+    assert any("nodeSelektor" in problem for problem in find_kind("kubernetes").check(job))
+
+
+def test_examples_of_a_patch() -> None:
+    assert doctest.testmod(kubernetes).failed == 0
 
 
 def test_files_that_cannot_be_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,8 +120,9 @@ def test_a_ray_job_ships_the_recipe_and_its_plug_ins(tmp_path: Path, monkeypatch
     kind: RayCluster = RayCluster()
     job: Job = make_job("ray", "train mine.yaml verifier.function=v.py:f", folder=str(tmp_path), id="run-1")
     assert run_job(job, detach=True) == 0
-    assert server.shipped == {"job.json", "mine.yaml", "v.py", "start.sh", "runs/jobs/run-1.json"}
-    assert server.env["HF_HUB_OFFLINE"] == "1"
+    secret = "runs/jobs/run-1/env.sh"
+    assert server.shipped == {"job.json", "mine.yaml", "v.py", "start.sh", "runs/jobs/run-1.json", secret}
+    assert server.env.keys() == {"RAY_JOB_STOP_WAIT_TIME_S"}
     assert kind.status(job).code is None
     server.status, server.driver_exit_code = "FAILED", 130
     assert kind.status(job) == Status("FAILED, exit code 130: said so", code=130)
@@ -133,5 +134,7 @@ def test_a_ray_job_ships_the_recipe_and_its_plug_ins(tmp_path: Path, monkeypatch
 
 def test_a_job_server_that_is_not_there_is_said() -> None:
     job = make_job("ray", profile=make_profile(ray={"jobs": "http://127.0.0.1:9"}))
-    with pytest.raises(ConfigError, match=r"at ray.jobs=http://127.0.0.1:9 must .*; Ray jobs need ray\[default\]"):
+    with pytest.raises(
+        ConfigError, match=r"server at ray.jobs=http://127.0.0.1:9, got .*; Ray jobs need ray\[default\]"
+    ):
         RayCluster().status(job)

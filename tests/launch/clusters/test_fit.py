@@ -68,10 +68,10 @@ def test_a_job_that_ships_its_files_needs_them_below(tmp_path: Path) -> None:
     ("words", "message"),
     [
         ("verify arith_cpu", "one of train"),
-        ("train run.steps=3", "right behind it"),
-        ("eval model", "right behind it"),
-        ("train arith_cpu --dry-run", "before the command, got --dry-run behind it"),
-        ("train arith_cpu --name=x run.steps=1", "before the command, got --name=x behind it"),
+        ("train run.steps=3", "right after it"),
+        ("eval model", "right after it"),
+        ("train arith_cpu --dry-run", "before the command, got --dry-run after it"),
+        ("train arith_cpu --name=x run.steps=1", "before the command, got --name=x after it"),
     ],
 )
 def test_a_command_that_is_none(words: str, message: str) -> None:

@@ -31,7 +31,7 @@ def test_a_cluster_that_does_not_answer_for_a_while(
 ) -> None:
     """Seen failing with the exit code 1 of the first such answer, while the job went on."""
     assert follow(3, monkeypatch) == 7
-    assert capsys.readouterr().out.count("kubectl must answer; the job goes on") == 1
+    assert capsys.readouterr().out.count("kubectl must answer; the job is still running") == 1
     monkeypatch.setattr(launch, "_SILENCE_S", 0.05)
     with pytest.raises(ConfigError, match="kubectl must answer"):
         follow(1000, monkeypatch)

@@ -10,6 +10,7 @@ import pytest
 
 from areal_lite.errors import ConfigError
 from areal_lite.launch.clusters import remote, slurm
+from areal_lite.launch.clusters.attempts import attempt_scripts
 from areal_lite.launch.clusters.job import Job
 from areal_lite.launch.clusters.profile import Profile
 from areal_lite.launch.clusters.remote import bash_problems
@@ -34,21 +35,22 @@ FOUR_NODES = """\
 #SBATCH --constraint=nvlink
 
 source /shared/venv/bin/activate
+[ $? = 0 ] || { echo "ConfigError: enter in the profile must succeed, it failed on $HOSTNAME" >&2; exit 1; }
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $(( ${SLURM_RESTART_COUNT:-0} + 1 ))"
-told=no started=$(date +%s)
-trap '[ $told = stop ] || told=end; kill -TERM "$supervisor"' USR1 # the time limit is near, or a preemption
-trap 'told=stop; kill -TERM "$supervisor"' INT                     # asked to stop
-trap 'told=${told/no/stop}; kill -TERM "$supervisor"' TERM         # cancelled, or requeued
+asked=no started=$(date +%s)
+trap '[ $asked = stop ] || asked=end; kill -TERM "$supervisor"' USR1 # the time limit is near, or a preemption
+trap 'asked=stop; kill -TERM "$supervisor"' INT                       # asked to stop
+trap 'asked=${asked/no/stop}; kill -TERM "$supervisor"' TERM         # cancelled, or requeued
 python -m areal_lite.launch.clusters.attempts '/shared/my work/runs/jobs/gsm8k.json' &
 supervisor=$!
 # A signal ends a wait, not the supervisor.
 while wait "$supervisor"; code=$?; kill -0 "$supervisor" 2>/dev/null; do :; done
 wait "$supervisor"; code=$?
-# Where a preemption leaves time, the steps alone are told, and the run saves and ends by itself: by what it has saved.
-if [ "$told" != stop ] && [ "$code" = 130 ]; then
-    [ "$told" = end ] && started=0
+# A preemption may signal the steps alone: the run then saves and ends by itself. A new checkpoint shows that.
+if [ "$asked" != stop ] && [ "$code" = 130 ]; then
+    [ "$asked" = end ] && started=0
     if [ -n "$(find '/shared/my work/runs/gsm8k'/checkpoints/step-*/meta.json -newermt "@$started" 2>/dev/null)" ]; then
-        echo "Slurm wants the nodes: back into the queue, to go on from the newest checkpoint"
+        echo "Slurm wants the nodes: back into the queue, to resume from the latest checkpoint"
         scontrol requeue "$SLURM_JOB_ID"
     else
         echo "Slurm wanted the nodes before a step was saved: ask for more time (slurm.time in the profile)"
@@ -70,12 +72,11 @@ ONE_NODE = f"""\
 #SBATCH --mem=0
 #SBATCH --requeue
 
-:
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $(( ${{SLURM_RESTART_COUNT:-0}} + 1 ))"
-told=no started=$(date +%s)
-trap '[ $told = stop ] || told=end; kill -TERM "$supervisor"' USR1 # the time limit is near, or a preemption
-trap 'told=stop; kill -TERM "$supervisor"' INT                     # asked to stop
-trap 'told=${{told/no/stop}}; kill -TERM "$supervisor"' TERM         # cancelled, or requeued
+asked=no started=$(date +%s)
+trap '[ $asked = stop ] || asked=end; kill -TERM "$supervisor"' USR1 # the time limit is near, or a preemption
+trap 'asked=stop; kill -TERM "$supervisor"' INT                       # asked to stop
+trap 'asked=${{asked/no/stop}}; kill -TERM "$supervisor"' TERM         # cancelled, or requeued
 {sys.executable} -m areal_lite.launch.clusters.attempts /shared/me/runs/jobs/eval.json &
 supervisor=$!
 # A signal ends a wait, not the supervisor.
@@ -197,17 +198,21 @@ def test_a_job_has_an_exit_code_once_it_has_ended(
     assert status.words.startswith(f"{state.lower()}: job 7 on n1, start 1")
 
 
-def test_accounts_answer_for_a_job_that_the_controller_has_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen failing with the job's own record in their place, which knows nothing of a job cancelled in the queue."""
-
-    def ask(command: str, *argv: str) -> "subprocess.CompletedProcess[str]":
-        if command == "sacct":
-            return subprocess.CompletedProcess(argv, 0, "CANCELLED by 0|0:15\n", "")
-        return subprocess.CompletedProcess(argv, 1, "", "slurm_load_jobs error: Invalid job id specified")
-
-    monkeypatch.setattr(slurm, "ask", ask)
-    status = Slurm().status(Job(name="eval", kind="slurm", folder="/shared/me", words=["eval", "/models/a"], id="7"))
-    assert (status.words, status.code) == ("cancelled: job 7, exit code 143", 143)
+def test_options_of_steps_are_those_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a container by pyxis, for which one node is a step, too. Outside an allocation nodes have made-up names."""
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    slurm = {"srun_options": ["--container-image=/shared/image.sqsh", "--container-mounts=/shared"]}
+    for nodes in (1, 2):
+        profile = Profile.model_validate({"nodes": nodes, "shared": "/shared", "enter": ":", "slurm": slurm})
+        job = Job(name="eval", kind="slurm", folder="/shared/me", words=["eval", "/models/a"], profile=profile)
+        scripts = attempt_scripts(job)
+        lines = scripts["nodes"].splitlines()
+        assert [line.split()[-3] for line in lines] == [f"--nodelist=NODE-{n}" for n in range(1, nodes + 1)]
+        assert all(" --container-image=/shared/image.sqsh --container-mounts=/shared " in line for line in lines)
+        assert ("worker.sh" in scripts, scripts["run.sh"].splitlines()[-1].startswith("exec python ")) == (
+            nodes > 1,
+            True,
+        )
 
 
 def test_a_command_of_slurm_outlives_a_connection_that_is_hung_up() -> None:

@@ -24,7 +24,7 @@ from nodes import profile_of, words_of
 
 from areal_lite.errors import ConfigError, StallError
 from areal_lite.launch.clusters.job import job_name
-from areal_lite.launch.clusters.remote import told_by
+from areal_lite.launch.clusters.remote import output_of
 
 _TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "setpriv")
 _START_TIMEOUT_S = 60.0
@@ -70,7 +70,7 @@ class Slurm(NamedTuple):
 
     def ask(self, *argv: str) -> str:
         """Return what a command of Slurm says; a `ConfigError` where it failed."""
-        return told_by(*self.command(argv), to_do="look at the daemons' logs").strip()
+        return output_of(*self.command(argv), fix="look at the daemons' logs").strip()
 
 
 @contextlib.contextmanager
