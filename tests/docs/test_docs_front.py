@@ -20,7 +20,7 @@ from places import ROOT
 
 from areal_lite.config.reading import parse_section, shipped_recipes
 from areal_lite.config.recipe import Config
-from areal_lite.launch.clusters.profile import Profile
+from areal_lite.launch.clusters.job import load_profile
 from areal_lite.launch.commands.main import app
 
 README = ROOT / "README.md"
@@ -96,7 +96,7 @@ def typed(page: Path) -> list[str]:
 
 
 @named()
-def test_every_block_of_a_page_is_read(page: Path) -> None:
+def test_every_block_of_a_page_is_read(page: Path, tmp_path: Path) -> None:
     """What no other test runs is parsed: recipes, profiles, rows. Lines are commands, tried below, or known as shown.
 
     Seen failing with keys misspelt in a recipe, a profile and a row, a Python block elsewhere, and other programs.
@@ -109,7 +109,11 @@ def test_every_block_of_a_page_is_read(page: Path) -> None:
             pass
         elif language == "yaml":
             raw = yaml.safe_load(text)
-            parse_section(raw, Profile if "nodes" in raw else Config)
+            if "nodes" in raw:
+                (tmp_path / "profile.yaml").write_text(text)
+                load_profile(str(tmp_path / "profile.yaml"))
+            else:
+                parse_section(raw, Config)
         elif language == "json":
             assert all(json.loads("[" + text.replace("}\n{", "},{") + "]"))
         elif language == "toml":
