@@ -52,7 +52,7 @@ def test_artefacts_are_those_that_were_read(kind: str) -> None:
 def test_a_shell_line_that_bash_cannot_read(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     profile = make_profile(enter="source 'open") if kind != "local" else Profile(enter="source 'open")
     with pytest.raises(ConfigError, match="must be a script that bash reads"):
-        run_job(make_job(kind, profile=profile), dry_run=True)
+        run_job(make_job(kind, "train arith_cpu", profile=profile), dry_run=True)
 
 
 def test_the_entry_point_of_a_rayjob_is_plain_words() -> None:
