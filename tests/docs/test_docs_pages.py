@@ -9,13 +9,6 @@ import pytest
 from pages import tables as load_tables
 from places import DOCS
 
-RUN: dict[str, Any] = {
-    "name": "areal", "overrides": {}, "seed": 0, "lr": 3e-5, "max_staleness": 2, "status": "done", "steps": 40,
-    "curve": {"0": 0.25, "20": 0.5, "40": 0.75}, "start": 0.25, "end": 0.75, "seconds": 61.4, "samples_per_s": 100.0,
-    "age_max": 2, "age_mean": 1.52, "rollout_idle": 0.31, "trainer_idle": 0.02, "paused": 0.05, "parity": 3e-6,
-}  # fmt: skip
-WHERE = {"commit": "abc1234", "cores": 2, "machine": "x86_64", "processor": "a processor"}
-
 
 @pytest.fixture
 def tables() -> ModuleType:
@@ -41,27 +34,6 @@ def test_every_part_has_one_place_and_every_place_a_part(tables: ModuleType) -> 
     assert sorted(places) == sorted(tables.all_parts())
     comments = [path.read_text().count(": docs/tables.py -->") for path in (*tables.OUTSIDE, *DOCS.glob("*.md"))]
     assert sum(comments) == len(places)
-
-
-def ablation_run(eta: int, proximal: str, *, end: float, seed: int = 0) -> dict[str, Any]:
-    curves = {"eval": {"0": 0.1, "5": end}, "rewards": {"1": 0.2, "2": end}}
-    return (
-        RUN | curves | {"max_staleness": eta, "overrides": {"objective.proximal": proximal}, "end": end, "seed": seed}
-    )
-
-
-def test_the_ablation_table_shows_mean_and_spread_over_seeds(tables: ModuleType) -> None:
-    """Naive 0.5 and 0.7, decoupled 0.8: means 0.6 and 0.8, 0.2 apart. An eta with one kind only has no difference."""
-    runs = [
-        ablation_run(4, "behaviour", end=0.5),
-        ablation_run(4, "behaviour", end=0.7, seed=1),
-        ablation_run(4, "recompute", end=0.8),
-        ablation_run(16, "recompute", end=0.6),
-        ablation_run(16, "behaviour", end=0.0) | {"end": None},
-    ]
-    lines = part(tables, "staleness", {**WHERE, "runs": runs}).splitlines()[2:]
-    assert lines[2].startswith("| 4 | 0.600 (0.500 to 0.700) | 0.800 (0.800 to 0.800) | +0.200 | 1.52, 1.52 | 2 |")
-    assert lines[3].startswith("| 16 | - | 0.600 (0.600 to 0.600) | - |")
 
 
 def test_what_was_measured_is_taken_over_by_what_it_is(
@@ -106,23 +78,3 @@ def test_a_target_is_met_by_the_median_in_its_own_direction(tables: ModuleType) 
     lines = part(tables, "targets", {"queue": {"targets": targets}})
     assert [line.split(" | ")[-1] for line in lines.splitlines()[2:]] == ["yes |", "**no** |", "yes |", "**no** |"]
     assert lines.splitlines()[2] == "| a | at least 5 | 5.00 | 1.00 to 9.00 | yes |"
-
-
-def test_the_simulation_loses_of_long_answers_what_each_policy_loses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`mask` their beginnings, `drop` whole ones, `keep` nothing, and `wait` nothing but time.
-
-    Seen failing with new weights that do not reach samples in flight, and with dropped groups left in the engine.
-    """
-    simulation = load_tables("long_answers")
-    monkeypatch.setattr(simulation, "STEPS", 40)
-    found = {
-        policy: simulation.Simulation(policy=policy, eta=1, ahead=1, scene=simulation.SCENES["memory-bound"]).run()
-        for policy in ("mask", "drop", "wait", "keep")
-    }
-    long = {policy: row["shares"]["257-1024"] for policy, row in found.items()}
-    assert long["mask"][0] < 0.8 < long["mask"][3]
-    assert max(long["drop"]) < 0.9
-    assert long["wait"] == long["keep"] == [1.0] * 4
-    assert found["keep"]["ages"]["max"] > 1 == found["wait"]["ages"]["max"] == found["mask"]["ages"]["max"]
-    assert found["wait"]["groups_per_time"] < found["keep"]["groups_per_time"] == found["mask"]["groups_per_time"]
-    assert found["mask"]["over_bound"] == found["wait"]["over_bound"] == 0 < found["keep"]["over_bound"] < 0.5

@@ -15,10 +15,8 @@ import runpy
 import shlex
 import subprocess
 import sys
-import threading
 import tomllib
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -39,7 +37,6 @@ from areal_lite.config.verifier import VerifierSettings
 from areal_lite.data.prompts import load_source, load_sources
 from areal_lite.data.tokenizer import build_char_tokenizer
 from areal_lite.errors import VerifierUnavailable
-from areal_lite.record.run_folder import RunFolder
 from areal_lite.rollout.engine import Sampling
 from areal_lite.rollout.gymnasium import rows as gymnasium_rows
 from areal_lite.verify.protocol import Verifier
@@ -51,52 +48,19 @@ ROWS = [
     {"question": "What is 9*9*9?", "answer": "#### 729", "level": 5},
 ]
 SPLITS: tuple[Literal["train"], Literal["eval"]] = ("train", "eval")
-SHOWN_ONLY = {"python"}
-"""Commands that serve for ever; `JudgingHandler` stands for this one, and the judge's own tests start it."""
-
-
-class JudgingHandler(BaseHTTPRequestHandler):
-    """A server with an OpenAI-compatible interface that likes everything."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert "A student's answer: " in asked["messages"][0]["content"]
-        message = {"role": "assistant", "content": "Score: 1 would be unkind. Score: 4"}
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
-        reply = {"id": "1", "object": "chat.completion", "created": 0, "model": asked["model"], "choices": [choice]}
-        body = json.dumps(reply).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
+SHOWN_ONLY = re.compile(r"python |areal-lite verify judge\.yaml")
+"""A server that never ends, and what asks it: the judge's own tests run both."""
 
 
 @pytest.fixture(scope="module")
-def judge_port() -> Iterator[int]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), JudgingHandler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_port
-        server.shutdown()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, judge_port: int) -> Path:
-    """What a reader's folder holds after all pages, and the files that they take for granted.
-
-    The judge's server is on a port that is free here.
-    """
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a reader's folder holds after all pages, and the files that they take for granted."""
     folder = tmp_path_factory.mktemp("pages")
     for page in PAGES:
         for block in blocks(page):
             if block.file is not None:
                 assert not (folder / block.file).exists(), f"two blocks are {block.file}"
-                (folder / block.file).write_text(block.text.replace("127.0.0.1:8000", f"127.0.0.1:{judge_port}"))
+                (folder / block.file).write_text(block.text)
     others = ({"problem": row["question"], "info": {"solution": row["answer"]}} for row in ROWS)
     lines = "".join(json.dumps(row | other) + "\n" for row, other in zip(ROWS, others, strict=True))
     for name in ("data.jsonl", "train.jsonl", "eval.jsonl"):
@@ -158,7 +122,7 @@ def check_service() -> None:
 
 
 def check_hints() -> None:
-    """Two wrong words, then the right one, behind the environment's words as the page has them."""
+    """Two wrong words, then the right one, each after the environment's text on the page."""
     engine = Speaker(["5", "6", "7"])
     sample = play(engine, load("multi_turn", arguments={"step": "hints.py:step"}), make_prompt(answer="7"))
     assert [message["content"] for message in sample.messages] == [
@@ -240,33 +204,11 @@ def check_openrlhf() -> None:
     assert tried("openrlhf") == [(1.0, {"length": 2.0}), (0.0, {"length": 2.0})]
 
 
-SCORES: dict[str, tuple[str, Callable[[SimpleNamespace, str], tuple[float, dict[str, float]]]]] = {
-    "trl": (
-        "trl_rewards.py",
-        lambda file, text: (
-            file.accuracy([[{"content": text}]], ["32"])[0] + 0.1 * file.brief([[{"content": text}]], ["sums"])[0], {}
-        ),
-    ),
-    "verl": (
-        "verl_reward.py",
-        lambda file, text: ((score := file.compute_score("openai/gsm8k", text, "32")).pop("score"), score),
-    ),
-    "openrlhf": (
-        "openrlhf_reward.py",
-        lambda file, text: (float(file.reward_func([text], [""], ["32"])["rewards"][0]), {"length": len(text)}),
-    ),
-}  # fmt: skip
-"""By page's recipe: the file of its function, and what that says of a completion: a reward, and metrics."""
-
-
 @pytest.mark.loop
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", ["trl", "verl", "openrlhf"])
 def test_a_migration_trains(name: str, tmp_path: Path) -> None:
-    """With the page's recipe, row and functions; what samples are given is what the functions say.
-
-    Seen failing with the parts of TRL's sum weighted alike, and with the numbers beside the others' rewards left out.
-    """
+    """With the page's recipe, row and functions, whose rewards are compared by `CALLS`."""
     from areal_lite.launch.run.train import train
 
     model = save_tiny_model(tmp_path / "model", max_context=256, tokenizer=chat_tokenizer())
@@ -278,13 +220,6 @@ def test_a_migration_trains(name: str, tmp_path: Path) -> None:
     config = load_config(f"from_{name}.yaml", words.split())
     summary = train(config, recipe_name=name, console=Console(file=io.StringIO()))
     assert (summary["status"], summary["ledger"]["trained"], summary["ledger"]["failed"]) == ("done", 2, 0)
-    path, score = SCORES[name]
-    file = SimpleNamespace(**runpy.run_path(path))
-    samples = [one for group in RunFolder(tmp_path / "run").read("samples.jsonl") for one in group["samples"]]
-    assert len(samples) == 8
-    for one in samples:
-        reward, metrics = score(file, one["text"])
-        assert (one["reward"], one.get("metrics", {})) == (pytest.approx(reward), pytest.approx(metrics))
 
 
 def check_my_task() -> None:
@@ -403,7 +338,7 @@ def test_the_data_of_the_recipes_with_reasoning_gym_is_there() -> None:
 
 def shell_lines() -> list[str]:
     text = "\n".join(block.text for page in PAGES for block in blocks(page, "sh")).replace("\\\n", " ")
-    return [line for line in text.splitlines() if line.split() and line.split()[0] not in SHOWN_ONLY]
+    return [line for line in text.splitlines() if line and not SHOWN_ONLY.match(line)]
 
 
 @pytest.mark.slow
@@ -415,8 +350,6 @@ def test_a_line_of_the_pages_can_be_typed(line: str) -> None:
     typed = [str(Path(sys.executable).with_name(program)), command.replace("train", "check-config"), *words]
     result = subprocess.run(typed, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stdout + result.stderr
-    if "judge.yaml" in words:
-        assert "0.8" in result.stdout  # 4 of 5
 
 
 def test_every_built_in_verifier_is_listed() -> None:
