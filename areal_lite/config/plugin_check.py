@@ -58,7 +58,7 @@ def plugin_problems(config: "Config", *, verifiers_only: bool = False) -> Iterab
 def _import_problems(named: list[tuple[str, str, str]], config: "Config") -> Iterable[str]:
     """Import as the workers will, with `run.env`."""
     names, limit_s = ", ".join(name for _, name, _ in named), config.run.start_timeout_s
-    command, environment = [sys.executable, "-c", _IMPORT, json.dumps(named)], os.environ | config.run.env
+    command, environment = [sys.executable, "-c", _IMPORT, json.dumps(named)], os.environ | config.run.given_env
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired:

@@ -1,6 +1,6 @@
 """The sections of a recipe but `data`, `verifier` and `objective`: every setting, its checks and its default."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -65,8 +65,9 @@ class RunConfig(Section):
     """of several nodes: subnet, interface, or an address that each looks up the route to; null = that of Ray's head"""
     ports: str = "20000-21999"
     """the ports that queue and trainer listen on; gloo, NCCL and Ray choose further ones"""
-    env: Annotated[dict[str, str], Refers.NOTHING] = {}
-    """environment variables of every process of the run; kept in its folder, so no place for secrets"""
+    env: Annotated[dict[str, str | None], Refers.NOTHING] = {}
+    """environment variables of every process of the run; a secret by name alone, e.g. {WANDB_API_KEY: null}: it keeps
+    the value it has where the processes start"""
     preflight: bool = True
     """look at every node first, where there are several; areal-lite doctor --cluster does it at any time"""
     min_bandwidth_mb_s: float = Field(10.0, ge=0)
@@ -81,6 +82,17 @@ class RunConfig(Section):
             port_range(self.ports)
         except ValueError as error:
             yield f"run.ports: {error}"
+
+    @property
+    def given_env(self) -> dict[str, str]:
+        """The variables of `env` whose values the recipe holds."""
+        return {name: value for name, value in self.env.items() if value is not None}
+
+
+def without_env_values(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a dumped recipe that may be shown: of `run.env` it has the names alone."""
+    run = recipe["run"]
+    return {**recipe, "run": {**run, "env": dict.fromkeys(run["env"])}}
 
 
 class LaunchConfig(Section):

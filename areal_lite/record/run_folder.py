@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from areal_lite.config.offline import OfflineConfig, parse_saved_config
 from areal_lite.config.recipe import Config
-from areal_lite.config.sections import LaunchConfig, MeshConfig, RunConfig, WeightsConfig
+from areal_lite.config.sections import LaunchConfig, MeshConfig, RunConfig, WeightsConfig, without_env_values
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.record.checkpoints import choose_checkpoint, make_newest, new_checkpoint, read_meta, whole_checkpoints
 from areal_lite.record.run_files import (
@@ -39,6 +39,7 @@ from areal_lite.record.trace import write_trace
 
 logger = logging.getLogger(__name__)
 
+_ENV_VALUES = "env.json"
 _FREE_ON_RESUME = {
     *(f"run.{name}" for name in RunConfig.model_fields if name != "seed"),
     *(f"launch.{name}" for name in LaunchConfig.model_fields),
@@ -88,7 +89,7 @@ class RunFolder:
         self._set_aside(logger.info)
         for path in (self.logs, self.checkpoints):
             path.mkdir(parents=True, exist_ok=True)
-        self.write_json("config.json", config.model_dump())
+        self._write_recipe(config.model_dump())
 
     def recipe(self) -> Config | OfflineConfig:
         """Read the resolved recipe.
@@ -103,13 +104,28 @@ class RunFolder:
         if notes:
             raise CheckpointError(f"{self.path} is damaged: {notes[0]}. Fix: restore config.json, or start a new run")
         try:
-            return parse_saved_config(saved)
+            return parse_saved_config(self._with_env_values(saved))
         except ValueError as error:
             raise CheckpointError(
                 f"run.resume must name a run that this version of areal-lite can read, got {self.path}, whose "
                 "config.json was written by an earlier version, or with plug-ins that are not installed now: "
                 f"{error}. Fix: resume with those, or start a new run without run.resume"
             ) from error
+
+    def _write_recipe(self, content: dict[str, Any]) -> None:
+        """Write a dumped recipe; the values of `run.env` go to a file that nobody else may read, and no page shows."""
+        self.write_json("config.json", without_env_values(content))
+        path = self.path / _ENV_VALUES
+        path.unlink(missing_ok=True)
+        if any(value is not None for value in content["run"]["env"].values()):
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                json.dump(content["run"]["env"], file)
+
+    def _with_env_values(self, saved: Any) -> Any:
+        path = self.path / _ENV_VALUES
+        if not path.is_file() or not isinstance(saved, dict) or not isinstance(saved.get("run"), dict):
+            return saved
+        return {**saved, "run": {**saved["run"], "env": read_json(path, [])}}
 
     def finished(self, config: Config | OfflineConfig) -> dict[str, Any] | None:
         """Return the summary of a run that has trained all that a recipe asks for; None if there is more to do."""
@@ -159,7 +175,7 @@ class RunFolder:
         content = config.model_dump()
         content["run"]["resume_from"] = None  # meant once
         self._set_aside(say, now=content)
-        self.write_json("config.json", content)
+        self._write_recipe(content)
 
     def go_back(self, *, say: Callable[[str], object]) -> None:
         """Continue from the newest undamaged checkpoint; from the start if none was saved."""

@@ -18,7 +18,7 @@ def engine_environment(config: Config) -> dict[str, str]:
         environment["OMP_NUM_THREADS"] = str(config.rollout.threads)
         # Log-probabilities would be compiled, which takes seconds and needs a C++ compiler.
         environment["TORCH_COMPILE_DISABLE"] = "1"
-    return environment | config.run.env
+    return environment | config.run.given_env
 
 
 def engine_arguments(config: Config, *, model_folder: str) -> dict[str, Any]:

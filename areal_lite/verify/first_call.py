@@ -68,7 +68,7 @@ def _failure(settings: "VerifierSettings", own: str, rows: Sequence["Prompt"], c
         for row, text in [*((row, row.answer) for row in rows), (rows[0], "")]
     ]
     asked = pack([settings.function, own, json.dumps(settings.arguments, default=str), settings.timeout_s, calls])
-    options: dict[str, Any] = {"env": os.environ | config.run.env, "timeout": config.run.start_timeout_s}
+    options: dict[str, Any] = {"env": os.environ | config.run.given_env, "timeout": config.run.start_timeout_s}
     try:
         done = subprocess.run([sys.executable, "-m", __name__], input=asked, capture_output=True, **options)
     except subprocess.TimeoutExpired:  # it loads something, or leaves something behind

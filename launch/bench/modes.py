@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from areal_lite.config.reading import parse_override
+from areal_lite.config.sections import without_env_values
 from areal_lite.errors import ConfigError
 from areal_lite.launch.bench import modes_figures as figures
 from areal_lite.launch.bench import view
@@ -159,7 +160,11 @@ def collect_modes(
         "findings": figures.findings(lines, best=best),
         "search": [_entry(run, out) for run in search],
         "runs": entries,
-        "config": {run.facts["mode"]: run.config.model_dump() for run in measured if run.facts["repeat"] == 0},
+        "config": {
+            run.facts["mode"]: without_env_values(run.config.model_dump())
+            for run in measured
+            if run.facts["repeat"] == 0
+        },
     }
     return write_results(content, out=out)
 

@@ -48,6 +48,7 @@ def explained_section(section: "BaseModel", indent: str = "") -> Iterable[str]:
             entries = {key: item.model_dump(exclude_unset=True) for key, item in value.items()}
             yield from (f"{indent}  {line}" for line in yaml.safe_dump(entries, sort_keys=False).splitlines())
         else:
+            value = dict.fromkeys(value) if name == "env" else value  # its values may be secrets
             yield f"{indent}{name}: {_scalar(value)}".ljust(44) + meaning + _choices(field)
 
 

@@ -124,7 +124,7 @@ def actor_options(config: Config | OfflineConfig, kind: str) -> dict[str, Any]:
         "num_gpus": gpus if config.run.device == "cuda" else 0,
         "max_restarts": 0,
         "max_concurrency": calls_at_once,
-        "runtime_env": {"env_vars": environment | {"OMP_NUM_THREADS": str(threads)} | config.run.env},
+        "runtime_env": {"env_vars": environment | {"OMP_NUM_THREADS": str(threads)} | config.run.given_env},
     }
 
 

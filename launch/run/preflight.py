@@ -5,6 +5,7 @@ judges, and knows nothing of Ray.
 """
 
 import contextlib
+import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,7 +63,8 @@ def check_cluster(config: Config | OfflineConfig, *, model_folder: Path | None, 
     with console.status("looking at every node ..."):
         report = look_at_cluster(config, paths=[*model, *sorted(plugin_files(config.model_dump()))], shared=shared)
     console.print(preflight_table(report))
-    problems = list(find_problems(report, min_bandwidth=config.run.min_bandwidth_mb_s, environment=config.run.env))
+    environment = {name: os.environ.get(name, "") for name in config.run.env} | config.run.given_env
+    problems = list(find_problems(report, min_bandwidth=config.run.min_bandwidth_mb_s, environment=environment))
     if problems:
         found = "\n".join(f"  - {problem}" for problem in problems)
         raise ConfigError(f"the cluster is not ready for this run:\n{found}\nlook again: areal-lite doctor --cluster")
@@ -112,7 +114,7 @@ def _start(config: Config | OfflineConfig) -> dict[str, Any]:
     nodes = [node for node in ray.nodes() if node["Alive"]]
     names = [node["NodeManagerHostname"] for node in nodes]
     # No GPU is reserved: a node may have none, or none free yet.
-    options = {"num_cpus": 0, "max_concurrency": 4, "runtime_env": {"env_vars": config.run.env}}
+    options = {"num_cpus": 0, "max_concurrency": 4, "runtime_env": {"env_vars": config.run.given_env}}
 
     def probe(node_id: str) -> Any:
         place = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)

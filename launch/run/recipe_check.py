@@ -4,6 +4,7 @@
 sentence; `train` goes on with what it loaded.
 """
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -19,7 +20,7 @@ from areal_lite.data.demonstrations import alphabet, demonstrations
 from areal_lite.data.encode import Tokenizer, load_tokenizer
 from areal_lite.data.prompts import load_source, load_sources
 from areal_lite.errors import ConfigError
-from areal_lite.node import check_memory
+from areal_lite.node import check_folders, check_memory
 from areal_lite.record.paths import check_model, with_absolute_paths
 from areal_lite.record.trackers import check_trackers
 from areal_lite.rollout.vllm_engine import check_engine_arguments
@@ -93,7 +94,14 @@ def check_recipe(config: Config | OfflineConfig, reach: Reach = Reach.MACHINE, *
 
 
 def _check_machine(config: Config | OfflineConfig, *, is_alone: bool) -> None:
+    for name, value in config.run.env.items():
+        if value is None and name not in os.environ:
+            raise ConfigError(
+                f"run.env.{name}=null keeps the value of an environment variable, got none here. Fix: export {name}=..."
+            )
 
+    if is_alone:
+        check_folders()
     check_trackers(config.run.trackers)
     check_memory(config.caches_mb if is_alone and config.command == "train" else 0)
 

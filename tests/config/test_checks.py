@@ -28,6 +28,7 @@ FAULTS = {
         [*OWN[:1], "verifier.function=mine.py:verify"],
         "the verifier {here}/mine.py:verify must",
     ),
+    "variable": ("train", [*OWN[:1], "run.env={NO_SUCH_ONE: null}"], "run.env.NO_SUCH_ONE=null keeps the value of"),
     "unknown key": ("train", [*OWN[:1], "trainer.rank=2"], "unknown key trainer.rank; did you mean trainer.ranks?"),
     "sft, no such data": ("sft", [*SFT, "data.path=none.jsonl"], "a JSONL file is needed, there is none at"),
     "sft, broken rows": ("sft", SFT, "rows.jsonl has no column 'prompt' in any row"),
@@ -64,3 +65,30 @@ def test_every_command_refuses_a_fault_with_the_same_sentence(fault: str, capsys
         errors.add(capsys.readouterr().err)
     (error,) = errors
     assert message.format(here=Path.cwd()) in error
+
+
+def test_values_of_the_environment_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen failing with them among the settings."""
+    assert main(["check-config", "arith_cpu", "run.env={TOKEN: secret-1}"]) == 0
+    assert "env: {TOKEN: null}" in (output := capsys.readouterr().out)
+    assert "secret-1" not in output
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        (
+            "TMPDIR",
+            f"/tmp/{'a' * 40}",
+            "Ray cannot make its sockets: expected a TMPDIR of at most 39 characters, got 45",
+        ),
+        ("HOME", "/proc/none", "Ray cannot keep its token: expected a home folder that can be written, got /proc/none"),
+    ],
+)
+def test_folders_that_ray_cannot_use_are_refused(
+    variable: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen failing with a traceback of 70 lines, once model and data were loaded."""
+    monkeypatch.setenv(variable, value)
+    assert main(["check-config", "arith_cpu"]) == 1
+    assert message in capsys.readouterr().err

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from run_folders import new_run_folder, save_run
 
+from areal_lite.api import open_run
 from areal_lite.config.recipe import Config, load_config, parse_config
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.record.run_folder import RunFolder, run_path
@@ -383,3 +384,21 @@ def test_how_to_go_on_is_said_with_a_command_that_can_be_pasted(tmp_path: Path) 
     assert "no checkpoint" in folder.how_to_resume()
     checkpoint(folder, 7)
     assert folder.how_to_resume() == f"to resume from step 7: areal-lite resume '{folder.path}'"
+
+
+def test_values_of_the_environment_stay_in_a_file_of_their_own(tmp_path: Path) -> None:
+    """Readable by its owner alone, and read by a resume; a name without a value is never stored.
+
+    Seen failing with the values in config.json, which reports and trackers show.
+    """
+    config = load_config("arith_cpu", [f"run.dir={tmp_path}", "run.env={TOKEN: secret-1, HOME: null}"])
+    folder = RunFolder(tmp_path)
+    folder.begin(config)
+    assert not [
+        path
+        for path in tmp_path.rglob("*")
+        if path.name != "env.json" and path.is_file() and "secret-1" in path.read_text()
+    ]
+    assert (tmp_path / "env.json").stat().st_mode & 0o077 == 0
+    assert folder.recipe().run.env == {"TOKEN": "secret-1", "HOME": None}
+    assert open_run(tmp_path).config["run"]["env"] == {"TOKEN": None, "HOME": None}
