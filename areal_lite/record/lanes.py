@@ -138,8 +138,11 @@ class LaneClocks:
     def feed(self, events: Iterable[Event]) -> None:
         """Take events of any lanes, each lane's in order of time; of others, and of unknown kinds, nothing is kept."""
         for event in events:
-            lane, kind, time = lane_of(event), event["kind"], event["time"]
-            if kind in _STATES and kind != "lost" and (lane == "trainer" or lane.startswith("rollout/")):
+            kind, time = event["kind"], event["time"]
+            if kind not in _STATES:
+                continue
+            lane = lane_of(event)
+            if kind != "lost" and (lane == "trainer" or lane.startswith("rollout/")):
                 self._now.setdefault(lane, ("generating", 0, time))
             for one in self._now if kind == GAP else self._now.keys() & {lane}:
                 self._totals[one] = self._reading(one, time)

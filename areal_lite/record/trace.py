@@ -5,6 +5,7 @@ asynchronous slices (they overlap), `running` becomes a counter.
 """
 
 import gzip
+import io
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +21,7 @@ Row = dict[str, Any]
 
 def write_trace(path: Path, read_events: Callable[[], Iterable[Event]]) -> None:
     """Write the trace, packed by gzip, which Perfetto unpacks; events are read twice, and never held all at once."""
-    with gzip.GzipFile(path, "wb", mtime=0) as file:
+    with gzip.GzipFile(path, "wb", compresslevel=5, mtime=0) as packed, io.BufferedWriter(packed, 2**20) as file:
         file.write(b'{"displayTimeUnit": "ms", "traceEvents": [')
         for place, row in enumerate(trace_rows(read_events)):
             file.write((",\n" if place else "").encode() + json.dumps(row).encode())
