@@ -1,38 +1,32 @@
-"""The arithmetic task in TRL's `GRPOTrainer`, beside ours (about 14 minutes on 2 idle cores).
+"""Tokens/s of areal-lite and of TRL's `GRPOTrainer` on the same samples (10 to 40 minutes on 2 idle cores).
 
     python benchmarks/bench_peers.py
     python benchmarks/bench_peers.py longtail_cpu --size 320x8 --repeats 1 --steps 12
 
 Both sides start from the same model, get the same prompts in the same order, and make one optimiser step from each
-batch. Nothing of ours is alive while TRL runs, and the other way round: each run has the machine to itself. A recipe
-whose lengths are drawn (longtail_cpu), with a model of any size, is compared by its speed alone: each sample is as long
-on both sides. TRL is installed into a folder of its own when it is first needed (2 MB). Writes results.json, and
-peers.svg where accuracies are compared.
+batch. Nothing of ours is alive while TRL runs, and the other way round: each run has the machine to itself. Where the
+recipe draws lengths (longtail_cpu) each sample is as long on both sides, and the model may have any size. TRL is
+installed into a folder of its own when it is first needed (2 MB).
 """
 
 import itertools
 import os
 import shutil
 import statistics
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import measuring
-import numpy as np
-import torch
 import typer
 from measuring import Size, parse_size
-from peers_trl import PINS, Learning, ensure_trl, greedy_accuracy, run_trl
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load
+from peers_trl import PINS, Learning, ensure_trl, run_trl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lite.config.reading import parse_override, read_yaml
 from areal_lite.config.recipe import Config
 from areal_lite.data.cursor import make_cursor
-from areal_lite.data.prompts import load_source, load_sources
+from areal_lite.data.prompts import load_sources
 from areal_lite.errors import ConfigError
 from areal_lite.launch.bench.harness import CONSOLE, ratios, say, training
 from areal_lite.launch.bench.longtail import LONGTAIL, draw_length
@@ -40,10 +34,7 @@ from areal_lite.launch.bench.modes import Threads
 from areal_lite.launch.bench.modes import thread_settings as thread_settings_of_mode
 from areal_lite.launch.bench.modes_figures import MAX_STALENESS, MODES, measured_steps, published, work_begins
 from areal_lite.launch.bench.plan import planned_config
-from areal_lite.launch.bench.view import picture
 from areal_lite.launch.run.train import prepare_model
-from areal_lite.record.checkpoints import whole_checkpoints
-from areal_lite.record.columns import Row
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.rollout.worker import sample_seed
 from areal_lite.types import Prompt
@@ -51,17 +42,11 @@ from areal_lite.types import Prompt
 SIDES = {"async": "areal-lite, eta 4", "sync": "areal-lite, eta 0", "trl": "TRL"}
 """Ours with samples up to four steps old, ours in turns (for information), and TRL."""
 _CACHE = Path(".cache") / "areal-lite" / "peers"
-_COLORS = dict(zip(SIDES.values(), ("#1f5fa8", "#7fa6d6", "#c25a00"), strict=True))
-_TARGET = 1.4
 _EQUAL = read_yaml(Path(__file__).with_name("peers.yaml"), holding="settings of both sides")
 SAME_LOSS: dict[str, Any] = _EQUAL["same loss"]
 SAME_SPEED: dict[str, Any] = SAME_LOSS | _EQUAL["same speed"]
-_EVERY = 10
-"""Steps between two measurements of the held-out accuracy."""
-_SEARCH_STEPS = 20
-"""Of the short runs that choose threads and micro-batches."""
-_STEPS = 120
-"""Of a run, unless the lengths are drawn or the command line says otherwise."""
+_MOST_STEPS = 40
+"""Of a run, unless the command line says otherwise."""
 
 
 def main(
@@ -69,13 +54,9 @@ def main(
     size: Annotated[str | None, typer.Option(metavar="WIDTHxLAYERS", help="a model of random weights")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="runs of each side")] = 2,
     steps: Annotated[int | None, typer.Option(min=4, help="optimiser steps of a run")] = None,
-    accuracy: Annotated[float, typer.Option(min=0, max=1, help="held-out accuracy whose time is taken")] = 0.75,
     out: measuring.Out = Path("runs/bench-peers"),
 ) -> None:
-    """Search each side's fastest setting, then let the sides take turns.
-
-    They train until a greedy accuracy and beyond; where lengths are drawn, for some steps, without an accuracy.
-    """
+    """Search each side's fastest setting, then measure the sides in turns."""
     (recipe,), overrides = measuring.split_words(words, default=["arith_cpu"])
     changes = (of_size(parse_size(size)) if size else {}) | dict(map(parse_override, overrides))
     config = planned_config(recipe, "recipe", [changes])
@@ -86,29 +67,21 @@ def main(
             f"{config.rollout.workflow}. Fix: name longtail_cpu"
         )
     measuring.check_comparable(config, "peers", SAME_SPEED if is_drawn else SAME_LOSS)
-    steps, samples = steps or (config.run.steps if is_drawn else _STEPS), config.samples_per_step
-    steps_of = {side: speed_steps(side, steps) if is_drawn else steps for side in SIDES}
-    search = {side: max(2, number // 2) if is_drawn else _SEARCH_STEPS for side, number in steps_of.items()}
+    steps = steps or min(config.run.steps, _MOST_STEPS)
     runs = _Runs(recipe, changes, config, out=out.resolve())
-    chosen = {side: runs.fastest(side, steps=search[side]) for side in SIDES}
+    chosen = {side: runs.fastest(side, steps=max(2, speed_steps(side, steps) // 2)) for side in SIDES}
     numbers = {side: itertools.count() for side in SIDES}
 
     def measure(side: str) -> Learning:
-        every, number = 0 if is_drawn else _EVERY, next(numbers[side])
-        return runs.run(side, chosen[side], steps=steps_of[side], every=every, repeat=number)
+        return runs.run(side, chosen[side], steps=speed_steps(side, steps), repeat=next(numbers[side]))
 
     measured = measuring.in_turns(SIDES, repeats=repeats, measure=measure)
     shown = {SIDES[side]: str(one) for side, one in chosen.items()}
     settings = {"recipe": recipe, "overrides": changes, "repeats": repeats, "steps": steps, "chosen": shown}
-    settings |= {"accuracy": accuracy, "every": _EVERY, "search_steps": _SEARCH_STEPS, "trl": PINS}
-    if is_drawn:
-        case = {"lengths": lengths_in_words(config), "parameters": runs.parameters()}
-        rows = [case | row | {"setting": shown[row["side"]]} for row in speeds(measured, samples_per_step=samples)]
-        return measuring.finish("peers speed", "ours and TRL, speed alone", rows, settings=settings, out=out)
-    rows = summarise(measured, accuracy=accuracy, samples_per_step=samples)
-    title = f"{Path(recipe).stem}: ours and TRL, time to a held-out accuracy of {accuracy}"
-    measuring.finish("peers", title, rows, settings=settings, out=out, targets=targets(rows, accuracy=accuracy))
-    draw_peers(rows, accuracy=accuracy, path=out / "peers.svg")
+    case = {"lengths": describe_lengths(config), "parameters": runs.parameters()}
+    found = speeds(measured, samples_per_step=config.samples_per_step)
+    rows = [case | row | {"setting": shown[row["side"]]} for row in found]
+    measuring.finish("peers speed", "ours and TRL, speed", rows, settings=settings | {"trl": PINS}, out=out)
 
 
 def of_size(size: Size) -> dict[str, Any]:
@@ -119,7 +92,7 @@ def of_size(size: Size) -> dict[str, Any]:
 
 
 def speed_steps(side: str, steps: int) -> int:
-    """Return a run's steps where speed alone counts: in turns one step is as another, so that a third is enough.
+    """Return a side's steps: without a queue all steps are alike, so that a third is enough.
 
     >>> speed_steps("async", 18), speed_steps("sync", 18), speed_steps("trl", 4)
     (18, 6, 3)
@@ -127,8 +100,10 @@ def speed_steps(side: str, steps: int) -> int:
     return steps if side == "async" else max(3, steps // 3)
 
 
-def lengths_in_words(config: Config) -> str:
-    """Return what tells drawn lengths from others."""
+def describe_lengths(config: Config) -> str:
+    """Describe the lengths of a recipe's answers."""
+    if config.rollout.workflow != LONGTAIL:
+        return "as learned"
     median, sigma = (config.rollout.workflow_arguments[name] for name in ("median", "sigma"))
     return f"{median}, sigma {sigma:g}" if sigma else f"{median} each"
 
@@ -161,82 +136,55 @@ class _Runs:
             tried = [*micro_batches(samples, is_drawn=is_drawn)]
         rates = dict.fromkeys(tried, 0.0)
         for setting in tried if len(tried) > 1 else []:
-            run = self.run(side, setting, steps=steps, every=0, repeat=None)
+            run = self.run(side, setting, steps=steps, repeat=None)
             rates[setting] = samples_per_s(run.seconds, samples_per_step=samples)
             say(f"search: {side} with {setting}: {rates[setting]:.3g} samples/s")
         return max(rates, key=rates.__getitem__)
 
-    def run(self, side: str, setting: Any, *, steps: int, every: int, repeat: int | None) -> Learning:
-        """Run one side; `repeat` None is a run of the search."""
+    def run(self, side: str, setting: Any, *, steps: int, repeat: int | None) -> Learning:
+        """Run one side; a run of the search has no number of a repeat."""
         folder = self._out / (f"search-{side}-{setting}" if repeat is None else f"{side}-{repeat}")
         seed = self._config.run.seed + (0 if repeat is None else 1 + repeat)
         # TRL's run has the learning rate, the seed and all else of the synchronous one.
         threads = setting if isinstance(setting, Threads) else thread_settings("sync", cores=self._cores)[0]
-        changes = our_settings(side, threads, steps=steps, every=every, seed=seed)
+        changes = our_settings(side, threads, steps=steps, seed=seed)
         config = planned_config(self._recipe, "run", [self._changes, changes])
-        problems = [(prompt.text, prompt.answer) for prompt in load_source(config, self._tokenizer, "eval")]
         if side != "trl":
-            return self._run_ours(config, folder, problems)
+            return self._run_ours(config, folder)
         cursor = make_cursor(config, load_sources(config, self._tokenizer, "train"))
         prompts = [cursor.next() for _ in range(steps * config.queue.groups_per_step)]
         settings = {
             "model": str(self._model),
             "prompts": [(prompt.text, prompt.answer) for prompt in prompts],
-            "problems": problems,
             "threads": self._cores,
-            "every": every,
             "grpo": trl_settings(config, per_device=setting),
         }
         if config.rollout.workflow == LONGTAIL:
             settings |= {"lengths": drawn_lengths(config, prompts), "regex": config.verifier.arguments}
-        with CONSOLE.status("TRL is starting") as status:
-
-            def progress(step: int) -> None:
-                status.update(f"TRL: step {step} of {steps}")
-
-            return run_trl(settings, packages=self._packages, folder=folder, progress=progress)
+        with CONSOLE.status(f"TRL trains {steps} steps"):
+            return run_trl(settings, packages=self._packages, folder=folder)
 
     def parameters(self) -> int:
         """Count those of the initial policy."""
-        return sum(one.numel() for one in self._policy().parameters())
+        return sum(one.numel() for one in AutoModelForCausalLM.from_pretrained(self._model).parameters())
 
-    def _policy(self) -> Any:
-        return AutoModelForCausalLM.from_pretrained(self._model, dtype=torch.float32)
-
-    def _run_ours(self, config: Config, folder: Path, problems: Sequence[tuple[str, str]]) -> Learning:
-        """Train as `areal-lite train` does, and measure the accuracy of the snapshots, if any, as TRL's side does."""
+    def _run_ours(self, config: Config, folder: Path) -> Learning:
+        """Train as `areal-lite train` does."""
         shutil.rmtree(folder, ignore_errors=True)
         with training() as train:
             train(config, dir=str(folder))
-        run, accuracies = RunFolder(folder), dict[int, float]()
+        run = RunFolder(folder)
+        shutil.rmtree(run.checkpoints)
         events = run.read("events.jsonl")
         begin, times = work_begins(events), published(events)
-        if config.run.checkpoint_every:
-            torch.set_num_threads(self._cores)
-            model, longest = self._policy(), config.rollout.max_new_tokens
-            with CONSOLE.status("measuring the accuracy of the snapshots"):
-                for step, snapshot in {0: None, **whole_checkpoints(run.checkpoints)}.items():
-                    if snapshot is not None:
-                        load_weights(model, snapshot / "trainer")
-                    accuracies[step] = greedy_accuracy(model, self._tokenizer, problems, max_new_tokens=longest)
-        shutil.rmtree(run.checkpoints)
         return Learning(
             seconds=tuple(times[step] - begin for step in range(1, config.run.steps + 1)),
-            accuracies=accuracies,
             tokens=tuple(row["length_mean"] for row in run.read("metrics.jsonl")),
         )
 
 
-def load_weights(model: torch.nn.Module, folder: Path) -> None:
-    """Load the weights of a trainer checkpoint, nothing else of it; in place, into the tensors of the state."""
-    state = {"model": get_model_state_dict(model)}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is what is wanted
-        load(state, checkpoint_id=folder)
-
-
-def our_settings(side: str, threads: Threads, *, steps: int, every: int, seed: int) -> dict[str, Any]:
-    """Return what a run of ours changes in the recipe; `every` so many steps there is a snapshot, 0 = none."""
+def our_settings(side: str, threads: Threads, *, steps: int, seed: int) -> dict[str, Any]:
+    """Return what a run of ours changes in the recipe."""
     return {
         **_EQUAL["ours"],
         "queue.max_staleness": MAX_STALENESS if side == "async" else 0,
@@ -244,9 +192,7 @@ def our_settings(side: str, threads: Threads, *, steps: int, every: int, seed: i
         "rollout.threads": threads.generation,
         "run.steps": steps,
         "run.seed": seed,
-        # A snapshot is a checkpoint, and writing it counts; TRL's clock stands still while it evaluates.
-        "run.checkpoint_every": every,
-        "run.keep_checkpoints": steps + 1,
+        "run.checkpoint_every": 0,
     }
 
 
@@ -304,55 +250,6 @@ def samples_per_s(seconds: Sequence[float], *, samples_per_step: int, max_stalen
     return (last - first) * samples_per_step / (seconds[last - 1] - seconds[first - 1])
 
 
-def reached(accuracies: Mapping[int, float], accuracy: float) -> float | None:
-    """Return the steps after which an accuracy was first reached, linear between two measurements; None if never."""
-    points = sorted(accuracies.items())
-    if points and points[0][1] >= accuracy:
-        return float(points[0][0])
-    for (before, low), (after, high) in itertools.pairwise(points):
-        if high >= accuracy:
-            return before + (after - before) * (accuracy - low) / (high - low)
-    return None
-
-
-def seconds_at(seconds: Sequence[float], steps: float) -> float:
-    """Return the time at which so many steps were done, linear between two."""
-    return float(np.interp(steps, range(len(seconds) + 1), [0.0, *seconds]))
-
-
-def summarise(
-    runs: Mapping[str, Sequence[Learning]], *, accuracy: float, samples_per_step: int
-) -> list[dict[str, Any]]:
-    """Return a row per side, with the values of all repeats; ratios are those inside each repeat.
-
-    `speed_over_trl` is samples/s over TRL's, `sooner_than_trl` TRL's seconds to the accuracy over the side's;
-    the latter only of repeats in which both reached it.
-    """
-    rows: list[dict[str, Any]] = []
-    for side, of_side in runs.items():
-        steps_to = [reached(run.accuracies, accuracy) for run in of_side]
-        reaching = zip(of_side, steps_to, strict=True)
-        curves = [
-            [[step, seconds_at(run.seconds, step), value] for step, value in sorted(run.accuracies.items())]
-            for run in of_side
-        ]
-        rows.append({
-            "side": SIDES[side],
-            "samples_per_s": [samples_per_s(run.seconds, samples_per_step=samples_per_step) for run in of_side],
-            "seconds_to": [None if steps is None else seconds_at(run.seconds, steps) for run, steps in reaching],
-            "steps_to": steps_to,
-            "last_accuracy": [curve[-1][2] for curve in curves],
-            "tokens": [statistics.fmean(run.tokens) for run in of_side],
-            "curves": curves,
-        })  # fmt: skip
-    *_, trl = rows
-    for row in rows:
-        both = zip(trl["seconds_to"], row["seconds_to"], strict=True)
-        row["speed_over_trl"] = ratios(row["samples_per_s"], trl["samples_per_s"])
-        row["sooner_than_trl"] = [theirs / mine for theirs, mine in both if mine and theirs is not None]
-    return rows
-
-
 def speeds(runs: Mapping[str, Sequence[Learning]], *, samples_per_step: int) -> list[dict[str, Any]]:
     """Return a row per side: its rates in all repeats, and tokens/s over TRL's inside each repeat.
 
@@ -367,30 +264,6 @@ def speeds(runs: Mapping[str, Sequence[Learning]], *, samples_per_step: int) -> 
         tokens = [rate * length for rate, length in zip(rates, lengths, strict=True)]
         rows.append({"side": SIDES[side], "samples_per_s": rates, "tokens_per_s": tokens})
     return [row | {"speed_over_trl": ratios(row["tokens_per_s"], rows[-1]["tokens_per_s"])} for row in rows]
-
-
-def targets(rows: Sequence[Row], *, accuracy: float) -> list[Any]:
-    """Return the targets: 1.4 times TRL in samples/s, and in the time to the accuracy, where both reached it."""
-    ours = rows[0]
-    measures = {
-        "samples/s over TRL": ours["speed_over_trl"],
-        f"TRL's seconds to accuracy {accuracy} over ours": ours["sooner_than_trl"],
-    }
-    return [measuring.target(name, values, at_least=_TARGET) for name, values in measures.items() if values]
-
-
-def draw_peers(rows: Sequence[Row], *, accuracy: float, path: Path) -> None:
-    """Draw the held-out accuracy over the seconds of training, a line per run, into an SVG file."""
-    with picture(path, size=(6.5, 3.6)) as (_, axes):
-        axes.axhline(accuracy, color="#8a8a8a", linewidth=0.8, linestyle="--")
-        for row in rows:
-            for place, curve in enumerate(row["curves"]):
-                _, seconds, values = zip(*curve, strict=True)
-                label, color = None if place else row["side"], _COLORS[row["side"]]
-                axes.plot(seconds, values, color=color, marker=".", linewidth=1.2, label=label)
-        axes.set_xlabel("seconds of training (without start-up and evaluation)")
-        axes.set_ylabel("held-out accuracy, greedy")
-        axes.legend(frameon=False, loc="lower right")
 
 
 if __name__ == "__main__":

@@ -135,23 +135,19 @@ def test_agents_and_the_workflow_hold_the_same_dialogue(tmp_path: Path, monkeypa
 
 
 def test_trl_and_ours_are_compared_by_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins train: ours takes 0.5 s a step, TRL 1 s; both are right in 0.7 of step 10 and 0.8 of step 20.
-
-    So ours is twice as fast, and at 0.75 after 7.5 s of TRL's 15. Seen failing with ours over TRL's time.
-    """
+    """Stand-ins train: ours takes 0.5 s a step, TRL 1 s. Seen failing with ours over TRL's time."""
     grpo: list[dict[str, Any]] = []
 
-    def learn(step_s: float, steps: int, *, every: int) -> peers_trl.Learning:
-        seconds = tuple(itertools.accumulate([step_s] * steps))
-        return peers_trl.Learning(seconds=seconds, accuracies={0: 0.2, 10: 0.7, 20: 0.8}, tokens=(30.0,) * steps)
+    def learn(step_s: float, steps: int) -> peers_trl.Learning:
+        return peers_trl.Learning(seconds=tuple(itertools.accumulate([step_s] * steps)), tokens=(30.0,) * steps)
 
-    def ours(_runs: Any, config: Any, _folder: Path, _problems: Any) -> peers_trl.Learning:
+    def ours(_runs: Any, config: Any, _folder: Path) -> peers_trl.Learning:
         assert (config.trainer.minibatches, config.objective.proximal) == (1, "reuse")
-        return learn(0.5, config.run.steps, every=config.run.checkpoint_every)
+        return learn(0.5, config.run.steps)
 
     def theirs(settings: dict[str, Any], **_: Any) -> peers_trl.Learning:
         grpo.append(settings["grpo"])
-        return learn(1.0, settings["grpo"]["max_steps"], every=settings["every"])
+        return learn(1.0, settings["grpo"]["max_steps"])
 
     monkeypatch.setattr(bench_peers, "ensure_trl", lambda cache, say: tmp_path)
     monkeypatch.setattr(bench_peers, "run_trl", theirs)
@@ -159,9 +155,7 @@ def test_trl_and_ours_are_compared_by_the_same_steps(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     bench_peers.main(SMALL, repeats=2, steps=20, out=tmp_path)
     assert {each["per_device_train_batch_size"] * each["gradient_accumulation_steps"] for each in grpo} == {128}
-    rows = shown(tmp_path, "peers")
-    assert rows[0] == ["areal-lite, eta 4", "256", "2.00", "7.5, 15", "2.00", "0.800", "30.0"]
-    assert (tmp_path / "peers.svg").stat().st_size > 0
+    assert [row[-1] for row in shown(tmp_path, "peers speed")] == ["2.00", "2.00", "1.00"]
     bench_peers.main(["longtail_cpu", *SMALL], size="64x1", repeats=1, steps=12, out=tmp_path)
     assert [row[-1] for row in shown(tmp_path, "peers speed")] == ["2.00", "2.00", "1.00"]
     with pytest.raises(ConfigError, match=r"compares recipes with"):
