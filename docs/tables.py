@@ -96,14 +96,8 @@ def of(columns: Columns, rows: Callable[[Row], Iterable[Row]]) -> Make:
 RECIPES = {"longtail_cpu": 2.2, "arith_cpu": 1.4}
 """Of `bench modes`, and what the best asynchronous mode is to reach over the best synchronous one."""
 NOTHING = "Not measured in this state."
-BEFORE = load("drill-until-0.5")
-"""What became of faults until 0.5, as far as they were provoked."""
-LEFT_OUT = {"drill": "losses", "queue": "in the clear, groups/s"}
-OF_PAGES: dict[str, Columns] = {
-    name: {title: template for title, template in columns.items() if title != LEFT_OUT.get(name)}
-    for name, columns in (COMPONENTS | {name: COLUMNS[name] for name in ("drill", "soak")}).items()
-}
-OF_PAGES["drill"]["until 0.5"] = "{before}"
+DRILL: Columns = {title: template for title, template in COLUMNS["drill"].items() if title != "losses"}
+OF_PAGES: dict[str, Columns] = COMPONENTS | {"drill": DRILL, "soak": COLUMNS["soak"]}
 
 
 def benchmark(content: Row, *, name: str) -> str:
@@ -112,8 +106,7 @@ def benchmark(content: Row, *, name: str) -> str:
     rows = [row for one in found for row in one["rows"] if not str(row.get("side")).startswith("fastest")]
     rows.sort(key=lambda row: row.get("parameters", 0))
     heads = "\n".join(dict.fromkeys(map(head, found))) or NOTHING
-    shown = [row | {"before": BEFORE.get(row.get("fault"))} for row in rows_of(name, rows)]
-    return f"{heads}\n\n{markdown(OF_PAGES[name], shown)}"
+    return f"{heads}\n\n{markdown(OF_PAGES[name], rows_of(name, rows))}"
 
 
 def head(results: Row) -> str:
@@ -169,29 +162,17 @@ PRESETS = {"preset" if title == "run" else title: template for title, template i
 
 
 def draw_presets(content: Row) -> None:
-    """Draw held-out accuracy over steps, a line per preset, named at its end."""
+    """Draw held-out accuracy over steps, a line per preset."""
     with picture(HERE / "presets.svg", size=(7.5, 4.6), font=10) as (_, axes):
         axes.grid(axis="y", color="#dddddd", linewidth=0.8)
-        ends = []
         for run in content["runs"]:
             if curve := {int(step): value for step, value in run.get("curve", {}).items()}:
-                (line,) = axes.plot(list(curve), list(curve.values()), linewidth=1.6, marker="o", markersize=3)
-                ends.append((curve[max(curve)], max(curve), run["name"], line.get_color()))
-        last, ends = max((step for _, step, _, _ in ends), default=1), sorted(ends)
-        for (value, step, name, color), place in zip(ends, apart(ends, axes.get_ylim()), strict=True):
-            axes.annotate(name, (step, value), (last * 1.03, place), color=color, va="center")
-        axes.set_xlim(0, last * 1.2)
+                last = curve[max(curve)]
+                label, style = f"{run['name']} {last:.3f}", {"linewidth": 1.6, "marker": "o", "markersize": 3}
+                axes.plot(list(curve), list(curve.values()), label=label, **style)
+        axes.legend(frameon=False, fontsize=9)
         axes.set_xlabel("trainer step")
         axes.set_ylabel("held-out accuracy, greedy")
-
-
-def apart(ends: Sequence[tuple[float, Any, Any, Any]], limits: tuple[float, float]) -> list[float]:
-    """Return where the names of lines go: at their ends, moved apart where these are close together."""
-    gap, places = (limits[1] - limits[0]) * 0.045, list[float]()
-    for value, *_ in ends:
-        places.append(max(value, places[-1] + gap) if places else value)
-    shift = sum(place - end[0] for place, end in zip(places, ends, strict=True)) / max(len(ends), 1)
-    return [place - shift for place in places]
 
 
 # ---------------------------------------------------------------- staleness
