@@ -29,8 +29,8 @@ from areal_lite.weights.handover import hand_over
 
 GRADIENT_LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 """Relative difference of the gradient norms of two first steps with the same samples."""
-_KILLED_AT = 3
-"""The version in whose hand-over the engine dies."""
+_KILLED_AT = 5
+"""The version in whose hand-over the engine dies: by then cuBLAS has allocated the workspaces that it keeps."""
 _CORE = "EngineCor"
 """In the name of vLLM's engine core, of which Linux keeps 15 characters."""
 _KILLED_AFTER_S = 0.01

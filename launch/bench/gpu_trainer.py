@@ -6,7 +6,6 @@ On a CPU the same code runs at a tiny shape. Shape letters: `T` tokens, `H` hidd
 import gc
 import inspect
 import itertools
-import multiprocessing
 import os
 import shutil
 import statistics
@@ -16,7 +15,6 @@ import sysconfig
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -151,9 +149,8 @@ def step(job: Job) -> None:
         kind: job.config("run", **{"model.path": folder, "trainer.activation_checkpointing": kind == "recomputed"})
         for kind in ("kept", "recomputed")
     }
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool, _one_rank(job.device):
-        sizes = {kind: pool.submit(_estimated, config) for kind, config in configs.items()}
-        trainer, rates = Trainer(configs["kept"], model_folder=folder, rank=0), dict[str, float]()
+    with _one_rank(job.device):
+        trainer = Trainer(configs["kept"], model_folder=folder, rank=0)
         for kind, config in configs.items():
             if kind == "recomputed":
                 trainer.model.gradient_checkpointing_enable()  # type: ignore[operator]
@@ -162,15 +159,9 @@ def step(job: Job) -> None:
             train = partial(_train, trainer, shard)
             with _peak(job.device) as peak:
                 step_s = seconds(train, device=job.device)
-            rates[kind] = tokens / step_s
-            job.report(**{kind: {"step_s": step_s, "tokens_per_s": rates[kind], "tokens": tokens, **peak}})
-        for kind, size in sizes.items():
-            estimate, tflops = size.result(), tflops_of(job.device)
-            job.report(**{kind: {"estimate_gib": estimate.peak / _GIB}})
-            if tflops is not None:  # of the operations that a step without recomputation has
-                architecture = memory.architecture_of(configs["kept"])
-                peak_rate = memory.trainer_tokens_per_s(architecture, estimate, configs["kept"], tflops=tflops)
-                job.report(**{kind: {"mfu": rates[kind] / peak_rate}})
+            figures = {"step_s": step_s, "tokens_per_s": tokens / step_s, "tokens": tokens, **peak}
+            figures |= _beside_the_estimate(config, tokens / step_s, kept=configs["kept"], device=job.device)
+            job.report(**{kind: figures})
         job.report(profile=profiled(train, device=job.device))  # last: it is what a machine may not allow
 
 
@@ -185,8 +176,14 @@ def _one_rank(device: str) -> Iterator[None]:
         leave_process_group()
 
 
-def _estimated(config: Config) -> memory.RankSize:
-    return memory.rank_size(memory.architecture_of(config), config)
+def _beside_the_estimate(config: Config, tokens_per_s: float, *, kept: Config, device: str) -> dict[str, float]:
+    """Return the estimated peak in GiB, and MFU by the operations of a step that keeps its activations (`kept`)."""
+    architecture = memory.architecture_of(config)
+    estimate, tflops = memory.rank_size(architecture, config), tflops_of(device)
+    figures = {"estimate_gib": estimate.peak / _GIB}
+    if tflops is not None:
+        figures["mfu"] = tokens_per_s / memory.trainer_tokens_per_s(architecture, estimate, kept, tflops=tflops)
+    return figures
 
 
 def _full_rows(config: Config) -> Shard:
