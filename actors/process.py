@@ -1,5 +1,6 @@
-"""What every actor process does first: send its output to a file of its own."""
+"""What every actor process has: a log file of its own, its memory, and the line of code that a thread is at."""
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -8,6 +9,8 @@ import socket
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+
+import psutil
 
 HOME = re.compile(r" on (\S+), process \d+$")
 """The node, in a log's first line."""
@@ -37,6 +40,24 @@ def log_to_file(folder: str, name: str, *, environment: Iterable[str] = ()) -> N
     logging.getLogger(__name__).info("%s on %s, process %d", name, socket.gethostname(), os.getpid())
     if names := ", ".join(environment):
         logging.getLogger(__name__).info("set by run.env: %s", names)
+
+
+class MeasuredProcess:
+    """An actor that reports the memory of its process."""
+
+    def memory_mb(self) -> int:
+        """Return the resident memory of this process and of those below it, in MiB."""
+        own = psutil.Process()
+        return resident_mb([own, *own.children(recursive=True)])
+
+
+def resident_mb(processes: Iterable[psutil.Process]) -> int:
+    """Add up the resident memory of processes, in MiB; pages that they share count for each."""
+    total = 0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it has ended
+            total += process.memory_info().rss
+    return total >> 20
 
 
 def position(thread: int) -> str:

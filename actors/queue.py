@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from areal_lite.actors.process import log_to_file
+from areal_lite.actors.process import MeasuredProcess, log_to_file
 from areal_lite.config.recipe import Config
 from areal_lite.data.cursor import make_cursor
 from areal_lite.network import local_address, port_range
@@ -14,7 +14,7 @@ from areal_lite.sample_queue.service import restore
 from areal_lite.types import Prompt
 
 
-class QueueActor:
+class QueueActor(MeasuredProcess):
     """Owns the ledger, the data cursor and the ZeroMQ server around them."""
 
     def __init__(

@@ -6,7 +6,7 @@ import signal
 from multiprocessing import resource_tracker
 from typing import Any
 
-from areal_lite.actors.process import log_to_file
+from areal_lite.actors.process import MeasuredProcess, log_to_file
 from areal_lite.config.recipe import Config
 from areal_lite.events import Event, EventBuffer
 from areal_lite.network import local_address, use_interface_of
@@ -19,7 +19,7 @@ from areal_lite.sample_queue.client import AsyncQueueClient
 from areal_lite.types import Prompt, Sample
 
 
-class RolloutActor:
+class RolloutActor(MeasuredProcess):
     """Delegates to `RolloutWorker` and `VllmEngine`; every call of the hand-over leaves an event."""
 
     def __init__(self, config: Config, *, name: str, model_folder: str, access: QueueAccess, log_folder: str) -> None:

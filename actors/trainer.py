@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_lite.actors.engine_client import EngineClient
-from areal_lite.actors.process import log_to_file, position
+from areal_lite.actors.process import MeasuredProcess, log_to_file, position
 from areal_lite.config.recipe import Config
 from areal_lite.network import local_address, port_range
 from areal_lite.sample_queue.access import QueueAccess
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from areal_lite.train.trainer import Trainer
 
 
-class TrainerActor:
+class TrainerActor(MeasuredProcess):
     """Delegates to a trainer, in which all ranks do everything together, one thing at a time.
 
     `progress` and `ping` may be called beside, and `save` with what was copied.

@@ -7,7 +7,7 @@ a learned reward is judged by a real one.
 import asyncio
 from typing import Any
 
-from areal_lite.actors.process import log_to_file
+from areal_lite.actors.process import MeasuredProcess, log_to_file
 from areal_lite.config.recipe import Config
 from areal_lite.events import Event, EventBuffer
 from areal_lite.sample_queue.access import QueueAccess
@@ -18,7 +18,7 @@ from areal_lite.verify.verifier_set import VerifierSet
 from areal_lite.verify.worker import VerifierWorker, decoder_of
 
 
-class VerifierActor:
+class VerifierActor(MeasuredProcess):
     """Delegates to `VerifierSet` and `VerifierWorker`."""
 
     def __init__(self, config: Config, *, name: str, access: QueueAccess, log_folder: str, model_folder: str) -> None:

@@ -113,9 +113,11 @@ def _run(
     except Interrupted as stop:
         if stop.summary:
             show(stop.summary, keys, console)
-        console.print("stopped. To go on:", highlight=False)
-        again = shlex.join(["areal-lite", "resume", str(stop)])
-        console.print(f"  {again}", highlight=False, markup=False, soft_wrap=True)
+        if stop.is_resumable:
+            again = shlex.join(["areal-lite", "resume", str(stop)])
+            console.print(f"stopped. Resume with:\n  {again}", highlight=False, markup=False, soft_wrap=True)
+        else:
+            console.print("stopped before there was a checkpoint to resume from", highlight=False)
         return 130
     show(summary, keys, console)
     return 0

@@ -10,10 +10,11 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
 from areal_lite.actors.calls import Calls, Poller, call_all, describe, has_died, kill, stop_all
-from areal_lite.actors.process import log_path
+from areal_lite.actors.process import log_path, resident_mb
 from areal_lite.actors.queue import QueueActor
 from areal_lite.actors.rollout import RolloutActor
 from areal_lite.actors.trainer import OnlineTrainerActor
@@ -69,7 +70,8 @@ class Cluster:
         run = self._config.run
         self.engines = RayEngines({}, timeout_s=run.stall_timeout_s, on_drop=self._note_lost)
         self.restarts = Restarts(self._respawn, most=run.max_worker_restarts, start_timeout_s=run.start_timeout_s)
-        self._reports = Poller("collect")
+        self._reports, self._memory_polls = Poller("collect"), Poller("memory_mb")
+        self._memory_mb = dict[str, int]()
         self._has_started = False
         self._spawn_core(queue_state)
 
@@ -316,6 +318,15 @@ class Cluster:
         return [event for events, _ in reports.values() for event in events], {
             name: gauges for name, (_, gauges) in reports.items()
         }
+
+    def memory_mb(self) -> dict[str, int]:
+        """Return the memory of each process of the run in MiB, as last measured; nothing is waited for."""
+        actors = {**self._workers, **self.ranks.handles, "queue": self._queue_actor}
+        measured, _ = self._memory_polls.poll(actors, wait_s=0.0)
+        known = self._memory_mb | measured
+        self._memory_mb = {name: known[name] for name in actors if name in known}
+        # Below this process there may be a Ray of its own, with all actors.
+        return self._memory_mb | {"controller": resident_mb([psutil.Process()])}
 
     def replace_silent(self, after_s: float) -> list[str]:
         """Give up workers that have not reported for so long: their processes hang. Returns their names."""

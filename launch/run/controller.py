@@ -24,7 +24,7 @@ from areal_lite.launch.run.places import Places
 from areal_lite.launch.run.ranks import POLL_S, Ranks
 from areal_lite.launch.run.signals import Interrupts
 from areal_lite.launch.run.view import View
-from areal_lite.record.checkpoints import seal
+from areal_lite.record.checkpoints import seal, whole_checkpoints
 from areal_lite.record.run_folder import RunFolder
 from areal_lite.watchdog import Watchdog
 
@@ -35,12 +35,17 @@ _SETTLE_S = 0.05
 
 
 class Interrupted(Exception):
-    """The run was stopped by Ctrl-C; its work is saved."""
+    """The run was stopped by Ctrl-C or by a notice of a batch system.
 
-    def __init__(self, folder: str, summary: dict[str, Any] | None = None) -> None:
-        """Name the run's folder; a summary comes with it where there is time to show one."""
+    Args:
+        folder: The run's folder.
+        summary: Where there is time to show one.
+        is_resumable: False where no checkpoint was saved.
+    """
+
+    def __init__(self, folder: str, summary: dict[str, Any] | None = None, *, is_resumable: bool = True) -> None:
         super().__init__(folder)
-        self.summary = summary or {}
+        self.summary, self.is_resumable = summary or {}, is_resumable
 
 
 class Controller(ABC):
@@ -119,7 +124,8 @@ class Controller(ABC):
             located = self._places.whereabouts.located(error)
             self._rescue(located)
             if self._interrupts.notice:
-                raise Interrupted(str(self._folder.path)) from located
+                is_resumable = bool(whole_checkpoints(self._folder.checkpoints))
+                raise Interrupted(str(self._folder.path), is_resumable=is_resumable) from located
             if located is error:
                 raise
             raise located from error

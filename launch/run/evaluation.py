@@ -16,6 +16,11 @@ from areal_lite.record.recorder import OnlineRecorder
 from areal_lite.types import GIVEN, Prompt, Sample, means
 from areal_lite.verify.protocol import Reply
 
+_PART_SIZE = 16
+"""Problems in a call of an engine."""
+_SCORE_TIMEOUT_S = 10.0
+"""How long the verifier may take for an evaluation that is cut short."""
+
 
 class Evaluations:
     """One after another: split over the live engines when it begins; `poll` carries it on until there is a result."""
@@ -42,17 +47,34 @@ class Evaluations:
 
     def begin(self, step: int) -> None:
         """Begin one, if there are prompts, and engines for them."""
-        engines = self._cluster.engines.handles
+        engines = list(self._cluster.engines.handles.items())
         if self._prompts and engines:
-            self._step, self._pairs = step, None
-            self._parts = {name: self._prompts[index :: len(engines)] for index, name in enumerate(engines)}
-            self._calls = Calls({name: handle.evaluate.remote(self._parts[name]) for name, handle in engines.items()})
+            self._step, self._pairs, calls = step, None, {}
+            # All parts start at once; each has an answer of its own, so that an evaluation cut short keeps some.
+            num_parts = max(len(engines), -(-len(self._prompts) // _PART_SIZE))
+            for number in range(min(num_parts, len(self._prompts))):
+                name, handle = engines[number % len(engines)]
+                part = f"{name}, part {number + 1} of {num_parts}"
+                self._parts[part] = self._prompts[number::num_parts]
+                calls[part] = handle.evaluate.remote(self._parts[part])
+            self._calls = Calls(calls)
         elif self._prompts:
             self._view.say(f"the evaluation of step {step} was lost: no rollout worker is there")
 
     def end(self) -> None:
-        """Forget the one that is going on."""
-        self._calls = None
+        """Forget the one in progress."""
+        self._calls, self._parts = None, {}
+
+    def cut_short(self) -> None:
+        """End the one in progress, and keep what it has by now: completed parts are scored, the others dropped."""
+        if self._calls is not None and self._pairs is None:
+            finished = self._calls.values
+            if not finished:
+                return self.end()
+            self._parts = {name: part for name, part in self._parts.items() if name in finished}
+            self._advance(finished)
+        self.poll(_SCORE_TIMEOUT_S)
+        self.end()
 
     def late(self) -> str:
         """Name the workers that it waits for."""
@@ -69,9 +91,9 @@ class Evaluations:
                 self._view.say(f"the evaluation of step {self._step} was lost: {reason}")
                 return self.end()
         if not self._calls.pending:
-            self._go_on(self._calls.values)
+            self._advance(self._calls.values)
 
-    def _go_on(self, values: Mapping[str, Any]) -> None:
+    def _advance(self, values: Mapping[str, Any]) -> None:
         if self._pairs is None:
             if self._cluster.verifiers:
                 self._calls = self._score(values)
@@ -117,6 +139,7 @@ class Evaluations:
                 if part
             },
             "problems": len(rewards),
+            "left_out": len(self._prompts) - len(pairs),
             "failures": len(replies) - len(rewards),
             "versions": sorted(
                 {span.version for _, sample in pairs if sample is not None for way in sample.ways for span in way.spans}
@@ -135,6 +158,7 @@ def in_words(result: Mapping[str, Any]) -> str:
         f"held-out {result['called']} at step {step}: {result['accuracy']:.3f} "
         + (f"[{', '.join(by_source)}] " if len(by_source) > 1 else "")
         + f"({result['problems']} problems, versions {result['versions']}"
+        + (f", {result['left_out']} not evaluated" if result["left_out"] else "")
         + (f", {failures} could not be scored)" if failures else ")")
         + "".join(f"; {name} {value:.3f}" for name, value in {**result["parts"], **result["metrics"]}.items())
     )

@@ -24,6 +24,7 @@ from areal_lite.launch.run.controller import Controller
 from areal_lite.launch.run.evaluation import Evaluations
 from areal_lite.launch.run.parity import Difference, ParityCheck, prompt_sequences, stored_sequences
 from areal_lite.launch.run.ranks import POLL_S
+from areal_lite.record.memory_growth import growth_warning
 from areal_lite.record.quarters import spread_warning, stale_warning
 from areal_lite.record.recorder import OnlineRecorder
 from areal_lite.sample_queue.access import Role
@@ -56,7 +57,7 @@ class OnlineController(Controller):
         self._prompts, self._eval_prompts = prompts, eval_prompts
         self._handover_lane = EventBuffer("handover")
         self._at_boundary = True
-        self._warnings = [stale_warning, spread_warning]
+        self._warnings = [stale_warning, spread_warning, growth_warning]
         """What may still be said, each once."""
         self._first_version = 0
         self._parity = ParityCheck(
@@ -280,7 +281,11 @@ class OnlineController(Controller):
             record["stats"]
             | self._collector.verifiers()
             | self._collector.engines()
-            | {"messages_refused": status["refused"], "workers": self._cluster.states()},
+            | {
+                "messages_refused": status["refused"],
+                "workers": self._cluster.states(),
+                "memory_mb": self._cluster.memory_mb(),
+            },
             step=self._version,
             tokens_generated=self._collector.tokens(),
             ledger=status["counts"],
@@ -296,7 +301,7 @@ class OnlineController(Controller):
         return row
 
     def _evaluate_now(self) -> None:
-        """Evaluate under one version, with nothing beside; Ctrl-C ends it."""
+        """Evaluate under one version, with nothing beside it; Ctrl-C ends it, and what is evaluated by then counts."""
         self._evaluations.begin(self._version)
         if self._evaluations:
             self._view.say(f"evaluating {len(self._eval_prompts)} held-out problems at version {self._version} ...")
@@ -306,7 +311,7 @@ class OnlineController(Controller):
             self._tick()
             self._evaluations.poll(POLL_S)
             self._check_progress(self._collector.work(), waiting_for="an evaluation", culprit=culprit)
-        self._evaluations.end()
+        self._evaluations.cut_short()
 
     def _wind_up(self, status: str) -> str:
         self._cluster.note_taken()

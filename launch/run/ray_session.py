@@ -21,7 +21,7 @@ from areal_lite.network import listens
 from areal_lite.node import check_memory
 
 _PROBE_TIMEOUT_S = 5.0
-_LEAVE_TIMEOUT_S = 10.0
+_LEAVE_TIMEOUT_S = 3.0
 """How long Ray may take to disconnect; it waits forever for a raylet that hangs."""
 NO_SPARE_WORKERS = {"RAY_prestart_worker_first_driver": "0"}
 """Actors have processes of their own: those that Ray starts in advance, one for each core, would never be used."""

@@ -117,6 +117,7 @@ RESULT = {
     "metrics": {},
     "problems": 8,
     "failures": 0,
+    "left_out": 0,
     "versions": [20],
 }
 
@@ -132,6 +133,10 @@ RESULT = {
         (
             {"by_source": {"a": 0.25}, "parts": {"right": 0.5}, "metrics": {"words": 12.0}},
             "held-out accuracy at step 20: 0.250 (8 problems, versions [20]); right 0.500; words 12.000",
+        ),
+        (
+            {"by_source": {"a": 0.25}, "left_out": 40},
+            "held-out accuracy at step 20: 0.250 (8 problems, versions [20], 40 not evaluated)",
         ),
         (
             {"problems": 0, "failures": 9},
@@ -180,3 +185,42 @@ def test_an_evaluation_that_finds_no_worker_is_said_to_be_lost(monkeypatch: pyte
         "the evaluation of step 3 was lost: no rollout worker is there",
         "the evaluation of step 4 was lost: no verifier worker is there",
     ]
+
+
+def test_an_evaluation_cut_short_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three parts of 40 problems. Seen failing with all of it lost, however long it had taken."""
+    monkeypatch.setattr(calls_module, "ray", FakeRay(FakeClock()))
+    monkeypatch.setattr(calls_module, "time", SimpleNamespace(monotonic=FakeClock()))
+    said, kept, parts = list[str](), list[dict[str, Any]](), list[list[Any]]()
+
+    def evaluate(prompts: list[Any]) -> Reference:
+        parts.append(prompts)
+        is_done = len(parts) < 3
+        return Reference(lambda: [None] * len(prompts), is_ready=lambda: is_done)
+
+    def score(prompts: list[Any], samples: list[Any]) -> Reference:
+        return Reference(lambda: [Reply(1.0) for _ in prompts])
+
+    engine, verifier = SimpleNamespace(evaluate=SimpleNamespace(remote=evaluate)), SimpleNamespace()
+    verifier.score = SimpleNamespace(remote=score)
+    handles, verifiers = {"rollout/0": engine}, {"verifier/0": verifier}
+    cluster: Any = SimpleNamespace(engines=SimpleNamespace(handles=handles), verifiers=verifiers)
+    recorder: Any = SimpleNamespace(
+        evaluations={}, evaluation=lambda step, accuracy, **_: kept.append({step: accuracy})
+    )
+    view: Any = SimpleNamespace(say=lambda text, style="": said.append(text))
+    prompts: Any = [SimpleNamespace(prompt_id=f"eval/{number}") for number in range(40)]
+    evaluations = Evaluations(cluster, prompts, recorder=recorder, lane=EventBuffer("controller"), view=view)
+    evaluations.begin(5)
+    evaluations.poll()
+    evaluations.cut_short()
+    assert not evaluations
+    done = len(parts[0]) + len(parts[1])
+    assert said == [f"held-out accuracy at step 5: 1.000 ({done} problems, versions [], {40 - done} not evaluated)"]
+    assert kept == [{5: 1.0}]
+    parts.clear()
+    parts += [[], []]  # now none gets done
+    evaluations.begin(6)
+    evaluations.poll()
+    evaluations.cut_short()
+    assert len(said) == 1

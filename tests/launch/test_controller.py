@@ -107,6 +107,9 @@ class FakeCluster:
     def states(self) -> dict[str, int]:
         return {"healthy": 2}
 
+    def memory_mb(self) -> dict[str, int]:
+        return {"controller": 200}
+
     def collect(self) -> tuple[list[Any], dict[str, Any]]:
         return [], {}
 

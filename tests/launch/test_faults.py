@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from loop_builders import loop_config
@@ -117,7 +118,9 @@ def test_ctrl_c_finishes_the_step_and_saves(interrupted: UserRun) -> None:
     assert saved_step(interrupted) == stopped_at
     assert (summary(interrupted)["status"], summary(interrupted)["stopped_by"]) == ("interrupted", "Ctrl-C")
     check_books(interrupted, total=stopped_at)
-    assert re.search(r"reward_last.*\nreport: .*report.html\nstopped. To go on:", interrupted.output, flags=re.DOTALL)
+    assert re.search(
+        r"reward_last.*\nreport: .*report.html\nstopped. Resume with:", interrupted.output, flags=re.DOTALL
+    )
     assert "interrupted" in (interrupted.folder.path / "report.html").read_text()
 
 
@@ -261,3 +264,25 @@ def test_a_last_worker_killed_or_hung_and_a_notice_to_all_leave_the_run_saved(lo
         assert summary(resumed)["status"] == "interrupted"
         assert saved_step(resumed) == len(steps(resumed))
         check_books(resumed, total=len(steps(resumed)))
+
+
+def test_a_hung_verifier_is_replaced_and_a_hung_raylet_delays_no_end(loop_folder: Path) -> None:
+    """The only verifier worker: the run may not go back to a checkpoint for it. Then Ctrl-C.
+
+    Seen failing with a run that ends with a `StallError`, and with one that never ends, as Ray waits for the raylet.
+    """
+    settings = {"steps": 1000, "stall_timeout_s": 8, "max_restarts": 0, "report": False}
+    with start(loop_folder, "hung", run=settings) as run:
+        run.wait_for_steps(2)
+        hung = run.actor("verifier/0")
+        os.kill(hung, signal.SIGSTOP)
+        run.wait_until(lambda: "verifier/0 is back" in run.output, "another verifier")
+        assert not alive(hung)
+        assert "its process hangs: no report for" in lost(run)["verifier/0"]["reason"]
+        run.wait_for_steps(len(steps(run)) + 2)
+        (raylet,) = [pid for pid in run.processes() if psutil.Process(pid).name() == "raylet"]
+        os.kill(raylet, signal.SIGSTOP)
+        run.press_ctrl_c()
+        assert run.exit_code() == 130, run.output
+        assert run.leftovers == []
+        assert saved_step(run) == len(steps(run))

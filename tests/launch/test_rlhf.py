@@ -83,7 +83,7 @@ def test_ctrl_c_saves_and_the_command_it_prints_goes_on_bit_for_bit(
         run.press_ctrl_c()
         assert run.exit_code() == 130
         assert run.leftovers == []
-        command = run.output.partition("To go on:")[2].strip()
+        command = run.output.partition("Resume with:")[2].strip()
     stopped_at = len(RunFolder(folder / "stopped").read("metrics.jsonl"))
     assert 7 <= stopped_at < 60
     assert main(shlex.split(command)[1:]) == 0

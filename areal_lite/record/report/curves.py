@@ -80,6 +80,12 @@ def metric_charts(runs: Sequence[RunFiles], section: str) -> Iterator[Chart | No
             yield lines(metric.curve, _named(runs, metric.name), x=STEPS, y=metric.unit, rangemode="tozero")
 
 
+def memory_chart(run: RunFiles) -> Chart | None:
+    """Draw the memory of each process over the run."""
+    curves = _parts(run, "memory_mb", "step")
+    return lines("memory of each process", curves, x=STEPS, y="MiB", rangemode="tozero", legend=True)
+
+
 def _measured(runs: Sequence[RunFiles], section: str) -> Iterator[tuple[Metric, set[float]]]:
     """Yield the metrics of a section with all values that the runs have of them."""
     declared = [OFFLINE_METRICS if run.command != "train" else METRICS for run in runs]

@@ -36,6 +36,7 @@ def _online_sections(run: RunFiles) -> Iterator[Section]:
     yield Section("Timeline", [Block("timeline", timeline(run.events))])
     shares = times.share_chart(times.lane_shares(run.events))
     speed = [shares, *curves.metric_charts([run], "Speed and idle time"), curves.step_times(run)]
+    speed.append(curves.memory_chart(run))
     yield Section("Speed and idle time", [charts_block(speed)])
     yield Section("Lengths", [charts_block(times.length_charts([run]))])
     verifiers = Block("table", times.verifier_table(run), "verifiers, as of the last step")

@@ -29,9 +29,9 @@ SUMMARY: dict[str, Any] = dict.fromkeys(SUMMARY_KEYS, 0.5) | {"eval": {"0": 0.21
 class Interrupted(Exception):
     """Stands for the controller's."""
 
-    def __init__(self, folder: str, summary: dict[str, Any] | None = None) -> None:
+    def __init__(self, folder: str, summary: dict[str, Any] | None = None, *, is_resumable: bool = True) -> None:
         super().__init__(folder)
-        self.summary = summary or {}
+        self.summary, self.is_resumable = summary or {}, is_resumable
 
 
 class FakeTraining:
@@ -213,7 +213,7 @@ def test_a_stopped_run_ends_with_130_and_says_how_to_go_on(
     FakeTraining(monkeypatch, Interrupted("/runs/my run"))
     assert cli.main(["train", "arith_cpu", "run.seed=3"]) == 130
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "stopped. To go on:"
+    assert lines[0] == "stopped. Resume with:"
     assert lines[1] == "  areal-lite resume '/runs/my run'"
     summary = {"steps": 3, "reward_first": None, "eval": {"0": 0.25, "2": 0.75}, "report": "r/report.html"}
     FakeTraining(monkeypatch, Interrupted("/runs/my run", summary))
@@ -223,6 +223,9 @@ def test_a_stopped_run_ends_with_130_and_says_how_to_go_on(
     shown = " ".join(before).split()
     assert {"0.250", "0.750", "steps", "3"} <= set(shown)
     assert "reward_first" not in shown
+    FakeTraining(monkeypatch, Interrupted("/runs/my run", is_resumable=False))
+    assert cli.main(["train", "arith_cpu"]) == 130
+    assert capsys.readouterr().out == "stopped before there was a checkpoint to resume from\n"
 
 
 @pytest.mark.parametrize("options", [[], ["--take-over"]])
