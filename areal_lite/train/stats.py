@@ -111,8 +111,8 @@ class StepTally:
                 if (value := self._values.get(name)) is not None:
                     totals[name] = type(value)(total)  # a count stays a whole number
         row: dict[str, Any] = {metric.name: metric.of(totals) for metric in METRICS if metric.reduction}
-        if own_loss:
-            row["loss_metrics"] = self._own_metrics(totals.get("tokens_trained"), device)
+        if own_loss and (own := self._own_metrics(totals.get("tokens_trained"), device)):
+            row["loss_metrics"] = own
         ages = range(int(totals.get("age_max") or 0) + 1)
         trained = _over_ranks(sum_over_ranks, [self._ages[age] for age in ages], device)
         quarters = np.array(_over_ranks(sum_over_ranks, self._quarters.flatten().tolist(), device), np.int64)
