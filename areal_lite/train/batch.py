@@ -23,7 +23,7 @@ from areal_lite.types import Sample, Shard, StopReason
 
 @dataclass(slots=True, kw_only=True)
 class Tokens:
-    """What is known of completion tokens: of a shard's, or those of one of its micro-batches. [T] each."""
+    """Facts about the completion tokens of a shard, or of one of its micro-batches; [T] each."""
 
     rows_T: Tensor
     """int64, the row of the shard."""
@@ -32,13 +32,13 @@ class Tokens:
     own_T: Tensor
     """Booleans: produced by the model, not given by an environment."""
     step_rewards_T: Tensor | None
-    """float64, the part of the total reward that was given for steps, at the tokens they end with; None when no sample
-    of the whole batch has any, on all ranks alike."""
+    """float64, the part of the total reward that was given for steps, at the tokens they end with; None on all ranks
+    when no sample of the whole batch has any."""
     steps_before_T: Tensor
-    """int64, how many steps of its sample were rewarded before each token: where it stands on the way."""
+    """int64, how many steps of its sample were rewarded before each token."""
     loss_mask_T: Tensor
-    """Booleans: age within the bound (any under `queue.on_stale: keep`), the sample scored, and taken out by no filter
-    of samples."""
+    """Booleans: age within the bound (any under `queue.on_stale: keep`), and a sample that is scored and not filtered
+    out."""
     stale_T: Tensor
     """Booleans: the same, but of age over eta."""
     behaviour_logprobs_T: Tensor
@@ -62,7 +62,7 @@ class Tokens:
 
     @classmethod
     def from_rows(cls, rows: TokenRows, shard: Shard, *, config: Config, device: torch.device) -> "Tokens":
-        """Lay out what the shard says of its completion tokens, and decide on whole groups which of them train."""
+        """Lay out the shard's completion tokens, and decide which of them train, for whole groups."""
         samples, version, eta = [row.sample for row in shard.rows], shard.version, config.queue.max_staleness
         limit = age_limit(eta, on_stale=config.queue.on_stale)
 
@@ -93,7 +93,7 @@ class Tokens:
         )
 
     def at(self, places_T: Tensor) -> "Tokens":
-        """Return what is known of the tokens at these places."""
+        """Return the same facts about the tokens at these places."""
         known = {field.name: getattr(self, field.name) for field in fields(self)}
         chosen: dict[str, Any] = {name: None if value is None else value[places_T] for name, value in known.items()}
         return Tokens(**chosen)
@@ -101,7 +101,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyBatch:
-    """What was sampled, how old it is, what it earned, and which of it trains."""
+    """The rows of a shard, their micro-batches, rewards and tokens."""
 
     updates: list[list[MicroBatch]]
     """The micro-batches of each optimiser update, equally many on every rank."""
@@ -113,7 +113,7 @@ class PolicyBatch:
     samples_B: Tensor
     """[B] int64, the column of `rewards_NG`."""
     firsts_B: Tensor
-    """[B] booleans: not a branch, so that it stands for its rollout in its group."""
+    """[B] booleans: not a branch, so the row represents its rollout in its group."""
     lengths_B: Tensor
     """[B] int64 completion tokens."""
 
@@ -124,11 +124,7 @@ class PolicyBatch:
 
     @classmethod
     def from_shard(cls, shard: Shard, *, config: Config, device: torch.device) -> "PolicyBatch":
-        """Lay out the shard's own rows, and decide on whole groups which of them train; collective.
-
-        Args:
-            config: The recipe: staleness bound, minibatches, filters.
-        """
+        """Build the micro-batches and tokens of the shard's own rows; collective."""
         pairs = ((row.prompt_token_ids, row.sample.token_ids) for row in shard.rows)
         rows = TokenRows(pairs, [row.sample.routes for row in shard.rows] if config.rollout.replay_routes else None)
         minibatches = [
@@ -147,7 +143,7 @@ class PolicyBatch:
 
 
 def described(value: object) -> str:
-    """Return what a message says of a result that should be a tensor of another kind."""
+    """Describe, for an error message, a result that should be another kind of tensor."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{value.dtype} of shape {tuple(value.shape)}" + ("" if value.isfinite().all() else ", not all finite")

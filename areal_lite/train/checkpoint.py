@@ -5,11 +5,11 @@
              critic/               the same of the critic, where there is one
              rng-<rank>.pt         random state of each rank
              meta.json             version, KL coefficients, the models' parameter names, shapes and dtypes, and
-                                   what the model says of a few tokens
+                                   its outputs for a few tokens
 
-Writing is not atomic: the caller hands a temporary folder and renames it when every rank is done.
+Writing is not atomic: the caller passes a temporary folder, and renames it when every rank is done.
 
-A manifest finds files that changed; what the model says of a few tokens shows whether good files gave a wrong state.
+A manifest finds files that changed; outputs for a few tokens show whether intact files gave a wrong state.
 
 Shape letters: `T` tokens, `V` vocabulary.
 """
@@ -67,12 +67,12 @@ def take_snapshot(
 
     Args:
         version: Completed trainer steps; the learning rate follows from it.
-        limit: Nats by which what the model says may differ once it is loaded again.
-        coefficients: Numbers that follow from the steps done; none by default.
-        copied: To the host's memory, so that training may go on while a thread writes.
+        limit: Nats by which the model's outputs may differ once it is loaded again.
+        coefficients: Numbers that follow from the completed steps.
+        copied: Copy everything to the host's memory, so that training continues while a thread writes.
 
     Returns:
-        What writes a checkpoint of this moment into a folder, the same on all ranks, which is made; collective.
+        A function that writes the snapshot into a folder, created if missing, the same on all ranks; collective.
     """
     states = {"": _state(learner)}
     meta = {"version": version, "coefficients": dict(coefficients or {}), "model": _fingerprint(learner.model)}
@@ -96,7 +96,7 @@ def take_snapshot(
         except (OSError, CheckpointException) as error:
             (cause, _), *_ = getattr(error, "failures", {rank: (error, None)}).values()
             raise CheckpointError(
-                f"the checkpoint in {folder} cannot be written ({cause!r}): earlier ones are kept, see to that disk"
+                f"the checkpoint in {folder} cannot be written: {cause!r}. Earlier ones are kept. Fix: check that disk"
             ) from error
 
     return write
@@ -105,20 +105,20 @@ def take_snapshot(
 def load_checkpoint(
     folder: Path, learner: Learner, *, rank: int, limit: float, critic: Learner | None = None
 ) -> tuple[int, dict[str, float]]:
-    """Load what a snapshot wrote, with the same or another number of ranks; collective.
+    """Load a checkpoint that the same or another number of ranks wrote; collective.
 
-    A rank that did not exist when it was written keeps its own random state. A critic in the checkpoint is passed over
-    where none is given.
+    A rank that did not exist then keeps its own random state. A critic in the checkpoint is ignored where none is
+    given.
 
     Args:
-        limit: Nats by which what the model says may differ from what it said then; 0 = any.
+        limit: Nats by which the model's outputs may differ from the saved ones; 0 = any.
 
     Returns:
-        The version, completed trainer steps; and the coefficients, none where none were saved.
+        The version, completed trainer steps, and the coefficients, empty where none were saved.
 
     Raises:
-        CheckpointError: The checkpoint is missing or broken, of another model, without the critic that is given, or
-            what was loaded is not what was saved.
+        CheckpointError: The checkpoint is missing, broken, of another model, or without the critic that is given, or
+            the loaded model is not the saved one.
     """
     try:
         meta = json.loads((folder / "meta.json").read_text())
@@ -126,12 +126,12 @@ def load_checkpoint(
         saved = {key: dict(meta[key]) for key in ("model", _CRITIC) if key in meta or key == "model"}
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(
-            f"expected a trainer checkpoint in {folder}, got {error!r}: resume from an older checkpoint"
+            f"expected a trainer checkpoint in {folder}, got {error!r}. Fix: resume from an older checkpoint"
         ) from error
     if critic is not None and _CRITIC not in saved:
         raise CheckpointError(
-            f"objective.baseline=critic needs a checkpoint with a critic, got none in {folder}: resume with the "
-            "objective it was made with"
+            f"objective.baseline=critic needs a checkpoint with a critic, got none in {folder}. Fix: resume with the "
+            "objective that it was made with"
         )
     _check_same_model(saved["model"], _fingerprint(learner.model), folder=folder, setting="model.path and trainer.lora")
     if critic is not None:
@@ -151,9 +151,9 @@ def _load_learner(folder: Path, learner: Learner) -> None:
     state = _state(learner)
     try:
         load(state, storage_reader=SafeReader(folder))
-    except (Exception, CheckpointException) as error:  # its own kind is not an Exception
+    except (Exception, CheckpointException) as error:  # torch's is not an Exception
         raise CheckpointError(
-            f"the checkpoint in {folder} cannot be read ({error!r}): resume from an older checkpoint"
+            f"the checkpoint in {folder} cannot be read: {error!r}. Fix: resume from an older checkpoint"
         ) from error
     set_model_state_dict(learner.model, state["model"], options=StateDictOptions(strict=False))
     own = get_optimizer_state_dict(learner.model, learner.optimizer)
@@ -165,9 +165,8 @@ def export_model(folder: Path, model: nn.Module, *, base_folder: str, rank: int,
 
     Args:
         folder: Created if missing.
-        model: A transformers model, sharded or not. One with adapters is written without, merged; they are in
-            `adapter/` beside that.
-        base_folder: What it was at the start; the tokenizer is copied from there, chat template included.
+        model: A transformers model, sharded or not. Adapters are merged, and also written to `adapter/`.
+        base_folder: The initial model; the tokenizer is copied from there, chat template included.
         dtype: Of its parameters; `auto` = the one of `base_folder`.
     """
     base_dtype = AutoConfig.from_pretrained(base_folder).dtype or torch.float32
@@ -182,15 +181,15 @@ def export_model(folder: Path, model: nn.Module, *, base_folder: str, rank: int,
         saver: Any = model
         saver.save_pretrained(folder, state_dict=weights)
         config = deepcopy(saver.config)
-        config.dtype = config.get_text_config().dtype = target  # transformers names that of the masters
+        config.dtype = config.get_text_config().dtype = target  # transformers writes that of the float32 masters
         config.save_pretrained(folder)
         AutoTokenizer.from_pretrained(base_folder).save_pretrained(folder)
 
 
 def _state(learner: Learner) -> dict[str, Any]:
-    """Return the state by parameter name, in tensors that loading fills in place; what is frozen is not in it.
+    """Return the state by parameter name, in tensors that loading fills in place.
 
-    Nor are the optimiser's groups and their settings: those are the recipe's.
+    Without frozen parameters, and without the optimiser's settings, which are the recipe's.
     """
     parameters = learner.model.named_parameters(remove_duplicate=False)
     frozen = {name for name, parameter in parameters if not parameter.requires_grad}
@@ -217,18 +216,18 @@ def _check_same_model(saved: Fingerprint, present: Fingerprint, *, folder: Path,
         expected, got = present.get(name, "no such parameter"), saved.get(name, "no such parameter")
         if expected != got:
             raise CheckpointError(
-                f"the checkpoint in {folder} is of another model: {name} must be {expected}, got {got}: "
-                f"set {setting} to the model it was made with"
+                f"the checkpoint in {folder} is of another model: {name} must be {expected}, got {got}. "
+                f"Fix: set {setting} to the model that it was made with"
             )
 
 
 @torch.no_grad()
 def model_outputs(model: Any, tokens: Sequence[int] | None = None) -> dict[str, Any] | None:
-    """Run a model over 4 sequences of 16 tokens; collective, alike on any number of ranks.
+    """Run a model over 4 sequences of 16 tokens; collective, with the same result on any number of ranks.
 
     Args:
         model: A transformers model, sharded or not; its gathered parameters are dropped afterwards.
-        tokens: One for each place; the most likely ones where none are given.
+        tokens: One for each place; None = the most likely ones.
 
     Returns:
         `tokens`, their `logprobs`, and the mean `entropy` in nats; None for a model of values or scores.
@@ -253,13 +252,12 @@ def model_outputs(model: Any, tokens: Sequence[int] | None = None) -> dict[str, 
 
 
 def check_outputs(model: Any, saved: Mapping[str, Any] | None, *, folder: Path, limit: float) -> None:
-    """Compare a model that was loaded with what it said when it was saved; collective.
+    """Compare the outputs of a loaded model with those of the saved one; collective.
 
     Args:
-        saved: What `model_outputs` returned, and what was `allowed` then; None in a checkpoint of an earlier version.
+        saved: From `model_outputs`, with the limit then, `allowed`; None in a checkpoint of an earlier version.
         folder: Where it was loaded from.
-        limit: Nats by which log-probabilities, on average, and the entropy may differ, or by what was allowed when it
-            was saved, if that is more; 0 = any.
+        limit: Nats by which mean log-probabilities and entropy may differ, or `allowed`, if that is more; 0 = any.
 
     Raises:
         CheckpointError: They differ by more.
@@ -268,17 +266,17 @@ def check_outputs(model: Any, saved: Mapping[str, Any] | None, *, folder: Path, 
     if found is None:
         return
     if saved is None:
-        logger.warning("%s does not say what its model's outputs were: what was loaded is not compared", folder)
+        logger.warning("%s has no outputs of its model: the loaded model is not compared", folder)
         return
     difference = float(np.abs(np.subtract(found["logprobs"], saved["logprobs"])).mean())
     entropy, expected = found["entropy"], saved["entropy"]
-    logger.info("%s: log-probabilities are within %.2g nats of those saved, on average", folder, difference)
+    logger.info("%s: log-probabilities differ from the saved ones by %.2g nats on average", folder, difference)
     allowed = max(limit, saved.get("allowed", 0.0))
     if limit and not (difference <= allowed and abs(entropy - expected) <= allowed):  # neither holds of NaN
         raise CheckpointError(
-            f"the model loaded from {folder} must be the one that was saved: expected, of {len(found['tokens'])} fixed "
-            f"tokens, {np.mean(saved['logprobs']):.4g} nats as mean log-probability and an entropy of {expected:.4g}, "
-            f"got {np.mean(found['logprobs']):.4g} and {entropy:.4g}; they differ by {difference:.3g} a token, "
-            f"{allowed:g} at most: choose an older checkpoint with run.resume_from=step-N; where packages or machines "
-            "changed since, go back to those; an RL run may allow more (weights.parity_limit)"
+            f"the model loaded from {folder} is not the saved one: expected a mean log-probability of "
+            f"{np.mean(saved['logprobs']):.4g} nats and an entropy of {expected:.4g} at {len(found['tokens'])} fixed "
+            f"tokens, got {np.mean(found['logprobs']):.4g} and {entropy:.4g}, {difference:.3g} apart per token (at most "
+            f"{allowed:g}). Fix: choose an older checkpoint with run.resume_from=step-N, or the packages and machine that "
+            "it was saved with; an RL run may allow more (weights.parity_limit)"
         )

@@ -1,7 +1,7 @@
-"""Long rows split over ranks (Ulysses): each has a part of the tokens, and inside attention a part of the heads.
+"""Split long rows over ranks (Ulysses): each rank has a part of the tokens, and inside attention a part of the heads.
 
-In front of attention a rank gives its tokens' queries, keys and values to whoever has their heads, and gets back behind
-it what all heads made of its tokens. All other layers, the output layer too, see a token alone.
+Before attention a rank sends its tokens' queries, keys and values to the ranks that have their heads; after it the rank
+gets back what all heads computed for its tokens. All other layers, the output layer too, treat each token alone.
 Source: arXiv 2309.14509.
 
 Shape letters: `R` rows, `S` padded columns, `T` completion tokens, `H` heads, `D` their size.
@@ -26,10 +26,10 @@ NAME = "ulysses"
 
 
 def check_divisible(model: Any, num_ranks: int) -> None:
-    """Look whether a model's heads can be divided, and whether each of its layers looks at everything before, as it is.
+    """Check that a model's heads can be divided, and that its attention is full and not capped.
 
     Raises:
-        ConfigError: It cannot be trained so.
+        ConfigError: Its rows cannot be split.
     """
     architecture = model.config.get_text_config()
     heads = [architecture.num_attention_heads, getattr(architecture, "num_key_value_heads", num_ranks)]
@@ -37,22 +37,26 @@ def check_divisible(model: Any, num_ranks: int) -> None:
     kinds |= {name for name in ("sliding_window", "attn_logit_softcapping") if getattr(architecture, name, None)}
     if any(number % num_ranks for number in heads) or kinds or not model._supports_attention_backend:
         raise ConfigError(
-            f"trainer.mesh.context={num_ranks} needs a model whose attention transformers can replace, full and not "
-            f"capped, and whose heads, and those of keys, it divides, got {type(model).__name__} with "
-            f"{', '.join(sorted(kinds)) or 'full attention'} and {heads}: set it to 1, or to a divisor"
+            f"trainer.mesh.context={num_ranks} needs full, uncapped attention that transformers can replace, and heads "
+            f"that it divides, got {type(model).__name__} with {', '.join(sorted(kinds)) or 'full attention'} and "
+            f"{heads} heads. Fix: set it to 1, or to a divisor"
         )
 
 
 def own_part(batch: MicroBatch) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
-    """Return the model's arguments for this rank's columns, its predictors' places in them, and which of T they are.
+    """Return the model's arguments for this rank's columns, the predictors' places in them, and which of T they are.
 
-    The last is None where it has whole rows.
+    The last is None where a rank has whole rows. Two ranks, a row `a b c d e` with the completion `c d e` (predicted at
+    places 1 2 3): rank 0 has the columns `a b c` and predictors 1 2, the first two of T; rank 1 has `d e .` and 0.
     """
     group, routes = context_group(), batch.routes_RSLK
     if group is None:
-        chosen = {"position_ids": batch.position_ids_RS, "routes": routes}
-        given = {name: value for name, value in chosen.items() if value is not None}
-        return {"input_ids": batch.input_ids_RS, **given}, batch.predictors_T, None
+        arguments = {"input_ids": batch.input_ids_RS}
+        if batch.position_ids_RS is not None:
+            arguments["position_ids"] = batch.position_ids_RS
+        if routes is not None:
+            arguments["routes"] = routes
+        return arguments, batch.predictors_T, None
     number, rank = dist.get_world_size(group), dist.get_rank(group)
     num_rows, width = batch.input_ids_RS.shape
     size = -(-width // number)
@@ -69,14 +73,14 @@ def own_part(batch: MicroBatch) -> tuple[dict[str, Tensor], Tensor, Tensor | Non
     return arguments, (rows_T * size + columns_T % size)[mine], mine
 
 
-def together(own: Tensor, places: Tensor, num_tokens: int) -> Tensor:
-    """Put the numbers of all ranks' tokens together; gradients go back to whoever has the token."""
-    whole: Tensor = _Together.apply(own, places, num_tokens)  # type: ignore[no-untyped-call]
+def joined(own: Tensor, places: Tensor, num_tokens: int) -> Tensor:
+    """Join the numbers of all ranks' tokens; gradients go back to the rank that has the token."""
+    whole: Tensor = _Joined.apply(own, places, num_tokens)  # type: ignore[no-untyped-call]
     return whole
 
 
-class _Together(torch.autograd.Function):
-    """Each rank has the same loss, and answers for its tokens."""
+class _Joined(torch.autograd.Function):
+    """All ranks compute the same loss, and each propagates the gradient of its own tokens."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, places: Tensor, num_tokens: int) -> Tensor:
@@ -95,12 +99,12 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, _: None, 
     """Attend with some heads over all tokens, [R, H, S, D] to [R, S, H, D]."""
     settings = {name: settings[name] for name in ("dropout", "scaling") if name in settings}
     query, key, value = (_exchange(each, give=1, get=2) for each in (query, key, value))
-    seen, _ = sdpa_attention_forward(module, query, key, value, None, is_causal=True, **settings)
-    return _exchange(seen, give=1, get=2), None
+    attended, _ = sdpa_attention_forward(module, query, key, value, None, is_causal=True, **settings)
+    return _exchange(attended, give=1, get=2), None
 
 
 def _exchange(own: Tensor, *, give: int, get: int) -> Tensor:
-    """Give each rank its part of one dimension, and get its part of another."""
+    """Send each rank its part of one dimension, and receive its part of another."""
     group = context_group()
     assert group is not None
     parts = torch.stack(own.chunk(dist.get_world_size(group), dim=give))

@@ -23,17 +23,17 @@ _rows: dist.ProcessGroup | None = None
 _context: dist.ProcessGroup | None = None
 """Ranks that have parts of the same rows' tokens; None = each has whole rows."""
 _beside: dist.ProcessGroup | None = None
-"""All ranks once more."""
+"""All ranks, for a thread that works beside the training."""
 _timeout: datetime.timedelta | None = None
 """Of a collective; a new group would take torch's default, half an hour."""
 
 
 def open_store(host: str, ports: range, *, timeout_s: float = 300.0) -> TCPStore:
-    """Open a store at which processes meet; it listens from now on, and lives as long as the returned object.
+    """Open a store at which processes meet; it listens as long as the returned object lives.
 
     Args:
-        host: An address of this machine; the store is reached at no other.
-        ports: One of them is taken.
+        host: The address of this machine to listen on.
+        ports: Candidates; the first free one is used.
         timeout_s: Seconds that a wait at the store may take.
 
     Raises:
@@ -50,16 +50,16 @@ def join_process_group(
 ) -> None:
     """Join the trainer's process group: NCCL for what is on GPUs, gloo for what is not.
 
-    Consumes nothing; waits until all ranks have joined; unblocked by `timeout_s`.
+    Waits until all ranks have joined, at most `timeout_s`.
 
     Args:
         address: `host:port` of an open store (`open_store`), the same on all ranks.
-        device: `cpu` or `cuda`; a rank sees one GPU, or takes the one of its number.
+        device: `cpu` or `cuda`; a rank uses the only GPU that it sees, or the one with its number.
         timeout_s: Seconds that joining, and later any collective, may take.
-        mesh: Says which ranks have the same rows; one of them counts in sums and maxima.
+        mesh: Which ranks have the same rows; one of these counts in sums and maxima.
 
     Raises:
-        RuntimeError: A rank did not come in time (torch's own error types).
+        RuntimeError: A rank did not join in time (torch's own error types).
     """
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -74,7 +74,7 @@ def join_process_group(
         timeout=timeout,
     )
     if device == "cuda":
-        # NCCL connects all ranks in a group's first call, and batches of messages (`gathers.py`) need not be of all.
+        # NCCL connects all ranks in a group's first call, and a batch of messages (`gathers.py`) may skip some.
         dist.all_reduce(torch.zeros(1, device=device))
     global _rows, _context, _timeout
     _timeout = timeout
@@ -86,7 +86,7 @@ def join_process_group(
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return where a model computes; between its passes it may wait in the host's memory."""
+    """Return where a model computes; between passes its weights may be in the host's memory."""
     parameter = next(model.parameters())
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
@@ -100,14 +100,14 @@ def leave_process_group() -> None:
 
 
 def context_group() -> dist.ProcessGroup | None:
-    """Return the ranks that share this one's rows, part by part of the tokens; None = nobody does."""
+    """Return the ranks that have other tokens of the same rows; None = each rank has whole rows."""
     return _context
 
 
 def new_group_beside() -> dist.ProcessGroup | None:
     """Make a gloo group of all ranks for what a thread does beside the training; None without a process group.
 
-    Collective. It takes the place of the last one, whose connections a single late collective closes for good.
+    Collective. It replaces the previous one: a single late collective closes a group's connections for good.
     """
     global _beside
     if _beside is not None:
@@ -127,7 +127,7 @@ def max_over_ranks(values: Tensor) -> Tensor:
 
 
 def gather_over_ranks(values: Tensor) -> tuple[Tensor, slice]:
-    """Return every rank's vector one behind the other, and the place of this rank's own; collective.
+    """Return the vectors of all ranks in order, and the place of this rank's own; collective.
 
     The vectors may differ in length.
     """

@@ -1,8 +1,7 @@
-"""Whole parameters out of sharded ones, for a publication or an export.
+"""Gather whole parameters from sharded ones, for a publication or an export.
 
-The parameters that FSDP2 gathers together travel together: one batch of messages per FSDP group, of pieces that each
-rank has cast before it sends them. Pieces go to rank 0 alone unless every rank needs them, and arrive where they belong
-in the whole tensor, so nothing is copied a second time.
+Parameters of one FSDP2 group travel in one batch of messages. Each rank casts its pieces before it sends them, to
+rank 0 alone unless every rank needs them. They arrive at their place in the whole tensor, so nothing is copied twice.
 """
 
 from collections import defaultdict
@@ -28,14 +27,14 @@ Place = tuple[tuple[int, int], ...]
 def whole_parameters(model: nn.Module, dtype: torch.dtype, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter whole and cast, adapters merged into it, by its name in a model without; collective.
 
-    All ranks iterate to the end. A parameter's FSDP group is gathered when the first of its parameters is due; the
-    others wait, at most those of one layer and of the group of the model itself (embeddings, last norm, output layer).
+    All ranks iterate to the end. A group is gathered when the first of its parameters is due, and the others wait: at
+    most those of one layer, and of the model itself (embeddings, last norm, output layer).
 
     Args:
         everywhere: Yield on every rank; otherwise ranks other than 0 send their pieces and yield nothing.
     """
     for module in _fsdp_modules(model):
-        module.reshard()  # a forward pass leaves whole parameters behind, in the compute dtype, that are freed later
+        module.reshard()  # a forward pass leaves whole parameters in the compute dtype
     owners = {id(parameter): module for module in _fsdp_modules(model) for parameter in module.parameters()}
     groups = defaultdict[Any, dict[str, tuple[Tensor, torch.dtype]]](dict)
     parameters = [(name, layer, owners.get(id(value), name), value) for name, value, layer in model_parameters(model)]
@@ -93,7 +92,7 @@ def _messages(
     rank: int,
     everywhere: bool,
 ) -> Iterator[tuple[Any, Tensor | None]]:
-    """Yield what this rank sends and receives of one tensor, and into which part of the whole one.
+    """Yield the messages of this rank for one tensor, each with the part of the whole tensor that it fills, if any.
 
     The first rank that holds a piece sends it, cast, to those that need it and lack it.
     """
@@ -115,11 +114,11 @@ def _messages(
 
 @lru_cache
 def _pieces(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Any]) -> dict[Place, list[int]]:
-    """Return the ranks that hold each piece of a tensor, alike on all ranks of its mesh; no empty pieces."""
+    """Return the ranks that hold each piece of a tensor, without empty pieces; the same on all ranks of its mesh."""
     pieces = defaultdict[Place, list[int]](list)
     for coordinate in product(*map(range, mesh.shape)):
         place = [(0, size) for size in shape]
-        # From the last: FSDP2 cuts what tensor parallelism leaves to a rank.
+        # From the last dimension: FSDP2 splits the part that tensor parallelism gave to a rank.
         for index, number, placement in reversed(list(zip(coordinate, mesh.shape, placements, strict=True))):
             if (dim := getattr(placement, "dim", None)) is not None:
                 start, stop = place[dim]
@@ -131,7 +130,7 @@ def _pieces(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Any]) -> d
 
 
 def _fsdp_modules(model: nn.Module) -> Iterator[Any]:
-    """Yield outer modules first: what is in an inner one is gathered with that."""
+    """Yield outer modules first: parameters of an inner one are gathered with the inner one."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 

@@ -1,7 +1,7 @@
-"""LoRA with peft: low-rank adapters in a frozen model, its weights with them merged in, and their own folder.
+"""LoRA with peft: low-rank adapters in a frozen model, merged weights, and the adapters' own folder.
 
-Per adapted layer `y = W x + s B A x`, with `s = alpha / rank` and B = 0 at the start. The model stays what transformers
-made it: peft puts a layer of its own in the place of each linear one. Source: arXiv 2106.09685, section 4.1.
+Per adapted layer `y = W x + s B A x`, with `s = alpha / rank` and B = 0 at the start. peft replaces each linear layer
+by one of its own. Source: arXiv 2106.09685, section 4.1.
 """
 
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ _NAME = "default"
 
 
 def add_adapters(model: nn.Module, settings: LoraConfig, *, base_dtype: torch.dtype, seed: int) -> None:
-    """Freeze a float32 model, in another dtype from then on, and give it float32 adapters, alike on all ranks."""
-    import peft  # takes a second, and is of no use without adapters
+    """Freeze a float32 model, cast it, and give it float32 adapters, the same on all ranks."""
+    import peft  # takes a second
 
     config = peft.LoraConfig(
         r=settings.rank, lora_alpha=settings.alpha, target_modules=list(settings.targets) or "all-linear"
@@ -55,7 +55,7 @@ def linear_layers(folder: Path | None) -> list[str]:
 
 
 def check_targets(settings: LoraConfig | None, folder: Path | None) -> None:
-    """Look for every target among the linear layers of a model; without a folder, of the built-in one.
+    """Check that every target is a linear layer of a model; without a folder, of the built-in one.
 
     Raises:
         ConfigError: There is no such layer.
@@ -68,16 +68,16 @@ def check_targets(settings: LoraConfig | None, folder: Path | None) -> None:
         if not any(f".{name}".endswith(f".{target}") for name in layers):
             raise ConfigError(
                 f"trainer.lora.targets must name linear layers of the model, {', '.join(known)}, got {target!r}"
-                f"{suggestion(target, known)}: correct it, or leave targets out for all of them"
+                f"{suggestion(target, known)}. Fix: correct it, or leave targets out for all of them"
             )
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Have a model compute what it did before it got adapters; one without is left alone."""
+    """Switch a model's adapters off; a model without any is left alone."""
     layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "base_layer")]
     for layer in layers:
-        # Not `enable_adapters`, which freezes the adapters too: FSDP2 would keep what it saw of that.
+        # Not `enable_adapters`, which also freezes the adapters: FSDP2 would remember that.
         layer._disable_adapters = True
     try:
         yield
@@ -98,7 +98,7 @@ def model_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Any]
 def saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the buffers that a checkpoint holds, such as a router's bias; those of the widest dtype first.
 
-    Sent in this order before the parameters, as bytes, each value is aligned where it arrives.
+    Sent in this order before the parameters, as bytes, every value arrives aligned.
     """
     saved = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
@@ -112,20 +112,20 @@ def factors(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
 
 @torch.no_grad()
 def merged(layer: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return a layer's weight `W + s B A` in float32, of the whole W, A and B."""
+    """Return a layer's weight `W + s B A` in float32, from whole W, A and B."""
     change: Tensor = layer.scaling[_NAME] * (b @ a)
     return weight.float() + (change.T if layer.fan_in_fan_out else change)
 
 
 def bit_sum(value: Tensor) -> Tensor:
-    """Add up a tensor's bits as integers: the same in any order; collective if it is sharded."""
+    """Sum a tensor's bits as integers, the same in any order; collective if it is sharded."""
     bits = torch.int32 if value.element_size() == 4 else torch.int16
     total = value.detach().view(bits).sum(dtype=torch.int64)
     return total.full_tensor() if isinstance(total, DTensor) else total
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield what `model_parameters` leaves out, under the names of peft's files."""
+    """Yield the adapters' parameters, under the names of peft's files."""
     for name, parameter in model.named_parameters():
         if f".{_NAME}." in name:
             yield f"base_model.model.{name.replace(f'.{_NAME}.', '.')}", parameter

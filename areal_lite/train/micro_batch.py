@@ -10,7 +10,7 @@ Two rows, prompt `ab` with completion `cd`, prompt `e` with completion `f`:
     predictors_T         1 2 | 4               places in the flattened input_ids whose logits predict c d f
     tokens_T             0 1 2                 the places of c d f among the completion tokens
 
-Packed, there is one row, `a b c d e f`, with positions `0 1 2 3 0 1`: where they begin anew, so does attention.
+Packed, there is one row, `a b c d e f`, with positions `0 1 2 3 0 1`: where they restart, attention does too.
 
 Shape letters: `R` rows and `S` padded columns of a micro-batch, `T` its completion tokens.
 """
@@ -33,7 +33,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One forward pass. There is no attention mask: behind a causal model's back, padding on the right is unseen."""
+    """One forward pass. There is no attention mask: causal attention never sees right padding."""
 
     input_ids_RS: Tensor
     """[R, S] int64, padded with 0, which any vocabulary has."""
@@ -44,7 +44,7 @@ class MicroBatch:
     token_ids_T: Tensor
     """[T] int64 completion tokens."""
     rows: Sequence[int]
-    """Which rows; none in a pass that is there because other ranks have one."""
+    """Which rows; none in a pass that exists only because other ranks have one."""
     position_ids_RS: Tensor | None = None
     """[1, S] int64 places in their own rows of tokens that are packed into one; None where each row is one."""
     routes_RSLK: Tensor | None = None
@@ -59,17 +59,17 @@ class TokenRows:
         rows: Iterable[tuple[Sequence[int], Sequence[int] | npt.NDArray[np.int32]]],
         routes: Sequence[npt.NDArray[Any] | None] | None = None,
     ) -> None:
-        """Take (prompt token ids, completion token ids) pairs; a prompt has at least one token.
+        """Lay out (prompt token ids, completion token ids) pairs.
 
         Args:
-            routes: Of each row, `Sample.routes`.
+            routes: `Sample.routes` of each row.
 
         Raises:
             ValueError: A prompt is empty, so that nothing predicts the first completion token.
         """
         pairs = [(np.asarray(prompt, np.int64), np.asarray(output, np.int64)) for prompt, output in rows]
         if any(len(prompt) == 0 for prompt, _ in pairs):
-            raise ValueError("every prompt must have at least one token, got an empty one: add a start token to it")
+            raise ValueError("expected prompts of at least one token, got an empty one. Fix: add a start token to it")
         self.prompt_lengths = [len(prompt) for prompt, _ in pairs]
         self.output_lengths = [len(output) for _, output in pairs]
         self.offsets = np.cumsum([0, *self.output_lengths])
@@ -90,11 +90,12 @@ class TokenRows:
 
 
 def pack_rows(lengths: Sequence[int], *, max_tokens: int, packed: bool = False) -> list[list[int]]:
-    """Group rows of similar length so that rows x longest of each group stays within a budget; packed, their sum.
+    """Group rows of similar length so that each group, padding included, stays within a budget.
 
     Args:
         lengths: Tokens of each row, prompt and completion.
-        max_tokens: Tokens of a group at most, padding too; a single longer row still gets a group of its own.
+        max_tokens: Tokens of a group at most; a single longer row still gets a group of its own.
+        packed: Rows need no padding: a group takes their sum instead of rows x longest.
 
     Returns:
         Groups of indices into `lengths`, shortest rows first; equal lengths keep their order.
@@ -126,15 +127,15 @@ def split_micro_batches(
 ) -> list[list[MicroBatch]]:
     """Build the micro-batches of each optimiser update, equally many on every rank; collective.
 
-    FSDP gathers parameters in every forward and backward pass, so a rank with fewer passes would leave the others
-    waiting for ever: it gets empty ones, of one padding token, which train nothing.
+    FSDP gathers parameters in every forward and backward pass, so the others would wait forever for a rank with fewer
+    passes: it gets empty ones, of one padding token, which train nothing.
 
     Args:
-        updates: Indices of the rows of each.
-        max_tokens: Tokens of one forward pass at most, padding too.
-        packed: Without padding, the rows of a pass one behind another.
-        padding: Token id behind shorter rows; 0 where nothing looks at it.
-        together: So many rows at a time stay in one pass.
+        updates: Indices of the rows of each update.
+        max_tokens: Tokens of one forward pass at most, padding included.
+        packed: Put the rows of a pass one after another, without padding.
+        padding: Token id after shorter rows; 0 where nothing looks at it.
+        together: Number of consecutive rows that stay in one pass.
     """
     split, build = [], partial(micro_batch, rows, device=device, padding=padding, packed=packed)
     for chosen in updates:
@@ -154,9 +155,9 @@ def micro_batch(
     """Put rows into one forward pass, in the order given.
 
     Args:
-        chosen: Indices of at least one of them.
-        padding: Token id behind shorter rows; 0 where nothing looks at it.
-        packed: One behind another, without padding.
+        chosen: Indices of at least one row.
+        padding: Token id after shorter rows; 0 where nothing looks at it.
+        packed: Put them one after another, without padding.
     """
     sequences = [rows.sequences[row] for row in chosen]
     lengths = [len(sequence) for sequence in sequences]

@@ -30,7 +30,7 @@ from areal_lite.config.recipe import Config
 from areal_lite.config.sections import LoraConfig
 from areal_lite.errors import CheckpointError, ConfigError
 from areal_lite.train.chunked_logits import LazyLogits, Reading, read_in_chunks
-from areal_lite.train.context_parallel import NAME, check_divisible, own_part, together
+from areal_lite.train.context_parallel import NAME, check_divisible, joined, own_part
 from areal_lite.train.lora import add_adapters
 from areal_lite.train.micro_batch import MicroBatch, TokenRows, micro_batch
 from areal_lite.train.tensor_parallel import split_layers
@@ -251,7 +251,7 @@ def completion_outputs(model: nn.Module, batch: MicroBatch, read: Reading, *alig
     finally:
         for hook in hooks:
             hook.remove()
-    return result if mine is None else together(result, mine, len(batch.predictors_T))
+    return result if mine is None else joined(result, mine, len(batch.predictors_T))
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
-"""A mixture's experts as the engine chose them, chosen again by the trainer (`rollout.replay_routes`).
+"""Send each token to the experts that the engine chose for it (`rollout.replay_routes`).
 
-Routers of transformers find a token's experts by `torch.topk`, and go on with what that says: they divide, scale and
-round, each kind in its own way. So in a replay `topk` says the recorded experts, with the router's own numbers for
-them, through which gradients go as always. Nothing here names an architecture. Source: arXiv 2510.11370, section 3.
+Routers of transformers choose a token's experts by `torch.topk`, and then divide, scale and round, each kind in its own
+way. During a replay `topk` returns the recorded experts with the router's own numbers for them, through which gradients
+flow as usual. Nothing here names an architecture. Source: arXiv 2510.11370, section 3.
 
 Shape letters: `R` rows and `S` columns of a pass, `N` = R x S tokens, `L` layers, `K` experts of a token.
 """
@@ -24,9 +24,9 @@ from areal_lite.train.lora import check_targets, empty_model
 
 
 def replay_routes(model: nn.Module) -> None:
-    """From now on have a model's `forward` take `routes`, [R, S, L, K], -1 where its routers choose; None = everywhere.
+    """Make a model's `forward` accept `routes`, [R, S, L, K]; -1 or None = the router chooses.
 
-    What they are holds until the next pass begins: layers may run again for their gradients.
+    The routes of a pass stay until the next one: layers may run again to compute their gradients.
     """
     routes_NLK: Tensor | None = None
 
@@ -39,11 +39,12 @@ def replay_routes(model: nn.Module) -> None:
     def route(*arguments: Any, choose: Callable[..., Any], layer: int, num_experts: int, **named: Any) -> Any:
         if routes_NLK is None:
             return choose(*arguments, **named)
-        with _Recorded(routes_NLK[:, layer].long(), num_experts=num_experts) as recorded:
+        with _RecordedTopk(routes_NLK[:, layer].long(), num_experts=num_experts) as recorded:
             result = choose(*arguments, **named)
-        if not recorded.was_asked:
+        if not recorded.was_used:
             raise TrainerError(
-                "a router must take its experts by torch.topk, it did not: set rollout.replay_routes=false"
+                f"replaying routes failed: expected a router of {type(model).__name__} that takes its experts by "
+                "torch.topk, got another. Fix: set rollout.replay_routes=false"
             )
         return result
 
@@ -52,26 +53,26 @@ def replay_routes(model: nn.Module) -> None:
         router.forward = partial(route, choose=router.forward, layer=layer, num_experts=router.num_experts)
 
 
-class _Recorded(TorchFunctionMode):
-    """Answers a router's `topk` with recorded experts, and with its own where there are none."""
+class _RecordedTopk(TorchFunctionMode):
+    """Make `torch.topk` return the recorded experts, and its own where there are none."""
 
     def __init__(self, experts_NK: Tensor, *, num_experts: int) -> None:
         super().__init__()
         self._experts_NK, self._num_experts = experts_NK, num_experts
-        self.was_asked = False
+        self.was_used = False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        # Routers of groups of experts look for the best groups first.
+        # A router of groups of experts first takes the best groups: that call has another shape.
         if function.__name__ != "topk" or args[0].shape != (len(self._experts_NK), self._num_experts):
             return result
-        self.was_asked = True
+        self.was_used = True
         experts_NK = torch.where(self._experts_NK < 0, result.indices, self._experts_NK)
         return torch.return_types.topk((args[0].gather(-1, experts_NK), experts_NK))
 
 
 def _routers(model: nn.Module) -> list[tuple[int, Any]]:
-    """Return a model's routers, those whose logits transformers can record, and the numbers of their decoder layers."""
+    """Return the routers whose logits transformers can record, each with the number of its decoder layer."""
     known = [(getattr(part, "_can_record_outputs", None) or {}).get("router_logits") for part in model.modules()]
     kinds = tuple({one.target_class for one in known if isinstance(one, OutputRecorder)})
     return [
@@ -82,30 +83,17 @@ def _routers(model: nn.Module) -> list[tuple[int, Any]]:
 
 
 def check_layers(config: Config | OfflineConfig, folder: Path | None) -> None:
-    """Look whether a model has the layers that a recipe adapts and replays; without a folder, the built-in one.
+    """Check that a model has the layers that a recipe adapts and replays; without a folder, the built-in model.
 
     Raises:
-        ConfigError: A target of `trainer.lora` is none of its layers; or there is no router, or one that asks for more
-            than hidden states, or does without `torch.topk`.
+        ConfigError: A target of `trainer.lora` is none of its layers, or there is no router to replay.
     """
     check_targets(config.trainer.lora, folder)
     if not isinstance(config, Config) or not config.rollout.replay_routes:
         return
     model = empty_model(folder)
-    hidden = torch.zeros(1, model.get_input_embeddings().embedding_dim, device="meta")
-    are_known = [_is_known(router, hidden) for _, router in _routers(model)]
-    if not are_known or not all(are_known):
+    if not _routers(model):
         raise ConfigError(
-            "rollout.replay_routes needs a mixture of experts whose routers take the largest of their numbers by "
-            f"torch.topk, such as Qwen3-MoE, got {type(model).__name__}: set it to false"
+            "rollout.replay_routes needs a mixture of experts with routers that transformers can record, such as "
+            f"Qwen3-MoE, got {type(model).__name__}. Fix: set it to false"
         )
-
-
-def _is_known(router: Any, hidden: Tensor) -> bool:
-    experts = torch.zeros(1, router.top_k, dtype=torch.int64, device="meta")
-    try:
-        with _Recorded(experts, num_experts=router.num_experts) as recorded:
-            router(hidden)
-    except (AttributeError, RuntimeError, TypeError):
-        return False
-    return bool(recorded.was_asked)

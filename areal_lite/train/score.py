@@ -1,4 +1,4 @@
-"""Forward passes without a gradient: what policy, reference and critic say of a batch before its updates, and after.
+"""Forward passes without a gradient: log-probabilities and values of a batch before its updates, and after them.
 
 Shape letter: `T` completion tokens of the shard.
 """
@@ -29,7 +29,7 @@ def fill_in(values_T: Tensor, micro_batches: Iterable[MicroBatch], *, model: nn.
     """Run a model over micro-batches; return one number per completion token; collective.
 
     Args:
-        values_T: [T], what is returned in slots that no micro-batch names.
+        values_T: [T], returned in slots that no micro-batch names.
         micro_batches: Equally many on every rank.
         model: Its gathered parameters are dropped afterwards.
     """
@@ -41,7 +41,7 @@ def fill_in(values_T: Tensor, micro_batches: Iterable[MicroBatch], *, model: nn.
 
 
 def needs_proximal_first(objective: ObjectiveConfig) -> bool:
-    """Tell whether advantages or filter read the proximal logprobs, so that the first update cannot provide its own."""
+    """Whether advantages or filter read the proximal logprobs, so that the first update cannot provide its own."""
     return objective.kl == "reward" or objective.behaviour_filter != "none"
 
 
@@ -71,8 +71,8 @@ def score_batch(
 def proximal_kl(batch: PolicyBatch, *, policy: nn.Module, config: Config) -> float | None:
     """Return the mean KL(proximal || current) over the loss mask of all ranks, in nats; collective.
 
-    It takes another pass over the batch, behind the updates: while they run, the first of them sees no distance at all.
-    None where nothing trains.
+    It takes another pass over the batch after the updates: the first update itself sees no distance. None where nothing
+    trains.
     """
     mask_T, proximal_T = batch.tokens.loss_mask_T, batch.tokens.proximal_logprobs_T
     unknown_T = torch.zeros_like(proximal_T)

@@ -140,7 +140,7 @@ def test_an_older_checkpoint_has_no_coefficients_and_no_outputs(
     trainer = make_trainer(model_folder, objective={"preset": "grpo", "kl_target": 1.0})
     trainer.load(tmp_path)
     assert trainer._kl.value == 0.04
-    assert "what was loaded is not compared" in caplog.text
+    assert "the loaded model is not compared" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["no data", "another critic"])
@@ -250,7 +250,7 @@ def test_what_cannot_be_written_is_named_with_its_cause(model_folder: str, tmp_p
     Seen failing with torch's exception, which is none (`Exception`), and with an `OSError`.
     """
     (tmp_path / "checkpoint" / file).mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"cannot be written \(IsADirectoryError.*earlier ones are kept"):
+    with pytest.raises(CheckpointError, match=r"cannot be written: IsADirectoryError.*Earlier ones are kept"):
         make_trainer(model_folder).snapshot()(tmp_path / "checkpoint")
 
 
@@ -274,7 +274,7 @@ def test_weights_that_are_not_the_saved_ones_are_refused_though_their_manifest_i
     trainer.train_step(shard(0))
     checkpoint = write_checkpoint(tmp_path, 1, lambda folder: trainer.snapshot()(folder / "trainer"), keep=1)
     change_a_layer(checkpoint, trainer)
-    words = r"step-000001/trainer must be the one that was saved: expected, .*, got .*run\.resume_from=step-N"
+    words = r"step-000001/trainer is not the saved one: expected .*, got .*run\.resume_from=step-N"
     with pytest.raises(CheckpointError, match=words):
         fresh.load(checkpoint / "trainer")
     assert fresh.version == 0
@@ -328,7 +328,7 @@ def cross(rank: int, world_size: int, model_folder: str, folder: str) -> None:
     trainer.train_step(make_shard(mine, version=1, rank=rank))
     trainer.snapshot()(Path(folder) / "two")
     torch.save(full_state(trainer), Path(folder) / f"trained-{rank}.pt")
-    with pytest.raises(CheckpointError, match="must be the one that was saved"):
+    with pytest.raises(CheckpointError, match="is not the saved one"):
         trainer.load(Path(folder) / "step-000001" / "trainer")
 
 
