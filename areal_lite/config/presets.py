@@ -69,8 +69,6 @@ class ObjectiveConfig(LossConfig):
     """weight of the entropy bonus"""
     proximal_kl_coef: float = Field(0.0, ge=0)
     """weight of KL(proximal || current): PPO's penalty form"""
-    proximal_kl_target: float | None = Field(None, gt=0)
-    """nats per token; doubles or halves proximal_kl_coef beyond a factor of 1.5; null = fixed"""
 
     # Distance to a reference model.
     kl: Literal["none", "reward", "loss"] = "none"
@@ -101,14 +99,6 @@ class ObjectiveConfig(LossConfig):
     """smallest geometric mean of w (behaviour_filter: geometric)"""
     geometric_high: float = Field(2.0, gt=0)
     """largest geometric mean of w (behaviour_filter: geometric)"""
-
-    # Language-model term.
-    ptx_coef: float = Field(0.0, ge=0)
-    """weight of the language-model loss on ptx_path (PPO-ptx)"""
-    ptx_path: Annotated[str | None, Refers.FILE] = None
-    """text file, one document a line (ptx_coef > 0)"""
-    ptx_batch: int = Field(8, ge=1)
-    """documents of one optimiser update (ptx_coef > 0)"""
 
     def _problems(self) -> Iterable[str]:
         for key in ("loss_function", "advantage_function"):
@@ -143,7 +133,7 @@ class ObjectiveConfig(LossConfig):
         yield from self.unread(["ratio_level"], because, to_do="set ratio_level=token")
 
     def _penalty_problems(self) -> Iterable[str]:
-        """Of the distance to other policies, and of the language-model term."""
+        """Of the distance to a reference."""
         if self.kl == "none":
             yield from self.unread(("kl_coef", "kl_target", "reference_path"), "without objective.kl")
         elif self.kl_coef == 0:
@@ -151,12 +141,6 @@ class ObjectiveConfig(LossConfig):
         if self.kl == "loss" and self.kl_estimator == "k1":
             to_do = "set that, or kl=reward"
             yield f"objective.kl=loss needs kl_estimator k2 or k3, got k1, whose gradient is zero on average: {to_do}"
-        if self.proximal_kl_target is not None and self.proximal_kl_coef == 0:
-            yield "objective.proximal_kl_target doubles a first objective.proximal_kl_coef above 0, got 0: set it to 1"
-        if self.ptx_coef == 0:
-            yield from self.unread(("ptx_path",), "without objective.ptx_coef")
-        elif self.ptx_path is None:
-            yield "objective.ptx_coef needs objective.ptx_path, got none: give the path of a text file"
 
 
 _NO_CLIP: dict[str, Any] = {"clip_low": None, "clip_high": None}

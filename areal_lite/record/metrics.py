@@ -122,17 +122,11 @@ METRICS = (
                 "reference", "nats per token", empty=None, curve="KL to the reference"),
     _alike("kl_coef", "weight of the KL to the reference in this step; null without one", empty=None,
            curve="coefficient of that KL"),
-    _alike("proximal_kl", "KL(proximal || current) after the step's updates, the estimator k3; null unless "
-           "`objective.proximal_kl_target` asks for it", "nats per token", empty=None,
-           curve="KL to the proximal policy"),
-    _alike("proximal_kl_coef", "its weight in this step; null without the penalty", empty=None),
     Metric("value_loss", "applied updates of the critic; null without any",
            reduction=_SUM, over="critic_updates", empty=None, board="critic", curve="value loss"),
     _alike("value_explained_variance", "1 - var(target - value) / var(target) before the updates; null without a "
            "critic, or when all targets are equal",
            "share", empty=None, board="critic", curve="explained variance of the critic"),
-    Metric("ptx_loss", "cross-entropy on the documents; null without a language-model term", "nats per token",
-           reduction=_SUM, over="ptx_updates", empty=None, board="train", curve="pretraining loss"),
     _alike("lr", "learning rate of the step", curve="learning rate"),
     Metric("tokens_trained", "loss-mask tokens of the applied updates", "per step", reduction=_SUM, empty=0,
            board="train", curve="tokens trained"),

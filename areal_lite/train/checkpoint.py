@@ -94,9 +94,9 @@ def take_snapshot(
             if rank == 0:
                 (folder / "meta.json").write_text(json.dumps(meta, indent=1))
         except (OSError, CheckpointException) as error:
-            (cause, _), *_ = getattr(error, "failures", {rank: (error, None)}).values()
             raise CheckpointError(
-                f"the checkpoint in {folder} cannot be written: {cause!r}. Earlier ones are kept. Fix: check that disk"
+                f"the checkpoint in {folder} cannot be written: {_cause(error)!r}. Earlier ones are kept. "
+                "Fix: check that disk"
             ) from error
 
     return write
@@ -153,11 +153,17 @@ def _load_learner(folder: Path, learner: Learner) -> None:
         load(state, storage_reader=SafeReader(folder))
     except (Exception, CheckpointException) as error:  # torch's is not an Exception
         raise CheckpointError(
-            f"the checkpoint in {folder} cannot be read: {error!r}. Fix: resume from an older checkpoint"
+            f"the checkpoint in {folder} cannot be read: {_cause(error)!r}. Fix: resume from an older checkpoint"
         ) from error
     set_model_state_dict(learner.model, state["model"], options=StateDictOptions(strict=False))
     own = get_optimizer_state_dict(learner.model, learner.optimizer)
     set_optimizer_state_dict(learner.model, learner.optimizer, own | state["optimizer"])
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return what failed on the first rank that failed, for an error of torch's checkpoints."""
+    (cause, _), *_ = getattr(error, "failures", {0: (error, None)}).values()
+    return cause
 
 
 def export_model(folder: Path, model: nn.Module, *, base_folder: str, rank: int, dtype: str) -> None:
@@ -276,7 +282,7 @@ def check_outputs(model: Any, saved: Mapping[str, Any] | None, *, folder: Path, 
         raise CheckpointError(
             f"the model loaded from {folder} is not the saved one: expected a mean log-probability of "
             f"{np.mean(saved['logprobs']):.4g} nats and an entropy of {expected:.4g} at {len(found['tokens'])} fixed "
-            f"tokens, got {np.mean(found['logprobs']):.4g} and {entropy:.4g}, {difference:.3g} apart per token (at most "
-            f"{allowed:g}). Fix: choose an older checkpoint with run.resume_from=step-N, or the packages and machine that "
-            "it was saved with; an RL run may allow more (weights.parity_limit)"
+            f"tokens, got {np.mean(found['logprobs']):.4g} and {entropy:.4g}, {difference:.3g} apart per token (limit "
+            f"{allowed:g}). Fix: choose an older checkpoint with run.resume_from=step-N, or use the packages and the "
+            "machine that it was saved with; an RL run may allow more (weights.parity_limit)"
         )

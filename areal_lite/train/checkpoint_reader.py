@@ -1,8 +1,8 @@
 """Read torch DCP checkpoints without running code that a stranger put into them.
 
 A checkpoint's `.metadata` is a pickle, and unpickling can call anything. This reader knows the few classes that torch
-writes there, and refuses a file that names another. Entries that are not tensors are refused too: torch would unpickle
-their content.
+writes there, and refuses a file that names another. It hides entries that are not tensors: torch would unpickle their
+content.
 """
 
 import pickle
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.serialization import _get_layout
 
 _CLASSES = (
+    dcp.BytesStorageMetadata,
     dcp.ChunkStorageMetadata,
     dcp.Metadata,
     dcp.MetadataIndex,
@@ -52,8 +53,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return dtype
         if (module, name) not in _KNOWN:
             raise pickle.UnpicklingError(
-                f"expected only what torch writes into the metadata of tensors, got {module}.{name}, which may run "
-                "code. Fix: do not use this checkpoint"
+                f"expected only classes that torch writes into metadata, got {module}.{name}, which may run code"
             )
         return _KNOWN[module, name]
 
@@ -69,6 +69,10 @@ class SafeReader(FileSystemReader):
         """
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
             metadata: Metadata = _MetadataUnpickler(file).load()
+        entries = metadata.state_dict_metadata.items()
+        metadata.state_dict_metadata = {
+            name: one for name, one in entries if isinstance(one, dcp.TensorStorageMetadata)
+        }
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id

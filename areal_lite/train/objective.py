@@ -118,8 +118,6 @@ class UpdateLoss:
     ones, and are filled in here where nothing needed them before."""
     kl_coef: float
     """Of the KL to the reference."""
-    proximal_kl_coef: float
-    """Of KL(proximal || current)."""
     policy_term: PolicyTerm
 
     def __call__(self, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -198,7 +196,9 @@ class UpdateLoss:
             yield self.kl_coef * penalty(other_logprobs_T=reference_T, estimator=kind, direction="to_other")
         if objective.proximal_kl_coef > 0:
             proximal_T = tokens.proximal_logprobs_T
-            yield self.proximal_kl_coef * penalty(other_logprobs_T=proximal_T, estimator="k3", direction="from_other")
+            yield objective.proximal_kl_coef * penalty(
+                other_logprobs_T=proximal_T, estimator="k3", direction="from_other"
+            )
 
 
 def critic_loss(

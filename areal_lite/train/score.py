@@ -1,4 +1,4 @@
-"""Forward passes without a gradient: log-probabilities and values of a batch before its updates, and after them.
+"""Forward passes without a gradient: log-probabilities and values of a batch before its updates.
 
 Shape letter: `T` completion tokens of the shard.
 """
@@ -11,11 +11,9 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from areal_lite.algo.kl import kl_estimate
 from areal_lite.config.presets import ObjectiveConfig
 from areal_lite.config.recipe import Config
 from areal_lite.train.batch import PolicyBatch
-from areal_lite.train.distributed import sum_over_ranks
 from areal_lite.train.lora import adapters_off
 from areal_lite.train.micro_batch import MicroBatch
 from areal_lite.train.model import completion_logprobs, completion_values, reshard
@@ -66,21 +64,6 @@ def score_batch(
             tokens.reference_logprobs_T = fill_in(unknown_T, own_routes, model=reference, output=logprobs)
     if critic is not None:
         tokens.values_T = fill_in(unknown_T, batch.micro_batches, model=critic, output=completion_values)
-
-
-def proximal_kl(batch: PolicyBatch, *, policy: nn.Module, config: Config) -> float | None:
-    """Return the mean KL(proximal || current) over the loss mask of all ranks, in nats; collective.
-
-    It takes another pass over the batch after the updates: the first update itself sees no distance. None where nothing
-    trains.
-    """
-    mask_T, proximal_T = batch.tokens.loss_mask_T, batch.tokens.proximal_logprobs_T
-    unknown_T = torch.zeros_like(proximal_T)
-    current_T = fill_in(unknown_T, batch.micro_batches, model=policy, output=_sampled_logprobs(config))
-    estimates_T = kl_estimate(proximal_T, reference_logprobs_T=current_T, estimator="k3")
-    inside_T = estimates_T[mask_T].double()
-    total, count = sum_over_ranks(torch.stack([inside_T.sum(), mask_T.sum().double()])).tolist()
-    return total / count if count else None
 
 
 def _sampled_logprobs(config: Config) -> Output:

@@ -21,7 +21,6 @@ COUNTS = {
     "rows": Reduction.SUM,
     "policy_updates": Reduction.ALIKE,
     "critic_updates": Reduction.ALIKE,
-    "ptx_updates": Reduction.ALIKE,
 }
 """What means are taken over beside the metrics; updates are those that were applied."""
 

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from transformers import AutoTokenizer
 
 from areal_lite.config.recipe import Config
 from areal_lite.errors import LedgerError
@@ -26,10 +25,9 @@ from areal_lite.train.checkpoint import export_model, load_checkpoint, take_snap
 from areal_lite.train.micro_batch import TokenRows, split_micro_batches
 from areal_lite.train.model import completion_logprobs, load_model, load_value_model
 from areal_lite.train.objective import KLCoefficient, UpdateLoss, critic_loss, find_loss_function, weigh_tokens
-from areal_lite.train.optimiser import Learner, Share
-from areal_lite.train.ptx import choose_documents, load_documents, ptx_shares
+from areal_lite.train.optimiser import Learner
 from areal_lite.train.routes import replay_routes
-from areal_lite.train.score import fill_in, proximal_kl, score_batch
+from areal_lite.train.score import fill_in, score_batch
 from areal_lite.train.stats import StepTally
 from areal_lite.types import Shard
 
@@ -67,12 +65,7 @@ class Trainer:
             value_model = load_value_model(config.critic.path or model_folder, config)
             settings = config.trainer.model_copy(update={"lr": config.critic.lr})
             self._critic = Learner(value_model, settings=settings, total_steps=config.run.steps)
-        self._documents: list[list[int]] = []
-        if objective.ptx_coef > 0:
-            tokenizer, most = AutoTokenizer.from_pretrained(model_folder), config.model.max_context
-            self._documents = load_documents(str(objective.ptx_path), tokenizer=tokenizer, max_tokens=most)
         self._kl = KLCoefficient(objective.kl_coef, target=objective.kl_target)
-        self._proximal_kl = KLCoefficient(objective.proximal_kl_coef, target=objective.proximal_kl_target)
         self.version = 0
         """Number of completed trainer steps."""
         self.progress = 0
@@ -113,8 +106,6 @@ class Trainer:
                         tally.add(step_skipped=1)
                     else:
                         self._update(batch, number, tally)
-                if config.objective.proximal_kl_target is not None and tally["policy_updates"]:
-                    tally.add(proximal_kl=proximal_kl(batch, policy=self.model, config=config))
         if on_gpu:
             tally.add(gpu_peak_gib=torch.cuda.max_memory_allocated() / 2**30)
         tally.add_shard(shard)
@@ -126,11 +117,9 @@ class Trainer:
             lr=self._learner.rate(self.version),
             tokens_filtered=None if objective.behaviour_filter == "none" else num_filtered,
             kl_coef=None if objective.kl == "none" else self._kl.value,
-            proximal_kl_coef=self._proximal_kl.value if objective.proximal_kl_coef > 0 else None,
         )
         stats = tally.reduce(self._device, own_loss=objective.loss_function is not None)
         self._kl.adapt(stats["kl_ref"])
-        self._proximal_kl.adapt(stats["proximal_kl"])
         self.version += 1
         return stats
 
@@ -160,7 +149,7 @@ class Trainer:
             rank=self._rank,
             limit=self._config.parity_limit(),
             critic=self._critic,
-            coefficients={"kl": self._kl.value, "proximal_kl": self._proximal_kl.value},
+            coefficients={"kl": self._kl.value},
             copied=copied,
         )
 
@@ -174,7 +163,6 @@ class Trainer:
         limit, critic = self._config.parity_limit(), self._critic
         self.version, saved = load_checkpoint(folder, self._learner, rank=self._rank, limit=limit, critic=critic)
         self._kl.restore(saved.get("kl"))
-        self._proximal_kl.restore(saved.get("proximal_kl"))
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder with weights (`model.export_dtype`) and tokenizer."""
@@ -201,15 +189,10 @@ class Trainer:
             config=self._config,
             is_first=number == 0,
             kl_coef=self._kl.value,
-            proximal_kl_coef=self._proximal_kl.value,
             policy_term=self._policy_term,
         )
-        shares: list[Share] = [partial(loss_of, part) for part in batch.updates[number]]
-        if self._documents:
-            chosen = choose_documents(self._documents, config=self._config, version=self.version, minibatch=number)
-            shares += ptx_shares(chosen, self.model, config=self._config, rank=self._rank)
-        update = self._learner.update(shares, step=self.version)
-        tally.add_update(update, policy_updates=1, grad_norm=update.grad_norm, ptx_updates=int(bool(self._documents)))
+        update = self._learner.update([partial(loss_of, part) for part in batch.updates[number]], step=self.version)
+        tally.add_update(update, policy_updates=1, grad_norm=update.grad_norm)
         if update.applied:
             places_T = torch.cat([part.tokens_T for part in batch.updates[number]])
             tally.add_tokens(batch.tokens.ages_T[places_T][batch.tokens.loss_mask_T[places_T]].tolist())

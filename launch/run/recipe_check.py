@@ -120,10 +120,6 @@ def _load_prompts(config: Config, tokenizer: Tokenizer, reach: Reach) -> Loaded:
 
     if reach < Reach.CLUSTER and any(":" in source.source for source in config.data.sources.values()):
         return Loaded(config=config)  # a function that is imported on other machines makes the rows
-    if config.objective.ptx_coef > 0 and config.objective.ptx_path is not None:
-        from areal_lite.train.ptx import load_documents
-
-        load_documents(config.objective.ptx_path, tokenizer=tokenizer, max_tokens=config.model.max_context)
     prompts = load_sources(config, tokenizer, "train")
     check_argument_names(config, chain.from_iterable(prompts.values()))
     if reach >= Reach.MACHINE:  # elsewhere a verifier may find what is missing here

@@ -98,7 +98,6 @@ COMBINATIONS = [
     ({"baseline": "critic", "scale": "group_std"}, ["objective.scale=group_std", "batch_std or none"]),
     ({"kl": "loss", "kl_estimator": "k1", "kl_coef": 0.1}, ["k2 or k3, got k1", "zero on average"]),
     ({"kl": "reward"}, ["objective.kl=reward", "objective.kl_coef above 0", "objective.kl to none"]),
-    ({"proximal_kl_target": 0.01}, ["objective.proximal_kl_coef above 0", "set it to 1"]),
     ({"surrogate": "likelihood"}, ["objective.surrogate=likelihood", "clip_low=0.2", "set both to null"]),
     (
         {"preset": "raft", "ratio_level": "sequence"},
@@ -111,11 +110,9 @@ COMBINATIONS = [
     ({"kl_coef": 0.1}, ["objective.kl_coef=0.1 is not read without objective.kl"]),
     ({"kl_target": 0.1}, ["objective.kl_target=0.1 is not read without objective.kl"]),
     ({"reference_path": "x"}, ["objective.reference_path=x is not read without objective.kl"]),
-    ({"ptx_path": "x"}, ["objective.ptx_path=x is not read without objective.ptx_coef"]),
     ({"preset": "raft", "kl": "reward", "kl_coef": 1.0}, ["objective.kl=reward", "surrogate=likelihood"]),
     ({"preset": "raft", "baseline": "critic"}, ["objective.baseline=critic", "surrogate=likelihood"]),
     ({"preset": "raft", "overlong_buffer": 0.1}, ["objective.overlong_buffer", "surrogate=likelihood"]),
-    ({"ptx_coef": 0.1}, ["objective.ptx_path", "give the path"]),
     ({"geometric_low": 2.0}, ["objective.geometric_low", "2.0 and 2.0"]),
 ]
 

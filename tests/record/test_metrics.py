@@ -15,7 +15,7 @@ from areal_lite.types import Shard
 TAGS = {
     "train": ("lr", "loss", "grad_norm", "step_skipped", "entropy", "kl_behav_prox", "clip_fraction",
               "behav_weight_mean", "behav_weight_masked_fraction", "tokens_trained", "tokens_filtered",
-              "advantage_std", "kl_ref", "kl_coef", "proximal_kl", "proximal_kl_coef", "ptx_loss"),
+              "advantage_std", "kl_ref", "kl_coef"),
     "critic": ("value_loss", "value_explained_variance"),
     "queue": ("age_mean", "age_max", "tokens_masked_stale", "tokens_trained_stale", "trainer_wait_s"),
     "rollout": ("length_mean", "truncated_fraction", "gen_tokens_per_s", "samples_per_s", "rollout_occupancy"),

@@ -93,7 +93,6 @@ def trainer_step(
             config=config,
             is_first=False,
             kl_coef=kl_coef,
-            proximal_kl_coef=0.0,
             policy_term=find_loss_function(config.objective),
         )
         return torch.stack([share_of(part)[0] for part in policy_batch.micro_batches]).sum()

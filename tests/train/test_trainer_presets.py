@@ -212,44 +212,19 @@ def test_an_adaptive_coefficient_stays_near_the_recipes() -> None:
         assert coefficient.value == pytest.approx(end)
 
 
-def test_the_proximal_kl_is_measured_after_the_updates(model_folder: str, rows: list[Row]) -> None:
-    """With one update the loss never sees a distance; what the coefficient follows is the one that the step made.
-
-    Seen failing with the logprobs of before the updates.
-    """
-    rows = [dataclasses.replace(row, minibatch=0) for row in rows]
-    knobs = {"proximal_kl_coef": 1.0, "proximal_kl_target": 1e-6, "clip_low": None, "clip_high": None}
-    trainer = make_trainer(model_folder, config_of({"objective": knobs, "trainer": {"minibatches": 1}}))
-    before = AutoModelForCausalLM.from_pretrained(model_folder)
-    stats = trainer.train_step(make_shard(rows, rewards=REWARDS))
-    total, count = 0.0, 0
-    for row in rows:
-        if not np.isnan(REWARDS[row.group_index, row.sample_index]):
-            start = row.sample.spans[0].end if len(row.sample.spans) > 1 else 0
-            old = row_logprobs(before, row, 0.8).detach().double()[start:]
-            new = row_logprobs(trainer.model, row, 0.8).detach().double()[start:]
-            total += float(((new - old).exp() - 1 - (new - old)).sum())
-            count += len(old)
-    assert stats["proximal_kl"] == pytest.approx(total / count, rel=1e-3)
-    assert stats["proximal_kl_coef"] == 1.0
-    assert trainer._proximal_kl.value == 2.0
-
-
 # --- the critic -------------------------------------------------------------------------------------------------------
 
 
 def test_only_the_critic_learns_while_it_warms_up(model_folder: str, rows: list[Row]) -> None:
     """The policy stays bit for bit what it was, the version advances, and the policy learns in the step after.
 
-    Seen failing with a warm-up that trains both, and with a coefficient that follows what did not move.
+    Seen failing with a warm-up that trains both.
     """
-    knobs = {"preset": "ppo", "proximal_kl_coef": 1.0, "proximal_kl_target": 1e-3}
-    config = config_of({"objective": knobs, "critic": {"lr": 1e-2, "warmup_steps": 6}})
+    config = config_of({"objective": {"preset": "ppo"}, "critic": {"lr": 1e-2, "warmup_steps": 6}})
     trainer = make_trainer(model_folder, config)
     before = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
     first = trainer.train_step(make_shard(rows, rewards=REWARDS))
     assert all(torch.equal(trainer.model.get_parameter(name), value) for name, value in before.items())
-    assert (first["proximal_kl"], trainer._proximal_kl.value) == (None, 1.0)
     assert (first["step_skipped"], first["tokens_trained"], first["kl_ref"], trainer.version) == (0, 0, None, 6)
     assert first["value_loss"] is not None
     second = trainer.train_step(make_shard(rows, rewards=REWARDS, version=6))
