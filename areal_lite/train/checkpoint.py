@@ -162,8 +162,8 @@ def _load_learner(folder: Path, learner: Learner) -> None:
 
 def _cause(error: BaseException) -> BaseException:
     """Return what failed on the first rank that failed, for an error of torch's checkpoints."""
-    (cause, _), *_ = getattr(error, "failures", {0: (error, None)}).values()
-    return cause
+    failures: dict[int, tuple[BaseException, Any]] = getattr(error, "failures", {0: (error, None)})
+    return next(iter(failures.values()))[0]
 
 
 def export_model(folder: Path, model: nn.Module, *, base_folder: str, rank: int, dtype: str) -> None:
