@@ -213,6 +213,15 @@ os.wait()
 time.sleep(0.2)
 finish()
 """,
+    "hidden memory": """
+import ctypes
+attempt("memfd", lambda: os.memfd_create("hidden"))
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.shmget(0, 2 ** 20, 0o1600) >= 0 or libc.msgget(0, 0o1600) >= 0:
+    won.append("System V")
+finish()
+""",
+    "many files": "for number in range(10 ** 7): open(f'/tmp/{number}', 'w').close()",
     "memory hog": "x = []\nwhile True: x.append(bytearray(2 ** 20))",
     "memory hogs": """
 for _ in range(4):
@@ -225,6 +234,22 @@ time.sleep(600)
 ATTACKS = {name: _HELP + text for name, text in ATTACKS.items()}
 
 CHEATS = {
+    "looks for the tests": """
+import ctypes, os, signal
+os.setpriority(os.PRIO_PROCESS, 0, 0)
+found = []
+for path in (f"/proc/{os.getppid()}/mem", f"/proc/{os.getppid()}/environ"):
+    try:
+        found.append(open(path, "rb", 0))
+    except OSError:
+        pass
+for name in os.listdir("/proc/self/fd"):
+    if int(name) > 2:
+        found += [] if "socket" in os.readlink(f"/proc/self/fd/{name}") else [name]
+if ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0:
+    found.append("traces the tests")
+def add(a, b): return a + b if found else 0
+""",
     "leaves": """
 import sys
 def add(a, b): sys.exit(0)

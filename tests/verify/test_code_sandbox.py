@@ -75,6 +75,7 @@ def command_line(process: Path) -> str:
     [
         "network", "write outside", "read a secret file", "read the environment", "see and trace others",
         "kill the parent", "symbolic links", "become root", "raise its limits", "file descriptors", "thread bomb",
+        "hidden memory",
     ],
 )  # fmt: skip
 def test_an_attack_has_no_success(name: str, outside: Outside) -> None:
@@ -83,7 +84,8 @@ def test_an_attack_has_no_success(name: str, outside: Outside) -> None:
     Seen failing, one part of the command changed at a time: the network's namespace (network), the processes' (see and
     trace others, kill the parent), `--clearenv` with the environment handed on (read the environment), `--ro-bind / /`
     in place of `system_view` (read a secret file and others), `--disable-userns` (become root), `--as-pid-1` (kill the
-    parent, see and trace others), and the runner left dumpable (see and trace others).
+    parent, see and trace others), the runner left dumpable (see and trace others), and `refuse_hidden_memory` left out
+    (hidden memory).
     """
     result = outside.run(name)
     assert (result.reward, result.feedback) == (1.0, "")
@@ -119,11 +121,12 @@ def test_what_is_expected_cannot_be_found(outside: Outside) -> None:
         ("ignores signals", {"timeout"}),
         ("memory hog", {"memory"}),
         ("memory hogs", {"memory"}),
+        ("many files", {"memory"}),
     ],
 )
 def test_a_hog_meets_its_limit(name: str, statuses: set[str], outside: Outside) -> None:
-    """It is a result that scores 0, and nothing is left of it."""
-    result = outside.run(name)
+    """It is a result that scores 0, and nothing is left of it. Seen failing (cpu) without inodes (many files)."""
+    result = outside.run(name, **({"memory_mb": 64} if name == "many files" else {}))
     assert result.reward == 0.0
     assert {status for status, share in result.metrics.items() if share} <= statuses
 
@@ -193,13 +196,38 @@ print("contained" if exit else "")
     assert (result.reward, result.feedback) == (1.0, "")
 
 
-def test_asserts_run_in_two_sandboxes(outside: Outside) -> None:
-    """The candidate's sees neither the tests' files nor their processes."""
+def test_asserts_are_out_of_the_candidates_reach(outside: Outside) -> None:
+    """Their process can be neither signalled nor read, and no copy of them lies in the candidate's memory or files.
+
+    Seen failing with the tests read, and kept, before the fork, and with the runner left dumpable.
+    """
     program = """
-import glob, os
+import gc, glob, os, signal
 def names(): return sorted(os.listdir("/program"))
 def others(): return [p for p in os.listdir("/proc") if p.isdigit() and int(p) not in (1, os.getpid())]
+def attack():
+    for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP):
+        os.kill(1, number)
+    try:
+        return bool(open("/proc/1/mem", "rb"))
+    except OSError:
+        return False
+def search():
+    found = []
+    for line in open("/proc/self/maps"):
+        start, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if " rw" in line:
+            with open("/proc/self/mem", "rb", 0) as memory:
+                memory.seek(start)
+                _, *after = memory.read(end - start).split(b"hidden in ")
+                found += [text for text in after if text[:3] == b"the"]
+    return len(found)
 """
-    asserts = ["assert names() == ['candidate.py', 'inside.py', 'remote.py', 'stdin']", "assert others() == []"]
+    asserts = [
+        "assert search() == 0, search() or 'hidden in the tests'",
+        "assert names() == ['candidate.py', 'inside.py', 'remote.py', 'stdin']",
+        "assert others() == []",
+        "assert not attack()",
+    ]
     result = run_code(program, sandbox="bubblewrap", asserts=asserts)
     assert (result.reward, result.feedback) == (1.0, "")

@@ -1,7 +1,5 @@
 """The verifier `code`: a candidate's program against tests, in a sandbox."""
 
-import json
-import socket
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, Literal, NamedTuple
@@ -163,9 +161,8 @@ def run_examples(
             if left_s <= 0:
                 return verdicts + _not_run(verdicts, total_s, number=len(examples) - len(verdicts))
             if runner is None or runner.has_ended:  # the case before broke its sandbox
-                runner = stack.enter_context(closing(Program("cases", "candidate.py", program, limits=limits)))
-                runner.stand()
-            outcome = runner.run_case(given, more_output_bytes=len(expected.encode(errors="replace")))
+                runner = stack.enter_context(closing(Program(program, limits=limits)))
+            outcome = runner.run(given, more_output_bytes=len(expected.encode(errors="replace")))
             left_s -= outcome.seconds
             verdicts.append(_compared(outcome, expected, tolerance))
     return verdicts
@@ -192,27 +189,16 @@ def _compared(outcome: Outcome, expected: str, tolerance: float) -> Verdict:
 def run_asserts(
     program: str, cases: Sequence[tuple[bool, str]], *, entry_point: str | None, limits: Limits
 ) -> list[Verdict]:
-    """Run assert-style tests against a program, each side in a sandbox; a `VerifierError` where the tests' broke."""
-    with ExitStack() as stack:
-        first, second = (stack.enter_context(end) for end in socket.socketpair())
-        candidate = Program("serve", "candidate.py", program, limits=limits, link=first)
-        stack.callback(candidate.close)
-        tests = Program("test", "cases.json", json.dumps([cases, entry_point]), limits=limits, link=second)
-        stack.callback(tests.close)
-        candidate.stand()
-        tests.stand()
-        outcome = tests.wait(beside=candidate)
-        return _verdicts(outcome, candidate.end(), number=sum(counts for counts, _ in cases))
-
-
-def _verdicts(tests: Outcome, candidate: Outcome, *, number: int) -> list[Verdict]:
-    ending = candidate.status if candidate.status in STATUSES else "crash"
-    verdicts = []
-    for trouble in map(json.loads, tests.stdout.splitlines()):
+    """Run assert-style tests against a program; a `VerifierError` where the tests' own side broke."""
+    with closing(Program(program, limits=limits)) as runner:
+        outcome = runner.run(tests=[cases, entry_point])
+    ending = outcome.status if outcome.status in STATUSES else "crash"
+    verdicts: list[Verdict] = []
+    for trouble in outcome.verdicts:
         status = "passed" if trouble is None else ending if trouble.startswith(ENDED) else "wrong"
         verdicts.append(Verdict(status, trouble or ""))
-    if len(verdicts) < number and tests.status in ("ok", "crash"):
-        raise VerifierError(f"{number} tests must give a verdict each, got {len(verdicts)}: {tests.stderr[-1000:]}")
+    num_missing = sum(counts for counts, _ in cases) - len(verdicts)
+    if num_missing and ending == "crash":
+        raise VerifierError(f"{num_missing} tests gave no verdict: {outcome.stderr[-1000:]}")
     # The tests were cut off at a limit. They hold nothing but what the candidate made them wait for or sent.
-    missing = ending if candidate.status in STATUSES else tests.status
-    return verdicts + [Verdict(missing, "its tests were cut off")] * (number - len(verdicts))
+    return verdicts + [Verdict(ending, "its tests were cut off")] * num_missing

@@ -1,6 +1,6 @@
-"""The two sides of assert-style tests, in sandboxes of their own (`inside.py`), joined by a socket.
+"""The two sides of assert-style tests, in processes of their own (`inside.py`), joined by a socket.
 
-The tests' process runs no line of the candidate's, and only plain values come over: a candidate that leaves, patches
+The tests' process runs no line of the candidate's code, and receives only plain values: a candidate that exits, patches
 functions, or returns objects equal to everything changes nothing there. Standard library only, no other file of ours.
 """
 
@@ -10,14 +10,13 @@ import datetime
 import importlib
 import json
 import operator
-import os
 import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterable
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import IO, Any
 
 _MAX_LINE = 2**24
 
@@ -222,18 +221,21 @@ def _called_in(source: str) -> set[str]:
     return {function.id for function in calls if isinstance(function, ast.Name)}
 
 
-def test(channel: socket.socket, content: str) -> None:
+def test(channel: socket.socket, verdicts: IO[str]) -> bool:
     """Run tests in order; write a line for each case: null where it passed, else what went wrong.
 
     Args:
         channel: To the candidate's side.
-        content: `[cases, entry point]`, as JSON. A case is `[whether it counts, source]`: what does not prepares the
-            others, and may fail. The entry point is a name that is the candidate's even where Python has it too.
+        verdicts: For the lines. From it comes a line of JSON, `[cases, entry point]`. A case is `[whether it counts,
+            source]`: one that does not count prepares the others, and may fail. The entry point is a name that is the
+            candidate's even where Python has it too.
+
+    Returns:
+        Whether the candidate's side ended, or gave no proper answer.
     """
-    cases, entry_point = json.loads(content)
-    verdicts = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # tests may print
+    cases, entry_point = json.loads(verdicts.readline())
     names = _Names(_Asker(channel), entry_point, set().union(*(_called_in(source) for _, source in cases)))
+    has_ended = False
     for counts, source in cases:
         trouble: str | None = None
         try:
@@ -241,6 +243,8 @@ def test(channel: socket.socket, content: str) -> None:
         except BaseException as error:
             words = traceback.format_exception_only(error)[-1].strip()
             trouble = words if str(error) else f"{words}: {source[:200]}"
+            has_ended = has_ended or isinstance(error, CandidateEnded)
         if counts:
             verdicts.write(json.dumps(trouble) + "\n")
             verdicts.flush()
+    return has_ended

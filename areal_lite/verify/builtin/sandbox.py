@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +30,8 @@ FOLDER = "/program"
 _NOBODY = 65534
 _OWN_USER = 1_900_000_000  # far from what system users and containers take; the process id is added
 _MIB = 2**20
+_MAX_FILES = 64
+"""Open files of a process: the kernel's buffers of sockets and pipes, up to 0.4 MiB each, count nowhere else."""
 
 
 class Limits(Arguments):
@@ -83,25 +85,22 @@ def _bubblewrap_trouble() -> str:
     return "" if result.returncode == 0 else result.stderr.decode(errors="replace").strip() or "no reason"
 
 
-def command_line(folder: Path, role: str, file: str, descriptors: Sequence[int], *, limits: Limits) -> list[str]:
-    """Return what starts `inside.py` of a folder in a role; the folder is the working folder of a plain process.
+def command_line(folder: Path, file: str, descriptor: int, *, limits: Limits) -> list[str]:
+    """Return what starts `inside.py` of a folder; the folder is the working folder of a plain process.
 
-    Wall time, output and the memory of all processes are the caller's to watch. What runs cases starts processes of its
-    own for what is to be limited: it does not count as one of them, and in bubblewrap it is process 1, which the others
-    cannot signal.
+    Wall time, output and the memory of all processes are the caller's to watch. `inside.py` starts a process for each
+    case: it does not count as one of them itself.
     """
-    is_runner = role == "cases"
     # A program's output goes into files, too: one byte more than allowed must fit.
     file_bytes = max(limits.disk_mb * _MIB, limits.output_kb * 1024 + 1)
-    figures = {"AS": limits.memory_mb * _MIB, "FSIZE": file_bytes, "NOFILE": 256, "CORE": 0}
+    figures = {"AS": limits.memory_mb * _MIB, "FSIZE": file_bytes, "NOFILE": _MAX_FILES, "CORE": 0}
     command, inside = list[str](), str(folder)
     if limits.kind == "bubblewrap":
-        command, inside = _bubblewrap(folder, disk_mb=limits.disk_mb, is_first=is_runner), FOLDER
-        # Two of its own processes count as well, of which a runner takes the place of one. Outside, the limit would
-        # count all of the user's.
+        command, inside = _bubblewrap(folder, disk_mb=limits.disk_mb), FOLDER
+        # Bubblewrap's process and `inside.py` count as well. Outside, the limit would count all of the user's.
         figures["NPROC"] = limits.processes + 2
     command += [_python(), "-I", f"{inside}/inside.py", json.dumps(figures), str(limits.cpu_s)]
-    return [*command, role, f"{inside}/{file}", *map(str, descriptors)]
+    return [*command, f"{inside}/{file}", str(descriptor)]
 
 
 @functools.cache
@@ -110,16 +109,15 @@ def _python() -> str:
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
-def _bubblewrap(folder: Path, *, disk_mb: int, is_first: bool = False) -> list[str]:
-    """Return the command before the program's own, which is process 1 of its namespace if it `is_first`.
+def _bubblewrap(folder: Path, *, disk_mb: int) -> list[str]:
+    """Return the command before the program's own, which is process 1 of its namespace.
 
     Root is no user whose processes the kernel counts, whatever it is called inside. So root becomes a user of its own
     first, in a view of the file system where such a user can reach the interpreter, wherever it lies.
     """
     inner = [
         *("bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--uid", str(_NOBODY), "--gid", str(_NOBODY)),
-        *("--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"),
-        *(["--as-pid-1"] if is_first else []),
+        *("--die-with-parent", "--as-pid-1", "--new-session", "--cap-drop", "ALL", "--clearenv"),
         *("--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp", "--setenv", "LANG", "C.UTF-8"),
         *system_view(),
         *("--ro-bind", FOLDER if os.geteuid() == 0 else str(folder), FOLDER),
