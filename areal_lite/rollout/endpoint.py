@@ -45,7 +45,6 @@ _MODEL = {"id": "policy", "object": "model", "owned_by": "areal-lite"}
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
-    408: "timeout_error",
     413: "request_too_large",
     500: "api_error",
 }
@@ -311,30 +310,20 @@ class Endpoint:
         from starlette.responses import Response
 
         unread = Response(status_code=499)  # nobody reads it
+        max_bytes, raw = self._open(*_name_and_key(request)).session.max_bytes, bytearray()
         try:
-            raw = await self._body(request, self._open(*_name_and_key(request)).session.max_bytes)
+            async for chunk in request.stream():  # to its end, as clients send everything before they read
+                raw += chunk[: max_bytes + 1 - len(raw)]
         except ClientDisconnect:
             return unread
-        answering, gone = asyncio.ensure_future(self._respond(request, raw)), asyncio.ensure_future(request.receive())
+        answering = asyncio.ensure_future(self._respond(request, bytes(raw)))
+        gone = asyncio.ensure_future(request.receive())
         try:
             await asyncio.wait([answering, gone], return_when=asyncio.FIRST_COMPLETED)
             return unread if gone.done() else answering.result()
         finally:
             answering.cancel()
             gone.cancel()
-
-    async def _body(self, request: "Request", max_bytes: int) -> bytes:
-        """Return the body, or its first `max_bytes` + 1 bytes; the rest is read and dropped, as clients send it all."""
-        body, clock = bytearray(), asyncio.get_running_loop().time
-        try:
-            async with asyncio.timeout(self._idle_timeout_s) as idle:
-                async for chunk in request.stream():
-                    body += chunk[: max_bytes + 1 - len(body)]
-                    idle.reschedule(clock() + self._idle_timeout_s)
-        except TimeoutError:
-            message = f"a request's body must not pause for {self._idle_timeout_s:g} s, it did. Fix: send it at once"
-            raise Refusal(408, message, code="timeout") from None
-        return bytes(body)
 
     async def _respond(self, request: "Request", raw: bytes) -> "Response":
         from starlette.responses import Response, StreamingResponse
@@ -418,20 +407,21 @@ async def _failed(request: "Request", error: Exception) -> "Response":
 
 
 def _protocol_with_idle_timeout() -> Any:
-    """Return uvicorn's protocol; it also closes connections on which no first request, or only a part of one, comes."""
+    """Return uvicorn's protocol, which closes idle connections after a response, also before and within a request."""
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
     class WithIdleTimeout(HttpToolsProtocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._wait()
+            self._restart_timer()
 
         def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing():
-                self._wait()
+            super().data_received(data)  # stops the timer
+            is_receiving = self.cycle is None or self.cycle.more_body or self.cycle.response_complete
+            if is_receiving and not self.transport.is_closing():
+                self._restart_timer()
 
-        def _wait(self) -> None:
+        def _restart_timer(self) -> None:
             self._unset_keepalive_if_required()
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler

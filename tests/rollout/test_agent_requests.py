@@ -355,8 +355,8 @@ def test_nothing_is_rendered_or_tokenised_on_the_event_loop() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /sessions/x/v1/completions HTTP/1.1\r\nhost", b"head and half"])
-def test_an_idle_connection_is_closed(sent: bytes) -> None:
-    """One that asks nothing, half a head, or half a body. Seen failing: each stayed open."""
+def test_an_idle_connection_is_closed_without_a_traceback(sent: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    """No request, half a head, or half a body. Seen failing: each stayed open; and half a body logged 45 lines."""
 
     async def scenario(llm: Any) -> None:
         address = httpx.URL(llm.base_url)
@@ -364,11 +364,11 @@ def test_an_idle_connection_is_closed(sent: bytes) -> None:
         head = "\r\n".join([*lines, "content-length: 9", "", "{"])
         reader, writer = await asyncio.open_connection(address.host, address.port)
         writer.write(head.encode() if sent.startswith(b"head") else sent)
-        answer = await reader.read()  # to the end of the connection
-        assert b"408" in answer if sent.startswith(b"head") else not answer
+        assert await reader.read() == b""  # the end of the connection
         writer.close()
 
     asking(scenario, endpoint={"idle_timeout_s": 0.2})
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("api", list(KINDS))

@@ -1,6 +1,7 @@
 """Engines that say what a test wants, and short ways to run episodes on them."""
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -88,6 +89,16 @@ def run(scenario: Callable[[], Awaitable[T]]) -> T:
             return await scenario()
 
     return asyncio.run(bounded())
+
+
+def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Decorate an async test: it runs in an event loop of its own."""
+
+    @functools.wraps(test)
+    def bounded(*arguments: Any, **fixtures: Any) -> None:
+        run(lambda: test(*arguments, **fixtures))
+
+    return bounded
 
 
 def play(

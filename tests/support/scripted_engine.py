@@ -10,7 +10,7 @@ import numpy as np
 
 from areal_lite.data.encode import decoder
 from areal_lite.rollout.engine import Interrupt, Sampling
-from areal_lite.types import Float32, Sample, StopReason, VersionSpan
+from areal_lite.types import Sample, StopReason, VersionSpan
 
 
 class ScriptedEngine:
@@ -55,10 +55,6 @@ class ScriptedEngine:
         if self.tokenizer is None:
             return " ".join(map(str, token_ids))
         return decoder(self.tokenizer, "", skip_special_tokens=False)(token_ids)
-
-    async def score(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Float32:
-        """Return the uniform log-probabilities that `generate` draws from."""
-        return np.full(len(output_ids), -np.log(self._vocab_size - 1), dtype=np.float32)
 
     async def pause(self, interrupt: Interrupt) -> None:
         """Hold every running sample before its next token."""
