@@ -280,21 +280,6 @@ def test_an_agent_in_a_thread_uses_the_sync_client_and_is_refused_after_its_end(
     assert all(isinstance(sample, Sample) for sample in samples), samples
 
 
-def test_a_key_opens_its_own_session_only() -> None:
-    """Seen failing with the key not compared."""
-
-    async def agent(task: Mapping[str, Any], llm: Any) -> float:
-        other = openai.AsyncOpenAI(base_url=llm.base_url, api_key="another")
-        with pytest.raises(openai.AuthenticationError, match="this session's"):
-            await other.chat.completions.create(model="m", messages=[user("a")])
-        await other.close()
-        await say(llm, [user("a")])
-        return 1.0
-
-    sample, _ = trained(agent, ["x"])
-    assert sample.branches == ()
-
-
 def test_text_completions_go_on_from_exact_tokens() -> None:
     """Without a chat template; a chat is refused by a sentence. Seen failing with prompts encoded anew."""
 

@@ -1,6 +1,5 @@
 """Episodes of several turns on an engine that says what the test wants: tokens, versions, room, checks."""
 
-import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -115,37 +114,6 @@ def test_the_context_of_a_turn_is_what_the_sample_holds_before_it() -> None:
     )
 
 
-def test_a_pause_and_new_weights_between_two_turns_only_change_the_versions() -> None:
-    """The engine is paused while the environment thinks: the next turn waits for the resume, and is of version 7."""
-
-    async def scenario() -> Any:
-        engine = Speaker(["ab", "c"])
-        slow = asyncio.Event()
-
-        async def step(messages: Messages, row: Mapping[str, Any]) -> tuple[str, bool]:
-            await slow.wait()
-            return ">", False
-
-        workflows = load("multi_turn", arguments={"step": f"{HERE}:larger"})
-        workflows.loaded["multi_turn"] = (workflows.loaded["multi_turn"][0], {"step": step, "max_turns": 2})
-        sampling = Sampling(max_new_tokens=50, temperature=1.0)
-        episode = asyncio.ensure_future(
-            workflows.sample(engine, make_prompt(), sampling=sampling, seed_of=lambda call: call)
-        )
-        while engine.tokens_generated < 3:
-            await asyncio.sleep(0)
-        await engine.pause("recompute")
-        slow.set()
-        for _ in range(50):
-            await asyncio.sleep(0)
-        assert engine.tokens_generated == 3
-        await engine.stamp(7)
-        await engine.resume()
-        return await episode
-
-    assert spans_of(run(scenario)) == [(0, 0, 3), (-1, 3, 4), (7, 4, 6)]
-
-
 def test_an_environment_that_is_done_ends_the_episode_and_its_last_words_are_not_kept() -> None:
     """An async step, which is told every turn so far."""
     engine = Speaker(["ab", "c", "never"])
@@ -173,12 +141,6 @@ def test_a_single_turn_is_the_engines_sample() -> None:
 def test_an_episode_of_one_turn_names_it_all_the_same() -> None:
     """A verifier of games may rely on its turns."""
     assert play(Speaker(["c"]), talk("done_at_c")).messages == ({"role": "assistant", "content": "c"},)
-
-
-def test_every_request_of_an_episode_has_a_seed_of_its_own() -> None:
-    engine = Speaker(["ab", "cd", "e"])
-    play(engine, talk())
-    assert [sampling.seed for sampling in engine.samplings] == [100, 101, 102]
 
 
 # --- room ---
