@@ -207,7 +207,7 @@ class Sample:
         )
 
     @property
-    def ways(self) -> tuple["Sample", ...]:
+    def sequences(self) -> tuple["Sample", ...]:
         """Itself and its branches: one row of a batch each."""
         return (self, *self.branches)
 
@@ -224,7 +224,7 @@ class Sample:
     @property
     def oldest_version(self) -> int | None:
         """Version of the oldest token that the model produced, on any way; None in a lost sample."""
-        versions = (span.version for way in self.ways for span in way.spans if span.version != GIVEN)
+        versions = (span.version for way in self.sequences for span in way.spans if span.version != GIVEN)
         return min(versions, default=None)
 
     @property

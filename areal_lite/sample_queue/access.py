@@ -1,20 +1,23 @@
-"""Who may talk to the sample queue: the keys of a run, what goes with each, and what a client is handed.
+"""Who may talk to the sample queue: the keys of a run, what each role may request, and what a client connects with.
 
-The queue's process makes the keys, Ray carries each role its own, `server.py` and `client.py` give them to ZeroMQ. It
-speaks CURVE: encrypted, and closed to whoever has no key of the run.
+The queue's process makes the keys, Ray carries each role's own to its actors, and `server.py` and `client.py` give them
+to ZeroMQ, whose CURVE encrypts everything and admits only clients that hold a key of the run.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import zmq
+import zmq.auth.thread
+from zmq.utils import z85
 
 from areal_lite.sample_queue.requests import REQUESTS
 
 
 class Role(StrEnum):
-    """What a client is in the run."""
+    """What a client does in the run."""
 
     CONTROLLER = "controller"
     ROLLOUT = "rollout"
@@ -28,41 +31,41 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     Role.VERIFIER: frozenset({"lease_verify", "present", "heartbeat", "complete_verify", "fail"}),
     Role.TRAINER: frozenset({"fetch"}),
 }
-"""The requests of each role; a worker may `fail` what is lent to workers of its own kind."""
+"""The requests of each role; a worker may complete or `fail` only what is lent to workers of its own kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """A CURVE key pair, in the text form that ZeroMQ takes."""
+    """A CURVE key pair, in ZeroMQ's text form."""
 
     public: bytes
     secret: bytes = field(repr=False)
 
     @classmethod
     def new(cls) -> "KeyPair":
-        """Draw one."""
+        """Return a random one."""
         return cls(*zmq.curve_keypair())
 
 
 @dataclass(frozen=True, slots=True)
 class QueueAccess:
-    """What a client connects with: never a part of a recipe, a log or a run folder."""
+    """What a client connects with. It belongs in no recipe, log or run folder."""
 
     endpoint: str
     """`tcp://address:port`."""
     server_key: bytes | None = None
-    """The queue's public key; None = it speaks in the clear, in measurements and tests."""
+    """The queue's public key; None = no encryption, in measurements and tests."""
     keys: KeyPair | None = None
     """The client's own."""
     max_message_bytes: int | None = None
-    """Of a request: ZeroMQ cuts the connection of who sends much more, and nobody is told why. None = not known."""
+    """Of a request: ZeroMQ silently disconnects a client that exceeds it. None = not known."""
 
     def __str__(self) -> str:
         return self.endpoint
 
 
 class QueueKeys:
-    """The keys of one run: the queue's own, and a pair for each role."""
+    """The keys of one run: the queue's own pair, and one for each role."""
 
     def __init__(self) -> None:
         self.server = KeyPair.new()
@@ -72,11 +75,28 @@ class QueueKeys:
         """Return what the clients of a role connect with."""
         return QueueAccess(endpoint, self.server.public, self._roles[role])
 
-    def roles(self) -> dict[bytes, Role]:
-        """Return each role by its public key."""
-        return {pair.public: role for role, pair in self._roles.items()}
+    def role_of(self, public_key: bytes) -> Role | None:
+        """Return the role whose key this is; None for a stranger's."""
+        return next((role for role, pair in self._roles.items() if pair.public == public_key), None)
+
+
+class Gatekeeper(zmq.auth.thread.ThreadAuthenticator):
+    """Admits clients that hold a key of the run; the user id of their messages is their role."""
+
+    def __init__(self, context: Any, keys: QueueKeys) -> None:
+        super().__init__(context)
+        self._keys = keys
+        self.configure_curve_callback("*", self)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether a public key is one of the run's."""
+        return self._keys.role_of(key) is not None
+
+    def curve_user_id(self, client_public_key: bytes) -> Role | None:
+        """Return the role of an admitted client."""
+        return self._keys.role_of(z85.encode(client_public_key))
 
 
 def too_large(num_bytes: int, limit: int) -> str:
-    """Say that a request is longer than it may be."""
+    """Return the message for a request that is too long."""
     return f"a request may have {limit} bytes, got {num_bytes}: send less, or raise queue.max_message_mb"

@@ -1,9 +1,9 @@
-"""How everybody else talks to the sample queue: one client for coroutines, one for plain calls.
+"""Clients of the sample queue: one for coroutines, one for plain calls.
 
 Rollout workers, verifier workers, trainer ranks and the controller use them. Both have a method for each request of
-`service.QueueRequests`, with its fields as keyword arguments. They raise `QueueTimeout` when no answer came in time or
-earlier ones were not read, `WireError` when the message was refused, and `LedgerError` when the request was. What can
-be repeated is sent a second time before they give up.
+`service.QueueRequests`, with its fields as keyword arguments. They raise `QueueTimeout` when no answer came in time,
+`WireError` when the message was refused, and `LedgerError` when the request was. A request that may be repeated is sent
+a second time before they give up.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ else:
     QueueRequests = object
 
 _SLICE_S = 0.1
-"""How often a waiting call looks whether the client was closed."""
+"""How often a waiting call checks whether the client was closed."""
 _ERRORS: dict[str, type[ArealLiteError]] = {
     cls.__name__: cls for cls in (DataError, LedgerError, QueueTimeout, WireError)
 }
@@ -37,7 +37,7 @@ class _Client:
     """A connection to the queue, with the methods of `QueueRequests`."""
 
     def __init__(self, access: QueueAccess, *, timeout_s: float) -> None:
-        """Connect, without waiting for the queue to be there.
+        """Connect, without waiting for the queue.
 
         Args:
             access: As `QueueServer.access` returned it.
@@ -62,10 +62,10 @@ class _Client:
             raise WireError(too_large(len(payload), limit))
         return request_id, payload, self._timeout_s + fields.get("wait_s", 0.0)
 
-    def _late(self, op: str, *, wait_s: float, num_bytes: int) -> QueueTimeout:
+    def _timeout_error(self, op: str, *, wait_s: float, num_bytes: int) -> QueueTimeout:
         return QueueTimeout(
-            f"the sample queue at {self._access} should answer {op} ({num_bytes} bytes) within {wait_s:g} s, got no "
-            f"answer after {_attempts(op)} attempt(s): see whether the queue's process is alive, and its log"
+            f"the sample queue at {self._access} must answer {op} ({num_bytes} bytes) within {wait_s:g} s, got no "
+            f"answer after {_attempts(op)} attempt(s): check whether the queue's process is alive, and its log"
         )
 
     def _closed_error(self, op: str) -> LedgerError:
@@ -73,21 +73,21 @@ class _Client:
 
 
 class QueueClient(_Client, QueueRequests):
-    """Plain calls, one at a time: safe from several threads, but a waiting call holds up the others."""
+    """Plain calls, one at a time: safe from several threads, but a waiting call blocks the others."""
 
-    def __init__(self, access: QueueAccess, *, timeout_s: float, look: Callable[[], object] = lambda: None) -> None:
-        """Connect, and have `look` called beside every wait: it raises where no answer will come."""
+    def __init__(self, access: QueueAccess, *, timeout_s: float, check: Callable[[], object] = lambda: None) -> None:
+        """Connect; `check` is called during every wait, and raises if no answer can come."""
         super().__init__(access, timeout_s=timeout_s)
-        self._look, self._followed = look, access
-        self._lock = threading.RLock()  # `look` may call
+        self._check, self._connected_to = check, access
+        self._lock = threading.RLock()  # `check` may make calls
         self._closing = threading.Event()
 
     def move_to(self, access: QueueAccess) -> None:
-        """Have calls go to another queue, once more those that wait; from any thread."""
+        """Send calls to another queue from now on, those that wait once more; from any thread."""
         self._access = access
 
     def close(self) -> None:
-        """Let go of the connection; a call that waits in another thread raises `LedgerError`. Idempotent."""
+        """Disconnect; a call that waits in another thread raises `LedgerError`. Idempotent."""
         self._closing.set()
         with self._lock:
             self._socket.close(linger=0)
@@ -98,18 +98,18 @@ class QueueClient(_Client, QueueRequests):
         with self._lock:
             for _ in range(_attempts(op)):
                 self._raise_if_closing(op)
-                if self._followed is not (access := self._access):
+                if self._connected_to is not (access := self._access):
                     self._socket.close(linger=0)
-                    self._socket, self._followed = _connect(self._context, access), access
+                    self._socket, self._connected_to = _connect(self._context, access), access
                 self._socket.send_multipart([request_id, payload])
                 answer = self._receive(op, request_id, deadline=time.monotonic() + wait_s)
                 if answer is not None:
                     return _result(op, answer)
-        raise self._late(op, wait_s=wait_s, num_bytes=len(payload))
+        raise self._timeout_error(op, wait_s=wait_s, num_bytes=len(payload))
 
     def _receive(self, op: str, request_id: bytes, *, deadline: float) -> bytes | None:
-        """Wait for the answer to one request of the queue asked; late answers to earlier ones are dropped."""
-        asked = self._followed
+        """Wait for the answer to one request, or for `move_to`; late answers to earlier requests are dropped."""
+        asked = self._connected_to
         while self._access is asked and (remaining_s := deadline - time.monotonic()) > 0:
             self._raise_if_closing(op)
             if self._socket.poll(1 + int(1000 * min(remaining_s, _SLICE_S))):
@@ -117,7 +117,7 @@ class QueueClient(_Client, QueueRequests):
                 if answered_id == request_id:
                     return cast(bytes, answer)
             else:
-                self._look()
+                self._check()
         return None
 
     def _raise_if_closing(self, op: str) -> None:
@@ -128,7 +128,7 @@ class QueueClient(_Client, QueueRequests):
 class AsyncQueueClient(_Client):
     """Coroutines, many requests in flight at once; for one event loop.
 
-    Not on zmq.asyncio, whose futures and polling take most of the time of a short request.
+    It does not use zmq.asyncio, whose futures and polling take most of the time of a short request.
     """
 
     def __init__(self, access: QueueAccess, *, timeout_s: float) -> None:
@@ -138,14 +138,14 @@ class AsyncQueueClient(_Client):
         self._closed = False
 
     def close(self) -> None:
-        """Let go of the connection; calls that wait raise `LedgerError`. Idempotent; from the loop's thread."""
+        """Disconnect; calls that wait raise `LedgerError`. Idempotent; from the loop's thread."""
         self._closed = True
         self._disconnect(self._closed_error("a request"))
         self._context.term()
 
     def move_to(self, access: QueueAccess) -> None:
-        """Go on with another queue; calls that wait raise `QueueTimeout`. From the loop's thread."""
-        self._disconnect(QueueTimeout(f"the sample queue at {self._access} is gone, another took its place: ask that"))
+        """Send calls to another queue from now on; calls that wait raise `QueueTimeout`. From the loop's thread."""
+        self._disconnect(QueueTimeout(f"the sample queue at {self._access} was replaced by another: send it again"))
         self._access, self._socket = access, _connect(self._context, access)
 
     def _disconnect(self, error: Exception) -> None:
@@ -163,22 +163,22 @@ class AsyncQueueClient(_Client):
             for _ in range(_attempts(op)):
                 if self._closed:
                     raise self._closed_error(op)
-                if self._loop is None:  # before, there may have been no event loop
+                if self._loop is None:  # a client may be made before its event loop runs
                     self._loop = asyncio.get_running_loop()
                     self._loop.add_reader(self._socket.fd, self._read)
                 answer = self._answers[request_id] = self._loop.create_future()
                 self._socket.send_multipart([request_id, payload])
-                # ZeroMQ wakes the loop once for all that has happened: sending may have swallowed an answer's call.
+                # ZeroMQ signals its descriptor once for several events: sending may have used up an answer's signal.
                 self._read()
                 await asyncio.wait([answer], timeout=wait_s)
                 if answer.done():
                     return _result(op, answer.result())
         finally:
             self._answers.pop(request_id, None)
-        raise self._late(op, wait_s=wait_s, num_bytes=len(payload))
+        raise self._timeout_error(op, wait_s=wait_s, num_bytes=len(payload))
 
     def _read(self) -> None:
-        """Hand every answer that has arrived to the call that waits for it; the event loop calls it."""
+        """Pass every answer that has arrived to the call that waits for it; the event loop calls this."""
         while not self._closed and self._socket.get(zmq.EVENTS) & zmq.POLLIN:
             request_id, payload = self._socket.recv_multipart()
             answer = self._answers.get(request_id)
@@ -203,7 +203,7 @@ def _attempts(op: str) -> int:
 
 
 def _result(op: str, answer: bytes) -> Any:
-    """Return what an answer brings, or raise the error it names."""
+    """Return the result in an answer, or raise the error it names."""
     content = decode(answer, dict[str, Raw])
     if "error" in content:
         kind, message = (as_type(content[name], str) for name in ("error", "message"))

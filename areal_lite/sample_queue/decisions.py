@@ -1,7 +1,4 @@
-"""What the ledger decides about groups, as pure functions: is it ready, is it too old, may the batch be taken.
-
-The ledger calls them and moves the groups; nothing is changed here.
-"""
+"""The ledger's decisions about groups, as pure functions: is it ready, is it too old, may the batch be taken."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -32,17 +29,17 @@ def verdict(samples: Sequence[Sample], *, reject: str) -> tuple[GroupState, str]
 
 
 def has_trainable_token(group: GroupRecord, *, version: int, max_staleness: float) -> bool:
-    """Tell whether a scored sample of the group has a token of age <= eta."""
+    """Return whether a scored sample of the group has a token of age <= eta."""
     return any(
         staleness.num_trainable(way.spans, version=version, max_staleness=max_staleness) > 0
         for sample in group.samples
-        for way in sample.ways
+        for sequence in sample.sequences
         if sample.total_reward is not None
     )
 
 
 def is_over_age(group: GroupRecord, *, version: int, max_staleness: int) -> bool:
-    """Tell whether the group has, or while it is generated may have, a token of age > eta."""
+    """Return whether the group has, or while it is generated may have, a token of age > eta."""
     if group.state is GroupState.WAITING:
         return False
     return staleness.is_over_age(group.oldest_version, version=version, max_staleness=max_staleness)
@@ -55,11 +52,11 @@ def may_take(
     version: int,
     max_staleness: int,
 ) -> bool:
-    """Tell whether taking `chosen` lets every group left behind be trained within the bound (`on_stale: wait`).
+    """Return whether taking `chosen` lets every group left behind be trained within the bound (`on_stale: wait`).
 
-    When no older group is missing from the batch, waiting could not improve it. This matters only after a resume with a
-    smaller bound or another policy, when some groups are over age whatever is done: the trainer masks their tokens.
-    Costs a look at each version's number; at the groups of one version only then, when none of an older one is missing.
+    If no older group is missing from the batch, waiting could not improve it. This matters only after a resume with a
+    smaller bound or another policy, when some groups are over age in any case: the trainer masks their tokens.
+    The cost grows with the number of versions, not of groups.
 
     Args:
         chosen: The groups of the batch, oldest admitted first.

@@ -1,7 +1,7 @@
 """The groups of a run: their states, and the table that counts every one of them.
 
-Only the ledger uses it. The table moves groups between states and keeps the books; when and why a group
-moves is the ledger's business.
+Only the ledger uses it. The table moves groups between states and counts them; the ledger decides when a group moves
+and why.
 """
 
 import heapq
@@ -19,14 +19,14 @@ from areal_lite.wire import as_type
 _MAX_REASON = 200
 """Characters of a reason: it is a key of the counts."""
 _MAX_REASONS = 200
-"""Reasons that are told apart; what comes with yet another is counted as `other`."""
+"""Reasons that are counted by themselves; all further ones count as `other`."""
 
 
 class GroupState(StrEnum):
-    """Where a group is on its way from the prompt to the gradient."""
+    """Where a group stands between prompt and gradient."""
 
     WAITING = "waiting"
-    """Admitted; no worker has it and none of its tokens exists."""
+    """Admitted; no worker has it, and it has no tokens yet."""
     LEASED_ROLLOUT = "leased_rollout"
     """A rollout worker is generating its samples."""
     GENERATED = "generated"
@@ -40,7 +40,7 @@ class GroupState(StrEnum):
     TRAINED = "trained"
     """Its trainer step is complete."""
     REJECTED = "rejected"
-    """It was valid but is of no use, for the counted reason."""
+    """It was valid but teaches nothing, for the counted reason."""
     FAILED = "failed"
     """It could not be generated or scored, for the counted reason."""
     STALE = "stale"
@@ -60,7 +60,7 @@ STATE_BEFORE: Mapping[GroupState, GroupState] = {
     GroupState.LEASED_VERIFY: GroupState.GENERATED,
     GroupState.TAKEN: GroupState.READY,
 }
-"""Where a group goes back to when its worker, or the trainer, is lost."""
+"""The state that a group returns to when its worker, or the trainer, is lost."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -73,12 +73,14 @@ class GroupRecord:
     sequence: int
     """Place in the order of admission, unique over the run."""
     admitted_version: int
-    """Version when it was admitted or, later, when its present generation began: no token of it is older."""
+    """Version when it was admitted or, later, when its current generation started: none of its tokens is older."""
     num_lost: int = 0
     """Leases of its prompt that ended with their worker."""
     state: GroupState = GroupState.WAITING
     samples: tuple[Sample, ...] = ()
     """G samples from `generated` on, with rewards from `ready` on."""
+    turn: int | None = None
+    """Number of its entry in the order of its state; None without one: an entry with another number is void."""
 
     @property
     def group_id(self) -> str:
@@ -87,7 +89,7 @@ class GroupRecord:
 
     @property
     def age_order(self) -> tuple[int, int]:
-        """Sort key, oldest first. A group that was generated anew is as young as its new tokens."""
+        """Sort key, oldest first. A group that was generated again is as young as its new tokens."""
         return self.admitted_version, self.sequence
 
     @property
@@ -102,7 +104,7 @@ _LEAVE_ORDER: Mapping[GroupState, Callable[[GroupRecord], tuple[int, int]]] = {
     GroupState.GENERATED: lambda group: (group.num_lost, group.sequence),
     GroupState.READY: lambda group: group.age_order,
 }
-"""Sort keys of the groups in the states that are left first come first served."""
+"""For states that groups leave in an order: the sort key of that order."""
 
 
 class GroupTable:
@@ -114,12 +116,9 @@ class GroupTable:
         """Admissions and changes of state so far."""
         self._by_state: dict[GroupState, dict[str, GroupRecord]] = {state: {} for state in OUTSTANDING}
         self._by_version: dict[int, set[GroupRecord]] = {}
-        # In the order in which they leave; a group that left another way stays until its turn, and is passed over then.
-        self._orders: dict[GroupState, list[tuple[tuple[int, int], GroupRecord]]] = {
-            state: [] for state in _LEAVE_ORDER
-        }
-        # How many places of a key in its order are to be passed over, as the group was picked: it may have come back.
-        self._picked: Counter[tuple[GroupState, tuple[int, int]]] = Counter()
+        # A heap for each such state. A group that leaves out of turn makes its entry void, which is skipped later.
+        self._orders: dict[GroupState, list[tuple[tuple[int, int], int, GroupRecord]]] = {}
+        self._turns = itertools.count()
         self._ended: Counter[tuple[GroupState, str]] = Counter()
 
     @property
@@ -157,14 +156,14 @@ class GroupTable:
         self._enter(group)
         self.num_moves += 1
 
-    def begin_anew(self, group: GroupRecord, *, version: int) -> None:
-        """Note that the tokens of a leased group will be of this version or later."""
+    def restart_generation(self, group: GroupRecord, *, version: int) -> None:
+        """Note that the tokens of a group without samples will be of this version or later."""
         self._leave(group)
         group.admitted_version = version
         self._enter(group)
 
     def end(self, group: GroupRecord, state: GroupState, *, reason: str = "") -> None:
-        """Bring an outstanding group into a terminal state: it is counted, and its samples are let go."""
+        """Bring an outstanding group into a terminal state: it is counted and forgotten."""
         assert state in ENDED
         self._leave(group)
         group.state = state
@@ -185,34 +184,30 @@ class GroupTable:
         return self._by_version
 
     def pop_first(self, state: GroupState, *, limit: int) -> list[GroupRecord]:
-        """Return up to `limit` groups that are to leave a state first; the caller moves them, or calls `put_back`.
+        """Return up to `limit` groups that leave a state next; the caller moves them, or calls `put_back`.
 
-        Groups are lent in the order of admission, those that came back from a lost worker after the others, as it may
-        have died of them; ready ones leave by age. Costs what is returned, however many there are.
+        Groups are lent in the order of admission, those that came back from a lost worker after the others, as they may
+        have killed it; ready ones leave by age. The cost does not depend on how many groups there are.
         """
-        order = self._orders[state]
+        order = self._orders.get(state, [])
         popped: list[GroupRecord] = []
         while order and len(popped) < limit:
-            key, group = heapq.heappop(order)
-            if self._picked[state, key]:
-                self._picked[state, key] -= 1
-            elif group.state is state:
+            _, turn, group = heapq.heappop(order)
+            if turn == group.turn:
+                group.turn = None
                 popped.append(group)
         return popped
 
     def find(self, group_id: str) -> GroupRecord | None:
-        """Return an outstanding group, None for one that ended or never was."""
+        """Return an outstanding group, None for any other."""
         return next((groups[group_id] for groups in self._by_state.values() if group_id in groups), None)
 
-    def pick(self, group: GroupRecord) -> GroupRecord:
-        """Do what `pop_first` does, for one group whose turn it may not be."""
-        self._picked[group.state, _LEAVE_ORDER[group.state](group)] += 1
-        return group
-
     def put_back(self, groups: Sequence[GroupRecord]) -> None:
-        """Have groups that `pop_first` returned stay in their state."""
+        """Keep groups that `pop_first` returned in their state."""
         for group in groups:
-            heapq.heappush(self._orders[group.state], (_LEAVE_ORDER[group.state](group), group))
+            group.turn = next(self._turns)
+            entry = (_LEAVE_ORDER[group.state](group), group.turn, group)
+            heapq.heappush(self._orders.setdefault(group.state, []), entry)
 
     def counts(self) -> dict[str, int]:
         """Return groups per state, ended ones also by reason, and `admitted` and `outstanding`."""
@@ -225,10 +220,10 @@ class GroupTable:
         return counts | {"admitted": self.num_admitted, "outstanding": self.num_outstanding}
 
     def state(self, *, version: int) -> dict[str, Any]:
-        """Return everything as plain values and samples; what is lent or taken is written as given back.
+        """Return everything as plain values and samples; what is lent or taken is written as returned.
 
         Args:
-            version: Present version: a group that must be generated again starts from it.
+            version: Current version: a group that must be generated again starts from it.
         """
         return {
             "num_admitted": self.num_admitted,
@@ -256,6 +251,7 @@ class GroupTable:
             self.put_back([group])
 
     def _leave(self, group: GroupRecord) -> None:
+        group.turn = None
         del self._by_state[group.state][group.group_id]
         of_version = self._by_version[group.admitted_version]
         of_version.remove(group)
@@ -264,13 +260,13 @@ class GroupTable:
 
 
 def _group_state(group: GroupRecord, *, version: int) -> dict[str, Any]:
-    begins_anew = group.state is GroupState.LEASED_ROLLOUT
+    is_lent = group.state is GroupState.LEASED_ROLLOUT
     return {
         "prompt_id": group.prompt_id,
         "attempt": group.attempt,
         "sequence": group.sequence,
         "num_lost": group.num_lost,
-        "admitted_version": version if begins_anew else group.admitted_version,
+        "admitted_version": version if is_lent else group.admitted_version,
         "state": str(STATE_BEFORE.get(group.state, group.state)),
         "samples": list(group.samples),
     }

@@ -1,7 +1,7 @@
-"""Loans of groups to workers, kept alive by heartbeats.
+"""Leases: groups lent to workers, kept alive by heartbeats.
 
-Only the ledger uses it. The table knows who holds what until when; what becomes of a group whose lease
-was lost is the ledger's business.
+Only the ledger uses it. The table knows which worker holds what until when; the ledger decides what happens to a group
+whose lease was lost.
 """
 
 from collections import OrderedDict
@@ -13,7 +13,7 @@ from areal_lite.sample_queue.groups import GroupRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldLease:
-    """One loan that is alive."""
+    """A living lease."""
 
     lease_id: str
     """`group_id@n`, with n unique over the run."""
@@ -33,12 +33,12 @@ class LeaseTable:
         """Leases given so far, over the whole run."""
         self._timeout_s = timeout_s
         self._clock = clock
-        # Timeouts are all equal and the clock never goes back, so inserting at the end keeps the order of deadlines.
+        # All time-outs are equal and the clock never goes back, so appending keeps the order of deadlines.
         self._leases: OrderedDict[str, HeldLease] = OrderedDict()
         self._by_worker: dict[str, dict[str, float]] = {}  # when each lease was given, oldest first
 
     def give(self, worker: str, group: GroupRecord, *, lease_id: str = "") -> HeldLease:
-        """Lend a group to a worker, under a new id unless a table before this one gave one."""
+        """Lend a group to a worker, under a new id unless an earlier table gave one."""
         now = self._clock()
         self.num_given += 1
         lease = HeldLease(
@@ -53,7 +53,7 @@ class LeaseTable:
         return lease
 
     def find(self, lease_id: str) -> HeldLease | None:
-        """Return a living lease, None for one that ended or never was."""
+        """Return a living lease, None for any other."""
         return self._leases.get(lease_id)
 
     def held_by(self, worker: str) -> tuple[int, float | None]:
@@ -62,7 +62,7 @@ class LeaseTable:
         return len(given_at), next(iter(given_at.values()), None)
 
     def end(self, lease_id: str) -> HeldLease:
-        """Forget a living lease: its work is done. Returns it."""
+        """End a living lease and return it."""
         lease = self._leases.pop(lease_id)
         held = self._by_worker[lease.worker]
         del held[lease_id]

@@ -5,12 +5,12 @@
        └────────────┘                 └────────────┘              └────────┘
     terminal besides trained: rejected(reason) · failed(reason) · stale · abandoned
 
-At any moment `admitted = trained + rejected + failed + stale + abandoned + outstanding`. The queue server
-drives it in a run, a simulator on a virtual clock. It has no socket, no thread and no lock: calls come one
-at a time. It knows prompts by their ids only.
+At any moment `admitted = trained + rejected + failed + stale + abandoned + outstanding`. The queue server drives it in a
+run, a simulator on a virtual clock. It has no socket, no thread and no lock: calls come one at a time. It knows prompts
+only by their ids.
 
-Requests about leased work carry the lease id and are safe to repeat: the first valid result wins, and the
-answer `False` means that the lease had ended, so the result was ignored.
+Requests about leased work carry the lease id and are safe to repeat: the first valid result wins, and `False` means
+that the lease had ended, so the result was ignored.
 """
 
 import logging
@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 
 _LEASES_SINCE = 2**32
-"""More than a ledger gives between a state that is written and its end: their ids are not given again."""
+"""More leases than a ledger can give after its state was written: a successor gives none of their ids again."""
 
 
 class Ledger:
-    """Admits, lends, collects and hands out groups, and knows the state of each."""
+    """Admits, lends, collects and hands out groups, and keeps the state of each."""
 
     def __init__(
         self, settings: LedgerSettings, *, clock: Callable[[], float] = time.monotonic, version: int = 0
@@ -44,7 +44,7 @@ class Ledger:
 
         Args:
             settings: The bound, the policy and the sizes.
-            clock: Seconds that never go back; only leases look at it.
+            clock: Seconds that never go back; only leases use it.
             version: Completed trainer steps.
         """
         self._settings = settings
@@ -61,12 +61,12 @@ class Ledger:
 
     @property
     def progress(self) -> int:
-        """A number that grows with every change of a group's state, for watchdogs."""
+        """Number of changes of any group's state, for watchdogs."""
         return self._groups.num_moves
 
     @property
     def num_waiting(self) -> int:
-        """Groups that nobody generates yet."""
+        """Groups that no worker has yet."""
         return len(self._groups.in_state(GroupState.WAITING))
 
     # Admission
@@ -98,11 +98,11 @@ class Ledger:
     # Leases
 
     def lease_rollout(self, worker: str, *, limit: int) -> list[HeldLease]:
-        """Lend up to `limit` waiting groups for generation, those that came back from a lost worker last."""
+        """Lend up to `limit` waiting groups for generation, those last that came back from a lost worker."""
         waiting = self._groups.pop_first(GroupState.WAITING, limit=limit)
         leases = [self._lend(group, GroupState.LEASED_ROLLOUT, worker=worker) for group in waiting]
         for group in waiting:
-            self._groups.begin_anew(group, version=self._version)
+            self._groups.restart_generation(group, version=self._version)
         return leases
 
     def lease_verify(self, worker: str, *, limit: int) -> list[HeldLease]:
@@ -111,14 +111,14 @@ class Ledger:
         return [self._lend(group, GroupState.LEASED_VERIFY, worker=worker) for group in generated]
 
     def knows(self, group_id: str) -> bool:
-        """Tell whether a group is outstanding."""
+        """Return whether a group is outstanding."""
         return self._groups.find(group_id) is not None
 
     def adopt(self, worker: str, lease: Lease) -> bool:
-        """Let a worker keep what it was lent by the ledger that this one takes the place of.
+        """Let a worker keep a lease of the ledger that this one replaces.
 
-        A group to verify comes with its samples, which this ledger may not know. `False`: the group has ended or gone
-        on, is somebody else's or over age; the worker should stop working on it.
+        A group to verify comes with its samples, which this ledger may not have. `False`: the group has ended, moved
+        ahead or is over age, or another worker has it; the worker should stop working on it.
         """
         group, samples = self._groups.find(lease.group.group_id), lease.group.samples
         lendable = (GroupState.WAITING, GroupState.GENERATED) if samples else (GroupState.WAITING,)
@@ -132,10 +132,9 @@ class Ledger:
         is_over_age = staleness.is_over_age(oldest, version=self._version, max_staleness=self._settings.max_staleness)
         if is_over_age and self._settings.on_stale == "drop":
             return False
-        self._groups.pick(group)
         group.samples = samples
         self._groups.move(group, GroupState.LEASED_VERIFY if samples else GroupState.LEASED_ROLLOUT)
-        self._groups.begin_anew(group, version=oldest)
+        self._groups.restart_generation(group, version=oldest)
         self._leases.give(worker, group, lease_id=lease.lease_id)
         return True
 
@@ -143,7 +142,7 @@ class Ledger:
         """Take a heartbeat: the worker still holds these leases, and no others.
 
         Returns:
-            Those that are not its own any more: it should stop working on them.
+            Those that are not its own (any more): it should stop working on them.
         """
         return self._leases.renew(worker, lease_ids)
 
@@ -158,8 +157,12 @@ class Ledger:
         """
         return self._give_back(self._leases.end_all_of(worker))
 
+    def take_back(self, lease_ids: Sequence[str]) -> None:
+        """Undo leases that never reached their worker: no attempt at their prompts is lost."""
+        self._give_back([self._leases.end(lease_id) for lease_id in lease_ids], is_lost=False)
+
     def find_lease(self, lease_id: str) -> HeldLease | None:
-        """Return a living lease, None for one that ended or never was."""
+        """Return a living lease, None for any other."""
         return self._leases.find(lease_id)
 
     def held_by(self, worker: str) -> tuple[int, float | None]:
@@ -224,9 +227,9 @@ class Ledger:
     def take(self, batch_id: str) -> Batch | None:
         """Take the next batch; the same batch again for the id of the one that is taken.
 
-        Exactly `groups_per_step` ready groups, oldest admitted first. Ready groups without one trainable
-        token end as `stale` on the way. Under `on_stale: wait` the batch must also leave no group
-        behind that a later step could only train over age.
+        Exactly `groups_per_step` ready groups, oldest admitted first. Ready groups without a trainable token end as
+        `stale` on the way. Under `on_stale: wait` the batch must also leave no group behind that a later step could
+        only train over age.
 
         Returns:
             The batch, or None while it is not possible yet.
@@ -245,8 +248,8 @@ class Ledger:
     def complete_step(self, batch_id: str) -> list[str]:
         """Count the taken batch as trained and move the version, because its weights are being published.
 
-        Under `on_stale: drop` the groups that the new version puts over age end as `stale`, and
-        their prompts wait for another attempt. Repeating the request changes nothing.
+        Under `on_stale: drop` the groups that the new version puts over age end as `stale`, and their prompts wait for
+        another attempt. Repeating the request changes nothing.
 
         Returns:
             The prompts that ended as `failed(too_slow)` after `max_attempts`.
@@ -275,20 +278,20 @@ class Ledger:
             self._groups.end(group, GroupState.ABANDONED)
         return len(outstanding)
 
-    # Books
+    # Counts and state
 
     def counts(self) -> dict[str, int]:
         """Return groups per state, ended ones also as `state(reason)`, and `admitted` and `outstanding`."""
         return self._groups.counts()
 
     def missing(self) -> int:
-        """Return how many ready groups the next batch still lacks."""
+        """Return how many ready groups the next batch still needs."""
         return max(0, self._settings.groups_per_step - len(self._groups.in_state(GroupState.READY)))
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs, as plain values and samples; nothing changes here.
+        """Return what a resumed run needs, as plain values and samples; changes nothing.
 
-        Leases do not survive: their groups are written as given back.
+        Leases do not survive: their groups are written as returned.
         """
         return {
             "version": self._version,
@@ -307,7 +310,7 @@ class Ledger:
         clock: Callable[[], float] = time.monotonic,
         keep_batch: bool = False,
     ) -> "Ledger":
-        """Build the ledger that `state` describes, under these settings; the batch is given back unless kept."""
+        """Build the ledger that `state` describes, under these settings; the taken batch is returned unless kept."""
         ledger = cls(settings, clock=clock, version=state["version"])
         ledger._groups = GroupTable.restore(state["groups"])
         ledger._leases.num_given = state["num_leases"]
@@ -316,8 +319,8 @@ class Ledger:
             ledger._leases.num_given += _LEASES_SINCE
         if keep_batch and state["batch"] is not None:
             batch_id, group_ids = state["batch"]
-            found = [group for group_id in group_ids if (group := ledger._groups.find(group_id)) is not None]
-            ledger._take_out(batch_id, [ledger._groups.pick(group) for group in found])
+            found = map(ledger._groups.find, group_ids)
+            ledger._take_out(batch_id, [group for group in found if group is not None])
         return ledger
 
     # Inside
@@ -340,23 +343,23 @@ class Ledger:
                 f"expected {self._settings.samples_per_group} samples of {group.group_id}, got {len(samples)}: "
                 "a group is completed as a whole"
             )
-        newest = max(span.version for sample in samples for way in sample.ways for span in way.spans)
+        newest = max(span.version for sample in samples for sequence in sample.sequences for span in way.spans)
         if newest > self._version:
             raise ValueError(
                 f"expected tokens of versions up to {self._version} in {group.group_id}, got version {newest}: "
                 "the ledger's version must move before engines resume on new weights"
             )
 
-    def _give_back(self, leases: Sequence[HeldLease]) -> list[str]:
+    def _give_back(self, leases: Sequence[HeldLease], *, is_lost: bool = True) -> list[str]:
         for lease in leases:
             before = STATE_BEFORE[lease.group.state]
-            lease.group.num_lost += 1
+            lease.group.num_lost += is_lost
             if lease.group.num_lost >= self._settings.max_attempts:
-                logger.warning("%s ended with its worker, the last attempt at the prompt", lease.lease_id)
+                logger.warning("%s lost its worker, as all attempts at its prompt did", lease.lease_id)
                 self._groups.end(lease.group, GroupState.FAILED, reason="crashes_workers")
                 continue
             if before is GroupState.WAITING:
-                self._groups.begin_anew(lease.group, version=self._version)
+                self._groups.restart_generation(lease.group, version=self._version)
             self._groups.move(lease.group, before)
         return [lease.lease_id for lease in leases]
 
@@ -391,7 +394,7 @@ class Ledger:
     def _drop_over_age(self) -> list[str]:
         """End the groups that are over age, start the next attempts; return the prompts that had their last."""
         bound = self._version - self._settings.max_staleness
-        # No token is older than its group's admission, so that the others need no look.
+        # No token is older than its group's admission, so the other groups cannot be over age.
         old = [group for version, groups in self._groups.by_version().items() if version < bound for group in groups]
         over_age = sorted(filter(self._is_over_age, old), key=lambda group: group.sequence)
         if over_age:

@@ -1,26 +1,17 @@
-"""What goes into the sample queue and what comes out of it: settings, batches of groups, and the queue at a glance."""
+"""What the sample queue takes and returns: settings, batches of groups, and its status."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypedDict
-
-import msgspec
+from typing import TypedDict
 
 from areal_lite.config.sections import QueueConfig
 from areal_lite.sample_queue.groups import GroupRecord
-
-Name = Annotated[str, msgspec.Meta(max_length=200)]
-"""Of a worker or a batch."""
-LeaseId = Annotated[str, msgspec.Meta(max_length=2000)]
-LeaseIds = Annotated[Sequence[LeaseId], msgspec.Meta(max_length=2**16)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class LedgerSettings(QueueConfig):
     """The recipe's `queue` section, and the length of the run."""
 
     total_steps: int
-    """trainer steps of the whole run, resumed ones included"""
+    """trainer steps of the whole run, those before a resume included"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +26,7 @@ class Batch:
 
 
 class BatchInfo(TypedDict):
-    """What the controller learns about a batch it took."""
+    """What the controller gets to know of a batch."""
 
     version: int
     """Trainer version when it was taken; ages are counted from it."""
@@ -47,35 +38,33 @@ class BatchInfo(TypedDict):
 
 
 class WorkerStatus(TypedDict):
-    """One worker as the queue sees it."""
+    """One worker."""
 
     role: str
-    """`rollout` or `verify`, by what it last leased; empty before."""
+    """`rollout` or `verify`, by its last lease; empty before the first."""
     heartbeat_age_s: float
     """Seconds since its last heartbeat, or since its first request."""
     leases: int
     oldest_lease_age_s: float
     """0 without leases."""
     progress: int
-    """As the worker reported it: tokens, calls, whatever grows while it works."""
+    """As the worker reported it: tokens, calls or another number that grows while it works."""
 
 
 class QueueStatus(TypedDict):
-    """The queue at a glance, for progress display, watchdog and metrics."""
+    """The state of the queue, for progress display, watchdog and metrics."""
 
     version: int
     counts: dict[str, int]
     """Groups by state; terminal ones also by reason."""
     capacity: int
     missing: int
-    """Ready groups lacking for the next batch."""
+    """Ready groups that the next batch still needs."""
     admission_open: bool
     progress: int
-    """Grows with every change of the ledger and with the progress workers report; standing still = nothing moves."""
+    """Grows with every change of the ledger and with the progress that workers report."""
     too_slow: dict[str, int]
     """Groups that ended as failed(too_slow) since the queue started, by the number of their prompt's tokens."""
-    refused: dict[str, int]
-    """Messages refused, by reason."""
     workers: dict[str, WorkerStatus]
-    gauges: dict[str, float]
-    """Traffic of the server: messages, bytes, requests parked now."""
+    parked: int
+    """Requests that wait for an answer now."""

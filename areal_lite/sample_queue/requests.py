@@ -14,7 +14,7 @@ REQUESTS = frozenset(name for name, _ in inspect.getmembers(QueueRequests, inspe
 """Names of all requests."""
 
 NOT_REPEATABLE = frozenset({"lease_rollout", "lease_verify"})
-"""A repeated lease request would lend more work; the work of a lost answer comes back when its leases expire."""
+"""A repeated lease request would lend more work; the work in a lost answer comes back when its leases expire."""
 
 
 def read_fields(op: str, fields: Raw) -> dict[str, Any]:
@@ -41,5 +41,5 @@ def _fields_type(op: str) -> Any:
 
 @cache
 def answer_type(op: str) -> Any:
-    """Return the type of what a request is answered with."""
+    """Return the type of a request's result."""
     return get_type_hints(getattr(QueueRequests, op))["return"]

@@ -1,20 +1,21 @@
 """The sample queue's one endpoint: a ZeroMQ ROUTER socket around `QueueService`, in a thread of its own.
 
-The queue actor starts it; workers, trainer ranks and the controller connect out to it with `client.py`. It
-knows messages, waiting and refusals; what a request does stands in `service.py`. A request and its answer
-are two frames each, after the ROUTER's own:
+The queue actor starts it; workers, trainer ranks and the controller connect to it with `client.py`. This file knows
+messages and waiting; `service.py` knows what a request does. A request and its answer are two frames each, after the
+ROUTER's own:
 
     request  [request id, {"op": name, "fields": {...}}]
     answer   [request id, {"result": value}]   or   [request id, {"error": class, "message": text}]
 
-With keys it speaks CURVE, and a client may do what its role may. ZeroMQ cuts the connection of a client whose message
-is longer than the limit. No other message stops the server: what is not a request is refused with an error, and
-counted by reason in `status()["refused"]`:
+One loop serves everything. It consumes requests and produces answers; it waits on the socket, no longer than a tick or
+the next deadline of a parked request; a message unblocks it:
 
-    unauthenticated   a connection without a key of the run: it gets nothing
-    forbidden         a request that its client's role does not have
-    unread            answers that were dropped, as their client leaves `_SEND_HWM` others unread
-    version, malformed, unknown_op, bad_fields, and internal for our own mistakes
+    read messages → answer each, or park it while there is nothing to answer → expire leases
+        → answer parked requests for which something came up, or whose time is over
+
+With keys it speaks CURVE (`access.py`): a connection without a key of the run gets nothing, a client may do what its
+role may. ZeroMQ disconnects a client whose message is longer than the limit, and drops answers beyond `_SEND_HWM` that
+a client leaves unread. No message stops the server: what is no request is answered with an error.
 """
 
 import logging
@@ -31,61 +32,46 @@ import zmq
 
 from areal_lite.data.cursor import Cursor
 from areal_lite.errors import ArealLiteError, ConfigError, LedgerError, WireError
-from areal_lite.sample_queue.access import ALLOWED, QueueAccess, QueueKeys, Role
-from areal_lite.sample_queue.connections import Connection, Connections, Gatekeeper
+from areal_lite.sample_queue.access import ALLOWED, Gatekeeper, QueueAccess, QueueKeys, Role
 from areal_lite.sample_queue.ledger import Ledger
-from areal_lite.sample_queue.requests import REQUESTS, read_fields
-from areal_lite.sample_queue.service import QueueService, Traffic
-from areal_lite.wire import SCHEMA_VERSION, Raw, as_type, decode, encode, schema_version
+from areal_lite.sample_queue.requests import NOT_REPEATABLE, REQUESTS, read_fields
+from areal_lite.sample_queue.service import QueueService
+from areal_lite.wire import Raw, as_type, decode, encode
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
-"""Longest sleep: leases are looked at, and `close` is noticed, this often."""
+"""Longest sleep: leases are checked, and `close` is noticed, this often."""
 _BURST = 1024
-"""Messages that are read before leases are looked at, so that a heartbeat that has arrived counts first."""
+"""Messages read before leases are checked: a heartbeat that has arrived counts first, and leases expire under load."""
 _MAX_WAIT_S = 60.0
-"""Longest time a request is held back; a larger `wait_s` is cut to this."""
+"""Longest time a request is parked; a larger `wait_s` is cut to this."""
 _SEND_HWM = 1024
-"""Answers of one client that it has not read; more are dropped."""
+"""Unread answers kept for one client."""
 _COPIED_BYTES = 2**16
 """Longer answers are sent without a copy."""
 _FAREWELL_MS = 200
-"""Longest time that closing waits for last answers to leave."""
-
-
-class _Refusal(WireError):
-    """A message that is not a request of ours."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
+"""Longest time that closing waits for the last answers to leave."""
 
 _Kind = tuple[str, bool]
-"""What is asked for, and whether any of it."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Sender:
-    peer: bytes
-    request_id: bytes
-    connection: Connection
+"""Name of a request, and whether it asks for any work: what there is not for one, there is not for its like."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Request:
-    sender: _Sender
-    kind: _Kind
+    peer: bytes
+    request_id: bytes
+    op: str
     worker: str | None
-    """Who asks, in the requests that say so."""
+    """Name of the worker, in requests that hold it."""
+    kind: _Kind
     run: Callable[[], Any]
     deadline: float
     """Monotonic time until which an empty answer is held back."""
 
 
 class QueueServer:
-    """Serves a ledger and a data cursor to whoever connects."""
+    """Serves a ledger and a data cursor to the clients of a run."""
 
     def __init__(
         self,
@@ -101,7 +87,7 @@ class QueueServer:
         keys: QueueKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare; nothing is open before `start`.
+        """Open nothing before `start`.
 
         Args:
             ledger: New, or restored; from `start` on it belongs to the server's thread.
@@ -110,20 +96,13 @@ class QueueServer:
             num_ranks: Trainer ranks that will fetch.
             seed: Of the run; orders the rows of a batch.
             bind: Address to listen on.
-            ports: One of them is taken; None = any free one.
-            max_message_bytes: Longer requests are refused; answers may be longer.
-            keys: Of the run; None = anybody may do anything, in measurements and tests.
+            ports: One of them is used; None = any free one.
+            max_message_bytes: Longest request; answers may be longer.
+            keys: Of the run; None = any client may do anything, in measurements and tests.
             clock: The ledger's clock.
         """
-        self._traffic = Traffic()
         self._service = QueueService(
-            ledger,
-            cursor,
-            num_minibatches=num_minibatches,
-            num_ranks=num_ranks,
-            seed=seed,
-            traffic=self._traffic,
-            clock=clock,
+            ledger, cursor, num_minibatches=num_minibatches, num_ranks=num_ranks, seed=seed, clock=clock
         )
         self._bind, self._ports, self._max_message_bytes, self._keys = bind, ports, max_message_bytes, keys
         self._parked: dict[_Kind, OrderedDict[_Request, None]] = {}
@@ -140,18 +119,17 @@ class QueueServer:
             The controller's access; `access` returns the others'.
 
         Raises:
-            ConfigError: The address is none of this machine's.
+            ConfigError: The address is not this machine's, or no port is free.
         """
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
         self._socket.setsockopt(zmq.SNDHWM, _SEND_HWM)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an answer that cannot leave is an error here, not silence
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a client that is gone is an error, not silence
         if self._keys is not None:
             self._gatekeeper = Gatekeeper(self._context, self._keys)
             self._gatekeeper.start()
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.server.secret)
-        self._connections = Connections(self._socket)
         try:
             ends = {"min_port": self._ports.start, "max_port": self._ports.stop} if self._ports else {}
             port = self._socket.bind_to_random_port(f"tcp://{self._bind}", **ends)
@@ -182,31 +160,17 @@ class QueueServer:
         self._context.destroy(linger=_FAREWELL_MS)
 
     def _serve(self) -> None:
-        """Serve until `close`.
-
-        Consumes requests, produces answers. Waits on the socket, at most until the next deadline of a parked request
-        and never longer than a tick; unblocked by a message.
-        """
+        """Serve until `close`: the loop above."""
         while not self._closing.is_set():
-            self._socket.poll(self._patience_ms())
-            self._note_connections()
+            wait_s = min(max(self._next_deadline - time.monotonic(), 0.0), _TICK_S)
+            self._socket.poll(int(1000 * wait_s) + 1)
             self._receive_burst()
             self._service.expire()
             self._answer_parked()
             self._answer_overdue()
         for request in self._all_parked():
-            farewell = self._failure(LedgerError("the sample queue has closed: the run has ended"))
-            self._send(request.sender, farewell)
-
-    def _note_connections(self) -> None:
-        """Drop the parked requests of clients that have disconnected; count connections without a key."""
-        if self._connections.note_events():
-            for request in self._all_parked():
-                if request.sender.connection.is_gone:
-                    self._unpark(request)
-        if self._connections.num_strangers:
-            self._traffic.refused["unauthenticated"] += self._connections.num_strangers
-            self._connections.num_strangers = 0
+            farewell = _error_answer(LedgerError("the sample queue has closed: the run has ended"))
+            self._send(request.peer, request.request_id, farewell)
 
     def _receive_burst(self) -> None:
         """Answer the messages that have arrived, up to a number."""
@@ -221,7 +185,6 @@ class QueueServer:
     def _answer_parked(self) -> None:
         """Answer the parked requests for which there is something now."""
         for waiting in list(self._parked.values()):
-            # What there is not for one, there is not for the next that asks for the same.
             while waiting and self._answer(request := next(iter(waiting))):
                 self._unpark(request)
 
@@ -236,25 +199,19 @@ class QueueServer:
             self._next_deadline = min((request.deadline for request in self._all_parked()), default=math.inf)
 
     def _park(self, request: _Request) -> None:
-        """Hold a request back, unless its client is gone: it would be lent the next work."""
-        if request.sender.connection.is_gone:
-            return
         self._parked.setdefault(request.kind, OrderedDict())[request] = None
-        self._traffic.parked += 1
         self._next_deadline = min(self._next_deadline, request.deadline)
+        self._service.num_parked += 1
 
     def _unpark(self, request: _Request) -> None:
         waiting = self._parked[request.kind]
         del waiting[request]
         if not waiting:
             del self._parked[request.kind]
-        self._traffic.parked -= 1
+        self._service.num_parked -= 1
 
     def _all_parked(self) -> list[_Request]:
         return [request for waiting in self._parked.values() for request in waiting]
-
-    def _patience_ms(self) -> int:
-        return int(1000 * min(max(self._next_deadline - time.monotonic(), 0.0), _TICK_S)) + 1
 
     def _receive(self, frames: list[Any]) -> None:
         """Answer a message, or park it.
@@ -262,27 +219,22 @@ class QueueServer:
         Args:
             frames: As they arrived; the first names the peer.
         """
-        first, *rest = frames
-        self._traffic.messages += 1
-        self._traffic.bytes_in += sum(len(frame) for frame in frames)
-        sender = _Sender(
-            peer=first.bytes,
-            request_id=rest[0].bytes if rest else b"",
-            connection=self._connections.find(first.get(zmq.SRCFD)),
-        )
+        peer, *rest = (frame.bytes for frame in frames)
         try:
             if len(rest) != 2:
-                raise _Refusal("malformed", f"a request has 2 frames, got {len(rest)}: use the clients of areal_lite")
-            op, fields = _read_payload(rest[1].bytes)
+                raise WireError(f"a request has 2 frames, got {len(rest)}: use the clients of areal_lite")
+            op, fields = _read_payload(rest[1])
             if self._keys is not None:
-                self._authorise(first.get("User-Id"), op, fields)
+                self._authorise(frames[0].get("User-Id"), op, fields)
         except Exception as error:
-            self._send(sender, self._failure(error))
+            self._send(peer, rest[0] if rest else b"", _error_answer(error))
             return
         request = _Request(
-            sender=sender,
-            kind=(op, fields.get("limit", 1) > 0),
+            peer=peer,
+            request_id=rest[0],
+            op=op,
             worker=fields.get("worker"),
+            kind=(op, fields.get("limit", 1) > 0),
             run=partial(getattr(self._service, op), **fields),
             deadline=time.monotonic() + min(fields.get("wait_s", 0.0), _MAX_WAIT_S),
         )
@@ -292,78 +244,57 @@ class QueueServer:
             self._park(request)
 
     def _authorise(self, role: str, op: str, fields: dict[str, Any]) -> None:
-        """Raise when a request is not its client's, by its kind or by whom the work is lent to."""
+        """Raise when a role does not have a request, or the work is lent to the other kind of worker."""
         lent_to = self._service.lent_to(fields["lease_id"]) if "lease_id" in fields else None
         if op not in ALLOWED[role] or (role != Role.CONTROLLER and lent_to not in (None, role)):
-            raise _Refusal("forbidden", f"a {role} may ask for its own work, got {op}: use the clients of its actors")
+            raise WireError(f"a {role} may request only its own work, got {op}: use the clients of its actors")
 
     def _dismiss(self, worker: str | None) -> None:
-        """Answer what a worker waits for with nothing: it is dead, and would be lent the next work."""
+        """Answer a dead worker's parked requests with nothing, so that it is not lent the next work."""
         for request in [request for request in self._all_parked() if request.worker == worker]:
-            self._send(request.sender, encode({"result": []}))
+            self._send(request.peer, request.request_id, encode({"result": []}))
             self._unpark(request)
 
     def _answer(self, request: _Request) -> bool:
-        """Carry out a request and send its answer; False when there is nothing to answer yet."""
+        """Execute a request and send its answer; False when there is nothing to answer yet."""
         try:
             result = request.run()
             if not result and time.monotonic() < request.deadline:
                 return False
             answer = encode({"result": result})
         except Exception as error:
-            answer = self._failure(error)
-        self._send(request.sender, answer)
+            result, answer = None, _error_answer(error)
+        if not self._send(request.peer, request.request_id, answer) and request.op in NOT_REPEATABLE:
+            self._service.take_back([lease.lease_id for lease in result or ()])
         return True
 
-    def _failure(self, error: Exception) -> bytes:
-        """Make an error an answer; what is refused is counted."""
-        kind, reason, message = type(error).__name__, None, str(error)
-        if isinstance(error, _Refusal):
-            kind, reason = WireError.__name__, error.reason
-        elif isinstance(error, ValueError) and not isinstance(error, ArealLiteError):
-            kind, reason = WireError.__name__, "bad_fields"
-        elif not isinstance(error, ArealLiteError):
-            logger.error("a request failed by our own mistake", exc_info=error)
-            message = f"the sample queue made a mistake ({kind}: {error}): see its log"
-            kind, reason = LedgerError.__name__, "internal"
-        if reason is not None:
-            self._traffic.refused[reason] += 1
-        return encode({"error": kind, "message": message})
-
-    def _send(self, to: _Sender, answer: bytes) -> None:
-        """Send an answer; drop it when its receiver is gone, or leaves too many unread."""
+    def _send(self, peer: bytes, request_id: bytes, answer: bytes) -> bool:
+        """Send an answer; False, and it is dropped, when its client is gone or has left too many unread."""
         try:
-            self._socket.send_multipart([to.peer, to.request_id, answer], zmq.NOBLOCK, copy=len(answer) < _COPIED_BYTES)
-        except zmq.Again:
-            self._traffic.refused["unread"] += 1
+            self._socket.send_multipart([peer, request_id, answer], zmq.NOBLOCK, copy=len(answer) < _COPIED_BYTES)
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
-        else:
-            self._traffic.bytes_out += len(answer)
+            return False
+        return True
+
+
+def _error_answer(error: Exception) -> bytes:
+    kind, message = type(error).__name__, str(error)
+    if isinstance(error, ValueError) and not isinstance(error, ArealLiteError):
+        kind = WireError.__name__  # values that a request may not have
+    elif not isinstance(error, ArealLiteError):
+        logger.error("a request failed: this is a bug in areal-lite", exc_info=error)
+        kind, message = LedgerError.__name__, f"the sample queue has a bug ({kind}: {error}): see its log"
+    return encode({"error": kind, "message": message})
 
 
 def _read_payload(payload: bytes) -> tuple[str, dict[str, Any]]:
-    """Return the request and its checked fields from the bytes of a message, or raise the refusal."""
-    try:
-        message = decode(payload, dict[str, Raw])
-        op = as_type(message["op"], str) if message.keys() == {"op", "fields"} else None
-    except WireError as error:
-        raise _Refusal("version" if _is_of_another_version(payload) else "malformed", str(error)) from error
-    if op is None:
-        raise _Refusal(
-            "malformed", f"a request is {{op, fields}}, got {list(message)!r:.80}: use the clients of areal_lite"
-        )
+    """Return the name of a request and its checked fields from the bytes of a message; a `WireError` if it is none."""
+    message = decode(payload, dict[str, Raw])
+    if message.keys() != {"op", "fields"}:
+        raise WireError(f"a request is {{op, fields}}, got {list(message)!r:.80}: use the clients of areal_lite")
+    op = as_type(message["op"], str)
     if op not in REQUESTS:
-        raise _Refusal("unknown_op", f"a request is one of {', '.join(sorted(REQUESTS))}, got {op!r:.80}")
-    try:
-        return op, read_fields(op, message["fields"])
-    except WireError as error:
-        raise _Refusal("bad_fields", str(error)) from error
-
-
-def _is_of_another_version(payload: bytes) -> bool:
-    try:
-        return bool(schema_version(payload) != SCHEMA_VERSION)
-    except WireError:
-        return False
+        raise WireError(f"a request is one of {', '.join(sorted(REQUESTS))}, got {op!r:.80}")
+    return op, read_fields(op, message["fields"])

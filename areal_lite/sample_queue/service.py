@@ -1,13 +1,13 @@
-"""What may be asked of the sample queue, and what each request does to the ledger and the data cursor.
+"""The requests of the sample queue, and what each does to the ledger and the data cursor.
 
 The queue server calls it, from one thread, one request at a time; the clients have a method of the same name for each.
-It admits prompts as they are asked for, joins the ledger's groups with them, and knows the workers.
+It admits prompts on demand, joins the ledger's groups with them, and keeps track of the workers.
 """
 
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,32 +15,17 @@ from areal_lite.data.cursor import Cursor
 from areal_lite.errors import CheckpointError, LedgerError, WireError
 from areal_lite.sample_queue.groups import GroupState
 from areal_lite.sample_queue.ledger import HeldLease, Ledger, LedgerSettings
-from areal_lite.sample_queue.records import BatchInfo, Count, LeaseId, LeaseIds, Name, QueueStatus, WorkerStatus
+from areal_lite.sample_queue.records import BatchInfo, QueueStatus, WorkerStatus
 from areal_lite.sample_queue.shards import ShardedBatch
 from areal_lite.types import Group, Lease, Sample, Score, Shard
 from areal_lite.wire import decode, encode
 
 _LENT_TO = {GroupState.LEASED_ROLLOUT: "rollout", GroupState.LEASED_VERIFY: "verifier"}
-_MAX_PROGRESS = 2**62
-_MAX_WORKERS = 4096
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What passed through the server; the server counts, the service shows."""
-
-    messages: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
-    parked: int = 0
-    """Requests waiting for an answer now."""
-    refused: Counter[str] = field(default_factory=Counter)
-    """Messages that were not carried out, by reason."""
 
 
 @dataclass(slots=True)
 class _Worker:
-    heard_at: float
+    seen_at: float
     role: str = ""
     progress: int = 0
 
@@ -48,8 +33,8 @@ class _Worker:
 class QueueRequests:
     """Every public method is a request: its fields are keyword-only, and their types are checked as they arrive.
 
-    Three carry `wait_s`: the server keeps them until there is something to answer or until `wait_s` seconds are over,
-    so that nobody polls. Here they answer at once. For one thread.
+    Three carry `wait_s`: the server parks them until there is something to answer or `wait_s` seconds are over, so that
+    no client polls. Here they answer at once. For one thread.
     """
 
     def __init__(
@@ -60,7 +45,6 @@ class QueueRequests:
         num_minibatches: int,
         num_ranks: int,
         seed: int,
-        traffic: Traffic,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start with admission closed.
@@ -71,12 +55,13 @@ class QueueRequests:
             num_minibatches: Optimiser updates per trainer step.
             num_ranks: Trainer ranks that will fetch.
             seed: Of the run; together with the version it orders the rows of a batch.
-            traffic: Counters of the server, shown in `status`.
             clock: The ledger's clock, for the ages that `status` shows.
         """
         self._ledger, self._cursor = ledger, cursor
         self._deal = partial(ShardedBatch, num_minibatches=num_minibatches, num_ranks=num_ranks, run_seed=seed)
-        self._traffic, self._clock = traffic, clock
+        self._clock = clock
+        self.num_parked = 0
+        """Requests that the server holds back now, shown in `status`."""
         self._admission_open = self._has_opened = False
         self._workers: dict[str, _Worker] = {}
         self._reported_progress = 0
@@ -85,10 +70,10 @@ class QueueRequests:
 
     # Workers
 
-    def lease_rollout(self, *, worker: Name, limit: Count, wait_s: float) -> list[Lease]:
+    def lease_rollout(self, *, worker: str, limit: int, wait_s: float) -> list[Lease]:
         """Borrow up to `limit` groups to generate, admitting new prompts where the ledger has capacity.
 
-        Empty when nothing came up within `wait_s` seconds, which is always so while admission is closed.
+        Empty when nothing came up within `wait_s` seconds; always empty while admission is closed.
         """
         self._find_worker(worker).role = "rollout"
         if not self._admission_open:
@@ -97,41 +82,40 @@ class QueueRequests:
             self._ledger.admit(self._cursor.next().prompt_id)
         return [self._whole(held) for held in self._ledger.lease_rollout(worker, limit=limit)]
 
-    def lease_verify(self, *, worker: Name, limit: Count, wait_s: float) -> list[Lease]:
+    def lease_verify(self, *, worker: str, limit: int, wait_s: float) -> list[Lease]:
         """Borrow up to `limit` generated groups to score; empty when none came up within `wait_s` seconds."""
         self._find_worker(worker).role = "verify"
-        if not self._has_opened:  # somebody may be about to present what it holds
+        if not self._has_opened:  # a worker may be about to present what it holds
             return []
         return [self._whole(held) for held in self._ledger.lease_verify(worker, limit=limit)]
 
-    def present(self, *, worker: Name, lease: Lease) -> bool:
-        """Keep what the queue before this one lent, until admission opens. False: stop working on it."""
+    def present(self, *, worker: str, lease: Lease) -> bool:
+        """Keep a lease from the queue that this one replaced, until admission opens. False: stop working on it."""
         if self._admission_open:
             return False
         self._find_worker(worker).role = "verify" if lease.group.samples else "rollout"
-        # A prompt drawn after the state was saved that this queue began with: the cursor gives it out again.
+        # The prompt may have been drawn after the state was saved from which this queue started: draw up to it again.
         while not self._ledger.knows(lease.group.group_id) and self._ledger.capacity():
             self._ledger.admit(self._cursor.next().prompt_id)
         return self._ledger.adopt(worker, lease)
 
-    def heartbeat(self, *, worker: Name, lease_ids: LeaseIds, progress: Count) -> list[str]:
-        """Keep the named leases alive; return those that are not (any more): stop working on them.
+    def heartbeat(self, *, worker: str, lease_ids: Sequence[str], progress: int) -> list[str]:
+        """Keep the named leases alive; return those that are not: stop working on them.
 
         `progress` is any number of the worker that grows while it works, such as tokens generated.
         """
         seen = self._find_worker(worker)
-        seen.heard_at = self._clock()
+        seen.seen_at = self._clock()
         # A worker that was restarted under its old name counts from 0 again.
-        grown = progress - seen.progress if progress >= seen.progress else progress
-        self._reported_progress = (self._reported_progress + grown) % _MAX_PROGRESS  # what is sent has 64 bits
+        self._reported_progress += progress - seen.progress if progress >= seen.progress else progress
         seen.progress = progress
         return self._ledger.renew(worker, lease_ids)
 
-    def complete_rollout(self, *, lease_id: LeaseId, samples: Sequence[Sample]) -> bool:
+    def complete_rollout(self, *, lease_id: str, samples: Sequence[Sample]) -> bool:
         """Hand in the samples of a group. False: the lease was no longer alive, and the samples are ignored."""
         return self._ledger.complete_rollout(lease_id, samples)
 
-    def complete_verify(self, *, lease_id: LeaseId, scores: Sequence[Score]) -> bool:
+    def complete_verify(self, *, lease_id: str, scores: Sequence[Score]) -> bool:
         """Hand in one score per sample. False: the lease was no longer alive, and the scores are ignored."""
         held = self._ledger.find_lease(lease_id)
         counts = self._ledger.complete_verify(lease_id, scores)
@@ -140,24 +124,20 @@ class QueueRequests:
             self._cursor.observe(held.group.prompt_id, pass_rate)
         return counts
 
-    def fail(self, *, lease_id: LeaseId, reason: str) -> bool:
+    def fail(self, *, lease_id: str, reason: str) -> bool:
         """End a leased group as failed. False: the lease was no longer alive."""
         return self._ledger.fail(lease_id, reason)
 
-    def forget(self, *, worker: Name) -> list[str]:
+    def forget(self, *, worker: str) -> list[str]:
         """Take back every lease of a worker known to be dead, and return their ids; its waiting requests end empty."""
         self._workers.pop(worker, None)
         return self._ledger.forget(worker)
 
     def _find_worker(self, worker: str) -> _Worker:
-        if worker not in self._workers and len(self._workers) == _MAX_WORKERS:
-            raise LedgerError(
-                f"the queue knows {_MAX_WORKERS} workers by name, got one more: name workers as others were"
-            )
-        return self._workers.setdefault(worker, _Worker(heard_at=self._clock()))
+        return self._workers.setdefault(worker, _Worker(seen_at=self._clock()))
 
     def _whole(self, held: HeldLease) -> Lease:
-        """Return a loan with its prompt, as it travels."""
+        """Return a lease with its prompt, as it travels."""
         group = held.group
         prompt = self._cursor.get(group.prompt_id)
         return Lease(
@@ -168,7 +148,7 @@ class QueueRequests:
 
     # Trainer
 
-    def take(self, *, batch_id: Name, wait_s: float) -> BatchInfo | None:
+    def take(self, *, batch_id: str, wait_s: float) -> BatchInfo | None:
         """Take the next batch under a name the caller chose; None when none was complete within `wait_s` seconds."""
         batch = self._ledger.take(batch_id)
         if batch is None:
@@ -177,19 +157,19 @@ class QueueRequests:
             self._batch = self._deal(batch, [self._cursor.get(group.prompt_id) for group in batch.groups])
         return self._batch.info()
 
-    def fetch(self, *, batch_id: Name, rank: int) -> Shard:
+    def fetch(self, *, batch_id: str, rank: int) -> Shard:
         """Return one trainer rank's part of the batch taken."""
         return self._find_batch(batch_id).shard(rank)
 
-    def batch_groups(self, *, batch_id: Name, limit: Count) -> list[Group]:
+    def batch_groups(self, *, batch_id: str, limit: int) -> list[Group]:
         """Return the first `limit` groups of the batch taken, whole, for display."""
         return self._find_batch(batch_id).groups(limit)
 
-    def complete_step(self, *, batch_id: Name) -> int:
+    def complete_step(self, *, batch_id: str) -> int:
         """The batch is trained and its weights are published: move the version, and return it."""
         for prompt_id in self._ledger.complete_step(batch_id):
             self._too_slow[str(len(self._cursor.get(prompt_id).token_ids))] += 1
-        # A request that is repeated late must not touch the batch taken since.
+        # A request that is repeated late must not touch the next batch.
         if self._batch is not None and self._batch.batch.batch_id == batch_id:
             self._batch = None
         return self._ledger.version
@@ -203,11 +183,11 @@ class QueueRequests:
     # Run
 
     def open_admission(self) -> None:
-        """Start to hand out work to rollout workers: their engines hold the current weights."""
+        """Start to lend work to rollout workers: their engines hold the current weights."""
         self._admission_open = self._has_opened = True
 
     def close_admission(self) -> None:
-        """Stop to hand out work to rollout workers; what they have already goes on."""
+        """Stop lending work to rollout workers; they keep what they have."""
         self._admission_open = False
 
     def abandon(self) -> dict[str, int]:
@@ -218,8 +198,7 @@ class QueueRequests:
         return self._ledger.counts()
 
     def status(self) -> QueueStatus:
-        """Return counts, workers and traffic."""
-        traffic = self._traffic
+        """Return counts and workers."""
         return QueueStatus(
             version=self._ledger.version,
             counts=self._ledger.counts(),
@@ -228,9 +207,8 @@ class QueueRequests:
             admission_open=self._admission_open,
             progress=self._ledger.progress + self._reported_progress,
             too_slow=dict(self._too_slow),
-            refused=dict(traffic.refused),
             workers={name: self._worker_status(name) for name in self._workers},
-            gauges={name: getattr(traffic, name) for name in ("messages", "bytes_in", "bytes_out", "parked")},
+            parked=self.num_parked,
         )
 
     def save(self) -> bytes:
@@ -242,7 +220,7 @@ class QueueRequests:
         num_leases, oldest = self._ledger.held_by(name)
         return WorkerStatus(
             role=worker.role,
-            heartbeat_age_s=now - worker.heard_at,
+            heartbeat_age_s=now - worker.seen_at,
             leases=num_leases,
             oldest_lease_age_s=0.0 if oldest is None else now - oldest,
             progress=worker.progress,
@@ -250,14 +228,18 @@ class QueueRequests:
 
 
 class QueueService(QueueRequests):
-    """The requests, and what only their server asks for."""
+    """The requests, and what only their server needs."""
 
     def expire(self) -> None:
         """Take back the leases whose heartbeats stopped; to be called often."""
         self._ledger.expire()
 
+    def take_back(self, lease_ids: Sequence[str]) -> None:
+        """Undo leases that never reached their worker."""
+        self._ledger.take_back(lease_ids)
+
     def lent_to(self, lease_id: str) -> str | None:
-        """Return the kind of worker that a living lease was given to, `rollout` or `verifier`; None without one."""
+        """Return the kind of worker that holds a living lease, `rollout` or `verifier`; None without one."""
         held = self._ledger.find_lease(lease_id)
         return None if held is None else _LENT_TO[held.group.state]
 
@@ -265,8 +247,8 @@ class QueueService(QueueRequests):
 def _pass_rate(scores: Sequence[Score]) -> float | None:
     """Return the mean total reward of the scored samples, each clipped to 0..1; None where no sample was scored.
 
-    Rewards need not be 0 or 1, and no threshold fits all: partial credit counts as a partial pass, and one sample far
-    outside the scale cannot hide the others.
+    Rewards need not be 0 or 1, and no threshold fits all: partial credit counts as a partial pass, and clipping keeps
+    one extreme reward from hiding the others.
     """
     totals = [score.total for score in scores if score.total is not None]
     return sum(min(max(total, 0.0), 1.0) for total in totals) / len(totals) if totals else None
@@ -280,14 +262,14 @@ def restore(
     clock: Callable[[], float] = time.monotonic,
     keep_batch: bool = False,
 ) -> Ledger:
-    """Read what `save` returned: bring the cursor to its place and build the ledger.
+    """Build the ledger from what `save` returned, and move the cursor to its place.
 
     Args:
         saved: Bytes of a checkpoint.
         settings: Of the run that continues.
         cursor: Over the same data; its place is moved.
         clock: For leases.
-        keep_batch: Whether the trainer goes on, and has the batch that was taken.
+        keep_batch: Whether the trainer is still alive, and has the batch that was taken.
 
     Raises:
         CheckpointError: Another version of areal-lite wrote the bytes, or the cursor is over other data.
@@ -303,6 +285,6 @@ def read_state(saved: bytes) -> Any:
         return decode(saved)
     except WireError as error:
         raise CheckpointError(
-            f"the queue's state in the checkpoint must be of this areal-lite, it cannot be read ({error}): resume with "
-            "the version that began the run, or start a new run from the checkpoint's model"
+            f"the queue's state in the checkpoint must come from this version of areal-lite, got {error}: resume with "
+            "the version that started the run, or start a new run from the checkpoint's model"
         ) from error

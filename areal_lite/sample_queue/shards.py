@@ -36,7 +36,7 @@ class ShardedBatch:
         self.batch = batch
         self._prompts, self._num_ranks = prompts, num_ranks
         rollouts = [
-            (index, place, [(way, way.prompt_ids or prompts[index].token_ids) for way in sample.ways])
+            (index, place, [(way, way.prompt_ids or prompts[index].token_ids) for sequence in sample.sequences])
             for index, group in enumerate(batch.groups)
             for place, sample in enumerate(group.samples)
         ]

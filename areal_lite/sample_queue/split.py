@@ -1,7 +1,6 @@
 """Splitting a taken batch: which optimiser update and which trainer rank each row belongs to.
 
-The queue server calls it once per batch, after whole groups were taken. It sees only token counts, so
-every rank that asks again gets the same rows.
+The queue calls it once per batch, after whole groups were taken, so that a rank that fetches again gets the same rows.
 """
 
 import random
@@ -13,8 +12,8 @@ def assign_rows(
 ) -> tuple[list[int], list[int]]:
     """Assign each row a minibatch and a rank.
 
-    A seeded shuffle deals the rows into minibatches of equal size. Inside a minibatch the longest row goes to
-    the rank with the fewest tokens so far, then the next longest, so that no rank waits long for another.
+    A seeded shuffle deals the rows into minibatches of equal size. Inside a minibatch the longest row goes to the rank
+    with the fewest tokens so far, then the next longest, so that no rank waits long for another.
 
     Args:
         lengths: Tokens of each row, prompt and completion.

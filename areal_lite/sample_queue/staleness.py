@@ -1,7 +1,7 @@
 """The staleness bound as arithmetic over integers.
 
-The ledger asks it how many groups may be admitted, which batch may be taken and which group still holds a
-trainable token; the trainer asks it which tokens of a batch may carry a gradient. It keeps no state.
+The ledger uses it to decide how many groups may be admitted, which batch may be taken and which group still holds a
+trainable token; the trainer, which tokens of a batch may carry a gradient. It keeps no state.
 
 Shape letter: `T` output tokens of one sample.
 """
@@ -21,14 +21,14 @@ def admission_capacity(
 ) -> int:
     """Return how many more groups may be admitted now, never negative.
 
-    Outstanding at once are at most `min(max_ahead + 1, total_steps - version) * groups_per_step`: the batch in hand and
-    so many more, but never more than the remaining steps can train.
+    At most `min(max_ahead + 1, total_steps - version) * groups_per_step` groups are outstanding at once: the batch that
+    is being trained and `max_ahead` more, but never more than the remaining steps can train.
 
     Args:
         num_outstanding: Admitted groups that have not ended.
         version: Completed trainer steps.
         total_steps: Trainer steps of the whole run.
-        max_ahead: Batches beside the one in hand, >= 0; eta unless the recipe asks for fewer.
+        max_ahead: Batches beside the one being trained, >= 0; eta unless the recipe asks for fewer.
         groups_per_step: Groups that one trainer step trains.
 
     Source:
@@ -47,7 +47,7 @@ def age_limit(max_staleness: int, *, on_stale: str) -> float:
 
 
 def is_over_age(token_version: int, *, version: int, max_staleness: float) -> bool:
-    """Tell whether a token of `token_version` is too old to train at `version`: `version - token_version > eta`."""
+    """Return whether a token of `token_version` is too old to train at `version`: `version - token_version > eta`."""
     return version - token_version > max_staleness
 
 
@@ -59,7 +59,7 @@ def token_ages(spans: Sequence[VersionSpan], *, version: int) -> npt.NDArray[np.
         version: Trainer version when the batch was taken.
 
     Returns:
-        [T] ages in trainer steps; -1 for given tokens, which no version produced.
+        [T] ages in trainer steps; -1 for given tokens, which no model produced.
 
     >>> token_ages([VersionSpan(version=3, start=0, end=2), VersionSpan(version=5, start=2, end=3)], version=5)
     array([2, 2, 0], dtype=int32)
@@ -117,11 +117,11 @@ def num_trainable(spans: Sequence[VersionSpan], *, version: int, max_staleness: 
 def may_leave_behind(
     admitted_versions: Iterable[int] | Mapping[int, int], *, version: int, max_staleness: int, groups_per_step: int
 ) -> bool:
-    """Tell whether a batch may be taken at `version` although these groups stay behind (`on_stale: wait`).
+    """Return whether a batch may be taken at `version` if these groups stay behind (`on_stale: wait`).
 
-    A group admitted at `a` must be in a batch taken at `a + eta` or before. The batches of the versions
-    `version + 1 .. version + k` have room for `k * groups_per_step` groups, so for every k = 0..eta at most
-    that many of those left behind may be due by `version + k`. Otherwise a later step would be forced over the bound.
+    A group admitted at `a` must be in a batch taken at `a + eta` or earlier. The batches of the versions
+    `version + 1 .. version + k` have room for `k * groups_per_step` groups, so for every k = 0..eta at most that many of
+    those left behind may be due by `version + k`. Otherwise a later step would be forced over the bound.
 
     Args:
         admitted_versions: One per group left behind, in any order, or how many of each; no token of the group is older.
@@ -138,7 +138,7 @@ def may_leave_behind(
     """
     numbers, num_due = Counter(admitted_versions), 0
     for admitted in sorted(numbers):
-        # Those due by version + k; between two versions the number stays and the room grows.
+        # All that are due by version + k; until the next version in the list the number stays and the room grows.
         num_due += numbers[admitted]
         k = max(0, admitted + max_staleness - version)
         if k <= max_staleness and num_due > k * groups_per_step:

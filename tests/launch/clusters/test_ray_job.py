@@ -33,13 +33,18 @@ def verify(prompt, completion, answer, **_):
 @pytest.fixture(scope="module")
 def job_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Start a Ray of its own with a dashboard; yields the job server's address."""
-    ports = [listen("127.0.0.1", range(21000, 22000)) for _ in range(2)]
-    gcs, dashboard = (probe.getsockname()[1] for probe in ports)
+    ports = [listen("127.0.0.1", range(21000, 22000)) for _ in range(3)]
+    gcs, dashboard, clients = (probe.getsockname()[1] for probe in ports)
     for probe in ports:
         probe.close()
     folder = tmp_path_factory.mktemp("ray")
     words = ["start", "--head", "--block", f"--port={gcs}", "--disable-usage-stats", f"--temp-dir={folder}"]
-    words += ["--include-dashboard=true", f"--dashboard-port={dashboard}", "--ray-client-server-port=0", "--num-cpus=4"]
+    words += [
+        "--include-dashboard=true",
+        f"--dashboard-port={dashboard}",
+        f"--ray-client-server-port={clients}",
+        "--num-cpus=4",
+    ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"RAY_AUTH_MODE": "disabled", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     with subprocess.Popen(
