@@ -185,7 +185,6 @@ METRICS = (
            "last), restarting, joining (waits for the next publication), dead", panel=("workers", "{}")),
     Metric("memory_mb", "resident memory of each process and of those that it started, as last measured; of the "
            "controller its own", "MiB", board="memory"),
-    Metric("messages_refused", "messages that the queue refused so far, by reason"),
     Metric("eval_reward", "mean reward of held-out prompts, in the first row after it was measured", "share",
            board="reward"),
     Metric("eval_step", "the step that was evaluated"),

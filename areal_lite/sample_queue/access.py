@@ -4,6 +4,7 @@ The queue's process makes the keys, Ray carries each role's own to its actors, a
 to ZeroMQ, whose CURVE encrypts everything and admits only clients that hold a key of the run.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,6 +15,8 @@ import zmq.auth.thread
 from zmq.utils import z85
 
 from areal_lite.sample_queue.requests import REQUESTS
+
+logger = logging.getLogger(__name__)
 
 
 class Role(StrEnum):
@@ -90,11 +93,13 @@ class Gatekeeper(zmq.auth.thread.ThreadAuthenticator):
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether a public key is one of the run's."""
-        return self._keys.role_of(key) is not None
+        if is_stranger := self._keys.role_of(key) is None:
+            logger.warning("a client without a key of this run tried to connect, and got nothing")
+        return not is_stranger
 
-    def curve_user_id(self, client_public_key: bytes) -> Role | None:
+    def curve_user_id(self, client_public_key: bytes) -> str:
         """Return the role of an admitted client."""
-        return self._keys.role_of(z85.encode(client_public_key))
+        return str(self._keys.role_of(z85.encode(client_public_key)))
 
 
 def too_large(num_bytes: int, limit: int) -> str:

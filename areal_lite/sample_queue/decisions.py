@@ -31,7 +31,7 @@ def verdict(samples: Sequence[Sample], *, reject: str) -> tuple[GroupState, str]
 def has_trainable_token(group: GroupRecord, *, version: int, max_staleness: float) -> bool:
     """Return whether a scored sample of the group has a token of age <= eta."""
     return any(
-        staleness.num_trainable(way.spans, version=version, max_staleness=max_staleness) > 0
+        staleness.num_trainable(sequence.spans, version=version, max_staleness=max_staleness) > 0
         for sample in group.samples
         for sequence in sample.sequences
         if sample.total_reward is not None

@@ -5,9 +5,9 @@
        └────────────┘                 └────────────┘              └────────┘
     terminal besides trained: rejected(reason) · failed(reason) · stale · abandoned
 
-At any moment `admitted = trained + rejected + failed + stale + abandoned + outstanding`. The queue server drives it in a
-run, a simulator on a virtual clock. It has no socket, no thread and no lock: calls come one at a time. It knows prompts
-only by their ids.
+At any moment `admitted = trained + rejected + failed + stale + abandoned + outstanding`. The queue server drives it in
+a run, a simulator on a virtual clock. It has no socket, no thread and no lock: calls come one at a time. It knows
+prompts only by their ids.
 
 Requests about leased work carry the lease id and are safe to repeat: the first valid result wins, and `False` means
 that the lease had ended, so the result was ignored.
@@ -343,7 +343,7 @@ class Ledger:
                 f"expected {self._settings.samples_per_group} samples of {group.group_id}, got {len(samples)}: "
                 "a group is completed as a whole"
             )
-        newest = max(span.version for sample in samples for sequence in sample.sequences for span in way.spans)
+        newest = max(span.version for sample in samples for sequence in sample.sequences for span in sequence.spans)
         if newest > self._version:
             raise ValueError(
                 f"expected tokens of versions up to {self._version} in {group.group_id}, got version {newest}: "

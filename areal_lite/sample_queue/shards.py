@@ -1,7 +1,4 @@
-"""The batch in the trainer's hands: joined with its prompts and dealt to the ranks, once.
-
-It decides nothing about groups; which rows go together stands in `split.py`.
-"""
+"""The batch that is being trained: joined with its prompts and dealt to the ranks, once (`split.py`)."""
 
 import zlib
 from collections.abc import Sequence
@@ -16,9 +13,9 @@ from areal_lite.types import Group, Prompt, Row, Shard, means
 
 
 class ShardedBatch:
-    """A taken batch whose rows, sample by sample through the groups in order, have their minibatches and ranks.
+    """A taken batch whose rows have their minibatches and ranks.
 
-    The branches of a rollout are rows of its minibatch and rank.
+    Rows are ordered by group, sample and branch; the branches of a sample are in its minibatch and on its rank.
     """
 
     def __init__(
@@ -27,7 +24,7 @@ class ShardedBatch:
         """Deal the rows.
 
         Args:
-            batch: As the ledger gave it.
+            batch: As the ledger returned it.
             prompts: One per group.
             num_minibatches: Optimiser updates of the step.
             num_ranks: Trainer ranks.
@@ -35,35 +32,36 @@ class ShardedBatch:
         """
         self.batch = batch
         self._prompts, self._num_ranks = prompts, num_ranks
-        rollouts = [
-            (index, place, [(way, way.prompt_ids or prompts[index].token_ids) for sequence in sample.sequences])
-            for index, group in enumerate(batch.groups)
-            for place, sample in enumerate(group.samples)
+        samples = [
+            (group_index, sample_index, sample)
+            for group_index, group in enumerate(batch.groups)
+            for sample_index, sample in enumerate(group.samples)
         ]
+        lengths = []
+        for group_index, _, sample in samples:
+            shared = prompts[group_index].token_ids
+            lengths.append(sum(len(one.prompt_ids or shared) + one.num_tokens for one in sample.sequences))
         minibatches, ranks = assign_rows(
-            [sum(len(prompt_ids) + way.num_tokens for way, prompt_ids in ways) for *_, ways in rollouts],
+            lengths,
             num_minibatches=num_minibatches,
             num_ranks=num_ranks,
             seed=zlib.crc32(f"{run_seed}/{batch.version}".encode()),
         )
-        self._rows = [
-            (
-                rank,
-                Row(
-                    group_index=index,
-                    sample_index=place,
-                    is_branch=number > 0,
+        self._rows: list[tuple[int, Row]] = []
+        for (group_index, sample_index, sample), minibatch, rank in zip(samples, minibatches, ranks, strict=True):
+            for sequence in sample.sequences:
+                row = Row(
+                    group_index=group_index,
+                    sample_index=sample_index,
+                    is_branch=sequence is not sample,
                     minibatch=minibatch,
-                    prompt_token_ids=prompt_ids,
-                    sample=way,
-                ),
-            )
-            for (index, place, ways), minibatch, rank in zip(rollouts, minibatches, ranks, strict=True)
-            for number, (way, prompt_ids) in enumerate(ways)
-        ]
+                    prompt_token_ids=sequence.prompt_ids or prompts[group_index].token_ids,
+                    sample=sequence,
+                )
+                self._rows.append((rank, row))
 
     def info(self) -> BatchInfo:
-        """Return its size, and what was earned."""
+        """Return its size, and means of rewards."""
         scored = [
             (group.prompt_id.partition("/")[0], total, sample.score)
             for group in self.batch.groups
@@ -82,7 +80,7 @@ class ShardedBatch:
         )
 
     def shard(self, rank: int) -> Shard:
-        """Return one rank's rows, and the rewards of all groups.
+        """Return one rank's rows, with the rewards of all groups.
 
         Raises:
             LedgerError: There is no such rank.

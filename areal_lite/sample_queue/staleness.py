@@ -120,8 +120,8 @@ def may_leave_behind(
     """Return whether a batch may be taken at `version` if these groups stay behind (`on_stale: wait`).
 
     A group admitted at `a` must be in a batch taken at `a + eta` or earlier. The batches of the versions
-    `version + 1 .. version + k` have room for `k * groups_per_step` groups, so for every k = 0..eta at most that many of
-    those left behind may be due by `version + k`. Otherwise a later step would be forced over the bound.
+    `version + 1 .. version + k` have room for `k * groups_per_step` groups, so for every k = 0..eta at most that many
+    of those left behind may be due by `version + k`. Otherwise a later step would be forced over the bound.
 
     Args:
         admitted_versions: One per group left behind, in any order, or how many of each; no token of the group is older.

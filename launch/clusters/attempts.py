@@ -130,9 +130,10 @@ def driver_script(job: Job, *, attempt: int, env: Mapping[str, str] = {}) -> str
     given = {word.partition("=")[0] for word in words}
     more = [f"{key}={value}" for key, value in settings.items() if value is not None and key not in given]
     command = [python_of(job), "-m", "areal_lite.launch.commands.main", *map(shlex.quote, [*words, *more])]
-    if joined is not None and profile.nodes > 1:
+    if joined is not None:
         wait = [python_of(job), "-m", "areal_lite.launch.clusters.joined"]
-        command = [*wait, str(profile.nodes), f"{profile.start_timeout_s:g}", *command]
+        names = shlex.quote(",".join(profile.env))
+        command = [*wait, str(profile.nodes), f"{profile.start_timeout_s:g}", names, *command]
     return script(job, env=joined or env, command=command)
 
 

@@ -1,8 +1,11 @@
-"""Become a command once a Ray cluster has all of its nodes.
+"""Wait until a Ray cluster has all of its nodes, then become the command.
 
-A process of its own: `python -m areal_lite.launch.clusters.joined NODES SECONDS COMMAND...`, with RAY_ADDRESS set.
+A process of its own: `python -m areal_lite.launch.clusters.joined NODES SECONDS NAME,... COMMAND...`, with RAY_ADDRESS
+set. Ray gives the named variables to every process that the command starts on the cluster, whose nodes do not have
+them; their values are in the environment alone, which no other user can list.
 """
 
+import json
 import os
 import sys
 import time
@@ -10,18 +13,19 @@ import time
 _POLL_S = 1.0
 
 
-def main(nodes: str, timeout_s: str, *command: str) -> None:
-    """Wait for the nodes; exits with a sentence where there are too few by then, or no cluster."""
+def main(nodes: str, timeout_s: str, names: str, *command: str) -> None:
+    """Wait for the nodes and become the command; exits with a sentence if there is no cluster, or it lacks nodes."""
     import ray
+    from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
     deadline = time.monotonic() + float(timeout_s)
     try:
         ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-        while (there := sum(node["Alive"] for node in ray.nodes())) < int(nodes):
+        while (found := sum(node["Alive"] for node in ray.nodes())) < int(nodes):
             if time.monotonic() > deadline:
                 sys.exit(
                     f"StallError: the Ray cluster must have nodes={nodes} within start_timeout_s={timeout_s}, got "
-                    f"{there} alive: start Ray on the others, or correct nodes in the profile"
+                    f"{found} alive: start Ray on the others, or correct nodes in the profile"
                 )
             time.sleep(_POLL_S)
         ray.shutdown()
@@ -29,6 +33,11 @@ def main(nodes: str, timeout_s: str, *command: str) -> None:
         sys.exit(f"{type(error).__name__}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
+    if names:  # as Ray's job server does it, which may have set this already
+        settings = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}"))
+        variables = settings.setdefault("runtime_env", {}).setdefault("env_vars", {})
+        variables |= {name: os.environ[name] for name in names.split(",")}
+        os.environ[RAY_JOB_CONFIG_JSON_ENV_VAR] = json.dumps(settings)
     os.execvp(command[0], command)
 
 

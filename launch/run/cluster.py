@@ -110,7 +110,7 @@ class Cluster:
         config, self._say = self._config, on_progress
         self._find_queue()
         access, timeout_s = self._access, config.queue.lease_timeout_s
-        self.queue = QueueClient(access[Role.CONTROLLER], timeout_s=timeout_s, look=self._feel_pulse)
+        self.queue = QueueClient(access[Role.CONTROLLER], timeout_s=timeout_s, check=self._feel_pulse)
         moving = self._send_to_queue(self._workers, "move_to")
         if not self._has_started:
             self.engines.handles |= {name: self._spawn(name) for name in _names(Role.ROLLOUT, config.rollout.workers)}

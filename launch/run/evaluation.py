@@ -142,7 +142,13 @@ class Evaluations:
             "left_out": len(self._prompts) - len(pairs),
             "failures": len(replies) - len(rewards),
             "versions": sorted(
-                {span.version for _, sample in pairs if sample is not None for way in sample.ways for span in way.spans}
+                {
+                    span.version
+                    for _, sample in pairs
+                    if sample is not None
+                    for sequence in sample.sequences
+                    for span in sequence.spans
+                }
                 - {GIVEN}
             ),
         }

@@ -281,11 +281,7 @@ class OnlineController(Controller):
             record["stats"]
             | self._collector.verifiers()
             | self._collector.engines()
-            | {
-                "messages_refused": status["refused"],
-                "workers": self._cluster.states(),
-                "memory_mb": self._cluster.memory_mb(),
-            },
+            | {"workers": self._cluster.states(), "memory_mb": self._cluster.memory_mb()},
             step=self._version,
             tokens_generated=self._collector.tokens(),
             ledger=status["counts"],

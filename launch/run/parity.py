@@ -140,10 +140,13 @@ class ParityCheck:
 
 def stored_sequences(groups: Iterable[Group], limit: int) -> list[tuple[list[int], list[int]]]:
     """Return token ids of prompt and completion of the first samples."""
-    ways = [
-        (way.prompt_ids or group.prompt.token_ids, way) for group in groups for s in group.samples for way in s.ways
+    pairs = [
+        (sequence.prompt_ids or group.prompt.token_ids, sequence)
+        for group in groups
+        for sample in group.samples
+        for sequence in sample.sequences
     ]
-    return [(list(prompt), way.token_ids.tolist()) for prompt, way in ways[:limit]]
+    return [(list(prompt), sequence.token_ids.tolist()) for prompt, sequence in pairs[:limit]]
 
 
 def prompt_sequences(prompts: Iterable[Prompt], limit: int) -> list[tuple[list[int], list[int]]]:

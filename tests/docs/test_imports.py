@@ -14,7 +14,7 @@ HEAVY = {
         *(f"areal_lite.rollout.{name}" for name in ("vllm_engine", "endpoint", "api_formats")),
         "areal_lite.weights",
     ),
-    "zmq": tuple(f"areal_lite.sample_queue.{name}" for name in ("access", "client", "connections", "server")),
+    "zmq": tuple(f"areal_lite.sample_queue.{name}" for name in ("access", "client", "server")),
 }
 """Where each heavy package may be imported at all."""
 

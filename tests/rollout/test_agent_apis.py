@@ -237,7 +237,7 @@ def test_a_retry_is_answered_from_the_record() -> None:
 
     llm_engine = Speaker(["1", "2", "3", "4"], tokenizer=make_tokenizer(CHATML))
     sample, speaker = trained(agent, [], engine=llm_engine)
-    assert [way.text for way in sample.ways] == ["4", "1", "2", "3"]
+    assert [way.text for way in sample.sequences] == ["4", "1", "2", "3"]
     assert len(speaker.contexts) == 4
 
 
@@ -269,7 +269,7 @@ def test_an_answer_that_nobody_heard_does_not_train(over: str, ending: str) -> N
 
     engine = Speaker(["x", "y", "z"], tokenizer=make_tokenizer(CHATML))
     sample, _ = trained(agent, [], engine=engine)
-    assert [way.text for way in sample.ways] == ["z", "x"]
+    assert [way.text for way in sample.sequences] == ["z", "x"]
 
 
 def test_a_client_of_this_event_loop_gets_the_answers_of_http_without_it() -> None:
@@ -309,7 +309,7 @@ def test_a_client_of_this_event_loop_gets_the_answers_of_http_without_it() -> No
 
     engine = _Unlucky([SAID[0]] * 9, tokenizer=make_tokenizer(TOOLS_TEMPLATE))
     sample, _ = trained(agent, [], engine=engine, **HERMES)
-    assert (len(sample.ways), engine.num_asked) == (7, 9)
+    assert (len(sample.sequences), engine.num_asked) == (7, 9)
 
 
 class _Unlucky(Speaker):

@@ -95,7 +95,7 @@ def own(sample: Sample) -> list[int]:
     """Tokens of all ways that train."""
     return [
         int(token)
-        for way in sample.ways
+        for way in sample.sequences
         for token, given in zip(way.token_ids, given_mask(way), strict=True)
         if not given
     ]
@@ -188,7 +188,7 @@ def test_two_agents_in_one_rollout_do_not_interleave() -> None:
 
     sample, speaker = trained(agent, lambda text: f"so {text[-20:-12]}")
     assert len(sample.branches) == 1
-    for way in sample.ways:
+    for way in sample.sequences:
         text = speaker.tokenizer.decode([*way.prompt_ids, *way.token_ids])
         assert ("planner" in text) != ("solver" in text)
         assert sum(not span for span in given_mask(way)) > 0

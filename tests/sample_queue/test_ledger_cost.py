@@ -1,5 +1,6 @@
 """What the ledger costs does not depend on how many groups are outstanding."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from functools import partial
@@ -8,9 +9,8 @@ import pytest
 from ledger_builders import FakeClock, make_samples, make_settings
 from queue_builders import FakeCursor
 
-from areal_lite.sample_queue.groups import GroupState
 from areal_lite.sample_queue.ledger import Ledger
-from areal_lite.sample_queue.service import QueueService, Traffic
+from areal_lite.sample_queue.service import QueueService
 from areal_lite.types import Prompt, Score
 
 FEW, MANY = 64, 16_384
@@ -34,9 +34,7 @@ def service_with(num_outstanding: int) -> QueueService:
                              total_steps=10**6)  # fmt: skip
     clock = FakeClock()
     ledger = Ledger(settings, clock=clock)
-    service = QueueService(
-        ledger, ShortCursor(), num_minibatches=1, num_ranks=1, seed=0, traffic=Traffic(), clock=clock
-    )
+    service = QueueService(ledger, ShortCursor(), num_minibatches=1, num_ranks=1, seed=0, clock=clock)
     service.open_admission()
     service.lease_rollout(worker="straggler", limit=1, wait_s=0.0)
     ledger._version = max_staleness
@@ -60,11 +58,13 @@ def round_trip(service: QueueService) -> None:
 
 
 def keep(service: QueueService) -> None:
-    """A verifier keeps a group, whose turn it may not be, and gives it back."""
-    groups = service._ledger._groups
-    group = groups.pick(next(iter(groups.in_state(GroupState.GENERATED))))
-    groups.move(group, GroupState.LEASED_VERIFY)
-    groups.move(group, GroupState.GENERATED)
+    """A group is verified out of turn: a worker presents it to a queue that took over."""
+    service.close_admission()
+    (lease,) = service.lease_verify(worker="old", limit=1, wait_s=0.0)
+    service.take_back([lease.lease_id])
+    assert service.present(worker="verifier/0", lease=dataclasses.replace(lease, lease_id=f"{lease.lease_id}/kept"))
+    service.forget(worker="verifier/0")
+    service.open_admission()
 
 
 def best_s(call: Callable[[], object], *, repeats: int = 30) -> float:

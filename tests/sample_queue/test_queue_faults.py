@@ -74,39 +74,27 @@ def request(op: Any, **fields: Any) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("frames", "reason", "message"),
+    ("frames", "message"),
     [
-        ([b"only"], "malformed", "2 frames, got 1"),
-        ([b"id", b"", request("status")], "malformed", "2 frames, got 3"),
-        ([b"id", b""], "malformed", "0 bytes"),
-        ([b"id", b"\xffgarbage"], "malformed", "msgpack"),
-        ([b"id", request("status")[:-1]], "malformed", "msgpack"),
-        ([b"id", encode([1, 2])], "malformed", "Expected `object`, got `array`"),
-        ([b"id", encode({"op": "status"})], "malformed", "{op, fields}"),
-        ([b"id", encode({"op": "status", "fields": {}, "more": 1})], "malformed", "{op, fields}"),
-        ([b"id", msgpack.packb([SCHEMA_VERSION + 1, {}])], "version", f"{SCHEMA_VERSION}, got {SCHEMA_VERSION + 1}"),
-        ([b"id", msgpack.packb(["1", {}])], "version", f"{SCHEMA_VERSION}, got '1'"),
-        ([b"id", request("explode")], "unknown_op", "got 'explode'"),
-        ([b"id", request("_admit", until_waiting=9)], "unknown_op", "got '_admit'"),
-        ([b"id", request("expire")], "unknown_op", "got 'expire'"),
-        ([b"id", request("__init__")], "unknown_op", "got '__init__'"),
-        ([b"id", request(["status"])], "malformed", "Expected `str`, got `array`"),
-        ([b"id", request("take", batch_id="b")], "bad_fields", r"take takes the fields \(batch_id, wait_s\)"),
-        ([b"id", encode({"op": "status", "fields": []})], "bad_fields", "Expected `object`, got `array`"),
-        ([b"id", request("status", verbose=True)], "bad_fields", "unknown field `verbose`"),
-        ([b"id", request("take", batch_id=5, wait_s=0.0)], "bad_fields", "Expected `str`, got `int` - at .*batch_id"),
-        ([b"id", request("complete_rollout", lease_id="x", samples=[1])], "bad_fields", r"`int` - at .*samples\[0\]"),
+        ([b"only"], "2 frames, got 1"),
+        ([b"id", b"\xffgarbage"], "msgpack"),
+        ([b"id", encode({"op": "status"})], "{op, fields}"),
+        ([b"id", msgpack.packb([SCHEMA_VERSION + 1, {}])], f"{SCHEMA_VERSION}, got {SCHEMA_VERSION + 1}"),
+        ([b"id", request("expire")], "got 'expire'"),
+        ([b"id", request("__init__")], "got '__init__'"),
+        ([b"id", request(["status"])], "Expected `str`, got `array`"),
+        ([b"id", request("take", batch_id="b")], r"take takes the fields \(batch_id, wait_s\)"),
+        ([b"id", request("status", verbose=True)], "unknown field `verbose`"),
+        ([b"id", request("complete_rollout", lease_id="x", samples=[1])], r"`int` - at .*samples\[0\]"),
     ],
 )
-def test_what_is_no_request_is_refused_and_counted(frames: list[bytes], reason: str, message: str) -> None:
+def test_what_is_no_request_is_refused(frames: list[bytes], message: str) -> None:
     """Seen failing with any method of the service taken for a request, and with each check left out."""
-    with serving(max_message_bytes=MAX_BYTES) as access, raw_socket(access) as socket:
+    with serving() as access, raw_socket(access) as socket:
         answer = ask(socket, *frames)
         assert answer["error"] == "WireError"
         assert re.search(message, answer["message"])
-        status = ask(socket, b"id", request("status"))["result"]
-        assert status["refused"] == {reason: 1}
-        assert status["gauges"]["messages"] == 2
+        assert ask(socket, b"id", request("status"))["result"]["version"] == 0
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +117,7 @@ def test_a_message_far_over_the_limit_costs_its_sender_the_connection_and_nobody
             socket.send_multipart([b"id", bytes(3 * 2**20)])
             assert other.status()["version"] == 0
             assert not socket.poll(100)
-        assert other.status()["refused"] == {}
+        assert other.status()["version"] == 0
 
 
 def test_a_client_refuses_to_send_what_is_far_over_the_limit() -> None:
@@ -178,7 +166,6 @@ def test_wrong_results_are_refused_and_the_lease_lives_on() -> None:
         with pytest.raises(LedgerError, match=lease.lease_id):
             client.complete_verify(lease_id=lease.lease_id, scores=[])
         assert client.complete_rollout(lease_id=lease.lease_id, samples=make_samples())
-        assert client.status()["refused"] == {"bad_fields": 1}
 
 
 def test_a_mistake_of_our_own_is_told_logged_and_survived(caplog: pytest.LogCaptureFixture) -> None:
@@ -192,8 +179,8 @@ def test_a_mistake_of_our_own_is_told_logged_and_survived(caplog: pytest.LogCapt
         client.open_admission()
         with pytest.raises(LedgerError, match="KeyError: 'row 7'"):
             client.lease_rollout(worker="rollout/0", limit=1, wait_s=LONG_WAIT_S)
-        assert client.status()["refused"] == {"internal": 1}
-    assert "our own mistake" in caplog.text
+        assert client.status()["version"] == 0
+    assert "this is a bug in areal-lite" in caplog.text
 
 
 def test_a_client_refuses_to_send_what_does_not_travel() -> None:
@@ -332,12 +319,6 @@ def test_closing_the_server_ends_promptly_and_wakes_who_waits(start: Callable[[Q
     server.close()
 
 
-def test_a_server_that_was_not_started_can_be_closed() -> None:
-    server = make_queue()
-    server.close()
-    server.close()
-
-
 def test_an_address_of_another_machine_is_refused_by_name() -> None:
     """Seen failing with the socket left open: closing never ended."""
     server = QueueServer(
@@ -376,16 +357,16 @@ def test_closing_a_client_wakes_its_waiting_call() -> None:
             client.status()
 
 
-def test_a_waiting_call_looks_whether_an_answer_can_come() -> None:
-    """Seen failing with a look before the first wait alone."""
+def test_a_waiting_call_checks_whether_an_answer_can_come() -> None:
+    """Seen failing with a check before the first wait alone."""
     has_died = threading.Event()
 
-    def look() -> None:
+    def check() -> None:
         if has_died.is_set():
             raise QueueError("its process ended")
 
     with serving() as access, connected(access) as other, ThreadPoolExecutor(1) as pool:
-        client = QueueClient(access, timeout_s=SOON_S, look=look)
+        client = QueueClient(access, timeout_s=SOON_S, check=check)
         parked = pool.submit(client.lease_verify, worker="verifier/0", limit=1, wait_s=LONG_WAIT_S)
         await_parked(other, 1)
         has_died.set()
@@ -400,7 +381,7 @@ def test_closing_an_async_client_wakes_its_waiting_calls() -> None:
     async def scenario(client: AsyncQueueClient) -> None:
         waiting = [client.lease_verify(worker="verifier/0", limit=1, wait_s=LONG_WAIT_S) for _ in range(3)]
         tasks = [asyncio.ensure_future(call) for call in waiting]
-        while (await client.status())["gauges"]["parked"] < 3:
+        while (await client.status())["parked"] < 3:
             pass
         client.close()
         client.close()

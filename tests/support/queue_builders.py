@@ -85,7 +85,7 @@ def connected(access: QueueAccess, *, timeout_s: float = SOON_S) -> Iterator[Que
 def await_parked(client: QueueClient, number: int) -> None:
     """Wait until the server holds this many requests back."""
     for _ in range(10_000):
-        if client.status()["gauges"]["parked"] == number:
+        if client.status()["parked"] == number:
             return
     raise AssertionError(f"never {number} requests parked")
 

@@ -231,20 +231,21 @@ def test_a_command_on_a_ray_cluster_waits_for_its_nodes(monkeypatch: pytest.Monk
     """With a count in the place of Ray's."""
     ray = {"address": "head:6379"}
     said = attempts.driver_script(make_job("ray", profile=make_profile(ray=ray)), attempt=1)
-    assert "python -m areal_lite.launch.clusters.joined 4 300 python -m areal_lite.launch.commands.main train" in said
-    assert "clusters.joined" not in attempts.driver_script(
-        make_job("ray", profile=make_profile(ray=ray, nodes=1, ssh={})), attempt=1
-    )
+    assert "exec python -m areal_lite.launch.clusters.joined 4 300 HF_HUB_OFFLINE python -m areal_lite.launch" in said
     counts, became = iter([1, 3, 4]), []
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"metadata": {"a": "b"}}')
+    monkeypatch.setenv("TOKEN", "val 7")
     fake = SimpleNamespace(init=lambda **_: None, nodes=lambda: [{"Alive": True}] * next(counts), shutdown=lambda: None)
     monkeypatch.setitem(sys.modules, "ray", fake)
     monkeypatch.setattr(os, "execvp", lambda file, words: became.append((file, words)))
     monkeypatch.setattr(joined, "_POLL_S", 0.01)
-    joined.main("4", "60", "train", "arith_cpu")
+    joined.main("4", "60", "TOKEN", "train", "arith_cpu")
     assert became == [("train", ("train", "arith_cpu"))]
+    settings = {"metadata": {"a": "b"}, "runtime_env": {"env_vars": {"TOKEN": "val 7"}}}
+    assert json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"]) == settings
     fake.nodes = lambda: [{"Alive": True}] * 3
     with pytest.raises(SystemExit, match=r"must have nodes=4 within start_timeout_s=0.05, got 3 alive"):
-        joined.main("4", "0.05", "train")
+        joined.main("4", "0.05", "", "train")
 
 
 def test_ctrl_c_between_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
