@@ -1,4 +1,4 @@
-"""`areal-lite drill`: faults in real runs of a recipe on this machine, and the table of what they cost."""
+"""`areal-lite drill`: inject faults into real runs of a recipe on this machine, and tabulate what they cost."""
 
 import functools
 import time
@@ -10,17 +10,15 @@ from areal_lite.config.offline import load_any_config
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ConfigError
 from areal_lite.launch.bench.harness import finish, say
-from areal_lite.launch.drill_books import are_alike
-from areal_lite.launch.drilled_run import FAULTS, KILLS, DrilledRun, Outcome
-
-__all__ = ["FAULTS", "KILLS", "drill", "rows_of"]
+from areal_lite.launch.drill_checks import are_equal
+from areal_lite.launch.drilled_run import DrilledRun, Outcome
 
 _SETTINGS = (
     "run.checkpoint_every=1", "run.eval_every=0", "run.report=false", "run.log_samples=1000000",
     "run.stall_timeout_s=20", "run.save_timeout_s=60", "run.max_worker_restarts=1000",
 )  # fmt: skip
-_STEPS, _FOR_EVER = 16, 1_000_000
-"""Of a run with one fault: more than are admitted without a worker; and of a soak."""
+_STEPS, _ENDLESS = 16, 1_000_000
+"""Of a run with one fault, more than are admitted without a worker; and of a soak."""
 _LONGEST_PAUSE_S = 20.0
 """Between two faults of a soak."""
 _UNDISTURBED = "none"
@@ -29,11 +27,11 @@ _UNDISTURBED = "none"
 def drill(
     recipe: str, overrides: Sequence[str], *, names: Sequence[str], out: Path, minutes: float | None, seed: int
 ) -> int:
-    """Provoke faults, one a run, or for some minutes at random in one run, and show the table; returns the exit code.
+    """Inject faults, one per run, or for some minutes at random into one run; show the table, return the exit code.
 
-    At `queue.max_staleness: 0` an undisturbed run comes first, whose losses must be those of all.
+    At `queue.max_staleness: 0` an undisturbed run comes first, and the losses of all others must equal its losses.
     """
-    words = ["train", recipe, *_SETTINGS, f"run.steps={_FOR_EVER if minutes else _STEPS}", *overrides]
+    words = ["train", recipe, *_SETTINGS, f"run.steps={_ENDLESS if minutes else _STEPS}", *overrides]
     config = load_any_config(recipe, words[2:])
     if not isinstance(config, Config) or config.run.dir or config.run.resume or (out.exists() and any(out.iterdir())):
         raise ConfigError(
@@ -41,7 +39,7 @@ def drill(
             f"{recipe} of command: {config.command}, run.dir={config.run.dir}, run.resume={config.run.resume}, {out}"
         )
     rows, code, reference, ends_at = list[Outcome](), 0, None, time.monotonic() + 60 * (minutes or 0)
-    before = signal(SIGTERM, default_int_handler)  # else its commands would outlive it
+    before = signal(SIGTERM, default_int_handler)  # without it, the run's command would outlive this one
     runs = ["soak"] if minutes else [*([_UNDISTURBED] * (config.queue.max_staleness == 0)), *names]
     out.mkdir(parents=True, exist_ok=True)
     try:
@@ -58,7 +56,7 @@ def drill(
             if reference is None and name == _UNDISTURBED:
                 reference = run.folder
             elif reference is not None:
-                rows[-1]["losses"] = "equal" if are_alike(run.folder, reference) else "differ"
+                rows[-1]["losses"] = "equal" if are_equal(run.folder, reference) else "differ"
                 run.problems += ["losses must be those of the undisturbed run"] * (rows[-1]["losses"] == "differ")
             failure = "; ".join(["FAILED", *run.problems, f"its run folder is {run.folder.path}"])
             say(f"{name}: {failure if run.problems else 'passed'}")
@@ -74,14 +72,19 @@ def drill(
 
 
 def _drawn(run: DrilledRun, names: Sequence[str], ends_at: float) -> Iterator[str]:
+    """Yield faults at random moments until the time is over; the run is watched in between."""
     while time.monotonic() < ends_at:
-        moment = time.monotonic() + run.random.uniform(0, _LONGEST_PAUSE_S)
-        run.wait(functools.partial(lambda moment: time.monotonic() > moment, moment), "the next fault")
+        pause_ends_at = time.monotonic() + run.random.uniform(0, _LONGEST_PAUSE_S)
+        run.wait(functools.partial(_is_past, pause_ends_at), "the next fault")
         yield run.random.choice(names)
 
 
+def _is_past(moment: float) -> bool:
+    return time.monotonic() > moment
+
+
 def rows_of(run: DrilledRun, name: str) -> list[Outcome]:
-    """Return the table's rows of a run: after several faults one for each kind, and one of all."""
+    """Return a run's rows of the table: after several faults one for each kind, and one for all."""
     kinds = sorted({one["fault"] for one in run.outcomes} - {name})
     of_each = [_row(kind, [one for one in run.outcomes if one["fault"] == kind], []) for kind in kinds]
     return [*of_each, _row(name, run.outcomes, run.problems)]

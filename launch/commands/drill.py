@@ -1,4 +1,4 @@
-"""The command `areal-lite drill`: faults in real runs on this machine."""
+"""The command `areal-lite drill`: inject faults into real runs on this machine."""
 
 import time
 from pathlib import Path
@@ -14,23 +14,25 @@ def drill(
     overrides: Overrides,
     faults: Annotated[str | None, typer.Option(metavar="NAME,...", help="names or patterns; default all")] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="new folder; default runs/drill-<time>")] = None,
-    minutes: Annotated[float | None, typer.Option(min=0.1, metavar="N", help="a soak instead of single faults")] = None,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="of what is drawn at random")] = 0,
+    minutes: Annotated[float | None, typer.Option(min=0.1, metavar="N", help="faults at random in one run")] = None,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="seed of random choices")] = 0,
 ) -> int:
-    """Break runs of a recipe on this machine, and see what is lost.
+    """Break runs of a recipe on this machine, and show what is lost.
 
-    Each fault is provoked in a short real run: engine, rollout, verifier, queue, trainer, raylet, gcs, controller (each
-    killed), hang-engine, hang-trainer, sigterm, sighup, two-writers, torn-save, bit-flip. A run that ends is resumed.
-    The table shows when a fault was noticed, when the run was back, how many steps were trained again, and
-    whether every group was accounted for; at queue.max_staleness=0, whether losses are those of an undisturbed run.
-    With --minutes, faults are drawn at random in one run, by default the six kills of the run's own processes.
+    Each fault gets a short real run: engine, rollout, verifier, queue, trainer, raylet, gcs, controller (each killed),
+    hang-engine, hang-trainer, sigterm, sighup, two-writers, torn-save, bit-flip. A run that ends is resumed.
+    The table shows when a fault was noticed, when the run was back, how many steps were trained again, and whether
+    every group was accounted for; at queue.max_staleness=0, whether losses equal those of an undisturbed run.
+    With --minutes, faults come at random in one run, by default the six kills of the run's own processes.
 
     Ctrl-C shows the results so far.
     """
     from areal_lite.launch.bench.plan import choose
-    from areal_lite.launch.drill import FAULTS, KILLS, drill
+    from areal_lite.launch.drill import drill
+    from areal_lite.launch.drilled_run import FAULTS, KILLS
 
-    default = KILLS if minutes else FAULTS
-    names = default if faults is None else choose(FAULTS, faults.split(","), what="fault of a drill")
+    names = KILLS if minutes else list(FAULTS)
+    if faults is not None:
+        names = choose(list(FAULTS), faults.split(","), what="fault of a drill")
     out = out or Path("runs") / f"drill-{time.strftime('%Y%m%d-%H%M%S')}"
     return drill(recipe, overrides, names=names, out=out, minutes=minutes, seed=seed)

@@ -15,8 +15,9 @@ from user_run import alive
 from areal_lite.launch import drill as module
 from areal_lite.launch import drilled_run
 from areal_lite.launch.commands import main as cli
-from areal_lite.launch.drill import FAULTS, KILLS, DrilledRun, rows_of
-from areal_lite.launch.drill_books import are_alike, problems
+from areal_lite.launch.drill import rows_of
+from areal_lite.launch.drill_checks import are_equal, problems
+from areal_lite.launch.drilled_run import FAULTS, KILLS, DrilledRun
 from areal_lite.record.run_folder import RunFolder
 
 STEPS, GROUPS = 30, 2
@@ -166,8 +167,8 @@ def test_what_is_not_as_it_must_be_is_said(
     [
         ({}, None),
         ({"status": "interrupted"}, "the run must be done, is interrupted"),
-        ({"steps": [1, 3]}, r"steps 1 to 2 must stand in metrics.jsonl once each, got \[1, 3\]"),
-        ({"admitted": 4}, "every group must end in one way, got: not conserved"),
+        ({"steps": [1, 3]}, r"metrics.jsonl must hold steps 1 to 2 once each, got \[1, 3\]"),
+        ({"admitted": 4}, "admitted=4 groups must have ended in one state each"),
         ({"trained": 3}, "4 groups must be trained, got 3"),
         ({"groups": ["a#0", "b#0", "c#0", "a#1"]}, "every prompt must be trained once, twice or more were a$"),
         ({"groups": ["a#0", "b#0", "c#0"]}, "4 groups must be trained"),
@@ -191,15 +192,15 @@ def test_a_folder_without_a_summary_is_not_done(tmp_path: Path) -> None:
     assert "the run must be done, is without a summary" in problems(RunFolder(tmp_path), steps=1, groups_per_step=1)
 
 
-def test_runs_are_alike_to_the_last_bit(tmp_path: Path) -> None:
+def test_runs_are_equal_to_the_last_bit(tmp_path: Path) -> None:
     """Seen failing with times compared as well."""
     figures = dict.fromkeys(("loss", "grad_norm", "entropy", "reward_mean", "tokens_trained"), 0.1)
     folders = [RunFolder(tmp_path / name) for name in "abc"]
     for folder, loss in zip(folders, (0.1, 0.1, 0.1 + 2**-56), strict=True):
         folder.path.mkdir()
         folder.append("metrics.jsonl", [figures | {"step": 1, "loss": loss, "time_s": id(folder)}])
-    assert are_alike(folders[0], folders[1])
-    assert not are_alike(folders[0], folders[2])
+    assert are_equal(folders[0], folders[1])
+    assert not are_equal(folders[0], folders[2])
 
 
 def test_a_process_that_got_the_number_of_a_dead_one_is_another() -> None:
