@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from areal_lite.launch.bench.harness import surroundings
-from areal_lite.record.quarters import EDGES, LENGTHS
+from areal_lite.record.length_bias import EDGES, LENGTHS
 from areal_lite.sample_queue.ledger import HeldLease, Ledger, LedgerSettings
 from areal_lite.sample_queue.staleness import age_limit, trainable_mask
 from areal_lite.types import Sample, Score, StopReason, VersionSpan

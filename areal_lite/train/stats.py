@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from areal_lite.algo.advantages import masked_sums, std_from_sums
+from areal_lite.record.length_bias import EDGES, LENGTHS
 from areal_lite.record.metrics import METRICS, Reduction
-from areal_lite.record.quarters import EDGES, LENGTHS
 from areal_lite.train.batch import PolicyBatch, Tokens
 from areal_lite.train.distributed import gather_objects, max_over_ranks, sum_over_ranks
 from areal_lite.train.optimiser import Update

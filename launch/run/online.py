@@ -24,8 +24,8 @@ from areal_lite.launch.run.controller import Controller
 from areal_lite.launch.run.evaluation import Evaluations
 from areal_lite.launch.run.parity import Difference, ParityCheck, prompt_sequences, stored_sequences
 from areal_lite.launch.run.ranks import POLL_S
+from areal_lite.record.length_bias import spread_warning, stale_warning
 from areal_lite.record.memory_growth import growth_warning
-from areal_lite.record.quarters import spread_warning, stale_warning
 from areal_lite.record.recorder import OnlineRecorder
 from areal_lite.sample_queue.access import Role
 from areal_lite.sample_queue.records import BatchInfo

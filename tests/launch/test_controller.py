@@ -245,7 +245,7 @@ def test_what_trains_too_little_or_teaches_nothing_is_said_once(
     for _ in range(12):
         rl._step()
         rl._tick()
-    first, second = (text for text in said if "of quarter 1 of" in text or "nothing to learn from" in text)
+    first, second = (text for text in said if "of quarter 1 of the" in text or "nothing to learn from" in text)
     rl._recorder.feed(rl._controller_lane.drain())
     rl._sum_up("done", failed=True)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

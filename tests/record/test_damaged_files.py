@@ -15,7 +15,7 @@ from run_folders import write_checkpoint
 from areal_lite.config.recipe import Config
 from areal_lite.errors import ArealLiteError
 from areal_lite.launch.commands.main import main
-from areal_lite.record.quarters import spread_warning, stale_warning
+from areal_lite.record.length_bias import spread_warning, stale_warning
 from areal_lite.record.recorder import OnlineRecorder
 from areal_lite.record.report import write_comparison, write_report
 from areal_lite.record.run_folder import RunFolder

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from areal_lite.record.lanes import steps_before_gaps
+from areal_lite.record.length_bias import by_quarter
 from areal_lite.record.metrics import METRICS, OFFLINE_METRICS, Metric
-from areal_lite.record.quarters import by_quarter
 from areal_lite.record.report.charts import Chart, Line, as_shares, bars, lines, smoothed, stacked
 from areal_lite.record.report.read import RunFiles
 from areal_lite.record.run_files import number, numbers, table
